@@ -1,0 +1,225 @@
+"""Every way lmkv can refuse: one class is one reason is one gRPC code.
+
+A miss is never an error. `lmkv.rpc` carries these over the wire in both directions.
+
+    LmkvError
+    ├── BadRequest           INVALID_ARGUMENT     the caller must change what it sends
+    ├── Missing              NOT_FOUND            what it names is not there
+    ├── Conflict             FAILED_PRECONDITION  the state of things forbids it
+    ├── Full                 RESOURCE_EXHAUSTED   no room now
+    ├── InstanceIdInUse      ALREADY_EXISTS
+    ├── RevisionCompacted    OUT_OF_RANGE
+    ├── Unreachable          UNAVAILABLE          never sent by lmkv: a peer did not answer
+    └── ConfigError          never on the wire    a process cannot start as configured
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class LmkvError(Exception):
+    """Base of everything lmkv raises on purpose.
+
+    The keyword arguments are the dynamic words of the message; they travel as `ErrorInfo.metadata`.
+    """
+
+    code: ClassVar[str] = "INTERNAL"
+    """Name of the gRPC status code."""
+    reason: ClassVar[str] = "INTERNAL"
+    """`ErrorInfo.reason`, unique per class."""
+    by_reason: ClassVar[dict[str, type[LmkvError]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        LmkvError.by_reason[cls.reason] = cls
+
+    def __init__(self, message: str, **metadata: object) -> None:
+        super().__init__(message)
+        self.metadata = {name: str(value) for name, value in metadata.items()}
+
+
+class BadRequest(LmkvError):
+    """The request can never succeed as it is."""
+
+    code = "INVALID_ARGUMENT"
+    reason = "BAD_REQUEST"
+
+
+class BadChunkKey(BadRequest):
+    """A list of chunk keys is not a multiple of 16 bytes, or too long."""
+
+    reason = "BAD_CHUNK_KEY"
+
+
+class BadTokens(BadRequest):
+    """A token id is negative or beyond the vocabulary, or chunks are named in two ways at once."""
+
+    reason = "BAD_TOKENS"
+
+
+class BadKvSpec(BadRequest):
+    """A spec's fingerprint is not the digest of its fields, or its chunks cannot fit."""
+
+    reason = "BAD_KV_SPEC"
+
+
+class BadInstance(BadRequest):
+    """An instance has no id, or an address that does not parse."""
+
+    reason = "BAD_INSTANCE"
+
+
+class BadMessage(BadRequest):
+    """A stream's messages come in an order that means nothing."""
+
+    reason = "BAD_MESSAGE"
+
+
+class BadPageToken(BadRequest):
+    """A page token was not made by this call."""
+
+    reason = "BAD_PAGE_TOKEN"
+
+
+class BadSelection(BadRequest):
+    """A request that selects chunks selects none."""
+
+    reason = "BAD_SELECTION"
+
+
+class Missing(LmkvError):
+    """What the request names is not there."""
+
+    code = "NOT_FOUND"
+    reason = "NOT_FOUND"
+
+
+class ModelNotFound(Missing):
+    """No registered spec has this model name or fingerprint."""
+
+    reason = "MODEL_NOT_FOUND"
+
+
+class InstanceNotFound(Missing):
+    """The instance is not registered."""
+
+    reason = "INSTANCE_NOT_FOUND"
+
+
+class EngineNotFound(Missing):
+    """No such engine is attached."""
+
+    reason = "ENGINE_NOT_FOUND"
+
+
+class GrantNotFound(Missing):
+    """The grant has ended or never was."""
+
+    reason = "GRANT_NOT_FOUND"
+
+
+class Conflict(LmkvError):
+    """The state of things forbids the request."""
+
+    code = "FAILED_PRECONDITION"
+    reason = "CONFLICT"
+
+
+class ModelAmbiguous(Conflict):
+    """Several specs are registered and the request does not say which."""
+
+    reason = "MODEL_AMBIGUOUS"
+
+
+class KvSpecMismatch(Conflict):
+    """The chunks of the two ends are not interchangeable."""
+
+    reason = "KV_SPEC_MISMATCH"
+
+
+class TierUnsupported(Conflict):
+    """The instance has no such tier."""
+
+    reason = "TIER_UNSUPPORTED"
+
+
+class StaleEpoch(Conflict):
+    """A newer process took this instance id."""
+
+    reason = "STALE_EPOCH"
+
+
+class ResyncRequired(Conflict):
+    """A report was lost; the stream must begin anew with a snapshot."""
+
+    reason = "RESYNC_REQUIRED"
+
+
+class WrongInstance(Conflict):
+    """Another instance, or another epoch of it, answers here."""
+
+    reason = "WRONG_INSTANCE"
+
+
+class ChannelUnsupported(Conflict):
+    """The two ends share no transfer channel."""
+
+    reason = "CHANNEL_UNSUPPORTED"
+
+
+class RequestTooLarge(Conflict):
+    """The request will never fit into this node."""
+
+    reason = "REQUEST_TOO_LARGE"
+
+
+class ConfigConflict(Conflict):
+    """The engine expects a node of another configuration."""
+
+    reason = "CONFIG_CONFLICT"
+
+
+class Full(LmkvError):
+    """There is no room now."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "FULL"
+
+
+class NoFreeExtents(Full):
+    """The pool is full of chunks that may not be evicted."""
+
+    reason = "NO_FREE_EXTENTS"
+
+
+class WatcherTooSlow(Full):
+    """The watcher fell behind its bounded queue."""
+
+    reason = "WATCHER_TOO_SLOW"
+
+
+class InstanceIdInUse(LmkvError):
+    """Another living process holds this instance id."""
+
+    code = "ALREADY_EXISTS"
+    reason = "INSTANCE_ID_IN_USE"
+
+
+class RevisionCompacted(LmkvError):
+    """The revision asked for is no longer known."""
+
+    code = "OUT_OF_RANGE"
+    reason = "REVISION_COMPACTED"
+
+
+class Unreachable(LmkvError):
+    """A peer did not answer, in time or at all, or moved bytes that did not arrive whole."""
+
+    code = "UNAVAILABLE"
+    reason = "UNREACHABLE"
+
+
+class ConfigError(LmkvError):
+    """A process cannot start as configured. Its message names the key and the fix; the exit code is 2."""
+
+    reason = "CONFIG_ERROR"

@@ -1,0 +1,141 @@
+"""Chunk keys: which tokens, after which tokens, under which root. Pure; used by connector, coordinator and tests.
+
+    root  = HMAC-SHA-256(cluster secret, "lmkv.sha256-16" ‖ fingerprint ‖ cache salt ‖ LoRA)[:16]
+    key_i = SHA-256(key_{i-1} ‖ tokens of chunk i ‖ extras of chunk i)[:16]          key_{-1} = root
+
+Tokens are raw little-endian u32; every string is led by its length as u32; extras, where a chunk has any, are led by
+0xFFFFFFFF, which is no token id, so that no tokens can imitate them. Nothing depends on the process or its hash seed.
+`tests/lmkv/golden_keys.json` holds vectors for other languages.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
+from typing import NewType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmkv.errors import BadChunkKey, BadTokens
+
+HASH_SCHEME = "sha256-16"
+KEY_BYTES = 16
+MAX_KEYS = 65_536
+"""Most keys that one request may carry: 1 MiB, a whole message."""
+
+ChunkKey = NewType("ChunkKey", bytes)
+"""16 bytes that name one chunk's tokens and everything before them."""
+
+Tokens = NDArray[np.uint32]
+
+_EXTRAS_MARK = b"\xff\xff\xff\xff"
+_EMPTY = sha256()
+_NO_EXTRAS: Mapping[int, bytes] = {}
+
+
+def as_tokens(tokens: Sequence[int] | Tokens, vocab_size: int = 0) -> Tokens:
+    """Token ids as a contiguous little-endian u32 array of shape `[n]`.
+
+    Raises `BadTokens` if an id is negative, not below `vocab_size` (0: unknown), or does not fit.
+    """
+    try:
+        array = np.ascontiguousarray(tokens, dtype="<u4")
+    except (OverflowError, ValueError, TypeError) as error:
+        raise BadTokens(f"tokens must be integers from 0 to 2^32-2: {error}") from None
+    if array.ndim != 1:
+        raise BadTokens("tokens must be one flat list")
+    top = int(array.max(initial=0))
+    limit = vocab_size or 0xFFFF_FFFF
+    if array.size and top >= limit:
+        raise BadTokens(f"token id {top} is beyond the vocabulary of {limit}", token=top, vocab_size=limit)
+    return array
+
+
+def pack_fields(fields: Iterable[bytes]) -> bytes:
+    """Fields one after the other, each led by its length as little-endian u32: no two lists look alike."""
+    return b"".join(len(field).to_bytes(4, "little") + field for field in fields)
+
+
+def root_key(fingerprint: bytes, *, cache_salt: str = "", lora: str = "", secret: bytes = b"") -> ChunkKey:
+    """Where the chains of one spec, tenant and LoRA adapter begin.
+
+    Without the cluster secret nobody can guess keys, and so probe for what others have sent.
+    """
+    namespace = pack_fields([fingerprint, cache_salt.encode(), lora.encode()])
+    return ChunkKey(hmac.digest(secret, b"lmkv." + HASH_SCHEME.encode() + namespace, "sha256")[:KEY_BYTES])
+
+
+class KeyChain:
+    """The keys of one growing prompt.
+
+    `extras` maps a chunk's index to what besides its tokens decides its KV, such as multimodal hashes.
+    """
+
+    __slots__ = ("_extras", "chunk_size", "keys", "root")
+
+    def __init__(self, root: ChunkKey, chunk_size: int, extras: Mapping[int, bytes] = _NO_EXTRAS) -> None:
+        self.root = root
+        self.chunk_size = chunk_size
+        self.keys: list[ChunkKey] = []
+        """Keys of the full chunks so far."""
+        self._extras = extras
+
+    def extend(self, tokens: Tokens) -> None:
+        """Makes the keys that are still missing for the full chunks of `tokens`, the prompt from its first token."""
+        start, stop = len(self.keys), tokens.size // self.chunk_size
+        if stop <= start:
+            return
+        view = tokens.data.cast("B")
+        stride = 4 * self.chunk_size
+        parent = self.keys[-1] if self.keys else self.root
+        for index in range(start, stop):
+            parent = self._key(parent, view[index * stride : (index + 1) * stride], index)
+            self.keys.append(parent)
+
+    def partial(self, tokens: Tokens) -> ChunkKey | None:
+        """Key of the tokens after the last full chunk of `tokens`; None if there are none. `extend` comes first."""
+        full = tokens.size // self.chunk_size
+        if tokens.size == full * self.chunk_size:
+            return None
+        parent = self.keys[full - 1] if full else self.root
+        return self._key(parent, tokens[full * self.chunk_size :].data.cast("B"), full)
+
+    def _key(self, parent: ChunkKey, tokens: memoryview, index: int) -> ChunkKey:
+        digest = _EMPTY.copy()  # a third cheaper than a fresh sha256()
+        digest.update(parent)
+        digest.update(tokens)
+        if extras := self._extras.get(index):
+            digest.update(_EXTRAS_MARK + extras)
+        return ChunkKey(digest.digest()[:KEY_BYTES])
+
+
+def chunk_keys(
+    tokens: Tokens, root: ChunkKey, chunk_size: int, *, partial: bool = False, extras: Mapping[int, bytes] = _NO_EXTRAS
+) -> list[ChunkKey]:
+    """Keys of a prompt's full chunks and, with `partial`, of what is left after them."""
+    chain = KeyChain(root, chunk_size, extras)
+    chain.extend(tokens)
+    last = chain.partial(tokens) if partial else None
+    return chain.keys if last is None else [*chain.keys, last]
+
+
+def join_keys(keys: Iterable[ChunkKey]) -> bytes:
+    """Keys as one wire field, 16 bytes each."""
+    return b"".join(keys)
+
+
+def split_keys(packed: bytes, field: str = "chunk_keys", limit: int = MAX_KEYS) -> list[ChunkKey]:
+    """The keys of one wire field. Raises `BadChunkKey` if its length is no multiple of 16 or above the limit."""
+    if len(packed) % KEY_BYTES:
+        raise BadChunkKey(
+            f"{field} has {len(packed)} bytes; it must be whole keys of {KEY_BYTES} bytes each",
+            field=field,
+            size_bytes=len(packed),
+        )
+    if len(packed) > limit * KEY_BYTES:
+        raise BadChunkKey(
+            f"{field} has {len(packed) // KEY_BYTES} keys; at most {limit} are allowed", field=field, limit=limit
+        )
+    return [ChunkKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]

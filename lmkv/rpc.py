@@ -1,0 +1,150 @@
+"""gRPC as lmkv uses it: one set of channel options, servers with health and reflection, errors both ways."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from grpc_status import rpc_status
+
+from lmkv.errors import Full, LmkvError, Unreachable
+
+logger = logging.getLogger(__name__)
+
+DOMAIN = "lmkv.v1"
+MAX_MESSAGE_BYTES = 1 << 20
+"""Bytes never ride gRPC; this limit, the same on every end, keeps it true."""
+CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+SERVER_OPTIONS: Sequence[tuple[str, int]] = (
+    *CHANNEL_OPTIONS,
+    ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+)
+
+
+def to_status(error: LmkvError) -> status_pb2.Status:
+    """The error as `google.rpc.Status` with one `ErrorInfo`, and `RetryInfo` if it knows when to come back."""
+    status = status_pb2.Status(code=getattr(code_pb2, error.code), message=str(error))
+    details: list[Any] = [
+        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata),
+    ]
+    if isinstance(error, Full):
+        delay = float(error.metadata.get("retry_seconds", 1.0))
+        details.append(
+            error_details_pb2.RetryInfo(
+                retry_delay=duration_pb2.Duration(nanos=round(delay % 1 * 1e9), seconds=int(delay))
+            )
+        )
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+def from_status(status: status_pb2.Status) -> LmkvError:
+    """The error in a status; a plain `LmkvError` where it names no reason that this version knows."""
+    info = error_details_pb2.ErrorInfo()
+    for detail in status.details:
+        if detail.Unpack(info) and info.domain == DOMAIN and info.reason in LmkvError.by_reason:
+            return LmkvError.by_reason[info.reason](status.message, **info.metadata)
+    return LmkvError(status.message, code=status.code)
+
+
+def from_rpc_error(error: grpc.RpcError) -> LmkvError:
+    """What a failed call means: the other side's error, or `Unreachable` if it gave none."""
+    try:
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    except ValueError:  # the status in the trailers contradicts the call's own
+        status = None
+    if status is not None:
+        return from_status(status)
+    code = error.code() if callable(getattr(error, "code", None)) else grpc.StatusCode.UNKNOWN
+    text = error.details() if callable(getattr(error, "details", None)) else str(error)
+    kind = Unreachable if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED) else LmkvError
+    return kind(f"{code.name}: {text}", grpc_code=code.name)
+
+
+class _Errors(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
+    """Turns what handlers raise into statuses, so that handlers only translate."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:  # no such method: grpc answers UNIMPLEMENTED
+            return None  # type: ignore[return-value]
+        method = handler_call_details.method
+        if handler.response_streaming:
+            inner_stream = handler.stream_stream or handler.unary_stream
+
+            async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+                try:
+                    async for response in inner_stream(request, context):
+                        yield response
+                except Exception as error:
+                    await _abort(error, context, method)
+
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+            return make(stream, handler.request_deserializer, handler.response_serializer)
+
+        inner = handler.unary_unary or handler.stream_unary
+
+        async def unary(request: Any, context: Any) -> Any:
+            try:
+                return await inner(request, context)
+            except Exception as error:
+                await _abort(error, context, method)
+
+        make = (
+            grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
+        )
+        return make(unary, handler.request_deserializer, handler.response_serializer)
+
+
+async def _abort(error: Exception, context: Any, method: str) -> None:
+    if isinstance(error, grpc.aio.AbortError):  # the handler aborted the call itself
+        raise error
+    if not isinstance(error, LmkvError):
+        logger.exception("%s failed unexpectedly", method)
+        error = LmkvError(f"{method} failed unexpectedly: {error!r}; see the server's log")
+    await context.abort_with_status(rpc_status.to_status(to_status(error)))
+
+
+async def make_server(service_names: Sequence[str]) -> grpc.aio.Server:
+    """A server with lmkv's limits and error handling; health and reflection already serve the named services.
+
+    The caller registers its handlers, binds, starts and stops it.
+    """
+    server = grpc.aio.server(interceptors=[_Errors()], options=SERVER_OPTIONS)
+    checks = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    for name in ("", *service_names):
+        await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
+    reflection.enable_server_reflection([*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    return server
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel to `host:port` or `unix:PATH` with lmkv's limits. It connects by itself, and again after a loss."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)

@@ -1,0 +1,114 @@
+"""KvSpec: what must agree for two engines' bytes to be interchangeable, and how large their chunks are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from hashlib import sha256
+
+from lmkv.errors import BadKvSpec
+from lmkv.keys import HASH_SCHEME, KEY_BYTES, pack_fields
+from lmkv.v1 import chunk_pb2
+
+TOKEN_MAJOR: chunk_pb2.KvFormat.ValueType = chunk_pb2.KV_FORMAT_TOKEN_MAJOR
+NATIVE_TILES: chunk_pb2.KvFormat.ValueType = chunk_pb2.KV_FORMAT_NATIVE_TILES
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+"""Bytes per element of each KV dtype, by the engine's name for it."""
+
+_NOT_HASHED = ("model_name", "vocab_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvSpec:
+    """What must agree. The fields are those of the message `lmkv.v1.KvSpec`; tensor-parallel size is not among them.
+
+    Raises `BadKvSpec` if the fields contradict each other.
+    """
+
+    model_name: str
+    model_id: str
+    kv_dtype: str
+    layer_count: int
+    kv_head_count: int
+    head_size: int
+    chunk_size: int
+    mla: bool = False
+    format: chunk_pb2.KvFormat.ValueType = TOKEN_MAJOR
+    tile_backend: str = ""
+    tile_isa: str = ""
+    block_size: int = 0
+    hash_scheme: str = HASH_SCHEME
+    vocab_size: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("layer_count", "kv_head_count", "head_size", "chunk_size"):
+            if getattr(self, name) <= 0:
+                raise BadKvSpec(f"{name} must be positive, not {getattr(self, name)}", field=name)
+        if self.kv_dtype not in DTYPE_BYTES:
+            raise BadKvSpec(
+                f"kv_dtype {self.kv_dtype!r} is unknown; known are {', '.join(DTYPE_BYTES)}", field="kv_dtype"
+            )
+        if self.hash_scheme != HASH_SCHEME:
+            raise BadKvSpec(f"hash_scheme {self.hash_scheme!r} is unknown; use {HASH_SCHEME!r}", field="hash_scheme")
+        if self.format == NATIVE_TILES and (self.block_size <= 0 or self.chunk_size % self.block_size):
+            raise BadKvSpec(
+                f"chunk_size {self.chunk_size} must be a multiple of the engine's block size {self.block_size}; "
+                f"set chunk_size or the engine's --block-size",
+                field="chunk_size",
+            )
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """16 bytes: SHA-256 over names and values of the fields that decide, in alphabetical order."""
+        names = sorted(field.name for field in fields(self) if field.name not in _NOT_HASHED)
+        pairs = (f"{name}={getattr(self, name)}".encode() for name in names)
+        return sha256(b"lmkv.KvSpec" + pack_fields(pairs)).digest()[:KEY_BYTES]
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of one KV-cache block of one head: the unit that native tiles move whole."""
+        return self.block_size * self._bytes_per_head_token
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a full chunk."""
+        return self.size_bytes(self.chunk_size)
+
+    def block_count(self, token_count: int) -> int:
+        """KV-cache blocks that hold so many tokens, the last one perhaps in part."""
+        return -(-token_count // self.block_size)
+
+    def size_bytes(self, token_count: int) -> int:
+        """Bytes of a chunk of so many tokens."""
+        if self.format == NATIVE_TILES:
+            per_head = self.block_count(token_count) * self.tile_bytes
+        else:
+            per_head = token_count * self._bytes_per_head_token
+        return self.layer_count * self.kv_head_count * per_head
+
+    @property
+    def _bytes_per_head_token(self) -> int:
+        return (1 if self.mla else 2) * self.head_size * DTYPE_BYTES[self.kv_dtype]
+
+    def first_difference(self, other: KvSpec) -> str | None:
+        """Name of the first field that keeps the two apart; None if chunks are interchangeable."""
+        names = (field.name for field in fields(self) if field.name not in _NOT_HASHED)
+        return next((name for name in names if getattr(self, name) != getattr(other, name)), None)
+
+    def to_proto(self) -> chunk_pb2.KvSpec:
+        """The spec as a message, fingerprint filled in."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return chunk_pb2.KvSpec(fingerprint=self.fingerprint, **values)
+
+    @classmethod
+    def from_proto(cls, message: chunk_pb2.KvSpec) -> KvSpec:
+        """The spec in a message. Raises `BadKvSpec` if its fields contradict each other or the fingerprint."""
+        spec = cls(**{field.name: getattr(message, field.name) for field in fields(cls)})
+        if message.fingerprint != spec.fingerprint:
+            raise BadKvSpec(
+                f"fingerprint {message.fingerprint.hex()} is not the digest of the spec, {spec.fingerprint.hex()}; "
+                "both ends must run versions of lmkv that agree on KvSpec",
+                field="fingerprint",
+            )
+        return spec
