@@ -41,7 +41,11 @@ def as_tokens(tokens: Sequence[int] | Tokens, vocab_size: int = 0) -> Tokens:
     Raises `BadTokens` if an id is negative, not below `vocab_size` (0: unknown), or does not fit.
     """
     try:
-        array = np.ascontiguousarray(tokens, dtype="<u4")
+        array = np.asarray(tokens)
+        if array.size and array.dtype.kind not in "iu":
+            raise TypeError(f"{array.dtype} is no integer type")
+        if array.size and int(array.min()) < 0:
+            raise ValueError(f"{int(array.min())} is negative")
     except (OverflowError, ValueError, TypeError) as error:
         raise BadTokens(f"tokens must be integers from 0 to 2^32-2: {error}") from None
     if array.ndim != 1:
@@ -50,7 +54,7 @@ def as_tokens(tokens: Sequence[int] | Tokens, vocab_size: int = 0) -> Tokens:
     limit = vocab_size or 0xFFFF_FFFF
     if array.size and top >= limit:
         raise BadTokens(f"token id {top} is beyond the vocabulary of {limit}", token=top, vocab_size=limit)
-    return array
+    return np.ascontiguousarray(array, dtype="<u4")
 
 
 def pack_fields(fields: Iterable[bytes]) -> bytes:

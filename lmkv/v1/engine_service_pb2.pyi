@@ -10,6 +10,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.rpc import status_pb2 as _status_pb2
 from lmkv.v1 import chunk_pb2 as _chunk_pb2
+from lmkv.v1 import registry_service_pb2 as _registry_service_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -95,6 +96,10 @@ class AttachResponse(_message.Message):
     CREDITS_FIELD_NUMBER: _builtins.int
     REJECTED_COMMITS_FIELD_NUMBER: _builtins.int
     RESET_COUNTS_FIELD_NUMBER: _builtins.int
+    SETTLED_RESERVE_COUNT_FIELD_NUMBER: _builtins.int
+    CONFLICTS_FIELD_NUMBER: _builtins.int
+    settled_reserve_count: _builtins.int
+    """Write credits asked for, by lookups or by themselves, that this message settles, whether granted or not."""
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """Answer to `hello`."""
@@ -119,6 +124,10 @@ class AttachResponse(_message.Message):
     def reset_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Answer to `reset`: chunks dropped."""
 
+    @_builtins.property
+    def conflicts(self) -> _containers.RepeatedCompositeFieldContainer[_registry_service_pb2.SpecConflict]:
+        """Instances of the engine's model whose chunks it cannot share, and why; sent whole when it changes."""
+
     def __init__(
         self,
         *,
@@ -128,10 +137,12 @@ class AttachResponse(_message.Message):
         credits: _abc.Iterable[_chunk_pb2.Extent] | None = ...,
         rejected_commits: _abc.Iterable[Global___RejectedCommit] | None = ...,
         reset_counts: _abc.Iterable[_builtins.int] | None = ...,
+        settled_reserve_count: _builtins.int = ...,
+        conflicts: _abc.Iterable[_registry_service_pb2.SpecConflict] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credits", b"credits", "found", b"found", "loaded", b"loaded", "rejected_commits", b"rejected_commits", "reset_counts", b"reset_counts", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "credits", b"credits", "found", b"found", "loaded", b"loaded", "rejected_commits", b"rejected_commits", "reset_counts", b"reset_counts", "settled_reserve_count", b"settled_reserve_count", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -247,11 +258,11 @@ class LookupChunks(_message.Message):
     CHUNK_KEYS_FIELD_NUMBER: _builtins.int
     RESERVE_COUNT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The engine's request."""
+    """Names this lookup and all that follows from it; unique on the stream."""
     chunk_keys: _builtins.bytes
     """Keys of the prompt's chunks, 16 bytes each, in prompt order."""
     reserve_count: _builtins.int
-    """Write credits wanted for chunks that turn out to be held by nobody."""
+    """Write credits wanted if nothing is held; each chunk that is found makes it one fewer."""
     def __init__(
         self,
         *,
@@ -397,7 +408,7 @@ Global___LoadedChunks: _TypeAlias = LoadedChunks  # noqa: Y015
 
 @_typing.final
 class ReleaseChunks(_message.Message):
-    """Grants of one request that the engine no longer needs: everything, or all but what a running load still brings."""
+    """Everything that one request was granted and no longer needs; a running load of it is cancelled."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -79,7 +79,8 @@ class EngineServiceServicer:
         larger than the pool.
         * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no hello at first, or a second one.
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long.
-        * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration.
+        * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names
+        the key, both values, the node's process id and how many engines it serves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -48,7 +48,8 @@ class EngineServiceStub:
       larger than the pool.
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no hello at first, or a second one.
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long.
-    * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration.
+    * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names
+      the key, both values, the node's process id and how many engines it serves.
     """
     Lookup: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.EngineServiceLookupRequest, _engine_service_pb2.EngineServiceLookupResponse]
     """Finds how much of a prompt this node and its peers hold. Grants nothing.
@@ -91,7 +92,8 @@ class EngineServiceAsyncStub(EngineServiceStub):
       larger than the pool.
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no hello at first, or a second one.
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long.
-    * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration.
+    * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names
+      the key, both values, the node's process id and how many engines it serves.
     """
     Lookup: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.EngineServiceLookupRequest, _engine_service_pb2.EngineServiceLookupResponse]  # type: ignore[assignment]
     """Finds how much of a prompt this node and its peers hold. Grants nothing.
@@ -137,7 +139,8 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
           larger than the pool.
         * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no hello at first, or a second one.
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long.
-        * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration.
+        * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names
+          the key, both values, the node's process id and how many engines it serves.
         """
 
     @_abc_1.abstractmethod

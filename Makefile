@@ -1,0 +1,59 @@
+# What people who work on lmkv type; `make help` lists it. Everything is installed into the clone.
+
+BIN := .venv/bin
+STAMP := .venv/.lmkv-setup
+PROTOS := $(wildcard protos/lmkv/v1/*.proto)
+NATIVE := CMakeLists.txt $(wildcard kernels/csrc/*)
+BUF ?= $(shell test -x .buf/node_modules/.bin/buf && echo .buf/node_modules/.bin/buf || echo buf)
+
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export PYTHONUNBUFFERED := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test protos verify \
+	verify-format verify-lint verify-types verify-protos verify-floors fix-format fix-lint fix-protos
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
+	@echo 'ARGS="..." is passed on by demo and test: make demo ARGS="--json numbers.json", make test ARGS="tests/rpc -x"'
+
+setup: $(STAMP) ## install lmkv, vLLM for CPUs and all tools into .venv and .buf
+
+$(STAMP): pyproject.toml scripts/setup $(NATIVE)
+	@scripts/setup
+	@touch $@
+
+demo: $(STAMP) ## start a coordinator and two engines here and watch them share a prompt
+	@$(BIN)/lmkv demo $(ARGS)
+
+test: $(STAMP) ## run the tests, those with real engines last
+	@$(BIN)/python -m pytest $(ARGS)
+
+protos: fix-protos ## generate the Python stubs in lmkv/v1 from protos/
+
+verify: verify-format verify-lint verify-types verify-protos verify-floors ## all of the following
+
+verify-format: $(STAMP) ## check the formatting
+	@$(BIN)/ruff format --check --diff
+
+fix-format: $(STAMP) ## format
+	@$(BIN)/ruff format
+
+verify-lint: $(STAMP) ## look for mistakes and bad style
+	@$(BIN)/ruff check
+
+fix-lint: $(STAMP) ## mend what can be mended without thinking
+	@$(BIN)/ruff check --fix
+
+verify-types: $(STAMP) ## check the types
+	@$(BIN)/mypy
+
+verify-protos: $(STAMP) ## check the protos' style and that the stubs are what they make
+	@$(BUF) lint
+	@$(BIN)/python -m pytest -q tests/promises/test_protos.py
+
+fix-protos: $(STAMP)
+	@$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. $(PROTOS)
+
+verify-floors: $(STAMP) ## check that imports point down only
+	@$(BIN)/lint-imports

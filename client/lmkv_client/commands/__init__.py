@@ -1,0 +1,69 @@
+"""Commands that ask the coordinator, and what they share: where it is, how to ask, how answers are shown."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from google.protobuf.json_format import MessageToJson
+from google.protobuf.message import Message
+
+from lmkv.config import ClientConfig, load
+from lmkv.errors import Unreachable
+from lmkv_client.coordinator_client import CoordinatorClient
+
+Answer = TypeVar("Answer")
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds where the coordinator is and how the answer is shown."""
+    parser.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="the coordinator (default: coordinator_address of the configuration, else 127.0.0.1:9000)",
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file to read (default: $LMKV_CONFIG_FILE)")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON, in the words of the API")
+
+
+def ask(args: argparse.Namespace, question: Callable[[CoordinatorClient], Awaitable[Answer]]) -> Answer:
+    """The coordinator's answer. Raises its errors, and `Unreachable` with what to do if there is none."""
+    config = load(ClientConfig, file=args.config, flags={"coordinator": args.coordinator})
+    address = config.coordinator_address or ClientConfig().coordinator_address
+
+    async def connect_and_ask() -> Answer:
+        async with CoordinatorClient(address) as coordinator:
+            return await question(coordinator)
+
+    try:
+        return asyncio.run(connect_and_ask())
+    except Unreachable as error:
+        raise Unreachable(
+            f"no coordinator answers at {address}; start one with `lmkv coordinator`, or name another with "
+            "--coordinator HOST:PORT",
+            address=address,
+        ) from error
+
+
+def print_json(message: Message) -> None:
+    """Prints a message with the field names of its proto, empty fields included."""
+    print(MessageToJson(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table: framed on a terminal, plain aligned columns that other tools can read elsewhere."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*columns)
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table, markup=False)
+        return
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    for row in (columns, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,70 @@
+"""`lmkv instances`: who is in the fleet, what they hold, and who cannot share with whom."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator
+
+from lmkv.cli import Command
+from lmkv.units import format_bytes
+from lmkv.v1.registry_service_pb2 import Instance, ListInstancesResponse
+from lmkv_client.commands import add_common_arguments, ask, print_json, print_table
+
+EXAMPLES = """\
+  lmkv instances
+  lmkv instances --coordinator 10.0.0.5:9000
+  lmkv instances --json | jq '.instances[].instance_id'"""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Asks and prints; a fleet without instances is an answer, not a failure."""
+    instances = ask(args, lambda coordinator: coordinator.list_instances())
+    if args.json:
+        print_json(ListInstancesResponse(instances=instances))
+        return 0
+    if not instances:
+        print("no instance is registered")
+        return 0
+    columns = ("INSTANCE", "PEER", "MODELS", "CHUNKS", "USED/CAPACITY", "ENGINES")
+    print_table(columns, [row(instance) for instance in instances])
+    for line in conflicts(instances):
+        print(line)
+    return 0
+
+
+def row(instance: Instance) -> tuple[str, ...]:
+    """One instance as a line of the table."""
+    models = dict.fromkeys(f"{spec.model_name} ({spec.kv_dtype})" for spec in instance.specs)
+    used = sum(tier.used_bytes for tier in instance.tiers)
+    capacity = sum(tier.capacity_bytes for tier in instance.tiers)
+    return (
+        instance.instance_id if instance.synced else f"{instance.instance_id} (reporting)",
+        instance.peer_address,
+        ", ".join(models) or "-",
+        str(sum(tier.chunk_count for tier in instance.tiers)),
+        f"{format_bytes(used)}/{format_bytes(capacity)}",
+        str(instance.engine_count),
+    )
+
+
+def conflicts(instances: Iterable[Instance]) -> Iterator[str]:
+    """A line per pair that serves the same model but cannot share, told once though both ends report it."""
+    told = set()
+    for instance in instances:
+        for conflict in instance.conflicts:
+            pair = (frozenset((instance.instance_id, conflict.instance_id)), conflict.model_name, conflict.field)
+            if pair not in told:
+                told.add(pair)
+                yield (
+                    f"{instance.instance_id} and {conflict.instance_id} cannot share {conflict.model_name}: "
+                    f"{conflict.field} is {conflict.own_value} on the one, {conflict.other_value} on the other"
+                )
+
+
+command = Command(
+    name="instances",
+    help="list who is in the fleet, what they hold and who cannot share with whom",
+    add_arguments=add_common_arguments,
+    run=run,
+    examples=EXAMPLES,
+)

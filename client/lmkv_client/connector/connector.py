@@ -1,0 +1,190 @@
+"""`LMKVConnector`: vLLM's hooks, each handed to the side that it belongs to.
+
+vLLM makes one of these per role: in the process that schedules, and in each worker. Every failure of the cache ends
+here as "no hit" or "not stored" and a counter; only a mistake in the configuration, at start, is raised.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
+
+from lmkv import config as configuration
+from lmkv.config import ConnectorConfig
+from lmkv_client.connector.identity import kv_spec
+from lmkv_client.connector.link import NodeLink
+from lmkv_client.connector.messages import StepPlan
+from lmkv_client.connector.scheduler import SchedulerSide
+from lmkv_client.connector.stats import PromMetrics, Stats
+from lmkv_client.connector.worker import WorkerSide
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.lmkv")
+
+
+class LMKVConnector(KVConnectorBase_V1):
+    """The connector that `--kv-transfer-config '{"kv_connector":"LMKVConnector","kv_role":"kv_both"}'` names."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        # A failed load must end as a recompute. vLLM's scheduler reads this after it has made the connector.
+        self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        config = self._config(vllm_config)
+        spec = kv_spec(vllm_config, kv_cache_config, config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        parallel = vllm_config.parallel_config
+        if role is KVConnectorRole.SCHEDULER:
+            self._link = NodeLink(config, spec, parallel.world_size)
+            self._link.start()
+            self._scheduler = SchedulerSide(
+                config,
+                spec,
+                self._link,
+                block_size=spec.block_size,
+                rank_count=parallel.world_size,
+                step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            )
+        else:
+            rank = get_tensor_model_parallel_rank()
+            heads = spec.kv_head_count // parallel.tensor_parallel_size
+            self._worker = WorkerSide(
+                rank=rank,
+                first_head=rank * heads,
+                kv_head_count=spec.kv_head_count,
+                threads=config.copy_threads,
+            )
+
+    def _config(self, vllm_config: VllmConfig) -> ConnectorConfig:
+        """The configuration, of which `kv_connector_extra_config` is the last word."""
+        extra = dict(self._kv_transfer_config.kv_connector_extra_config or {})
+        config = configuration.load(ConnectorConfig, flags=extra, flags_place="kv_connector_extra_config")
+        for notice in config.notices:
+            logger.warning("%s", notice)
+        return config
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache may lose what it was given."""
+        return False
+
+    # ---- worker side
+
+    @property
+    def worker(self) -> WorkerSide:
+        """The worker side, in a worker."""
+        assert self._worker is not None
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """See vLLM."""
+        self.worker.register(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """See vLLM."""
+        self.worker.load(self._plan())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """See vLLM. Loads that a forward needs are done before it starts."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """See vLLM. All layers are stored together after the forward."""
+
+    def wait_for_save(self) -> None:
+        """See vLLM."""
+        self.worker.store(self._plan())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """See vLLM. Nothing is ever sent after its request: stores are done within their step."""
+        return None, self.worker.take_finished() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See vLLM."""
+        return self.worker.take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> Any:
+        """See vLLM."""
+        return self.worker.take_report()
+
+    def _plan(self) -> StepPlan:
+        plan = self._get_connector_metadata()
+        assert isinstance(plan, StepPlan)
+        return plan
+
+    # ---- scheduler side
+
+    @property
+    def scheduler(self) -> SchedulerSide:
+        """The scheduler side, where vLLM schedules."""
+        assert self._scheduler is not None
+        return self._scheduler
+
+    def on_new_request(self, request: Request) -> None:
+        """See vLLM."""
+        self.scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See vLLM."""
+        return self.scheduler.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """See vLLM."""
+        self.scheduler.allocated(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """See vLLM."""
+        return self.scheduler.hit_sources(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepPlan:
+        """See vLLM."""
+        return self.scheduler.plan(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """See vLLM."""
+        self.scheduler.reported(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See vLLM. Pages are never needed after their request."""
+        self.scheduler.finished(request)
+        return False, None
+
+    def reset_cache(self) -> bool:
+        """See vLLM."""
+        return self.scheduler.reset()
+
+    # ---- both
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        """See vLLM. The scheduler side counts for both."""
+        return self._scheduler.take_stats() if self._scheduler else None
+
+    def shutdown(self) -> None:
+        """See vLLM, which does not always call it: nothing depends on it."""
+        if self._scheduler:
+            self._link.close()
+        if self._worker:
+            self._worker.close()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        """See vLLM."""
+        return Stats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: VllmConfig, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> PromMetrics:
+        """See vLLM."""
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -1,0 +1,122 @@
+"""What an engine's KV is made of: the KvSpec of a vLLM engine, and digests of weights and adapters."""
+
+from __future__ import annotations
+
+import json
+import platform
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lmkv.config import ConnectorConfig
+from lmkv.errors import ConfigError
+from lmkv.keys import pack_fields
+from lmkv.spec import NATIVE_TILES, KvSpec
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+SAMPLE_COUNT = 16
+SAMPLE_BYTES = 64 << 10
+VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_commit_hash")
+"""Entries of a model's configuration that do not change what it computes, or that KvSpec holds by itself."""
+
+
+def kv_spec(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig) -> KvSpec:
+    """The spec of this engine. Raises `ConfigError` if its KV is of a kind that this version cannot move."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    groups = kv_cache_config.kv_cache_groups
+    device = vllm_config.device_config.device_type
+    heads = model.get_total_num_kv_heads()
+    refusals = {
+        f"KV-cache groups: the model has {len(groups)}, this version of lmkv moves 1": len(groups) != 1,
+        f"device: KV cache on {device} cannot be moved by this version of lmkv, only on cpu": device != "cpu",
+        "use_mla: the CPU backend packs MLA in a way that this version of lmkv does not know": model.use_mla,
+        "pipeline_parallel_size: this version of lmkv supports 1": parallel.pipeline_parallel_size != 1,
+        f"tensor_parallel_size: {heads} KV heads cannot be split evenly over {parallel.tensor_parallel_size} ranks": (
+            heads % parallel.tensor_parallel_size != 0
+        ),
+    }
+    for reason, refused in refusals.items():
+        if refused:
+            raise ConfigError(f"LMKVConnector: {reason}; remove --kv-transfer-config or change the engine")
+    group = groups[0]
+    cache = group.kv_cache_spec
+    return KvSpec(
+        model_name=served_name(model),
+        model_id=config.model_id or model_identity(model),
+        kv_dtype=kv_dtype(vllm_config.cache_config.cache_dtype, str(cache.dtype)),
+        layer_count=len(group.layer_names),
+        kv_head_count=heads,
+        head_size=cache.head_size,
+        chunk_size=config.chunk_size,
+        format=NATIVE_TILES,
+        tile_backend="CPU_ATTN",
+        tile_isa=tile_isa(vllm_config, cache.head_size, cache.block_size),
+        block_size=cache.block_size,
+        vocab_size=model.get_vocab_size(),
+    )
+
+
+def served_name(model: ModelConfig) -> str:
+    """The first name under which the model is served."""
+    names = model.served_model_name
+    return (names if isinstance(names, str) else names[0]) if names else str(model.model)
+
+
+def kv_dtype(cache_dtype: str, element: str) -> str:
+    """The KV cache's element type by lmkv's name for it."""
+    if cache_dtype.startswith("fp8"):
+        return "fp8_e5m2" if "e5m2" in cache_dtype else "fp8_e4m3"
+    return element.removeprefix("torch.")
+
+
+def tile_isa(vllm_config: VllmConfig, head_size: int, block_size: int) -> str:
+    """What decides how vLLM's CPU attention packs a block: its kernel's name, the machine, the vector width."""
+    import torch
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    isa = _get_attn_isa(vllm_config.model_config.dtype, block_size, head_size, vllm_config.cache_config.cache_dtype)
+    width = "avx512" if torch.cpu._is_avx512_supported() else "base"
+    return f"{isa}-{platform.machine()}-{width}"
+
+
+def model_identity(model: ModelConfig) -> str:
+    """Identity of the weights: a digest over a local folder's content, or name and revision of a hub model."""
+    architecture = {key: value for key, value in model.hf_config.to_dict().items() if key not in VOLATILE}
+    fields = [json.dumps(architecture, sort_keys=True, default=str), str(model.quantization or "")]
+    folder = Path(model.model)
+    if folder.is_dir():
+        fields.append(folder_digest(folder))
+    else:
+        commit = getattr(model.hf_config, "_commit_hash", None) or model.revision or "main"
+        fields.append(f"{model.model}@{commit}")
+    return sha256(pack_fields(field.encode() for field in fields)).hexdigest()[:32]
+
+
+@lru_cache(maxsize=256)
+def folder_digest(folder: Path) -> str:
+    """Digest over the weight files of a folder: names, sizes, and samples spread over each file.
+
+    Reading all of a large model would take minutes; weights of another training run differ in every sample.
+    """
+    digest = sha256()
+    for path in sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES):
+        size = path.stat().st_size
+        digest.update(pack_fields([path.name.encode(), str(size).encode()]))
+        with path.open("rb") as file:
+            for sample in range(SAMPLE_COUNT):
+                file.seek(max(0, size - SAMPLE_BYTES) * sample // max(1, SAMPLE_COUNT - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def lora_identity(lora: LoRARequest) -> str:
+    """`name@digest` of an adapter: two adapters of one name are not the same."""
+    folder = Path(lora.lora_path)
+    digest: Any = folder_digest(folder) if folder.is_dir() else sha256(str(lora.lora_path).encode()).hexdigest()
+    return f"{lora.lora_name}@{digest[:16]}"

@@ -1,0 +1,113 @@
+"""Finds the node of an engine, and starts one where none is configured. Used by the link's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from vllm.logger import init_logger
+
+from lmkv import config as configuration
+from lmkv.config import ConnectorConfig
+from lmkv.errors import ConfigConflict, ConfigError, Unreachable
+
+logger = init_logger("vllm.lmkv")
+
+READY_POLL_SECONDS = 0.02
+CONFIG_EXIT_CODE = 2
+NOT_EXPECTED = ("LMKV_LOG_LEVEL", "LMKV_NODE_LINGER")
+"""What may differ from a running node without meaning another node."""
+
+
+class Launcher:
+    """Where the engine's node is. The node is a process of its own: it outlives the engine by `node_linger`."""
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        self._config = config
+        self._child: subprocess.Popen[bytes] | None = None
+
+    @property
+    def expected_config(self) -> dict[str, str]:
+        """What a node must be like to be ours; nothing if the operator named one by `node_address`."""
+        if self._config.node_address:
+            return {}
+        environment = configuration.to_environment(self._config.node_config())
+        return {key: value for key, value in environment.items() if key not in NOT_EXPECTED}
+
+    async def address(self) -> str:
+        """gRPC address of a node that listens, started if need be.
+
+        Raises `ConfigError` if it cannot start as configured, `Unreachable` if it is not there in time.
+        """
+        if self._config.node_address:
+            return f"unix:{self._config.node_address.removeprefix('unix:')}"
+        socket = self._config.engine_socket
+        if not await listens(socket):
+            await self._start(socket)
+        return f"unix:{socket}"
+
+    def replace_idle(self, conflict: ConfigConflict) -> bool:
+        """Ends a lingering node of another configuration if no engine uses it; True if so."""
+        if conflict.metadata.get("engine_count") != "0":
+            return False
+        logger.info("replacing the idle node of an earlier configuration (%s)", conflict)
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(int(conflict.metadata["node_pid"]), signal.SIGTERM)
+        return True
+
+    async def _start(self, socket: Path) -> None:
+        log = self._config.make_instance_dir() / "node.log"
+        if self._child is None or self._child.poll() is not None:
+            mark = log.stat().st_size if log.exists() else 0
+            self._child = self._spawn(log)
+        else:
+            mark = 0
+        deadline = time.monotonic() + self._config.node_start_timeout
+        while time.monotonic() < deadline:
+            if await listens(socket):
+                return
+            if (code := self._child.poll()) is not None:
+                if code == CONFIG_EXIT_CODE and not await listens(socket):
+                    raise ConfigError(last_line(log, mark))
+                raise Unreachable(f"the node ended with code {code}; see {log}")
+            await asyncio.sleep(READY_POLL_SECONDS)
+        raise Unreachable(f"the node is not ready after {self._config.node_start_timeout:.0f} s; see {log}")
+
+    def _spawn(self, log: Path) -> subprocess.Popen[bytes]:
+        logger.info("starting node %s, log at %s", self._config.instance_id, log)
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "lmkv", "node", "--linger"],
+                env=configuration.to_environment(self._config.node_config(), child_environment()),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # what ends the engine must not end the cache
+            )
+
+
+def child_environment() -> dict[str, str]:
+    """This process's environment without what is meant for the engine alone."""
+    return {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
+
+
+async def listens(socket: Path) -> bool:
+    """Whether somebody accepts connections there. A socket file alone may be a dead node's."""
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_unix_connection(str(socket)), 0.5)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+def last_line(log: Path, mark: int) -> str:
+    """What the node said last, without its prefix."""
+    lines = log.read_bytes()[mark:].decode(errors="replace").strip().splitlines()
+    return (lines or ["the node ended without a word"])[-1].removeprefix("lmkv: error: ")

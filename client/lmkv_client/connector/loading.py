@@ -1,0 +1,124 @@
+"""One running load: from extents in the pool to the pages of one request. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lmkv.v1.chunk_pb2 import Extent
+from lmkv_client.connector.messages import Load, Loaded
+from lmkv_kernels import BlockCopy
+
+
+class Loading:
+    """Tokens `[start, end)` of a request, going into the pages `block_ids` of that request.
+
+    chunk      0          1          2
+           ┌──────────┬──────────┬──────────┐
+    tokens │ ▒▒▒▒▒▒▒▒ │ ▒▒▒▒████ │ ███      │   ▒ vLLM had it: start     █ to load: end
+           └──────────┴──────────┴──────────┘
+    """
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        ticket: str,
+        start: int,
+        end: int,
+        block_ids: Sequence[int],
+        chunk_size: int,
+        block_size: int,
+        sync: bool,
+        started_at: float,
+        deadline: float,
+    ) -> None:
+        self.request_id = request_id
+        self.ticket = ticket
+        self.start = start
+        self.end = end
+        self.sync = sync
+        self.started_at = started_at
+        self.deadline = deadline
+        self.peer_id = ""
+        self.peer_tokens = 0
+        """Tokens that came from peers."""
+        self.arrived_tokens = 0
+        self.first_chunk = start // chunk_size
+        self.stop_chunk = -(-end // chunk_size)
+        self.final_sent = False
+        self.copied = Loaded()
+        """What the ranks that are done have copied."""
+        self._block_ids = block_ids
+        self._chunk_size = chunk_size
+        self._block_size = block_size
+        self._missing = set(range(self.first_chunk, self.stop_chunk))
+        self._ready: dict[int, BlockCopy] = {}
+        """By chunk: has arrived, and the workers do not know yet."""
+        self._closed = False
+
+    def arrived(self, first_chunk: int, extents: Sequence[Extent]) -> int:
+        """Chunks from `first_chunk` on lie in these extents; the count of tokens that this load gets from them."""
+        tokens = 0
+        for chunk, extent in enumerate(extents, first_chunk):
+            if chunk in self._missing and not self._closed:
+                self._missing.discard(chunk)
+                self._ready[chunk] = self._copy(chunk, extent)
+                tokens += min(self.end, chunk * self._chunk_size + extent.token_count) - self._low(chunk)
+        self.arrived_tokens += tokens
+        return tokens
+
+    def close(self) -> None:
+        """Nothing more will arrive: what is missing is lost."""
+        self._closed = True
+
+    def lose(self) -> None:
+        """The node is gone: like `close`, and extents that the workers do not know yet mean nothing in the next pool."""
+        self._missing |= self._ready.keys()
+        self.arrived_tokens -= sum(self._high(chunk) - self._low(chunk) for chunk in self._ready)
+        self._ready.clear()
+        self.close()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every wanted chunk has arrived."""
+        return not self._missing
+
+    def take(self) -> Load | None:
+        """What the workers shall do next for this load; None if there is nothing new."""
+        final = not self.final_sent and (self._closed or self.complete)
+        if not self._ready and not final:
+            return None
+        copies, self._ready = list(self._ready.values()), {}
+        self.final_sent |= final
+        return Load(
+            request_id=self.request_id,
+            copies=copies,
+            sync=self.sync,
+            final=final,
+            failed_blocks=self._lost_blocks() if final else [],
+        )
+
+    def _low(self, chunk: int) -> int:
+        return max(self.start, chunk * self._chunk_size)
+
+    def _high(self, chunk: int) -> int:
+        return min(self.end, (chunk + 1) * self._chunk_size)
+
+    def _copy(self, chunk: int, extent: Extent) -> BlockCopy:
+        base = chunk * self._chunk_size
+        low, high = self._low(chunk), min(self.end, base + extent.token_count)
+        first, stop = (low - base) // self._block_size, -(-(high - base) // self._block_size)
+        page = base // self._block_size
+        return BlockCopy(
+            offset=extent.offset,
+            extent_block_count=-(-extent.token_count // self._block_size),
+            first_block=first,
+            block_ids=list(self._block_ids[page + first : page + stop]),
+        )
+
+    def _lost_blocks(self) -> list[int]:
+        lost: list[int] = []
+        for chunk in sorted(self._missing):
+            low, high = self._low(chunk), self._high(chunk)
+            lost.extend(self._block_ids[low // self._block_size : -(-high // self._block_size)])
+        return lost

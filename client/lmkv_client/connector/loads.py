@@ -1,0 +1,141 @@
+"""Loads: which extents go into which pages, and what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from vllm.logger import init_logger
+
+from lmkv.config import ConnectorConfig
+from lmkv.units import format_bytes, format_duration, format_rate
+from lmkv.v1 import engine_service_pb2 as pb
+from lmkv_client.connector.loading import Loading
+from lmkv_client.connector.messages import Load, Loaded
+from lmkv_client.connector.prompt import Prompt, Search
+from lmkv_client.connector.searches import Searches
+from lmkv_client.connector.stats import Counters
+
+logger = init_logger("vllm.lmkv")
+
+
+class Loads:
+    """The loads of one engine. Every load that was begun ends by a report of the workers, however it went."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        searches: Searches,
+        counters: Counters,
+        clock: Callable[[], float],
+        *,
+        block_size: int,
+        rank_count: int,
+    ) -> None:
+        self._config = config
+        self._searches = searches
+        self._counters = counters
+        self._clock = clock
+        self._block_size = block_size
+        self._rank_count = rank_count
+        self._loadings: dict[str, Loading] = {}
+
+    def __len__(self) -> int:
+        return len(self._loadings)
+
+    def get(self, request_id: str) -> Loading | None:
+        """The running load of a request, if any."""
+        return self._loadings.get(request_id)
+
+    def begin(self, prompt: Prompt, token_count: int, block_ids: Sequence[int]) -> None:
+        """Loads so many tokens, after those that vLLM has, into the pages of the prompt."""
+        now = self._clock()
+        loading = Loading(
+            request_id=prompt.request_id,
+            ticket=prompt.ticket,
+            start=prompt.computed_count,
+            end=prompt.computed_count + token_count,
+            block_ids=block_ids,
+            chunk_size=prompt.chunk_size,
+            block_size=self._block_size,
+            sync=not self._config.enable_async_loading,
+            started_at=now,
+            deadline=now + self._config.load_timeout,
+        )
+        self._loadings[prompt.request_id] = loading
+        loading.arrived(0, prompt.own)
+        if prompt.search is not Search.FOUND:  # the node was lost between the match and now
+            loading.close()
+        elif not loading.complete:
+            loading.peer_id = prompt.peer_id
+            first = max(len(prompt.own), loading.first_chunk)
+            self._searches.order(loading.ticket, first, loading.stop_chunk - first)
+
+    def arrived(self, loaded: pb.LoadedChunks) -> bool:
+        """Chunks have come from a peer; False if no load waits for them."""
+        loading = next((one for one in self._loadings.values() if one.ticket == loaded.request_id), None)
+        if loading is None:
+            return False
+        loading.peer_tokens += loading.arrived(loaded.first_chunk, loaded.extents)
+        loading.peer_id = loaded.peer_instance_id or loading.peer_id
+        if loaded.done:
+            loading.close()
+        return True
+
+    def plan(self) -> list[Load]:
+        """What the workers shall copy in this step. Ends loads whose time is over."""
+        now = self._clock()
+        for loading in self._loadings.values():
+            if now > loading.deadline:
+                loading.close()
+        return [load for loading in self._loadings.values() if (load := loading.take())]
+
+    def copied(self, request_id: str, loaded: Loaded, prompt: Prompt | None) -> None:
+        """Workers are done with a load; until all of them are, the extents must stay where they are."""
+        loading = self._loadings.get(request_id)
+        if loading is None:
+            return
+        loading.copied.add(loaded)
+        loaded = loading.copied
+        if loaded.rank_count < self._rank_count:
+            return
+        del self._loadings[request_id]
+        complete = loading.complete and not loaded.failed
+        if prompt:
+            prompt.useless |= not complete
+            if complete:
+                prompt.held(loading.stop_chunk)
+            prompt.over()
+        self._searches.release_ticket(loading.ticket)
+        self._count(loading, loaded, complete=complete)
+
+    def finished(self, prompt: Prompt) -> bool:
+        """The request is over; True if its load is still running: then its pages stay until the workers are done."""
+        loading = self._loadings.get(prompt.request_id)
+        if loading is None:
+            return False
+        loading.close()
+        return True
+
+    def lost(self) -> None:
+        """The node is gone: nothing more will arrive. What the workers know of stays readable and is copied."""
+        for loading in self._loadings.values():
+            loading.lose()
+
+    def _count(self, loading: Loading, loaded: Loaded, *, complete: bool) -> None:
+        seconds = self._clock() - loading.started_at
+        tokens = 0 if loaded.failed else loading.arrived_tokens
+        self._counters.add("load_failures", int(not complete))
+        self._counters.add("loaded_tokens", tokens)
+        self._counters.add("loaded_bytes", loaded.size_bytes)
+        self._counters.add("load_seconds", seconds)
+        self._counters.add("peer_tokens", loading.peer_tokens)
+        logger.info(
+            "[%s] Retrieved %d of %d tokens from %s, %s, %s, %s",
+            loading.request_id,
+            tokens,
+            loading.end - loading.start,
+            f"peer {loading.peer_id}" if loading.peer_id else "own pool",
+            format_bytes(loaded.size_bytes),
+            format_duration(seconds),
+            format_rate(loaded.size_bytes, seconds),
+        )

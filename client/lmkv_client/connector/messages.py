@@ -1,0 +1,98 @@
+"""What the two sides of the connector tell each other through vLLM: a plan down each step, a report back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from lmkv_kernels import BlockCopy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attachment:
+    """The pool that plans speak of. A new one means that every extent of the old one is dead."""
+
+    engine_id: str
+    pool_socket: str
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """Extents to copy into a request's pages."""
+
+    request_id: str
+    copies: list[BlockCopy]
+    sync: bool
+    """Whether the step's forward needs the pages."""
+    final: bool
+    """Whether nothing more comes for this request."""
+    failed_blocks: list[int]
+    """Pages that will never be filled; vLLM computes them instead."""
+
+
+@dataclass(kw_only=True, slots=True)
+class StepPlan(KVConnectorMetadata):
+    """Scheduler side to worker side, once a step."""
+
+    attachment: Attachment | None = None
+    loads: list[Load] = field(default_factory=list)
+    stores: list[BlockCopy] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, slots=True)
+class Written:
+    """How far the ranks have written one extent."""
+
+    rank_count: int
+    checksum: int
+    """Sum of the ranks' parts, modulo 2^64."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Loaded:
+    """What the ranks copied for one request. They need not be done in the same step."""
+
+    rank_count: int = 0
+    """Ranks that are done."""
+    size_bytes: int = 0
+    seconds: float = 0.0
+    """Longest time that one rank took."""
+    failed: bool = False
+
+    def add(self, other: Loaded) -> None:
+        """Adds what other ranks copied."""
+        self.rank_count += other.rank_count
+        self.size_bytes += other.size_bytes
+        self.seconds = max(self.seconds, other.seconds)
+        self.failed |= other.failed
+
+
+@dataclass(kw_only=True, slots=True)
+class WorkerReport(KVConnectorWorkerMetadata):
+    """Worker side to scheduler side, after a step in which something was copied."""
+
+    engine_id: str
+    written: dict[int, Written] = field(default_factory=dict)
+    """By offset of the extent."""
+    skipped: set[int] = field(default_factory=set)
+    """Offsets of extents that some rank did not write."""
+    store_seconds: float = 0.0
+    loaded: dict[str, Loaded] = field(default_factory=dict)
+    """By request; only those that are done."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        """Both ranks' reports as one."""
+        assert isinstance(other, WorkerReport)
+        for request_id, load in other.loaded.items():
+            self.loaded.setdefault(request_id, Loaded()).add(load)
+        if other.engine_id != self.engine_id:  # a rank lags behind a re-attach: what it wrote is void
+            return self
+        for offset, theirs in other.written.items():
+            ours = self.written.setdefault(offset, Written(rank_count=0, checksum=0))
+            ours.rank_count += theirs.rank_count
+            ours.checksum = (ours.checksum + theirs.checksum) & 0xFFFF_FFFF_FFFF_FFFF
+        self.skipped |= other.skipped
+        self.store_seconds = max(self.store_seconds, other.store_seconds)
+        return self

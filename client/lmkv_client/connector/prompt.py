@@ -1,0 +1,146 @@
+"""One request as the connector's scheduler side sees it: its keys, what was found of it, what of it is stored. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+from lmkv.keys import ChunkKey, KeyChain, Tokens, as_tokens
+from lmkv.v1.chunk_pb2 import Extent
+
+
+class Search(Enum):
+    """How far the lookup of a prompt is.
+
+    ASKED ──answer──► FOUND ──sync load from a peer──► FETCHING ──► FOUND
+      └──time out, link lost──► OVER ◄──nothing held, load failed, loaded──┘
+    """
+
+    ASKED = auto()
+    """The node has not answered yet."""
+    FOUND = auto()
+    """The node holds `own` in place for us; `peer_count` more can be brought in."""
+    FETCHING = auto()
+    """Chunks are on their way into the pool, and the request waits for them."""
+    OVER = auto()
+    """Nothing is held for us and nothing is to be expected."""
+
+
+class Prompt:
+    """Keys, search and store progress of one request."""
+
+    __slots__ = (
+        "all_tokens",
+        "asked_at",
+        "chain",
+        "computed_count",
+        "found_at",
+        "keys",
+        "own",
+        "partial_is_stored",
+        "partial_key",
+        "peer_count",
+        "peer_id",
+        "request_id",
+        "search",
+        "starved",
+        "store_failures",
+        "stored_count",
+        "ticket",
+        "token_count",
+        "useless",
+    )
+
+    def __init__(
+        self, request_id: str, tokens: Tokens, all_tokens: Sequence[int], chain: KeyChain, *, partial: bool
+    ) -> None:
+        chain.extend(tokens)
+        self.all_tokens = all_tokens
+        """Prompt and output, a view that grows with the request."""
+        self.request_id = request_id
+        self.token_count = tokens.size
+        """Tokens of the prompt."""
+        self.chain = chain
+        self.partial_key: ChunkKey | None = chain.partial(tokens) if partial else None
+        self.keys: list[ChunkKey] = [*chain.keys, self.partial_key] if self.partial_key else list(chain.keys)
+        """Keys of the prompt's chunks; decoded ones are only in `chain`."""
+        self.search = Search.OVER
+        self.ticket = ""
+        """Names the lookup to the node; empty if the node keeps nothing for us."""
+        self.asked_at = 0.0
+        self.found_at = 0.0
+        self.own: list[Extent] = []
+        self.peer_count = 0
+        self.peer_id = ""
+        self.computed_count = 0
+        """Tokens that vLLM had itself when it last asked."""
+        self.stored_count = 0
+        """Full chunks from the first that need no storing any more."""
+        self.partial_is_stored = self.partial_key is None
+        """Whether the partial chunk, if there is one, needs no storing any more."""
+        self.store_failures = 0
+        self.starved = False
+        """Whether a chunk was left out for want of a credit."""
+        self.useless = False
+        """Whether a load has failed: offering the same again would go round in circles."""
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens per full chunk."""
+        return self.chain.chunk_size
+
+    @property
+    def full_count(self) -> int:
+        """Full chunks of the prompt."""
+        return self.token_count // self.chunk_size
+
+    @property
+    def unstored_count(self) -> int:
+        """Chunks of the prompt that may still need storing."""
+        return max(0, self.full_count - self.stored_count) + (not self.partial_is_stored)
+
+    def held(self, chunk_count: int) -> None:
+        """The node holds the prompt's first so many chunks."""
+        self.stored_count = max(self.stored_count, min(chunk_count, self.full_count))
+        self.partial_is_stored |= chunk_count == len(self.keys)
+
+    def tokens_in(self, chunk_count: int) -> int:
+        """Tokens in the first so many chunks of the prompt."""
+        return min(chunk_count * self.chunk_size, self.token_count)
+
+    def hit_tokens(self, chunk_count: int, request_tokens: int, block_size: int, *, sync: bool) -> int:
+        """How many tokens to offer to vLLM when so many chunks can be had.
+
+        Whole blocks, unless all of the request is covered, which only an asynchronous load may do: vLLM must compute
+        at least one token in a step that needs the pages at once.
+        """
+        hit = self.tokens_in(chunk_count)
+        if hit >= request_tokens and not sync:
+            return request_tokens
+        if hit % self.chunk_size:  # a partial chunk counts only when it ends the request
+            hit -= hit % self.chunk_size
+        return min(hit, (request_tokens - 1) // block_size * block_size)
+
+    def found(self, own: Sequence[Extent], peer_count: int, peer_id: str, now: float) -> None:
+        """The node has answered."""
+        self.own = list(own)
+        self.peer_count = peer_count
+        self.peer_id = peer_id
+        self.found_at = now
+        self.search = Search.FOUND
+        self.held(len(own))
+        if not own and not peer_count:
+            self.over()
+
+    def keys_up_to(self, chunk_count: int) -> int:
+        """Makes keys of decoded chunks where they are missing; how many of the first `chunk_count` now have one."""
+        if chunk_count > len(self.chain.keys):
+            self.chain.extend(as_tokens(self.all_tokens[: chunk_count * self.chunk_size]))
+        return min(chunk_count, len(self.chain.keys))
+
+    def over(self) -> None:
+        """Nothing is held for us any more."""
+        self.search = Search.OVER
+        self.ticket = ""
+        self.own = []
+        self.peer_count = 0

@@ -1,0 +1,272 @@
+"""The connector's scheduler side: vLLM's scheduling hooks, and what the node says in between.
+
+vLLM calls it on the thread that schedules: nothing here blocks, and nothing raises because the cache is in trouble.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from lmkv.config import ConnectorConfig
+from lmkv.keys import KeyChain, as_tokens, root_key
+from lmkv.spec import KvSpec
+from lmkv.v1 import engine_service_pb2 as pb
+from lmkv_client.connector.credits import Credits
+from lmkv_client.connector.identity import lora_identity
+from lmkv_client.connector.link import Lost, NodeLink
+from lmkv_client.connector.loads import Loads
+from lmkv_client.connector.messages import Attachment, StepPlan, WorkerReport
+from lmkv_client.connector.prompt import Prompt, Search
+from lmkv_client.connector.searches import Searches
+from lmkv_client.connector.stats import SPEC_CONFLICTS, Counters, Stats
+from lmkv_client.connector.stores import Stores
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.lmkv")
+
+RESET_TIMEOUT_SECONDS = 1.0
+RESET_POLL_SECONDS = 0.002
+
+
+class SchedulerSide:
+    """One engine's requests, on their way through searches, loads and stores."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        spec: KvSpec,
+        link: NodeLink,
+        *,
+        block_size: int,
+        rank_count: int,
+        step_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._spec = spec
+        self._link = link
+        self._block_size = block_size
+        self._clock = clock
+        self._attachment: Attachment | None = None
+        self._prompts: dict[str, Prompt] = {}
+        self._counters = Counters()
+        self._searches = Searches(config, self._send, self._counters, clock)
+        self._loads = Loads(config, self._searches, self._counters, clock, block_size=block_size, rank_count=rank_count)
+        self._stores = Stores(
+            spec,
+            self._send,
+            self._counters,
+            block_size=block_size,
+            rank_count=rank_count,
+            step_tokens=step_tokens,
+            with_decode=config.save_decode_cache,
+        )
+        self._resets_done = 0
+
+    # ---- hooks of vLLM, in the order of a request's life
+
+    def on_new_request(self, request: Request) -> None:
+        """A request has arrived: make its keys, ask the node."""
+        if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
+            return
+        self.pump()
+        prompt = self._prompt(request)
+        self._prompts[request.request_id] = prompt
+        if not request.skip_reading_prefix_cache:
+            self._ask(prompt)
+
+    def matched_tokens(self, request: Request, computed_count: int) -> tuple[int | None, bool]:
+        """Tokens that can be had beyond those computed, and whether by an asynchronous load; None: not known yet."""
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None or prompt.useless:
+            return 0, False
+        self.pump()
+        if self._searches.is_stale(prompt):
+            self._searches.release(prompt)
+            self._ask(prompt)
+        if self._searches.waits(prompt):
+            return None, False
+        if prompt.search is not Search.FOUND:
+            return 0, False
+        sync = not self._config.enable_async_loading
+        prompt.computed_count = computed_count
+        hit = self._hit(prompt, request, len(prompt.own) + prompt.peer_count, sync=sync)
+        if sync and prompt.peer_count:
+            if hit > max(computed_count, self._hit(prompt, request, len(prompt.own), sync=True)):
+                self._searches.fetch(prompt)
+                return None, False
+            hit = self._hit(prompt, request, len(prompt.own), sync=True)
+        extra = max(0, hit - computed_count)
+        return extra, extra > 0 and not sync
+
+    def _hit(self, prompt: Prompt, request: Request, chunk_count: int, *, sync: bool) -> int:
+        return prompt.hit_tokens(chunk_count, request.num_tokens, self._block_size, sync=sync)
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, extra_count: int) -> None:
+        """vLLM has pages for the request, and wants so many tokens of it from us."""
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None:
+            return
+        if extra_count > 0:
+            self._loads.begin(prompt, extra_count, blocks.get_block_ids()[0])
+        elif self._loads.get(request.request_id) is None:
+            self._searches.release(prompt)
+
+    def hit_sources(self, request: Request, extra_count: int) -> dict[CacheHitSource, int]:
+        """Where the tokens of the load that was just planned come from."""
+        loading = self._loads.get(request.request_id)
+        own = min(extra_count, loading.arrived_tokens) if loading else extra_count
+        sources = {CacheHitSource.HOST: own, CacheHitSource.P2P: extra_count - own}
+        return {source: count for source, count in sources.items() if count}
+
+    def plan(self, output: SchedulerOutput) -> StepPlan:
+        """What the workers shall do in this step."""
+        self.pump()
+        plan = StepPlan(attachment=self._attachment)
+        if self._loads:
+            plan.loads = self._loads.plan()
+        if output.num_scheduled_tokens and self._attachment and self._config.local_cpu:
+            plan.stores = self._stores.plan(output, self._prompts)
+        return plan
+
+    def reported(self, output: KVConnectorOutput) -> None:
+        """What the workers did in a step."""
+        report = output.kv_connector_worker_meta
+        if not isinstance(report, WorkerReport):
+            return
+        if self._attachment and report.engine_id == self._attachment.engine_id:
+            self._stores.written(report)
+        for request_id, loaded in report.loaded.items():
+            self._loads.copied(request_id, loaded, self._prompts.get(request_id))
+
+    def finished(self, request: Request) -> None:
+        """The request is over, however it ended."""
+        prompt = self._prompts.pop(request.request_id, None)
+        if prompt is None:
+            return
+        if not self._loads.finished(prompt):
+            self._searches.release(prompt)
+        self._stores.finished(prompt)
+        if not self._prompts:
+            self._stores.idle()
+
+    def reset(self) -> bool:
+        """Forgets every chunk of this engine's spec on its node. Waits for the answer, for an operator waits for us."""
+        self.pump()
+        if self._attachment is None:
+            return False
+        done = self._resets_done
+        self._send(pb.AttachRequest(reset=True))
+        deadline = time.monotonic() + RESET_TIMEOUT_SECONDS
+        while self._resets_done == done and time.monotonic() < deadline:
+            time.sleep(RESET_POLL_SECONDS)
+            self.pump()
+        return self._resets_done > done
+
+    def take_stats(self) -> Stats | None:
+        """Counts since the last call."""
+        return self._counters.take()
+
+    # ---- what the node says
+
+    def pump(self) -> None:
+        """Takes in everything the node has said."""
+        inbox = self._link.inbox
+        while inbox:
+            event = inbox.popleft()
+            if isinstance(event, Attachment):
+                self._attachment = event
+            elif isinstance(event, Lost):
+                self._lose_node()
+            else:
+                self._take_in(event)
+
+    def _take_in(self, message: pb.AttachResponse) -> None:
+        if message.HasField("welcome"):
+            self._stores.credits = Credits(limit=message.welcome.credit_limit)
+        self._stores.credits.settle(message.settled_reserve_count, [extent.offset for extent in message.credits])
+        for found in message.found:
+            self._searches.found(found)
+        for loaded in message.loaded:
+            self._counters.add("peer_bytes", loaded.transferred_bytes)
+            self._counters.add("peer_seconds", loaded.transfer_duration.ToNanoseconds() / 1e9)
+            if not self._loads.arrived(loaded):
+                self._searches.arrived(loaded)
+        for rejected in message.rejected_commits:
+            logger.warning("the node refused chunk %s: %s", rejected.chunk_key.hex(), rejected.status.message)
+        self._resets_done += len(message.reset_counts)
+        for conflict in message.conflicts:
+            self._counters.set(SPEC_CONFLICTS, len(message.conflicts))
+            logger.warning(
+                "shares nothing with instance %s, which serves %s too: %s is %s here and %s there",
+                conflict.instance_id,
+                conflict.model_name,
+                conflict.field,
+                conflict.own_value,
+                conflict.other_value,
+            )
+
+    def _lose_node(self) -> None:
+        """Everything the node had granted is void. What the workers still copy is reported under the old attachment."""
+        self._counters.add("node_losses")
+        logger.warning("the node is lost; computing everything until it is back")
+        self._attachment = None
+        self._searches.lost()
+        self._stores.lost()
+        self._loads.lost()
+        for prompt in self._prompts.values():
+            prompt.over()
+
+    # ---- helpers of the hooks
+
+    def _ask(self, prompt: Prompt) -> None:
+        if self._attachment is None:
+            prompt.over()
+        else:
+            self._searches.ask(prompt, lambda: self._stores.reserve_count(self._prompts.values()))
+
+    def _send(self, message: pb.AttachRequest) -> None:
+        """Says something to the node, if there is one: what was said to one that is lost means nothing to the next."""
+        if self._attachment is not None:
+            self._link.send(message)
+
+    def _prompt(self, request: Request) -> Prompt:
+        root = root_key(
+            self._spec.fingerprint,
+            cache_salt=request.cache_salt or "",
+            lora=lora_identity(request.lora_request) if request.lora_request else "",
+            secret=self._config.cluster_secret.encode(),
+        )
+        chain = KeyChain(root, self._spec.chunk_size, multimodal_extras(request.mm_features, self._spec.chunk_size))
+        return Prompt(
+            request.request_id,
+            as_tokens(request.prompt_token_ids),
+            request.all_token_ids,
+            chain,
+            partial=self._config.save_partial_chunks,
+        )
+
+
+def multimodal_extras(features: Sequence[Any], chunk_size: int) -> dict[int, bytes]:
+    """What besides tokens decides a chunk's KV: each image or sound in it, by hash, and where in the chunk it begins.
+
+    The begin is relative to the chunk and negative where the item began in an earlier one.
+    """
+    extras: dict[int, bytes] = {}
+    for feature in features:
+        low, length = feature.mm_position.offset, feature.mm_position.length
+        identifier = feature.identifier.encode()
+        for chunk in range(low // chunk_size, -(-(low + length) // chunk_size)):
+            begin = (low - chunk * chunk_size).to_bytes(8, "little", signed=True)
+            extras[chunk] = extras.get(chunk, b"") + len(identifier).to_bytes(4, "little") + identifier + begin
+    return extras

@@ -1,0 +1,139 @@
+"""Lookups: asking the node what it has of each prompt, and giving back what it holds in place for us."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lmkv.config import ConnectorConfig
+from lmkv.keys import join_keys
+from lmkv.v1 import engine_service_pb2 as pb
+from lmkv_client.connector.prompt import Prompt, Search
+from lmkv_client.connector.stats import Counters
+
+HOLD_SECONDS = 10.0
+"""A request that waits longer for pages gives up what the node holds for it, and asks again."""
+TIMEOUTS_UNTIL_SUSPECT = 3
+SUSPECT_SECONDS = 1.0
+"""After so many lookups in a row without answer the node is left alone for a while."""
+
+
+class Searches:
+    """The lookups of one engine. Each has a ticket, which names it to the node and all that follows from it."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        send: Callable[[pb.AttachRequest], None],
+        counters: Counters,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._send = send
+        self._counters = counters
+        self._clock = clock
+        self._prompts: dict[str, Prompt] = {}
+        """By ticket, for as long as the node may say something about it."""
+        self._ticket_number = 0
+        self._timeouts = 0
+        self._suspect_until = 0.0
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def ask(self, prompt: Prompt, reserve_count: Callable[[], int]) -> None:
+        """Looks a prompt up, and asks for write credits for what nobody holds; not while the node seems stuck."""
+        now = self._clock()
+        if not prompt.keys or now < self._suspect_until:
+            prompt.over()
+            return
+        self._ticket_number += 1
+        prompt.ticket = str(self._ticket_number)
+        prompt.search = Search.ASKED
+        prompt.asked_at = now
+        self._prompts[prompt.ticket] = prompt
+        self._counters.add("lookups")
+        lookup = pb.LookupChunks(
+            request_id=prompt.ticket, chunk_keys=join_keys(prompt.keys), reserve_count=reserve_count()
+        )
+        self._send(pb.AttachRequest(lookups=[lookup]))
+
+    def found(self, found: pb.FoundChunks) -> None:
+        """The node has answered a lookup."""
+        self._timeouts = 0
+        self._suspect_until = 0.0
+        prompt = self._prompts.pop(found.request_id, None)
+        if prompt is None or prompt.search is not Search.ASKED or prompt.ticket != found.request_id:
+            if prompt:  # too late: the request went on without us; but what is held need not be stored
+                prompt.held(len(found.own))
+            self.release_ticket(found.request_id)
+            return
+        prompt.found(found.own, found.peer_chunk_count, found.peer_instance_id, self._clock())
+
+    def waits(self, prompt: Prompt) -> bool:
+        """Whether the prompt should go on waiting, for its answer or for chunks that come from a peer."""
+        now = self._clock()
+        if prompt.search is Search.ASKED:
+            if now < prompt.asked_at + self._config.lookup_timeout:
+                return True
+            self._counters.add("lookup_timeouts")
+            self._timeouts += 1
+            if self._timeouts >= TIMEOUTS_UNTIL_SUSPECT:
+                self._suspect_until = now + SUSPECT_SECONDS
+            prompt.search = Search.OVER  # its ticket stays known, for the answer may still come
+        elif prompt.search is Search.FETCHING:
+            if now < prompt.found_at + self._config.load_timeout:
+                return True
+            self._counters.add("load_failures")
+            self._fetched(prompt)
+        return False
+
+    def is_stale(self, prompt: Prompt) -> bool:
+        """Whether the node has held chunks for this prompt for too long already."""
+        return prompt.search is Search.FOUND and self._clock() > prompt.found_at + HOLD_SECONDS
+
+    def fetch(self, prompt: Prompt) -> None:
+        """Brings what peers hold into the pool before any pages are asked for."""
+        prompt.search = Search.FETCHING
+        prompt.found_at = self._clock()
+        self._prompts[prompt.ticket] = prompt
+        self.order(prompt.ticket, len(prompt.own), prompt.peer_count)
+
+    def arrived(self, loaded: pb.LoadedChunks) -> None:
+        """Chunks of a fetch are in the pool."""
+        prompt = self._prompts.get(loaded.request_id)
+        if prompt is None or prompt.search is not Search.FETCHING:
+            return
+        if loaded.first_chunk == len(prompt.own):
+            prompt.own.extend(loaded.extents)
+        if loaded.done:
+            self._fetched(prompt)
+
+    def order(self, ticket: str, first_chunk: int, chunk_count: int) -> None:
+        """Has the node bring chunks of a prompt into its pool."""
+        load = pb.LoadChunks(request_id=ticket, first_chunk=first_chunk, chunk_count=chunk_count)
+        load.timeout.FromNanoseconds(int(self._config.load_timeout * 1e9))
+        self._send(pb.AttachRequest(loads=[load]))
+
+    def release(self, prompt: Prompt) -> None:
+        """Ends what the node holds for the prompt; an answer that is still to come is ended when it comes."""
+        if prompt.search in (Search.FOUND, Search.FETCHING):
+            self._prompts.pop(prompt.ticket, None)
+            self.release_ticket(prompt.ticket)
+        prompt.over()
+
+    def release_ticket(self, ticket: str) -> None:
+        """Ends what the node holds under a ticket."""
+        self._send(pb.AttachRequest(releases=[pb.ReleaseChunks(request_id=ticket)]))
+
+    def lost(self) -> None:
+        """The node is gone: no answer will come."""
+        for prompt in self._prompts.values():
+            prompt.over()
+        self._prompts.clear()
+
+    def _fetched(self, prompt: Prompt) -> None:
+        self._prompts.pop(prompt.ticket, None)
+        prompt.peer_count = 0
+        prompt.held(len(prompt.own))
+        prompt.found_at = self._clock()
+        prompt.search = Search.FOUND

@@ -1,0 +1,191 @@
+"""Stores: which finished chunks go where in the pool, and what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from lmkv.keys import ChunkKey
+from lmkv.spec import KvSpec
+from lmkv.units import format_bytes, format_duration, format_rate
+from lmkv.v1 import engine_service_pb2 as pb
+from lmkv_client.connector.credits import Credits
+from lmkv_client.connector.messages import WorkerReport
+from lmkv_client.connector.prompt import Prompt
+from lmkv_client.connector.stats import Counters
+from lmkv_kernels import BlockCopy
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+logger = init_logger("vllm.lmkv")
+
+MAX_FAILURES = 2
+"""A request whose stores failed so often stores no more."""
+PARTIAL = -1
+"""Stands for the index of a prompt's partial chunk."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Write:
+    """A chunk that the workers are writing."""
+
+    prompt: Prompt
+    key: ChunkKey
+    index: int
+    token_count: int
+
+
+class Stores:
+    """The stores of one engine. A chunk is committed only after every rank has written its part."""
+
+    def __init__(
+        self,
+        spec: KvSpec,
+        send: Callable[[pb.AttachRequest], None],
+        counters: Counters,
+        *,
+        block_size: int,
+        rank_count: int,
+        step_tokens: int,
+        with_decode: bool,
+    ) -> None:
+        self.credits = Credits()
+        self._spec = spec
+        self._send = send
+        self._counters = counters
+        self._block_size = block_size
+        self._rank_count = rank_count
+        self._step_chunks = -(-step_tokens // spec.chunk_size)
+        self._with_decode = with_decode
+        self._starving = False
+        """Whether a chunk found no credit since credits were last asked for."""
+        self._writes: dict[int, Write] = {}
+        """By offset of the extent."""
+
+    def __len__(self) -> int:
+        return len(self._writes)
+
+    def reserve_count(self, prompts: Collection[Prompt]) -> int:
+        """How many credits to ask for: enough for two steps of these prompts, and for a decoded chunk of each."""
+        wanted = sum(prompt.unstored_count for prompt in prompts)
+        return self.credits.ask(min(wanted, 2 * self._step_chunks) + len(prompts))
+
+    def plan(self, output: SchedulerOutput, prompts: dict[str, Prompt]) -> list[BlockCopy]:
+        """The stores of the chunks that this step completes, and of those that earlier found no credit."""
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        copies: list[BlockCopy] = []
+        for request_id, count in output.num_scheduled_tokens.items():
+            prompt = prompts.get(request_id)
+            if prompt and prompt.store_failures < MAX_FAILURES:
+                self._plan(prompt, computed[request_id] + count, output, copies)
+        if (copies or self._starving) and (wanted := self.reserve_count(prompts.values())):
+            self._starving = False
+            self._send(pb.AttachRequest(reserve_count=wanted))
+        return copies
+
+    def _plan(self, prompt: Prompt, done_count: int, output: SchedulerOutput, copies: list[BlockCopy]) -> None:
+        size = self._spec.chunk_size
+        prompt_done = done_count >= prompt.token_count
+        if prompt_done and not self._with_decode:
+            done_count = prompt.token_count
+        full = prompt.keys_up_to(done_count // size)
+        partial = prompt_done and not prompt.partial_is_stored
+        if full <= prompt.stored_count and not partial:
+            return
+        block_ids = output.kv_connector_block_state.get_block_ids(prompt.request_id)[0]
+        for index in range(prompt.stored_count, full):
+            copy = self._write(prompt, index, prompt.chain.keys[index], size, block_ids)
+            if copy is None:
+                return
+            copies.append(copy)
+            prompt.stored_count = index + 1
+        if partial and (copy := self._write(prompt, PARTIAL, prompt.keys[-1], prompt.token_count % size, block_ids)):
+            copies.append(copy)
+            prompt.partial_is_stored = True
+
+    def _write(
+        self, prompt: Prompt, index: int, key: ChunkKey, token_count: int, block_ids: Sequence[int]
+    ) -> BlockCopy | None:
+        """The store of one chunk; None if there is no credit for it now."""
+        offset = self.credits.take()
+        if offset is None:
+            prompt.starved = self._starving = True
+            return None
+        self._writes[offset] = Write(prompt=prompt, key=key, index=index, token_count=token_count)
+        chunk = prompt.full_count if index == PARTIAL else index
+        first, count = chunk * self._spec.chunk_size // self._block_size, self._spec.block_count(token_count)
+        return BlockCopy(offset=offset, extent_block_count=count, block_ids=list(block_ids[first : first + count]))
+
+    def written(self, report: WorkerReport) -> None:
+        """The workers have written, or not: commits what all ranks have written."""
+        commits = []
+        stored: dict[Prompt, int] = {}
+        for offset, written in report.written.items():
+            if offset in report.skipped or written.rank_count != self._rank_count:
+                report.skipped.add(offset)
+            elif write := self._writes.pop(offset, None):
+                self.credits.written()
+                commits.append(
+                    pb.CommitChunk(
+                        chunk_key=write.key,
+                        offset=offset,
+                        size_bytes=self._spec.size_bytes(write.token_count),
+                        checksum=written.checksum,
+                        token_count=write.token_count,
+                    )
+                )
+                stored[write.prompt] = stored.get(write.prompt, 0) + write.token_count
+        for offset in report.skipped:
+            if write := self._writes.pop(offset, None):
+                self.credits.put_back(offset)
+                self._undo(write)
+        if commits:
+            self._send(pb.AttachRequest(commits=commits))
+            self._count(stored, sum(commit.size_bytes for commit in commits), report.store_seconds)
+
+    def finished(self, prompt: Prompt) -> None:
+        """The request is over."""
+        if prompt.starved or prompt.store_failures:
+            self._counters.add("skipped_chunks", prompt.unstored_count)
+
+    def idle(self) -> None:
+        """No request is left: gives back what an idle engine need not have."""
+        if surplus := self.credits.surplus():
+            self._send(pb.AttachRequest(returned_credits=surplus))
+
+    def lost(self) -> None:
+        """The node is gone, and all credits with it. What the workers still write is void."""
+        for write in self._writes.values():
+            self._undo(write)
+        self._writes.clear()
+        self.credits = Credits()
+
+    def _undo(self, write: Write) -> None:
+        """The chunk was not stored after all; it may be tried again."""
+        write.prompt.store_failures += 1
+        if write.index == PARTIAL:
+            write.prompt.partial_is_stored = False
+        else:
+            write.prompt.stored_count = min(write.prompt.stored_count, write.index)
+
+    def _count(self, stored: dict[Prompt, int], size_bytes: int, seconds: float) -> None:
+        tokens = sum(stored.values())
+        self._counters.add("stored_tokens", tokens)
+        self._counters.add("stored_bytes", size_bytes)
+        self._counters.add("store_seconds", seconds)
+        for prompt, token_count in stored.items():
+            logger.info(
+                "[%s] Stored %d of %d tokens, %s, %s, %s",
+                prompt.request_id,
+                token_count,
+                prompt.token_count,
+                format_bytes(size_bytes * token_count // tokens),
+                format_duration(seconds * token_count / tokens),
+                format_rate(size_bytes, seconds),
+            )

@@ -1,0 +1,236 @@
+"""The connector's worker side: copies bytes between one rank's pages and the pool. No gRPC, no lookup, no lock.
+
+vLLM calls it on the worker's main thread; asynchronous loads run on one thread of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from lmkv.errors import LmkvError
+from lmkv.pool_socket import AttachedPool, attach
+from lmkv_client.connector.messages import Attachment, Load, Loaded, StepPlan, WorkerReport, Written
+from lmkv_client.plugin import PROCESSORS
+from lmkv_kernels import BlockCopy, Pages, gather, pages_from_tensors, scatter
+
+if TYPE_CHECKING:
+    import torch
+
+logger = init_logger("vllm.lmkv")
+
+ATTACH_TIMEOUT_SECONDS = 0.5
+INLINE_BYTES = 4 << 20
+"""A copy of at most so many bytes takes well below a millisecond: less than handing it to another thread."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Running:
+    """A load in progress: the parts still running, and what they made of it."""
+
+    parts: list[Future[bool]]
+    started_at: float
+    size_bytes: int = 0
+    failed_blocks: list[int]
+    copied_blocks: list[int]
+    final: bool = False
+
+    def done(self) -> bool:
+        """Whether nothing runs and nothing more will come."""
+        return self.final and all(part.done() for part in self.parts)
+
+    def failed(self) -> bool:
+        """Whether a copy could not be made. Only once done."""
+        return not all(part.result() for part in self.parts)
+
+
+class WorkerSide:
+    """One rank's copies."""
+
+    def __init__(self, *, rank: int, first_head: int, kv_head_count: int, threads: int) -> None:
+        self._rank = rank
+        self._first_head = first_head
+        self._kv_head_count = kv_head_count
+        self._threads = threads
+        self._pages: Pages | None = None
+        self._attachment: Attachment | None = None
+        self._pool: AttachedPool | None = None
+        self._loader = ThreadPoolExecutor(1, "lmkv-load", initializer=use_processors)
+        self._running: dict[str, Running] = {}
+        self._finished: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._report: WorkerReport | None = None
+        self._step_is_poisoned = False
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Where the pages are. Raises `ValueError` if they cannot be moved by whole tiles."""
+        self._tensors = list(kv_caches.values())  # keeps the memory alive
+        self._pages = pages_from_tensors(self._tensors, self._first_head, self._kv_head_count)
+
+    def load(self, plan: StepPlan) -> None:
+        """Starts the step's loads; those that the forward needs are done on return."""
+        self._follow(plan.attachment)
+        self._step_is_poisoned = False
+        for load in plan.loads:
+            running = self._running.setdefault(
+                load.request_id,
+                Running(parts=[], started_at=time.monotonic(), failed_blocks=[], copied_blocks=[]),
+            )
+            running.final |= load.final
+            running.failed_blocks += load.failed_blocks
+            for part in split(load):
+                running.copied_blocks += [block for copy in part for block in copy.block_ids]
+                running.size_bytes += self._size_bytes(part)
+                running.parts.append(self._submit(running, part))
+            if load.sync:
+                self._finish(load.request_id, running)
+                self._step_is_poisoned |= running.failed() or bool(running.failed_blocks)
+
+    def store(self, plan: StepPlan) -> None:
+        """Copies what the step has completed into the pool, before its pages can change."""
+        if not plan.stores:
+            return
+        report = self._reporting()
+        if self._pool is None or self._pages is None or self._step_is_poisoned:
+            # After a failed synchronous load this step's forward has read pages that were never filled.
+            report.skipped.update(copy.offset for copy in plan.stores)
+            return
+        started = time.perf_counter()
+        try:
+            checksums = gather(self._pages, self._pool.pool.buffer, plan.stores, threads=self._threads)
+        except ValueError as error:
+            logger.error("cannot store: %s", error)
+            report.skipped.update(copy.offset for copy in plan.stores)
+            return
+        report.store_seconds = time.perf_counter() - started
+        for copy, checksum in zip(plan.stores, checksums, strict=True):
+            report.written[copy.offset] = Written(rank_count=1, checksum=checksum)
+
+    def take_finished(self) -> set[str]:
+        """Requests whose asynchronous loads have ended since the last call, well or not."""
+        for request_id, running in list(self._running.items()):
+            if running.done():
+                self._finish(request_id, running)
+                self._finished.add(request_id)
+        finished, self._finished = self._finished, set()
+        return finished
+
+    def take_failed_blocks(self) -> set[int]:
+        """Pages that loads were to fill and did not."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_report(self) -> WorkerReport | None:
+        """What was copied since the last call."""
+        report, self._report = self._report, None
+        return report
+
+    def close(self) -> None:
+        """Waits for running copies, then lets go of the pool."""
+        self._loader.shutdown(cancel_futures=True)
+        if self._pool:
+            self._pool.close()
+            self._pool = None
+
+    def _submit(self, running: Running, part: Sequence[BlockCopy]) -> Future[bool]:
+        """Copies on the loader's thread, or here if that is quicker than waking it up."""
+        if not running.parts and self._size_bytes(part) <= INLINE_BYTES:
+            done: Future[bool] = Future()
+            done.set_result(self._scatter(self._pool, part))
+            return done
+        return self._loader.submit(self._scatter, self._pool, part)
+
+    def _finish(self, request_id: str, running: Running) -> None:
+        """Waits for what runs, and reports it."""
+        del self._running[request_id]
+        failed = running.failed()
+        self._failed_blocks.update(running.failed_blocks)
+        if failed:
+            self._failed_blocks.update(running.copied_blocks)
+        self._reporting().loaded[request_id] = Loaded(
+            rank_count=1,
+            size_bytes=0 if failed else running.size_bytes,
+            seconds=time.monotonic() - running.started_at,
+            failed=failed,
+        )
+
+    def _scatter(self, pool: AttachedPool | None, copies: Sequence[BlockCopy]) -> bool:
+        """Fills pages; False if that could not be done."""
+        if pool is None or self._pages is None:
+            return False
+        try:
+            scatter(self._pages, pool.pool.buffer, copies, threads=self._threads)
+        except ValueError as error:
+            logger.error("cannot load: %s", error)
+            return False
+        return True
+
+    def _size_bytes(self, copies: Sequence[BlockCopy]) -> int:
+        pages = self._pages
+        if pages is None:
+            return 0
+        per_block = len(pages.layer_addresses) * pages.head_count * pages.tile_bytes
+        return per_block * sum(len(copy.block_ids) for copy in copies)
+
+    def _reporting(self) -> WorkerReport:
+        if self._report is None:
+            self._report = WorkerReport(engine_id=self._attachment.engine_id if self._attachment else "")
+        return self._report
+
+    def _follow(self, attachment: Attachment | None) -> None:
+        """Maps the pool that the plan speaks of. The old one is let go of only when nothing is being copied from it."""
+        if attachment == self._attachment or attachment is None:
+            return
+        for running in self._running.values():
+            for part in running.parts:
+                part.exception()  # waits: a copy takes milliseconds
+        old, self._pool = self._pool, None
+        if old:
+            old.close()
+        self._attachment = attachment
+        self._report = None  # of the old attachment: void
+        try:
+            self._pool = attach(
+                attachment.pool_socket, attachment.engine_id, self._rank, attachment.epoch, ATTACH_TIMEOUT_SECONDS
+            )
+        except LmkvError as error:
+            logger.warning("cannot map the node's pool, so nothing is loaded or stored: %s", error)
+            return
+        threading.Thread(target=populate, args=(self._pool,), name="lmkv-populate", daemon=True).start()
+
+
+PART_BLOCKS = 64
+"""Pages that one part of a load fills at the most: what a thread does between looks at the queue."""
+
+
+def split(load: Load) -> list[list[BlockCopy]]:
+    """The load's copies in parts that run one after the other."""
+    parts: list[list[BlockCopy]] = []
+    count = PART_BLOCKS
+    for copy in load.copies:
+        if count >= PART_BLOCKS:
+            parts.append([])
+            count = 0
+        parts[-1].append(copy)
+        count += len(copy.block_ids)
+    return parts
+
+
+def populate(pool: AttachedPool) -> None:
+    """Fills this process's page table ahead of the first copies."""
+    use_processors()
+    pool.pool.populate(0, pool.pool.size_bytes)
+
+
+def use_processors() -> None:
+    """Frees the calling thread from the processors that vLLM has pinned its own to."""
+    with suppress(OSError):
+        os.sched_setaffinity(0, PROCESSORS)

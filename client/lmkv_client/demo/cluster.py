@@ -1,0 +1,202 @@
+"""A coordinator and engines that find each other through it, all on this host: what the demo and the tests run."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from lmkv.errors import LmkvError
+from lmkv.rpc import CHANNEL_OPTIONS, from_rpc_error
+from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, registry_service_pb2, registry_service_pb2_grpc
+from lmkv_client.demo.engine import Engine
+from lmkv_client.demo.process import POLL_SECONDS, ServerProcess, end_processes, free_port, pids_with_environment
+
+RPC_TIMEOUT_SECONDS = 2.0
+
+
+class Coordinator:
+    """One `lmkv coordinator` process, and questions to it: a context manager that starts it and waits for it."""
+
+    def __init__(self, folder: Path, *, port: int = 0, arguments: Sequence[str] = ()) -> None:
+        """`folder` gets its log, `coordinator.log`. `port` 0 takes a free one; it stays the same over restarts."""
+        self.port = port or free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        command = [sys.executable, "-m", "lmkv", "coordinator", "--port", str(self.port), *arguments]
+        self.process = ServerProcess("coordinator", command, folder / "coordinator.log")
+
+    def start(self) -> None:
+        """Starts it without waiting; also again after it ended."""
+        self.process.start()
+
+    def wait_ready(self, timeout_seconds: float = 30.0) -> None:
+        """Waits until its health check says that it serves. Raises `LmkvError` if it does not come up."""
+        self.process.wait_until(self._healthy, "ready", timeout_seconds)
+
+    def stop(self) -> None:
+        """Ends it. Idempotent."""
+        self.process.stop()
+
+    def kill(self) -> None:
+        """Kills it as a crash would. Idempotent."""
+        self.process.kill()
+
+    def holders(self, tokens: Sequence[int]) -> dict[str, int]:
+        """How many tokens of a prompt each instance holds, by its id. Raises what the coordinator answers."""
+        request = cache_service_pb2.LookupRequest(tokens=tokens)
+        try:
+            with grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+                stub = cache_service_pb2_grpc.CacheServiceStub(channel)
+                response = stub.Lookup(request, timeout=RPC_TIMEOUT_SECONDS, wait_for_ready=True)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        return {holder.instance_id: holder.matched_token_count for holder in response.holders}
+
+    def instances(self) -> dict[str, registry_service_pb2.Instance]:
+        """The instances that are registered now, by id; at most 1000. Raises what the coordinator answers."""
+        request = registry_service_pb2.ListInstancesRequest(page_size=1000)
+        try:
+            with grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+                stub = registry_service_pb2_grpc.RegistryServiceStub(channel)
+                response = stub.ListInstances(request, timeout=RPC_TIMEOUT_SECONDS, wait_for_ready=True)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        return {instance.instance_id: instance for instance in response.instances}
+
+    def wait_for_holder(self, tokens: Sequence[int], instance_id: str, token_count: int, timeout_seconds: float) -> int:
+        """Waits until an instance is known to hold so many tokens of a prompt; returns how many it then holds.
+
+        Stores end after the engine has answered. Raises `LmkvError` when time is up.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            held = self._held(tokens, instance_id)
+            if held >= token_count:
+                return held
+            if time.monotonic() > deadline:
+                raise LmkvError(
+                    f"{instance_id} holds {held} of {len(tokens)} tokens, not {token_count}, "
+                    f"{timeout_seconds:.0f} s after it computed them"
+                )
+            time.sleep(POLL_SECONDS)
+
+    def _held(self, tokens: Sequence[int], instance_id: str) -> int:
+        try:
+            return self.holders(tokens).get(instance_id, 0)
+        except LmkvError as error:
+            if error.code == "NOT_FOUND":  # no engine has attached to any node yet
+                return 0
+            raise
+
+    def _healthy(self) -> bool:
+        request = health_pb2.HealthCheckRequest(service="lmkv.v1.CacheService")
+        try:
+            with grpc.insecure_channel(self.address) as channel:
+                response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=RPC_TIMEOUT_SECONDS)
+        except grpc.RpcError:
+            return False
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class Cluster:
+    """A coordinator and engines around one runtime folder. A context manager that leaves no process behind.
+
+    Entering it starts the coordinator, if there is one; engines are added and started by its user.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        *,
+        logs: Path | None = None,
+        coordinator: bool = True,
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
+        """`settings` are `LMKV_...` variables for every engine.
+
+        `folder` gets sockets, and logs unless `logs` names another; its path must be short, since sockets' paths end
+        at 100 bytes.
+        """
+        self.model = model
+        self.logs = logs or folder / "logs"
+        self.runtime_dir = folder / "run"
+        self.runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.coordinator = Coordinator(self.logs) if coordinator else None
+        self.settings = dict(settings or {})
+        self.engines: dict[str, Engine] = {}
+
+    def add_engine(self, name: str, settings: Mapping[str, str] | None = None, **options: Any) -> Engine:
+        """Describes an engine whose node is the instance `name`; nothing runs yet.
+
+        `settings` go before the cluster's; `options` are those of `Engine`.
+        """
+        own = {"LMKV_INSTANCE_ID": name, "LMKV_RUNTIME_DIR": str(self.runtime_dir)}
+        if self.coordinator:
+            own["LMKV_COORDINATOR_ADDRESS"] = self.coordinator.address
+        options.setdefault("model", self.model)
+        environment = own | self.settings | dict(settings or {}) | options.pop("environment", {})
+        self.engines[name] = Engine(folder=self.logs, name=name, environment=environment, **options)
+        return self.engines[name]
+
+    def start_engines(self, ready: Callable[[Engine], None] = lambda _: None) -> None:
+        """Starts every engine that does not run, all at once, and waits for them; `ready` is told of each."""
+        waiting = [engine for engine in self.engines.values() if not engine.alive]
+        for engine in waiting:
+            engine.start()
+        for engine in waiting:
+            engine.wait_ready()
+            ready(engine)
+
+    def node_pids(self, instance_id: str = "") -> list[int]:
+        """Nodes that the engines started and that still run: of one instance, or all."""
+        variables = {"LMKV_RUNTIME_DIR": str(self.runtime_dir)}
+        if instance_id:
+            variables["LMKV_INSTANCE_ID"] = instance_id
+        return pids_with_environment(variables, "node")
+
+    def kill_node(self, instance_id: str) -> None:
+        """Kills an instance's node as a crash would."""
+        for pid in self.node_pids(instance_id):
+            os.kill(pid, 9)
+
+    def stop(self) -> None:
+        """Ends engines, nodes and coordinator, whatever state they are in. Idempotent."""
+        for engine in self.engines.values():
+            engine.process.request_stop()  # all at once: each takes seconds
+        for engine in self.engines.values():
+            engine.stop()
+        end_processes(self.node_pids())
+        if self.coordinator:
+            self.coordinator.stop()
+
+    def __enter__(self) -> Self:
+        try:
+            if self.coordinator:
+                self.coordinator.start()
+                self.coordinator.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()

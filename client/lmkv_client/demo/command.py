@@ -1,0 +1,187 @@
+"""`lmkv demo`: a coordinator and two real engines on this machine, and what sharing a prompt between them saves."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from lmkv.cli import Command
+from lmkv.errors import ConfigError, LmkvError
+from lmkv_client.demo.cluster import Cluster
+from lmkv_client.demo.measure import COMPLETION_TOKENS, Result, measure
+from lmkv_client.demo.model import SHAPES, make_model
+from lmkv_client.demo.process import available_memory_bytes
+from lmkv_client.demo.table import make_table
+
+CHUNK_SIZE = 256
+BLOCK_SIZE = 128
+FLOAT32_BYTES = 4
+ENGINE_BYTES = 1300 << 20
+"""What an engine takes besides its model and its KV cache."""
+FEWEST_PROMPT_TOKENS = 2 * CHUNK_SIZE
+MOST_PROMPT_TOKENS = 16_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `lmkv demo`."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers there")
+    parser.add_argument("--model-size", choices=("mid", "tiny"), default="mid", help="size of the model (mid)")
+    parser.add_argument("--prompt-tokens", type=int, default=4000, metavar="N", help="length of each prompt (4000)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="prompts to measure (3)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the model and the prompts (0)")
+    parser.add_argument("--keep-logs", type=Path, metavar="DIR", help="keep the logs of all processes there")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0 if engine 2 took the prompts from engine 1 and all completions are the same, otherwise 1.
+
+    Raises `ConfigError` if the flags make no sense here.
+    """
+    _check(args)
+    console = Console(highlight=False)
+    folder = Path(tempfile.mkdtemp(prefix="lmkv-demo-"))
+    logs = (args.keep_logs or folder / "logs").absolute()
+    handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        result = _demonstrate(args, folder, logs, _Progress(console))
+        console.print(make_table(result))
+        if args.json:
+            args.json.write_text(json.dumps(result.to_json(), indent=2) + "\n")
+        failure = _failure(result)
+    except (LmkvError, OSError) as error:
+        failure = str(error)
+    except KeyboardInterrupt:
+        shutil.rmtree(folder, ignore_errors=True)
+        console.print("lmkv demo: interrupted; everything it started has ended")
+        return 130
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for part in ("model", "run") if failure and not args.keep_logs else ("",):
+        shutil.rmtree(folder / part, ignore_errors=True)
+    if failure:
+        console.print(f"lmkv demo: {failure}; the logs are in {logs}", soft_wrap=True, markup=False)
+        return 1
+    return 0
+
+
+class _Progress:
+    """Prints what the demo is doing, with the seconds since it began."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._begin = time.monotonic()
+
+    def __call__(self, line: str) -> None:
+        self._console.print(f"{time.monotonic() - self._begin:5.1f} s  {line}", soft_wrap=True, markup=False)
+
+
+def _demonstrate(args: argparse.Namespace, folder: Path, logs: Path, progress: Callable[[str], None]) -> Result:
+    """Runs everything and ends everything, however it goes."""
+    shape = SHAPES[args.model_size]
+    prompt_bytes = shape.kv_bytes_per_token(FLOAT32_BYTES) * args.prompt_tokens
+    context_tokens = -(-(args.prompt_tokens + COMPLETION_TOKENS) // BLOCK_SIZE) * BLOCK_SIZE
+    model = make_model(folder / "model", shape, args.seed)
+    progress(
+        f"made a Llama model with random weights, {shape.kv_bytes_per_token(FLOAT32_BYTES) // 1024} KiB of KV a token"
+    )
+    settings = {
+        "LMKV_CHUNK_SIZE": str(CHUNK_SIZE),
+        "LMKV_MAX_LOCAL_CPU_SIZE": f"{_pool_mib(args.rounds, prompt_bytes)}MiB",
+        "LMKV_NODE_LINGER": "5",
+        # A busy machine makes the demo slow, not wrong.
+        "LMKV_FETCH_TIMEOUT": "10",
+        "LMKV_LOAD_TIMEOUT": "10",
+    }
+    with Cluster(folder, model, logs=logs, settings=settings) as cluster:
+        assert cluster.coordinator is not None
+        progress(
+            f"coordinator ready at {cluster.coordinator.address}; starting two vLLM engines, half a minute or more"
+        )
+        first, second = (
+            cluster.add_engine(
+                name,
+                dtype="float32",  # makes completions comparable: bfloat16 ties too often
+                block_size=BLOCK_SIZE,
+                context_tokens=context_tokens,
+                kv_cache_bytes=2 * shape.kv_bytes_per_token(FLOAT32_BYTES) * context_tokens,
+            )
+            for name in ("engine-1", "engine-2")
+        )
+        cluster.start_engines(lambda engine: progress(f"{engine.name} ready at http://127.0.0.1:{engine.port}"))
+        result = measure(
+            cluster.coordinator,
+            (first, second),
+            prompt_tokens=args.prompt_tokens,
+            vocab_size=shape.vocab_size,
+            chunk_size=CHUNK_SIZE,
+            rounds=args.rounds,
+            seed=args.seed,
+            progress=progress,
+        )
+        progress("stopping engines, nodes and coordinator")
+    return result
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not FEWEST_PROMPT_TOKENS <= args.prompt_tokens <= MOST_PROMPT_TOKENS:
+        raise ConfigError(
+            f"--prompt-tokens must be {FEWEST_PROMPT_TOKENS} to {MOST_PROMPT_TOKENS}, not {args.prompt_tokens}"
+        )
+    if not 1 <= args.rounds <= 100:
+        raise ConfigError(f"--rounds must be 1 to 100, not {args.rounds}")
+    if args.seed < 0:
+        raise ConfigError(f"--seed must not be negative: {args.seed}")
+    if args.json and not args.json.absolute().parent.is_dir():
+        raise ConfigError(f"--json: there is no folder {args.json.absolute().parent}")
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError("the demo needs vLLM; install it with: pip install 'lmkv[cpu]' (or 'lmkv[vllm]' with a GPU)")
+    token_bytes = SHAPES[args.model_size].kv_bytes_per_token(FLOAT32_BYTES)
+    prompt_bytes = token_bytes * args.prompt_tokens
+    needed_bytes = 2 * (ENGINE_BYTES + 3 * prompt_bytes + (_pool_mib(args.rounds, prompt_bytes) << 20))
+    if needed_bytes > (free_bytes := available_memory_bytes()):
+        raise ConfigError(
+            f"the demo needs {needed_bytes / 1e9:.1f} GB of memory and {free_bytes / 1e9:.1f} GB are free; "
+            "set --model-size tiny, or fewer --rounds or --prompt-tokens"
+        )
+
+
+def _pool_mib(rounds: int, prompt_bytes: int) -> int:
+    """Size of each node's pool: every prompt stays, with what it generates and the one that warms up."""
+    return 64 + (rounds + 1) * (prompt_bytes * 5 // 4 >> 20)
+
+
+def _failure(result: Result) -> str | None:
+    """Why the result is none to be proud of."""
+    if not result.identical:
+        return "the engines gave different completions to the same prompt"
+    if not all(round_.from_peer.tokens for round_ in result.rounds):
+        return "engine 2 took nothing from engine 1"
+    if not all(round_.from_own.tokens for round_ in result.rounds):
+        return "engine 1 took nothing from its own host pool"
+    return None
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    """Ends the demo in good order; a second signal does not disturb that."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+command = Command(
+    name="demo",
+    help="start a coordinator and two engines here and measure a shared prompt",
+    add_arguments=add_arguments,
+    run=run,
+)

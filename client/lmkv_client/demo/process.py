@@ -1,0 +1,210 @@
+"""Server processes on this host that the demo and the tests own: started with a log, watched, and ended whole.
+
+Linux only: what belongs to a process is read from /proc.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+from lmkv.errors import LmkvError
+
+POLL_SECONDS = 0.05
+
+_CAUSE = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception): .+")
+"""What a Python traceback ends with."""
+
+
+class ServerProcess:
+    """One server: a process in a session of its own, with a log file.
+
+    Children belong to it as long as they stay in its session; a child that opened a session of its own, as a node
+    started by an engine does, outlives it.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], log_file: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """`environment` is added to this process's own, without its `LMKV_...`. Nothing runs before `start`."""
+        self.name = name
+        self.command = list(command)
+        self.log_file = log_file
+        self.environment = dict(environment or {})
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked_to_stop = False
+
+    def start(self) -> None:
+        """Starts the process, also again after it ended; the log is continued."""
+        assert not self.alive, f"{self.name} runs already"
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("LMKV_")}
+        self._asked_to_stop = False
+        with self.log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=inherited | self.environment,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id; also the id of its session."""
+        assert self._process is not None, f"{self.name} was not started"
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    def wait_until(self, ready: Callable[[], bool], what: str, timeout_seconds: float) -> None:
+        """Waits until `ready` answers true.
+
+        Raises `LmkvError` if the process ends or time is up; its message is one line, its note the end of the log.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while self.alive:
+            if ready():
+                return
+            if time.monotonic() > deadline:
+                raise self._failed(f"was not {what} within {timeout_seconds:.0f} s")
+            time.sleep(POLL_SECONDS)
+        raise self._failed(f"ended before it was {what}")
+
+    def log(self) -> str:
+        """Everything that was logged."""
+        return self.log_file.read_text(errors="replace") if self.log_file.exists() else ""
+
+    def _failed(self, what: str) -> LmkvError:
+        log = self.log()
+        causes = _CAUSE.findall(log) or log.strip().splitlines()
+        error = LmkvError(f"{self.name} {what}: {causes[-1] if causes else 'it logged nothing'}", log=self.log_file)
+        error.add_note("\n".join([f"The end of {self.log_file}:", *log.splitlines()[-30:]]))
+        return error
+
+    def request_stop(self) -> None:
+        """Asks the process to end (SIGTERM) without waiting for it. Idempotent: a second signal would hurry some."""
+        if self._process is not None and self.alive and not self._asked_to_stop:
+            self._asked_to_stop = True
+            self._process.terminate()
+
+    def stop(self, timeout_seconds: float = 20.0) -> None:
+        """Asks the process to end (SIGTERM); kills what is left of its session after that time. Idempotent."""
+        if self._process is None:
+            return
+        self.request_stop()
+        try:
+            self._process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            pass
+        self.kill()
+
+    def kill(self) -> None:
+        """Kills everything in the session at once (SIGKILL) and waits until it is gone. Idempotent."""
+        if self._process is None:
+            return
+        session = self._process.pid
+        deadline = time.monotonic() + 10.0
+        while True:
+            for pid in (members := session_pids(session)):
+                _signal(pid, signal.SIGKILL)
+            self._process.poll()
+            if not members:
+                break
+            if time.monotonic() > deadline:
+                raise LmkvError(f"{self.name}: processes {members} survived SIGKILL")
+            time.sleep(0.01)
+        self._process.wait(10.0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def free_port() -> int:
+    """A TCP port on loopback that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def available_memory_bytes() -> int:
+    """Memory that new processes can have without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise LmkvError("/proc/meminfo has no MemAvailable")
+
+
+def session_pids(session: int) -> list[int]:
+    """Living processes of a session, zombies left out."""
+    members = []
+    for pid in _all_pids():
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        state, _, _, own_session = stat.rpartition(")")[2].split()[:4]
+        if int(own_session) == session and state not in "ZX":
+            members.append(pid)
+    return members
+
+
+def pids_with_environment(variables: Mapping[str, str], word: str) -> list[int]:
+    """Processes that were started with these environment variables and have `word` among those of their command.
+
+    It is how nodes are found that engines started for themselves.
+    """
+    wanted = {f"{name}={value}".encode() for name, value in variables.items()}
+    found = []
+    for pid in _all_pids():
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        if wanted <= set(environment) and word.encode() in command:
+            found.append(pid)
+    return found
+
+
+def end_processes(pids: Sequence[int], timeout_seconds: float = 10.0) -> None:
+    """Asks processes to end (SIGTERM) and kills those that have not after that time. Unknown ids are ignored."""
+    for pid in pids:
+        _signal(pid, signal.SIGTERM)
+    deadline = time.monotonic() + timeout_seconds
+    while (left := [pid for pid in pids if _is_alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    for pid in left:
+        _signal(pid, signal.SIGKILL)
+
+
+def _all_pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

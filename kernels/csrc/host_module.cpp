@@ -1,0 +1,84 @@
+// Python bindings of the host kernels. They trust their arguments: lmkv_kernels.host checks them first.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <string>
+#include <vector>
+
+#include "block_copy.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+template <typename Scalar>
+using Vector = nb::ndarray<Scalar, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using PoolBytes = Vector<std::uint8_t>;
+using ReadOnlyPoolBytes = Vector<const std::uint8_t>;
+using Addresses = Vector<const std::uint64_t>;
+using Geometry = nb::ndarray<const std::int64_t, nb::shape<6>, nb::c_contig, nb::device::cpu>;
+using Copies = nb::ndarray<const std::int64_t, nb::shape<-1, 4>, nb::c_contig, nb::device::cpu>;
+using BlockIds = Vector<const std::int64_t>;
+
+const lmkv::TileKernels& kernels(bool portable) {
+  return portable ? lmkv::portable_kernels() : lmkv::best_kernels();
+}
+
+template <typename Scalar>
+std::span<Scalar> span_of(const Vector<Scalar>& vector) {
+  return {vector.data(), vector.size()};
+}
+
+lmkv::Pages pages_of(const Addresses& layers, const Geometry& geometry) {
+  const std::int64_t* field = geometry.data();
+  return {static_cast<std::int64_t>(layers.size()), field[0], field[1], field[2], field[3], field[4], field[5]};
+}
+
+std::vector<lmkv::BlockCopy> copies_of(const Copies& copies) {
+  std::vector<lmkv::BlockCopy> rows;
+  rows.reserve(copies.shape(0));
+  std::int64_t first_id = 0;
+  for (std::size_t row = 0; row < copies.shape(0); ++row) {
+    const std::int64_t* field = copies.data() + 4 * row;
+    rows.push_back({field[0], field[1], field[2], field[3], first_id});
+    first_id += field[3];
+  }
+  return rows;
+}
+
+void gather(const Addresses& layers, const Geometry& geometry, const PoolBytes& pool, const Copies& copies,
+            const BlockIds& block_ids, const Vector<std::uint64_t>& checksums, int threads, bool portable) {
+  const auto rows = copies_of(copies);
+  nb::gil_scoped_release unlocked;
+  lmkv::gather(kernels(portable), pages_of(layers, geometry), span_of(layers),
+               reinterpret_cast<std::byte*>(pool.data()), rows, span_of(block_ids), threads, span_of(checksums));
+}
+
+void scatter(const Addresses& layers, const Geometry& geometry, const ReadOnlyPoolBytes& pool, const Copies& copies,
+             const BlockIds& block_ids, int threads, bool portable) {
+  const auto rows = copies_of(copies);
+  nb::gil_scoped_release unlocked;
+  lmkv::scatter(kernels(portable), pages_of(layers, geometry), span_of(layers),
+                reinterpret_cast<const std::byte*>(pool.data()), rows, span_of(block_ids), threads);
+}
+
+std::uint64_t checksum(const ReadOnlyPoolBytes& pool, std::size_t offset, std::size_t size_bytes, int threads,
+                       bool portable) {
+  nb::gil_scoped_release unlocked;
+  return lmkv::checksum(kernels(portable), reinterpret_cast<const std::byte*>(pool.data()) + offset, size_bytes,
+                        threads);
+}
+
+}  // namespace
+
+NB_MODULE(_host, module) {
+  module.doc() = "Host kernels; call them through lmkv_kernels, which checks the arguments.";
+  module.def("isa", [] { return std::string(lmkv::best_kernels().isa); });
+  module.def("gather", &gather, "layer_addresses"_a, "geometry"_a, "pool"_a, "copies"_a, "block_ids"_a, "checksums"_a,
+             "threads"_a, "portable"_a = false);
+  module.def("scatter", &scatter, "layer_addresses"_a, "geometry"_a, "pool"_a, "copies"_a, "block_ids"_a, "threads"_a,
+             "portable"_a = false);
+  module.def("checksum", &checksum, "pool"_a, "offset"_a, "size_bytes"_a, "threads"_a, "portable"_a = false);
+}

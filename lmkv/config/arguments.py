@@ -1,0 +1,56 @@
+"""Configuration keys as flags of a command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from lmkv.config.resolve import load
+from lmkv.config.schema import Config, Key, keys
+from lmkv.config.sources import FILE_VARIABLE, flag, variable
+
+C = TypeVar("C", bound=Config)
+
+_DEST = "config."  # no other argument's name has a dot
+_FILE = "config_file"
+
+
+def add_arguments(parser: argparse.ArgumentParser, cls: type[Config]) -> None:
+    """Adds `--config FILE` and a flag per key of `cls`, but for secrets: a command line is there for all to see."""
+    group = parser.add_argument_group(
+        "configuration",
+        f"Each key may also stand in the YAML file (max_local_cpu_size: 5) or in the environment "
+        f"({variable('max_local_cpu_size')}=5); flags win over the environment, that over the file.",
+    )
+    group.add_argument(
+        "--config", dest=_FILE, metavar="FILE", help=f"YAML file with any of these keys (default: ${FILE_VARIABLE})"
+    )
+    for name, declared in keys(cls).items():
+        if not declared.kind.secret:
+            _add(group, name, declared)
+
+
+def from_arguments(args: argparse.Namespace, cls: type[C], *, env: Mapping[str, str] = os.environ) -> C:
+    """The configuration that a parsed command line, the environment and the file make. Raises as `load` does."""
+    flags = {name.removeprefix(_DEST): raw for name, raw in vars(args).items() if name.startswith(_DEST)}
+    return load(cls, file=getattr(args, _FILE, None), env=env, flags=flags)
+
+
+def _add(group: Any, name: str, declared: Key) -> None:
+    shown = f"{declared.doc} (default: {declared.default})".replace("%", "%%")
+    _add_spelling(group, name, declared, shown)
+    for alias in declared.aliases:
+        _add_spelling(group, alias.name, declared, argparse.SUPPRESS)
+
+
+def _add_spelling(group: Any, name: str, declared: Key, shown: str) -> None:
+    is_switch = declared.kind.metavar == "BOOL"  # --enable-p2p alone means true
+    group.add_argument(
+        flag(name),
+        dest=_DEST + name,
+        metavar=declared.kind.metavar,
+        help=shown,
+        **({"nargs": "?", "const": "true"} if is_switch else {}),
+    )

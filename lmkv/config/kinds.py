@@ -1,0 +1,210 @@
+"""What a configuration value may be: how each kind is read from YAML, environment or flag, and written back.
+
+A kind reads its own values unchanged, and reads back exactly what it wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Generic, NoReturn, TypeVar
+
+from lmkv.units import GB, parse_gigabytes, parse_seconds
+
+T = TypeVar("T")
+
+MAX_SECONDS = 31_536_000.0
+"""A year: every wait has a bound."""
+MAX_GIGABYTES = float(1 << 20)
+"""A petabyte: more is a slip of the pen."""
+
+
+class _Explained(ValueError):
+    """A refusal whose message says more than what the kind expects."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind(Generic[T]):
+    """One kind of configuration value."""
+
+    metavar: str
+    """How `--help` calls a value."""
+    expects: str
+    """What a value must be, for people: follows "must be"."""
+    parse: Callable[[object], T]
+    """Makes a value of what was written. Raises `ValueError`, `TypeError` or `OverflowError` if it is none."""
+    write: Callable[[T], str] = str
+    """A value as text for the environment."""
+    secret: bool = False
+    """Whether values stay out of messages, flags and representations."""
+
+    def read(self, raw: object) -> T:
+        """The value that was written. Raises `ValueError` with a message that follows the key's name."""
+        try:
+            return self.parse(raw)
+        except _Explained:
+            raise
+        except (ValueError, TypeError, OverflowError):
+            shown = "what it is" if self.secret else repr(raw)
+            raise ValueError(f"must be {self.expects}, not {shown}") from None
+
+
+def _refuse() -> NoReturn:
+    raise ValueError
+
+
+def _text(raw: object) -> str:
+    return raw if isinstance(raw, str) and "\0" not in raw else _refuse()
+
+
+def _matching(pattern: str) -> Callable[[object], str]:
+    compiled = re.compile(pattern)
+    return lambda raw: text if compiled.fullmatch(text := _text(raw)) else _refuse()
+
+
+def _whole(raw: object, low: int, high: int) -> int:
+    if isinstance(raw, str):
+        raw = int(raw)
+    return raw if isinstance(raw, int) and not isinstance(raw, bool) and low <= raw <= high else _refuse()
+
+
+_TRUE = ("true", "1", "yes", "on")
+_FALSE = ("false", "0", "no", "off")
+
+
+def _flag(raw: object) -> bool:
+    word = str(raw).lower() if isinstance(raw, bool | int | str) else _refuse()
+    return word in _TRUE if word in _TRUE + _FALSE else _refuse()
+
+
+def _gigabytes(raw: object) -> float:
+    return size if 1 / GB <= (size := parse_gigabytes(raw)) <= MAX_GIGABYTES else _refuse()
+
+
+def _seconds_or_zero(raw: object) -> float:
+    return seconds if 0 <= (seconds := parse_seconds(raw)) <= MAX_SECONDS else _refuse()
+
+
+def _seconds(raw: object) -> float:
+    return _seconds_or_zero(raw) or _refuse()
+
+
+def _milliseconds(raw: object) -> float:
+    if not isinstance(raw, int | float | str) or isinstance(raw, bool):
+        raise ValueError
+    return milliseconds if 0 < (milliseconds := float(raw)) <= MAX_SECONDS * 1000 else _refuse()
+
+
+def _address(raw: object) -> str:
+    text = _text(raw)
+    match = re.fullmatch(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]@]+):([0-9]{1,5})", text)
+    return text if not text or (match and 1 <= int(match[1]) <= 65535) else _refuse()
+
+
+def _host(raw: object) -> str:
+    """A name or an IPv4 address as it is, an IPv6 address in brackets, so that `:port` may follow."""
+    text = _text(raw)
+    if re.fullmatch(r"[^\s/\[\]@:]+", text):
+        return text
+    match = re.fullmatch(r"\[?((?=.*:.*:)[0-9A-Fa-f:.]+)\]?", text)
+    return f"[{match[1]}]" if match else _refuse()
+
+
+def _reachable_host(raw: object) -> str:
+    if raw in ("0.0.0.0", "::", "[::]"):  # noqa: S104 # refused, not bound
+        raise _Explained(f"must be an address that peers can reach, not {raw}: name one of this machine's own")
+    return _host(raw)
+
+
+def _names(raw: object) -> tuple[str, ...]:
+    if isinstance(raw, str):
+        raw = json.loads(raw) if raw.lstrip().startswith("[") else [name.strip() for name in raw.split(",")]
+    if not isinstance(raw, list | tuple) or not raw:
+        raise ValueError
+    return tuple(_text(name) or _refuse() for name in raw)
+
+
+def _ports(raw: object) -> Mapping[str, int]:
+    if isinstance(raw, str):
+        raw = json.loads(raw)
+    if not isinstance(raw, Mapping):
+        raise ValueError
+    return MappingProxyType({_text(name): _whole(port, 1, 65535) for name, port in raw.items()})
+
+
+def one_port(raw: object) -> object:
+    """The port in LMCache's lists of one port per rank. Raises `ValueError` if they are several."""
+    if not isinstance(raw, list | tuple):
+        return raw
+    if len(raw) != 1:
+        raise ValueError(f"must be one port, not {list(raw)}: one node serves all ranks with it")
+    return raw[0]
+
+
+def choice(*values: str) -> Kind[str]:
+    """One of some lower-case words, written in any case."""
+    return Kind(
+        metavar="|".join(values),
+        expects=f"one of {', '.join(values)}" if len(values) > 1 else f"{values[0]!r}, the only one so far",
+        parse=lambda raw: word if (word := _text(raw).lower()) in values else _refuse(),
+    )
+
+
+def whole(low: int, high: int, expects: str, metavar: str = "N") -> Kind[int]:
+    """A whole number within bounds, both included."""
+    return Kind(metavar=metavar, expects=expects, parse=lambda raw: _whole(raw, low, high))
+
+
+TEXT = Kind(metavar="TEXT", expects="text (in quotes, if it looks like a number)", parse=_text)
+SECRET = Kind(metavar="TEXT", expects="text (in quotes, if it looks like a number)", parse=_text, secret=True)
+PATH = Kind(metavar="PATH", expects="a path", parse=_text)
+SOCKET_PATH = Kind(
+    metavar="PATH",
+    expects="the absolute path of a unix socket",
+    parse=lambda raw: _matching(r"|/.+")(_text(raw).removeprefix("unix:")),
+)
+INSTANCE_ID = Kind(
+    metavar="NAME",
+    expects="1 to 64 letters, digits, dots, dashes or underscores (in quotes, if it looks like a number)",
+    parse=_matching(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,64}"),  # it is a folder's name
+)
+HOST = Kind(
+    metavar="HOST",
+    expects="a host name or an address, without port",
+    parse=_host,
+)
+REACHABLE_HOST = Kind(metavar="HOST", expects=HOST.expects, parse=_reachable_host)
+ADDRESS = Kind(metavar="HOST:PORT", expects="host:port, such as 10.0.0.5:9000", parse=_address)
+PORT = whole(0, 65535, "a port from 0 to 65535 (0: a free one)", "PORT")
+PORTS = Kind(
+    metavar="JSON",
+    expects='names with ports from 1 to 65535, such as {"pull": 8300}',
+    parse=_ports,
+    write=lambda ports: json.dumps(dict(ports)),
+)
+NAMES = Kind(
+    metavar="NAMES",
+    expects='a list of names, such as ["UCX"]',
+    parse=_names,
+    write=lambda names: json.dumps(list(names)),
+)
+FLAG = Kind(metavar="BOOL", expects="true or false", parse=_flag, write=lambda value: "true" if value else "false")
+MILLISECONDS = Kind(metavar="N", expects="a number of milliseconds above 0", parse=_milliseconds)
+GIGABYTES = Kind(
+    metavar="SIZE", expects='a size above 0 such as 5 (GB) or "512MB", at most 1024TB', parse=_gigabytes, write=repr
+)
+SECONDS = Kind(
+    metavar="TIME",
+    expects='a time above 0 such as 1.5 (seconds) or "500ms", at most a year',
+    parse=_seconds,
+    write=repr,
+)
+SECONDS_OR_ZERO = Kind(
+    metavar="TIME",
+    expects='a time such as 60 (seconds), "2m" or 0, at most a year',
+    parse=_seconds_or_zero,
+    write=repr,
+)

@@ -1,0 +1,121 @@
+"""From what is written to a configuration, and from a configuration to the environment of a child process."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lmkv.config.processes import ClientConfig, ConnectorConfig, CoordinatorConfig, NodeConfig
+from lmkv.config.schema import Alias, Config, keys
+from lmkv.config.sources import FILE_VARIABLE, PREFIX, Entry, read_environment, read_file, read_flags, variable
+from lmkv.errors import ConfigError
+
+C = TypeVar("C", bound=Config)
+
+REPLACED = {
+    "controller_reply_url": "one connection to coordinator_address carries both directions",
+    "distributed_url": "peers meet at p2p_host and p2p_port",
+    "enable_controller": "a coordinator is used if coordinator_address is set",
+    "extra_config": "lmkv reads its keys at the top level only",
+    "lmcache_rpc_port": "engine and node meet at a unix socket in runtime_dir",
+    "lmcache_worker_heartbeat_time": "the coordinator's lease_ttl decides how often nodes report",
+    "lmcache_worker_port": "one node serves all ranks, at p2p_port",
+    "lmcache_worker_ports": "one node serves all ranks, at p2p_port",
+    "lookup_backoff_time": "lookups wait for their answer, at most lookup_timeout",
+    "p2p_lookup_ports": "p2p_port serves lookups too",
+}
+"""LMCache's keys that have no counterpart, and what is in their place. They are accepted, with a notice."""
+
+
+def load(
+    cls: type[C],
+    *,
+    file: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str] = os.environ,
+    flags: Mapping[str, Any] | None = None,
+    flags_place: str = "",
+) -> C:
+    """The configuration of one process: defaults, then YAML file, then environment, then flags.
+
+    The file is `file`, or what `LMKV_CONFIG_FILE` names, or none. `flags` are raw values by key, aliases included; a
+    value of None is not set. `flags_place` names them in messages if they are not flags of a command line.
+
+    Raises `ConfigError`, one line that names the key and the fix, for a key that no process has, a value that is none
+    of its key's kind, and two spellings of a key that contradict each other in one place.
+    """
+    places = [read_environment(env), read_flags(flags or {}, flags_place)]
+    if path := file or env.get(FILE_VARIABLE):
+        places.insert(0, read_file(Path(path), "--config" if file else FILE_VARIABLE))
+    values: dict[str, Any] = {}
+    notices: list[str] = []
+    for entries in places:
+        values |= _resolve(cls, entries)
+        notices += _notices(entries)
+    return cls(**values, notices=tuple(notices))
+
+
+def to_environment(config: Config, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment in which a child process loads exactly this configuration.
+
+    It is `inherited` without any `LMKV_*` variable, plus one variable per key; `notices` are not passed on.
+    """
+    environment = {name: value for name, value in (inherited or {}).items() if not name.startswith(PREFIX)}
+    for name, declared in keys(type(config)).items():
+        environment[variable(name)] = declared.kind.write(getattr(config, name))
+    return environment
+
+
+def spellings(cls: type[Config]) -> Mapping[str, tuple[str, Alias]]:
+    """The key that each spelling means, and how its value is turned into the key's."""
+    plain = {name: (name, Alias(name=name)) for name in keys(cls)}
+    return plain | {alias.name: (name, alias) for name, declared in keys(cls).items() for alias in declared.aliases}
+
+
+@cache
+def known_spellings() -> frozenset[str]:
+    """Every spelling of every key of every process, and the keys that were replaced."""
+    processes = (NodeConfig, ConnectorConfig, CoordinatorConfig, ClientConfig)
+    return frozenset(REPLACED).union(*(spellings(cls) for cls in processes))
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """`; did you mean X?`, if one of the known words is like this one."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _resolve(cls: type[Config], entries: Iterable[Entry]) -> dict[str, Any]:
+    """The values that one place gives to the keys of `cls`."""
+    known, own, declared = known_spellings(), spellings(cls), keys(cls)
+    found: dict[str, tuple[Any, Entry]] = {}
+    for entry in entries:
+        if entry.spelling not in known:
+            hint = suggestion(entry.shown, map(entry.show, known - REPLACED.keys()))
+            raise ConfigError(f"unknown key {entry.shown} {entry.place}{hint}", key=entry.spelling)
+        if entry.raw is None or entry.spelling not in own:
+            continue
+        name, alias = own[entry.spelling]
+        try:
+            value = declared[name].kind.read(alias.convert(entry.raw))
+        except ValueError as error:
+            raise ConfigError(f"{entry.shown} {error} ({entry.place})", key=name) from None
+        if name in found and found[name][0] != value:
+            raise ConfigError(
+                f"{found[name][1].shown} and {entry.shown} contradict each other {entry.place}: both set {name}; "
+                "keep one",
+                key=name,
+            )
+        found[name] = (value, entry)
+    return {name: value for name, (value, _) in found.items()}
+
+
+def _notices(entries: Iterable[Entry]) -> list[str]:
+    return [
+        f"{entry.shown} {entry.place} is ignored: {REPLACED[entry.spelling]}"
+        for entry in entries
+        if entry.raw is not None and entry.spelling in REPLACED
+    ]

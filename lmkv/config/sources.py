@@ -1,0 +1,111 @@
+"""Where configuration comes from: a YAML file, the environment, flags. Gathers what is written, judges no key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lmkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    import yaml
+
+PREFIX = "LMKV_"
+FILE_VARIABLE = "LMKV_CONFIG_FILE"
+
+# Kubernetes tells every container about every service: LMKV_PORT=tcp://10.0.0.1:9000 is no configuration.
+_SERVICE_LINK = re.compile(r"LMKV_(.+_)?(SERVICE_(HOST|PORT(_.+)?)|PORT_[0-9]+_(TCP|UDP|SCTP)(_.+)?)")
+_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://.*")
+
+
+class Entry(NamedTuple):
+    """One key as someone wrote it."""
+
+    spelling: str
+    """The key, perhaps by another name."""
+    raw: object
+    """The value; None says that the key is not set."""
+    place: str
+    """Where it was written, for people."""
+    show: Callable[[str], str] = str
+    """How the place writes a key: `p2p_port`, `LMKV_P2P_PORT`, `--p2p-port`."""
+
+    @property
+    def shown(self) -> str:
+        """The key as it was written."""
+        return self.show(self.spelling)
+
+
+def variable(name: str) -> str:
+    """The environment variable of a key."""
+    return PREFIX + name.upper()
+
+
+def flag(name: str) -> str:
+    """The flag of a key."""
+    return "--" + name.replace("_", "-")
+
+
+def read_file(path: Path, named_by: str) -> list[Entry]:
+    """What a YAML file says. `named_by` tells who asked for the file. Raises `ConfigError` if it cannot be read."""
+    import yaml  # costs more than everything else here; most tests and many processes have no file
+
+    try:
+        content = yaml.load(path.read_bytes(), Loader=_strict_loader())  # noqa: S506 # derived from SafeLoader
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the configuration file {path}: {error.strerror}; it was named by {named_by}", path=path
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {_one_line(error)}", path=path) from None
+    if content is None:
+        return []
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold keys with values, such as `chunk_size: 256`", path=path)
+    return [Entry(str(name), raw, f"in {path}") for name, raw in content.items()]
+
+
+def read_environment(env: Mapping[str, str]) -> list[Entry]:
+    """The `LMKV_*` variables, but for the one that names the file and those that Kubernetes makes of services."""
+    return [
+        Entry(name.removeprefix(PREFIX).lower(), raw, "in the environment", variable)
+        for name, raw in env.items()
+        if name.startswith(PREFIX)
+        and name != FILE_VARIABLE
+        and not _SERVICE_LINK.fullmatch(name)
+        and not (name.endswith("_PORT") and _SERVICE_URL.fullmatch(raw))
+    ]
+
+
+def read_flags(flags: Mapping[str, Any], place: str) -> list[Entry]:
+    """Flags by key. `place` says what they are if not flags of a command, such as `kv_connector_extra_config`."""
+    if place:
+        return [Entry(name, raw, f"in {place}") for name, raw in flags.items()]
+    return [Entry(name, raw, "on the command line", flag) for name, raw in flags.items()]
+
+
+def _strict_loader() -> type[yaml.SafeLoader]:
+    import yaml
+
+    class StrictLoader(yaml.SafeLoader):
+        """Refuses a key that stands twice, where YAML would silently take the last."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            seen: set[str] = set()
+            for name, _ in node.value:
+                if name.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"{name.value} stands twice", problem_mark=name.start_mark)
+                if isinstance(name.value, str):
+                    seen.add(name.value)
+            return super().construct_mapping(node, deep)
+
+    return StrictLoader
+
+
+def _one_line(error: Exception) -> str:
+    """A YAML error without its excerpt: `line 3: mapping values are not allowed here`."""
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or " ".join(str(error).split())
+    return f"line {mark.line + 1}: {problem}" if mark else problem

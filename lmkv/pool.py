@@ -1,0 +1,185 @@
+"""The shared-memory pool: one run of memory that the node owns and that its engines' workers map (docs/pool.md)."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from pathlib import Path
+from typing import Self
+
+from lmkv.errors import ConfigError
+from lmkv.memory import available_bytes
+
+POPULATE_STEP_BYTES = 16 << 20
+"""`Pool.populate` can be stopped between steps of this size, some 10 ms each."""
+
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Pool:
+    """Shared memory, mapped into this process. Whoever makes one closes it.
+
+    The memory lives as long as any process has it mapped, whatever happens to the one that made it, and has no name
+    in any file system. `create` and `attach` make pools.
+    """
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        """Maps `fd` and owns it from here on. Raises `OSError` or `ValueError` if it cannot be mapped."""
+        self.fd = fd
+        self.size_bytes = size_bytes
+        self._lock = threading.Lock()  # no unmapping while the kernel populates
+        self._mapping = mmap.mmap(fd, size_bytes)
+        self.buffer = memoryview(self._mapping)
+        """The memory, to be read and written. What is made from it, such as an array, keeps it mapped after `close`."""
+        anchor = ctypes.c_char.from_buffer(self._mapping)
+        self.address = ctypes.addressof(anchor)
+        """Where the memory begins. Means nothing once the pool is closed."""
+        del anchor  # it would keep the memory mapped
+        self.closed = False
+        # A wish: it does nothing where huge pages are off for shared memory.
+        _libc.madvise(self.address, size_bytes, _MADV_HUGEPAGE)
+
+    @classmethod
+    def create(cls, size_bytes: int, path: Path | None = None) -> Self:
+        """A new pool, all zeros: anonymous memory, or a file on the tmpfs or hugetlbfs that `path` is on.
+
+        A file that is already at `path` is removed, and the new one loses its name as soon as it is open, so nothing is
+        left behind however this process ends. On hugetlbfs the size is rounded down to whole huge pages. Memory is
+        taken when it is first touched; see `populate`. Raises `ConfigError` if it would not fit.
+        """
+        if size_bytes <= 0:
+            raise ConfigError(f"max_local_cpu_size: the pool must have a size, not {size_bytes} bytes", size=size_bytes)
+        if path is None:
+            _check_fits(size_bytes, available_bytes(), "of memory")
+            fd = os.memfd_create("lmkv-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        else:
+            fd, size_bytes = _open_nameless(path, size_bytes)
+        try:
+            os.ftruncate(fd, size_bytes)
+            if path is None:
+                # Nobody can pull the memory from under those who have it mapped.
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            return cls(fd, size_bytes)
+        except OSError as error:
+            os.close(fd)
+            key = "max_local_cpu_size" if path is None else "pool_path"
+            raise ConfigError(f"{key}: a pool of {_gb(size_bytes)} cannot be had: {error.strerror}; {_HINT}") from None
+
+    @classmethod
+    def attach(cls, fd: int, size_bytes: int) -> Self:
+        """The pool behind a file descriptor that the node handed over; owns `fd`, also when it raises.
+
+        Raises `ValueError` if the file is shorter than `size_bytes`, `OSError` if it cannot be mapped.
+        """
+        try:
+            return cls(fd, size_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def populate(self, start: int = 0, stop: int | None = None) -> None:
+        """Takes the memory of `[start, stop)` now, so that later stores do not wait for page faults.
+
+        For a thread: it holds no GIL, changes no byte, may run while others use the pool, and ends early when the pool
+        is closed. Page tables belong to a process, so a worker gains from it too. Raises `ConfigError` if the memory is
+        not there after all.
+        """
+        stop = self.size_bytes if stop is None else min(stop, self.size_bytes)
+        start -= start % mmap.PAGESIZE
+        for begin in range(start, stop, POPULATE_STEP_BYTES):
+            with self._lock:
+                if self.closed:
+                    return
+                self._populate_step(begin, min(POPULATE_STEP_BYTES, stop - begin))
+
+    def _populate_step(self, start: int, size_bytes: int) -> None:
+        try:
+            if _libc.madvise(self.address + start, size_bytes, _MADV_POPULATE_WRITE) == 0:
+                return
+            error_number = ctypes.get_errno()
+            if error_number != errno.EINVAL:
+                reason = "no more memory" if error_number == errno.EFAULT else os.strerror(error_number)
+                raise OSError(error_number, reason)
+            # An older kernel. Touching each page would undo what another process writes there; this takes only holes.
+            os.posix_fallocate(self.fd, start, size_bytes)
+        except OSError as error:
+            raise ConfigError(
+                f"max_local_cpu_size: memory for a pool of {_gb(self.size_bytes)} ended at {_gb(start)}: "
+                f"{error.strerror}; {_HINT}"
+            ) from None
+
+    def close(self) -> None:
+        """Unmaps the memory, unless views of `buffer` still need it, and closes `fd`. Others keep it; idempotent.
+
+        Whoever holds `address` must have stopped using it.
+        """
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+            try:
+                self.buffer.release()
+                self._mapping.close()
+            except BufferError:  # the last view will unmap it
+                self.buffer = memoryview(b"")
+                self.buffer.release()
+            del self._mapping
+            os.close(self.fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_HINT = "lower max_local_cpu_size, or free some"
+
+
+def _gb(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GB"
+
+
+def _check_fits(size_bytes: int, free_bytes: int, where: str) -> None:
+    if size_bytes > free_bytes:
+        raise ConfigError(
+            f"max_local_cpu_size: {_gb(size_bytes)} do not fit, {_gb(free_bytes)} {where} are available; {_HINT}",
+            size_bytes=size_bytes,
+            available_bytes=free_bytes,
+        )
+
+
+def _open_nameless(path: Path, size_bytes: int) -> tuple[int, int]:
+    """A new empty file where `path` was, without a name any more, and the size that it shall have."""
+    try:
+        file_system = os.statvfs(path.parent)
+        if file_system.f_bsize > mmap.PAGESIZE:  # hugetlbfs: its memory was set apart when the machine was configured
+            if size_bytes < file_system.f_bsize:
+                raise ConfigError(
+                    f"max_local_cpu_size: {_gb(size_bytes)} is less than one page at {path.parent}, "
+                    f"{_gb(file_system.f_bsize)}; raise it or name another pool_path"
+                )
+            size_bytes -= size_bytes % file_system.f_bsize
+            free_bytes = 1 << 62
+        else:
+            free_bytes = available_bytes()
+        if file_system.f_blocks:  # a hugetlbfs without a size does not say
+            free_bytes = min(free_bytes, file_system.f_bavail * file_system.f_frsize)
+        _check_fits(size_bytes, free_bytes, f"at {path.parent}")
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise ConfigError(f"pool_path: {path} is not a plain file; name one, it need not exist", path=path)
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        path.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"pool_path: {path} cannot be made: {error.strerror}; name a file on a tmpfs or hugetlbfs", path=path
+        ) from None
+    return fd, size_bytes

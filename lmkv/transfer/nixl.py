@@ -1,0 +1,106 @@
+"""The NIXL channel, as its event loop sees it. Opened by `lmkv.transfer.open_channel`; docs/transfer.md tells why."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from lmkv.errors import LmkvError, Unreachable
+from lmkv.transfer.channel import Copy
+from lmkv.transfer.nixl_agent import STALL_SECONDS, AgentThread
+from lmkv.transfer.nixl_api import unwrap_metadata
+from lmkv.transfer.nixl_read import Outcome, Read
+
+logger = logging.getLogger(__name__)
+
+CALL_SECONDS = 5.0
+CLOSE_SECONDS = 3.0
+
+
+class NixlChannel:
+    """See `Channel`. Raises `ConfigError` if NIXL is missing or does not start."""
+
+    name = "nixl"
+
+    def __init__(self, agent_name: str, address: int, size_bytes: int, backends: Sequence[str]) -> None:
+        self._thread = AgentThread(agent_name, address, size_bytes, backends)
+        self.metadata = self._thread.start()
+        self._pid = os.getpid()
+        atexit.register(self._exit)  # inside NIXL when the interpreter ends, the thread would crash it
+
+    async def add_peer(self, peer_name: str, metadata: bytes) -> None:
+        """See `Channel`."""
+        own_metadata = unwrap_metadata(metadata)
+        await self._call(lambda: self._thread.add_peer(peer_name, own_metadata))
+
+    async def remove_peer(self, peer_name: str) -> None:
+        """See `Channel`."""
+        await self._call(lambda: self._thread.lose_peer(peer_name))
+
+    async def read(
+        self, peer_name: str, copies: Sequence[Copy], timeout_seconds: float, on_stopped: Callable[[], None]
+    ) -> None:
+        """See `Channel`."""
+        read = Read(peer_name, copies, on_stopped)
+        try:
+            self._thread.submit(lambda: self._thread.begin(read))
+        except LmkvError:
+            on_stopped()
+            raise
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await read.outcome.future
+        except TimeoutError:
+            read.abandoned_at = time.monotonic() - STALL_SECONDS
+            raise Unreachable(
+                f"{peer_name} did not deliver within {timeout_seconds:.3g} s", peer=peer_name, quarantined=True
+            ) from None
+        except asyncio.CancelledError:
+            read.abandoned_at = time.monotonic()
+            raise
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """See `Channel`."""
+        self._thread.serving_count += 1
+        self._thread.wake()
+        try:
+            yield
+        finally:
+            self._thread.serving_count -= 1
+
+    async def aclose(self) -> None:
+        """See `Channel`."""
+        atexit.unregister(self._exit)
+        self._thread.stop()
+        if not await asyncio.to_thread(self._thread.join, CLOSE_SECONDS):
+            logger.warning("NIXL did not close within %.0f s; its thread is left behind", CLOSE_SECONDS)
+
+    async def _call(self, call: Callable[[], None]) -> None:
+        """Runs a call on the agent's thread. Raises what it raises, `Unreachable` if it takes too long."""
+        outcome = Outcome()
+
+        def job() -> None:
+            try:
+                call()
+            except LmkvError as error:
+                outcome.tell(error)
+            else:
+                outcome.tell()
+
+        self._thread.submit(job)
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                await outcome.future
+        except TimeoutError:
+            raise Unreachable(f"NIXL did not answer within {CALL_SECONDS:.0f} s") from None
+
+    def _exit(self) -> None:
+        if os.getpid() == self._pid:  # a fork has no such thread
+            self._thread.stop()
+            self._thread.join(CLOSE_SECONDS)

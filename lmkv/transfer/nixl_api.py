@@ -1,0 +1,104 @@
+"""What lmkv needs of NIXL besides an agent: the import, protected metadata, descriptors. For the NIXL channel only."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmkv.errors import ChannelUnsupported, ConfigError
+from lmkv.transfer.channel import Copy
+
+PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
+"""Where NIXL may be installed; the first that is there is used."""
+ENVIRONMENT = {
+    "NIXL_LOG_LEVEL": "ERROR",
+    "UCX_LOG_LEVEL": "fatal",  # NIXL tells once more what matters
+    "UCX_LOG_FILE": "stderr",
+}
+"""Defaults for variables that NIXL and UCX read when they are loaded."""
+BATCH_BYTES = 64 << 20
+"""Most bytes posted at a time: on one host the post itself copies, and nothing else is polled meanwhile."""
+
+_MARK = b"lmkv.nixl.1"
+_DIGEST_BYTES = 8
+
+Descriptors = NDArray[np.uint64]
+"""Rows of address, size in bytes and device, which is 0."""
+
+
+def load() -> Any:
+    """NIXL's Python API, its logging tamed. Raises `ConfigError` if it is not installed."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    raise_exceptions = logging.raiseExceptions
+    for package in PACKAGES:
+        try:
+            api = importlib.import_module(f"{package}._api")
+        except ModuleNotFoundError:
+            continue
+        except ImportError as error:
+            raise ConfigError(
+                f"transfer_channel: {package} cannot be loaded: {error}", key="transfer_channel"
+            ) from None
+        # On import it sends its log to standard output, and silences errors of everybody's logging.
+        logging.raiseExceptions = raise_exceptions
+        nixl_logger = logging.getLogger("nixl")
+        nixl_logger.handlers.clear()
+        nixl_logger.propagate = True
+        nixl_logger.setLevel(logging.WARNING)
+        return api
+    raise ConfigError(
+        "transfer_channel: 'nixl' needs NIXL, which is not installed; "
+        "pip install 'lmkv[nixl]', or set enable_p2p to false",
+        key="transfer_channel",
+    )
+
+
+def wrap_metadata(metadata: bytes) -> bytes:
+    """An agent's metadata, protected: one that is fed damaged metadata may never accept the good one again."""
+    return _MARK + sha256(metadata).digest()[:_DIGEST_BYTES] + metadata
+
+
+def unwrap_metadata(wrapped: bytes) -> bytes:
+    """What `wrap_metadata` was given. Raises `ChannelUnsupported` if this is not its work."""
+    metadata = wrapped[len(_MARK) + _DIGEST_BYTES :]
+    if wrapped != wrap_metadata(metadata):
+        raise ChannelUnsupported("the channel metadata is damaged, or of another version of lmkv", channel="nixl")
+    return metadata
+
+
+def descriptor_batches(copies: Sequence[Copy]) -> Iterator[tuple[Descriptors, Descriptors]]:
+    """Local and remote descriptors, at most `BATCH_BYTES` a batch, neighbours merged."""
+    rows: list[list[int]] = []  # local address, remote address, size
+    room = BATCH_BYTES
+    for copy in copies:
+        done = 0
+        while done < copy.size_bytes:
+            size = min(copy.size_bytes - done, room)
+            local, remote = copy.local_address + done, copy.remote_address + done
+            if rows and rows[-1][0] + rows[-1][2] == local and rows[-1][1] + rows[-1][2] == remote:
+                rows[-1][2] += size
+            else:
+                rows.append([local, remote, size])
+            done += size
+            room -= size
+            if not room:
+                yield _descriptors(rows)
+                rows, room = [], BATCH_BYTES
+    if rows:
+        yield _descriptors(rows)
+
+
+def _descriptors(rows: list[list[int]]) -> tuple[Descriptors, Descriptors]:
+    table = np.array(rows, np.uint64)
+    local, remote = np.zeros_like(table), np.zeros_like(table)
+    local[:, 0], remote[:, 0] = table[:, 0], table[:, 1]
+    local[:, 1] = remote[:, 1] = table[:, 2]
+    return local, remote

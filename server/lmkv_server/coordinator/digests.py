@@ -1,0 +1,41 @@
+"""Order-independent digests of sets of chunk keys: how a node and the coordinator find out that they drifted apart."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from lmkv.keys import ChunkKey
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Digest:
+    """A digest of a set of keys; the fields are those of `lmkv.v1.TierDigest`."""
+
+    chunk_count: int = 0
+    key_sum: int = 0
+
+    def plus(self, other: Digest) -> Digest:
+        """The digest of both sets together; they must be disjoint."""
+        return Digest(
+            chunk_count=self.chunk_count + other.chunk_count, key_sum=(self.key_sum + other.key_sum) % (1 << 64)
+        )
+
+    def minus(self, other: Digest) -> Digest:
+        """The digest without a part of the set."""
+        return Digest(
+            chunk_count=self.chunk_count - other.chunk_count, key_sum=(self.key_sum - other.key_sum) % (1 << 64)
+        )
+
+
+EMPTY_DIGEST = Digest()
+
+
+def digest(keys: Collection[ChunkKey]) -> Digest:
+    """The digest of keys that are all different."""
+    if not keys:
+        return EMPTY_DIGEST
+    heads = np.frombuffer(b"".join(keys), dtype="<u8")[::2]
+    return Digest(chunk_count=len(keys), key_sum=int(heads.sum(dtype=np.uint64)))

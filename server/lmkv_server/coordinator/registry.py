@@ -1,0 +1,67 @@
+"""The coordinator's core: instances and what they hold, kept in step. Pure; handlers and the sweeper call it."""
+
+from __future__ import annotations
+
+from lmkv_server.coordinator.instances import Instance, Instances, Registration
+from lmkv_server.coordinator.layout_map import LayoutMap
+from lmkv_server.coordinator.report_stream import ReportStream
+
+
+class Registry:
+    """The fleet as the coordinator knows it. All of it is soft state: nodes tell it anew after a restart."""
+
+    def __init__(self, *, lease_ttl: float, now: float, revision: int = 0) -> None:
+        self.instances = Instances(lease_ttl)
+        self.layout = LayoutMap(revision)
+        self._settled_time = now + lease_ttl
+
+    def register(self, said: Registration, now: float) -> Instance:
+        """Takes an instance in; a newer epoch's predecessor is forgotten with all it held. Raises as `Instances`."""
+        before = self.instances.find(said.instance_id)
+        instance = self.instances.register(said, now)
+        if before is not None and before is not instance:
+            self._forget(before)
+        return instance
+
+    def open_stream(self, instance_id: str, epoch: int, now: float) -> ReportStream:
+        """Begins a stream of reports; one that is already open is superseded.
+
+        Raises `InstanceNotFound`, `StaleEpoch`.
+        """
+        instance = self.instances.get(instance_id, epoch)
+        self._end_stream(instance)
+        self.instances.renew(instance, now)
+        stream = ReportStream(self.instances, self.layout, instance)
+        instance.stream = stream
+        instance.synced = False
+        return stream
+
+    def deregister(self, instance_id: str, epoch: int) -> Instance:
+        """Lets an instance leave with all it held. Raises `InstanceNotFound`, `StaleEpoch`."""
+        instance = self.instances.deregister(instance_id, epoch)
+        self._forget(instance)
+        return instance
+
+    def expire(self, now: float) -> list[Instance]:
+        """Drops the instances whose lease has run out with all they held, and returns them."""
+        gone = self.instances.expire(now)
+        for instance in gone:
+            self._forget(instance)
+        return gone
+
+    def is_partial(self, now: float) -> bool:
+        """Whether more may be held than the layout map says: somebody is, or may be, still reporting."""
+        return now < self._settled_time or not all(instance.synced for instance in self.instances)
+
+    def check(self) -> None:
+        """Asserts what must hold between any two calls. Reads everything: for tests."""
+        self.instances.check()
+        self.layout.check()
+
+    def _forget(self, instance: Instance) -> None:
+        self._end_stream(instance)
+        self.layout.drop_instance(instance.said.instance_id)
+
+    def _end_stream(self, instance: Instance) -> None:
+        if isinstance(instance.stream, ReportStream):
+            instance.stream.close()

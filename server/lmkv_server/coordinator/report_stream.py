@@ -1,0 +1,109 @@
+"""One stream of reports: a snapshot collected aside and installed whole, then changes in sequence. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lmkv.errors import BadMessage, ResyncRequired
+from lmkv.keys import ChunkKey, split_keys
+from lmkv.v1 import chunk_pb2, registry_service_pb2
+from lmkv_server.coordinator.digests import Digest
+from lmkv_server.coordinator.instances import Instance, Instances
+from lmkv_server.coordinator.layout_map import TIER_COUNT, LayoutMap, Slot
+
+
+class ReportStream:
+    """What one instance tells over one `Report` call. `Registry.open_stream` makes it."""
+
+    def __init__(self, instances: Instances, layout: LayoutMap, instance: Instance) -> None:
+        self._instances = instances
+        self._layout = layout
+        self._instance = instance
+        self._staged: Slot | None = layout.stage(instance.said.instance_id)
+        self.sequence = 0
+        """Of the last report that was applied."""
+
+    def apply(self, report: registry_service_pb2.ReportRequest, now: float) -> None:
+        """Takes one report in and renews the instance's lease. A repeat of an earlier report only does the latter.
+
+        Raises `InstanceNotFound`, `StaleEpoch`, `ResyncRequired`, `BadChunkKey`, `BadMessage`; the stream is of no
+        use afterwards.
+        """
+        said = self._instance.said
+        if (report.instance_id, report.epoch) != (said.instance_id, said.epoch):
+            raise BadMessage(f"a stream of instance {said.instance_id!r} carries a report of another one")
+        self._instances.get(said.instance_id, said.epoch)
+        if self._instance.stream is not self:
+            raise ResyncRequired(f"another stream of instance {said.instance_id!r} took over")
+        self._instances.renew(self._instance, now)
+        if 0 < report.sequence <= self.sequence:
+            return
+        if report.sequence != self.sequence + 1:
+            raise ResyncRequired(
+                f"report {report.sequence} came after {self.sequence}; begin a new stream with a snapshot",
+                expected_sequence=self.sequence + 1,
+                sequence=report.sequence,
+            )
+        self._apply_content(report)
+        self.sequence = report.sequence
+
+    def close(self) -> None:
+        """Ends the stream. What was installed stays until the lease runs out; an unfinished snapshot is forgotten."""
+        if self._staged is not None:
+            self._layout.discard(self._staged)
+            self._staged = None
+        if self._instance.stream is self:
+            self._instance.stream = None
+
+    def _apply_content(self, report: registry_service_pb2.ReportRequest) -> None:
+        if (report.snapshot or report.snapshot_end) != (self._staged is not None):
+            raise ResyncRequired(
+                "changes came before the end of the snapshot"
+                if self._staged is not None
+                else "a snapshot came after its end; begin a new stream with it"
+            )
+        for change in report.changes:
+            self._apply_change(change)
+        if self._staged is not None and report.snapshot_end:
+            self._layout.install(self._staged)
+            self._staged = None
+            self._instance.synced = True
+        if report.tiers or report.engine_count:
+            self._instance.tiers = tuple(report.tiers)
+            self._instance.engine_count = report.engine_count
+        for claimed in report.digests if self._staged is None else ():
+            self._compare(claimed)
+
+    def _apply_change(self, change: registry_service_pb2.ChunkChange) -> None:
+        if not 1 <= change.tier <= TIER_COUNT:
+            raise BadMessage(f"tier {change.tier} is unknown", tier=change.tier)
+        admitted = split_keys(change.admitted_keys, "admitted_keys")
+        evicted = split_keys(change.evicted_keys, "evicted_keys")
+        partials = _partial_token_counts(change, admitted)
+        chunk_size = self._instance.chunk_size(change.fingerprint)
+        where = (change.tier, admitted, evicted, partials)
+        if self._staged is not None:
+            self._layout.apply_staged(self._staged, *where, chunk_size=chunk_size, fingerprint=change.fingerprint)
+        else:
+            instance_id = self._instance.said.instance_id
+            self._layout.apply(instance_id, *where, chunk_size=chunk_size, fingerprint=change.fingerprint)
+
+    def _compare(self, claimed: registry_service_pb2.TierDigest) -> None:
+        known = self._layout.digest(self._instance.said.instance_id, claimed.tier)
+        if known != Digest(chunk_count=claimed.chunk_count, key_sum=claimed.key_sum):
+            tier = chunk_pb2.Tier.Name(claimed.tier) if 0 <= claimed.tier <= TIER_COUNT else str(claimed.tier)
+            raise ResyncRequired(
+                f"the instance holds {claimed.chunk_count} chunks in {tier}, the layout map has {known.chunk_count} or "
+                "other ones; begin a new stream with a snapshot",
+                tier=tier,
+                claimed_chunk_count=claimed.chunk_count,
+                known_chunk_count=known.chunk_count,
+            )
+
+
+def _partial_token_counts(change: registry_service_pb2.ChunkChange, admitted: list[ChunkKey]) -> Mapping[int, int]:
+    counts = dict(change.partial_token_counts)
+    for index, tokens in counts.items():
+        if not (0 <= index < len(admitted) and tokens > 0):
+            raise BadMessage(f"partial_token_counts[{index}] = {tokens} means nothing", index=index, tokens=tokens)
+    return counts

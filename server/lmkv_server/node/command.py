@@ -1,0 +1,63 @@
+"""`lmkv node`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+
+from lmkv import config as configuration
+from lmkv.cli import Command
+from lmkv.config import NodeConfig
+from lmkv_server.node.node import Node
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `lmkv node`."""
+    configuration.add_arguments(parser, NodeConfig)
+    parser.add_argument(
+        "--linger", action="store_true", help="end by itself once no engine has been attached for node_linger seconds"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs until SIGTERM, SIGINT or, with --linger, until nobody needs it."""
+    config = configuration.from_arguments(args, NodeConfig)
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s lmkv node %(levelname)s %(message)s")
+    for notice in config.notices:
+        logging.getLogger(__name__).warning("%s", notice)
+    with_all_processors()
+    asyncio.run(serve(config, linger=args.linger))
+    return 0
+
+
+async def serve(config: NodeConfig, *, linger: bool) -> None:
+    """Serves until told to stop, or until nobody needs the node."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with Node(config) as node:
+        waits: list[asyncio.Task[object]] = [asyncio.create_task(stop.wait()), asyncio.create_task(node.fleet.wait())]
+        if linger:
+            waits.append(asyncio.create_task(node.linger()))
+        done, running = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in running:
+            wait.cancel()
+        for wait in done:
+            wait.result()  # raises if the fleet has no place for this node
+
+
+def with_all_processors() -> None:
+    """An engine pins its threads to processors; its node must not inherit that and compete for the very same one."""
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+
+
+command = Command(
+    name="node",
+    help="run one host's cache: engines attach to it, peers fetch from it",
+    add_arguments=add_arguments,
+    run=run,
+)

@@ -1,0 +1,347 @@
+"""`EngineService`: what engines say to their node, translated. Served on the node's unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+
+from lmkv import rpc
+from lmkv.errors import BadChunkKey, BadMessage, ConfigConflict, LmkvError, ModelNotFound, Unreachable
+from lmkv.keys import KEY_BYTES, ChunkKey, split_keys
+from lmkv.spec import KvSpec
+from lmkv.v1 import chunk_pb2, engine_service_pb2_grpc, registry_service_pb2
+from lmkv.v1 import engine_service_pb2 as pb
+from lmkv_server.node.engines import Engines, EngineSession, Ticket
+from lmkv_server.node.host_tier import Chunk, HostTier, Reserved
+from lmkv_server.node.sources import Sources
+
+logger = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_SECONDS = 5.0
+UNARY_LOAD_TIMEOUT_SECONDS = 30.0
+
+
+class Outbox:
+    """Answers to one engine, merged until its stream takes them: a busy stream sends fewer, larger messages."""
+
+    def __init__(self) -> None:
+        self._pending = pb.AttachResponse()
+        self._filled = asyncio.Event()
+
+    def put(self, part: pb.AttachResponse) -> None:
+        """Adds answers to the next message."""
+        settled = self._pending.settled_reserve_count + part.settled_reserve_count
+        self._pending.MergeFrom(part)
+        self._pending.settled_reserve_count = settled
+        self._filled.set()
+
+    async def take(self) -> pb.AttachResponse:
+        """The next message, as soon as there is anything to say."""
+        await self._filled.wait()
+        self._filled.clear()
+        pending, self._pending = self._pending, pb.AttachResponse()
+        return pending
+
+
+class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
+    """Handlers. `welcome` holds what every engine is told; `config` what an engine may expect of this node."""
+
+    def __init__(
+        self,
+        *,
+        tier: HostTier,
+        engines: Engines,
+        sources: Sources,
+        welcome: pb.Welcome,
+        config: dict[str, str],
+        on_attach: Callable[[], None],
+        on_detach: Callable[[], None],
+    ) -> None:
+        self._tier = tier
+        self._engines = engines
+        self._sources = sources
+        self._welcome = welcome
+        self._config = config
+        self._on_attach = on_attach
+        self._on_detach = on_detach
+        self._streams: set[EngineStream] = set()
+
+    def tell_conflicts(self, conflicts: list[registry_service_pb2.SpecConflict]) -> None:
+        """Tells every engine with whom its node shares nothing, and why."""
+        for stream in self._streams:
+            stream.outbox.put(pb.AttachResponse(conflicts=conflicts))
+
+    async def Attach(
+        self, request_iterator: AsyncIterator[pb.AttachRequest], context: Any
+    ) -> AsyncIterator[pb.AttachResponse]:
+        """See the proto."""
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_SECONDS):
+                first = await anext(request_iterator, None)
+        except TimeoutError:
+            first = None
+        if first is None or not first.HasField("hello"):
+            raise BadMessage("the first message must carry hello")
+        self._check_config(dict(first.hello.expected_config))
+        session = self._engines.attach(first.hello.engine_id, KvSpec.from_proto(first.hello.spec))
+        stream = EngineStream(self._tier, session, self._sources)
+        self._streams.add(stream)
+        self._on_attach()
+        logger.info("engine %s attached: %s", session.engine_id, session.spec.model_name)
+        reader = asyncio.create_task(stream.read(first, request_iterator))
+        try:
+            welcome = pb.Welcome()
+            welcome.CopyFrom(self._welcome)
+            welcome.credit_limit = session.credit_limit
+            yield pb.AttachResponse(welcome=welcome, conflicts=self._sources.conflicts)
+            while True:
+                taker = asyncio.create_task(stream.outbox.take())
+                await asyncio.wait({taker, reader}, return_when=asyncio.FIRST_COMPLETED)
+                if not taker.done():
+                    taker.cancel()
+                    break
+                yield taker.result()
+            await reader  # raises what ended it
+        finally:
+            reader.cancel()
+            self._streams.discard(stream)
+            stream.close()
+            self._engines.detach(session)
+            self._on_detach()
+            logger.info("engine %s detached", session.engine_id)
+
+    def _check_config(self, expected: dict[str, str]) -> None:
+        for key, value in expected.items():
+            actual = self._config.get(key)
+            if actual != value:
+                raise ConfigConflict(
+                    f"{key}: the engine expects {value!r}, the running node of instance {self._welcome.instance_id} "
+                    f"has {actual!r}; give each engine its own instance_id, or set node_address to share that node",
+                    key=key,
+                    expected=value,
+                    actual=actual,
+                    node_pid=self._welcome.node_pid,
+                    engine_count=self._engines.mapped_count,
+                )
+
+    async def Lookup(self, request: pb.EngineServiceLookupRequest, context: Any) -> pb.EngineServiceLookupResponse:
+        """See the proto."""
+        self._spec(request.fingerprint)
+        keys = split_keys(request.chunk_keys)
+        own = len(self._tier.find(keys))
+        holders = await self._sources.locate(keys[own:])
+        return pb.EngineServiceLookupResponse(
+            own_chunk_count=own,
+            peer_chunk_count=holders[0].matched_chunk_count if holders else 0,
+            peer_instance_id=holders[0].instance_id if holders else "",
+        )
+
+    async def Load(self, request: pb.LoadRequest, context: Any) -> pb.LoadResponse:
+        """See the proto."""
+        spec = self._spec(request.fingerprint)
+        keys = split_keys(request.chunk_keys)
+        own = len(self._tier.find(keys))
+        rest = keys[own:]
+        fetched = await self._sources.fetch(
+            spec,
+            rest,
+            await self._sources.locate(rest),
+            UNARY_LOAD_TIMEOUT_SECONDS,
+            lambda chunks: self._tier.unhold(chunk for _, chunk in chunks),
+        )
+        return pb.LoadResponse(chunk_count=len(self._tier.find(keys)), transferred_bytes=fetched.size_bytes)
+
+    async def Release(self, request: pb.EngineServiceReleaseRequest, context: Any) -> pb.EngineServiceReleaseResponse:
+        """See the proto."""
+        count = self._engines.session(request.engine_id).release(request.request_id)
+        return pb.EngineServiceReleaseResponse(chunk_count=count)
+
+    def _spec(self, fingerprint: bytes) -> KvSpec:
+        spec = self._engines.spec(fingerprint)
+        if spec is None:
+            raise ModelNotFound(
+                f"no engine of fingerprint {fingerprint.hex()} has attached", fingerprint=fingerprint.hex()
+            )
+        return spec
+
+
+class EngineStream:
+    """One engine's stream: carries out its acts, in the order they came, and collects the answers."""
+
+    def __init__(self, tier: HostTier, session: EngineSession, sources: Sources) -> None:
+        self.outbox = Outbox()
+        self._tier = tier
+        self._session = session
+        self._sources = sources
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def read(self, first: pb.AttachRequest, rest: AsyncIterator[pb.AttachRequest]) -> None:
+        """Carries out messages until the engine ends the stream."""
+        first.ClearField("hello")
+        self.act(first)
+        async for message in rest:
+            if message.HasField("hello"):
+                raise BadMessage("hello may come only once")
+            self.act(message)
+
+    def act(self, message: pb.AttachRequest) -> None:
+        """Carries out one message. Raises `BadChunkKey` or `BadMessage` if it makes no sense: that ends the stream."""
+        for release in message.releases:
+            self._release(release.request_id)
+        for commit in message.commits:
+            self._commit(commit)
+        for offset in message.returned_credits:
+            self._session.give_back(offset)
+        for lookup in message.lookups:
+            self._lookup(lookup)
+        for load in message.loads:
+            self._start(load.request_id, self._load(load))
+        if message.reserve_count > 0:
+            self._reserve(message.reserve_count, settled=message.reserve_count)
+        if message.reset:
+            self.outbox.put(pb.AttachResponse(reset_counts=[self._tier.clear(self._session.spec.fingerprint)]))
+
+    def close(self) -> None:
+        """Stops everything that still runs for the engine."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    def _start(self, request_id: str, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks[request_id] = task
+        task.add_done_callback(lambda done: self._forget(request_id, done))
+
+    def _forget(self, request_id: str, done: asyncio.Task[None]) -> None:
+        if self._tasks.get(request_id) is done:
+            del self._tasks[request_id]
+        if not done.cancelled() and (error := done.exception()):
+            logger.error("work for %s failed unexpectedly", request_id, exc_info=error)
+
+    def _release(self, request_id: str) -> None:
+        if task := self._tasks.pop(request_id, None):
+            task.cancel()
+        self._session.release(request_id)
+
+    def _commit(self, commit: pb.CommitChunk) -> None:
+        if len(commit.chunk_key) != KEY_BYTES:
+            raise BadChunkKey(f"chunk_key has {len(commit.chunk_key)} bytes, not {KEY_BYTES}", field="chunk_key")
+        try:
+            key = ChunkKey(commit.chunk_key)
+            self._session.commit(commit.offset, key, commit.size_bytes, commit.checksum, commit.token_count)
+        except LmkvError as error:
+            rejected = pb.RejectedCommit(chunk_key=commit.chunk_key, status=rpc.to_status(error))
+            self.outbox.put(pb.AttachResponse(rejected_commits=[rejected]))
+
+    def _reserve(self, count: int, *, settled: int) -> None:
+        granted = self._session.reserve(count)
+        self.outbox.put(pb.AttachResponse(credits=[credit(one) for one in granted], settled_reserve_count=settled))
+
+    def _lookup(self, lookup: pb.LookupChunks) -> None:
+        ticket = self._session.open(lookup.request_id, split_keys(lookup.chunk_keys))
+        if ticket.own_count == len(ticket.keys) or not self._sources.connected:
+            self._answer(lookup, ticket)
+        else:
+            self._start(lookup.request_id, self._locate(lookup, ticket))
+
+    async def _locate(self, lookup: pb.LookupChunks, ticket: Ticket) -> None:
+        ticket.holders = await self._sources.locate(ticket.keys[ticket.own_count :])
+        self._answer(lookup, ticket)
+
+    def _answer(self, lookup: pb.LookupChunks, ticket: Ticket) -> None:
+        best = ticket.holders[0] if ticket.holders else None
+        found = pb.FoundChunks(
+            request_id=lookup.request_id,
+            own=[extent(chunk) for chunk in ticket.chunks],
+            peer_chunk_count=best.matched_chunk_count if best else 0,
+            peer_instance_id=best.instance_id if best else "",
+        )
+        self.outbox.put(pb.AttachResponse(found=[found]))
+        held = ticket.own_count + found.peer_chunk_count
+        self._reserve(lookup.reserve_count - held, settled=lookup.reserve_count)
+        if not ticket.chunks and best is None:
+            self._session.release(lookup.request_id)
+
+    async def _load(self, load: pb.LoadChunks) -> None:
+        ticket = self._session.ticket(load.request_id)
+        wanted = slice(load.first_chunk, load.first_chunk + load.chunk_count)
+        if ticket is None or load.first_chunk < ticket.own_count:
+            error: LmkvError | None = BadMessage("load names no chunks that a lookup found at peers")
+            self._arrived(load, [], done=True, error=error)
+            return
+        offset = wanted.start - ticket.own_count
+
+        def on_chunks(chunks: list[tuple[int, Chunk]]) -> None:
+            arrived = [chunk for _, chunk in chunks]
+            if self._session.keep(load.request_id, arrived):
+                self._arrived(load, arrived, first=wanted.start + chunks[0][0])
+
+        holders = [shifted(holder, offset) for holder in ticket.holders]
+        fetched = await self._sources.fetch(
+            self._session.spec,
+            ticket.keys[wanted],
+            [holder for holder in holders if holder.matched_chunk_count > 0],
+            load.timeout.ToNanoseconds() / 1e9,
+            on_chunks,
+        )
+        self._arrived(
+            load,
+            [],
+            done=True,
+            error=fetched.error
+            or (None if fetched.chunk_count >= load.chunk_count else Unreachable("chunks are gone")),
+            peer=",".join(fetched.instance_ids),
+            size_bytes=fetched.size_bytes,
+            seconds=fetched.seconds,
+        )
+
+    def _arrived(
+        self,
+        load: pb.LoadChunks,
+        chunks: list[Chunk],
+        *,
+        first: int = 0,
+        done: bool = False,
+        error: LmkvError | None = None,
+        peer: str = "",
+        size_bytes: int = 0,
+        seconds: float = 0.0,
+    ) -> None:
+        loaded = pb.LoadedChunks(
+            request_id=load.request_id,
+            first_chunk=first,
+            extents=[extent(chunk) for chunk in chunks],
+            done=done,
+            status=rpc.to_status(error) if error else None,
+            peer_instance_id=peer,
+            transferred_bytes=size_bytes,
+            transfer_duration=Duration(nanos=int(seconds % 1 * 1e9), seconds=int(seconds)),
+        )
+        self.outbox.put(pb.AttachResponse(loaded=[loaded]))
+
+
+def shifted(holder: Any, chunk_count: int) -> Any:
+    """The holder as seen from so many chunks further into the prompt."""
+    copy = type(holder)()
+    copy.CopyFrom(holder)
+    copy.matched_chunk_count -= chunk_count
+    return copy
+
+
+def extent(chunk: Chunk) -> chunk_pb2.Extent:
+    """A held chunk as its reader sees it."""
+    return chunk_pb2.Extent(
+        offset=chunk.offset,
+        size_bytes=chunk.size_bytes,
+        checksum=chunk.checksum,
+        generation=chunk.generation,
+        token_count=chunk.token_count,
+    )
+
+
+def credit(reserved: Reserved) -> chunk_pb2.Extent:
+    """A write credit as its writer sees it."""
+    return chunk_pb2.Extent(offset=reserved.offset, size_bytes=reserved.size_bytes, generation=reserved.generation)

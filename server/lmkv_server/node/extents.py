@@ -1,0 +1,72 @@
+"""Which bytes of the pool are free. Pure; used by the host tier."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+ALIGNMENT = 4096
+"""Extents start at multiples of this many bytes: whole pages, so that any copy engine is content."""
+
+
+def align(size_bytes: int) -> int:
+    """The size rounded up to whole pages."""
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class FreeList:
+    """First fit over the free runs of `[0, size_bytes)`; neighbouring runs are always merged.
+
+    First fit keeps the low, already touched end of the pool busy. Chunks of one spec have one size, so that holes fit
+    the next chunk exactly; only several specs and partial chunks in one pool can fragment it.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes // ALIGNMENT * ALIGNMENT
+        self.free_bytes = self.size_bytes
+        self._sizes: dict[int, int] = {0: self.size_bytes} if self.size_bytes else {}
+        self._starts: list[int] = list(self._sizes)
+
+    def take(self, size_bytes: int) -> int | None:
+        """Offset of a run of at least so many bytes, now taken; None if no run is long enough."""
+        size = align(size_bytes)
+        for start in self._starts:
+            if self._sizes[start] >= size:
+                self._remove(start, rest=size)
+                self.free_bytes -= size
+                return start
+        return None
+
+    def give(self, offset: int, size_bytes: int) -> None:
+        """Makes a taken run, or a part of one, free again."""
+        size = align(size_bytes)
+        if not size:
+            return
+        self.free_bytes += size
+        at = bisect_left(self._starts, offset)
+        if at < len(self._starts) and self._starts[at] == offset + size:  # merge with the run behind
+            size += self._sizes.pop(self._starts.pop(at))
+        if at and (before := self._starts[at - 1]) + self._sizes[before] == offset:  # and with the one in front
+            self._sizes[before] += size
+            return
+        insort(self._starts, offset)
+        self._sizes[offset] = size
+
+    def _remove(self, start: int, rest: int) -> None:
+        """Takes the first `rest` bytes out of the run at `start`."""
+        size = self._sizes.pop(start)
+        at = bisect_left(self._starts, start)
+        if size == rest:
+            del self._starts[at]
+        else:
+            self._starts[at] = start + rest
+            self._sizes[start + rest] = size - rest
+
+    def check(self) -> None:
+        """Asserts that runs are sorted, apart from each other, inside the pool, and add up."""
+        assert self._starts == sorted(self._sizes)
+        assert sum(self._sizes.values()) == self.free_bytes
+        end = -1
+        for start in self._starts:
+            assert start > end, "runs overlap or were not merged"
+            end = start + self._sizes[start]
+        assert end <= self.size_bytes

@@ -1,0 +1,199 @@
+"""The chunks in the node's pool: found by prefix, kept by holds, evicted oldest first. Pure; called by the node's loop.
+
+free ──reserve──► reserved ──commit──► held ──evict, drop──► free
+                     └──give_back──► free       (a hold delays the last step until it ends)
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+from lmkv.errors import GrantNotFound
+from lmkv.keys import ChunkKey
+from lmkv_server.node.extents import FreeList, align
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reserved:
+    """An extent that somebody may write; its content means nothing yet."""
+
+    offset: int
+    size_bytes: int
+    generation: int
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Chunk:
+    """A committed chunk and where its bytes are."""
+
+    key: ChunkKey
+    fingerprint: bytes
+    offset: int
+    size_bytes: int
+    checksum: int
+    token_count: int
+    generation: int
+    holds: int = 0
+    """How many grants and pins keep the bytes in place."""
+    dropped: bool = False
+    """Whether it is out of the index and only its holds keep the bytes."""
+
+
+class Listener(Protocol):
+    """Whoever wants to know what the tier gains and loses; called in order, from the caller's own stack."""
+
+    def admitted(self, chunk: Chunk) -> None:
+        """The chunk is now visible."""
+
+    def evicted(self, chunk: Chunk) -> None:
+        """The chunk is no longer visible."""
+
+
+class HostTier:
+    """Chunks in a pool of `size_bytes`. Not thread-safe: one loop owns it."""
+
+    def __init__(self, size_bytes: int, listener: Listener | None = None) -> None:
+        self._free = FreeList(size_bytes)
+        self._listener = listener
+        self._chunks: OrderedDict[ChunkKey, Chunk] = OrderedDict()  # least recently used first
+        self._reserved: dict[int, Reserved] = {}
+        self._generation = 0
+        self.evicted_count = 0
+        """Chunks evicted for room since the start."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that chunks may take in all."""
+        return self._free.size_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that chunks and reservations take."""
+        return self._free.size_bytes - self._free.free_bytes
+
+    @property
+    def reserved_count(self) -> int:
+        """Extents that are reserved and neither committed nor given back."""
+        return len(self._reserved)
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return iter(self._chunks.values())
+
+    def get(self, key: ChunkKey) -> Chunk | None:
+        """The chunk, if it is held. Does not count as a use."""
+        return self._chunks.get(key)
+
+    def find(self, keys: Sequence[ChunkKey]) -> list[Chunk]:
+        """The chunks of the longest prefix of `keys` that is held without a gap; counts as a use of each."""
+        found = []
+        for key in keys:
+            chunk = self._chunks.get(key)
+            if chunk is None:
+                break
+            found.append(chunk)
+        for chunk in reversed(found):  # the head of a prompt ends up the youngest: tails are evicted first
+            self._chunks.move_to_end(chunk.key)
+        return found
+
+    def hold(self, chunks: Iterable[Chunk]) -> None:
+        """Keeps the bytes of the chunks in place until as many `unhold`s."""
+        for chunk in chunks:
+            chunk.holds += 1
+
+    def unhold(self, chunks: Iterable[Chunk]) -> None:
+        """Ends one hold on each chunk."""
+        for chunk in chunks:
+            assert chunk.holds > 0, "unhold without hold"
+            chunk.holds -= 1
+            if chunk.dropped and not chunk.holds:
+                self._free.give(chunk.offset, chunk.size_bytes)
+
+    def reserve(self, size_bytes: int) -> Reserved | None:
+        """An extent to write into, evicting the oldest chunks that nobody holds; None if those do not make room."""
+        size = align(size_bytes)
+        if size > self._free.size_bytes:
+            return None
+        while (offset := self._free.take(size)) is None:
+            oldest = next((chunk for chunk in self._chunks.values() if not chunk.holds), None)
+            if oldest is None:
+                return None
+            self._remove(oldest)
+            self.evicted_count += 1
+        self._generation += 1
+        reserved = Reserved(offset=offset, size_bytes=size, generation=self._generation)
+        self._reserved[offset] = reserved
+        return reserved
+
+    def commit(
+        self, offset: int, *, key: ChunkKey, fingerprint: bytes, size_bytes: int, checksum: int, token_count: int
+    ) -> Chunk | None:
+        """Makes what was written at a reserved `offset` visible; room beyond `size_bytes` is given back.
+
+        None if the chunk is held already: then the whole extent is given back. Raises `GrantNotFound` if nothing is
+        reserved there, or less than `size_bytes`.
+        """
+        reserved = self._reserved.get(offset)
+        if reserved is None or size_bytes > reserved.size_bytes:
+            raise GrantNotFound(f"no {size_bytes} bytes are reserved at offset {offset}", offset=offset)
+        if key in self._chunks:
+            self.give_back(offset)
+            return None
+        del self._reserved[offset]
+        used = align(size_bytes)
+        self._free.give(offset + used, reserved.size_bytes - used)
+        chunk = Chunk(
+            key=key,
+            fingerprint=fingerprint,
+            offset=offset,
+            size_bytes=size_bytes,
+            checksum=checksum,
+            token_count=token_count,
+            generation=reserved.generation,
+        )
+        self._chunks[key] = chunk
+        if self._listener:
+            self._listener.admitted(chunk)
+        return chunk
+
+    def give_back(self, offset: int) -> None:
+        """Ends a reservation without a chunk. Raises `GrantNotFound` if nothing is reserved there."""
+        reserved = self._reserved.pop(offset, None)
+        if reserved is None:
+            raise GrantNotFound(f"nothing is reserved at offset {offset}", offset=offset)
+        self._free.give(offset, reserved.size_bytes)
+
+    def drop(self, keys: Iterable[ChunkKey]) -> int:
+        """Forgets the chunks; the count of those that were held. Bytes on hold stay in place until the hold ends."""
+        chunks = [chunk for key in keys if (chunk := self._chunks.get(key))]
+        for chunk in chunks:
+            self._remove(chunk)
+        return len(chunks)
+
+    def clear(self, fingerprint: bytes) -> int:
+        """Forgets every chunk of one spec; their count."""
+        return self.drop([chunk.key for chunk in self if chunk.fingerprint == fingerprint])
+
+    def _remove(self, chunk: Chunk) -> None:
+        del self._chunks[chunk.key]
+        chunk.dropped = True
+        if not chunk.holds:
+            self._free.give(chunk.offset, chunk.size_bytes)
+        if self._listener:
+            self._listener.evicted(chunk)
+
+    def check(self, dropped_on_hold: Iterable[Chunk] = ()) -> None:
+        """Asserts that extents do not overlap and that every byte is free, reserved, held, or kept by a hold."""
+        self._free.check()
+        taken = [(c.offset, align(c.size_bytes)) for c in (*self, *dropped_on_hold)]
+        taken += [(r.offset, r.size_bytes) for r in self._reserved.values()]
+        taken.sort()
+        for (offset, size), (following, _) in pairwise(taken):
+            assert offset + size <= following, "extents overlap"
+        assert sum(size for _, size in taken) == self.used_bytes

@@ -1,0 +1,274 @@
+"""The node: one host's cache, put together. Started by `lmkv node`, or by a connector beside its engine."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+import grpc
+
+import lmkv
+from lmkv import config as configuration
+from lmkv import rpc
+from lmkv.config import NodeConfig
+from lmkv.errors import ConfigError
+from lmkv.pool import Pool
+from lmkv.pool_socket import PoolSocket
+from lmkv.transfer import open_channel
+from lmkv.units import format_bytes
+from lmkv.v1 import chunk_pb2, engine_service_pb2, engine_service_pb2_grpc, peer_service_pb2_grpc, registry_service_pb2
+from lmkv_server.node.engine_service import EngineService
+from lmkv_server.node.engines import Engines
+from lmkv_server.node.fleet import Fleet, Held
+from lmkv_server.node.host_tier import Chunk, HostTier
+from lmkv_server.node.peer_service import PeerService
+from lmkv_server.node.peers import Peers
+from lmkv_server.node.sources import Sources
+
+logger = logging.getLogger(__name__)
+
+ENGINE_SERVICE = "lmkv.v1.EngineService"
+PEER_SERVICE = "lmkv.v1.PeerService"
+STOP_GRACE_SECONDS = 0.5
+
+
+class Reporting:
+    """Tells the fleet what the tier gains and loses."""
+
+    def __init__(self) -> None:
+        self.fleet: Fleet | None = None
+
+    def admitted(self, chunk: Chunk) -> None:
+        """See `Listener`."""
+        if self.fleet:
+            self.fleet.admitted(chunk_pb2.TIER_HOST, chunk.fingerprint, chunk.key, chunk.token_count)
+
+    def evicted(self, chunk: Chunk) -> None:
+        """See `Listener`."""
+        if self.fleet:
+            self.fleet.evicted(chunk_pb2.TIER_HOST, chunk.fingerprint, chunk.key)
+
+
+class Node:
+    """A running node. Raises `ConfigError` from `__aenter__` if it cannot start as configured."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self.config = config
+        self.epoch = time.time_ns()
+        self.peer_address = ""
+        """`host:port` of its `PeerService`, once started; empty without P2P."""
+        self._stack = AsyncExitStack()
+        self._reporting = Reporting()
+        self._idle_since = time.monotonic()
+
+    async def __aenter__(self) -> Node:
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def _start(self) -> None:
+        config = self.config
+        config.make_instance_dir()
+        self._stack.enter_context(lock(config.lock_path, config.instance_id))
+        pool_path = Path(config.pool_path) if config.pool_path else None
+        self.pool = Pool.create(config.max_local_cpu_bytes, pool_path)
+        self._stack.callback(self.pool.close)
+        self.tier = HostTier(self.pool.size_bytes, self._reporting)
+        self.engines = Engines(self.tier)
+        self.fleet = Fleet(
+            config.coordinator_address if config.enable_p2p else "",
+            instance=self.describe,
+            snapshot=self._snapshot,
+            on_conflicts=lambda conflicts: service.tell_conflicts(conflicts),
+        )
+        peers = await self._start_peers() if config.enable_p2p else None
+        pool_socket = PoolSocket(
+            config.pool_socket,
+            self.pool,
+            self.epoch,
+            on_worker=self.engines.worker_came,
+            on_worker_gone=self._worker_went,
+        )
+        await self._stack.enter_async_context(pool_socket)
+        service = EngineService(
+            tier=self.tier,
+            engines=self.engines,
+            sources=Sources(self.fleet, peers, config.coordinator_timeout),
+            welcome=engine_service_pb2.Welcome(
+                instance_id=config.instance_id,
+                epoch=self.epoch,
+                pool_socket=str(config.pool_socket),
+                pool_size_bytes=self.pool.size_bytes,
+                node_pid=os.getpid(),
+            ),
+            config=configuration.to_environment(config),
+            on_attach=self._engines_changed,
+            on_detach=self._engines_changed,
+        )
+        self._reporting.fleet = await self._stack.enter_async_context(self.fleet)
+        await self.fleet.started()
+        await self._serve_engines(service)
+        self._stack.push_async_callback(stopped, asyncio.create_task(self._populate()))
+        logger.info(
+            "lmkv node %s ready: %s for chunks, engines at %s, peers at %s",
+            config.instance_id,
+            format_bytes(self.pool.size_bytes),
+            config.engine_socket,
+            self.peer_address or "none (enable_p2p is off)",
+        )
+
+    async def _start_peers(self) -> Peers:
+        """Opens the channel and serves `PeerService`."""
+        config = self.config
+        channel = open_channel(
+            config.transfer_channel,
+            f"{config.instance_id}:{self.epoch}",
+            self.pool.address,
+            self.pool.size_bytes,
+            config.nixl_backends,
+        )
+        self._stack.push_async_callback(channel.aclose)
+        service = PeerService(
+            instance_id=config.instance_id,
+            epoch=self.epoch,
+            tier=self.tier,
+            specs=self.engines,
+            channel=channel,
+            region_address=self.pool.address,
+            grant_ttl_seconds=config.grant_ttl,
+        )
+        await self._stack.enter_async_context(service)
+        server = await rpc.make_server([PEER_SERVICE])
+        peer_service_pb2_grpc.add_PeerServiceServicer_to_server(service, server)
+        port = bind(server, f"{config.p2p_host}:{config.p2p_port}", "p2p_port")
+        await server.start()
+        self._stack.push_async_callback(server.stop, STOP_GRACE_SECONDS)
+        self.peer_address = f"{config.p2p_host}:{port}"
+        peers = Peers(
+            instance_id=config.instance_id,
+            epoch=self.epoch,
+            tier=self.tier,
+            channel=channel,
+            pool=self.pool,
+        )
+        return await self._stack.enter_async_context(peers)
+
+    async def _serve_engines(self, service: EngineService) -> None:
+        server = await rpc.make_server([ENGINE_SERVICE])
+        engine_service_pb2_grpc.add_EngineServiceServicer_to_server(service, server)
+        bind(server, f"unix:{self.config.engine_socket}", "runtime_dir")
+        await server.start()
+        self._stack.push_async_callback(server.stop, STOP_GRACE_SECONDS)
+
+    async def _populate(self) -> None:
+        """Touches the pool's pages ahead of the first stores, beside everything else."""
+        started = time.monotonic()
+        await asyncio.to_thread(self.pool.populate, 0, self.pool.size_bytes)
+        logger.info(
+            "pool of %s is resident after %.1f s", format_bytes(self.pool.size_bytes), time.monotonic() - started
+        )
+
+    def describe(self) -> registry_service_pb2.Instance:
+        """The node as the fleet shall know it."""
+        return registry_service_pb2.Instance(
+            instance_id=self.config.instance_id,
+            epoch=self.epoch,
+            peer_address=self.peer_address,
+            specs=[spec.to_proto() for spec in self.engines.specs],
+            version=lmkv.__version__,
+            tiers=[
+                registry_service_pb2.TierUsage(
+                    tier=chunk_pb2.TIER_HOST,
+                    capacity_bytes=self.tier.size_bytes,
+                    used_bytes=self.tier.used_bytes,
+                    chunk_count=len(self.tier),
+                )
+            ],
+            engine_count=self.engines.attached_count,
+        )
+
+    def _snapshot(self) -> Iterator[Held]:
+        for chunk in self.tier:
+            yield Held(
+                tier=chunk_pb2.TIER_HOST,
+                fingerprint=chunk.fingerprint,
+                key=chunk.key,
+                token_count=chunk.token_count,
+            )
+
+    def _engines_changed(self) -> None:
+        self._idle_since = time.monotonic()
+        self.fleet.refresh()
+
+    def _worker_went(self, engine_id: str, rank: int) -> None:
+        self.engines.worker_went(engine_id, rank)
+        self._idle_since = time.monotonic()
+
+    async def linger(self) -> None:
+        """Returns once no engine has been here for `node_linger` seconds."""
+        while True:
+            left = self._idle_since + self.config.node_linger - time.monotonic()
+            if self.engines.mapped_count:
+                left = max(left, self.config.node_linger)
+            elif left <= 0:
+                logger.info("no engine for %.0f s (node_linger): ending", self.config.node_linger)
+                return
+            await asyncio.sleep(min(left, 5.0))
+
+
+def bind(server: grpc.aio.Server, address: str, key: str) -> int:
+    """The port that the server now listens on. Raises `ConfigError` naming `key` if it is taken."""
+    try:
+        return int(server.add_insecure_port(address))
+    except RuntimeError:
+        raise ConfigError(
+            f"{key}: cannot listen on {address}; is it in use? choose another, or 0 for any free port"
+        ) from None
+
+
+class lock:  # noqa: N801
+    """Holds the instance id on this host. The kernel lets go of it however the process ends."""
+
+    def __init__(self, path: Path, instance_id: str) -> None:
+        self._file: TextIO = path.open("a+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            pid = self._file.read().strip() or "unknown"
+            self._file.close()
+            raise ConfigError(
+                f"instance_id: {instance_id!r} is already run by process {pid} on this host; "
+                "give each node its own instance_id"
+            ) from None
+        self._file.truncate(0)
+        self._file.write(str(os.getpid()))
+        self._file.flush()
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+async def stopped(task: asyncio.Task[None]) -> None:
+    """Cancels the task and waits for it."""
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task

@@ -1,0 +1,147 @@
+"""One peer, as a node that fetches from it sees it: agreed with once, left alone for a while when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import grpc
+from google.protobuf import duration_pb2
+
+from lmkv import rpc
+from lmkv.errors import KvSpecMismatch, LmkvError, Unreachable
+from lmkv.keys import ChunkKey, join_keys
+from lmkv.spec import KvSpec
+from lmkv.transfer import Channel
+from lmkv.v1 import peer_service_pb2 as pb
+from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
+from lmkv.v1.cache_service_pb2 import Holder
+
+logger = logging.getLogger(__name__)
+
+Response = TypeVar("Response")
+
+FIRST_BACKOFF_SECONDS = 1.0
+LAST_BACKOFF_SECONDS = 10.0
+
+
+class PeerConnection:
+    """One peer in one epoch. Everything but `close` may raise the peer's error, or `Unreachable`."""
+
+    def __init__(
+        self,
+        instance_id: str,
+        epoch: int,
+        channel: Channel,
+        holder: Holder,
+        on_mismatch: Callable[[str, KvSpecMismatch], None],
+    ) -> None:
+        """`instance_id` and `epoch` are the own ones; `on_mismatch` is told once which peer shares nothing, and why."""
+        self.instance_id = holder.instance_id
+        self.epoch = holder.epoch
+        self.address = holder.peer_address
+        self.name = f"{holder.instance_id}:{holder.epoch}"
+        """What it is called on the channel."""
+        self.mismatches: dict[bytes, KvSpecMismatch] = {}
+        """By fingerprint: the specs that it shares nothing with, and why. Does not change within an epoch."""
+        self.regions: Sequence[pb.Region] = ()
+        """Its registered memory, once agreed."""
+        self._own_instance_id = instance_id
+        self._own_epoch = epoch
+        self._channel = channel
+        self._on_mismatch = on_mismatch
+        self._agreed: set[bytes] = set()
+        self._agreeing = asyncio.Lock()
+        self._failure_count = 0
+        self._retry_at = 0.0
+        self._words = rpc.open_channel(self.address)
+        self._stub = pb_grpc.PeerServiceStub(self._words)
+
+    @property
+    def resting(self) -> bool:
+        """Whether it failed a short while ago and should be left alone."""
+        return time.monotonic() < self._retry_at
+
+    def worked(self) -> None:
+        """It did what it was asked for."""
+        self._failure_count = 0
+
+    def failed(self) -> None:
+        """It did not; it will be left alone, longer each time, and then be asked to agree anew."""
+        self._agreed.clear()
+        backoff = min(FIRST_BACKOFF_SECONDS * 2**self._failure_count, LAST_BACKOFF_SECONDS)
+        self._failure_count += 1
+        self._retry_at = time.monotonic() + backoff
+
+    async def agree(self, spec: KvSpec, timeout_seconds: float) -> None:
+        """Makes sure that both sides share chunks of this spec and that the peer's memory is readable."""
+        try:
+            async with asyncio.timeout(timeout_seconds), self._agreeing:
+                if spec.fingerprint not in self._agreed:
+                    await self._introduce(spec, timeout_seconds)
+        except TimeoutError:
+            raise Unreachable(f"{self.name} did not answer within {timeout_seconds:.3g} s") from None
+
+    async def _introduce(self, spec: KvSpec, timeout_seconds: float) -> None:
+        if known := self.mismatches.get(spec.fingerprint):
+            raise known
+        request = pb.InitRequest(
+            instance_id=self._own_instance_id,
+            epoch=self._own_epoch,
+            peer_instance_id=self.instance_id,
+            peer_epoch=self.epoch,
+            spec=spec.to_proto(),
+            channel=self._channel.name,
+            channel_metadata=self._channel.metadata,
+        )
+        try:
+            response = await _called(self._stub.Init, request, timeout_seconds)
+        except KvSpecMismatch as error:
+            self.mismatches[spec.fingerprint] = error
+            self._on_mismatch(self.instance_id, error)
+            raise
+        await self._channel.add_peer(self.name, response.channel_metadata)
+        self.regions = tuple(response.regions)
+        self._agreed.add(spec.fingerprint)
+
+    async def acquire(
+        self, spec: KvSpec, keys: Sequence[ChunkKey], ttl_seconds: float, timeout_seconds: float
+    ) -> pb.AcquireResponse:
+        """Has the peer keep chunks in place for us. Whoever calls this releases the grant."""
+        ttl = duration_pb2.Duration()
+        ttl.FromNanoseconds(round(ttl_seconds * 1e9))
+        request = pb.AcquireRequest(
+            instance_id=self._own_instance_id,
+            peer_epoch=self.epoch,
+            fingerprint=spec.fingerprint,
+            chunk_keys=join_keys(keys),
+            ttl=ttl,
+        )
+        return await _called(self._stub.Acquire, request, timeout_seconds)
+
+    async def release(self, grant_id: str, timeout_seconds: float) -> None:
+        """Gives a grant back. If that fails the grant expires by itself."""
+        try:
+            await _called(self._stub.Release, pb.ReleaseRequest(grant_id=grant_id), timeout_seconds)
+        except LmkvError as error:
+            logger.debug("grant %s of %s is left to expire: %s", grant_id, self.name, error)
+
+    async def close(self) -> None:
+        """Ends the connection. Idempotent."""
+        await self._words.close()
+
+
+async def _called(method: Callable[..., Awaitable[Response]], request: object, timeout_seconds: float) -> Response:
+    """One call. Raises the peer's error, or `Unreachable`."""
+    try:
+        return await method(request, timeout=timeout_seconds)
+    except grpc.RpcError as error:
+        raise rpc.from_rpc_error(error) from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task and task.cancelling():
+            raise
+        raise Unreachable("the connection was closed") from None  # not we were cancelled, but the call

@@ -1,0 +1,212 @@
+"""PeerService: translates between peers and this node's tier, grants and channel. Every node serves it.
+
+While a peer has a grant, or has just been introduced and is connecting, the channel makes progress for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+import grpc
+from google.protobuf import timestamp_pb2
+
+from lmkv.errors import ChannelUnsupported, KvSpecMismatch, WrongInstance
+from lmkv.keys import split_keys
+from lmkv.spec import KvSpec
+from lmkv.transfer import Channel
+from lmkv.v1 import chunk_pb2
+from lmkv.v1 import peer_service_pb2 as pb
+from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
+from lmkv_server.node.engines import Engines
+from lmkv_server.node.host_tier import Chunk, HostTier
+from lmkv_server.node.read_grants import ReadGrants
+
+logger = logging.getLogger(__name__)
+
+MAX_ACQUIRE_KEYS = 4096
+MAX_CALLERS = 1024
+"""Peers that may read from here; beyond these the one that came first is forgotten, and must `Init` again."""
+CONNECT_SECONDS = 1.0
+"""How long after `Init` the channel makes progress for the caller's connection."""
+
+
+class PeerService(pb_grpc.PeerServiceServicer):
+    """The handlers. One event loop runs them all; the tier is its alone. To be used as an async context manager."""
+
+    def __init__(
+        self,
+        *,
+        instance_id: str,
+        epoch: int,
+        tier: HostTier,
+        specs: Engines,
+        channel: Channel,
+        region_address: int,
+        grant_ttl_seconds: float,
+    ) -> None:
+        self.grants = ReadGrants(tier)
+        self._instance_id = instance_id
+        self._epoch = epoch
+        self._tier = tier
+        self._engines = specs
+        self._channel = channel
+        self._region = pb.Region(address=region_address, size_bytes=tier.size_bytes)
+        self._grant_ttl_seconds = grant_ttl_seconds
+        self._callers: OrderedDict[str, int] = OrderedDict()  # instance id: epoch
+        self._connecting_until = 0.0
+        self._serving: AbstractContextManager[None] | None = None
+        self._changed = asyncio.Event()
+        self._expiry: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> PeerService:
+        self._expiry = asyncio.create_task(self._expire())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Ends every grant. Idempotent."""
+        if self._expiry:
+            self._expiry.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._expiry
+        self.grants.clear()
+        self._connecting_until = 0.0
+        self._serve()
+
+    async def Init(self, request: pb.InitRequest, _context: Any) -> pb.InitResponse:  # noqa: N802
+        """See the proto."""
+        self._check_epoch(request.peer_epoch, request.peer_instance_id)
+        self._check_spec(KvSpec.from_proto(request.spec))
+        if request.channel != self._channel.name:
+            raise ChannelUnsupported(
+                f"{self._instance_id} transfers by {self._channel.name!r}, not by {request.channel!r}; "
+                "set transfer_channel alike on both",
+                channel=self._channel.name,
+            )
+        self._connecting_until = time.monotonic() + CONNECT_SECONDS
+        self._serve()
+        await self._introduce(request.instance_id, request.epoch, request.channel_metadata)
+        return pb.InitResponse(channel_metadata=self._channel.metadata, regions=[self._region])
+
+    async def Acquire(self, request: pb.AcquireRequest, _context: Any) -> pb.AcquireResponse:  # noqa: N802
+        """See the proto."""
+        self._check_epoch(request.peer_epoch)
+        keys = split_keys(request.chunk_keys, limit=MAX_ACQUIRE_KEYS)
+        self._tier.find(keys)  # counts as a use
+        held = [(index, chunk) for index, key in enumerate(keys) if (chunk := self._tier.get(key))]
+        held = [(index, chunk) for index, chunk in held if chunk.fingerprint == request.fingerprint]
+        wish = request.ttl.ToNanoseconds() / 1e9
+        ttl_seconds = min(wish, self._grant_ttl_seconds) if wish > 0 else self._grant_ttl_seconds
+        grant = self.grants.acquire(
+            request.instance_id, [chunk for _, chunk in held], time.monotonic(), ttl_seconds
+        )
+        self._serve()
+        if grant is None:
+            return pb.AcquireResponse()
+        expire_time = timestamp_pb2.Timestamp()
+        expire_time.FromNanoseconds(time.time_ns() + round(ttl_seconds * 1e9))
+        return pb.AcquireResponse(
+            grant=chunk_pb2.Grant(
+                grant_id=grant.grant_id, extents=map(extent, grant.chunks), expire_time=expire_time
+            ),
+            present=[index for index, _ in held[: len(grant.chunks)]],
+        )
+
+    async def Allocate(self, _request: pb.AllocateRequest, context: Any) -> pb.AllocateResponse:  # noqa: N802
+        """See the proto."""
+        return await _refuse(context, "Allocate")
+
+    async def Commit(self, _request: pb.CommitRequest, context: Any) -> pb.CommitResponse:  # noqa: N802
+        """See the proto."""
+        return await _refuse(context, "Commit")
+
+    async def Release(self, request: pb.ReleaseRequest, _context: Any) -> pb.ReleaseResponse:  # noqa: N802
+        """See the proto."""
+        self.grants.release(request.grant_id)
+        self._serve()
+        return pb.ReleaseResponse()
+
+    def _check_epoch(self, epoch: int, instance_id: str | None = None) -> None:
+        if epoch != self._epoch or instance_id not in (None, self._instance_id):
+            raise WrongInstance(
+                f"this is {self._instance_id} of epoch {self._epoch}",
+                instance_id=self._instance_id,
+                epoch=self._epoch,
+            )
+
+    def _check_spec(self, other: KvSpec) -> None:
+        """Raises `KvSpecMismatch` if engines of the same model are here, but none that shares the other's chunks."""
+        specs = list(self._engines.specs)
+        if any(own.fingerprint == other.fingerprint for own in specs):
+            return
+        for own in specs:
+            if own.model_name == other.model_name and (field := own.first_difference(other)):
+                own_value, other_value = getattr(own, field), getattr(other, field)
+                raise KvSpecMismatch(
+                    f"{self._instance_id} serves {own.model_name!r} with {field} {own_value!r}, not {other_value!r}",
+                    model_name=own.model_name,
+                    field=field,
+                    own_value=own_value,
+                    other_value=other_value,
+                )
+
+    async def _introduce(self, instance_id: str, epoch: int, metadata: bytes) -> None:
+        """Adds the caller to the channel, in place of its earlier epochs."""
+        await self._channel.add_peer(f"{instance_id}:{epoch}", metadata)
+        earlier = self._callers.pop(instance_id, epoch)
+        self._callers[instance_id] = epoch
+        if earlier != epoch:
+            await self._channel.remove_peer(f"{instance_id}:{earlier}")
+        if len(self._callers) > MAX_CALLERS:
+            forgotten, epoch = self._callers.popitem(last=False)
+            await self._channel.remove_peer(f"{forgotten}:{epoch}")
+
+    def _serve(self) -> None:
+        """Has the channel make progress exactly while somebody may need it."""
+        needed = len(self.grants) > 0 or time.monotonic() < self._connecting_until
+        if needed and self._serving is None:
+            self._serving = self._channel.serving()
+            self._serving.__enter__()
+        elif not needed and self._serving is not None:
+            self._serving.__exit__(None, None, None)
+            self._serving = None
+        self._changed.set()
+
+    async def _expire(self) -> None:
+        """Ends what its time has come for."""
+        while True:
+            now = time.monotonic()
+            if count := self.grants.expire(now):
+                logger.warning("%d read grants expired: their readers are gone, or too slow", count)
+            self._serve()
+            self._changed.clear()
+            times = [self._connecting_until] if now < self._connecting_until else []
+            if (expiry := self.grants.next_expiry()) is not None:
+                times.append(expiry)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(times) - now if times else None):
+                    await self._changed.wait()
+
+
+def extent(chunk: Chunk) -> chunk_pb2.Extent:
+    """Where a chunk's bytes are, as a message."""
+    return chunk_pb2.Extent(
+        offset=chunk.offset,
+        size_bytes=chunk.size_bytes,
+        checksum=chunk.checksum,
+        generation=chunk.generation,
+        token_count=chunk.token_count,
+    )
+
+
+async def _refuse(context: Any, rpc: str) -> Any:
+    await context.abort(
+        grpc.StatusCode.UNIMPLEMENTED, f"{rpc} is not implemented by this version of lmkv: peers cannot write here"
+    )

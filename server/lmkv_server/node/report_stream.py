@@ -1,0 +1,187 @@
+"""The node's end of one `Report` call: a snapshot, then changes and heartbeats until it breaks. Used by `Fleet`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.rpc import code_pb2, status_pb2
+
+from lmkv import rpc
+from lmkv.errors import LmkvError, ResyncRequired, Unreachable
+from lmkv.keys import ChunkKey
+from lmkv.v1 import chunk_pb2
+from lmkv.v1 import registry_service_pb2 as pb
+from lmkv_server.node.reports import Changes, Held
+
+FLUSH_SECONDS = 0.005
+"""How long changes are gathered before they are reported."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Membership:
+    """What a successful registration settled."""
+
+    instance: pb.Instance
+    """The node as it registered."""
+    lease_ttl: float
+
+    @property
+    def chunk_sizes(self) -> dict[bytes, int]:
+        """Tokens of a full chunk, by fingerprint."""
+        return {spec.fingerprint: spec.chunk_size for spec in self.instance.specs}
+
+
+class ReportStream:
+    """Reports of one node over one call. `run` it once.
+
+    `describe` gives the node as it is now, `snapshot` everything it holds now, read in one go. `register` registers
+    the node anew. `on_answer` is called with each sign of life of the coordinator.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        *,
+        describe: Callable[[], pb.Instance],
+        snapshot: Callable[[], Iterable[Held]],
+        register: Callable[[], Awaitable[Membership]],
+        on_answer: Callable[[], None],
+        digest_interval_seconds: float,
+        max_pending_changes: int,
+    ) -> None:
+        self._membership = membership
+        self._describe = describe
+        self._snapshot = snapshot
+        self._register = register
+        self._on_answer = on_answer
+        self._digest_interval_seconds = digest_interval_seconds
+        self._max_pending_changes = max_pending_changes
+        self._changes: Changes | None = None
+        self._registration_is_old = False
+        self._outcomes: list[pb.OrderOutcome] = []
+        self._wake = asyncio.Event()
+        self._sequence = 0
+
+    # --- What happens at the node --------------------------------------------------------------------------------
+
+    def admitted(self, tier: chunk_pb2.Tier.ValueType, fingerprint: bytes, key: ChunkKey, token_count: int) -> None:
+        """Notes that a chunk is now held."""
+        if self._changes is not None:  # else the snapshot is still to come and will tell
+            self._changes.admitted(tier, fingerprint, key, token_count)
+            self._wake.set()
+
+    def evicted(self, tier: chunk_pb2.Tier.ValueType, fingerprint: bytes, key: ChunkKey) -> None:
+        """Notes that a chunk is no longer held."""
+        if self._changes is not None:
+            self._changes.evicted(tier, fingerprint, key)
+            self._wake.set()
+
+    def refresh(self) -> None:
+        """Registers anew before anything else is reported."""
+        self._registration_is_old = True
+        self._wake.set()
+
+    def probe(self) -> None:
+        """Sends a heartbeat now, to hear whether anybody is there."""
+        self._wake.set()
+
+    # --- The call ------------------------------------------------------------------------------------------------
+
+    async def run(self, call: Any) -> None:
+        """Reports until the call breaks. Raises why it did: an `LmkvError`, or whatever is wrong with this code."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._send(call))
+                group.create_task(self._receive(call))
+        except ExceptionGroup as failures:
+            raise _cause(failures) from None
+        finally:
+            self._changes = None
+            call.cancel()
+
+    async def _send(self, call: Any) -> None:
+        held = Changes(self._snapshot())
+        self._changes = Changes(limit=self._max_pending_changes)
+        reports = held.reports(self._membership.chunk_sizes)
+        for report in reports:
+            report.snapshot = True
+        reports[-1].snapshot_end = True
+        await self._write(call, reports)
+        status_due = time.monotonic()
+        digest_due = status_due + self._digest_interval_seconds
+        changed = False
+        while True:
+            await self._woken(status_due)
+            if self._registration_is_old:
+                self._registration_is_old = False
+                self._membership = await self._register()
+            if self._changes:
+                await asyncio.sleep(FLUSH_SECONDS)
+            changes, self._changes = self._changes, Changes(limit=self._max_pending_changes)
+            # Nothing is awaited from here until the digests are made, so that they are those of just these changes.
+            if changes.overflown:
+                raise ResyncRequired(f"{self._max_pending_changes} changes piled up; a snapshot will tell them")
+            reports = changes.reports(self._membership.chunk_sizes)
+            changed = changed or bool(changes)
+            now = time.monotonic()
+            if changed and now >= digest_due:
+                tiers = [usage.tier for usage in self._describe().tiers]
+                reports[-1].digests.extend(Changes(self._snapshot()).digests(tiers))
+                digest_due, changed = now + self._digest_interval_seconds, False
+            if now >= status_due:
+                node = self._describe()
+                reports[-1].tiers.extend(node.tiers)
+                reports[-1].engine_count = node.engine_count
+                status_due = now + self._membership.lease_ttl / 3
+            reports[-1].outcomes.extend(self._outcomes)
+            self._outcomes.clear()
+            await self._write(call, reports)
+
+    async def _woken(self, due: float) -> None:
+        """Waits until there is something to say, at the latest until `due`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(due - time.monotonic(), 0)):
+                await self._wake.wait()
+        self._wake.clear()
+
+    async def _write(self, call: Any, reports: Iterable[pb.ReportRequest]) -> None:
+        for report in reports:
+            self._sequence += 1
+            report.instance_id = self._membership.instance.instance_id
+            report.epoch = self._membership.instance.epoch
+            report.sequence = self._sequence
+            await call.write(report)
+
+    async def _receive(self, call: Any) -> None:
+        """Every report is acknowledged, so silence for a whole lease means that nobody is there."""
+        lease_ttl = self._membership.lease_ttl
+        while True:
+            try:
+                async with asyncio.timeout(lease_ttl):
+                    response = await call.read()
+            except TimeoutError:
+                raise Unreachable(f"no answer for {lease_ttl:g} s") from None
+            if response is grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
+                raise Unreachable("the coordinator ended the stream")
+            self._on_answer()
+            for order in response.orders:
+                refusal = status_pb2.Status(code=code_pb2.UNIMPLEMENTED, message="this version carries out no orders")
+                self._outcomes.append(pb.OrderOutcome(order_id=order.order_id, status=refusal))
+                self._wake.set()
+
+
+def _cause(failures: ExceptionGroup[Exception]) -> Exception:
+    """What broke the call: the coordinator's word before ours, that before what followed from it."""
+    for error in failures.exceptions:
+        if isinstance(error, grpc.RpcError):
+            return rpc.from_rpc_error(error)
+    for error in failures.exceptions:
+        if isinstance(error, LmkvError):
+            return error
+    return failures

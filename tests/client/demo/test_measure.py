@@ -1,0 +1,82 @@
+"""What the demo makes of its measurements."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from lmkv_client.demo.command import _failure
+from lmkv_client.demo.completion import Completion
+from lmkv_client.demo.measure import Result, Round, Taken
+from lmkv_client.demo.table import make_table
+
+NOTHING = Taken(tokens=0, size_bytes=0, seconds=0.0)
+
+
+def answer(ttft_seconds: float, token_ids: tuple[int, ...] = (7, 8)) -> Completion:
+    return Completion(
+        token_ids=token_ids,
+        text="",
+        finish_reason="length",
+        ttft_seconds=ttft_seconds,
+        total_seconds=1.0,
+        prompt_tokens=4000,
+        cached_tokens=0,
+    )
+
+
+def round_of(cold: float, *, peer_tokens: tuple[int, ...] = (7, 8), from_peer: Taken | None = None) -> Round:
+    taken = Taken(tokens=3840, size_bytes=2 << 30, seconds=0.5)
+    return Round(
+        cold=answer(cold),
+        peer=answer(cold / 10, peer_tokens),
+        own=answer(cold / 20),
+        from_peer=taken if from_peer is None else from_peer,
+        from_own=taken,
+    )
+
+
+def test_the_numbers_are_medians_over_the_rounds() -> None:
+    numbers = Result(rounds=[round_of(2.0), round_of(90.0), round_of(3.0)]).to_json()
+    assert numbers["cold_ttft_ms"] == 3000
+    assert numbers["peer_ttft_ms"] == 300
+    assert numbers["own_ttft_ms"] == 150
+    assert numbers["peer_ttft_ratio"] == pytest.approx(0.1)
+
+
+def test_the_numbers_go_by_the_names_that_others_rely_on() -> None:
+    numbers = json.loads(json.dumps(Result(rounds=[round_of(2.0)]).to_json()))
+    assert numbers.keys() >= {"cold_ttft_ms", "peer_ttft_ms", "own_ttft_ms", "prompt_tokens", "peer_tokens"}
+    assert numbers.keys() >= {"own_tokens", "peer_gb_per_s", "identical"}
+    assert numbers["prompt_tokens"] == 4000
+    assert numbers["peer_tokens"] == 3840
+    assert numbers["peer_gb_per_s"] == 4.0
+    assert numbers["identical"] is True
+
+
+def test_one_different_token_in_one_round_is_a_failure() -> None:
+    result = Result(rounds=[round_of(2.0), round_of(2.0, peer_tokens=(7, 9))])
+    assert not result.identical
+    assert "different completions" in str(_failure(result))
+
+
+def test_taking_nothing_from_the_peer_is_a_failure() -> None:
+    result = Result(rounds=[round_of(2.0), round_of(2.0, from_peer=NOTHING)])
+    assert _failure(result) == "engine 2 took nothing from engine 1"
+    assert _failure(Result(rounds=[round_of(2.0)])) is None
+
+
+@pytest.mark.parametrize("from_peer", [None, NOTHING])
+def test_the_table_fits_80_columns_and_shows_what_was_taken(from_peer: Taken | None) -> None:
+    out = StringIO()
+    table = make_table(Result(rounds=[round_of(123.456, peer_tokens=(1,), from_peer=from_peer)]))
+    Console(file=out, width=80).print(table)
+    text = out.getvalue()
+    assert "…" not in text
+    assert "123,456 ms" in text
+    assert "10.0 %" in text
+    assert "DIFFERENT" in text
+    assert "identical" in text

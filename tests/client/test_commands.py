@@ -1,0 +1,362 @@
+"""The typed SDK and the commands on top of it, against a real server that gives canned answers."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import pty
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmkv import cli
+from lmkv.errors import BadTokens, ModelAmbiguous, Unreachable
+from lmkv.keys import ChunkKey
+from lmkv.rpc import make_server
+from lmkv.v1.cache_service_pb2 import Holder, LookupRequest, LookupResponse, TierRun
+from lmkv.v1.cache_service_pb2_grpc import CacheServiceServicer, add_CacheServiceServicer_to_server
+from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_HOST, KvSpec
+from lmkv.v1.registry_service_pb2 import (
+    Instance,
+    ListInstancesRequest,
+    ListInstancesResponse,
+    SpecConflict,
+    TierUsage,
+)
+from lmkv.v1.registry_service_pb2_grpc import RegistryServiceServicer, add_RegistryServiceServicer_to_server
+from lmkv_client.commands import instances as instances_command
+from lmkv_client.commands import lookup as lookup_command
+from lmkv_client.coordinator_client import CoordinatorClient
+
+TOKENS = [128000, 849, 21435, 279, 26431, 315, 85748, 6636, 304, 4221, 4211, 13]
+COMMANDS = {"lookup": lambda: lookup_command.command, "instances": lambda: instances_command.command}
+
+
+class CannedCoordinator(CacheServiceServicer, RegistryServiceServicer):
+    """Answers what the test has put in, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.response = LookupResponse(revision=3)
+        self.instances: list[Instance] = []
+        self.page_size = 2
+        self.failure: Exception | None = None
+        self.asked: list[LookupRequest] = []
+        self.address = ""
+
+    async def Lookup(self, request: LookupRequest, context: Any) -> LookupResponse:  # noqa: N802
+        self.asked.append(request)
+        if self.failure:
+            raise self.failure
+        return self.response
+
+    async def ListInstances(self, request: ListInstancesRequest, context: Any) -> ListInstancesResponse:  # noqa: N802
+        start = int(request.page_token or 0)
+        stop = start + self.page_size
+        return ListInstancesResponse(
+            instances=self.instances[start:stop], next_page_token=str(stop) if stop < len(self.instances) else ""
+        )
+
+
+@pytest.fixture
+async def coordinator(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[CannedCoordinator]:
+    canned = CannedCoordinator()  # type: ignore[abstract]  # two RPCs are enough here
+    server = await make_server(["lmkv.v1.CacheService", "lmkv.v1.RegistryService"])
+    add_CacheServiceServicer_to_server(canned, server)
+    add_RegistryServiceServicer_to_server(canned, server)
+    canned.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    monkeypatch.setenv("LMKV_COORDINATOR_ADDRESS", canned.address)
+    await server.start()
+    yield canned
+    await server.stop(None)
+
+
+async def run(*argv: str) -> int:
+    """A command line, in a thread of its own: commands have their own event loop."""
+    return await asyncio.to_thread(cli.main, argv, COMMANDS)
+
+
+def holder(instance_id: str, *runs: tuple[int, str, int, int]) -> Holder:
+    return Holder(
+        instance_id=instance_id,
+        runs=[
+            TierRun(tier=tier, location=location, chunk_count=chunks, token_count=tokens)  # type: ignore[arg-type]
+            for tier, location, chunks, tokens in runs
+        ],
+    )
+
+
+async def test_the_sdk_asks_by_tokens(coordinator: CannedCoordinator) -> None:
+    coordinator.response = LookupResponse(holders=[holder("lmkv-1", (TIER_HOST, "LocalCPUBackend", 1, 12))])
+    async with CoordinatorClient(coordinator.address) as client:
+        response = await client.lookup(tokens=TOKENS, model_name="llama", cache_salt="s", lora_name="l")
+    assert response == coordinator.response
+    assert coordinator.asked == [LookupRequest(tokens=TOKENS, model_name="llama", cache_salt="s", lora_name="l")]
+
+
+async def test_the_sdk_asks_by_keys(coordinator: CannedCoordinator) -> None:
+    async with CoordinatorClient(coordinator.address) as client:
+        await client.lookup(keys=[ChunkKey(b"a" * 16), ChunkKey(b"b" * 16)])
+    assert coordinator.asked == [LookupRequest(chunk_keys=b"a" * 16 + b"b" * 16)]
+
+
+async def test_the_sdk_raises_the_coordinators_own_errors(coordinator: CannedCoordinator) -> None:
+    coordinator.failure = ModelAmbiguous("several models: a, b", models="a, b")
+    async with CoordinatorClient(coordinator.address) as client:
+        with pytest.raises(ModelAmbiguous, match="several models: a, b") as raised:
+            await client.lookup(tokens=TOKENS)
+    assert raised.value.metadata == {"models": "a, b"}
+
+
+@pytest.mark.parametrize("tokens", [[2**31], [-(2**31) - 1], ["a"], [1.5]])
+async def test_the_sdk_refuses_what_is_no_token(coordinator: CannedCoordinator, tokens: Any) -> None:
+    async with CoordinatorClient(coordinator.address) as client:
+        with pytest.raises(BadTokens):
+            await client.lookup(tokens=tokens)
+
+
+async def test_the_sdk_says_whom_it_did_not_reach() -> None:
+    async with CoordinatorClient("127.0.0.1:1", timeout_seconds=5) as client:
+        with pytest.raises(Unreachable, match=r"no coordinator answers at 127\.0\.0\.1:1") as raised:
+            await client.list_instances()
+        assert raised.value.metadata == {"address": "127.0.0.1:1"}
+        await client.aclose()  # closing twice is fine
+
+
+async def test_the_sdk_lists_all_pages(coordinator: CannedCoordinator) -> None:
+    coordinator.instances = [Instance(instance_id=f"lmkv-{number}") for number in range(5)]
+    async with CoordinatorClient(coordinator.address) as client:
+        assert await client.list_instances() == coordinator.instances
+
+
+async def test_lookup_shows_a_line_per_run(coordinator: CannedCoordinator, capsys: pytest.CaptureFixture[str]) -> None:
+    coordinator.response = LookupResponse(
+        holders=[
+            holder("lmkv-1", (TIER_HOST, "LocalCPUBackend", 20, 5120), (TIER_DISK, "LocalDiskBackend", 1, 7)),
+            holder("lmkv-2", (TIER_HOST, "LocalCPUBackend", 1, 256)),
+        ]
+    )
+    assert await run("lookup", "--tokens", "1,2,3", "--model", "llama", "--cache-salt", "s", "--lora", "l") == 0
+    assert capsys.readouterr().out == (
+        "INSTANCE  LOCATION          TOKENS  CHUNKS\n"
+        "lmkv-1    LocalCPUBackend   5120    20\n"
+        "lmkv-1    LocalDiskBackend  7       1\n"
+        "lmkv-2    LocalCPUBackend   256     1\n"
+    )
+    assert coordinator.asked == [LookupRequest(tokens=[1, 2, 3], model_name="llama", cache_salt="s", lora_name="l")]
+
+
+async def test_a_prompt_that_nobody_holds_is_an_answer(
+    coordinator: CannedCoordinator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await run("lookup", "--tokens", "[1, 2]") == 0
+    assert capsys.readouterr().out == "nobody holds any of it\n"
+    coordinator.response.partial = True
+    assert await run("lookup", "--tokens", "1") == 0
+    assert "still reporting" in capsys.readouterr().out
+
+
+async def test_lookup_as_json_has_the_words_of_the_api(
+    coordinator: CannedCoordinator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    coordinator.response = LookupResponse(holders=[holder("lmkv-1", (TIER_HOST, "LocalCPUBackend", 1, 12))])
+    assert await run("lookup", "--tokens", "1", "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["holders"][0]["runs"] == [
+        {"tier": "TIER_HOST", "location": "LocalCPUBackend", "chunk_count": 1, "token_count": 12}
+    ]
+    assert answer["partial"] is False
+
+
+async def test_lookup_reads_tokens_from_a_file_or_from_a_pipe(
+    coordinator: CannedCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompt.json").write_text(json.dumps(TOKENS))
+    assert await run("lookup", "--tokens-file", str(tmp_path / "prompt.json")) == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO("[7, 8]\n"))
+    assert await run("lookup", "--tokens-file", "-") == 0
+    assert [list(request.tokens) for request in coordinator.asked] == [TOKENS, [7, 8]]
+
+
+async def test_lookup_takes_keys_in_hex(coordinator: CannedCoordinator) -> None:
+    assert await run("lookup", "--keys", f"{'ab' * 16},{'cd' * 16}") == 0
+    assert coordinator.asked == [LookupRequest(chunk_keys=b"\xab" * 16 + b"\xcd" * 16)]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder with a real tokenizer of four words."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"[UNK]": 0, "explain": 1, "KV": 2, "cache": 3}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+async def test_lookup_tokenizes_a_prompt(coordinator: CannedCoordinator, model: Path) -> None:
+    assert await run("lookup", "--prompt", "explain cache", "--model", str(model)) == 0
+    assert await run("lookup", "--prompt", "KV huh", "--model", "llama", "--tokenizer", str(model)) == 0
+    assert coordinator.asked == [LookupRequest(tokens=[1, 3]), LookupRequest(tokens=[2, 0], model_name="llama")]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "one of the arguments --tokens --tokens-file --keys --prompt is required; see `lmkv lookup --help`"),
+        (["--tokens", "1", "--keys", "ab"], "argument --keys: not allowed with argument --tokens"),
+        (["--tokens", "1,x"], "--tokens must be token ids such as 128000,849,21435, not '1,x'"),
+        (["--tokens", ""], "--tokens must be token ids such as 128000,849,21435, not ''"),
+        (["--tokens-file", "/nowhere"], "--tokens-file: cannot read /nowhere: No such file or directory"),
+        (["--tokens-file", __file__], "test_commands.py is not JSON"),
+        (["--keys", "xyz"], "--keys must be chunk keys in hex, not 'xyz'"),
+        (["--keys", "abcd"], "--keys must be chunk keys of 32 hex digits each, not 'abcd'"),
+        (["--prompt", "Hi"], "--prompt needs the model's folder: add --model FOLDER"),
+        (["--prompt", "Hi", "--model", "/nowhere"], "--prompt needs /nowhere/tokenizer.json, which is not there"),
+        (["--tokens", "1", "--coordinator", "nowhere"], "--coordinator must be host:port, such as 10.0.0.5:9000"),
+    ],
+)
+async def test_bad_usage_of_lookup_is_one_line(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await run("lookup", *argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("lmkv: error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", ['{"tokens": [1]}', "[1.5]", '["a"]', "[true]", "7"])
+async def test_a_file_must_hold_a_list_of_tokens(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompt.json").write_text(content)
+    assert await run("lookup", "--tokens-file", str(tmp_path / "prompt.json")) == 2
+    assert "must hold one JSON list of token ids" in capsys.readouterr().err
+
+
+async def test_a_folder_without_a_real_tokenizer_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (model / "tokenizer.json").write_text("{}")
+    assert await run("lookup", "--prompt", "Hi", "--model", str(model)) == 2
+    assert "tokenizer.json is no tokenizer" in capsys.readouterr().err
+
+
+async def test_without_the_package_tokenizers_a_prompt_is_refused(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)  # as Python marks what cannot be imported
+    assert await run("lookup", "--prompt", "Hi", "--model", str(model)) == 2
+    assert "--prompt needs the package tokenizers" in capsys.readouterr().err
+
+
+async def test_the_coordinators_refusal_is_one_line(
+    coordinator: CannedCoordinator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    coordinator.failure = ModelAmbiguous("several models are served: a, b; name one")
+    assert await run("lookup", "--tokens", "1") == 1
+    assert capsys.readouterr().err == "lmkv: error: several models are served: a, b; name one\n"
+
+
+@pytest.mark.parametrize("command", [["lookup", "--tokens", "1"], ["instances"]])
+async def test_nobody_there_is_one_line_with_what_to_do(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert await run(*command, "--coordinator", "127.0.0.1:1") == 1
+    assert capsys.readouterr().err == (
+        "lmkv: error: no coordinator answers at 127.0.0.1:1; start one with `lmkv coordinator`, or name another with "
+        "--coordinator HOST:PORT\n"
+    )
+
+
+async def test_the_coordinator_is_where_flag_environment_or_file_say(
+    coordinator: CannedCoordinator,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert await run("instances") == 0  # the environment names it
+    monkeypatch.setenv("LMKV_COORDINATOR_ADDRESS", "127.0.0.1:1")
+    assert await run("instances", "--coordinator", coordinator.address) == 0
+    monkeypatch.delenv("LMKV_COORDINATOR_ADDRESS")
+    file = tmp_path / "lmkv.yaml"
+    file.write_text(f"controller_pull_url: {coordinator.address}\nchunk_size: 64\n")
+    assert await run("instances", "--config", str(file)) == 0
+    assert capsys.readouterr().out == "no instance is registered\n" * 3
+
+
+LLAMA = KvSpec(model_name="llama", kv_dtype="bfloat16")
+
+
+async def test_instances_shows_a_line_each_and_who_cannot_share(
+    coordinator: CannedCoordinator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conflict = SpecConflict(
+        instance_id="lmkv-2", model_name="llama", field="kv_dtype", own_value="bfloat16", other_value="float32"
+    )
+    mirrored = SpecConflict(
+        instance_id="lmkv-1", model_name="llama", field="kv_dtype", own_value="float32", other_value="bfloat16"
+    )
+    coordinator.instances = [
+        Instance(
+            instance_id="lmkv-1",
+            peer_address="10.0.0.7:8200",
+            specs=[LLAMA, LLAMA, KvSpec(model_name="qwen", kv_dtype="fp8_e4m3")],
+            tiers=[TierUsage(tier=TIER_HOST, capacity_bytes=5 << 30, used_bytes=645 << 20, chunk_count=20)],
+            engine_count=2,
+            conflicts=[conflict],
+            synced=True,
+        ),
+        Instance(
+            instance_id="lmkv-2",
+            peer_address="10.0.0.8:8200",
+            specs=[KvSpec(model_name="llama", kv_dtype="float32")],
+            conflicts=[mirrored],
+            synced=True,
+        ),
+        Instance(instance_id="lmkv-3", peer_address="10.0.0.9:8200"),
+    ]
+    assert await run("instances") == 0
+    assert capsys.readouterr().out == (
+        "INSTANCE            PEER           MODELS                             CHUNKS  USED/CAPACITY    ENGINES\n"
+        "lmkv-1              10.0.0.7:8200  llama (bfloat16), qwen (fp8_e4m3)  20      0.63 GB/5.00 GB  2\n"
+        "lmkv-2              10.0.0.8:8200  llama (float32)                    0       0 B/0 B          0\n"
+        "lmkv-3 (reporting)  10.0.0.9:8200  -                                  0       0 B/0 B          0\n"
+        "lmkv-1 and lmkv-2 cannot share llama: kv_dtype is bfloat16 on the one, float32 on the other\n"
+    )
+
+
+async def test_instances_as_json_has_all_of_them(
+    coordinator: CannedCoordinator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    coordinator.instances = [Instance(instance_id=f"lmkv-{number}", specs=[LLAMA]) for number in range(3)]
+    assert await run("instances", "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [instance["instance_id"] for instance in answer["instances"]] == ["lmkv-0", "lmkv-1", "lmkv-2"]
+    assert answer["instances"][0]["specs"][0]["kv_dtype"] == "bfloat16"
+
+
+async def test_a_terminal_gets_a_frame_and_every_bracket(
+    coordinator: CannedCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator.instances = [
+        Instance(instance_id="lmkv-1", synced=True, specs=[KvSpec(model_name="[b]llama[/b]", kv_dtype="bfloat16")])
+    ]
+    ours, theirs = pty.openpty()
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "dumb")
+    with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", terminal)
+        assert await run("instances") == 0
+    with os.fdopen(ours, "rb") as screen:
+        shown = screen.read1(100_000).decode()
+    assert "[b]llama[/b] (bfloat16)" in shown
+    assert "━" in shown or "─" in shown
+
+
+@pytest.mark.parametrize("command", ["lookup", "instances"])
+async def test_help_shows_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"], COMMANDS)
+    assert f"examples:\n  lmkv {command}" in capsys.readouterr().out

@@ -1,0 +1,90 @@
+"""What all tests share: free ports, a short folder for sockets, engines last, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lmkv_client.demo.process import free_port as find_free_port
+
+RUN_VARIABLE = "TESTS_OF_LMKV"
+"""Set for every process that the tests start; not `LMKV_...`, since those are configuration."""
+LEFT_BEHIND_TIMEOUT_SECONDS = 10.0
+
+
+@pytest.hookimpl(trylast=True)  # after folders have marked what is theirs
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Runs what needs no engine first: it is fast, and it finds most mistakes."""
+    items.sort(key=lambda item: item.get_closest_marker("engine") is not None)
+
+
+@pytest.fixture
+def free_port() -> Callable[[], int]:
+    """Answers a TCP port on loopback that is free, another one at each call."""
+    given: set[int] = set()
+
+    def find() -> int:
+        while (port := find_free_port()) in given:
+            pass
+        given.add(port)
+        return port
+
+    return find
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder with a path short enough for sockets in it, gone afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="lmkv-", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def runtime_dir(short_folder: Path) -> Path:
+    """A fresh `runtime_dir` for nodes, with a path short enough for sockets in it."""
+    return short_folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    """Fails the run if a process that a test started is still there at its end, or shared memory of lmkv."""
+    mark = uuid.uuid4().hex
+    os.environ[RUN_VARIABLE] = mark
+    shared_before = _shared_memory()
+    yield
+    deadline = time.monotonic() + LEFT_BEHIND_TIMEOUT_SECONDS
+    while (left := _processes_with(f"{RUN_VARIABLE}={mark}")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, f"tests left processes behind: {left}"
+    assert not (more := _shared_memory() - shared_before), f"tests left shared memory behind: {more}"
+
+
+def _processes_with(assignment: str) -> dict[int, str]:
+    """Commands of the processes that were started with this environment variable, zombies left out, by process id."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if assignment.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found[int(entry.name)] = command.strip()
+        except OSError:  # it ended, or it is another user's
+            continue
+    return found
+
+
+def _shared_memory() -> set[str]:
+    folder = Path("/dev/shm")
+    return {entry.name for entry in folder.iterdir() if "lmkv" in entry.name} if folder.is_dir() else set()

@@ -1,0 +1,75 @@
+"""Models and real vLLM engines for the tests in this folder. An engine takes half a minute to start: share it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmkv_client.demo.cluster import Cluster
+from lmkv_client.demo.model import LLAMA_VOCAB, MID, TINY, make_model
+
+ENGINE_TEST_TIMEOUT_SECONDS = 300
+
+HERE = Path(__file__).parent
+
+SETTINGS = {"LMKV_MAX_LOCAL_CPU_SIZE": "512MiB", "LMKV_NODE_LINGER": "30"}
+"""Of the engines in `shared_cluster`: room for everything a module stores, and nodes that survive a restart."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks everything here as a test with engines, and gives it the time they need."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.engine)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(ENGINE_TEST_TIMEOUT_SECONDS))
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the models below."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(models: Path) -> Path:
+    """The fastest model that still has several layers and KV heads."""
+    return make_model(models / "tiny", TINY)
+
+
+@pytest.fixture(scope="session")
+def other_tiny_model(models: Path) -> Path:
+    """A model of the same shape as `tiny_model` with other weights, served under the same name."""
+    return make_model(models / "other" / "tiny", TINY, seed=1)
+
+
+@pytest.fixture(scope="session")
+def mid_model(models: Path) -> Path:
+    """A model heavy enough that a long prompt takes seconds."""
+    return make_model(models / "mid", MID)
+
+
+@pytest.fixture(scope="session")
+def llama_vocab_model(models: Path) -> Path:
+    """A tiny model with the vocabulary size of Llama 3."""
+    return make_model(models / "llama_vocab", LLAMA_VOCAB)
+
+
+@pytest.fixture(scope="module")
+def shared_cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A coordinator with `engine-1` and `engine-2`, tiny and in float32, both ready; for all tests of a module.
+
+    Tests that kill or reconfigure something make a `Cluster` of their own.
+    """
+    logs = tmp_path_factory.mktemp("shared-cluster-logs")
+    with (
+        tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder,
+        Cluster(Path(folder), tiny_model, logs=logs, settings=SETTINGS) as cluster,
+    ):
+        cluster.add_engine("engine-1")
+        cluster.add_engine("engine-2")
+        cluster.start_engines()
+        yield cluster

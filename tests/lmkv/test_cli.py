@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import lmkv
+from lmkv import cli
+from lmkv.cli import Command
+from lmkv.config import CoordinatorConfig, NodeConfig, add_arguments, from_arguments
+from lmkv.errors import ConfigError, LmkvError, Unreachable
+
+ROOT = Path(__file__).parents[2]
+
+Action = Callable[[argparse.Namespace], int]
+
+
+def run(argv: list[str], action: Action = lambda _: 0, name: str = "work") -> int:
+    """Runs a command line with one command, which takes the coordinator's flags."""
+    command = Command(
+        name=name,
+        help="do the work",
+        add_arguments=lambda parser: add_arguments(parser, CoordinatorConfig),
+        run=action,
+        examples="  lmkv work --port 1   work on port 1",
+    )
+    return cli.main(argv, {name: lambda: command})
+
+
+def raising(error: BaseException) -> Action:
+    def action(_: argparse.Namespace) -> int:
+        raise error
+
+    return action
+
+
+def test_alone_it_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([], ["--help"], ["-h"], ["help"]):
+        assert run(argv) == 0
+        shown = capsys.readouterr().out
+        assert "work          do the work" in shown
+        assert "lmkv lookup --tokens" in shown
+        assert "LMKV_CONFIG_FILE" in shown
+
+
+def test_a_command_gets_its_arguments_and_gives_the_exit_code() -> None:
+    seen: list[int] = []
+
+    def action(args: argparse.Namespace) -> int:
+        seen.append(from_arguments(args, CoordinatorConfig, env={}).port)
+        return 7
+
+    assert run(["work", "--port", "1234"], action) == 7
+    assert seen == [1234]
+
+
+def test_help_of_a_command_shows_flags_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        run(["work", "--help"])
+    assert raised.value.code == 0
+    shown = capsys.readouterr().out
+    assert "usage: lmkv work" in shown
+    assert "--lease-ttl TIME" in shown
+    assert "lmkv work --port 1   work on port 1" in shown
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["wrok"], "there is no command 'wrok'; did you mean work?"),
+        (["zzz"], "there is no command 'zzz'; `lmkv --help` lists them all"),
+        (["work", "--prot", "1"], "unknown argument --prot; did you mean --port?"),
+        (["work", "--port"], "argument --port: expected one argument; see `lmkv work --help`"),
+        (["work", "more"], "unknown argument more; see `lmkv work --help`"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_code_2(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"lmkv: error: {line}\n"
+    assert captured.out == ""
+
+
+def test_a_bad_configuration_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    def action(args: argparse.Namespace) -> int:
+        from_arguments(args, CoordinatorConfig, env={})
+        return 0
+
+    assert run(["work", "--port", "x"], action) == 2
+    assert capsys.readouterr().err == (
+        "lmkv: error: --port must be a port from 0 to 65535 (0: a free one), not 'x' (on the command line)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ConfigError("port 9000 is in use;\n  set port"), 2, "port 9000 is in use; set port"),
+        (Unreachable("nobody answers"), 1, "nobody answers"),
+        (LmkvError("no"), 1, "no"),
+        (
+            BaseExceptionGroup("in tasks", [ExceptionGroup("again", [ConfigError("port is in use")])]),
+            2,
+            "port is in use",
+        ),
+    ],
+)
+def test_a_refusal_is_one_line(error: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["work"], raising(error)) == code
+    assert capsys.readouterr().err == f"lmkv: error: {line}\n"
+
+
+def test_a_refusal_inside_a_task_group_is_one_line_too(capsys: pytest.CaptureFixture[str]) -> None:
+    async def fail() -> None:
+        raise ConfigError("port is in use")
+
+    async def work() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(fail())
+            tasks.create_task(asyncio.sleep(10))
+
+    def action(_: argparse.Namespace) -> int:
+        asyncio.run(work())
+        return 0
+
+    assert run(["work"], action) == 2
+    assert capsys.readouterr().err == "lmkv: error: port is in use\n"
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run(["work"], raising(ZeroDivisionError()))
+    with pytest.raises(BrokenPipeError):
+        run(["work"], raising(BrokenPipeError()))
+    with pytest.raises(ExceptionGroup):
+        run(["work"], raising(ExceptionGroup("both", [ZeroDivisionError(), ConfigError("no")])))
+
+
+def test_an_interrupt_is_no_failure_to_talk_about(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["work"], raising(KeyboardInterrupt())) == 130
+    assert run(["work"], raising(BaseExceptionGroup("tasks", [KeyboardInterrupt()]))) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_command_that_cannot_be_imported_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    def load() -> Command:
+        raise ImportError("No module named 'torch'")
+
+    assert cli.main(["work"], {"work": load}) == 1
+    assert capsys.readouterr().err == "lmkv: error: `lmkv work` cannot start here: No module named 'torch'\n"
+    assert cli.main([], {"work": load}) == 0
+    assert "No module named 'torch'" in capsys.readouterr().out
+
+
+def test_without_installed_commands_it_still_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([], {}) == 0
+    assert "usage: lmkv COMMAND" in capsys.readouterr().out
+
+
+def test_version_names_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["version"], {"version": lambda: cli.version_command}) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["lmkv"] == lmkv.__version__
+    assert lines["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert "grpcio" in lines["grpc"]
+    assert {"nixl", "torch", "vllm"} <= lines.keys()
+    assert cli.main(["--version"], {}) == 0
+    assert capsys.readouterr().out == f"lmkv {lmkv.__version__}\n"
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert lmkv.__version__ == project["version"]
+
+
+def test_the_table_of_contents_is_true() -> None:
+    for name in lmkv.__all__:
+        assert getattr(lmkv, name) is not None
+    assert dir(lmkv) == sorted(lmkv.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = lmkv.Nothing
+
+
+def child_environment(*folders: Path) -> dict[str, str]:
+    """An environment in which Python finds these folders, then everything that this process does."""
+    path = os.pathsep.join([*map(str, folders), *filter(None, sys.path)])
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("LMKV_")}
+    return kept | {"PYTHONPATH": path}
+
+
+def test_import_brings_in_nothing_heavy() -> None:
+    heavy = {"numpy", "grpc", "torch", "nixl", "vllm", "yaml", "rich", "google.protobuf"}
+    code = f"import sys, lmkv, lmkv.cli, lmkv.config; print(sorted({heavy!r} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=child_environment(ROOT),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    assert done.stdout.strip() == "[]"
+
+
+COMMANDS = """
+import time
+from lmkv.cli import Command
+from lmkv.config import NodeConfig, load
+
+def speak(args):
+    for _ in range(100_000):
+        print("a line that is long enough to fill the pipe")
+    return 0
+
+def wait(args):
+    print("waiting", flush=True)
+    time.sleep(60)
+    return 0
+
+def check(args):
+    print(load(NodeConfig).p2p_port)
+    return 0
+
+def make(name, run):
+    return Command(name=name, help=name, add_arguments=lambda parser: None, run=run)
+
+speak, wait, check = make("speak", speak), make("wait", wait), make("check", check)
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder that looks to Python like an installation of lmkv with three commands."""
+    info = tmp_path / "lmkv-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lmkv\nVersion: 0\n")
+    points = "".join(f"{name} = some_commands:{name}\n" for name in ("speak", "wait", "check"))
+    (info / "entry_points.txt").write_text(f"[lmkv.commands]\n{points}broken = no_such_module:command\n")
+    (tmp_path / "some_commands.py").write_text(COMMANDS)
+    return tmp_path
+
+
+@contextmanager
+def started(installed: Path, *argv: str, **env: str) -> Iterator[subprocess.Popen[str]]:
+    """`python -m lmkv`, gone when the test is."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lmkv", *argv],
+        env=child_environment(installed, ROOT) | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_installed_commands_are_found_and_a_broken_one_breaks_no_other(installed: Path) -> None:
+    with started(installed) as process:
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (0, "")
+    assert "  check         check" in out
+    assert "  broken        (`lmkv broken` cannot start here: No module named 'no_such_module')" in out
+
+
+def test_a_process_that_cannot_start_leaves_with_2_and_no_traceback(installed: Path) -> None:
+    with started(installed, "check", LMKV_P2P_PRT="1") as process:
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (2, "")
+    assert err == "lmkv: error: unknown key LMKV_P2P_PRT in the environment; did you mean LMKV_P2P_PORT?\n"
+
+
+def test_a_reader_that_goes_away_is_no_error(installed: Path) -> None:
+    with started(installed, "speak") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(timeout=30) == 141
+        assert process.stderr.read() == ""
+
+
+def test_ctrl_c_ends_it_quietly(installed: Path) -> None:
+    with started(installed, "wait") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "")
+
+
+def test_every_command_of_the_project_reads_only_known_keys() -> None:
+    """What the fallback order promises: an empty environment is a valid configuration of every process."""
+    for cls in (NodeConfig, CoordinatorConfig):
+        parser = argparse.ArgumentParser()
+        add_arguments(parser, cls)
+        assert from_arguments(parser.parse_args([]), cls, env={}) == cls()

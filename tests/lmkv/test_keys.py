@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import hmac
+import json
+import struct
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmkv.errors import BadChunkKey, BadTokens
+from lmkv.keys import MAX_KEYS, KeyChain, as_tokens, chunk_keys, join_keys, root_key, split_keys
+
+GOLDEN = json.loads((Path(__file__).parent / "golden_keys.json").read_text(encoding="utf-8"))
+FINGERPRINT = bytes(range(16))
+ROOT = root_key(FINGERPRINT)
+token_ids = st.integers(min_value=0, max_value=2**32 - 2)
+
+
+def naive_root(case: Mapping[str, Any]) -> bytes:
+    """The root by the words of the specification, without any code of lmkv."""
+    message = b"lmkv." + GOLDEN["hash_scheme"].encode()
+    for part in (bytes.fromhex(case["fingerprint"]), case["cache_salt"].encode(), case["lora"].encode()):
+        message += struct.pack("<I", len(part)) + part
+    return hmac.new(bytes.fromhex(case["secret"]), message, sha256).digest()[:16]
+
+
+def naive_keys(case: Mapping[str, Any]) -> list[str]:
+    """The chain by the words of the specification, without any code of lmkv."""
+    parent, keys = naive_root(case), []
+    tokens, size = case["tokens"], case["chunk_size"]
+    for start in range(0, len(tokens), size):
+        chunk = tokens[start : start + size]
+        if len(chunk) < size and not case["partial"]:
+            break
+        extras = bytes.fromhex(case["extras"].get(str(start // size), ""))
+        mark = b"\xff\xff\xff\xff" if extras else b""
+        parent = sha256(parent + struct.pack(f"<{len(chunk)}I", *chunk) + mark + extras).digest()[:16]
+        keys.append(parent.hex())
+    return keys
+
+
+@pytest.mark.parametrize("case", GOLDEN["chains"], ids=lambda case: str(case["name"]))
+def test_golden_vectors_hold_for_lmkv_and_for_the_specification(case: Mapping[str, Any]) -> None:
+    root = root_key(
+        bytes.fromhex(case["fingerprint"]),
+        cache_salt=case["cache_salt"],
+        lora=case["lora"],
+        secret=bytes.fromhex(case["secret"]),
+    )
+    extras = {int(index): bytes.fromhex(extra) for index, extra in case["extras"].items()}
+    keys = chunk_keys(as_tokens(case["tokens"]), root, case["chunk_size"], partial=case["partial"], extras=extras)
+    assert root.hex() == case["root"] == naive_root(case).hex()
+    assert [key.hex() for key in keys] == case["keys"] == naive_keys(case)
+
+
+def test_no_two_golden_roots_are_alike_unless_they_should_be() -> None:
+    namespaces = {(c["fingerprint"], c["secret"], c["cache_salt"], c["lora"]): c["root"] for c in GOLDEN["chains"]}
+    assert len(set(namespaces.values())) == len(namespaces) == 7
+
+
+def test_a_key_says_everything_before_it() -> None:
+    first = chunk_keys(as_tokens([1, 2, 3, 4]), ROOT, 2)
+    other = chunk_keys(as_tokens([9, 2, 3, 4]), ROOT, 2)
+    assert first[0] != other[0]
+    assert first[1] != other[1]  # the same two tokens, after others
+    assert chunk_keys(as_tokens([1, 2, 3, 5]), ROOT, 2)[0] == first[0]
+
+
+@settings(deadline=None)
+@given(st.text(max_size=8), st.text(max_size=8), st.text(max_size=8), st.text(max_size=8))
+def test_salt_and_lora_never_run_together(salt: str, lora: str, other_salt: str, other_lora: str) -> None:
+    alike = (salt, lora) == (other_salt, other_lora)
+    assert (
+        root_key(FINGERPRINT, cache_salt=salt, lora=lora)
+        == root_key(FINGERPRINT, cache_salt=other_salt, lora=other_lora)
+    ) is alike
+
+
+def test_a_secret_changes_every_key() -> None:
+    tokens = as_tokens(range(8))
+    open_keys = chunk_keys(tokens, ROOT, 4)
+    secret_keys = chunk_keys(tokens, root_key(FINGERPRINT, secret=b"x"), 4)
+    assert not set(open_keys) & set(secret_keys)
+
+
+def test_a_partial_chunk_matches_only_as_a_whole() -> None:
+    tokens = as_tokens(range(10))
+    keys = chunk_keys(tokens, ROOT, 4, partial=True)
+    assert len(keys) == 3
+    assert keys[:2] == chunk_keys(tokens, ROOT, 4)
+    assert keys[2] not in chunk_keys(as_tokens(range(12)), ROOT, 4, partial=True)
+    assert keys[2] not in chunk_keys(as_tokens(range(9)), ROOT, 4, partial=True)
+
+
+def test_a_prompt_of_whole_chunks_has_no_partial_one() -> None:
+    chain = KeyChain(ROOT, 4)
+    tokens = as_tokens(range(8))
+    chain.extend(tokens)
+    assert chain.partial(tokens) is None
+    assert len(chunk_keys(tokens, ROOT, 4, partial=True)) == 2
+
+
+def test_extras_change_their_chunk_and_all_after_it() -> None:
+    tokens = as_tokens(range(12))
+    plain = chunk_keys(tokens, ROOT, 4)
+    with_image = chunk_keys(tokens, ROOT, 4, extras={1: b"image"})
+    assert with_image[0] == plain[0]
+    assert with_image[1] != plain[1]
+    assert with_image[2] != plain[2]
+
+
+def test_no_tokens_can_imitate_extras() -> None:
+    """Extras that look like two more tokens are told apart by the mark, which is no token id."""
+    looks_alike = chunk_keys(as_tokens([1, 2]), ROOT, 2, extras={0: struct.pack("<2I", 3, 4)})
+    assert looks_alike != chunk_keys(as_tokens([1, 2, 3, 4]), ROOT, 4)
+    with pytest.raises(BadTokens):
+        as_tokens([1, 2, 0xFFFF_FFFF])
+
+
+@settings(deadline=None)
+@given(st.lists(token_ids, max_size=64), st.integers(1, 9))
+def test_a_list_and_arrays_of_any_width_have_the_same_keys(tokens: list[int], chunk_size: int) -> None:
+    keys = chunk_keys(as_tokens(tokens), ROOT, chunk_size, partial=True)
+    for dtype in ("<u4", ">u4", "<i8"):
+        assert chunk_keys(as_tokens(np.array(tokens, dtype=dtype)), ROOT, chunk_size, partial=True) == keys
+    assert (
+        chunk_keys(as_tokens(np.array([tokens, tokens], dtype="<u4").T[:, 0]), ROOT, chunk_size, partial=True) == keys
+    )
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_prompt_that_grows_gets_the_keys_of_the_whole(data: st.DataObject) -> None:
+    tokens = as_tokens(data.draw(st.lists(token_ids, max_size=80)))
+    chunk_size = data.draw(st.integers(1, 9))
+    extras = data.draw(st.dictionaries(st.integers(0, 8), st.binary(max_size=6), max_size=3))
+    chain = KeyChain(ROOT, chunk_size, extras)
+    for stop in sorted(data.draw(st.lists(st.integers(0, tokens.size), max_size=6))):
+        chain.extend(tokens[:stop])
+        assert len(chain.keys) == stop // chunk_size
+    chain.extend(tokens)
+    assert chain.keys == chunk_keys(tokens, ROOT, chunk_size, extras=extras)
+    last = chain.partial(tokens)
+    assert [*chain.keys, *([] if last is None else [last])] == chunk_keys(
+        tokens, ROOT, chunk_size, partial=True, extras=extras
+    )
+
+
+@pytest.mark.parametrize("tokens", [[-1], [2**32], [2**32 - 1], ["word"], [None], [[1, 2]], [[1], [2, 3]]])
+def test_what_is_no_token_is_refused(tokens: Any) -> None:
+    with pytest.raises(BadTokens):
+        as_tokens(tokens)
+
+
+@pytest.mark.parametrize("tokens", [[-2], [2**32 + 5], [1.5]])
+def test_an_array_is_refused_like_a_list(tokens: Any) -> None:
+    with pytest.raises(BadTokens):
+        as_tokens(np.array(tokens))
+
+
+def test_a_token_beyond_the_vocabulary_is_named() -> None:
+    with pytest.raises(BadTokens, match="token id 100 is beyond the vocabulary of 100") as raised:
+        as_tokens([1, 100], vocab_size=100)
+    assert raised.value.metadata == {"token": "100", "vocab_size": "100"}
+    assert as_tokens([99], vocab_size=100).tolist() == [99]
+
+
+def test_keys_travel_as_one_field() -> None:
+    keys = chunk_keys(as_tokens(range(12)), ROOT, 4)
+    assert split_keys(join_keys(keys)) == keys
+    assert split_keys(b"") == []
+
+
+def test_half_a_key_is_refused() -> None:
+    with pytest.raises(BadChunkKey, match="chunk_keys has 17 bytes") as raised:
+        split_keys(bytes(17))
+    assert raised.value.metadata == {"field": "chunk_keys", "size_bytes": "17"}
+
+
+def test_too_many_keys_are_refused() -> None:
+    assert len(split_keys(bytes(16 * MAX_KEYS))) == MAX_KEYS
+    with pytest.raises(BadChunkKey, match="at most 65536"):
+        split_keys(bytes(16 * (MAX_KEYS + 1)))
+    with pytest.raises(BadChunkKey, match="evicted_keys has 2 keys; at most 1"):
+        split_keys(bytes(32), field="evicted_keys", limit=1)

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmkv.errors import BadKvSpec
+from lmkv.spec import DTYPE_BYTES, NATIVE_TILES, TOKEN_MAJOR, KvSpec
+from lmkv.v1 import chunk_pb2
+
+GOLDEN = json.loads((Path(__file__).parent / "golden_keys.json").read_text(encoding="utf-8"))
+LLAMA = KvSpec(
+    model_name="llama",
+    model_id="llama@1",
+    kv_dtype="bfloat16",
+    layer_count=32,
+    kv_head_count=8,
+    head_size=128,
+    chunk_size=256,
+    vocab_size=128_256,
+)
+TILES = replace(LLAMA, format=NATIVE_TILES, tile_backend="CPU_ATTN", tile_isa="amx", block_size=128)
+
+CHANGES: dict[str, Any] = {
+    "model_id": "llama@2",
+    "kv_dtype": "float32",
+    "layer_count": 31,
+    "kv_head_count": 4,
+    "head_size": 64,
+    "chunk_size": 512,
+    "mla": True,
+    "format": TOKEN_MAJOR,
+    "tile_backend": "OTHER",
+    "tile_isa": "vec",
+    "block_size": 64,
+}
+"""A change of each field that decides."""
+FREE: dict[str, Any] = {"model_name": "alias", "vocab_size": 1}
+"""A change of each field that does not."""
+
+
+@pytest.mark.parametrize("case", GOLDEN["specs"], ids=lambda case: str(case["spec"]["model_name"]))
+def test_golden_fingerprints_hold(case: dict[str, Any]) -> None:
+    assert KvSpec(**case["spec"]).fingerprint.hex() == case["fingerprint"]
+
+
+def test_every_field_is_known_to_decide_or_not() -> None:
+    assert {field.name for field in fields(KvSpec)} == {*CHANGES, *FREE, "hash_scheme"}
+    assert {field.name for field in chunk_pb2.KvSpec.DESCRIPTOR.fields} == {
+        *CHANGES,
+        *FREE,
+        "hash_scheme",
+        "fingerprint",
+    }
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_field_that_decides_changes_the_fingerprint(name: str) -> None:
+    other = replace(TILES, **{name: CHANGES[name]})
+    assert other.fingerprint != TILES.fingerprint
+    assert TILES.first_difference(other) == name
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_a_field_for_people_does_not(name: str) -> None:
+    other = replace(TILES, **{name: FREE[name]})
+    assert other.fingerprint == TILES.fingerprint
+    assert TILES.first_difference(other) is None
+
+
+@pytest.mark.parametrize("spec", [LLAMA, TILES, replace(LLAMA, mla=True, kv_head_count=1, head_size=576)])
+def test_a_spec_survives_the_wire(spec: KvSpec) -> None:
+    message = chunk_pb2.KvSpec.FromString(spec.to_proto().SerializeToString())
+    assert KvSpec.from_proto(message) == spec
+    assert message.fingerprint == spec.fingerprint
+    assert len(message.fingerprint) == 16
+
+
+def test_a_spec_that_lies_is_refused() -> None:
+    message = LLAMA.to_proto()
+    message.head_size = 64
+    with pytest.raises(BadKvSpec, match="is not the digest of the spec") as raised:
+        KvSpec.from_proto(message)
+    assert raised.value.metadata == {"field": "fingerprint"}
+
+
+def test_a_spec_may_be_renamed_on_the_way() -> None:
+    message = LLAMA.to_proto()
+    message.model_name = "another-name"
+    assert KvSpec.from_proto(message).model_name == "another-name"
+
+
+def test_sizes_of_token_major_chunks() -> None:
+    assert LLAMA.chunk_bytes == 32 * 8 * 256 * 2 * 128 * 2
+    assert LLAMA.size_bytes(1) * 256 == LLAMA.chunk_bytes
+    latent = replace(LLAMA, mla=True, kv_head_count=1, head_size=576, layer_count=61)
+    assert latent.chunk_bytes == 61 * 256 * 576 * 2
+
+
+def test_sizes_of_native_tiles_are_whole_blocks() -> None:
+    assert TILES.tile_bytes == 128 * 2 * 128 * 2
+    assert TILES.chunk_bytes == LLAMA.chunk_bytes
+    assert TILES.block_count(1) == TILES.block_count(128) == 1
+    assert TILES.block_count(129) == 2
+    assert TILES.size_bytes(1) == TILES.size_bytes(128) == TILES.chunk_bytes // 2
+    assert TILES.size_bytes(129) == TILES.chunk_bytes
+
+
+@pytest.mark.parametrize("kv_dtype", DTYPE_BYTES)
+def test_every_dtype_has_a_size(kv_dtype: str) -> None:
+    assert replace(LLAMA, kv_dtype=kv_dtype).chunk_bytes == 32 * 8 * 256 * 2 * 128 * DTYPE_BYTES[kv_dtype]
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("layer_count", {"layer_count": 0}),
+        ("kv_head_count", {"kv_head_count": -1}),
+        ("head_size", {"head_size": 0}),
+        ("chunk_size", {"chunk_size": 0}),
+        ("kv_dtype", {"kv_dtype": "int3"}),
+        ("hash_scheme", {"hash_scheme": "md5"}),
+        ("chunk_size", {"format": NATIVE_TILES, "block_size": 96}),
+        ("chunk_size", {"format": NATIVE_TILES, "block_size": 0}),
+    ],
+)
+def test_a_spec_that_contradicts_itself_is_refused_by_field(field: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(BadKvSpec, match=field) as raised:
+        replace(LLAMA, **changes)
+    assert raised.value.metadata == {"field": field}

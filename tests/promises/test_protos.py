@@ -1,0 +1,76 @@
+"""The protos are the contract: clean by buf, documented down to the errors, and the committed stubs are theirs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from google.protobuf import descriptor_pb2
+
+from lmkv.errors import LmkvError
+
+if TYPE_CHECKING:
+    from tests.promises.conftest import Run
+
+ERROR = re.compile(r"`([A-Z_]+)` \(`([A-Z_]+)`\)")
+"""How comments name an error: its code and, in parentheses, its reason."""
+
+
+def test_the_committed_stubs_are_what_protoc_makes_of_the_protos_now(root: Path, run: Run, tmp_path: Path) -> None:
+    options = [f"--{plugin}_out={tmp_path}" for plugin in ("python", "grpc_python", "mypy", "mypy_grpc")]
+    protos = sorted((root / "protos/lmkv/v1").glob("*.proto"))
+    run(sys.executable, "-m", "grpc_tools.protoc", "-Iprotos", *options, *(path.relative_to(root) for path in protos))
+    made = {path.name: path.read_text() for path in (tmp_path / "lmkv/v1").iterdir()}
+    committed = {path.name: path.read_text() for path in (root / "lmkv/v1").glob("*_pb2*")}
+    assert made.keys() == committed.keys(), "run `make protos`, and remove stubs that no proto makes"
+    stale = [name for name in made if made[name] != committed[name]]
+    assert not stale, f"run `make protos`; these stubs are stale: {stale}"
+
+
+def test_buf_finds_nothing_to_complain_about(root: Path, run: Run) -> None:
+    own = root / ".buf/node_modules/.bin/buf"
+    buf = own if own.exists() else shutil.which("buf")
+    if buf is None:
+        pytest.fail("buf is missing: install npm and run `make setup`, or put buf on the PATH")
+    run(buf, "lint")
+
+
+@pytest.fixture(scope="module")
+def rpc_comments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The comment of each RPC and, in front of it, that of its service."""
+    root = Path(__file__).parents[2]
+    image = tmp_path_factory.mktemp("image") / "image.binpb"
+    protos = [str(path.relative_to(root)) for path in sorted((root / "protos/lmkv/v1").glob("*.proto"))]
+    options = ["-Iprotos", "--include_source_info", f"--descriptor_set_out={image}"]
+    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *options, *protos], cwd=root, check=True, timeout=30)
+    comments = {}
+    for file in descriptor_pb2.FileDescriptorSet.FromString(image.read_bytes()).file:
+        leading = {tuple(location.path): location.leading_comments for location in file.source_code_info.location}
+        for i, service in enumerate(file.service):
+            for j, method in enumerate(service.method):  # 6 and 2: the fields `service` and `method`
+                of_service, of_method = leading.get((6, i), ""), leading.get((6, i, 2, j), "")
+                comments[f"{service.name}.{method.name}"] = f"{of_service}\f{of_method}"
+    return comments
+
+
+def test_every_rpc_lists_its_errors_or_says_that_there_are_none(rpc_comments: dict[str, str]) -> None:
+    assert len(rpc_comments) >= 19
+    silent = []
+    for rpc, comment in rpc_comments.items():
+        of_service, _, own = comment.partition("\f")
+        listed = ERROR.search(own) or ("those of the service" in own and ERROR.search(of_service))
+        if not ("Errors: none." in own or (re.search(r"^ ?Errors\b", own, re.MULTILINE) and listed)):
+            silent.append(rpc)
+    assert not silent, f"these say nothing of their errors: {silent}"
+
+
+def test_every_error_in_a_comment_is_one_that_lmkv_can_raise(rpc_comments: dict[str, str]) -> None:
+    named = {error for comment in rpc_comments.values() for error in ERROR.findall(comment)}
+    assert len(named) > 10
+    known = {(kind.code, reason) for reason, kind in LmkvError.by_reason.items()}
+    assert named <= known, f"lmkv.errors has no such code with such a reason: {sorted(named - known)}"

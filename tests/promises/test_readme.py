@@ -1,0 +1,83 @@
+"""What the README and CONTRIBUTING tell people to type exists, and the files they link to too."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PAGES = ("README.md", "CONTRIBUTING.md")
+
+BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#]+)\)")
+INLINE = re.compile(r"`([^`\n]+)`")
+
+
+def command_lines(page: Path, program: str) -> list[list[str]]:
+    """Words of every command line of `program` in code blocks and inline code, without the remark behind it."""
+    text = page.read_text()
+    lines = [line for block in BLOCK.findall(text) for line in block.splitlines()]
+    lines += INLINE.findall(BLOCK.sub("", text))
+    commands = [re.split(r" {2,}", line.strip())[0] for line in lines]
+    return [shlex.split(command) for command in commands if command.startswith(f"{program} ")]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_make_target_in_the_pages_exists(root: Path, page: str) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.MULTILINE))
+    named = {word for line in command_lines(root / page, "make") for word in line[1:] if re.fullmatch(r"[a-z-]+", word)}
+    assert named, "the page names no target; is the pattern still right?"
+    assert named <= targets
+
+
+def test_every_lmkv_command_in_the_readme_exists_and_takes_its_flags(root: Path, pyproject: dict[str, Any]) -> None:
+    points = pyproject["project"]["entry-points"]["lmkv.commands"]
+    lines = command_lines(root / "README.md", "lmkv")
+    assert {"coordinator", "lookup", "instances"} <= {line[1] for line in lines}
+    for _, name, *arguments in lines:
+        assert name in points, f"README names `lmkv {name}`"
+        command = EntryPoint(name, points[name], "lmkv.commands").load()
+        parser = argparse.ArgumentParser()
+        command.add_arguments(parser)
+        parser.parse_args(arguments)  # exits on an unknown flag
+
+
+def test_the_demo_takes_the_flags_that_the_readme_passes_on(root: Path, pyproject: dict[str, Any]) -> None:
+    command = EntryPoint("demo", pyproject["project"]["entry-points"]["lmkv.commands"]["demo"], "").load()
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    passed_on = re.findall(r'make demo ARGS="([^"]*)"', (root / "README.md").read_text())
+    assert passed_on
+    for arguments in passed_on:
+        if arguments != "--help":
+            parser.parse_args(shlex.split(arguments))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_that_a_page_links_to_is_there(root: Path, page: str) -> None:
+    links = [link for link in LINK.findall((root / page).read_text()) if "://" not in link]
+    missing = [link for link in links if not (root / link).exists()]
+    assert not missing
+
+
+def test_every_folder_in_the_map_is_there(root: Path) -> None:
+    folders = re.findall(r"^\| `([a-z0-9_/]+)` \|", (root / "README.md").read_text(), re.MULTILINE)
+    assert len(folders) >= 6
+    assert [folder for folder in folders if not (root / folder).is_dir()] == []
+
+
+def test_every_configuration_key_in_the_readme_is_one(root: Path) -> None:
+    from lmkv.config import ConnectorConfig, CoordinatorConfig, keys
+
+    known = {*keys(ConnectorConfig), *keys(CoordinatorConfig)}
+    text = (root / "README.md").read_text()
+    yaml_blocks = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    named = {name for block in yaml_blocks for name in re.findall(r"^([a-z_0-9]+):", block, re.MULTILINE)}
+    named |= {name.lower() for name in re.findall(r"\bLMKV_([A-Z_0-9]+)=", text)} - {"config_file"}
+    assert len(named) > 3
+    assert named <= known

@@ -1,0 +1,122 @@
+"""The coordinator as a process part: ports, health, reflection, its first moments and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import grpc
+import pytest
+from google.longrunning import operations_pb2, operations_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from lmkv import rpc
+from lmkv.errors import ConfigError
+from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2, registry_service_pb2_grpc
+from lmkv.v1.cache_service_pb2 import LookupRequest
+from lmkv.v1.registry_service_pb2 import Instance, ListInstancesRequest, RegisterRequest, ReportRequest
+from lmkv_server.coordinator.coordinator import SERVICE_NAMES, Coordinator
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+async def test_every_service_is_healthy_and_reflected(channel: grpc.aio.Channel) -> None:
+    health = health_pb2_grpc.HealthStub(channel)
+    for name in ("", *SERVICE_NAMES):
+        answer = await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+    stream = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=5)
+    async for answer in stream:
+        assert set(SERVICE_NAMES) <= {service.name for service in answer.list_services_response.service}
+
+
+async def test_operations_answer_unimplemented(channel: grpc.aio.Channel) -> None:
+    stub = operations_pb2_grpc.OperationsStub(channel)
+    for call in (
+        stub.ListOperations(operations_pb2.ListOperationsRequest(), timeout=5),
+        stub.GetOperation(operations_pb2.GetOperationRequest(name="operations/x"), timeout=5),
+        stub.DeleteOperation(operations_pb2.DeleteOperationRequest(), timeout=5),
+        stub.CancelOperation(operations_pb2.CancelOperationRequest(), timeout=5),
+        stub.WaitOperation(operations_pb2.WaitOperationRequest(), timeout=5),
+    ):
+        with pytest.raises(grpc.RpcError) as caught:
+            await call
+        assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_monitor_ports_serve_the_same() -> None:
+    further = free_port()
+    async with Coordinator(port=0, monitor_ports={"pull": further}) as coordinator:
+        for port in (coordinator.port, further):
+            async with rpc.open_channel(f"127.0.0.1:{port}") as channel:
+                stub: Any = registry_service_pb2_grpc.RegistryServiceStub(channel)
+                await stub.ListInstances(ListInstancesRequest(), timeout=5)
+
+
+async def test_a_port_in_use_is_named_with_the_fix() -> None:
+    async with Coordinator(port=0) as first:
+        with pytest.raises(ConfigError, match=rf"port {first.port} on 127\.0\.0\.1 is in use; set port"):
+            await Coordinator(port=first.port).__aenter__()
+        with pytest.raises(ConfigError, match=r"monitor_ports\['pull'\]"):
+            await Coordinator(port=0, monitor_ports={"pull": first.port}).__aenter__()
+        async with rpc.open_channel(first.address) as channel:
+            stub: Any = registry_service_pb2_grpc.RegistryServiceStub(channel)
+            await stub.ListInstances(ListInstancesRequest(), timeout=5)
+
+
+@pytest.mark.parametrize("host", ["203.0.113.1", "no.such.host.invalid"])
+async def test_a_host_that_is_not_here_is_named_with_the_fix(host: str) -> None:
+    with pytest.raises(ConfigError, match="set host"):
+        await Coordinator(host=host, port=0).__aenter__()
+
+
+async def test_closing_twice_is_no_error_and_frees_the_port() -> None:
+    coordinator = Coordinator(port=0)
+    async with coordinator:
+        waiting = asyncio.create_task(coordinator.wait())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        waiting.cancel()
+    await coordinator.aclose()
+    async with Coordinator(port=coordinator.port):
+        pass
+
+
+async def test_lookups_are_partial_until_everybody_could_have_reported() -> None:
+    async with Coordinator(port=0, lease_ttl=0.3) as coordinator, rpc.open_channel(coordinator.address) as channel:
+        cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
+        registry: Any = registry_service_pb2_grpc.RegistryServiceStub(channel)
+        request = LookupRequest(chunk_keys=bytes(16))
+        assert (await cache.Lookup(request, timeout=5)).partial
+        await asyncio.sleep(0.35)
+        assert not (await cache.Lookup(request, timeout=5)).partial
+
+        instance = Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:7000")
+        await registry.Register(RegisterRequest(instance=instance), timeout=5)
+        assert (await cache.Lookup(request, timeout=5)).partial
+        stream = registry.Report()
+        await stream.write(ReportRequest(instance_id="a", epoch=1, sequence=1, snapshot=True))
+        await stream.read()
+        assert (await cache.Lookup(request, timeout=5)).partial
+        await stream.write(ReportRequest(instance_id="a", epoch=1, sequence=2, snapshot=True, snapshot_end=True))
+        await stream.read()
+        assert not (await cache.Lookup(request, timeout=5)).partial
+        assert chunk_pb2.TIER_HOST == 2  # LayoutMap counts tiers as the proto does
+
+
+async def test_a_bound_port_is_known_and_revisions_rise_across_restarts() -> None:
+    revisions = []
+    for _ in range(2):
+        async with Coordinator(port=0) as coordinator, rpc.open_channel(coordinator.address) as channel:
+            assert coordinator.port > 0
+            cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
+            revisions.append((await cache.Lookup(LookupRequest(), timeout=5)).revision)
+    assert revisions[0] < revisions[1]

@@ -1,0 +1,56 @@
+"""`lmkv coordinator` as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+RUN = [
+    sys.executable,
+    "-c",
+    "import sys\n"
+    "from lmkv.cli import main\n"
+    "from lmkv_server.coordinator.command import command\n"
+    "sys.exit(main(sys.argv[1:], {'coordinator': lambda: command}))",
+    "coordinator",
+]
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("LMKV_")} | {
+    "PYTHONPATH": os.pathsep.join(sys.path)
+}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_says_when_it_is_ready_and_ends_cleanly(number: signal.Signals) -> None:
+    with subprocess.Popen([*RUN, "--port", "0"], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        try:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            ready = re.search(r"lmkv coordinator ready on 127\.0\.0\.1:(\d+)$", line.strip())
+            assert ready, line
+            socket.create_connection(("127.0.0.1", int(ready[1])), timeout=5).close()
+            process.send_signal(number)
+            rest = process.stderr.read()
+            assert process.wait(timeout=10) == 0, rest
+            assert "Traceback" not in rest
+        finally:
+            process.kill()
+
+
+def test_a_port_in_use_is_one_line_and_exit_code_2() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            [*RUN, "--port", str(port)], capture_output=True, text=True, timeout=20, check=False, env=ENVIRONMENT
+        )
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"lmkv: error: port {port} on 127.0.0.1 is in use; set port to a free port, or stop who uses it\n"
+    )

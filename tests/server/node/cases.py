@@ -1,0 +1,51 @@
+"""Small specs, keys and chunks for the node's tests."""
+
+from __future__ import annotations
+
+from lmkv.keys import ChunkKey
+from lmkv.spec import NATIVE_TILES, KvSpec
+from lmkv_server.node.host_tier import Chunk, HostTier
+
+
+def small_spec(**fields: object) -> KvSpec:
+    """A spec whose full chunks take 8192 bytes: 2 blocks of 16 tokens."""
+    values: dict[str, object] = {
+        "model_name": "small",
+        "model_id": "small-weights",
+        "kv_dtype": "float32",
+        "layer_count": 2,
+        "kv_head_count": 2,
+        "head_size": 8,
+        "chunk_size": 32,
+        "format": NATIVE_TILES,
+        "tile_backend": "TEST",
+        "block_size": 16,
+        "vocab_size": 1000,
+    }
+    return KvSpec(**(values | fields))  # type: ignore[arg-type]
+
+
+def chunk_key(number: int) -> ChunkKey:
+    """A key by number."""
+    return ChunkKey(number.to_bytes(16, "big"))
+
+
+def chunk_keys(*numbers: int) -> list[ChunkKey]:
+    """Keys by number."""
+    return [chunk_key(number) for number in numbers]
+
+
+def admit(tier: HostTier, spec: KvSpec, number: int) -> Chunk:
+    """A full chunk in the tier, its checksum being its number."""
+    reserved = tier.reserve(spec.chunk_bytes)
+    assert reserved is not None
+    chunk = tier.commit(
+        reserved.offset,
+        key=chunk_key(number),
+        fingerprint=spec.fingerprint,
+        size_bytes=spec.chunk_bytes,
+        checksum=number,
+        token_count=spec.chunk_size,
+    )
+    assert chunk is not None
+    return chunk
