@@ -141,7 +141,7 @@ def test_the_p2p_configuration_of_lmcache_works_as_it_stands(tmp_path: Path) -> 
 def test_the_lookup_configuration_of_lmcache_works_as_it_stands(tmp_path: Path) -> None:
     config = load(ConnectorConfig, file=written(tmp_path, SEED_LOOKUP), env=EMPTY)
     assert config.instance_id == "lmcache_default_instance"
-    assert len(config.notices) == 4
+    assert len(config.notices) == 3
     assert config.coordinator_address == "localhost:9001"
 
 

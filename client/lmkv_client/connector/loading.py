@@ -72,7 +72,7 @@ class Loading:
         self._closed = True
 
     def lose(self) -> None:
-        """The node is gone: like `close`, and extents that the workers do not know yet mean nothing in the next pool."""
+        """The node is gone: as `close`; extents that the workers do not know yet mean nothing in the next pool."""
         self._missing |= self._ready.keys()
         self.arrived_tokens -= sum(self._high(chunk) - self._low(chunk) for chunk in self._ready)
         self._ready.clear()

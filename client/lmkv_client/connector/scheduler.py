@@ -1,6 +1,7 @@
 """The connector's scheduler side: vLLM's scheduling hooks, and what the node says in between.
 
-vLLM calls it on the thread that schedules: nothing here blocks, and nothing raises because the cache is in trouble.
+vLLM calls it on the thread that schedules: nothing here blocks for longer than a millisecond, and nothing raises
+because the cache is in trouble.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.lmkv")
 
+GRACE_POLL_SECONDS = 0.00005
 RESET_TIMEOUT_SECONDS = 1.0
 RESET_POLL_SECONDS = 0.002
 
@@ -94,6 +96,9 @@ class SchedulerSide:
         if self._searches.is_stale(prompt):
             self._searches.release(prompt)
             self._ask(prompt)
+        while self._searches.is_fresh(prompt):  # at most GRACE_SECONDS after the lookup
+            time.sleep(GRACE_POLL_SECONDS)
+            self.pump()
         if self._searches.waits(prompt):
             return None, False
         if prompt.search is not Search.FOUND:

@@ -12,6 +12,8 @@ from lmkv_client.connector.stats import Counters
 
 HOLD_SECONDS = 10.0
 """A request that waits longer for pages gives up what the node holds for it, and asks again."""
+GRACE_SECONDS = 0.001
+"""So long after its lookup a prompt is worth waiting for inside the step: another step may come much later."""
 TIMEOUTS_UNTIL_SUSPECT = 3
 SUSPECT_SECONDS = 1.0
 """After so many lookups in a row without answer the node is left alone for a while."""
@@ -71,21 +73,24 @@ class Searches:
 
     def waits(self, prompt: Prompt) -> bool:
         """Whether the prompt should go on waiting, for its answer or for chunks that come from a peer."""
-        now = self._clock()
         if prompt.search is Search.ASKED:
-            if now < prompt.asked_at + self._config.lookup_timeout:
+            if self._clock() < prompt.asked_at + self._config.lookup_timeout:
                 return True
             self._counters.add("lookup_timeouts")
             self._timeouts += 1
             if self._timeouts >= TIMEOUTS_UNTIL_SUSPECT:
-                self._suspect_until = now + SUSPECT_SECONDS
+                self._suspect_until = self._clock() + SUSPECT_SECONDS
             prompt.search = Search.OVER  # its ticket stays known, for the answer may still come
         elif prompt.search is Search.FETCHING:
-            if now < prompt.found_at + self._config.load_timeout:
+            if self._clock() < prompt.found_at + self._config.load_timeout:
                 return True
             self._counters.add("load_failures")
             self._fetched(prompt)
         return False
+
+    def is_fresh(self, prompt: Prompt) -> bool:
+        """Whether the prompt was looked up so lately that its answer may come any moment."""
+        return prompt.search is Search.ASKED and self._clock() < prompt.asked_at + GRACE_SECONDS
 
     def is_stale(self, prompt: Prompt) -> bool:
         """Whether the node has held chunks for this prompt for too long already."""

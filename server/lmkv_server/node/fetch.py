@@ -1,201 +1,280 @@
-"""One fetch: which chunks are still missing, who brings them, and the order they are handed out in. For `Peers`."""
+"""One fetch: asks one holder after the other for what is missing, in batches that overlap. Run by `Peers.fetch`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from lmkv.errors import BadMessage
-from lmkv.keys import ChunkKey
-from lmkv.spec import KvSpec
-from lmkv.v1 import chunk_pb2
+from lmkv.errors import Full, KvSpecMismatch, LmkvError, NoFreeExtents, Unreachable
+from lmkv.transfer import Copy
 from lmkv.v1 import peer_service_pb2 as pb
-from lmkv_server.node.host_tier import Chunk, HostTier, Reserved
+from lmkv.v1.cache_service_pb2 import Holder
+from lmkv_server.node.arrivals import Incoming, Landing, Progress, checked_extents
+from lmkv_server.node.peer_connection import PeerConnection
 
-OnChunks = Callable[[list[tuple[int, Chunk]]], None]
-"""Takes over chunks, by their index; each comes with a hold that the callee ends."""
+if TYPE_CHECKING:
+    from lmkv_server.node.peers import Peers
 
+logger = logging.getLogger(__name__)
 
-class Progress:
-    """The chunks of one fetch. Each is held as it comes, and handed out once all before it are there."""
-
-    def __init__(self, tier: HostTier, spec: KvSpec, keys: Sequence[ChunkKey], first: int, on_chunks: OnChunks) -> None:
-        self.spec = spec
-        self.keys = keys
-        self.missing = set(range(first, len(keys)))
-        """Indices of chunks that are not here yet."""
-        self.next_index = first
-        """The chunk to be handed out next."""
-        self.changed = asyncio.Event()
-        """Set whenever a chunk came, or somebody else gave up bringing one."""
-        self.size_bytes = 0
-        """Bytes of the chunks that came from peers."""
-        self.instance_ids: dict[str, None] = {}
-        """The peers they came from, in order of first use."""
-        self._tier = tier
-        self._on_chunks = on_chunks
-        self._arrived: dict[int, Chunk] = {}
-        self._closed = False
-
-    def add(self, chunks: Iterable[tuple[int, Chunk]], instance_id: str = "") -> None:
-        """Takes chunks that are now in the tier, and notes which peer they came from, if any."""
-        for index, chunk in chunks:
-            if index in self.missing and not self._closed:
-                self._take(index, chunk, instance_id)
-        run = []
-        while self.next_index in self._arrived:
-            run.append((self.next_index, self._arrived.pop(self.next_index)))
-            self.next_index += 1
-        if run:
-            self._on_chunks(run)
-        self.changed.set()
-
-    def _take(self, index: int, chunk: Chunk, instance_id: str) -> None:
-        self.missing.discard(index)
-        self._tier.hold([chunk])
-        self._arrived[index] = chunk
-        if instance_id:
-            self.size_bytes += chunk.size_bytes
-            self.instance_ids[instance_id] = None
-
-    def find_own(self) -> None:
-        """Takes what is in the tier by now, whoever brought it there."""
-        found = ((index, self._tier.get(self.keys[index])) for index in sorted(self.missing))
-        self.add([(index, chunk) for index, chunk in found if chunk and chunk.fingerprint == self.spec.fingerprint])
-
-    def close(self) -> None:
-        """Lets go of what was not handed out. Nothing is taken after this."""
-        self._closed = True
-        self._tier.unhold(self._arrived.values())
-        self._arrived.clear()
+MIN_BATCH_BYTES = 8 << 20
+"""What the first batches ask for: little, so that the first chunks are soon there."""
+MAX_BATCH_BYTES = 64 << 20
+FAST_SECONDS = 0.05
+"""A batch that was read in less is followed by larger ones."""
+SLOW_SECONDS = 0.2
+"""A batch that took more is followed by smaller ones."""
+PIPELINE_DEPTH = 2
+"""Batches under way at one peer: one is read while the other is acquired or verified."""
+GRANT_MARGIN_SECONDS = 0.5
+LEAST_SECONDS = 0.005
+"""With less time left nothing is begun."""
 
 
-class Flights:
-    """Which chunks some fetch is bringing, and which other fetches wait for them: nothing is brought twice."""
+@dataclass(kw_only=True, slots=True)
+class _Source:
+    """One holder, as far as this fetch is concerned."""
 
-    def __init__(self) -> None:
-        self._waiting: dict[ChunkKey, list[tuple[Progress, int]]] = {}
+    peer: PeerConnection
+    matched_count: int
+    refused: set[int] = field(default_factory=set)
+    """Chunks that it does not have after all, or has damaged."""
+    exhausted: bool = False
+    """Whether it failed."""
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._waiting
-
-    def start(self, keys: Iterable[ChunkKey]) -> None:
-        """Somebody begins to bring these, and will `land` or `end` each."""
-        for key in keys:
-            assert key not in self._waiting, "brought twice"
-            self._waiting[key] = []
-
-    def join(self, progress: Progress) -> bool:
-        """Has the fetch told of what others bring for it; whether that is anything."""
-        joined = False
-        for index in progress.missing:
-            waiting = self._waiting.get(progress.keys[index])
-            if waiting is not None:
-                joined = True
-                if (progress, index) not in waiting:
-                    waiting.append((progress, index))
-        return joined
-
-    def land(self, chunk: Chunk, instance_id: str) -> None:
-        """The chunk came from a peer and is in the tier: those who wait get it."""
-        for progress, index in self._waiting.pop(chunk.key, ()):
-            progress.add([(index, chunk)], instance_id)
-
-    def end(self, keys: Iterable[ChunkKey]) -> None:
-        """Those that did not land will not be brought: those who wait must see for themselves."""
-        for key in keys:
-            for progress, _ in self._waiting.pop(key, ()):
-                progress.changed.set()
+    def has(self, index: int) -> bool:
+        """Whether it may hold the chunk."""
+        return not self.exhausted and index < self.matched_count and index not in self.refused
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Incoming:
-    """A chunk that a peer offers, and where it shall go."""
+class Fetch:
+    """The run of one fetch."""
 
-    index: int
-    remote_address: int
-    checksum: int
-    token_count: int
-    size_bytes: int
-    reserved: Reserved
+    def __init__(self, peers: Peers, progress: Progress, holders: Sequence[Holder], deadline: float) -> None:
+        self.error: LmkvError | None = None
+        """The last thing that went wrong."""
+        self._peers = peers
+        self._progress = progress
+        self._spec = progress.spec
+        self._deadline = deadline
+        self._full = False
+        self._batch_bytes = MIN_BATCH_BYTES
+        self._sources = [
+            _Source(peer=peer, matched_count=holder.matched_chunk_count)
+            for holder in sorted(holders, key=lambda holder: -holder.matched_chunk_count)
+            if (peer := peers.connection(holder)) and not self._avoided(peer)
+        ]
 
+    async def run(self) -> None:
+        """Returns when everything is there, nobody has what is missing, or the time is up."""
+        progress = self._progress
+        while not self._full:
+            progress.find_own()
+            if not progress.missing:
+                return
+            if self._left() < LEAST_SECONDS:
+                self.error = Unreachable("the time to fetch is up")
+                return
+            source, wanted = self._choose()
+            if source:
+                await self._bring(source, wanted)
+            elif not await self._others():
+                return
 
-class Landing:
-    """The extents that one batch is written into. What is not committed is given back, once nobody writes there."""
+    def _avoided(self, peer: PeerConnection) -> bool:
+        """Whether the peer is not to be asked, because of what happened before."""
+        if known := peer.mismatches.get(self._spec.fingerprint):
+            self.error = known
+            return True
+        if peer.resting:
+            self.error = Unreachable(f"{peer.instance_id} failed a short while ago", instance_id=peer.instance_id)
+            return True
+        return False
 
-    def __init__(self, tier: HostTier) -> None:
-        self._tier = tier
-        self._offsets: set[int] = set()
-        self._writing = False
-        self._closed = False
+    def _left(self) -> float:
+        return self._deadline - time.monotonic()
 
-    @property
-    def quarantined(self) -> bool:
-        """Whether extents are kept only because a transfer has not stopped."""
-        return self._closed and self._writing
+    def _step_seconds(self, source: _Source) -> float:
+        """How long a step may take: not all the time, if another holder could be asked after it."""
+        front = self._progress.next_index
+        others = any(other is not source and other.has(front) for other in self._sources)
+        return max(self._left() / 2 if others else self._left(), LEAST_SECONDS)
 
-    def reserve(self, size_bytes: int) -> Reserved | None:
-        """An extent to write into; None if there is no room."""
-        reserved = self._tier.reserve(size_bytes)
-        if reserved:
-            self._offsets.add(reserved.offset)
-        return reserved
+    def _choose(self) -> tuple[_Source | None, list[int]]:
+        """The best holder of something that is missing, and what to ask it for."""
+        flights, keys = self._peers.flights, self._progress.keys
+        mine = []
+        for index in sorted(self._progress.missing):
+            if keys[index] in flights:
+                continue
+            if not any(source.has(index) for source in self._sources):
+                break  # a hole that nobody fills: what comes behind it is of no use
+            mine.append(index)
+        for source in self._sources:
+            if wanted := [index for index in mine if source.has(index)]:
+                return source, wanted
+        return None, []
 
-    def write(self) -> Callable[[], None]:
-        """A transfer begins; the result is to be called when it has stopped."""
-        self._writing = True
-        return self._stopped
+    async def _others(self) -> bool:
+        """Waits for something that another fetch brings; False if there is nothing, or the time is up."""
+        progress = self._progress
+        progress.changed.clear()
+        if progress.keys[progress.next_index] not in self._peers.flights or not self._peers.flights.join(progress):
+            return False
+        try:
+            async with asyncio.timeout(self._left()):
+                await progress.changed.wait()
+        except TimeoutError:
+            self.error = Unreachable("the time to fetch is up")
+            return False
+        return True
 
-    def commit(self, key: ChunkKey, fingerprint: bytes, incoming: Incoming) -> Chunk | None:
-        """Makes a chunk visible that has arrived whole; the one that is there if somebody else was faster."""
-        self._offsets.discard(incoming.reserved.offset)
-        chunk = self._tier.commit(
-            incoming.reserved.offset,
-            key=key,
-            fingerprint=fingerprint,
-            size_bytes=incoming.size_bytes,
-            checksum=incoming.checksum,
-            token_count=incoming.token_count,
+    async def _bring(self, source: _Source, wanted: list[int]) -> None:
+        """Asks one holder for all it may have."""
+        pending = deque(wanted)
+        reading = asyncio.Lock()
+        try:
+            await source.peer.agree(self._spec, self._step_seconds(source))
+            async with asyncio.TaskGroup() as group:
+                for _ in range(PIPELINE_DEPTH):
+                    group.create_task(self._work(source, pending, reading))
+        except LmkvError as error:
+            self._failed(source, error)
+        except BaseExceptionGroup as errors:
+            expected, unexpected = errors.split(LmkvError)
+            if unexpected or not expected:
+                raise
+            self._failed(source, _first(expected))
+        else:
+            source.peer.worked()
+
+    def _failed(self, source: _Source, error: LmkvError) -> None:
+        self.error = error
+        source.exhausted = True
+        if isinstance(error, KvSpecMismatch):
+            return
+        source.peer.failed()
+        self._peers.unreachable += 1
+        logger.warning("peer %s failed: %s", source.peer.instance_id, error)
+
+    async def _work(self, source: _Source, pending: deque[int], reading: asyncio.Lock) -> None:
+        """Brings batch after batch."""
+        while pending and not self._full and self._left() >= LEAST_SECONDS:
+            count = max(1, self._batch_bytes // self._spec.chunk_bytes)
+            batch = [pending.popleft() for _ in range(min(count, len(pending)))]
+            try:
+                await self._bring_batch(source, batch, reading)
+            except Full as error:  # earlier grants will end
+                self.error = error
+                pending.extendleft(reversed(batch))
+                await asyncio.sleep(float(error.metadata.get("retry_seconds", 0.02)))
+
+    async def _bring_batch(self, source: _Source, batch: list[int], reading: asyncio.Lock) -> None:
+        peers, progress = self._peers, self._progress
+        batch = [i for i in batch if i in progress.missing and progress.keys[i] not in peers.flights]
+        if not batch:
+            return
+        keys = [progress.keys[index] for index in batch]
+        peers.flights.start(keys)
+        landing = Landing(peers.tier)
+        try:
+            incoming = await self._transfer(source, batch, landing, reading)
+            for chunk, intact in zip(incoming, await peers.intact(incoming), strict=True):
+                if intact:
+                    self._commit(source, chunk, landing)
+                else:
+                    self._reject(source, chunk)
+        finally:
+            landing.close()
+            if landing.quarantined:
+                peers.quarantine(landing)
+            peers.flights.end(keys)
+
+    async def _transfer(
+        self, source: _Source, batch: list[int], landing: Landing, reading: asyncio.Lock
+    ) -> list[Incoming]:
+        """Acquires and reads a batch; the chunks that are now in the pool, not yet verified."""
+        peer, peers = source.peer, self._peers
+        keys = [self._progress.keys[index] for index in batch]
+        ttl_seconds = self._left() + GRANT_MARGIN_SECONDS
+        response = await peer.acquire(self._spec, keys, ttl_seconds, self._step_seconds(source))
+        try:
+            incoming = self._reserve(source, batch, response, landing)
+            if incoming:
+                copies = [
+                    Copy(
+                        remote_address=chunk.remote_address,
+                        local_address=peers.address + chunk.reserved.offset,
+                        size_bytes=chunk.size_bytes,
+                    )
+                    for chunk in incoming
+                ]
+                async with reading:
+                    started = time.monotonic()
+                    await peers.channel.read(peer.name, copies, self._step_seconds(source), landing.write())
+                    self._adapt(time.monotonic() - started)
+        finally:
+            if response.grant.grant_id:
+                peers.release(peer, response.grant.grant_id)
+        return incoming
+
+    def _reserve(
+        self, source: _Source, batch: list[int], response: pb.AcquireResponse, landing: Landing
+    ) -> list[Incoming]:
+        """Makes room for what the peer offers, as far as there is any."""
+        offered = checked_extents(response, len(batch), self._spec, source.peer.regions)
+        if not offered:
+            source.refused.update(batch)
+        incoming = []
+        for at, address, extent in offered:
+            reserved = landing.reserve(extent.size_bytes)
+            if reserved is None:
+                self._full = True
+                self.error = NoFreeExtents("the own pool is full of chunks in use", retry_seconds=1)
+                break
+            incoming.append(
+                Incoming(
+                    index=batch[at],
+                    remote_address=address,
+                    checksum=extent.checksum,
+                    token_count=extent.token_count,
+                    size_bytes=extent.size_bytes,
+                    reserved=reserved,
+                )
+            )
+        return incoming
+
+    def _adapt(self, seconds: float) -> None:
+        if seconds < FAST_SECONDS:
+            self._batch_bytes = min(2 * self._batch_bytes, MAX_BATCH_BYTES)
+        elif seconds > SLOW_SECONDS:
+            self._batch_bytes //= 2
+
+    def _commit(self, source: _Source, incoming: Incoming, landing: Landing) -> None:
+        peers, instance_id = self._peers, source.peer.instance_id
+        chunk = landing.commit(self._progress.keys[incoming.index], self._spec.fingerprint, incoming)
+        peers.fetched_chunks += 1
+        peers.fetched_bytes += incoming.size_bytes
+        if chunk:
+            self._progress.add([(incoming.index, chunk)], instance_id)
+            peers.flights.land(chunk, instance_id)
+
+    def _reject(self, source: _Source, incoming: Incoming) -> None:
+        source.refused.add(incoming.index)
+        self._peers.checksum_mismatches += 1
+        logger.warning(
+            "chunk %s came damaged from %s and was thrown away",
+            self._progress.keys[incoming.index].hex(),
+            source.peer.instance_id,
         )
-        return chunk or self._tier.get(key)
-
-    def close(self) -> None:
-        """Gives back what was not committed, now or when the transfer has stopped."""
-        self._closed = True
-        if not self._writing:
-            self._give_back()
-
-    def _stopped(self) -> None:
-        self._writing = False
-        if self._closed:
-            self._give_back()
-
-    def _give_back(self) -> None:
-        for offset in self._offsets:
-            self._tier.give_back(offset)
-        self._offsets.clear()
 
 
-def checked_extents(
-    response: pb.AcquireResponse, key_count: int, spec: KvSpec, regions: Sequence[pb.Region]
-) -> list[tuple[int, int, chunk_pb2.Extent]]:
-    """Index, address and extent of each chunk that a peer offers. Raises `BadMessage` if that makes no sense."""
-    extents = response.grant.extents
-    if len(extents) != len(response.present) or list(response.present) != sorted(set(response.present)):
-        raise BadMessage("a peer's grant does not match the keys it was asked for")
-    found = []
-    for index, extent in zip(response.present, extents, strict=True):
-        if not (
-            0 <= index < key_count
-            and 0 <= extent.region < len(regions)
-            and 0 < extent.token_count <= spec.chunk_size
-            and extent.size_bytes == spec.size_bytes(extent.token_count)
-            and 0 <= extent.offset <= regions[extent.region].size_bytes - extent.size_bytes
-        ):
-            raise BadMessage(f"a peer offers an extent that cannot be: {extent}")
-        found.append((index, regions[extent.region].address + extent.offset, extent))
-    return found
+def _first(group: BaseExceptionGroup[LmkvError]) -> LmkvError:
+    """Some error in the group."""
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -104,18 +104,14 @@ class PeerService(pb_grpc.PeerServiceServicer):
         held = [(index, chunk) for index, chunk in held if chunk.fingerprint == request.fingerprint]
         wish = request.ttl.ToNanoseconds() / 1e9
         ttl_seconds = min(wish, self._grant_ttl_seconds) if wish > 0 else self._grant_ttl_seconds
-        grant = self.grants.acquire(
-            request.instance_id, [chunk for _, chunk in held], time.monotonic(), ttl_seconds
-        )
+        grant = self.grants.acquire(request.instance_id, [chunk for _, chunk in held], time.monotonic(), ttl_seconds)
         self._serve()
         if grant is None:
             return pb.AcquireResponse()
         expire_time = timestamp_pb2.Timestamp()
         expire_time.FromNanoseconds(time.time_ns() + round(ttl_seconds * 1e9))
         return pb.AcquireResponse(
-            grant=chunk_pb2.Grant(
-                grant_id=grant.grant_id, extents=map(extent, grant.chunks), expire_time=expire_time
-            ),
+            grant=chunk_pb2.Grant(grant_id=grant.grant_id, extents=map(extent, grant.chunks), expire_time=expire_time),
             present=[index for index, _ in held[: len(grant.chunks)]],
         )
 

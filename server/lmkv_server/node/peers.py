@@ -6,39 +6,28 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from lmkv.errors import KvSpecMismatch, LmkvError, NoFreeExtents, Unreachable
+from lmkv.errors import KvSpecMismatch, LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.pool import Pool
 from lmkv.spec import KvSpec
-from lmkv.transfer import Channel, Copy
+from lmkv.transfer import Channel
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_kernels import checksum
-from lmkv_server.node.fetch import Flights, Incoming, Landing, OnChunks, Progress, checked_extents
+from lmkv_server.node.arrivals import Flights, Incoming, Landing, OnChunks, Progress
+from lmkv_server.node.fetch import Fetch
 from lmkv_server.node.host_tier import HostTier
 from lmkv_server.node.peer_connection import PeerConnection
 
 logger = logging.getLogger(__name__)
 
-MIN_BATCH_BYTES = 8 << 20
-"""What the first batch asks for: small, so that the first chunks are soon there."""
-MAX_BATCH_BYTES = 64 << 20
-FAST_SECONDS = 0.05
-"""A batch that took less is followed by one twice as large."""
-SLOW_SECONDS = 0.2
-"""A batch that took more is followed by one half as large."""
-PIPELINE_DEPTH = 2
-"""Batches of one fetch under way at one peer: one is read while the other is acquired or verified."""
 MAX_CONNECTIONS = 256
-GRANT_MARGIN_SECONDS = 0.5
+"""Peers to stay connected with; beyond these the one that was not used for longest is left."""
 RELEASE_SECONDS = 0.5
-LEAST_SECONDS = 0.005
-"""With less time left nothing is begun."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,17 +59,18 @@ class Peers:
         """Times that a peer turned out to share nothing with one of the own specs."""
         self.unreachable = 0
         """Times that a peer failed."""
+        self.tier = tier
+        self.channel = channel
+        self.address = pool.address
+        """Where the own pool begins."""
+        self.flights = Flights()
         self._instance_id = instance_id
         self._epoch = epoch
-        self._tier = tier
-        self._channel = channel
         self._pool = pool
         self._connections: OrderedDict[str, PeerConnection] = OrderedDict()  # least recently used first
-        self._flights = Flights()
         self._quarantine: set[Landing] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._verifier = ThreadPoolExecutor(1, "lmkv-verify")
-        self._closed = False
 
     @property
     def quarantined_count(self) -> int:
@@ -96,7 +86,6 @@ class Peers:
 
     async def aclose(self) -> None:
         """Leaves all peers. Fetches must have ended. Idempotent."""
-        self._closed = True
         if self._tasks:  # grants to give back; each is bounded
             await asyncio.wait(self._tasks)
         for connection in self._connections.values():
@@ -122,8 +111,8 @@ class Peers:
         reservation but of memory that a transfer may still write to.
         """
         started = time.monotonic()
-        progress = Progress(self._tier, spec, keys, first, on_chunks)
-        fetch = _Fetch(self, progress, holders, started + timeout_seconds)
+        progress = Progress(self.tier, spec, keys, first, on_chunks)
+        fetch = Fetch(self, progress, holders, started + timeout_seconds)
         try:
             await fetch.run()
         finally:
@@ -135,3 +124,62 @@ class Peers:
             instance_ids=tuple(progress.instance_ids),
             error=fetch.error if progress.missing else None,
         )
+
+    def connection(self, holder: Holder) -> PeerConnection | None:
+        """The connection to a holder; None if that is this node, or an earlier epoch of a peer."""
+        known = self._connections.get(holder.instance_id)
+        if holder.instance_id == self._instance_id or (known and known.epoch > holder.epoch):
+            return None
+        if known and (known.epoch, known.address) == (holder.epoch, holder.peer_address):
+            self._connections.move_to_end(holder.instance_id)
+            return known
+        if known:
+            self._leave(known)
+        connection = PeerConnection(self._instance_id, self._epoch, self.channel, holder, self._note_mismatch)
+        self._connections[holder.instance_id] = connection
+        if len(self._connections) > MAX_CONNECTIONS:
+            self._leave(self._connections.popitem(last=False)[1])
+        return connection
+
+    def release(self, connection: PeerConnection, grant_id: str) -> None:
+        """Gives a grant back, behind the caller's back."""
+        self._spawn(connection.release(grant_id, RELEASE_SECONDS))
+
+    def quarantine(self, landing: Landing) -> None:
+        """Counts extents that a transfer may still write to."""
+        logger.warning("a transfer could not be stopped; its extents are kept until it has")
+        self._quarantine.add(landing)
+
+    async def intact(self, incoming: Sequence[Incoming]) -> list[bool]:
+        """Which of the chunks in the pool are what their owner committed."""
+        return await asyncio.get_running_loop().run_in_executor(self._verifier, self._compare, incoming)
+
+    def _compare(self, incoming: Sequence[Incoming]) -> list[bool]:
+        return [
+            checksum(self._pool.buffer, chunk.reserved.offset, chunk.size_bytes) == chunk.checksum for chunk in incoming
+        ]
+
+    def _note_mismatch(self, instance_id: str, error: KvSpecMismatch) -> None:
+        self.spec_mismatches += 1
+        logger.warning(
+            "no chunks are shared with %s: %s is %s there, %s here",
+            instance_id,
+            error.metadata.get("field", "the spec"),
+            error.metadata.get("own_value", "another"),
+            error.metadata.get("other_value", "another"),
+        )
+
+    def _leave(self, connection: PeerConnection) -> None:
+        self._spawn(self._left(connection))
+
+    async def _left(self, connection: PeerConnection) -> None:
+        await connection.close()
+        try:
+            await self.channel.remove_peer(connection.name)
+        except LmkvError as error:
+            logger.debug("%s is not forgotten by the channel: %s", connection.name, error)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,201 @@
+"""What a fetch keeps book of: chunks still missing, those under way, and extents being written. Pure; for `Fetch`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from lmkv.errors import BadMessage
+from lmkv.keys import ChunkKey
+from lmkv.spec import KvSpec
+from lmkv.v1 import chunk_pb2
+from lmkv.v1 import peer_service_pb2 as pb
+from lmkv_server.node.host_tier import Chunk, HostTier, Reserved
+
+OnChunks = Callable[[list[tuple[int, Chunk]]], None]
+"""Takes over chunks, by their index; each comes with a hold that the callee ends."""
+
+
+class Progress:
+    """The chunks of one fetch. Each is held as it comes, and handed out once all before it are there."""
+
+    def __init__(self, tier: HostTier, spec: KvSpec, keys: Sequence[ChunkKey], first: int, on_chunks: OnChunks) -> None:
+        self.spec = spec
+        self.keys = keys
+        self.missing = set(range(first, len(keys)))
+        """Indices of chunks that are not here yet."""
+        self.next_index = first
+        """The chunk to be handed out next."""
+        self.changed = asyncio.Event()
+        """Set whenever a chunk came, or somebody else gave up bringing one."""
+        self.size_bytes = 0
+        """Bytes of the chunks that came from peers."""
+        self.instance_ids: dict[str, None] = {}
+        """The peers they came from, in order of first use."""
+        self._tier = tier
+        self._on_chunks = on_chunks
+        self._arrived: dict[int, Chunk] = {}
+        self._closed = False
+
+    def add(self, chunks: Iterable[tuple[int, Chunk]], instance_id: str = "") -> None:
+        """Takes chunks that are now in the tier, and notes which peer they came from, if any."""
+        for index, chunk in chunks:
+            if index in self.missing and not self._closed:
+                self._take(index, chunk, instance_id)
+        run = []
+        while self.next_index in self._arrived:
+            run.append((self.next_index, self._arrived.pop(self.next_index)))
+            self.next_index += 1
+        if run:
+            self._on_chunks(run)
+        self.changed.set()
+
+    def _take(self, index: int, chunk: Chunk, instance_id: str) -> None:
+        self.missing.discard(index)
+        self._tier.hold([chunk])
+        self._arrived[index] = chunk
+        if instance_id:
+            self.size_bytes += chunk.size_bytes
+            self.instance_ids[instance_id] = None
+
+    def find_own(self) -> None:
+        """Takes what is in the tier by now, whoever brought it there."""
+        found = ((index, self._tier.get(self.keys[index])) for index in sorted(self.missing))
+        self.add([(index, chunk) for index, chunk in found if chunk and chunk.fingerprint == self.spec.fingerprint])
+
+    def close(self) -> None:
+        """Lets go of what was not handed out. Nothing is taken after this."""
+        self._closed = True
+        self._tier.unhold(self._arrived.values())
+        self._arrived.clear()
+
+
+class Flights:
+    """Which chunks some fetch is bringing, and which other fetches wait for them: nothing is brought twice."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[ChunkKey, list[tuple[Progress, int]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._waiting
+
+    def start(self, keys: Iterable[ChunkKey]) -> None:
+        """Somebody begins to bring these, and will `land` or `end` each."""
+        for key in keys:
+            assert key not in self._waiting, "brought twice"
+            self._waiting[key] = []
+
+    def join(self, progress: Progress) -> bool:
+        """Has the fetch told of what others bring for it; whether that is anything."""
+        joined = False
+        for index in progress.missing:
+            waiting = self._waiting.get(progress.keys[index])
+            if waiting is not None:
+                joined = True
+                if (progress, index) not in waiting:
+                    waiting.append((progress, index))
+        return joined
+
+    def land(self, chunk: Chunk, instance_id: str) -> None:
+        """The chunk came from a peer and is in the tier: those who wait get it."""
+        for progress, index in self._waiting.pop(chunk.key, ()):
+            progress.add([(index, chunk)], instance_id)
+
+    def end(self, keys: Iterable[ChunkKey]) -> None:
+        """Those that did not land will not be brought: those who wait must see for themselves."""
+        for key in keys:
+            for progress, _ in self._waiting.pop(key, ()):
+                progress.changed.set()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Incoming:
+    """A chunk that a peer offers, and where it shall go."""
+
+    index: int
+    remote_address: int
+    checksum: int
+    token_count: int
+    size_bytes: int
+    reserved: Reserved
+
+
+class Landing:
+    """The extents that one batch is written into. What is not committed is given back, once nobody writes there."""
+
+    def __init__(self, tier: HostTier) -> None:
+        self._tier = tier
+        self._offsets: set[int] = set()
+        self._writing = False
+        self._closed = False
+
+    @property
+    def quarantined(self) -> bool:
+        """Whether extents are kept only because a transfer has not stopped."""
+        return self._closed and self._writing
+
+    def reserve(self, size_bytes: int) -> Reserved | None:
+        """An extent to write into; None if there is no room."""
+        reserved = self._tier.reserve(size_bytes)
+        if reserved:
+            self._offsets.add(reserved.offset)
+        return reserved
+
+    def write(self) -> Callable[[], None]:
+        """A transfer begins; the result is to be called when it has stopped."""
+        self._writing = True
+        return self._stopped
+
+    def commit(self, key: ChunkKey, fingerprint: bytes, incoming: Incoming) -> Chunk | None:
+        """Makes a chunk visible that has arrived whole; the one that is there if somebody else was faster."""
+        self._offsets.discard(incoming.reserved.offset)
+        chunk = self._tier.commit(
+            incoming.reserved.offset,
+            key=key,
+            fingerprint=fingerprint,
+            size_bytes=incoming.size_bytes,
+            checksum=incoming.checksum,
+            token_count=incoming.token_count,
+        )
+        return chunk or self._tier.get(key)
+
+    def close(self) -> None:
+        """Gives back what was not committed, now or when the transfer has stopped."""
+        self._closed = True
+        if not self._writing:
+            self._give_back()
+
+    def _stopped(self) -> None:
+        self._writing = False
+        if self._closed:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        for offset in self._offsets:
+            self._tier.give_back(offset)
+        self._offsets.clear()
+
+
+def checked_extents(
+    response: pb.AcquireResponse, key_count: int, spec: KvSpec, regions: Sequence[pb.Region]
+) -> list[tuple[int, int, chunk_pb2.Extent]]:
+    """Index, address and extent of each chunk that a peer offers. Raises `BadMessage` if that makes no sense."""
+    extents = response.grant.extents
+    if len(extents) != len(response.present) or list(response.present) != sorted(set(response.present)):
+        raise BadMessage("a peer's grant does not match the keys it was asked for")
+    found = []
+    for index, extent in zip(response.present, extents, strict=True):
+        if not (
+            0 <= index < key_count
+            and 0 <= extent.region < len(regions)
+            and 0 < extent.token_count <= spec.chunk_size
+            and extent.size_bytes == spec.size_bytes(extent.token_count)
+            and 0 <= extent.offset <= regions[extent.region].size_bytes - extent.size_bytes
+        ):
+            raise BadMessage(f"a peer offers an extent that cannot be: {extent}")
+        found.append((index, regions[extent.region].address + extent.offset, extent))
+    return found

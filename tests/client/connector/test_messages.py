@@ -1,0 +1,121 @@
+"""What the two sides of the connector tell each other, and how the ranks' reports become one."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+
+from lmkv_client.connector.messages import Attachment, Load, Loaded, StepPlan, WorkerReport, Written
+from lmkv_client.connector.scheduler import multimodal_extras
+from lmkv_kernels import BlockCopy
+
+
+def test_parts_of_the_ranks_are_added_modulo_two_to_the_64() -> None:
+    first = WorkerReport(engine_id="e", written={0: Written(rank_count=1, checksum=2**64 - 1)}, store_seconds=0.5)
+    other = WorkerReport(engine_id="e", written={0: Written(rank_count=1, checksum=3)}, store_seconds=0.25)
+    both = first.aggregate(other)
+    assert both.written == {0: Written(rank_count=2, checksum=2)}
+    assert both.store_seconds == 0.5
+
+
+def test_an_extent_that_one_rank_skipped_is_skipped_and_counts_one_rank_only() -> None:
+    first = WorkerReport(engine_id="e", written={0: Written(rank_count=1, checksum=1)})
+    other = WorkerReport(engine_id="e", skipped={0, 4})
+    both = first.aggregate(other)
+    assert both.skipped == {0, 4}
+    assert both.written[0].rank_count == 1
+
+
+def test_an_extent_that_only_the_other_rank_wrote_is_kept() -> None:
+    both = WorkerReport(engine_id="e").aggregate(
+        WorkerReport(engine_id="e", written={8: Written(rank_count=1, checksum=5)})
+    )
+    assert both.written == {8: Written(rank_count=1, checksum=5)}
+
+
+def test_loads_are_added_over_the_ranks_and_one_failure_fails_all() -> None:
+    first = WorkerReport(engine_id="e", loaded={"r": Loaded(rank_count=1, size_bytes=10, seconds=0.1)})
+    other = WorkerReport(
+        engine_id="e",
+        loaded={"r": Loaded(rank_count=1, seconds=0.3, failed=True), "s": Loaded(rank_count=1, size_bytes=7)},
+    )
+    both = first.aggregate(other)
+    assert both.loaded["r"] == Loaded(rank_count=2, size_bytes=10, seconds=0.3, failed=True)
+    assert both.loaded["s"] == Loaded(rank_count=1, size_bytes=7)
+
+
+def test_what_a_rank_wrote_for_another_attachment_is_void_but_its_loads_have_ended() -> None:
+    first = WorkerReport(engine_id="new", written={0: Written(rank_count=1, checksum=1)})
+    other = WorkerReport(
+        engine_id="old",
+        written={0: Written(rank_count=1, checksum=1)},
+        skipped={4},
+        loaded={"r": Loaded(rank_count=1)},
+    )
+    both = first.aggregate(other)
+    assert both.engine_id == "new"
+    assert both.written[0].rank_count == 1
+    assert not both.skipped
+    assert both.loaded == {"r": Loaded(rank_count=1)}
+
+
+def test_plans_and_reports_survive_the_way_between_processes() -> None:
+    copy = BlockCopy(offset=4096, extent_block_count=2, block_ids=[7, 9], first_block=0)
+    plan = StepPlan(
+        attachment=Attachment(engine_id="e", pool_socket="/tmp/s", epoch=3),
+        loads=[Load(request_id="r", copies=[copy], sync=True, final=True, failed_blocks=[1])],
+        stores=[copy],
+    )
+    report = WorkerReport(engine_id="e", written={0: Written(rank_count=1, checksum=2**64 - 1)}, skipped={4})
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert pickle.loads(pickle.dumps(report)) == report
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where an item lies in the prompt, as vLLM says it."""
+
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Feature:
+    """An image or sound of a prompt, as vLLM says it."""
+
+    identifier: str
+    mm_position: Position
+
+
+def image(identifier: str, offset: int, length: int) -> Feature:
+    return Feature(identifier, Position(offset, length))
+
+
+def test_a_prompt_without_images_has_no_extras() -> None:
+    assert multimodal_extras([], 64) == {}
+
+
+def test_an_image_enters_every_chunk_that_it_touches_and_no_other() -> None:
+    assert set(multimodal_extras([image("a", 60, 70)], 64)) == {0, 1, 2}
+    assert set(multimodal_extras([image("a", 64, 64)], 64)) == {1}
+
+
+def test_other_images_other_places_and_other_orders_give_other_extras() -> None:
+    prompts = [
+        [image("a", 0, 4)],
+        [image("b", 0, 4)],
+        [image("a", 1, 4)],
+        [image("a", 0, 4), image("b", 4, 4)],
+        [image("b", 0, 4), image("a", 4, 4)],
+        [image("ab", 0, 4)],
+    ]
+    extras = [multimodal_extras(prompt, 64)[0] for prompt in prompts]
+    assert len(set(extras)) == len(prompts)
+
+
+def test_the_same_image_at_the_same_place_in_a_later_chunk_has_the_same_extras() -> None:
+    assert multimodal_extras([image("a", 3, 4)], 64)[0] == multimodal_extras([image("a", 67, 4)], 64)[1]
+
+
+def test_an_image_that_began_in_the_chunk_before_is_told_from_one_that_begins_here() -> None:
+    assert multimodal_extras([image("a", 60, 10)], 64)[1] != multimodal_extras([image("a", 64, 6)], 64)[1]
