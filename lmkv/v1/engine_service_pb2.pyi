@@ -36,6 +36,7 @@ class AttachRequest(_message.Message):
     LOADS_FIELD_NUMBER: _builtins.int
     RESERVE_COUNT_FIELD_NUMBER: _builtins.int
     RESET_FIELD_NUMBER: _builtins.int
+    DAMAGED_KEYS_FIELD_NUMBER: _builtins.int
     reserve_count: _builtins.int
     """Write credits wanted besides those that lookups ask for."""
     reset: _builtins.bool
@@ -64,6 +65,10 @@ class AttachRequest(_message.Message):
     def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadChunks]:
         """Chunks to bring in from peers."""
 
+    @_builtins.property
+    def damaged_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Keys of chunks whose bytes did not match their checksum: to be forgotten."""
+
     def __init__(
         self,
         *,
@@ -75,10 +80,11 @@ class AttachRequest(_message.Message):
         loads: _abc.Iterable[Global___LoadChunks] | None = ...,
         reserve_count: _builtins.int = ...,
         reset: _builtins.bool = ...,
+        damaged_keys: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "hello", b"hello", "loads", b"loads", "lookups", b"lookups", "releases", b"releases", "reserve_count", b"reserve_count", "reset", b"reset", "returned_credits", b"returned_credits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "damaged_keys", b"damaged_keys", "hello", b"hello", "loads", b"loads", "lookups", b"lookups", "releases", b"releases", "reserve_count", b"reserve_count", "reset", b"reset", "returned_credits", b"returned_credits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -56,6 +56,8 @@ class LMKVConnector(KVConnectorBase_V1):
                 block_size=spec.block_size,
                 rank_count=parallel.world_size,
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+                may_load=self._kv_transfer_config.is_kv_consumer,
+                may_store=self._kv_transfer_config.is_kv_producer,
             )
         else:
             rank = get_tensor_model_parallel_rank()

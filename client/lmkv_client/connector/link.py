@@ -220,7 +220,7 @@ class NodeLink:
         return message
 
 
-FIELD_ORDER = ("releases", "commits", "returned_credits", "lookups", "loads", "reserve_count", "reset")
+FIELD_ORDER = ("releases", "commits", "damaged_keys", "returned_credits", "lookups", "loads", "reserve_count", "reset")
 """Order in which the node carries out the acts of one message."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lmkv.v1.chunk_pb2 import Extent
-from lmkv_client.connector.messages import Load, Loaded
+from lmkv_client.connector.messages import Check, Load, Loaded
 from lmkv_kernels import BlockCopy
 
 
@@ -31,6 +31,7 @@ class Loading:
         sync: bool,
         started_at: float,
         deadline: float,
+        verify: bool = False,
     ) -> None:
         self.request_id = request_id
         self.ticket = ticket
@@ -52,7 +53,8 @@ class Loading:
         self._chunk_size = chunk_size
         self._block_size = block_size
         self._missing = set(range(self.first_chunk, self.stop_chunk))
-        self._ready: dict[int, BlockCopy] = {}
+        self._verify = verify
+        self._ready: dict[int, tuple[BlockCopy, Check]] = {}
         """By chunk: has arrived, and the workers do not know yet."""
         self._closed = False
 
@@ -62,7 +64,7 @@ class Loading:
         for chunk, extent in enumerate(extents, first_chunk):
             if chunk in self._missing and not self._closed:
                 self._missing.discard(chunk)
-                self._ready[chunk] = self._copy(chunk, extent)
+                self._ready[chunk] = self._copy(chunk, extent), check(extent)
                 tokens += min(self.end, chunk * self._chunk_size + extent.token_count) - self._low(chunk)
         self.arrived_tokens += tokens
         return tokens
@@ -88,13 +90,14 @@ class Loading:
         final = not self.final_sent and (self._closed or self.complete)
         if not self._ready and not final:
             return None
-        copies, self._ready = list(self._ready.values()), {}
+        ready, self._ready = list(self._ready.values()), {}
         self.final_sent |= final
         return Load(
             request_id=self.request_id,
-            copies=copies,
+            copies=[copy for copy, _ in ready],
             sync=self.sync,
             final=final,
+            checks=[one for _, one in ready] if self._verify else [],
             failed_blocks=self._lost_blocks() if final else [],
         )
 
@@ -122,3 +125,8 @@ class Loading:
             low, high = self._low(chunk), self._high(chunk)
             lost.extend(self._block_ids[low // self._block_size : -(-high // self._block_size)])
         return lost
+
+
+def check(extent: Extent) -> Check:
+    """What to compare an extent with."""
+    return Check(offset=extent.offset, size_bytes=extent.size_bytes, checksum=extent.checksum)

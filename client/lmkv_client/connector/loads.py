@@ -60,6 +60,7 @@ class Loads:
             sync=not self._config.enable_async_loading,
             started_at=now,
             deadline=now + self._config.load_timeout,
+            verify=self._config.verify_loads,
         )
         self._loadings[prompt.request_id] = loading
         loading.arrived(0, prompt.own)
@@ -101,6 +102,8 @@ class Loads:
         del self._loadings[request_id]
         complete = loading.complete and not loaded.failed
         if prompt:
+            if loaded.failed and self._config.verify_loads:
+                self._searches.damaged(prompt.keys[loading.first_chunk : loading.stop_chunk])
             prompt.useless |= not complete
             if complete:
                 prompt.held(loading.stop_chunk)

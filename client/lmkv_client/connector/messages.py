@@ -19,6 +19,15 @@ class Attachment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """An extent to compare with its checksum before it is used."""
+
+    offset: int
+    size_bytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
     """Extents to copy into a request's pages."""
 
@@ -28,6 +37,8 @@ class Load:
     """Whether the step's forward needs the pages."""
     final: bool
     """Whether nothing more comes for this request."""
+    checks: list[Check]
+    """What of it to verify; empty unless `verify_loads` is on."""
     failed_blocks: list[int]
     """Pages that will never be filled; vLLM computes them instead."""
 

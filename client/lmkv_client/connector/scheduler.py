@@ -52,9 +52,13 @@ class SchedulerSide:
         block_size: int,
         rank_count: int,
         step_tokens: int,
+        may_load: bool = True,
+        may_store: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
+        self._may_load = may_load
+        self._may_store = may_store and config.local_cpu
         self._spec = spec
         self._link = link
         self._block_size = block_size
@@ -101,7 +105,7 @@ class SchedulerSide:
             self.pump()
         if self._searches.waits(prompt):
             return None, False
-        if prompt.search is not Search.FOUND:
+        if prompt.search is not Search.FOUND or not self._may_load:
             return 0, False
         sync = not self._config.enable_async_loading
         prompt.computed_count = computed_count
@@ -140,7 +144,7 @@ class SchedulerSide:
         plan = StepPlan(attachment=self._attachment)
         if self._loads:
             plan.loads = self._loads.plan()
-        if output.num_scheduled_tokens and self._attachment and self._config.local_cpu:
+        if output.num_scheduled_tokens and self._attachment and self._may_store:
             plan.stores = self._stores.plan(output, self._prompts)
         return plan
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lmkv.config import ConnectorConfig
-from lmkv.keys import join_keys
+from lmkv.keys import ChunkKey, join_keys
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.prompt import Prompt, Search
 from lmkv_client.connector.stats import Counters
@@ -118,6 +118,10 @@ class Searches:
         load = pb.LoadChunks(request_id=ticket, first_chunk=first_chunk, chunk_count=chunk_count)
         load.timeout.FromNanoseconds(int(self._config.load_timeout * 1e9))
         self._send(pb.AttachRequest(loads=[load]))
+
+    def damaged(self, keys: Sequence[ChunkKey]) -> None:
+        """Has the node forget chunks of which at least one did not match its checksum."""
+        self._send(pb.AttachRequest(damaged_keys=keys))
 
     def release(self, prompt: Prompt) -> None:
         """Ends what the node holds for the prompt; an answer that is still to come is ended when it comes."""

@@ -18,9 +18,9 @@ from vllm.logger import init_logger
 
 from lmkv.errors import LmkvError
 from lmkv.pool_socket import AttachedPool, attach
-from lmkv_client.connector.messages import Attachment, Load, Loaded, StepPlan, WorkerReport, Written
+from lmkv_client.connector.messages import Attachment, Check, Load, Loaded, StepPlan, WorkerReport, Written
 from lmkv_client.plugin import PROCESSORS
-from lmkv_kernels import BlockCopy, Pages, gather, pages_from_tensors, scatter
+from lmkv_kernels import BlockCopy, Pages, checksum, gather, pages_from_tensors, scatter
 
 if TYPE_CHECKING:
     import torch
@@ -86,6 +86,8 @@ class WorkerSide:
             )
             running.final |= load.final
             running.failed_blocks += load.failed_blocks
+            if load.checks:
+                running.parts.append(self._loader.submit(self._verify, self._pool, load.checks))
             for part in split(load):
                 running.copied_blocks += [block for copy in part for block in copy.block_ids]
                 running.size_bytes += self._size_bytes(part)
@@ -111,8 +113,8 @@ class WorkerSide:
             report.skipped.update(copy.offset for copy in plan.stores)
             return
         report.store_seconds = time.perf_counter() - started
-        for copy, checksum in zip(plan.stores, checksums, strict=True):
-            report.written[copy.offset] = Written(rank_count=1, checksum=checksum)
+        for copy, part in zip(plan.stores, checksums, strict=True):
+            report.written[copy.offset] = Written(rank_count=1, checksum=part)
 
     def take_finished(self) -> set[str]:
         """Requests whose asynchronous loads have ended since the last call, well or not."""
@@ -172,6 +174,16 @@ class WorkerSide:
             logger.error("cannot load: %s", error)
             return False
         return True
+
+    def _verify(self, pool: AttachedPool | None, checks: Sequence[Check]) -> bool:
+        """Whether extents are what their checksums say."""
+        if pool is None:
+            return False
+        buffer = pool.pool.buffer
+        damaged = [one for one in checks if checksum(buffer, one.offset, one.size_bytes) != one.checksum]
+        for one in damaged:
+            logger.error("the chunk at offset %d of the pool is damaged; it is computed instead", one.offset)
+        return not damaged
 
     def _size_bytes(self, copies: Sequence[BlockCopy]) -> int:
         pages = self._pages

@@ -25,7 +25,7 @@ from lmkv_server.coordinator.registry_service import RegistryService
 logger = logging.getLogger(__name__)
 
 SERVICE_NAMES = ("lmkv.v1.CacheService", "lmkv.v1.RegistryService", "google.longrunning.Operations")
-STOP_GRACE_SECONDS = 0.2
+STOP_GRACE_SECONDS = 0.1
 SWEEP_STEP = 5_000
 """Keys that are swept between two looks at what else there is to do: about a millisecond."""
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from lmkv.errors import InstanceIdInUse, InstanceNotFound, ModelAmbiguous, ModelNotFound, StaleEpoch
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2, registry_service_pb2
+
+MAX_SHOWN = 500
+"""Characters of what somebody sent that go into an error: all of it must fit into the trailers of a call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,8 +109,9 @@ class Instances:
         if known is not None and known.said.epoch > epoch:
             raise _stale(known, epoch)
         if known is None or known.said.epoch != epoch:
+            shown = instance_id[:MAX_SHOWN]
             raise InstanceNotFound(
-                f"instance {instance_id!r} of epoch {epoch} is not registered", instance_id=instance_id, epoch=epoch
+                f"instance {shown!r} of epoch {epoch} is not registered", instance_id=shown, epoch=epoch
             )
         return known
 
@@ -145,11 +150,11 @@ class Instances:
         """
         if model_name:
             if model_name not in self._by_model:
-                names = ", ".join(sorted(self._by_model)) or "none"
                 raise ModelNotFound(
-                    f"no registered instance serves the model {model_name!r}; served are: {names}",
-                    model_name=model_name,
-                    known_models=names,
+                    f"no registered instance serves the model {model_name[:MAX_SHOWN]!r}; served are: "
+                    f"{self._model_names() or 'none'}",
+                    model_name=model_name[:MAX_SHOWN],
+                    known_models=self._model_names(),
                 )
             return [next(iter(holders.values())) for holders in self._by_model[model_name].values()]
         found = {
@@ -158,15 +163,18 @@ class Instances:
             for fingerprint, holders in by_fingerprint.items()
         }
         if len(found) > 1:
-            names = ", ".join(sorted(self._by_model))
+            names = self._model_names()
             raise ModelAmbiguous(
                 f"{len(found)} specs are registered; say which by model_name, one of: {names}", known_models=names
             )
         return list(found.values())
 
-    def conflicts(self, instance: Instance) -> list[Conflict]:
-        """The instances of the same models whose chunks it cannot share, and the first field that keeps them apart."""
-        found = []
+    def conflicts(self, instance: Instance, limit: int) -> list[Conflict]:
+        """Instances of the same models whose chunks it cannot share, and the first field that keeps them apart.
+
+        At most `limit` of them, by model and id.
+        """
+        found: list[Conflict] = []
         for model_name in dict.fromkeys(spec.model_name for spec in instance.said.specs):
             own = {spec.fingerprint: spec for spec in instance.said.specs if spec.model_name == model_name}
             others = self._by_model[model_name]
@@ -181,8 +189,11 @@ class Instances:
                 if instance_id not in sharing
             }
             first = next(iter(own.values()))
-            found += [_conflict(first, spec, instance_id) for instance_id, spec in sorted(strangers.items())]
-        return found
+            found += [
+                _conflict(first, spec, instance_id)
+                for instance_id, spec in sorted(strangers.items(), key=itemgetter(0))[:limit]
+            ]
+        return found[:limit]
 
     def check(self) -> None:
         """Asserts what must hold between any two calls. Reads everything: for tests."""
@@ -202,6 +213,9 @@ class Instances:
         assert all(holders for specs in self._by_model.values() for holders in specs.values())
 
     # --- Inside --------------------------------------------------------------------------------------------------
+
+    def _model_names(self) -> str:
+        return ", ".join(sorted(self._by_model))[:MAX_SHOWN]
 
     def _refuse_impostor(self, known: Instance, said: Registration, now: float) -> None:
         if said.epoch < known.said.epoch:

@@ -10,10 +10,11 @@ from typing import Any
 from google.protobuf import duration_pb2, timestamp_pb2
 
 from lmkv.errors import BadInstance, LmkvError
+from lmkv.rpc import MAX_MESSAGE_BYTES
 from lmkv.spec import KvSpec
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1 import registry_service_pb2_grpc as pb_grpc
-from lmkv_server.coordinator.instances import Instance, Registration
+from lmkv_server.coordinator.instances import MAX_SHOWN, Instance, Registration
 from lmkv_server.coordinator.pages import page_limit, page_token, read_page_token
 from lmkv_server.coordinator.registry import Registry
 from lmkv_server.coordinator.report_stream import ReportStream
@@ -21,6 +22,9 @@ from lmkv_server.coordinator.report_stream import ReportStream
 logger = logging.getLogger(__name__)
 
 MAX_ID_BYTES = 256
+MAX_CONFLICTS = 16
+"""Named per instance: in a fleet of two halves everybody conflicts with half of it."""
+MAX_PAGE_BYTES = MAX_MESSAGE_BYTES // 2
 
 
 class RegistryService(pb_grpc.RegistryServiceServicer):
@@ -79,12 +83,14 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
             (instance for instance in self._registry.instances if instance.said.instance_id > last),
             key=lambda instance: instance.said.instance_id,
         )
-        page = rest[:limit]
-        more = len(rest) > limit
-        return pb.ListInstancesResponse(
-            instances=[self._to_proto(instance, now) for instance in page],
-            next_page_token=page_token("ListInstances", page[-1].said.instance_id) if more else "",
-        )
+        response = pb.ListInstancesResponse()
+        for instance in rest[:limit]:
+            response.instances.append(self._to_proto(instance, now))
+            if response.ByteSize() > MAX_PAGE_BYTES:
+                break
+        if len(response.instances) < len(rest):
+            response.next_page_token = page_token("ListInstances", response.instances[-1].instance_id)
+        return response
 
     def _to_proto(self, instance: Instance, now: float) -> pb.Instance:
         said = instance.said
@@ -104,7 +110,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
                     own_value=conflict.own_value,
                     other_value=conflict.other_value,
                 )
-                for conflict in self._registry.instances.conflicts(instance)
+                for conflict in self._registry.instances.conflicts(instance, MAX_CONFLICTS)
             ],
             synced=instance.synced,
             register_time=_wall_time(instance.register_time, now),
@@ -115,16 +121,19 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
 def registration(message: pb.Instance) -> Registration:
     """What a node says of itself, checked. Raises `BadInstance`, `BadKvSpec`."""
     instance_id = message.instance_id
-    if not instance_id or len(instance_id.encode()) > MAX_ID_BYTES:
-        raise BadInstance(f"instance_id must have 1 to {MAX_ID_BYTES} bytes", instance_id=instance_id[:MAX_ID_BYTES])
+    if not 0 < len(instance_id.encode()) <= MAX_ID_BYTES or not instance_id.isprintable():
+        raise BadInstance(
+            f"instance_id must have 1 to {MAX_ID_BYTES} bytes, all printable", instance_id=instance_id[:MAX_ID_BYTES]
+        )
     if message.epoch <= 0:
         raise BadInstance(f"epoch {message.epoch} is not positive", instance_id=instance_id, epoch=message.epoch)
     host, colon, port = message.peer_address.rpartition(":")
-    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 65_536):
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65_536
+    if not (host and colon and is_port and host.isprintable() and len(host) <= MAX_ID_BYTES):
         raise BadInstance(
-            f"peer_address {message.peer_address!r} is not host:port",
+            f"peer_address {message.peer_address[:MAX_SHOWN]!r} is not host:port",
             instance_id=instance_id,
-            peer_address=message.peer_address,
+            peer_address=message.peer_address[:MAX_SHOWN],
         )
     return Registration(
         instance_id=instance_id,

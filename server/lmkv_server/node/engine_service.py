@@ -194,6 +194,9 @@ class EngineStream:
             self._release(release.request_id)
         for commit in message.commits:
             self._commit(commit)
+        if message.damaged_keys:
+            dropped = self._tier.drop(split_keys(b"".join(message.damaged_keys), "damaged_keys"))
+            logger.warning("engine %s found %d chunks damaged; they are dropped", self._session.engine_id, dropped)
         for offset in message.returned_credits:
             self._session.give_back(offset)
         for lookup in message.lookups:

@@ -80,10 +80,11 @@ class Fetch:
             if self._left() < LEAST_SECONDS:
                 self.error = Unreachable("the time to fetch is up")
                 return
+            joined = self._peers.flights.join(progress)
             source, wanted = self._choose()
             if source:
                 await self._bring(source, wanted)
-            elif not await self._others():
+            elif not joined or not await self._others():
                 return
 
     def _avoided(self, peer: PeerConnection) -> bool:
@@ -121,11 +122,11 @@ class Fetch:
         return None, []
 
     async def _others(self) -> bool:
-        """Waits for something that another fetch brings; False if there is nothing, or the time is up."""
+        """Waits for something that another fetch brings; False if that is no use, or the time is up."""
         progress = self._progress
-        progress.changed.clear()
-        if progress.keys[progress.next_index] not in self._peers.flights or not self._peers.flights.join(progress):
+        if progress.keys[progress.next_index] not in self._peers.flights:
             return False
+        progress.changed.clear()
         try:
             async with asyncio.timeout(self._left()):
                 await progress.changed.wait()

@@ -72,6 +72,7 @@ class Fleet:
         self._registry: Any = None
         self._cache: Any = None
         self._task: asyncio.Task[None] | None = None
+        self._is_closing = False
         self._last_membership: Membership | None = None
         self._stream: ReportStream | None = None
         self._registration_is_old = False
@@ -102,9 +103,11 @@ class Fleet:
     async def aclose(self) -> None:
         """Leaves the fleet, in at most half a second. Repeating it is safe."""
         task, self._task = self._task, None
+        self._is_closing = True
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+        self._settled.set()
         channel, self._channel = self._channel, None
         if channel is not None:
             if self._last_membership is not None and self._error is None:
@@ -193,6 +196,8 @@ class Fleet:
         while True:
             began = time.monotonic()
             await self._join_once()
+            if self._is_closing:  # a task group that fails just when it is cancelled swallows the cancellation
+                return
             if self._error is not None:
                 break
             lease_ttl = self._last_membership.lease_ttl if self._last_membership else 0.0

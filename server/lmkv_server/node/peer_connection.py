@@ -131,7 +131,7 @@ class PeerConnection:
 
     async def close(self) -> None:
         """Ends the connection. Idempotent."""
-        await self._words.close()
+        await self._words.close(None)
 
 
 async def _called(method: Callable[..., Awaitable[Response]], request: object, timeout_seconds: float) -> Response:

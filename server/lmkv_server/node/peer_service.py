@@ -80,7 +80,7 @@ class PeerService(pb_grpc.PeerServiceServicer):
         self._connecting_until = 0.0
         self._serve()
 
-    async def Init(self, request: pb.InitRequest, _context: Any) -> pb.InitResponse:  # noqa: N802
+    async def Init(self, request: pb.InitRequest, _context: Any) -> pb.InitResponse:
         """See the proto."""
         self._check_epoch(request.peer_epoch, request.peer_instance_id)
         self._check_spec(KvSpec.from_proto(request.spec))
@@ -95,7 +95,7 @@ class PeerService(pb_grpc.PeerServiceServicer):
         await self._introduce(request.instance_id, request.epoch, request.channel_metadata)
         return pb.InitResponse(channel_metadata=self._channel.metadata, regions=[self._region])
 
-    async def Acquire(self, request: pb.AcquireRequest, _context: Any) -> pb.AcquireResponse:  # noqa: N802
+    async def Acquire(self, request: pb.AcquireRequest, _context: Any) -> pb.AcquireResponse:
         """See the proto."""
         self._check_epoch(request.peer_epoch)
         keys = split_keys(request.chunk_keys, limit=MAX_ACQUIRE_KEYS)
@@ -115,15 +115,17 @@ class PeerService(pb_grpc.PeerServiceServicer):
             present=[index for index, _ in held[: len(grant.chunks)]],
         )
 
-    async def Allocate(self, _request: pb.AllocateRequest, context: Any) -> pb.AllocateResponse:  # noqa: N802
+    async def Allocate(self, _request: pb.AllocateRequest, context: Any) -> pb.AllocateResponse:
         """See the proto."""
-        return await _refuse(context, "Allocate")
+        await _refuse(context, "Allocate")
+        return pb.AllocateResponse()
 
-    async def Commit(self, _request: pb.CommitRequest, context: Any) -> pb.CommitResponse:  # noqa: N802
+    async def Commit(self, _request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
         """See the proto."""
-        return await _refuse(context, "Commit")
+        await _refuse(context, "Commit")
+        return pb.CommitResponse()
 
-    async def Release(self, request: pb.ReleaseRequest, _context: Any) -> pb.ReleaseResponse:  # noqa: N802
+    async def Release(self, request: pb.ReleaseRequest, _context: Any) -> pb.ReleaseResponse:
         """See the proto."""
         self.grants.release(request.grant_id)
         self._serve()
@@ -202,7 +204,7 @@ def extent(chunk: Chunk) -> chunk_pb2.Extent:
     )
 
 
-async def _refuse(context: Any, rpc: str) -> Any:
+async def _refuse(context: Any, rpc: str) -> None:
     await context.abort(
         grpc.StatusCode.UNIMPLEMENTED, f"{rpc} is not implemented by this version of lmkv: peers cannot write here"
     )

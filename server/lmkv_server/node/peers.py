@@ -75,8 +75,7 @@ class Peers:
     @property
     def quarantined_count(self) -> int:
         """Batches whose extents are kept only because their transfer has not stopped."""
-        self._quarantine = {landing for landing in self._quarantine if landing.quarantined}
-        return len(self._quarantine)
+        return sum(landing.quarantined for landing in self._quarantine)
 
     async def __aenter__(self) -> Peers:
         return self
@@ -107,7 +106,7 @@ class Peers:
 
         `on_chunks` gets them in order and without a gap, as soon as they are verified, each with a hold that the caller
         ends. Chunks that are in the tier by now are among them. Returns within `timeout_seconds` with what came by
-        then; raises nothing but what `on_chunks` raises. Cancelled at any point it leaves no hold and no grant, and no
+        then. Raises nothing, and neither may `on_chunks`. Cancelled at any point it leaves no hold and no grant, and no
         reservation but of memory that a transfer may still write to.
         """
         started = time.monotonic()
@@ -126,9 +125,10 @@ class Peers:
         )
 
     def connection(self, holder: Holder) -> PeerConnection | None:
-        """The connection to a holder; None if that is this node, or an earlier epoch of a peer."""
+        """The connection to a holder; None if that is this node, has no address, or is an earlier epoch of a peer."""
         known = self._connections.get(holder.instance_id)
-        if holder.instance_id == self._instance_id or (known and known.epoch > holder.epoch):
+        outdated = known is not None and known.epoch > holder.epoch
+        if holder.instance_id == self._instance_id or not holder.peer_address or outdated:
             return None
         if known and (known.epoch, known.address) == (holder.epoch, holder.peer_address):
             self._connections.move_to_end(holder.instance_id)
@@ -148,7 +148,7 @@ class Peers:
     def quarantine(self, landing: Landing) -> None:
         """Counts extents that a transfer may still write to."""
         logger.warning("a transfer could not be stopped; its extents are kept until it has")
-        self._quarantine.add(landing)
+        self._quarantine = {*filter(lambda earlier: earlier.quarantined, self._quarantine), landing}
 
     async def intact(self, incoming: Sequence[Incoming]) -> list[bool]:
         """Which of the chunks in the pool are what their owner committed."""

@@ -108,11 +108,11 @@ class ReportStream:
     async def _send(self, call: Any) -> None:
         held = Changes(self._snapshot())
         self._changes = Changes(limit=self._max_pending_changes)
-        reports = held.reports(self._membership.chunk_sizes)
-        for report in reports:
+        for report in held.reports(self._membership.chunk_sizes):
             report.snapshot = True
-        reports[-1].snapshot_end = True
-        await self._write(call, reports)
+            await self._write(call, report)
+        del held
+        await self._write(call, pb.ReportRequest(snapshot=True, snapshot_end=True))
         status_due = time.monotonic()
         digest_due = status_due + self._digest_interval_seconds
         changed = False
@@ -127,7 +127,7 @@ class ReportStream:
             # Nothing is awaited from here until the digests are made, so that they are those of just these changes.
             if changes.overflown:
                 raise ResyncRequired(f"{self._max_pending_changes} changes piled up; a snapshot will tell them")
-            reports = changes.reports(self._membership.chunk_sizes)
+            reports = list(changes.reports(self._membership.chunk_sizes))
             changed = changed or bool(changes)
             now = time.monotonic()
             if changed and now >= digest_due:
@@ -141,7 +141,8 @@ class ReportStream:
                 status_due = now + self._membership.lease_ttl / 3
             reports[-1].outcomes.extend(self._outcomes)
             self._outcomes.clear()
-            await self._write(call, reports)
+            for report in reports:
+                await self._write(call, report)
 
     async def _woken(self, due: float) -> None:
         """Waits until there is something to say, at the latest until `due`."""
@@ -150,13 +151,12 @@ class ReportStream:
                 await self._wake.wait()
         self._wake.clear()
 
-    async def _write(self, call: Any, reports: Iterable[pb.ReportRequest]) -> None:
-        for report in reports:
-            self._sequence += 1
-            report.instance_id = self._membership.instance.instance_id
-            report.epoch = self._membership.instance.epoch
-            report.sequence = self._sequence
-            await call.write(report)
+    async def _write(self, call: Any, report: pb.ReportRequest) -> None:
+        self._sequence += 1
+        report.instance_id = self._membership.instance.instance_id
+        report.epoch = self._membership.instance.epoch
+        report.sequence = self._sequence
+        await call.write(report)
 
     async def _receive(self, call: Any) -> None:
         """Every report is acknowledged, so silence for a whole lease means that nobody is there."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple
 
@@ -68,19 +68,21 @@ class Changes:
         found = ((tier, digest(held)) for tier, held in keys.items())
         return [pb.TierDigest(tier=tier, chunk_count=part.chunk_count, key_sum=part.key_sum) for tier, part in found]
 
-    def reports(self, chunk_sizes: Mapping[bytes, int]) -> list[pb.ReportRequest]:
-        """The changes as reports, at least one; a chunk shorter than its spec's `chunk_sizes` is marked as partial."""
+    def reports(self, chunk_sizes: Mapping[bytes, int]) -> Iterator[pb.ReportRequest]:
+        """The changes as reports, at least one; a chunk shorter than its spec's `chunk_sizes` is marked as partial.
+
+        They are made one by one as they are asked for; nothing may be noted meanwhile.
+        """
         report, room = pb.ReportRequest(), MAX_KEYS_PER_REPORT
-        reports = [report]
         for (tier, fingerprint), states in self._places.items():
             items = iter(states.items())
             while part := list(islice(items, room)):
                 report.changes.append(_change(tier, fingerprint, part, chunk_sizes.get(fingerprint, 0)))
                 room -= len(part)
                 if not room:
+                    yield report
                     report, room = pb.ReportRequest(), MAX_KEYS_PER_REPORT
-                    reports.append(report)
-        return reports
+        yield report
 
 
 def _change(

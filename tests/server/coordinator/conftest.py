@@ -1,4 +1,4 @@
-"""A coordinator with short leases, and stubs that call it."""
+"""A coordinator and stubs that call it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,14 @@ from lmkv_server.coordinator.coordinator import Coordinator
 
 
 @pytest.fixture
-async def coordinator() -> AsyncIterator[Coordinator]:
-    async with Coordinator(port=0, lease_ttl=0.3, cluster_secret="hush") as serving:
+def lease_ttl() -> float:
+    """Long enough for any test that does not report; tests of leases parametrize it."""
+    return 30.0
+
+
+@pytest.fixture
+async def coordinator(lease_ttl: float) -> AsyncIterator[Coordinator]:
+    async with Coordinator(port=0, lease_ttl=lease_ttl, cluster_secret="hush") as serving:
         yield serving
 
 

@@ -215,6 +215,7 @@ async def test_an_unknown_model_is_refused_and_the_known_ones_are_named(registry
         error = await refused(cache, model_name="mistral", **way)
         assert (error.code, error.reason) == ("NOT_FOUND", "MODEL_NOT_FOUND")
         assert error.metadata == {"model_name": "mistral", "known_models": "llama"}
+    assert (await refused(cache, tokens=PROMPT, model_name=100_000 * "x")).reason == "MODEL_NOT_FOUND"
 
 
 async def test_an_oversized_message_is_refused_and_the_next_one_served(

@@ -144,23 +144,31 @@ def test_instances_of_one_model_that_cannot_share_say_why() -> None:
     a = instances.register(said("a", 1, 1000, LLAMA, QWEN), now=0)
     b = instances.register(said("b", 1, 2000, LLAMA_FLOAT), now=0)
     c = instances.register(said("c", 1, 3000, QWEN), now=0)
-    assert instances.conflicts(a) == [
+    assert instances.conflicts(a, 10) == [
         Conflict(instance_id="b", model_name="llama", field="kv_dtype", own_value="bfloat16", other_value="float32")
     ]
-    assert instances.conflicts(b) == [
+    assert instances.conflicts(b, 10) == [
         Conflict(instance_id="a", model_name="llama", field="kv_dtype", own_value="float32", other_value="bfloat16")
     ]
-    assert instances.conflicts(c) == []
+    assert instances.conflicts(c, 10) == []
     instances.deregister("b", 1)
-    assert instances.conflicts(a) == []
+    assert instances.conflicts(a, 10) == []
+
+
+def test_a_divided_fleet_names_a_few_of_the_others() -> None:
+    instances = Instances(lease_ttl=3)
+    a = instances.register(said("a", 1, 1000, LLAMA), now=0)
+    for number in range(9, 0, -1):
+        instances.register(said(f"b-{number}", 1, 2000, LLAMA_FLOAT), now=0)
+    assert [conflict.instance_id for conflict in instances.conflicts(a, 3)] == ["b-1", "b-2", "b-3"]
 
 
 def test_instances_that_share_one_of_several_specs_do_not_conflict() -> None:
     instances = Instances(lease_ttl=3)
     a = instances.register(said("a", 1, 1000, LLAMA), now=0)
     b = instances.register(said("b", 1, 2000, LLAMA_FLOAT, LLAMA), now=0)
-    assert instances.conflicts(a) == []
-    assert instances.conflicts(b) == []
+    assert instances.conflicts(a, 10) == []
+    assert instances.conflicts(b, 10) == []
 
 
 def test_a_model_is_known_while_somebody_serves_it() -> None:

@@ -102,7 +102,7 @@ class Wire:
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
-        self.address = "127.0.0.1:%d" % self._server.sockets[0].getsockname()[1]
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -159,7 +159,8 @@ class Asker:
     async def tokens(self, keys: Sequence[ChunkKey] = KEYS) -> dict[str, int]:
         async with rpc.open_channel(self.address) as channel:
             cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
-            response = await cache.Lookup(LookupRequest(chunk_keys=join_keys(keys)), timeout=5)
+            request = LookupRequest(chunk_keys=join_keys(keys))
+            response = await cache.Lookup(request, timeout=5, wait_for_ready=True)
         return {holder.instance_id: holder.matched_token_count for holder in response.holders}
 
     async def instances(self) -> list[Instance]:
@@ -179,7 +180,7 @@ class Asker:
 
 async def until(condition: Callable[[], bool], within: float = 5) -> None:
     began = time.monotonic()
-    while not condition():  # noqa: ASYNC110 # nothing tells but the state itself
+    while not condition():
         assert time.monotonic() - began < within
         await asyncio.sleep(0.005)
 
@@ -360,7 +361,7 @@ async def test_a_second_node_of_one_id_is_refused_with_a_clear_message(coordinat
         await asker.until({"a": 256})
         async with second.join(coordinator.address) as fleet:
             began = time.monotonic()
-            with pytest.raises(ConfigError, match="instance_id 'a' is in use by a living node at 127.0.0.1:7000"):
+            with pytest.raises(ConfigError, match=r"instance_id 'a' is in use by a living node at 127\.0\.0\.1:7000"):
                 await fleet.started()
             assert LEASE_SECONDS <= time.monotonic() - began < LEASE_SECONDS + 2
             with pytest.raises(ConfigError):
@@ -525,6 +526,9 @@ class Ordering(registry_service_pb2_grpc.RegistryServiceServicer):
 
     def __init__(self) -> None:
         self.outcomes: list[OrderOutcome] = []
+
+    Deregister: Any = None
+    ListInstances: Any = None
 
     async def Register(self, request: RegisterRequest, context: Any) -> RegisterResponse:  # noqa: N802
         response = RegisterResponse(instance=request.instance)

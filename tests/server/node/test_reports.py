@@ -63,7 +63,7 @@ def test_chunks_shorter_than_their_spec_are_marked_by_their_place_among_the_admi
 def test_every_report_fits_into_a_message() -> None:
     count = 2 * MAX_KEYS_PER_REPORT + 1
     changes = Changes(Held(tier=HOST, fingerprint=ONE, key=key(i), token_count=100_000 + i) for i in range(count))
-    reports = changes.reports(SIZES)
+    reports = list(changes.reports(SIZES))
     assert len(reports) == 3
     assert max(report.ByteSize() for report in reports) < MAX_MESSAGE_BYTES
     told = [k for report in reports for change in report.changes for k in split_keys(change.admitted_keys)]

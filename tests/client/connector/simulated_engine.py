@@ -1,0 +1,443 @@
+"""vLLM's real scheduler with the connector's real scheduler side, and workers whose KV is simulated.
+
+No model runs. The KV of a token is a number that depends on every token before it, so that a page that holds the wrong
+bytes is noticed as soon as a step reads it. Which token comes next depends on the KV too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from lmkv.config import ConnectorConfig
+from lmkv.keys import ChunkKey, KeyChain, as_tokens, root_key
+from lmkv.spec import NATIVE_TILES, KvSpec
+from lmkv_client.connector.connector import LMKVConnector
+from lmkv_client.connector.messages import Load, Loaded, StepPlan, WorkerReport, Written
+from lmkv_client.connector.scheduler import SchedulerSide
+from lmkv_kernels import BlockCopy
+from tests.client.connector.scripted_node import SPOILT, Content, Pool, ScriptedNode, Stored
+
+BLOCK = 32
+CHUNK = 64
+VOCAB = 500
+STEP_SECONDS = 0.002
+MAX_STEPS = 2000
+
+SPEC = KvSpec(
+    model_name="simulated",
+    model_id="simulated",
+    kv_dtype="bfloat16",
+    layer_count=1,
+    kv_head_count=2,
+    head_size=64,
+    chunk_size=CHUNK,
+    format=NATIVE_TILES,
+    tile_backend="TEST",
+    block_size=BLOCK,
+)
+
+
+class Clock:
+    """Time that a test moves. Each look at it takes a little, so that no wait is endless."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        self.now += 1e-4
+        return self.now
+
+
+class ScriptedConnector(LMKVConnector):
+    """The connector with a scripted node at the other end of its line. vLLM's scheduler makes it."""
+
+    node: ScriptedNode
+    clock: Clock
+    config: ConnectorConfig
+    rank_count: int
+    step_tokens: int
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        self._worker = None
+        self._scheduler = SchedulerSide(
+            self.config,
+            SPEC,
+            self.node,  # type: ignore[arg-type]  # it has what the scheduler side needs of a link
+            block_size=BLOCK,
+            rank_count=self.rank_count,
+            step_tokens=self.step_tokens,
+            clock=self.clock,
+        )
+
+    def shutdown(self) -> None:
+        """Nothing to end."""
+
+
+def kv_values(tokens: Sequence[int], salt: str = "") -> Iterator[int]:
+    """The KV of each token: depends on all tokens before it."""
+    value = hash(("root", salt))
+    for token in tokens:
+        value = hash((value, token)) & 0x7FFF_FFFF_FFFF_FFFF
+        yield value
+
+
+def next_token(value: int) -> int:
+    """What the simulated model says after a token with this KV."""
+    return value % VOCAB
+
+
+def answer_of(prompt: Sequence[int], count: int, salt: str = "") -> list[int]:
+    """What an engine without any cache says to the prompt."""
+    tokens = list(prompt)
+    value = list(kv_values(tokens, salt))[-1]
+    said = []
+    for _ in range(count):
+        said.append(next_token(value))
+        value = hash((value, said[-1])) & 0x7FFF_FFFF_FFFF_FFFF
+    return said
+
+
+@dataclass
+class Copying:
+    """One rank's load: copies that were not made yet, and what became of the others."""
+
+    copies: list[tuple[Pool, BlockCopy]] = field(default_factory=list)
+    failed_blocks: list[int] = field(default_factory=list)
+    final: bool = False
+    steps_left: int = 0
+
+
+class SimulatedWorker:
+    """One rank, as `WorkerSide` promises to be, with numbers for bytes."""
+
+    def __init__(self, rank: int, node: ScriptedNode) -> None:
+        self.rank = rank
+        self.node = node
+        self.pages: dict[int, list[int]] = {}
+        self.steps_per_load = 0
+        """Steps that an asynchronous load takes after all of it is known."""
+        self.fails_loads = False
+        self.skips_stores = False
+        self._loads: dict[str, Copying] = {}
+        self._engine_id = ""
+        self._pool: Pool = {}
+        self._poisoned = False
+        self._failed_blocks: set[int] = set()
+        self._report: WorkerReport | None = None
+
+    @property
+    def load_count(self) -> int:
+        """Loads that run."""
+        return len(self._loads)
+
+    def page(self, block_id: int) -> list[int]:
+        """The slots of one page."""
+        return self.pages.setdefault(block_id, [SPOILT] * BLOCK)
+
+    def load(self, plan: StepPlan) -> None:
+        """Before the forward if it needs the pages at once, else after it."""
+        if plan.attachment:
+            self._engine_id = plan.attachment.engine_id
+            self._pool = self.node.pools[plan.attachment.epoch]
+        self._poisoned = False
+        for load in plan.loads:
+            copying = self._loads.setdefault(load.request_id, Copying(steps_left=self.steps_per_load))
+            copying.copies += [(self._pool, copy) for copy in load.copies]
+            copying.failed_blocks += load.failed_blocks
+            copying.final |= load.final
+            if load.sync:
+                assert load.final, "a synchronous load is complete in its step"
+                self._end(load)
+
+    def _end(self, load: Load) -> None:
+        copying = self._loads.pop(load.request_id)
+        failed = self.copy(copying)
+        self._poisoned |= failed or bool(copying.failed_blocks)
+        self._done(load.request_id, copying, failed=failed)
+
+    def copy(self, copying: Copying) -> bool:
+        """Fills pages from the pool; True if that failed."""
+        for pool, copy in copying.copies:
+            content = pool.get(copy.offset, {}).get(self.rank)
+            for index, block_id in enumerate(copy.block_ids, copy.first_block):
+                block = [SPOILT] * BLOCK if content is None or self.fails_loads else list(content[index])
+                self.pages[block_id] = block
+        if self.fails_loads:
+            copying.failed_blocks += [block for _, copy in copying.copies for block in copy.block_ids]
+        return self.fails_loads and bool(copying.copies)
+
+    def _done(self, request_id: str, copying: Copying, *, failed: bool) -> None:
+        self._failed_blocks |= set(copying.failed_blocks)
+        self._reporting().loaded[request_id] = Loaded(
+            rank_count=1, size_bytes=0 if failed else len(copying.copies), seconds=0.001, failed=failed
+        )
+
+    def store(self, plan: StepPlan) -> None:
+        """Copies pages into the pool, before they can change."""
+        for copy in plan.stores:
+            report = self._reporting()
+            if self._poisoned or self.skips_stores:
+                report.skipped.add(copy.offset)
+                continue
+            assert copy.first_block == 0
+            assert len(copy.block_ids) == copy.extent_block_count
+            content: Content = [list(self.page(block_id)) for block_id in copy.block_ids]
+            self._pool[copy.offset][self.rank] = content
+            report.written[copy.offset] = Written(rank_count=1, checksum=sum(map(sum, content)) % 2**64)
+
+    def result(self) -> KVConnectorOutput:
+        """What vLLM collects from the worker after the step."""
+        finished = set()
+        for request_id, copying in list(self._loads.items()):
+            if not copying.final:
+                continue
+            if copying.steps_left:
+                copying.steps_left -= 1
+                continue
+            del self._loads[request_id]
+            self._done(request_id, copying, failed=self.copy(copying))
+            finished.add(request_id)
+        failed, self._failed_blocks = self._failed_blocks, set()
+        report, self._report = self._report, None
+        return KVConnectorOutput(
+            finished_recving=finished or None, invalid_block_ids=failed, kv_connector_worker_meta=report
+        )
+
+    def _reporting(self) -> WorkerReport:
+        if self._report is None:
+            self._report = WorkerReport(engine_id=self._engine_id)
+        return self._report
+
+
+class SimulatedEngine:
+    """An engine step by step. `node` is attached from the start unless a test says otherwise."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        *,
+        rank_count: int = 1,
+        block_count: int = 64,
+        step_tokens: int = 8192,
+        credit_limit: int = 64,
+        attached: bool = True,
+        **config: Any,
+    ) -> None:
+        self.node = ScriptedNode(SPEC, credit_limit=credit_limit)
+        self.node.on_commit = self._check_commit
+        self.clock = Clock()
+        ScriptedConnector.node = self.node
+        ScriptedConnector.clock = self.clock
+        ScriptedConnector.config = ConnectorConfig(chunk_size=CHUNK, **config)
+        ScriptedConnector.rank_count = rank_count
+        ScriptedConnector.step_tokens = step_tokens
+        vllm_config.cache_config.num_gpu_blocks = block_count
+        vllm_config.scheduler_config.max_num_batched_tokens = step_tokens
+        self.scheduler = make_scheduler(vllm_config, block_count)
+        connector = self.scheduler.connector
+        assert isinstance(connector, ScriptedConnector)
+        self.side: SchedulerSide = connector.scheduler
+        self.workers = [SimulatedWorker(rank, self.node) for rank in range(rank_count)]
+        self.said: dict[str, list[int]] = {}
+        self.requests: dict[str, Request] = {}
+        self.scheduled_tokens: dict[str, int] = {}
+        """Tokens computed for each request, not loaded."""
+        self.steps = 0
+        self.during_step: Callable[[], None] = lambda: None
+        """Called when the workers are done with a step, before the scheduler hears of it."""
+        self._aggregator = KVOutputAggregator(rank_count)
+        self._hasher = get_request_block_hasher(BLOCK, get_hash_fn_by_name("sha256"))
+        self._free_at_start = self.free_block_count
+        if attached:
+            self.node.attach()
+
+    @property
+    def free_block_count(self) -> int:
+        """Pages that no request has."""
+        count: int = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return count
+
+    def add(self, request_id: str, prompt: Sequence[int], *, output: int = 2, salt: str = "") -> Request:
+        """A request has arrived."""
+        params = SamplingParams(max_tokens=output, ignore_eos=True)
+        params.update_from_generation_config({}, 1)
+        request = Request(request_id, list(prompt), params, None, cache_salt=salt or None, block_hasher=self._hasher)
+        self.requests[request_id] = request
+        self.said[request_id] = []
+        self.scheduled_tokens[request_id] = 0
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, request_id: str) -> None:
+        """The client has gone away."""
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> SchedulerOutput:
+        """Schedules, computes, and takes in the result."""
+        self.clock.now += STEP_SECONDS
+        self.steps += 1
+        output = self.scheduler.schedule()
+        plan = output.kv_connector_metadata
+        assert isinstance(plan, StepPlan)
+        results = [self._work(worker, plan, output) for worker in self.workers]
+        self.during_step()
+        result = self._aggregator.aggregate(results)
+        assert result is not None
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            for one in outputs.outputs:
+                self.said[one.request_id] += one.new_token_ids
+        return output
+
+    def run(self, *request_ids: str) -> None:
+        """Steps until these requests are over, or all of them."""
+        for _ in range(MAX_STEPS):
+            waiting = request_ids or tuple(self.requests)
+            if all(self.requests[request_id].is_finished() for request_id in waiting):
+                return
+            self.step()
+        raise AssertionError(f"not over after {MAX_STEPS} steps")
+
+    def serve(self, request_id: str, prompt: Sequence[int], *, output: int = 2, salt: str = "") -> int:
+        """Answers a prompt, checks the answer, and says how many tokens had to be computed."""
+        self.add(request_id, prompt, output=output, salt=salt)
+        self.run(request_id)
+        self.check_answer(request_id)
+        return self.scheduled_tokens[request_id]
+
+    def settle(self) -> None:
+        """Steps until nothing is under way any more, and the node has answered everything."""
+        self.node.prompt = True
+        self.node.answer()
+        for _ in range(MAX_STEPS):
+            if not self.scheduler.has_requests():
+                break
+            self.step()
+        self.side.pump()
+
+    def check_answer(self, request_id: str) -> None:
+        """The same as without any cache."""
+        request = self.requests[request_id]
+        expected = answer_of(request.prompt_token_ids or [], request.max_tokens, request.cache_salt or "")
+        assert self.said[request_id] == expected, f"{request_id} got a wrong answer"
+
+    def check_nothing_is_left(self) -> None:
+        """No page, hold, ticket, load, write or credit outlives the requests."""
+        self.settle()
+        assert not self.scheduler.requests
+        assert self.free_block_count == self._free_at_start
+        assert not any(worker.load_count for worker in self.workers)
+        side = self.side
+        assert (len(side._prompts), len(side._searches), len(side._loads), len(side._stores)) == (0, 0, 0, 0)
+        credits = side._stores.credits
+        assert (credits.asked_count, credits.writing_count) == (0, 0)
+        if self.node.attached:
+            assert not self.node.tickets, "the node still holds chunks for a request"
+            assert not self.node.fetches
+            assert set(credits._offsets) == self.node.credits_out
+        else:
+            assert not credits._offsets
+
+    def take_stats(self) -> dict[str, float]:
+        """What was counted since the last call."""
+        stats = self.side.take_stats()
+        return dict(stats.data) if stats else {}
+
+    def _work(self, worker: SimulatedWorker, plan: StepPlan, output: SchedulerOutput) -> ModelRunnerOutput:
+        if output.has_sync_kv_loads:
+            worker.load(plan)
+        sampled = self._forward(worker, output)
+        if not output.has_sync_kv_loads:
+            worker.load(plan)
+        worker.store(plan)
+        request_ids = list(sampled)
+        return ModelRunnerOutput(
+            req_ids=request_ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(request_ids)},
+            sampled_token_ids=[sampled[request_id] for request_id in request_ids],
+            kv_connector_output=worker.result(),
+        )
+
+    def _forward(self, worker: SimulatedWorker, output: SchedulerOutput) -> dict[str, list[int]]:
+        """Reads the pages of the tokens before, writes those of the scheduled tokens, says what comes next."""
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        sampled: dict[str, list[int]] = {}
+        for request_id, count in output.num_scheduled_tokens.items():
+            request = self.requests[request_id]
+            if worker.rank == 0:
+                self.scheduled_tokens[request_id] += count
+            (block_ids,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+            tokens = list(request.all_token_ids)
+            values = list(kv_values(tokens, request.cache_salt or ""))
+            start, stop = computed[request_id], computed[request_id] + count
+            right = all(worker.page(block_ids[at // BLOCK])[at % BLOCK] == values[at] for at in range(start))
+            if not right:
+                failed = worker._failed_blocks & set(block_ids)
+                assert failed, f"{request_id} reads pages that hold other bytes than its prompt's"
+            for at in range(start, stop):
+                worker.page(block_ids[at // BLOCK])[at % BLOCK] = values[at] if right else SPOILT
+            token = next_token(values[stop - 1] + (not right))
+            sampled[request_id] = [token] if stop == len(tokens) else []
+        return sampled
+
+    def _check_commit(self, key: ChunkKey, chunk: Stored) -> None:
+        """What becomes visible is what its key says, on every rank."""
+        values = self._values_of(key)
+        for worker in self.workers:
+            slots = [slot for block in chunk.content[worker.rank] for slot in block]
+            right = slots[: chunk.token_count] == values[-chunk.token_count :]
+            assert right, "a chunk holds other bytes than its key says"
+
+    def _values_of(self, key: ChunkKey) -> list[int]:
+        for request in self.requests.values():
+            salt = request.cache_salt or ""
+            tokens = as_tokens(list(request.all_token_ids))
+            chain = KeyChain(root_key(SPEC.fingerprint, cache_salt=salt), CHUNK)
+            chain.extend(tokens)
+            if key in chain.keys:
+                count = (chain.keys.index(key) + 1) * CHUNK
+                return list(kv_values(tokens.tolist(), salt))[:count]
+            prompt = as_tokens(request.prompt_token_ids or [])
+            chain = KeyChain(root_key(SPEC.fingerprint, cache_salt=salt), CHUNK)
+            chain.extend(prompt)
+            if chain.partial(prompt) == key:
+                return list(kv_values(prompt.tolist(), salt))
+        raise AssertionError("a key that is nobody's")
+
+
+def make_scheduler(vllm_config: VllmConfig, block_count: int) -> Scheduler:
+    """vLLM's scheduler for one layer with so many pages."""
+    cache = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=vllm_config.model_config.dtype)
+    kv_cache_config = KVCacheConfig(
+        num_blocks=block_count, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], cache)]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        init_none_hash(get_hash_fn_by_name("sha256"))
+        return Scheduler(
+            vllm_config,
+            kv_cache_config,
+            StructuredOutputManager(vllm_config),
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
+            log_stats=True,
+        )

@@ -1,0 +1,263 @@
+"""The parts of a node that peers have to do with, put together: in this process, or in one of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmkv import rpc
+from lmkv.keys import ChunkKey
+from lmkv.pool import Pool
+from lmkv.spec import KvSpec
+from lmkv.transfer import open_channel
+from lmkv.v1 import peer_service_pb2_grpc
+from lmkv.v1.cache_service_pb2 import Holder
+from lmkv_kernels import checksum
+from lmkv_server.node.engines import Engines
+from lmkv_server.node.host_tier import Chunk, HostTier
+from lmkv_server.node.peer_service import PeerService
+from lmkv_server.node.peers import Peers
+
+SERVICE = "lmkv.v1.PeerService"
+SMALL = KvSpec(
+    model_name="m",
+    model_id="m@1",
+    kv_dtype="float32",
+    layer_count=2,
+    kv_head_count=2,
+    head_size=16,
+    chunk_size=256,
+)
+"""Its chunks have 128 KiB."""
+LARGE = replace(SMALL, layer_count=32, kv_head_count=8)
+"""Its chunks have 8 MiB."""
+SPECS = {"small": SMALL, "large": LARGE}
+
+
+def keys_of(count: int) -> list[ChunkKey]:
+    """The keys of one long prompt."""
+    return [ChunkKey(index.to_bytes(16, "big")) for index in range(1, count + 1)]
+
+
+def words_of(key: ChunkKey, spec: KvSpec, token_count: int = 256) -> NDArray[np.uint64]:
+    """What the chunk of this key holds, wherever it is."""
+    words = np.arange(spec.size_bytes(token_count) // 8, dtype=np.uint64)
+    return words * np.uint64(0x9E3779B97F4A7C15) + np.uint64(int.from_bytes(key, "big"))
+
+
+class Parts:
+    """One node's tier, pool, channel, `PeerService` and `Peers`."""
+
+    def __init__(
+        self, instance_id: str, *, spec: KvSpec = SMALL, chunk_count: int = 32, grant_ttl_seconds: float = 30.0
+    ) -> None:
+        self.instance_id = instance_id
+        self.spec = spec
+        self.epoch = time.time_ns()
+        self.address = ""
+        self._size_bytes = chunk_count * spec.chunk_bytes
+        self._grant_ttl_seconds = grant_ttl_seconds
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        self.pool = Pool.create(self._size_bytes)
+        self._stack.callback(self.pool.close)
+        self.tier = HostTier(self.pool.size_bytes)
+        self.engines = Engines(self.tier)
+        self.engines.attach("engine", self.spec)
+        self.channel = open_channel(
+            "nixl", f"{self.instance_id}:{self.epoch}", self.pool.address, self.pool.size_bytes, ["UCX"]
+        )
+        self._stack.push_async_callback(self.channel.aclose)
+        self.service = PeerService(
+            instance_id=self.instance_id,
+            epoch=self.epoch,
+            tier=self.tier,
+            specs=self.engines,
+            channel=self.channel,
+            region_address=self.pool.address,
+            grant_ttl_seconds=self._grant_ttl_seconds,
+        )
+        await self._stack.enter_async_context(self.service)
+        server = await rpc.make_server([SERVICE])
+        peer_service_pb2_grpc.add_PeerServiceServicer_to_server(self.service, server)
+        self.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        self._stack.push_async_callback(server.stop, 0.1)
+        self.peers = await self._stack.enter_async_context(
+            Peers(instance_id=self.instance_id, epoch=self.epoch, tier=self.tier, channel=self.channel, pool=self.pool)
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    def holder(self, matched_count: int) -> Holder:
+        """The node as lookups name it."""
+        return Holder(
+            instance_id=self.instance_id,
+            epoch=self.epoch,
+            peer_address=self.address,
+            matched_chunk_count=matched_count,
+        )
+
+    def words(self, offset: int, size_bytes: int) -> NDArray[np.uint64]:
+        """Words of the pool; not to be kept."""
+        return np.frombuffer(self.pool.buffer, np.uint64, size_bytes // 8, offset)
+
+    def put(self, key: ChunkKey, token_count: int = 256) -> Chunk:
+        """Commits the chunk of this key."""
+        size_bytes = self.spec.size_bytes(token_count)
+        reserved = self.tier.reserve(size_bytes)
+        assert reserved
+        self.words(reserved.offset, size_bytes)[:] = words_of(key, self.spec, token_count)
+        chunk = self.tier.commit(
+            reserved.offset,
+            key=key,
+            fingerprint=self.spec.fingerprint,
+            size_bytes=size_bytes,
+            checksum=checksum(self.pool.buffer, reserved.offset, size_bytes),
+            token_count=token_count,
+        )
+        assert chunk
+        return chunk
+
+    def damage(self, key: ChunkKey) -> None:
+        """Changes a committed chunk's bytes."""
+        chunk = self.tier.get(key)
+        assert chunk
+        self.words(chunk.offset, chunk.size_bytes)[5] ^= np.uint64(1 << 40)
+
+    def holds_right(self, chunk: Chunk) -> bool:
+        """Whether the chunk's bytes are those that its key stands for."""
+        words = self.words(chunk.offset, chunk.size_bytes)
+        return np.array_equal(words, words_of(chunk.key, self.spec, chunk.token_count))
+
+    def check_nothing_left(self) -> None:
+        """Asserts that nothing is reserved, held or granted, and that every chunk is what it should be."""
+        self.tier.check()
+        assert self.tier.reserved_count == 0
+        assert not any(chunk.holds for chunk in self.tier)
+        assert len(self.peers.flights) == 0
+        assert all(self.holds_right(chunk) for chunk in self.tier)
+
+
+class Taken:
+    """An `on_chunks` that keeps what it is given, and checks that it comes in order."""
+
+    def __init__(self, node: Parts, first: int = 0, then: Callable[[], None] | None = None) -> None:
+        self.chunks: list[Chunk] = []
+        self.call_count = 0
+        self._node = node
+        self._first = first
+        self._then = then
+
+    def __call__(self, chunks: list[tuple[int, Chunk]]) -> None:
+        assert chunks
+        for index, chunk in chunks:
+            assert index == self._first + len(self.chunks)
+            assert chunk.holds > 0
+            self.chunks.append(chunk)
+        self.call_count += 1
+        if self._then:
+            self._then()
+
+    def keys(self) -> list[ChunkKey]:
+        """Keys of what came."""
+        return [chunk.key for chunk in self.chunks]
+
+    def let_go(self) -> None:
+        """Checks the bytes and ends the holds."""
+        assert all(self._node.holds_right(chunk) for chunk in self.chunks)
+        self._node.tier.unhold(self.chunks)
+
+
+class Remote:
+    """`Parts` in a process of their own, holding chunks. It takes orders: `ask`."""
+
+    def __init__(self, instance_id: str, *, spec: str = "large", chunk_count: int = 16) -> None:
+        program = f"from tests.server.node.peer_parts import serve; serve({instance_id!r}, {spec!r}, {chunk_count})"
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        said = self._heard()
+        self.holder = Holder(
+            instance_id=instance_id,
+            epoch=said["epoch"],
+            peer_address=said["address"],
+            matched_chunk_count=chunk_count,
+        )
+
+    def ask(self, order: str) -> Any:
+        """Has it carry out an order; its answer."""
+        assert self._process.stdin
+        self._process.stdin.write(order + "\n")
+        self._process.stdin.flush()
+        return self._heard()
+
+    def _heard(self) -> Any:
+        assert self._process.stdout
+        return json.loads(self._process.stdout.readline())
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal."""
+        self._process.send_signal(number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.send_signal(signal.SIGCONT)
+        try:
+            self._process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+
+
+def serve(instance_id: str, spec: str, chunk_count: int) -> None:
+    """What a remote's process does: carries out orders until its standard input ends."""
+
+    async def run() -> None:
+        async with Parts(instance_id, spec=SPECS[spec], chunk_count=chunk_count * 4) as node:
+            for key in keys_of(chunk_count):
+                node.put(key)
+            _say({"epoch": node.epoch, "address": node.address})
+            while order := await asyncio.to_thread(sys.stdin.readline):
+                _say(_obey(node, order.split()))
+
+    asyncio.run(run())
+
+
+def _obey(node: Parts, order: Sequence[str]) -> Any:
+    match order:
+        case ["damage", index]:
+            node.damage(keys_of(int(index) + 1)[-1])
+        case ["drop", index]:
+            node.tier.drop(keys_of(int(index) + 1)[-1:])
+        case ["grants"]:
+            return len(node.service.grants)
+        case ["holds"]:
+            return sum(chunk.holds for chunk in node.tier)
+    return None
+
+
+def _say(what: Any) -> None:
+    print(json.dumps(what), flush=True)

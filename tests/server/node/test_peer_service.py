@@ -1,0 +1,225 @@
+"""PeerService over a real socket: who may read what, for how long, and what every bad request is answered with."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import grpc
+import pytest
+from google.protobuf import duration_pb2
+
+from lmkv import rpc
+from lmkv.errors import (
+    BadChunkKey,
+    BadKvSpec,
+    ChannelUnsupported,
+    Full,
+    KvSpecMismatch,
+    LmkvError,
+    WrongInstance,
+)
+from lmkv.keys import join_keys
+from lmkv.v1 import peer_service_pb2 as pb
+from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
+from tests.server.node.peer_parts import SMALL, Parts, keys_of
+
+KEYS = keys_of(8)
+DAMAGED = b"not metadata at all"
+
+
+@pytest.fixture
+async def owner() -> AsyncIterator[Parts]:
+    async with Parts("owner") as parts:
+        for key in KEYS[:4]:
+            parts.put(key)
+        yield parts
+        parts.tier.check()
+
+
+@pytest.fixture
+async def stub(owner: Parts) -> AsyncIterator[pb_grpc.PeerServiceAsyncStub]:
+    async with rpc.open_channel(owner.address) as channel:
+        yield pb_grpc.PeerServiceStub(channel)
+
+
+def introduction(owner: Parts, **changes: object) -> pb.InitRequest:
+    values: dict[str, object] = {
+        "instance_id": "reader",
+        "epoch": 5,
+        "peer_instance_id": owner.instance_id,
+        "peer_epoch": owner.epoch,
+        "spec": SMALL.to_proto(),
+        "channel": "nixl",
+        "channel_metadata": DAMAGED,
+    }
+    return pb.InitRequest(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def acquisition(owner: Parts, **changes: object) -> pb.AcquireRequest:
+    values: dict[str, object] = {
+        "instance_id": "reader",
+        "peer_epoch": owner.epoch,
+        "fingerprint": SMALL.fingerprint,
+        "chunk_keys": join_keys(KEYS),
+    }
+    return pb.AcquireRequest(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def seconds(value: float) -> duration_pb2.Duration:
+    duration = duration_pb2.Duration()
+    duration.FromNanoseconds(round(value * 1e9))
+    return duration
+
+
+async def error_of(call: grpc.aio.UnaryUnaryCall) -> LmkvError:
+    with pytest.raises(grpc.RpcError) as raised:
+        await call
+    return rpc.from_rpc_error(raised.value)
+
+
+async def test_init_answers_with_metadata_and_the_pool_as_region_and_may_be_repeated(
+    owner: Parts, stub: pb_grpc.PeerServiceAsyncStub
+) -> None:
+    async with Parts("reader") as reader:
+        for _ in range(2):
+            response = await stub.Init(
+                introduction(owner, epoch=reader.epoch, channel_metadata=reader.channel.metadata), timeout=5
+            )
+        assert response.channel_metadata == owner.channel.metadata
+        assert [(region.address, region.size_bytes) for region in response.regions] == [
+            (owner.pool.address, owner.pool.size_bytes)
+        ]
+
+
+@pytest.mark.parametrize("changes", [{"peer_instance_id": "another"}, {"peer_epoch": 1}])
+async def test_init_meant_for_another_instance_or_epoch_is_wrong_here(
+    owner: Parts, stub: pb_grpc.PeerServiceAsyncStub, changes: dict[str, object]
+) -> None:
+    error = await error_of(stub.Init(introduction(owner, **changes), timeout=5))
+    assert isinstance(error, WrongInstance)
+    assert error.metadata == {"instance_id": "owner", "epoch": str(owner.epoch)}
+
+
+async def test_a_spec_that_lies_about_its_fingerprint_is_refused(
+    owner: Parts, stub: pb_grpc.PeerServiceAsyncStub
+) -> None:
+    spec = SMALL.to_proto()
+    spec.layer_count += 1
+    assert isinstance(await error_of(stub.Init(introduction(owner, spec=spec), timeout=5)), BadKvSpec)
+
+
+async def test_another_spec_of_the_same_model_is_refused_by_field_before_the_metadata_is_looked_at(
+    owner: Parts, stub: pb_grpc.PeerServiceAsyncStub
+) -> None:
+    other = replace(SMALL, kv_dtype="bfloat16")
+    error = await error_of(stub.Init(introduction(owner, spec=other.to_proto(), channel="smoke"), timeout=5))
+    assert isinstance(error, KvSpecMismatch)
+    assert error.metadata == {
+        "model_name": "m",
+        "field": "kv_dtype",
+        "own_value": "float32",
+        "other_value": "bfloat16",
+    }
+
+
+async def test_a_spec_of_a_model_that_is_not_here_is_no_mismatch(
+    owner: Parts, stub: pb_grpc.PeerServiceAsyncStub
+) -> None:
+    other = replace(SMALL, model_name="another", layer_count=3)
+    error = await error_of(stub.Init(introduction(owner, spec=other.to_proto()), timeout=5))
+    assert isinstance(error, ChannelUnsupported)  # it came as far as the metadata
+
+
+async def test_a_channel_that_is_not_spoken_here_is_refused(owner: Parts, stub: pb_grpc.PeerServiceAsyncStub) -> None:
+    error = await error_of(stub.Init(introduction(owner, channel="smoke"), timeout=5))
+    assert isinstance(error, ChannelUnsupported)
+    assert error.metadata == {"channel": "nixl"}
+
+
+async def test_acquire_lists_what_is_held_and_keeps_it_in_place_until_release(
+    owner: Parts, stub: pb_grpc.PeerServiceAsyncStub
+) -> None:
+    owner.tier.drop([KEYS[1]])
+    short = owner.put(KEYS[6], token_count=100)
+    before = time.time()
+    response = await stub.Acquire(acquisition(owner, ttl=seconds(3)), timeout=5)
+    assert list(response.present) == [0, 2, 3, 6]
+    assert before + 2.9 < response.grant.expire_time.ToNanoseconds() / 1e9 < time.time() + 3.1
+    for index, extent in zip(response.present, response.grant.extents, strict=True):
+        chunk = owner.tier.get(KEYS[index])
+        assert chunk
+        assert chunk.holds == 1
+        assert (extent.region, extent.offset, extent.size_bytes) == (0, chunk.offset, chunk.size_bytes)
+        assert (extent.checksum, extent.generation) == (chunk.checksum, chunk.generation)
+    assert response.grant.extents[3].token_count == short.token_count == 100
+    for _ in range(2):  # the second is no error
+        await stub.Release(pb.ReleaseRequest(grant_id=response.grant.grant_id), timeout=5)
+        assert not any(chunk.holds for chunk in owner.tier)
+
+
+async def test_acquire_of_nothing_grants_nothing(owner: Parts, stub: pb_grpc.PeerServiceAsyncStub) -> None:
+    others = (
+        acquisition(owner, chunk_keys=join_keys(KEYS[4:])),
+        acquisition(owner, chunk_keys=b""),
+        acquisition(owner, fingerprint=b"x" * 16),
+    )
+    for request in others:
+        response = await stub.Acquire(request, timeout=5)
+        assert response == pb.AcquireResponse()
+    assert len(owner.service.grants) == 0
+
+
+async def test_bad_requests_get_their_status_and_the_server_keeps_serving(
+    owner: Parts, stub: pb_grpc.PeerServiceAsyncStub
+) -> None:
+    assert isinstance(await error_of(stub.Acquire(acquisition(owner, peer_epoch=1), timeout=5)), WrongInstance)
+    for packed in (b"x" * 15, b"x" * 16 * 4097):
+        assert isinstance(await error_of(stub.Acquire(acquisition(owner, chunk_keys=packed), timeout=5)), BadChunkKey)
+    await stub.Release(pb.ReleaseRequest(grant_id="never was"), timeout=5)
+    calls = (stub.Allocate(pb.AllocateRequest(), timeout=5), stub.Commit(pb.CommitRequest(), timeout=5))
+    for call in calls:
+        with pytest.raises(grpc.RpcError) as raised:
+            await call
+        assert raised.value.code() == grpc.StatusCode.UNIMPLEMENTED
+    assert list((await stub.Acquire(acquisition(owner), timeout=5)).present) == [0, 1, 2, 3]
+
+
+async def test_a_peer_that_has_its_share_is_told_to_come_back(stub: pb_grpc.PeerServiceAsyncStub, owner: Parts) -> None:
+    for key in KEYS[4:]:
+        owner.put(key)
+    first = await stub.Acquire(acquisition(owner), timeout=5)
+    assert len(first.present) == 8  # a quarter of the pool
+    assert isinstance(await error_of(stub.Acquire(acquisition(owner), timeout=5)), Full)
+    await stub.Release(pb.ReleaseRequest(grant_id=first.grant.grant_id), timeout=5)
+    assert len((await stub.Acquire(acquisition(owner), timeout=5)).present) == 8
+
+
+async def test_a_grant_that_nobody_releases_ends_by_itself() -> None:
+    async with Parts("owner", grant_ttl_seconds=0.2) as owner, rpc.open_channel(owner.address) as channel:
+        chunk = owner.put(KEYS[0])
+        stub: pb_grpc.PeerServiceAsyncStub = pb_grpc.PeerServiceStub(channel)
+        await stub.Acquire(acquisition(owner, ttl=seconds(60)), timeout=5)
+        assert chunk.holds == 1
+        await asyncio.sleep(0.5)
+        assert chunk.holds == 0
+        assert owner.service.grants.expired_count == 1
+
+
+async def test_the_channel_makes_progress_exactly_while_there_are_grants(
+    owner: Parts, stub: pb_grpc.PeerServiceAsyncStub
+) -> None:
+    async def cost() -> float:
+        """CPU seconds of the transfer thread in half a second: the rest of the process idles."""
+        before = time.process_time()
+        await asyncio.sleep(0.5)
+        return time.process_time() - before
+
+    assert await cost() < 0.01
+    response = await stub.Acquire(acquisition(owner), timeout=5)
+    assert await cost() > 0.01
+    await stub.Release(pb.ReleaseRequest(grant_id=response.grant.grant_id), timeout=5)
+    await asyncio.sleep(0.05)
+    assert await cost() < 0.01
