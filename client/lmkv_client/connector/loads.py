@@ -63,7 +63,11 @@ class Loads:
             verify=self._config.verify_loads,
         )
         self._loadings[prompt.request_id] = loading
-        loading.arrived(0, prompt.own)
+        here_count = len(prompt.own) - prompt.fetched_count
+        loading.arrived(0, prompt.own[:here_count])
+        if prompt.fetched_count:
+            loading.peer_tokens = loading.arrived(here_count, prompt.own[here_count:])
+            loading.peer_id = prompt.peer_id
         if prompt.search is not Search.FOUND:  # the node was lost between the match and now
             loading.close()
         elif not loading.complete:

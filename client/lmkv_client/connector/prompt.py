@@ -34,6 +34,7 @@ class Prompt:
         "asked_at",
         "chain",
         "computed_count",
+        "fetched_count",
         "found_at",
         "keys",
         "own",
@@ -41,6 +42,7 @@ class Prompt:
         "partial_key",
         "peer_count",
         "peer_id",
+        "preemption_count",
         "request_id",
         "search",
         "starved",
@@ -70,10 +72,14 @@ class Prompt:
         self.asked_at = 0.0
         self.found_at = 0.0
         self.own: list[Extent] = []
+        self.fetched_count = 0
+        """So many of `own`, the last ones, came from a peer for this prompt."""
         self.peer_count = 0
         self.peer_id = ""
         self.computed_count = 0
         """Tokens that vLLM had itself when it last asked."""
+        self.preemption_count = 0
+        """How often vLLM had taken the request's pages away when it was last looked up."""
         self.stored_count = 0
         """Full chunks from the first that need no storing any more."""
         self.partial_is_stored = self.partial_key is None
@@ -124,6 +130,7 @@ class Prompt:
     def found(self, own: Sequence[Extent], peer_count: int, peer_id: str, now: float) -> None:
         """The node has answered."""
         self.own = list(own)
+        self.fetched_count = 0
         self.peer_count = peer_count
         self.peer_id = peer_id
         self.found_at = now
@@ -143,4 +150,5 @@ class Prompt:
         self.search = Search.OVER
         self.ticket = ""
         self.own = []
+        self.fetched_count = 0
         self.peer_count = 0

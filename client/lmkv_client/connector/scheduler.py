@@ -97,7 +97,8 @@ class SchedulerSide:
         if prompt is None or prompt.useless:
             return 0, False
         self.pump()
-        if self._searches.is_stale(prompt):
+        if self._searches.is_stale(prompt) or request.num_preemptions > prompt.preemption_count:
+            prompt.preemption_count = request.num_preemptions
             self._searches.release(prompt)
             self._ask(prompt)
         while self._searches.is_fresh(prompt):  # at most GRACE_SECONDS after the lookup
@@ -134,7 +135,7 @@ class SchedulerSide:
     def hit_sources(self, request: Request, extra_count: int) -> dict[CacheHitSource, int]:
         """Where the tokens of the load that was just planned come from."""
         loading = self._loads.get(request.request_id)
-        own = min(extra_count, loading.arrived_tokens) if loading else extra_count
+        own = min(extra_count, loading.arrived_tokens - loading.peer_tokens) if loading else extra_count
         sources = {CacheHitSource.HOST: own, CacheHitSource.P2P: extra_count - own}
         return {source: count for source, count in sources.items() if count}
 

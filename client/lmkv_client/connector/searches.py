@@ -110,6 +110,8 @@ class Searches:
             return
         if loaded.first_chunk == len(prompt.own):
             prompt.own.extend(loaded.extents)
+            prompt.fetched_count += len(loaded.extents)
+            prompt.peer_id = loaded.peer_instance_id or prompt.peer_id
         if loaded.done:
             self._fetched(prompt)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmkv")
 
 MAX_FAILURES = 2
-"""A request whose stores failed so often stores no more."""
+"""A request whose stores failed in so many steps stores no more."""
 PARTIAL = -1
 """Stands for the index of a prompt's partial chunk."""
 
@@ -141,10 +141,10 @@ class Stores:
                     )
                 )
                 stored[write.prompt] = stored.get(write.prompt, 0) + write.token_count
-        for offset in report.skipped:
-            if write := self._writes.pop(offset, None):
-                self.credits.put_back(offset)
-                self._undo(write)
+        skipped = {offset: write for offset in report.skipped if (write := self._writes.pop(offset, None))}
+        for offset in skipped:
+            self.credits.put_back(offset)
+        self._undo(skipped.values())
         if commits:
             self._send(pb.AttachRequest(commits=commits))
             self._count(stored, sum(commit.size_bytes for commit in commits), report.store_seconds)
@@ -161,18 +161,19 @@ class Stores:
 
     def lost(self) -> None:
         """The node is gone, and all credits with it. What the workers still write is void."""
-        for write in self._writes.values():
-            self._undo(write)
+        self._undo(self._writes.values())
         self._writes.clear()
         self.credits = Credits()
 
-    def _undo(self, write: Write) -> None:
-        """The chunk was not stored after all; it may be tried again."""
-        write.prompt.store_failures += 1
-        if write.index == PARTIAL:
-            write.prompt.partial_is_stored = False
-        else:
-            write.prompt.stored_count = min(write.prompt.stored_count, write.index)
+    def _undo(self, writes: Collection[Write]) -> None:
+        """The chunks of a step were not stored after all; they may be tried again."""
+        for write in writes:
+            if write.index == PARTIAL:
+                write.prompt.partial_is_stored = False
+            else:
+                write.prompt.stored_count = min(write.prompt.stored_count, write.index)
+        for prompt in {write.prompt for write in writes}:
+            prompt.store_failures += 1
 
     def _count(self, stored: dict[Prompt, int], size_bytes: int, seconds: float) -> None:
         tokens = sum(stored.values())

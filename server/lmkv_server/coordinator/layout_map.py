@@ -213,7 +213,7 @@ class LayoutMap:
                 end = index
                 break
             # Whoever lacks this chunk is out for good: keep the four bits of those only who hold it in some tier.
-            pass
+            reading = (_any_tier(held) & lowest) * _SLOT
             spans.append((index, held | (mask & _TOKENS)))
             last = mask
         return self._matches(spans, end)

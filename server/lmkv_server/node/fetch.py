@@ -203,7 +203,12 @@ class Fetch:
         peer, peers = source.peer, self._peers
         keys = [self._progress.keys[index] for index in batch]
         ttl_seconds = self._left() + GRANT_MARGIN_SECONDS
-        response = await peer.acquire(self._spec, keys, ttl_seconds, self._step_seconds(source))
+        acquiring = asyncio.create_task(peer.acquire(self._spec, keys, ttl_seconds, self._step_seconds(source)))
+        try:
+            response = await asyncio.shield(acquiring)
+        except asyncio.CancelledError:
+            peers.release_once_granted(peer, acquiring)
+            raise
         try:
             incoming = self._reserve(source, batch, response, landing)
             if incoming:

@@ -45,7 +45,8 @@ class Fleet:
 
     `instance` describes the node as it is now; `snapshot` yields everything it holds now and is read in one go, so
     that it may iterate over a living index. `on_conflicts` is told whenever the instances that share nothing with this
-    one have changed. Without a `coordinator_address` nothing is done and nothing is ever found.
+    one have changed, as seen at each registration: the intervals are how often it registers anew and how often, if
+    anything changed, digests are compared. Without a `coordinator_address` nothing is done and nothing is ever found.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Fleet:
         snapshot: Callable[[], Iterable[Held]],
         on_conflicts: Callable[[list[pb.SpecConflict]], None] | None = None,
         digest_interval_seconds: float = 60.0,
+        register_interval_seconds: float = 30.0,
         max_pending_changes: int = 200_000,
     ) -> None:
         self.coordinator_address = coordinator_address
@@ -67,6 +69,7 @@ class Fleet:
         self._snapshot = snapshot
         self._on_conflicts = on_conflicts
         self._digest_interval_seconds = digest_interval_seconds
+        self._register_interval_seconds = register_interval_seconds
         self._max_pending_changes = max_pending_changes
         self._channel: grpc.aio.Channel | None = None
         self._registry: Any = None
@@ -256,6 +259,7 @@ class Fleet:
             register=self._register,
             on_answer=self._answered,
             digest_interval_seconds=self._digest_interval_seconds,
+            register_interval_seconds=self._register_interval_seconds,
             max_pending_changes=self._max_pending_changes,
         )
 

@@ -16,6 +16,7 @@ from lmkv.keys import ChunkKey
 from lmkv.pool import Pool
 from lmkv.spec import KvSpec
 from lmkv.transfer import Channel
+from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_kernels import checksum
 from lmkv_server.node.arrivals import Flights, Incoming, Landing, OnChunks, Progress
@@ -145,9 +146,20 @@ class Peers:
         """Gives a grant back, behind the caller's back."""
         self._spawn(connection.release(grant_id, RELEASE_SECONDS))
 
+    def release_once_granted(self, connection: PeerConnection, acquiring: asyncio.Task[pb.AcquireResponse]) -> None:
+        """Gives back the grant of a call that nobody waits for any more."""
+        self._spawn(self._released(connection, acquiring))
+
+    async def _released(self, connection: PeerConnection, acquiring: asyncio.Task[pb.AcquireResponse]) -> None:
+        try:
+            response = await asyncio.wait_for(acquiring, RELEASE_SECONDS)
+        except (LmkvError, TimeoutError):
+            return  # if there is a grant, it expires
+        if response.grant.grant_id:
+            await connection.release(response.grant.grant_id, RELEASE_SECONDS)
+
     def quarantine(self, landing: Landing) -> None:
         """Counts extents that a transfer may still write to."""
-        logger.warning("a transfer could not be stopped; its extents are kept until it has")
         self._quarantine = {*filter(lambda earlier: earlier.quarantined, self._quarantine), landing}
 
     async def intact(self, incoming: Sequence[Incoming]) -> list[bool]:

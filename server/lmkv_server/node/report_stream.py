@@ -41,7 +41,8 @@ class ReportStream:
     """Reports of one node over one call. `run` it once.
 
     `describe` gives the node as it is now, `snapshot` everything it holds now, read in one go. `register` registers
-    the node anew. `on_answer` is called with each sign of life of the coordinator.
+    the node anew, which also brings news of the others. `on_answer` is called with each sign of life of the
+    coordinator.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class ReportStream:
         register: Callable[[], Awaitable[Membership]],
         on_answer: Callable[[], None],
         digest_interval_seconds: float,
+        register_interval_seconds: float,
         max_pending_changes: int,
     ) -> None:
         self._membership = membership
@@ -61,6 +63,7 @@ class ReportStream:
         self._register = register
         self._on_answer = on_answer
         self._digest_interval_seconds = digest_interval_seconds
+        self._register_interval_seconds = register_interval_seconds
         self._max_pending_changes = max_pending_changes
         self._changes: Changes | None = None
         self._registration_is_old = False
@@ -115,12 +118,14 @@ class ReportStream:
         await self._write(call, pb.ReportRequest(snapshot=True, snapshot_end=True))
         status_due = time.monotonic()
         digest_due = status_due + self._digest_interval_seconds
+        register_due = status_due + self._register_interval_seconds
         changed = False
         while True:
             await self._woken(status_due)
-            if self._registration_is_old:
+            if self._registration_is_old or time.monotonic() >= register_due:
                 self._registration_is_old = False
                 self._membership = await self._register()
+                register_due = time.monotonic() + self._register_interval_seconds
             if self._changes:
                 await asyncio.sleep(FLUSH_SECONDS)
             changes, self._changes = self._changes, Changes(limit=self._max_pending_changes)

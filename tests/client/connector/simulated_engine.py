@@ -30,6 +30,7 @@ from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv_client.connector.connector import LMKVConnector
 from lmkv_client.connector.messages import Load, Loaded, StepPlan, WorkerReport, Written
 from lmkv_client.connector.scheduler import SchedulerSide
+from lmkv_client.connector.stats import Stats
 from lmkv_kernels import BlockCopy
 from tests.client.connector.scripted_node import SPOILT, Content, Pool, ScriptedNode, Stored
 
@@ -76,6 +77,8 @@ class ScriptedConnector(LMKVConnector):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        self.counts: dict[str, float] = {}
+        """Everything that was counted so far."""
         self._worker = None
         self._scheduler = SchedulerSide(
             self.config,
@@ -86,6 +89,13 @@ class ScriptedConnector(LMKVConnector):
             step_tokens=self.step_tokens,
             clock=self.clock,
         )
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        """See vLLM."""
+        stats = super().get_kv_connector_stats()
+        for name, amount in stats.data.items() if stats else ():
+            self.counts[name] = self.counts.get(name, 0) + amount
+        return stats
 
     def shutdown(self) -> None:
         """Nothing to end."""
@@ -355,10 +365,12 @@ class SimulatedEngine:
         else:
             assert not credits._offsets
 
-    def take_stats(self) -> dict[str, float]:
-        """What was counted since the last call."""
-        stats = self.side.take_stats()
-        return dict(stats.data) if stats else {}
+    def count(self, name: str) -> float:
+        """What was counted under this name since the start."""
+        connector = self.scheduler.connector
+        assert isinstance(connector, ScriptedConnector)
+        connector.get_kv_connector_stats()
+        return connector.counts.get(name, 0)
 
     def _work(self, worker: SimulatedWorker, plan: StepPlan, output: SchedulerOutput) -> ModelRunnerOutput:
         if output.has_sync_kv_loads:

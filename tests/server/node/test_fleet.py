@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from hashlib import sha256
 from typing import Any, Self
 
@@ -314,6 +314,16 @@ async def test_a_frozen_node_leaves_and_comes_back(coordinator: Coordinator, ask
         await asker.until({"a": 512})
 
 
+async def test_leaving_while_the_coordinator_goes_ends_both() -> None:
+    for _ in range(5):
+        async with AsyncExitStack() as stack:
+            coordinator = await stack.enter_async_context(Coordinator(port=0, lease_ttl=LEASE_SECONDS))
+            fleet = await stack.enter_async_context(Shelf().join(coordinator.address))
+            await fleet.started()
+            async with asyncio.timeout(5):
+                await asyncio.gather(coordinator.aclose(), fleet.aclose())
+
+
 async def test_a_node_starts_without_a_coordinator_and_joins_when_it_comes() -> None:
     async with Coordinator(port=0) as gone:
         address, port = gone.address, gone.port
@@ -435,6 +445,16 @@ async def test_an_instance_that_shares_nothing_is_named_once_with_the_reason(
     assert caplog.text.count(text) == 1
 
 
+async def test_a_node_that_was_first_hears_of_those_that_share_nothing(coordinator: Coordinator) -> None:
+    async with Shelf("a").join(coordinator.address, register_interval_seconds=0.05) as first:
+        await first.started()
+        assert first.conflicts == []
+        other = Shelf("b", port=8000, specs=[dataclasses.replace(LLAMA, kv_dtype="float32")])
+        async with other.join(coordinator.address):
+            await until(lambda: [conflict.instance_id for conflict in first.conflicts] == ["b"])
+        await until(lambda: first.conflicts == [])
+
+
 # --- Lookups -----------------------------------------------------------------------------------------------------
 
 
@@ -522,10 +542,12 @@ async def test_a_lookup_ends_as_a_miss_when_the_fleet_is_left_under_it(coordinat
 
 
 class Ordering(registry_service_pb2_grpc.RegistryServiceServicer):
-    """A coordinator of a later version: it gives orders."""
+    """A coordinator of a later version: it gives orders. Counts what it hears."""
 
-    def __init__(self) -> None:
+    def __init__(self, orders: Sequence[Order] = ()) -> None:
+        self.orders = orders
         self.outcomes: list[OrderOutcome] = []
+        self.report_count = 0
 
     Deregister: Any = None
     ListInstances: Any = None
@@ -540,21 +562,35 @@ class Ordering(registry_service_pb2_grpc.RegistryServiceServicer):
     ) -> AsyncIterator[ReportResponse]:
         async for report in request_iterator:
             self.outcomes += report.outcomes
-            orders = [Order(order_id="order-1")] if report.sequence == 1 else []
-            yield ReportResponse(acked_sequence=report.sequence, orders=orders)
+            self.report_count += 1
+            yield ReportResponse(acked_sequence=report.sequence, orders=self.orders if report.sequence == 1 else [])
 
 
-async def test_orders_are_answered_as_unimplemented() -> None:
+@asynccontextmanager
+async def serving(ordering: Ordering) -> AsyncIterator[str]:
     server = await rpc.make_server(["lmkv.v1.RegistryService"])
-    ordering = Ordering()
     registry_service_pb2_grpc.add_RegistryServiceServicer_to_server(ordering, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with Shelf().join(f"127.0.0.1:{port}"):
-            await until(lambda: bool(ordering.outcomes))
-            await asyncio.sleep(0.3)
+        yield f"127.0.0.1:{port}"
     finally:
         await server.stop(None)
+
+
+async def test_orders_are_answered_once_as_unimplemented() -> None:
+    ordering = Ordering([Order(order_id="order-1")])
+    async with serving(ordering) as address, Shelf().join(address):
+        await until(lambda: bool(ordering.outcomes))
+        await asyncio.sleep(0.3)
     (outcome,) = ordering.outcomes
     assert (outcome.order_id, outcome.status.code) == ("order-1", 12)
+
+
+async def test_an_idle_node_says_no_more_than_three_things_a_lease() -> None:
+    ordering = Ordering()
+    async with serving(ordering) as address, Shelf().join(address):
+        await until(lambda: ordering.report_count >= 3)  # the snapshot, its end, the first heartbeat
+        before = ordering.report_count
+        await asyncio.sleep(0.8)
+    assert 1 <= ordering.report_count - before <= 6

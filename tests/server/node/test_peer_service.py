@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import replace
 
 import grpc
@@ -74,7 +74,7 @@ def seconds(value: float) -> duration_pb2.Duration:
     return duration
 
 
-async def error_of(call: grpc.aio.UnaryUnaryCall) -> LmkvError:
+async def error_of(call: Awaitable[object]) -> LmkvError:
     with pytest.raises(grpc.RpcError) as raised:
         await call
     return rpc.from_rpc_error(raised.value)

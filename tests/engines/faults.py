@@ -1,0 +1,283 @@
+"""Two engines that share prompts, and ways to break what is between them. For the tests of faults and of recovery."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from lmkv.errors import LmkvError
+from lmkv_client.demo.cluster import Cluster
+from lmkv_client.demo.completion import Completion
+from lmkv_client.demo.engine import Engine
+from lmkv_client.demo.process import POLL_SECONDS, session_pids
+
+PROMPT_TOKENS = 3000
+CHUNK_TOKENS = 256
+CHUNK_BYTES = 1 << 20
+"""Of the tiny model in float32."""
+HELD_TOKENS = PROMPT_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS
+"""Tokens of a prompt that are in full chunks."""
+STEP_TOKENS = 1024
+"""Most tokens that an engine computes in one step, so that a prompt takes three, with stores in between."""
+IDLE_CREDITS = 4
+"""Write credits that an idle engine keeps."""
+
+SETTINGS = {"LMKV_MAX_LOCAL_CPU_SIZE": "512MiB", "LMKV_NODE_LINGER": "120"}
+"""Nodes that survive the restart of their engine, however slow the machine; else the defaults."""
+
+MARGIN_SECONDS = 3.0
+"""What a request may take beyond its cold time: 0.1 s of lookup, 1 s of load, and a busy machine."""
+REQUEST_TIMEOUT_SECONDS = 60.0
+HEAL_SECONDS = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """A prompt that nobody has seen, and what an engine makes of it that shares nothing."""
+
+    tokens: list[int]
+    answer: tuple[int, ...]
+    cold_seconds: float
+
+
+class Pair:
+    """A coordinator and two engines, `engine-1` and `engine-2`, both ready. A context manager that ends it all."""
+
+    def __init__(self, folder: Path, model: Path, logs: Path, *, seed: int, coordinator: bool = True) -> None:
+        """Nothing runs yet. Without `coordinator` the engines start before it does, and have to do without."""
+        self.cluster = Cluster(folder, model, logs=logs, settings=SETTINGS)
+        assert self.cluster.coordinator
+        self.coordinator = self.cluster.coordinator
+        options = {"extra_arguments": ("--max-num-batched-tokens", str(STEP_TOKENS))}
+        self.first = self.cluster.add_engine("engine-1", **options)
+        self.second = self.cluster.add_engine("engine-2", **options)
+        self.engines = (self.first, self.second)
+        self._random = random.Random(seed)
+        self._requests = ThreadPoolExecutor(4)
+        self._with_coordinator = coordinator
+
+    def __enter__(self) -> Self:
+        self.cluster.__enter__()
+        try:
+            if not self._with_coordinator:
+                self.coordinator.stop()
+            self.cluster.start_engines()
+        except BaseException:
+            self.cluster.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.thaw()
+        self.cluster.stop()
+        self._requests.shutdown()
+
+    # --- Asking --------------------------------------------------------------------------------------------------
+
+    def prompt(self, token_count: int = PROMPT_TOKENS) -> Prompt:
+        """A new prompt. Engine 2 answers it under a salt of its own, so that nothing cached can be used."""
+        tokens = [self._random.randrange(2, 512) for _ in range(token_count)]
+        salted = self.second.complete(tokens, extra={"cache_salt": f"oracle {self._random.random()}"})
+        assert salted.cached_tokens == 0
+        return Prompt(tokens=tokens, answer=salted.token_ids, cold_seconds=salted.total_seconds)
+
+    def stored(self) -> Prompt:
+        """A new prompt that engine 1 has computed, and that its node holds."""
+        prompt = self.prompt()
+        check(prompt, self.first.complete(prompt.tokens))
+        self.coordinator.wait_for_holder(prompt.tokens, "engine-1", HELD_TOKENS, HEAL_SECONDS)
+        return prompt
+
+    def ask(self, engine: Engine, prompt: Prompt) -> Future[Completion]:
+        """Sends a prompt, without waiting for the answer."""
+        return self._requests.submit(engine.complete, prompt.tokens, timeout_seconds=REQUEST_TIMEOUT_SECONDS)
+
+    def partly_stored(self, engine: Engine, prompt: Prompt) -> Future[Completion]:
+        """Has an engine compute a prompt, and freezes it when its node holds some chunks of it, but not all."""
+        asked = self.ask(engine, prompt)
+        eventually(lambda: self.held(engine, prompt) > 0, "the first chunks are stored")
+        for pid in session_pids(engine.pid):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(POLL_SECONDS)  # what it has committed becomes known
+        assert self.held(engine, prompt) < HELD_TOKENS, "the engine was faster than this test"
+        return asked
+
+    def held(self, engine: Engine, prompt: Prompt) -> int:
+        """Tokens of a prompt that the engine's node holds, as far as is known."""
+        return self.coordinator.holders(prompt.tokens).get(engine.name, 0)
+
+    def fetching(self, prompt: Prompt) -> Future[Completion]:
+        """Has engine 2 ask for a prompt that node 1 holds and is too frozen to give; returns when it has been asked."""
+        port = int(self.coordinator.instances()["engine-1"].peer_address.rpartition(":")[2])
+        before = unread_bytes(port)
+        asked = self.ask(self.second, prompt)
+        eventually(lambda: unread_bytes(port) > before or asked.done(), "node 1 has been asked")
+        assert not asked.done(), "node 1 was not asked"
+        return asked
+
+    # --- Breaking ------------------------------------------------------------------------------------------------
+
+    def pids(self) -> list[int]:
+        """Every process of it that runs."""
+        processes = [self.coordinator.process, *(engine.process for engine in self.engines)]
+        return [pid for one in processes if one.alive for pid in session_pids(one.pid)] + self.cluster.node_pids()
+
+    def node(self, name: str) -> int:
+        """Process id of the one node of an instance."""
+        (pid,) = self.cluster.node_pids(name)
+        return pid
+
+    def kill(self, name: str) -> None:
+        """Kills `coordinator`, `node-1`, `node-2` or `engine-1`, and waits until it is gone."""
+        if name == "coordinator":
+            self.coordinator.kill()
+        elif name == "engine-1":
+            self.first.kill()
+        else:
+            kill(self.node(name.replace("node", "engine")))
+
+    @contextmanager
+    def frozen(self, name: str) -> Iterator[None]:
+        """Freezes `coordinator`, `node-1` or `node-2`; thaws it afterwards if it still lives."""
+        pid = self.coordinator.process.pid if name == "coordinator" else self.node(name.replace("node", "engine"))
+        os.kill(pid, signal.SIGSTOP)
+        eventually(lambda: state(pid) == "T", f"{name} is frozen")
+        try:
+            yield
+        finally:
+            thaw([pid])
+
+    def thaw(self) -> None:
+        """Lets everything go on that is frozen."""
+        thaw(self.pids())
+
+    # --- Healing -------------------------------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """Starts what was killed and does not come back by itself: coordinator and engines, but never nodes."""
+        if not self.coordinator.process.alive:
+            self.coordinator.start()
+            self.coordinator.wait_ready()
+        self.cluster.start_engines()
+
+    def heal(self) -> None:
+        """Waits until a fresh prompt of engine 1 reaches engine 2 from the peer again, and checks what both say."""
+        deadline = time.monotonic() + HEAL_SECONDS
+        while True:
+            prompt = self.prompt()
+            taken = self._shared(prompt)
+            if taken == HELD_TOKENS:
+                return
+            assert time.monotonic() < deadline, f"{taken} of {HELD_TOKENS} tokens came from the peer: it has not healed"
+
+    def _shared(self, prompt: Prompt) -> int:
+        """Tokens that engine 2 took from engine 1's node."""
+        check(prompt, self.first.complete(prompt.tokens))
+        with suppress(LmkvError):  # then engine 2 must compute
+            self.coordinator.wait_for_holder(prompt.tokens, "engine-1", HELD_TOKENS, 1.0)
+        with counting(self.second) as grown:
+            check(prompt, self.second.complete(prompt.tokens))
+        return grown("peer_tokens")
+
+    def check_nothing_leaks(self) -> None:
+        """Asserts that idle nodes hold chunks and idle credits, and nothing that cannot be given back.
+
+        Forgets all chunks on the way: one that a lost ticket, grant or transfer keeps in place would stay in use.
+        """
+        for engine in self.engines:
+            eventually(lambda name=engine.name: self._unexplained(name) <= 0, "the node's memory is accounted for")  # type: ignore[misc]
+            engine.reset_prefix_cache(external=True)
+            eventually(lambda name=engine.name: self._chunks(name) == 0, "all chunks are forgotten")  # type: ignore[misc]
+            eventually(lambda name=engine.name: self._unexplained(name) <= 0, "nothing is kept in place")  # type: ignore[misc]
+        assert not (dead := zombies(self.pids())), f"nobody has waited for {dead}"
+
+    def _unexplained(self, name: str) -> int:
+        """Bytes in use at a node that are neither chunks nor idle credits."""
+        (usage,) = self.coordinator.instances()[name].tiers
+        return usage.used_bytes - (usage.chunk_count + IDLE_CREDITS) * CHUNK_BYTES
+
+    def _chunks(self, name: str) -> int:
+        (usage,) = self.coordinator.instances()[name].tiers
+        return usage.chunk_count
+
+    def check_nobody_crashed(self) -> None:
+        """Asserts that no process has logged what it did not expect."""
+        logs = [*self.cluster.logs.glob("*.log"), *self.cluster.runtime_dir.glob("*/node.log")]
+        assert len(logs) >= 5
+        for log in logs:
+            text = log.read_text(errors="replace")
+            bad = [line for line in text.splitlines() if "Traceback" in line or "unexpectedly" in line]
+            assert not bad, f"{log}:\n{text[max(0, text.find(bad[0]) - 2000) :][:8000]}"
+
+
+def check(prompt: Prompt, completion: Completion) -> None:
+    """Asserts that an answer is right, and came in time."""
+    assert completion.token_ids == prompt.answer
+    assert completion.total_seconds < prompt.cold_seconds + MARGIN_SECONDS
+
+
+@contextmanager
+def counting(engine: Engine) -> Iterator[Callable[[str], int]]:
+    """Yields what tells, of a counter of the connector, by how much it has grown in here, rounded."""
+    before = engine.metrics()
+
+    def grown(name: str) -> int:
+        sample = f"lmkv:{name}_total"
+        return round(engine.metrics()[sample] - before[sample])
+
+    yield grown
+
+
+def eventually(holds: Callable[[], bool], what: str, timeout_seconds: float = HEAL_SECONDS) -> None:
+    """Waits until something holds."""
+    deadline = time.monotonic() + timeout_seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"after {timeout_seconds:.0f} s it is still not so that {what}"
+        time.sleep(0.01)
+
+
+def kill(pid: int) -> None:
+    """Kills a process, and waits until it is gone, or a zombie that its parent has yet to see."""
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: state(pid) in "Z", f"process {pid} is gone")
+
+
+def thaw(pids: Sequence[int]) -> None:
+    """Lets frozen processes go on; those that are gone are ignored."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def state(pid: int) -> str:
+    """The kernel's letter for what a process does: `T` frozen, `Z` dead and not waited for; empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def unread_bytes(port: int) -> int:
+    """Bytes that have arrived at connections of a local TCP port, and that nobody has read."""
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(int(row[4].partition(":")[2], 16) for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "01")
+
+
+def zombies(parents: Sequence[int]) -> list[int]:
+    """Dead children that these processes have not waited for."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and state(int(entry.name)) == "Z":
+            with suppress(FileNotFoundError, ProcessLookupError):
+                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                if int(parent) in parents:
+                    found.append(int(entry.name))
+    return found

@@ -1,0 +1,87 @@
+"""Whatever is killed, and whenever: the other engine answers rightly and in time, and what comes back is taken back."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmkv.errors import Unreachable
+from tests.engines.faults import HEAL_SECONDS, HELD_TOKENS, REQUEST_TIMEOUT_SECONDS, Pair, check, counting
+
+VICTIMS = ("coordinator", "node-1", "node-2", "engine-1")
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Two engines that share; every test leaves them so."""
+    logs = tmp_path_factory.mktemp("logs")
+    with (
+        tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder,
+        Pair(Path(folder), tiny_model, logs, seed=1) as pair,
+    ):
+        pair.heal()
+        yield pair
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_kill_during_lookups(pair: Pair, victim: str) -> None:
+    held, fresh = pair.stored(), pair.prompt()
+    with pair.frozen("coordinator" if victim == "engine-1" else victim):  # so that no lookup is answered
+        second, first = pair.ask(pair.second, held), pair.ask(pair.first, fresh)
+        time.sleep(0.05)
+        pair.kill(victim)
+    check(held, second.result(REQUEST_TIMEOUT_SECONDS))
+    if victim == "engine-1":
+        with pytest.raises(Unreachable):
+            first.result(REQUEST_TIMEOUT_SECONDS)
+    else:
+        check(fresh, first.result(REQUEST_TIMEOUT_SECONDS))
+    pair.restart()
+    pair.heal()
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_kill_during_a_fetch_from_the_peer(pair: Pair, victim: str) -> None:
+    held = pair.stored()
+    with counting(pair.second) as grown:
+        with pair.frozen("node-1"):
+            asked = pair.fetching(held)
+            pair.kill(victim)
+        check(held, asked.result(REQUEST_TIMEOUT_SECONDS))
+        if victim.startswith("node"):
+            assert grown("load_failures") == 1
+        else:  # the fetch has nothing to do with it
+            assert grown("peer_tokens") == HELD_TOKENS
+    pair.restart()
+    pair.heal()
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_kill_during_stores(pair: Pair, victim: str) -> None:
+    prompt = pair.prompt()
+    storing, other = (pair.second, pair.first) if victim == "node-2" else (pair.first, pair.second)
+    asked = pair.partly_stored(storing, prompt)
+    pair.kill(victim)
+    pair.thaw()
+    if victim == "engine-1":
+        with pytest.raises(Unreachable):
+            asked.result(REQUEST_TIMEOUT_SECONDS)
+    else:
+        check(prompt, asked.result(REQUEST_TIMEOUT_SECONDS))
+    with counting(other) as grown:
+        check(prompt, other.complete(prompt.tokens))
+        if victim == "engine-1":  # its node lives, and gives what is whole
+            assert 0 < grown("peer_tokens") < HELD_TOKENS
+    pair.restart()
+    if victim == "coordinator":
+        pair.coordinator.wait_for_holder(prompt.tokens, "engine-1", HELD_TOKENS, HEAL_SECONDS)
+    pair.heal()
+
+
+def test_after_all_that_nothing_has_crashed_or_leaks(pair: Pair) -> None:
+    pair.check_nothing_leaks()
+    pair.check_nobody_crashed()

@@ -1,0 +1,322 @@
+"""Fetching from peers: over real sockets and NIXL, between processes where one of them must die."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import pytest
+
+from lmkv.errors import KvSpecMismatch, NoFreeExtents, Unreachable
+from lmkv.v1.cache_service_pb2 import Holder
+from tests.lmkv.transfer_ends import in_new_process
+from tests.server.node.peer_parts import LARGE, SMALL, Parts, Remote, Taken, keys_of
+
+KEYS = keys_of(16)
+
+
+@pytest.fixture
+async def reader() -> AsyncIterator[Parts]:
+    async with Parts("reader") as parts:
+        yield parts
+        parts.check_nothing_left()
+
+
+@pytest.fixture
+async def large_reader() -> AsyncIterator[Parts]:
+    async with Parts("reader", spec=LARGE) as parts:
+        yield parts
+        parts.check_nothing_left()
+
+
+@pytest.fixture
+async def owner() -> AsyncIterator[Parts]:
+    async with Parts("owner", chunk_count=64) as parts:
+        for key in KEYS:
+            parts.put(key)
+        yield parts
+        await no_grants(parts)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for something, three seconds at most."""
+    for _ in range(600):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it never came true")
+
+
+async def no_grants(owner: Parts) -> None:
+    """Waits until the last grants are given back."""
+    await until(lambda: len(owner.service.grants) == 0)
+    assert not any(chunk.holds for chunk in owner.tier)
+
+
+async def test_chunks_arrive_bit_for_bit_from_another_process_and_in_order(large_reader: Parts) -> None:
+    with Remote("owner") as owner:
+        taken = Taken(large_reader)
+        fetched = await large_reader.peers.fetch(LARGE, KEYS, [owner.holder], 10.0, taken)
+        assert taken.keys() == KEYS
+        assert taken.call_count > 1  # the first came before the last
+        assert (fetched.chunk_count, fetched.error, fetched.instance_ids) == (16, None, ("owner",))
+        assert fetched.size_bytes == large_reader.peers.fetched_bytes == 16 * LARGE.chunk_bytes
+        assert large_reader.peers.fetched_chunks == 16
+        assert 0 < fetched.seconds < 10
+        taken.let_go()
+        await asyncio.sleep(0.2)
+        assert owner.ask("grants") == owner.ask("holds") == 0
+
+
+async def test_only_what_is_asked_for_and_not_here_yet_is_transferred(owner: Parts, reader: Parts) -> None:
+    own = reader.put(KEYS[4])
+    taken = Taken(reader, first=3)
+    fetched = await reader.peers.fetch(SMALL, KEYS[:8], [owner.holder(16)], 5.0, taken, first=3)
+    assert taken.keys() == KEYS[3:8]
+    assert own in taken.chunks
+    assert fetched.chunk_count == 5
+    assert fetched.size_bytes == 4 * SMALL.chunk_bytes
+    assert [reader.tier.get(key) for key in KEYS[:3]] == [None] * 3
+    taken.let_go()
+
+
+async def test_a_partial_chunk_keeps_its_token_count(owner: Parts, reader: Parts) -> None:
+    owner.tier.drop([KEYS[15]])
+    owner.put(KEYS[15], token_count=100)
+    taken = Taken(reader)
+    assert (await reader.peers.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken)).error is None
+    assert taken.chunks[-1].token_count == 100
+    taken.let_go()
+
+
+async def test_a_holder_matches_only_as_far_as_it_says(owner: Parts, reader: Parts) -> None:
+    taken = Taken(reader)
+    fetched = await reader.peers.fetch(SMALL, KEYS, [owner.holder(5)], 5.0, taken)
+    assert (fetched.chunk_count, fetched.error) == (5, None)
+    taken.let_go()
+
+
+async def test_what_one_holder_has_lost_another_gives(owner: Parts, reader: Parts) -> None:
+    owner.tier.drop([KEYS[2], KEYS[3], KEYS[9]])
+    async with Parts("second") as second:
+        for key in KEYS[:10]:
+            second.put(key)
+        taken = Taken(reader)
+        holders = [second.holder(10), owner.holder(16)]
+        fetched = await reader.peers.fetch(SMALL, KEYS, holders, 5.0, taken)
+        assert taken.keys() == KEYS
+        assert fetched.error is None
+        assert set(fetched.instance_ids) == {"owner", "second"}
+        taken.let_go()
+
+
+async def test_behind_a_hole_that_nobody_fills_nothing_is_handed_out(owner: Parts, reader: Parts) -> None:
+    owner.tier.drop([KEYS[6]])
+    taken = Taken(reader)
+    fetched = await reader.peers.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken)
+    assert (fetched.chunk_count, fetched.error) == (6, None)
+    assert taken.keys() == KEYS[:6]
+    taken.let_go()
+
+
+async def test_when_the_best_holder_is_killed_midway_the_next_one_goes_on(large_reader: Parts) -> None:
+    with Remote("best") as best, Remote("next") as second:
+        second.holder.matched_chunk_count = 15
+        taken = Taken(large_reader, then=lambda: best.signal(signal.SIGKILL))
+        started = time.monotonic()
+        fetched = await large_reader.peers.fetch(LARGE, KEYS, [best.holder, second.holder], 5.0, taken)
+        assert time.monotonic() - started < 4.0
+        assert taken.keys() == KEYS[: fetched.chunk_count]
+        assert fetched.chunk_count >= 15
+        assert fetched.instance_ids[:2] == ("best", "next")
+        assert large_reader.peers.unreachable == 1
+        taken.let_go()
+
+
+async def test_a_frozen_holder_costs_the_time_allowed_and_is_then_left_alone(large_reader: Parts) -> None:
+    with Remote("owner") as owner:
+        taken = Taken(large_reader, then=lambda: owner.signal(signal.SIGSTOP))
+        started = time.monotonic()
+        fetched = await large_reader.peers.fetch(LARGE, KEYS, [owner.holder], 0.6, taken)
+        assert time.monotonic() - started < 1.0
+        assert 0 < fetched.chunk_count < 16
+        assert taken.keys() == KEYS[: fetched.chunk_count]
+        assert isinstance(fetched.error, Unreachable)
+        started = time.monotonic()
+        again = await large_reader.peers.fetch(LARGE, KEYS[8:], [owner.holder], 0.6, Taken(large_reader))
+        assert time.monotonic() - started < 0.1
+        assert isinstance(again.error, Unreachable)
+        owner.signal(signal.SIGCONT)
+        await asyncio.sleep(1.1)
+        rest = Taken(large_reader)
+        fetched = await large_reader.peers.fetch(LARGE, KEYS, [owner.holder], 5.0, rest)
+        assert (fetched.chunk_count, fetched.error) == (16, None)
+        taken.let_go()
+        rest.let_go()
+
+
+async def test_a_frozen_holder_leaves_time_for_the_next_one(large_reader: Parts) -> None:
+    with Remote("best") as best, Remote("next") as second:
+        best.signal(signal.SIGSTOP)
+        taken = Taken(large_reader)
+        fetched = await large_reader.peers.fetch(LARGE, KEYS, [best.holder, second.holder], 2.0, taken)
+        assert (fetched.chunk_count, fetched.instance_ids) == (16, ("next",))
+        assert 1.0 <= fetched.seconds < 2.0
+        taken.let_go()
+
+
+async def test_a_damaged_chunk_is_a_miss_and_never_committed(owner: Parts, reader: Parts) -> None:
+    owner.damage(KEYS[5])
+    taken = Taken(reader)
+    fetched = await reader.peers.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken)
+    assert (fetched.chunk_count, taken.keys()) == (5, KEYS[:5])
+    assert reader.peers.checksum_mismatches == 1
+    assert reader.tier.get(KEYS[5]) is None
+    async with Parts("second") as second:
+        second.put(KEYS[5])
+        rest = Taken(reader)
+        holders = [owner.holder(16), second.holder(6)]
+        fetched = await reader.peers.fetch(SMALL, KEYS, holders, 5.0, rest)
+        assert (fetched.chunk_count, fetched.error) == (16, None)
+    taken.let_go()
+    rest.let_go()
+
+
+async def test_unlike_specs_never_exchange_a_byte_and_are_not_asked_again(
+    owner: Parts, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = replace(SMALL, kv_dtype="bfloat16")
+    async with Parts("reader", spec=other) as reader:
+        for _ in range(3):
+            taken = Taken(reader)
+            fetched = await reader.peers.fetch(other, KEYS, [owner.holder(16)], 5.0, taken)
+            assert isinstance(fetched.error, KvSpecMismatch)
+            assert fetched.error.metadata["field"] == "kv_dtype"
+            assert (fetched.chunk_count, fetched.size_bytes, taken.chunks) == (0, 0, [])
+        assert reader.peers.spec_mismatches == 1
+        assert reader.peers.unreachable == 0
+        lines = [record.message for record in caplog.records if "kv_dtype" in record.message]
+        assert len([line for line in lines if "no chunks are shared with owner" in line]) == 1
+        reader.check_nothing_left()
+
+
+async def test_two_fetches_of_the_same_keys_share_one_transfer(owner: Parts, reader: Parts) -> None:
+    both = [Taken(reader), Taken(reader)]
+    fetched = await asyncio.gather(*(reader.peers.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken) for taken in both))
+    assert [taken.keys() for taken in both] == [KEYS, KEYS]
+    assert [one.chunk_count for one in fetched] == [16, 16]
+    assert reader.peers.fetched_chunks == 16
+    for taken in both:
+        taken.let_go()
+
+
+async def test_when_the_fetch_that_brings_is_cancelled_the_one_that_waits_takes_over(
+    owner: Parts, reader: Parts
+) -> None:
+    for delay in (0.0, 0.001, 0.003, 0.006):
+        first = Taken(reader)
+        bringing = asyncio.create_task(reader.peers.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, first))
+        await asyncio.sleep(delay)
+        second = Taken(reader)
+        waiting = asyncio.create_task(reader.peers.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, second))
+        await asyncio.sleep(0)
+        bringing.cancel()
+        await asyncio.wait([bringing])
+        assert (await waiting).chunk_count == 16
+        assert second.keys() == KEYS
+        first.let_go()
+        second.let_go()
+        reader.tier.drop(KEYS)
+
+
+async def test_a_cancelled_fetch_leaves_nothing_behind(owner: Parts, reader: Parts) -> None:
+    for step in range(25):
+        taken = Taken(reader)
+        fetch = asyncio.create_task(reader.peers.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken))
+        await asyncio.sleep(step * 0.0007)
+        fetch.cancel()
+        await asyncio.wait([fetch])
+        taken.let_go()
+        await until(lambda: reader.tier.reserved_count == 0)
+        reader.check_nothing_left()
+        reader.tier.drop(KEYS)
+    assert reader.peers.quarantined_count == 0
+
+
+async def test_a_full_tier_takes_what_fits_and_reserves_nothing_more(owner: Parts) -> None:
+    async with Parts("reader", chunk_count=5) as reader:
+        taken = Taken(reader)
+        fetched = await reader.peers.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken)
+        assert isinstance(fetched.error, NoFreeExtents)
+        assert (fetched.chunk_count, taken.keys()) == (5, KEYS[:5])
+        taken.let_go()
+        reader.check_nothing_left()
+
+
+async def test_an_owner_that_grants_little_at_a_time_gives_everything_in_the_end(reader: Parts) -> None:
+    async with Parts("owner", chunk_count=16) as owner:  # one peer's share is four chunks
+        for key in KEYS:
+            owner.put(key)
+        taken = Taken(reader)
+        fetched = await reader.peers.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken)
+        assert (fetched.chunk_count, fetched.error) == (16, None)
+        taken.let_go()
+        await no_grants(owner)
+
+
+async def test_a_holder_that_restarted_is_introduced_anew_and_its_old_epoch_is_not_asked(
+    owner: Parts, reader: Parts
+) -> None:
+    gone = owner.holder(16)
+    gone.epoch -= 1
+    started = time.monotonic()
+    fetched = await reader.peers.fetch(SMALL, KEYS, [gone], 5.0, Taken(reader))
+    assert fetched.chunk_count == 0
+    assert fetched.error is not None
+    assert time.monotonic() - started < 1.0
+    taken = Taken(reader)
+    fetched = await reader.peers.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken)  # no back-off: another epoch
+    assert fetched.chunk_count == 16
+    taken.let_go()
+    reader.tier.drop(KEYS)
+    assert (await reader.peers.fetch(SMALL, KEYS, [gone], 5.0, Taken(reader))).chunk_count == 0
+
+
+async def test_nobody_fetches_from_itself_or_from_nowhere(reader: Parts) -> None:
+    nowhere = Holder(instance_id="nowhere", epoch=1, peer_address="127.0.0.1:9", matched_chunk_count=16)
+    empty = Holder(instance_id="empty", epoch=1, matched_chunk_count=16)
+    started = time.monotonic()
+    fetched = await reader.peers.fetch(SMALL, KEYS, [reader.holder(16), empty, nowhere], 5.0, Taken(reader))
+    assert fetched.chunk_count == 0
+    assert isinstance(fetched.error, Unreachable)
+    assert reader.peers.unreachable == 1
+    assert time.monotonic() - started < 2.0
+    assert (await reader.peers.fetch(SMALL, [], [], 5.0, Taken(reader))).chunk_count == 0
+
+
+async def frozen_while_read_over_tcp() -> None:
+    with Remote("owner") as owner:
+        async with Parts("reader", spec=LARGE) as reader:
+            taken = Taken(reader, then=lambda: owner.signal(signal.SIGSTOP))
+            fetched = await reader.peers.fetch(LARGE, KEYS, [owner.holder], 0.6, taken)
+            assert 0 < fetched.chunk_count < 16
+            assert reader.peers.quarantined_count == 1
+            assert reader.tier.reserved_count > 0
+            await asyncio.sleep(0.2)
+            assert reader.tier.reserved_count > 0  # no clock frees them
+            owner.signal(signal.SIGCONT)
+            await until(lambda: reader.tier.reserved_count == 0)
+            assert reader.peers.quarantined_count == 0
+            await asyncio.sleep(1.0)
+            rest = Taken(reader)
+            assert (await reader.peers.fetch(LARGE, KEYS, [owner.holder], 5.0, rest)).error is None
+            taken.let_go()
+            rest.let_go()
+            reader.check_nothing_left()
+
+
+def test_extents_that_a_frozen_owner_may_still_write_to_are_kept_until_it_has() -> None:
+    in_new_process(frozen_while_read_over_tcp, UCX_TLS="tcp")

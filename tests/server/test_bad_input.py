@@ -1,0 +1,326 @@
+"""Nonsense to every RPC of every service: what comes back is what the protos promise, and the server keeps serving."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import string
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pool, message_factory
+from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from lmkv import rpc
+from lmkv.config import NodeConfig
+from lmkv.spec import KvSpec
+from lmkv.v1 import engine_service_pb2 as engine_pb
+from lmkv.v1 import engine_service_pb2_grpc, peer_service_pb2
+from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.node.node import Node
+from tests.server.node.cases import chunk_key, small_spec
+
+COORDINATOR_SERVICES = ("lmkv.v1.CacheService", "lmkv.v1.RegistryService", "google.longrunning.Operations")
+NODE_SERVICES = ("lmkv.v1.EngineService", "lmkv.v1.PeerService")
+PROTOS = Path(__file__).parents[2] / "protos"
+
+SPEC = small_spec()
+TIMEOUT_SECONDS = 5.0
+ROUNDS = 150
+"""Random requests to each RPC."""
+SECRETS_OF_THE_LOG = ("unexpectedly", "Traceback")
+"""What a server logs when it met something that it was not made for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Servers:
+    """A coordinator and a node that an engine of `SPEC` is attached to."""
+
+    coordinator: Coordinator
+    node: Node
+    channels: dict[str, grpc.aio.Channel]
+    """By service; of a client that does not know lmkv's message limit."""
+
+
+@pytest.fixture
+async def servers(runtime_dir: Path) -> AsyncIterator[Servers]:
+    config = NodeConfig(instance_id="node", runtime_dir=str(runtime_dir), max_local_cpu_size="16MB")
+    async with Coordinator(port=0, lease_ttl=30.0) as coordinator, Node(config) as node:
+        addresses = dict.fromkeys(COORDINATOR_SERVICES, coordinator.address)
+        addresses |= {"lmkv.v1.EngineService": f"unix:{config.engine_socket}", "lmkv.v1.PeerService": node.peer_address}
+        channels = {name: grpc.aio.insecure_channel(address) for name, address in addresses.items()}
+        stream: Any = engine_service_pb2_grpc.EngineServiceStub(channels["lmkv.v1.EngineService"]).Attach()
+        await stream.write(engine_pb.AttachRequest(hello=hello("engine")))
+        assert (await stream.read()).HasField("welcome")
+        yield Servers(coordinator=coordinator, node=node, channels=channels)
+        stream.cancel()
+        for channel in channels.values():
+            await channel.close()
+
+
+def hello(engine_id: str, spec: KvSpec = SPEC) -> engine_pb.Hello:
+    return engine_pb.Hello(engine_id=engine_id, spec=spec.to_proto(), worker_count=1)
+
+
+def methods(services: Sequence[str]) -> list[Any]:
+    pool = descriptor_pool.Default()
+    found = [method for name in services for method in pool.FindServiceByName(name).methods]
+    return [pytest.param(method, id=f"{method.containing_service.name}.{method.name}") for method in found]
+
+
+async def outcome(
+    servers: Servers, method: MethodDescriptor, requests: Sequence[bytes]
+) -> tuple[grpc.StatusCode, str, str]:
+    """Sends requests that are bytes already; status code, reason and text of what came back."""
+    service = method.containing_service.full_name
+    path = f"/{service}/{method.name}"
+    channel = servers.channels[service]
+    options = {"request_serializer": bytes, "response_deserializer": bytes}
+
+    async def several() -> AsyncIterator[bytes]:
+        for request in requests:
+            yield request
+
+    try:
+        if method.client_streaming:
+            call = channel.stream_stream(path, **options)(several(), timeout=TIMEOUT_SECONDS)  # type: ignore[call-overload]
+            async for _ in call:
+                pass
+        elif method.server_streaming:
+            async for _ in channel.unary_stream(path, **options)(requests[0], timeout=TIMEOUT_SECONDS):  # type: ignore[call-overload]
+                pass
+        else:
+            await channel.unary_unary(path, **options)(requests[0], timeout=TIMEOUT_SECONDS)  # type: ignore[call-overload]
+    except grpc.RpcError as error:
+        meaning = rpc.from_rpc_error(error)
+        return error.code(), "" if "grpc_code" in meaning.metadata else meaning.reason, str(error)
+    return grpc.StatusCode.OK, "", ""
+
+
+async def serves(servers: Servers, service: str) -> bool:
+    """Whether the server of a service answers that it serves."""
+    stub = health_pb2_grpc.HealthStub(servers.channels[service])
+    name = service if service.startswith("lmkv") else ""
+    answer = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=TIMEOUT_SECONDS)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+ALL_METHODS = methods([*COORDINATOR_SERVICES, *NODE_SERVICES])
+
+
+@pytest.mark.parametrize("method", ALL_METHODS)
+async def test_a_message_over_the_limit_is_refused_and_the_next_call_served(
+    servers: Servers, method: MethodDescriptor
+) -> None:
+    code, _, text = await outcome(servers, method, [bytes(rpc.MAX_MESSAGE_BYTES + 1)])
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED, text
+    assert await serves(servers, method.containing_service.full_name)
+
+
+@pytest.mark.parametrize("method", ALL_METHODS)
+async def test_bytes_that_are_no_message_are_refused_and_the_next_call_served(
+    servers: Servers, method: MethodDescriptor
+) -> None:
+    code, _, text = await outcome(servers, method, [b"\xff" * 32])
+    assert code is grpc.StatusCode.INTERNAL, text
+    assert await serves(servers, method.containing_service.full_name)
+
+
+@pytest.mark.parametrize("method", methods(["lmkv.v1.CacheService", "lmkv.v1.RegistryService", *NODE_SERVICES]))
+async def test_whatever_is_asked_the_answer_is_one_that_the_proto_promises(
+    servers: Servers, method: MethodDescriptor, caplog: pytest.LogCaptureFixture
+) -> None:
+    promised = promises(method)
+    source = Nonsense(servers, seed=method.full_name)
+    for _ in range(ROUNDS):
+        requests = [source.message(method.input_type) for _ in range(source.random.randrange(1, 4))]
+        if method.client_streaming and source.random.random() < 0.8:
+            source.begin_well(requests[0])
+        sent = [request.SerializeToString() for request in requests]
+        code, reason, text = await outcome(servers, method, sent)
+        assert (code.name, reason) in promised, f"{text}\nasked by {requests}"
+    assert await serves(servers, method.containing_service.full_name)
+    assert not [record for record in caplog.records if any(word in record.getMessage() for word in SECRETS_OF_THE_LOG)]
+
+
+def promises(method: MethodDescriptor) -> set[tuple[str, str]]:
+    """Codes and reasons that the proto lists for an RPC; besides them success, and that it comes later."""
+    file = (PROTOS / method.containing_service.file.name).read_text()
+    comments = re.findall(rf"((?: *//.*\n)*) *(?:service {method.containing_service.name}|rpc {method.name}\()", file)
+    assert len(comments) == 2
+    found = re.findall(r"\* `([A-Z_]+)` \(`([A-Z_]+)`\):", "".join(comments))
+    return {("OK", ""), ("UNIMPLEMENTED", ""), *found}
+
+
+class Nonsense:
+    """Messages of any type, with values that are wrong, or right in the wrong place."""
+
+    def __init__(self, servers: Servers, seed: str) -> None:
+        self.random = random.Random(seed)
+        self._epochs = [servers.node.epoch, 1]
+        self._texts = ["", "node", "engine", "small", "nixl", "x" * 300, "\0", "127.0.0.1:1", "ünïcode"]
+        keys = [chunk_key(number) for number in range(4)]
+        self._bytes = [b"", b"x", bytes(15), bytes(17), bytes(16 * 5000), SPEC.fingerprint, *keys, b"".join(keys)]
+
+    def message(self, kind: Any, depth: int = 0) -> Message:
+        """A message of this type; one field in three is left out."""
+        made: Message = message_factory.GetMessageClass(kind)()
+        if kind.full_name == "lmkv.v1.KvSpec" and self.random.random() < 0.5:
+            made.CopyFrom(SPEC.to_proto())
+            return made
+        for field in kind.fields:
+            if self.random.random() < 0.67 and depth < 4:
+                self._fill(made, field, depth)
+        return made
+
+    def begin_well(self, request: Message) -> None:
+        """Makes a stream's first message one that its server goes on from."""
+        if isinstance(request, engine_pb.AttachRequest):
+            request.hello.CopyFrom(hello("".join(self.random.choices(string.ascii_letters, k=12))))
+
+    def _fill(self, made: Message, field: FieldDescriptor, depth: int) -> None:
+        if field.message_type and field.message_type.GetOptions().map_entry:
+            for _ in range(self.random.randrange(3)):
+                key, value = (self._value(part, depth) for part in field.message_type.fields)
+                getattr(made, field.name)[key] = value
+        elif field.is_repeated:
+            values = [self._value(field, depth) for _ in range(self.random.randrange(4))]
+            getattr(made, field.name).extend(values)
+        elif field.message_type:
+            getattr(made, field.name).CopyFrom(self._value(field, depth))
+        else:
+            setattr(made, field.name, self._value(field, depth))
+
+    def _value(self, field: FieldDescriptor, depth: int) -> Any:
+        kind = field.cpp_type
+        if kind == FieldDescriptor.CPPTYPE_MESSAGE:
+            return self.message(field.message_type, depth + 1)
+        if kind == FieldDescriptor.CPPTYPE_STRING:
+            return self.random.choice(self._bytes if field.type == FieldDescriptor.TYPE_BYTES else self._texts)
+        if kind == FieldDescriptor.CPPTYPE_BOOL:
+            return self.random.random() < 0.5
+        if kind in (FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_ENUM):
+            return self.random.choice([0, 1, 2, 3, -1, 999, -(2**31), 2**31 - 1])
+        if kind in (FieldDescriptor.CPPTYPE_UINT32, FieldDescriptor.CPPTYPE_UINT64):
+            return self.random.choice([0, 1, 2**31])
+        return self.random.choice([0, 1, -1, 4096, -(2**63), 2**63 - 1, *self._epochs])
+
+
+async def test_the_node_serves_health_and_reflection_at_both_its_ends(servers: Servers) -> None:
+    for service in NODE_SERVICES:
+        assert await serves(servers, service)
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(servers.channels[service])
+        requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        async for answer in stub.ServerReflectionInfo(requests, timeout=TIMEOUT_SECONDS):
+            names = {one.name for one in answer.list_services_response.service}
+            assert names == {service, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+
+
+async def test_peers_cannot_write_in_this_version(servers: Servers) -> None:
+    for name, request in (
+        ("Allocate", peer_service_pb2.AllocateRequest()),
+        ("Commit", peer_service_pb2.CommitRequest()),
+    ):
+        method = descriptor_pool.Default().FindMethodByName(f"lmkv.v1.PeerService.{name}")
+        code, _, text = await outcome(servers, method, [request.SerializeToString()])
+        assert code is grpc.StatusCode.UNIMPLEMENTED
+        assert name in text
+
+
+def keyed(**fields: Any) -> dict[str, Any]:
+    return {"fingerprint": SPEC.fingerprint, "chunk_keys": bytes(16)} | fields
+
+
+@pytest.mark.parametrize(
+    ("name", "request_", "expected"),
+    [
+        ("Lookup", engine_pb.EngineServiceLookupRequest(**keyed(chunk_keys=bytes(15))), "BAD_CHUNK_KEY"),
+        ("Lookup", engine_pb.EngineServiceLookupRequest(**keyed(fingerprint=bytes(16))), "MODEL_NOT_FOUND"),
+        ("Load", engine_pb.LoadRequest(**keyed(chunk_keys=bytes(33))), "BAD_CHUNK_KEY"),
+        ("Load", engine_pb.LoadRequest(**keyed(fingerprint=b"")), "MODEL_NOT_FOUND"),
+        ("Release", engine_pb.EngineServiceReleaseRequest(engine_id="nobody", request_id="1"), "ENGINE_NOT_FOUND"),
+    ],
+)
+async def test_what_an_engine_service_is_asked_wrongly_gets_its_reason(
+    servers: Servers, name: str, request_: Message, expected: str
+) -> None:
+    method = descriptor_pool.Default().FindMethodByName(f"lmkv.v1.EngineService.{name}")
+    _, reason, _ = await outcome(servers, method, [request_.SerializeToString()])
+    assert reason == expected
+    good = engine_pb.EngineServiceLookupRequest(**keyed())
+    served = descriptor_pool.Default().FindMethodByName("lmkv.v1.EngineService.Lookup")
+    assert (await outcome(servers, served, [good.SerializeToString()]))[0] is grpc.StatusCode.OK
+
+
+LOOKUP = engine_pb.LookupChunks(request_id="1", chunk_keys=bytes(16))
+LIE = SPEC.to_proto()
+LIE.layer_count += 1
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([engine_pb.AttachRequest(reserve_count=1)], "BAD_MESSAGE"),
+        ([engine_pb.AttachRequest(hello=hello(""))], "BAD_MESSAGE"),
+        ([engine_pb.AttachRequest(hello=hello("engine"))], "BAD_MESSAGE"),
+        ([engine_pb.AttachRequest(hello=hello("b")), engine_pb.AttachRequest(hello=hello("b"))], "BAD_MESSAGE"),
+        ([engine_pb.AttachRequest(hello=hello("b"), lookups=[LOOKUP, LOOKUP])], "BAD_MESSAGE"),
+        ([engine_pb.AttachRequest(hello=engine_pb.Hello(engine_id="b", spec=LIE))], "BAD_KV_SPEC"),
+        ([engine_pb.AttachRequest(hello=hello("b", small_spec(layer_count=4096)))], "BAD_KV_SPEC"),
+        (
+            [engine_pb.AttachRequest(hello=hello("b"), lookups=[engine_pb.LookupChunks(chunk_keys=bytes(15))])],
+            "BAD_CHUNK_KEY",
+        ),
+        (
+            [engine_pb.AttachRequest(hello=hello("b"), commits=[engine_pb.CommitChunk(chunk_key=b"short")])],
+            "BAD_CHUNK_KEY",
+        ),
+        ([engine_pb.AttachRequest(hello=hello("b"), returned_credits=[4096])], "GRANT_NOT_FOUND"),
+        (
+            [
+                engine_pb.AttachRequest(
+                    hello=engine_pb.Hello(
+                        engine_id="b", spec=SPEC.to_proto(), expected_config={"LMKV_MAX_LOCAL_CPU_SIZE": "1TB"}
+                    )
+                )
+            ],
+            "CONFIG_CONFLICT",
+        ),
+    ],
+)
+async def test_a_stream_that_makes_no_sense_ends_with_its_reason_and_leaves_nothing(
+    servers: Servers, messages: list[engine_pb.AttachRequest], expected: str
+) -> None:
+    used = servers.node.tier.used_bytes
+    method = descriptor_pool.Default().FindMethodByName("lmkv.v1.EngineService.Attach")
+    code, reason, text = await outcome(servers, method, [message.SerializeToString() for message in messages])
+    assert reason == expected, text
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        while servers.node.engines.mapped_count > 1:
+            await asyncio.sleep(0.01)
+    assert servers.node.tier.used_bytes == used
+    assert await serves(servers, "lmkv.v1.EngineService")
+
+
+async def test_a_commit_that_the_engine_has_no_credit_for_is_rejected_and_the_stream_goes_on(servers: Servers) -> None:
+    stub = engine_service_pb2_grpc.EngineServiceStub(servers.channels["lmkv.v1.EngineService"])
+    stream: Any = stub.Attach()  # type: ignore[call-arg]
+    commit = engine_pb.CommitChunk(
+        chunk_key=chunk_key(1), offset=4096, size_bytes=SPEC.chunk_bytes, token_count=SPEC.chunk_size
+    )
+    await stream.write(engine_pb.AttachRequest(hello=hello("b"), commits=[commit]))
+    assert (await stream.read()).HasField("welcome")
+    (rejected,) = (await stream.read()).rejected_commits
+    assert rejected.chunk_key == chunk_key(1)
+    assert rpc.from_status(rejected.status).reason == "GRANT_NOT_FOUND"
+    await stream.write(engine_pb.AttachRequest(reserve_count=2))
+    assert len((await stream.read()).credits) == 2
+    stream.cancel()
