@@ -28,6 +28,7 @@ CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_http_proxy", 0),  # nodes of one fleet reach each other directly
 )
 SERVER_OPTIONS: Sequence[tuple[str, int]] = (
     *CHANNEL_OPTIONS,
@@ -36,12 +37,20 @@ SERVER_OPTIONS: Sequence[tuple[str, int]] = (
 )
 
 
+MAX_TEXT = 500
+"""Characters of a message, or of a value in its metadata, that travel: trailers have a limit, and inputs are quoted."""
+
+
+def short(text: str) -> str:
+    """The text, cut off if it is too long to travel."""
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
+
+
 def to_status(error: LmkvError) -> status_pb2.Status:
     """The error as `google.rpc.Status` with one `ErrorInfo`, and `RetryInfo` if it knows when to come back."""
-    status = status_pb2.Status(code=getattr(code_pb2, error.code), message=str(error))
-    details: list[Any] = [
-        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata),
-    ]
+    status = status_pb2.Status(code=getattr(code_pb2, error.code), message=short(str(error)))
+    metadata = {name: short(value) for name, value in error.metadata.items()}
+    details: list[Any] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)]
     if isinstance(error, Full):
         delay = float(error.metadata.get("retry_seconds", 1.0))
         details.append(

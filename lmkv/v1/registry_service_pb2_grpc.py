@@ -87,6 +87,7 @@ class RegistryServiceServicer:
         * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
         * `FAILED_PRECONDITION` (`RESYNC_REQUIRED`): a report was lost; open a new stream with a snapshot.
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes.
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is another instance's, or names a tier or an index that is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

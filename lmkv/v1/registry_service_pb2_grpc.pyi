@@ -55,6 +55,7 @@ class RegistryServiceStub:
     * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
     * `FAILED_PRECONDITION` (`RESYNC_REQUIRED`): a report was lost; open a new stream with a snapshot.
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes.
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is another instance's, or names a tier or an index that is none.
     """
     Deregister: _grpc.UnaryUnaryMultiCallable[_registry_service_pb2.DeregisterRequest, _registry_service_pb2.DeregisterResponse]
     """Leaves the fleet: everything the instance held is forgotten at once. Repeating it is safe.
@@ -97,6 +98,7 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
     * `FAILED_PRECONDITION` (`RESYNC_REQUIRED`): a report was lost; open a new stream with a snapshot.
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes.
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is another instance's, or names a tier or an index that is none.
     """
     Deregister: _aio.UnaryUnaryMultiCallable[_registry_service_pb2.DeregisterRequest, _registry_service_pb2.DeregisterResponse]  # type: ignore[assignment]
     """Leaves the fleet: everything the instance held is forgotten at once. Repeating it is safe.
@@ -148,6 +150,7 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
         * `FAILED_PRECONDITION` (`RESYNC_REQUIRED`): a report was lost; open a new stream with a snapshot.
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes.
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is another instance's, or names a tier or an index that is none.
         """
 
     @_abc_1.abstractmethod

@@ -247,7 +247,7 @@ def eventually(holds: Callable[[], bool], what: str, timeout_seconds: float = HE
 def kill(pid: int) -> None:
     """Kills a process, and waits until it is gone, or a zombie that its parent has yet to see."""
     os.kill(pid, signal.SIGKILL)
-    eventually(lambda: state(pid) in "Z", f"process {pid} is gone")
+    eventually(lambda: state(pid) in ("", "Z"), f"process {pid} is gone")
 
 
 def thaw(pids: Sequence[int]) -> None:

@@ -17,8 +17,8 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lmkv.digests import EMPTY_DIGEST, Digest, digest
 from lmkv.keys import ChunkKey
-from lmkv_server.coordinator.digests import EMPTY_DIGEST, Digest, digest
 
 TIER_COUNT = 4
 """Tiers are numbered from 1, fastest first, as in `lmkv.v1.Tier`."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lmkv.digests import Digest
 from lmkv.errors import BadMessage, ResyncRequired
 from lmkv.keys import ChunkKey, split_keys
 from lmkv.v1 import chunk_pb2, registry_service_pb2
-from lmkv_server.coordinator.digests import Digest
 from lmkv_server.coordinator.instances import Instance, Instances
 from lmkv_server.coordinator.layout_map import TIER_COUNT, LayoutMap, Slot
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple
 
+from lmkv.digests import digest
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
-from lmkv_server.coordinator.digests import digest
 
 MAX_KEYS_PER_REPORT = 16_384
 """256 KiB of keys: well below the message limit, and few milliseconds of the coordinator's time."""

@@ -75,6 +75,8 @@ class ScriptedNode:
         self.chunks: dict[ChunkKey, Stored] = {}
         self.peer_chunks: dict[ChunkKey, Stored] = {}
         self.tickets: dict[str, Ticket] = {}
+        self.orphans: list[Ticket] = []
+        """What was granted over a line that is broken: kept until the workers have let go of the pool."""
         self.credits_out: set[int] = set()
         self.fetches: list[Fetch] = []
         self.unanswered: deque[pb.AttachRequest] = deque()
@@ -109,19 +111,26 @@ class ScriptedNode:
             self.epoch += 1
             self.pools[self.epoch] = {}
             self.chunks.clear()
+            self.orphans.clear()
             self._next_offset = 0
         self.inbox.append(Attachment(engine_id=f"engine-{self.attach_count}", pool_socket="", epoch=self.epoch))
         self.inbox.append(pb.AttachResponse(welcome=pb.Welcome(epoch=self.epoch, credit_limit=self.credit_limit)))
 
     def lose(self) -> None:
-        """The line is broken. What the engine was granted stays where it is, though nobody keeps it any more."""
+        """The line is broken."""
         self.attached = False
         self.inbox.append(Lost())
-        for ticket in list(self.tickets):
-            self._release(ticket)
+        self.orphans += self.tickets.values()
+        self.tickets.clear()
         self.credits_out.clear()
         self.fetches.clear()
         self.unanswered.clear()
+
+    def let_go(self) -> None:
+        """Every worker has let go of the pool that it mapped for an earlier attachment."""
+        for ticket in self.orphans:
+            self._unhold(ticket)
+        self.orphans.clear()
 
     def answer(self) -> None:
         """Carries out every message that waits, in order."""
@@ -224,8 +233,11 @@ class ScriptedNode:
 
     def _release(self, request_id: str) -> None:
         self.fetches = [fetch for fetch in self.fetches if fetch.ticket != request_id]
-        ticket = self.tickets.pop(request_id, None)
-        for chunk in ticket.held if ticket else ():
+        if ticket := self.tickets.pop(request_id, None):
+            self._unhold(ticket)
+
+    def _unhold(self, ticket: Ticket) -> None:
+        for chunk in ticket.held:
             chunk.holds -= 1
             if not chunk.holds and chunk not in self.chunks.values():
                 self._spoil(chunk)

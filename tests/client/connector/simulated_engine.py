@@ -28,7 +28,7 @@ from lmkv.config import ConnectorConfig
 from lmkv.keys import ChunkKey, KeyChain, as_tokens, root_key
 from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv_client.connector.connector import LMKVConnector
-from lmkv_client.connector.messages import Load, Loaded, StepPlan, WorkerReport, Written
+from lmkv_client.connector.messages import Attachment, Load, Loaded, StepPlan, WorkerReport, Written
 from lmkv_client.connector.scheduler import SchedulerSide
 from lmkv_client.connector.stats import Stats
 from lmkv_kernels import BlockCopy
@@ -132,6 +132,7 @@ class Copying:
     copies: list[tuple[Pool, BlockCopy]] = field(default_factory=list)
     failed_blocks: list[int] = field(default_factory=list)
     final: bool = False
+    failed: bool = False
     steps_left: int = 0
 
 
@@ -164,7 +165,9 @@ class SimulatedWorker:
 
     def load(self, plan: StepPlan) -> None:
         """Before the forward if it needs the pages at once, else after it."""
-        if plan.attachment:
+        if plan.attachment and plan.attachment.engine_id != self._engine_id:
+            for copying in self._loads.values():
+                self.copy(copying)
             self._engine_id = plan.attachment.engine_id
             self._pool = self.node.pools[plan.attachment.epoch]
         self._poisoned = False
@@ -179,26 +182,25 @@ class SimulatedWorker:
 
     def _end(self, load: Load) -> None:
         copying = self._loads.pop(load.request_id)
-        failed = self.copy(copying)
-        self._poisoned |= failed or bool(copying.failed_blocks)
-        self._done(load.request_id, copying, failed=failed)
+        self._done(load.request_id, copying)
+        self._poisoned |= bool(copying.failed_blocks)
 
-    def copy(self, copying: Copying) -> bool:
-        """Fills pages from the pool; True if that failed."""
+    def copy(self, copying: Copying) -> None:
+        """Fills pages from the pool, or fails to."""
         for pool, copy in copying.copies:
             content = pool.get(copy.offset, {}).get(self.rank)
             for index, block_id in enumerate(copy.block_ids, copy.first_block):
                 block = [SPOILT] * BLOCK if content is None or self.fails_loads else list(content[index])
                 self.pages[block_id] = block
-        if self.fails_loads:
-            copying.failed_blocks += [block for _, copy in copying.copies for block in copy.block_ids]
-        return self.fails_loads and bool(copying.copies)
+                if self.fails_loads:
+                    copying.failed_blocks.append(block_id)
+                    copying.failed = True
+        copying.copies.clear()
 
-    def _done(self, request_id: str, copying: Copying, *, failed: bool) -> None:
+    def _done(self, request_id: str, copying: Copying) -> None:
+        self.copy(copying)
         self._failed_blocks |= set(copying.failed_blocks)
-        self._reporting().loaded[request_id] = Loaded(
-            rank_count=1, size_bytes=0 if failed else len(copying.copies), seconds=0.001, failed=failed
-        )
+        self._reporting().loaded[request_id] = Loaded(rank_count=1, seconds=0.001, failed=copying.failed)
 
     def store(self, plan: StepPlan) -> None:
         """Copies pages into the pool, before they can change."""
@@ -223,7 +225,7 @@ class SimulatedWorker:
                 copying.steps_left -= 1
                 continue
             del self._loads[request_id]
-            self._done(request_id, copying, failed=self.copy(copying))
+            self._done(request_id, copying)
             finished.add(request_id)
         failed, self._failed_blocks = self._failed_blocks, set()
         report, self._report = self._report, None
@@ -275,6 +277,7 @@ class SimulatedEngine:
         """Called when the workers are done with a step, before the scheduler hears of it."""
         self._aggregator = KVOutputAggregator(rank_count)
         self._hasher = get_request_block_hasher(BLOCK, get_hash_fn_by_name("sha256"))
+        self._attachment: Attachment | None = None
         self._free_at_start = self.free_block_count
         if attached:
             self.node.attach()
@@ -285,9 +288,11 @@ class SimulatedEngine:
         count: int = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         return count
 
-    def add(self, request_id: str, prompt: Sequence[int], *, output: int = 2, salt: str = "") -> Request:
+    def add(
+        self, request_id: str, prompt: Sequence[int], *, output: int = 2, salt: str = "", reads_caches: bool = True
+    ) -> Request:
         """A request has arrived."""
-        params = SamplingParams(max_tokens=output, ignore_eos=True)
+        params = SamplingParams(max_tokens=output, ignore_eos=True, skip_reading_prefix_cache=not reads_caches)
         params.update_from_generation_config({}, 1)
         request = Request(request_id, list(prompt), params, None, cache_salt=salt or None, block_hasher=self._hasher)
         self.requests[request_id] = request
@@ -308,6 +313,9 @@ class SimulatedEngine:
         plan = output.kv_connector_metadata
         assert isinstance(plan, StepPlan)
         results = [self._work(worker, plan, output) for worker in self.workers]
+        if plan.attachment != self._attachment and plan.attachment:
+            self._attachment = plan.attachment
+            self.node.let_go()
         self.during_step()
         result = self._aggregator.aggregate(results)
         assert result is not None

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from lmkv.digests import EMPTY_DIGEST, Digest, digest
 from lmkv.keys import ChunkKey
-from lmkv_server.coordinator.digests import EMPTY_DIGEST, Digest, digest
 from lmkv_server.coordinator.layout_map import LayoutMap, Match, Run, Slot
 
 GPU, HOST, DISK = 1, 2, 3

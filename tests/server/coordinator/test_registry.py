@@ -7,12 +7,12 @@ from hashlib import sha256
 
 import pytest
 
+from lmkv.digests import digest
 from lmkv.errors import BadChunkKey, BadMessage, InstanceNotFound, ResyncRequired, StaleEpoch
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.registry_service_pb2 import ChunkChange, ReportRequest, TierDigest, TierUsage
-from lmkv_server.coordinator.digests import digest
 from lmkv_server.coordinator.instances import Registration
 from lmkv_server.coordinator.registry import Registry
 from lmkv_server.coordinator.report_stream import ReportStream

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from lmkv.digests import digest
 from lmkv.keys import ChunkKey, split_keys
 from lmkv.rpc import MAX_MESSAGE_BYTES
 from lmkv.v1 import chunk_pb2
-from lmkv_server.coordinator.digests import digest
 from lmkv_server.node.reports import MAX_KEYS_PER_REPORT, Changes, Held
 
 HOST, DISK = chunk_pb2.TIER_HOST, chunk_pb2.TIER_DISK

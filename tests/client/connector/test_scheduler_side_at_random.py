@@ -1,0 +1,155 @@
+"""Anything that can happen to an engine, its workers and its node, in any order: answers stay right, nothing is left."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from vllm.config import VllmConfig
+
+from tests.client.connector.simulated_engine import BLOCK, CHUNK, SimulatedEngine
+
+TRUNK = [(7 * i) % 491 for i in range(6 * CHUNK)]
+
+
+class RandomLife(RuleBasedStateMachine):
+    """Each rule is one thing that can happen between two steps of the engine."""
+
+    vllm_config: ClassVar[VllmConfig]
+
+    @initialize(
+        asynchronous=st.booleans(),
+        partial=st.booleans(),
+        rank_count=st.integers(1, 2),
+        block_count=st.sampled_from([20, 40]),
+        step_tokens=st.sampled_from([96, 1024]),
+        credit_limit=st.sampled_from([1, 4, 64]),
+    )
+    def start(
+        self,
+        asynchronous: bool,
+        partial: bool,
+        rank_count: int,
+        block_count: int,
+        step_tokens: int,
+        credit_limit: int,
+    ) -> None:
+        self.engine = SimulatedEngine(
+            self.vllm_config,
+            rank_count=rank_count,
+            block_count=block_count,
+            step_tokens=step_tokens,
+            credit_limit=credit_limit,
+            enable_async_loading=asynchronous,
+            save_partial_chunks=partial,
+        )
+        self.node = self.engine.node
+        self.live: list[str] = []
+        self.aborted: set[str] = set()
+
+    @rule(
+        shared=st.sampled_from([0, 10, CHUNK, 2 * CHUNK, 3 * CHUNK, 3 * CHUNK + BLOCK, 5 * CHUNK]),
+        own=st.integers(0, 40),
+        output=st.integers(1, 3 * BLOCK),
+        salt=st.sampled_from(["", "", "tenant"]),
+    )
+    def add(self, shared: int, own: int, output: int, salt: str) -> None:
+        request_id = f"r{len(self.engine.requests)}"
+        self.live.append(request_id)
+        self.engine.add(request_id, [*TRUNK[:shared], *range(own, own + own + 1)], output=output, salt=salt)
+
+    @rule(count=st.integers(1, 6))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.step()
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(self.live))
+        self.live.remove(request_id)
+        self.aborted.add(request_id)
+        self.engine.abort(request_id)
+
+    @precondition(lambda self: self.node.attached)
+    @rule()
+    def lose(self) -> None:
+        self.node.lose()
+
+    @precondition(lambda self: not self.node.attached)
+    @rule(restarted=st.booleans())
+    def attach(self, restarted: bool) -> None:
+        self.node.attach(restarted=restarted)
+
+    @rule(prompt=st.booleans())
+    def answers(self, prompt: bool) -> None:
+        self.node.prompt = prompt
+        if prompt:
+            self.node.answer()
+
+    @rule(generous=st.booleans(), at_once=st.booleans())
+    def changes_its_mind(self, generous: bool, at_once: bool) -> None:
+        self.node.generous = generous
+        self.node.fetches_at_once = at_once
+
+    @precondition(lambda self: self.node.fetches)
+    @rule(count=st.integers(0, 2), fails=st.booleans())
+    def delivers(self, count: int, fails: bool) -> None:
+        if fails:
+            self.node.fail()
+        else:
+            self.node.deliver(count or None)
+
+    @rule(to_peer=st.booleans())
+    def evicts(self, to_peer: bool) -> None:
+        if to_peer:
+            self.node.move_to_peer()
+        else:
+            self.node.evict()
+
+    @rule(seconds=st.sampled_from([0.05, 0.2, 1.5, 11.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.engine.clock.now += seconds
+
+    @rule(
+        rank=st.integers(0, 1), fails_loads=st.booleans(), skips_stores=st.booleans(), steps_per_load=st.integers(0, 3)
+    )
+    def worker_changes(self, rank: int, fails_loads: bool, skips_stores: bool, steps_per_load: int) -> None:
+        worker = self.engine.workers[rank % len(self.engine.workers)]
+        worker.fails_loads = fails_loads
+        worker.skips_stores = skips_stores
+        worker.steps_per_load = steps_per_load
+
+    @rule()
+    def pages_are_forgotten(self) -> None:
+        self.engine.scheduler.reset_prefix_cache()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for worker in self.engine.workers:
+            worker.fails_loads = worker.skips_stores = False
+        self.engine.check_nothing_is_left()
+        for request_id in self.engine.requests:
+            if request_id not in self.aborted:
+                self.engine.check_answer(request_id)
+
+
+@pytest.mark.timeout(120)
+def test_whatever_happens_answers_are_right_and_nothing_is_left(scripted_config: VllmConfig) -> None:
+    RandomLife.vllm_config = scripted_config
+    run_state_machine_as_test(
+        RandomLife,
+        settings=settings(
+            max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
