@@ -33,7 +33,7 @@ CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
 SERVER_OPTIONS: Sequence[tuple[str, int]] = (
     *CHANNEL_OPTIONS,
     ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
 
 

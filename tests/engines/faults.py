@@ -56,9 +56,9 @@ class Pair:
         self.cluster = Cluster(folder, model, logs=logs, settings=SETTINGS)
         assert self.cluster.coordinator
         self.coordinator = self.cluster.coordinator
-        options = {"extra_arguments": ("--max-num-batched-tokens", str(STEP_TOKENS))}
-        self.first = self.cluster.add_engine("engine-1", **options)
-        self.second = self.cluster.add_engine("engine-2", **options)
+        steps = ("--max-num-batched-tokens", str(STEP_TOKENS))
+        self.first = self.cluster.add_engine("engine-1", extra_arguments=steps)
+        self.second = self.cluster.add_engine("engine-2", extra_arguments=steps)
         self.engines = (self.first, self.second)
         self._random = random.Random(seed)
         self._requests = ThreadPoolExecutor(4)
@@ -130,9 +130,11 @@ class Pair:
         processes = [self.coordinator.process, *(engine.process for engine in self.engines)]
         return [pid for one in processes if one.alive for pid in session_pids(one.pid)] + self.cluster.node_pids()
 
-    def node(self, name: str) -> int:
-        """Process id of the one node of an instance."""
-        (pid,) = self.cluster.node_pids(name)
+    def pid(self, name: str) -> int:
+        """Process id of `coordinator`, `node-1` or `node-2`. Raises `ValueError` if the node does not run."""
+        if name == "coordinator":
+            return self.coordinator.process.pid
+        (pid,) = self.cluster.node_pids(name.replace("node", "engine"))
         return pid
 
     def kill(self, name: str) -> None:
@@ -142,12 +144,12 @@ class Pair:
         elif name == "engine-1":
             self.first.kill()
         else:
-            kill(self.node(name.replace("node", "engine")))
+            kill(self.pid(name))
 
     @contextmanager
     def frozen(self, name: str) -> Iterator[None]:
         """Freezes `coordinator`, `node-1` or `node-2`; thaws it afterwards if it still lives."""
-        pid = self.coordinator.process.pid if name == "coordinator" else self.node(name.replace("node", "engine"))
+        pid = self.pid(name)
         os.kill(pid, signal.SIGSTOP)
         eventually(lambda: state(pid) == "T", f"{name} is frozen")
         try:
@@ -267,7 +269,8 @@ def state(pid: int) -> str:
 
 def unread_bytes(port: int) -> int:
     """Bytes that have arrived at connections of a local TCP port, and that nobody has read."""
-    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    tables = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))  # gRPC's servers take IPv4 on IPv6 sockets
+    rows = [row.split() for table in tables for row in table.read_text().splitlines()[1:]]
     return sum(int(row[4].partition(":")[2], 16) for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "01")
 
 

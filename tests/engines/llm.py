@@ -6,33 +6,44 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
+from lmkv.errors import LmkvError
 from lmkv_client.demo.cluster import Coordinator
 from lmkv_client.demo.engine import LMKV_TRANSFER_CONFIG
-from lmkv_client.demo.process import ServerProcess, end_processes, pids_with_environment
+from lmkv_client.demo.process import (
+    POLL_SECONDS,
+    ServerProcess,
+    end_processes,
+    pids_with_environment,
+    session_pids,
+)
 
 READY_TIMEOUT_SECONDS = 180.0
-ANSWER_TIMEOUT_SECONDS = 120.0
+ANSWER_TIMEOUT_SECONDS = 180.0
+STOP_TIMEOUT_SECONDS = 20.0
 
 CALM = {
-    "LMKV_MAX_LOCAL_CPU_SIZE": "256MiB",
-    "LMKV_NODE_LINGER": "30",
+    "max_local_cpu_size": "256MiB",
+    "node_linger": "180",
     # A busy machine makes tests slow, not wrong.
-    "LMKV_NODE_START_TIMEOUT": "60",
-    "LMKV_LOOKUP_TIMEOUT": "5",
-    "LMKV_COORDINATOR_TIMEOUT": "2",
-    "LMKV_LOAD_TIMEOUT": "10",
-    "LMKV_FETCH_TIMEOUT": "10",
+    "node_start_timeout": "60",
+    "lookup_timeout": "5",
+    "coordinator_timeout": "2",
+    "load_timeout": "10",
+    "fetch_timeout": "10",
 }
 """Settings of lmkv in every engine of the tests."""
 
@@ -109,19 +120,19 @@ class LlmProcess:
     def __init__(
         self,
         model: Path,
-        folder: Path,
+        nursery: Nursery,
         *,
-        name: str = "engine",
-        logs: Path,
-        settings: Mapping[str, str],
+        name: str,
+        log_file: Path,
+        environment: Mapping[str, str],
         transfer_config: Mapping[str, object] | None = LMKV_TRANSFER_CONFIG,
-        environment: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
-        """`settings` are `LMKV_...` variables; `options` those of `vllm.LLM`. `folder` gets a socket."""
+        """`options` are those of `vllm.LLM`. Nothing runs before `start`."""
         self.name = name
-        self._path = folder / f"{name}.sock"
-        arguments = {
+        self.log_file = log_file
+        self._nursery = nursery
+        options = {
             "model": str(model),
             "served_model_name": model.name,
             "dtype": "float32",
@@ -132,42 +143,57 @@ class LlmProcess:
             "kv_cache_memory_bytes": 64 << 20,
         } | options
         if transfer_config is not None:
-            arguments["kv_transfer_config"] = dict(transfer_config)
-        script = Path(__file__).with_name("llm_worker.py")
-        command = [sys.executable, str(script), str(self._path), json.dumps(arguments)]
-        environment = ENVIRONMENT | dict(settings) | dict(environment or {})
-        self.process = ServerProcess(name, command, logs / f"{name}.log", environment)
+            options["kv_transfer_config"] = dict(transfer_config)
+        self._description = {"options": options, "environment": dict(environment), "log": str(log_file)}
         self._connection: socket.socket | None = None
+        self._lines: Any = None
+        self._pid = 0
 
     @property
-    def alive(self) -> bool:
-        """Whether the process runs."""
-        return self.process.alive
+    def runs(self) -> bool:
+        """Whether it was started and not ended."""
+        return self._connection is not None
 
     def start(self) -> None:
         """Starts it without waiting; also again after it ended."""
-        self._path.unlink(missing_ok=True)
-        self.process.start()
+        assert self._connection is None, f"{self.name} runs already"
+        self._connection = self._nursery.connect()
+        self._connection.settimeout(ANSWER_TIMEOUT_SECONDS)
+        self._lines = self._connection.makefile("rw")
+        self._say(self._description)
+        self._pid = self._hear()
 
     def wait_ready(self) -> None:
-        """Waits until it answers. Raises `LmkvError` with the end of its log if it does not come up."""
-        self.process.wait_until(self._connects, "ready", READY_TIMEOUT_SECONDS)
+        """Waits until it answers. Raises `LmkvError` with what vLLM raised if it does not come up."""
+        if error := self._hear().get("error"):
+            self.kill()
+            raise LmkvError(f"{self.name} did not start: {error}")
 
     def stop(self) -> None:
         """Ends the engine as its owner would. Idempotent."""
-        if self._connection and self.alive:
+        if self.runs:
             self._do("close")
-        self._disconnect()
-        self.process.stop()
+            deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
+            while session_pids(self._pid) and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+            self.kill()
 
     def kill(self) -> None:
-        """Kills it as a crash would. Idempotent."""
-        self._disconnect()
-        self.process.kill()
+        """Kills it, and all in its session, as a crash would. Its node has a session of its own. Idempotent."""
+        if self._connection is None:
+            return
+        while pids := session_pids(self._pid):
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(POLL_SECONDS)
+        self._lines.close()
+        self._connection.close()
+        self._connection = None
 
     def log(self) -> str:
         """Everything that it has logged."""
-        return self.process.log()
+        return self.log_file.read_text(errors="replace")
 
     def ask(
         self, *prompts: Sequence[int], max_tokens: int = 16, salt: str = "", lora: Sequence[str] = (), **sampling: Any
@@ -219,6 +245,45 @@ class LlmProcess:
         """Aborts it; the share of pages that stay in use, after waiting for zero."""
         return float(self._do("abort", request_id=request_id))
 
+    def _do(self, name: str, **fields: Any) -> Any:
+        assert self.runs, f"{self.name} does not run"
+        self._say({"do": name, **fields})
+        return self._hear()
+
+    def _say(self, what: Any) -> None:
+        self._lines.write(json.dumps(what) + "\n")
+        self._lines.flush()
+
+    def _hear(self) -> Any:
+        line = self._lines.readline()
+        assert line, f"{self.name} broke down:\n{self.log()[-4000:]}"
+        return json.loads(line)
+
+
+class Nursery:
+    """The process that has vLLM imported, and forks engines."""
+
+    def __init__(self, folder: Path, logs: Path) -> None:
+        self._path = folder / "nursery.sock"
+        command = [sys.executable, str(Path(__file__).with_name("llm_worker.py")), str(self._path)]
+        self._process = ServerProcess("nursery", command, logs / "nursery.log", ENVIRONMENT)
+        self._connection: socket.socket | None = None
+
+    def start(self) -> None:
+        """Starts it without waiting."""
+        self._process.start()
+
+    def connect(self) -> socket.socket:
+        """A connection to an engine to be. Waits until the nursery is ready; raises `LmkvError` if it never is."""
+        self._process.wait_until(self._connects, "ready", READY_TIMEOUT_SECONDS)
+        connection, self._connection = self._connection, None
+        assert connection is not None
+        return connection
+
+    def stop(self) -> None:
+        """Ends it; its engines live on. Idempotent."""
+        self._process.stop()
+
     def _connects(self) -> bool:
         connection = socket.socket(socket.AF_UNIX)
         try:
@@ -226,23 +291,8 @@ class LlmProcess:
         except OSError:
             connection.close()
             return False
-        connection.settimeout(ANSWER_TIMEOUT_SECONDS)
         self._connection = connection
         return True
-
-    def _do(self, name: str, **fields: Any) -> Any:
-        assert self._connection is not None, f"{self.name} does not run"
-        with self._connection.makefile("rw") as lines:
-            lines.write(json.dumps({"do": name, **fields}) + "\n")
-            lines.flush()
-            line = lines.readline()
-        assert line, f"{self.name} failed:\n{self.log()[-4000:]}"
-        return json.loads(line)
-
-    def _disconnect(self) -> None:
-        if self._connection:
-            self._connection.close()
-            self._connection = None
 
 
 class Fleet:
@@ -255,6 +305,7 @@ class Fleet:
         self._folder = Path(tempfile.mkdtemp(prefix="lmkv-", dir="/tmp"))
         self.engines: dict[str, LlmProcess] = {}
         self._coordinator = Coordinator(logs) if coordinator else None
+        self._nursery = Nursery(self._folder, logs)
 
     @property
     def coordinator(self) -> Coordinator:
@@ -267,21 +318,35 @@ class Fleet:
         """Where the nodes' sockets are."""
         return self._folder
 
-    def add(self, name: str, settings: Mapping[str, str] | None = None, **options: Any) -> LlmProcess:
-        """Describes an engine whose node is the instance `name`; nothing runs yet. See `LlmProcess`."""
-        own = {"LMKV_INSTANCE_ID": name, "LMKV_RUNTIME_DIR": str(self._folder)}
+    def add(
+        self,
+        name: str,
+        settings: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> LlmProcess:
+        """Describes an engine whose node is the instance `name`, unless the settings say otherwise; nothing runs yet.
+
+        `settings` are keys of lmkv's configuration, `options` those of `LlmProcess`.
+        """
+        own = {"instance_id": name, "runtime_dir": str(self._folder)}
         if self._coordinator:
-            own["LMKV_COORDINATOR_ADDRESS"] = self._coordinator.address
-        settings = CALM | own | dict(settings or {})
-        model = options.pop("model", self._model)
-        self.engines[name] = LlmProcess(
-            model, self._folder, name=name, logs=self._logs, settings=settings, **options
+            own["coordinator_address"] = self._coordinator.address
+        lmkv = {f"LMKV_{key.upper()}": value for key, value in (CALM | own | dict(settings or {})).items()}
+        engine = LlmProcess(
+            options.pop("model", self._model),
+            self._nursery,
+            name=name,
+            log_file=self._logs / f"{name}.log",
+            environment=lmkv | dict(environment or {}),
+            **options,
         )
-        return self.engines[name]
+        self.engines[name] = engine
+        return engine
 
     def start(self) -> None:
         """Starts every engine that does not run, all at once, and waits for them."""
-        waiting = [engine for engine in self.engines.values() if not engine.alive]
+        waiting = [engine for engine in self.engines.values() if not engine.runs]
         for engine in waiting:
             engine.start()
         for engine in waiting:
@@ -297,6 +362,7 @@ class Fleet:
 
     def __enter__(self) -> Self:
         try:
+            self._nursery.start()
             if self._coordinator:
                 self._coordinator.start()
                 self._coordinator.wait_ready()
@@ -308,6 +374,7 @@ class Fleet:
     def __exit__(self, *_: object) -> None:
         for engine in self.engines.values():
             engine.kill()  # at once: what it leaves is the nodes' to clean up, and they end next
+        self._nursery.stop()
         end_processes(self._node_pids({}))
         if self._coordinator:
             self._coordinator.stop()
@@ -317,6 +384,6 @@ class Fleet:
 def poison(node_pid: int) -> None:
     """Turns every number in the pool of a running node into its negative. Everything in it must be float32."""
     descriptors = Path(f"/proc/{node_pid}/fd").iterdir()
-    path = next(path for path in descriptors if "lmkv-pool" in os.readlink(path))
+    path = next(path for path in descriptors if "lmkv-pool" in str(path.readlink()))
     pool = np.memmap(path, dtype=np.uint8, mode="r+")
     pool[3::4] ^= 0x80  # the sign bits

@@ -1,17 +1,22 @@
-"""One vLLM `LLM` in this process, told what to do over a unix socket: a line of JSON each way. Run by `llm.LlmProcess`.
+"""Imports vLLM once, then forks a process with an `LLM` for each connection. Run by `llm.Fleet`.
 
-In the process that it schedules and computes in, an engine starts in half the time that a server takes.
+Importing takes most of an engine's start. The engine schedules and computes in its one process, and carries out what
+comes over its connection, a line of JSON each way; it ends with its connection.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+import traceback
 from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 
 FREE_TIMEOUT_SECONDS = 30.0
 """How long pages may stay in use after the last request."""
@@ -21,17 +26,12 @@ class Worker:
     """The commands, by method name. Each gets the fields of its line and returns what goes back."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        from vllm import LLM
-
         self._llm = LLM(**options, enforce_eager=True, disable_log_stats=False)
         self._engine = self._llm.llm_engine
-        self._request_number = 0
+        self._begun_count = 0
 
     def ask(self, prompts: list[list[int]], salt: str, sampling: dict[str, Any], lora: list[str]) -> Any:
         """Completes all prompts at once; the answers, and by how much the counters have grown."""
-        from vllm import SamplingParams
-        from vllm.lora.request import LoRARequest
-
         inputs = [{"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})} for prompt in prompts]
         adapter = LoRARequest(lora[0], int(lora[1]), lora[2]) if lora else None
         before = self.metrics()
@@ -55,18 +55,15 @@ class Worker:
 
     def begin(self, prompt: list[int], seconds: float) -> dict[str, Any]:
         """Lets a request run for so long; its id, the tokens that it has by then, and the share of pages in use."""
-        from vllm import SamplingParams
-
-        self._request_number += 1
-        request_id = f"begun-{self._request_number}"
-        sampling = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+        self._begun_count += 1
+        request_id = f"begun-{self._begun_count}"
+        sampling = SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True)
         self._engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
         tokens: list[int] = []
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and self._engine.has_unfinished_requests():
+        while time.monotonic() < deadline:
             for output in self._engine.step():
                 tokens = list(output.outputs[0].token_ids)
-            time.sleep(0.001)
         return {"request_id": request_id, "token_ids": tokens, "used": self._used()}
 
     def abort(self, request_id: str) -> float:
@@ -75,7 +72,6 @@ class Worker:
         deadline = time.monotonic() + FREE_TIMEOUT_SECONDS
         while self._used() and time.monotonic() < deadline:
             self._engine.step()
-            time.sleep(0.001)
         return self._used()
 
     def _used(self) -> float:
@@ -100,29 +96,52 @@ def answer(output: Any) -> dict[str, Any]:
     }
 
 
-def serve(listener: socket.socket, worker: Worker) -> None:
-    """Carries out commands, one client after the other, until one says `close`."""
-    while True:
-        connection, _ = listener.accept()
-        with connection, connection.makefile("rw") as lines:
-            for line in lines:
-                command = json.loads(line)
-                name = command.pop("do")
-                method: Callable[..., Any] = getattr(worker, name)
-                lines.write(json.dumps(method(**command)) + "\n")
-                lines.flush()
-                if name == "close":
-                    return
+def run_engine(connection: socket.socket) -> None:
+    """Becomes the engine that the first line describes; says its process id, and then whether it is ready."""
+    with connection, connection.makefile("rw") as lines:
+
+        def say(what: Any) -> None:
+            lines.write(json.dumps(what) + "\n")
+            lines.flush()
+
+        description = json.loads(lines.readline())
+        os.setsid()
+        log = os.open(description["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.update(description["environment"])
+        say(os.getpid())
+        try:
+            worker = Worker(description["options"])
+        except Exception as error:
+            say({"error": f"{type(error).__name__}: {error}"})
+            raise
+        say({})
+        for line in lines:
+            command = json.loads(line)
+            name = command.pop("do")
+            say(getattr(worker, name)(**command))
+            if name == "close":
+                return
 
 
-def main(path: str, options: str) -> None:
-    """Makes the engine, then listens at `path`: who can connect finds it ready."""
-    worker = Worker(json.loads(options))
+def main(path: str) -> None:
+    """Listens at `path` as soon as vLLM is imported."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended engines leave no zombies
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
-        serve(listener, worker)
-    os.unlink(path)
+        while True:
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                listener.close()
+                try:
+                    run_engine(connection)
+                except BaseException:
+                    traceback.print_exc()
+                os._exit(0)  # all that Python would tidy up is the nursery's
+            connection.close()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """Both engines with their nodes and a coordinator, ready."""
     with Fleet(tiny_model, tmp_path_factory.mktemp("logs"), coordinator=True) as fleet:
         fleet.add("engine-1")
-        fleet.add("engine-2", {"LMKV_ENABLE_ASYNC_LOADING": "false"}, max_num_batched_tokens=300)
+        fleet.add("engine-2", {"enable_async_loading": "false"}, max_num_batched_tokens=300)
         fleet.start()
         yield fleet
 
@@ -99,7 +99,7 @@ def test_a_prompt_of_whole_chunks_keeps_a_token_to_compute(engine: LlmProcess, s
 
 
 def test_a_prompt_shorter_than_a_chunk_is_none_of_our_business(engine: LlmProcess, seed: int) -> None:
-    prompt = make_prompt(seed, 255)
+    prompt = make_prompt(seed, 200)
     expected = engine.compute(prompt)
     first, again = engine.ask(prompt), engine.ask_again(prompt)
     assert first.token_ids == again.token_ids == expected

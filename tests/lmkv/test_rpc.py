@@ -3,17 +3,29 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from google.rpc import error_details_pb2
+from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs lack it
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
 from lmkv.errors import BadTokens, Full, LmkvError, NoFreeExtents, Unreachable
-from lmkv.rpc import DOMAIN, MAX_MESSAGE_BYTES, from_rpc_error, from_status, make_server, open_channel, to_status
+from lmkv.rpc import (
+    CHANNEL_OPTIONS,
+    DOMAIN,
+    MAX_MESSAGE_BYTES,
+    SERVER_OPTIONS,
+    from_rpc_error,
+    from_status,
+    make_server,
+    open_channel,
+    to_status,
+)
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, WatchRequest, WatchResponse
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceServicer, CacheServiceStub, add_CacheServiceServicer_to_server
 from lmkv.v1.registry_service_pb2 import ReportRequest, ReportResponse
@@ -280,3 +292,9 @@ async def test_a_server_listens_on_a_unix_socket_too(cache: Cache, tmp_path: Any
             assert (await stub.Lookup(LookupRequest(chunk_keys=b"a"), timeout=DEADLINE)).revision == 1
     finally:
         await server.stop(None)
+
+
+@pytest.mark.parametrize("name", dict([*CHANNEL_OPTIONS, *SERVER_OPTIONS]))
+def test_grpc_knows_the_option(name: str) -> None:
+    library = Path(cygrpc.__file__).read_bytes()
+    assert name.encode() + b"\0" in library, "gRPC passes over options that it does not know without a word"

@@ -46,24 +46,25 @@ class Servers:
 
     coordinator: Coordinator
     node: Node
+    addresses: dict[str, str]
     channels: dict[str, grpc.aio.Channel]
-    """By service; of a client that does not know lmkv's message limit."""
+    """Both by service."""
 
 
 @pytest.fixture
 async def servers(runtime_dir: Path) -> AsyncIterator[Servers]:
-    config = NodeConfig(instance_id="node", runtime_dir=str(runtime_dir), max_local_cpu_size="16MB")
+    config = NodeConfig(instance_id="node", runtime_dir=str(runtime_dir), max_local_cpu_size=1 / 64)
     async with Coordinator(port=0, lease_ttl=30.0) as coordinator, Node(config) as node:
         addresses = dict.fromkeys(COORDINATOR_SERVICES, coordinator.address)
         addresses |= {"lmkv.v1.EngineService": f"unix:{config.engine_socket}", "lmkv.v1.PeerService": node.peer_address}
-        channels = {name: grpc.aio.insecure_channel(address) for name, address in addresses.items()}
-        stream: Any = engine_service_pb2_grpc.EngineServiceStub(channels["lmkv.v1.EngineService"]).Attach()
+        channels = {name: rpc.open_channel(address) for name, address in addresses.items()}
+        stream: Any = engine_service_pb2_grpc.EngineServiceStub(channels["lmkv.v1.EngineService"]).Attach()  # type: ignore[call-arg]
         await stream.write(engine_pb.AttachRequest(hello=hello("engine")))
         assert (await stream.read()).HasField("welcome")
-        yield Servers(coordinator=coordinator, node=node, channels=channels)
+        yield Servers(coordinator=coordinator, node=node, addresses=addresses, channels=channels)
         stream.cancel()
         for channel in channels.values():
-            await channel.close()
+            await channel.close(None)
 
 
 def hello(engine_id: str, spec: KvSpec = SPEC) -> engine_pb.Hello:
@@ -80,28 +81,27 @@ async def outcome(
     servers: Servers, method: MethodDescriptor, requests: Sequence[bytes]
 ) -> tuple[grpc.StatusCode, str, str]:
     """Sends requests that are bytes already; status code, reason and text of what came back."""
-    service = method.containing_service.full_name
-    path = f"/{service}/{method.name}"
-    channel = servers.channels[service]
-    options = {"request_serializer": bytes, "response_deserializer": bytes}
+    return await asyncio.to_thread(call, servers.addresses[method.containing_service.full_name], method, requests)
 
-    async def several() -> AsyncIterator[bytes]:
-        for request in requests:
-            yield request
 
-    try:
-        if method.client_streaming:
-            call = channel.stream_stream(path, **options)(several(), timeout=TIMEOUT_SECONDS)  # type: ignore[call-overload]
-            async for _ in call:
-                pass
-        elif method.server_streaming:
-            async for _ in channel.unary_stream(path, **options)(requests[0], timeout=TIMEOUT_SECONDS):  # type: ignore[call-overload]
-                pass
-        else:
-            await channel.unary_unary(path, **options)(requests[0], timeout=TIMEOUT_SECONDS)  # type: ignore[call-overload]
-    except grpc.RpcError as error:
-        meaning = rpc.from_rpc_error(error)
-        return error.code(), "" if "grpc_code" in meaning.metadata else meaning.reason, str(error)
+def call(address: str, method: MethodDescriptor, requests: Sequence[bytes]) -> tuple[grpc.StatusCode, str, str]:
+    """As `outcome`, blocking: gRPC's asyncio client forgets why a stream ended if it was just writing to it.
+
+    The client does not know lmkv's message limit.
+    """
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    options: Any = {"request_serializer": bytes, "response_deserializer": bytes}
+    with grpc.insecure_channel(address) as channel:
+        try:
+            if method.client_streaming:
+                list(channel.stream_stream(path, **options)(iter(requests), timeout=TIMEOUT_SECONDS))
+            elif method.server_streaming:
+                list(channel.unary_stream(path, **options)(requests[0], timeout=TIMEOUT_SECONDS))
+            else:
+                channel.unary_unary(path, **options)(requests[0], timeout=TIMEOUT_SECONDS)
+        except grpc.RpcError as error:
+            meaning = rpc.from_rpc_error(error)
+            return error.code(), "" if "grpc_code" in meaning.metadata else meaning.reason, str(error)
     return grpc.StatusCode.OK, "", ""
 
 
@@ -260,7 +260,6 @@ async def test_what_an_engine_service_is_asked_wrongly_gets_its_reason(
     assert (await outcome(servers, served, [good.SerializeToString()]))[0] is grpc.StatusCode.OK
 
 
-LOOKUP = engine_pb.LookupChunks(request_id="1", chunk_keys=bytes(16))
 LIE = SPEC.to_proto()
 LIE.layer_count += 1
 
@@ -272,7 +271,6 @@ LIE.layer_count += 1
         ([engine_pb.AttachRequest(hello=hello(""))], "BAD_MESSAGE"),
         ([engine_pb.AttachRequest(hello=hello("engine"))], "BAD_MESSAGE"),
         ([engine_pb.AttachRequest(hello=hello("b")), engine_pb.AttachRequest(hello=hello("b"))], "BAD_MESSAGE"),
-        ([engine_pb.AttachRequest(hello=hello("b"), lookups=[LOOKUP, LOOKUP])], "BAD_MESSAGE"),
         ([engine_pb.AttachRequest(hello=engine_pb.Hello(engine_id="b", spec=LIE))], "BAD_KV_SPEC"),
         ([engine_pb.AttachRequest(hello=hello("b", small_spec(layer_count=4096)))], "BAD_KV_SPEC"),
         (

@@ -98,15 +98,20 @@ def model_identity(model: ModelConfig) -> str:
     return sha256(pack_fields(field.encode() for field in fields)).hexdigest()[:32]
 
 
-@lru_cache(maxsize=256)
 def folder_digest(folder: Path) -> str:
     """Digest over the weight files of a folder: names, sizes, and samples spread over each file.
 
     Reading all of a large model would take minutes; weights of another training run differ in every sample.
     """
+    files = sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
+    return _files_digest(tuple((path, (status := path.stat()).st_size, status.st_mtime_ns) for path in files))
+
+
+@lru_cache(maxsize=256)
+def _files_digest(files: tuple[tuple[Path, int, int], ...]) -> str:
+    """Digest over files that have these sizes and were changed at these times: adapters are replaced in place."""
     digest = sha256()
-    for path in sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES):
-        size = path.stat().st_size
+    for path, size, _ in files:
         digest.update(pack_fields([path.name.encode(), str(size).encode()]))
         with path.open("rb") as file:
             for sample in range(SAMPLE_COUNT):

@@ -162,9 +162,10 @@ class NodeLink:
             except grpc.RpcError as error:
                 raise self._meaning(rpc.from_rpc_error(error)) from None
             finally:
+                call.cancel()
                 if sender:
                     sender.cancel()
-                call.cancel()
+                    await asyncio.gather(sender, return_exceptions=True)  # that it could not write is no news
 
     def _welcome(self, engine_id: str, answer: pb.AttachResponse) -> None:
         welcome = answer.welcome

@@ -151,6 +151,7 @@ class SchedulerSide:
 
     def reported(self, output: KVConnectorOutput) -> None:
         """What the workers did in a step."""
+        self.pump()  # the step may have taken long: what is said now must not go to a node that knows nothing of it
         report = output.kv_connector_worker_meta
         if not isinstance(report, WorkerReport):
             return
@@ -161,6 +162,7 @@ class SchedulerSide:
 
     def finished(self, request: Request) -> None:
         """The request is over, however it ended."""
+        self.pump()
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is None:
             return

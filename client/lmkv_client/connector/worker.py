@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmkv")
 
 ATTACH_TIMEOUT_SECONDS = 0.5
+ATTACH_RETRY_SECONDS = 5.0
+"""So long after a pool could not be mapped it is tried again, for each try may hold up a step."""
 INLINE_BYTES = 4 << 20
 """A copy of at most so many bytes takes well below a millisecond: less than handing it to another thread."""
 
@@ -63,6 +65,7 @@ class WorkerSide:
         self._pages: Pages | None = None
         self._attachment: Attachment | None = None
         self._pool: AttachedPool | None = None
+        self._retry_at = 0.0
         self._loader = ThreadPoolExecutor(1, "lmkv-load", initializer=use_processors)
         self._running: dict[str, Running] = {}
         self._finished: set[str] = set()
@@ -199,7 +202,8 @@ class WorkerSide:
 
     def _follow(self, attachment: Attachment | None) -> None:
         """Maps the pool that the plan speaks of. The old one is let go of only when nothing is being copied from it."""
-        if attachment == self._attachment or attachment is None:
+        settled = self._pool is not None or time.monotonic() < self._retry_at
+        if attachment is None or (attachment == self._attachment and settled):
             return
         for running in self._running.values():
             for part in running.parts:
@@ -214,6 +218,7 @@ class WorkerSide:
                 attachment.pool_socket, attachment.engine_id, self._rank, attachment.epoch, ATTACH_TIMEOUT_SECONDS
             )
         except LmkvError as error:
+            self._retry_at = time.monotonic() + ATTACH_RETRY_SECONDS
             logger.warning("cannot map the node's pool, so nothing is loaded or stored: %s", error)
             return
         threading.Thread(target=populate, args=(self._pool,), name="lmkv-populate", daemon=True).start()
@@ -239,7 +244,10 @@ def split(load: Load) -> list[list[BlockCopy]]:
 def populate(pool: AttachedPool) -> None:
     """Fills this process's page table ahead of the first copies."""
     use_processors()
-    pool.pool.populate(0, pool.pool.size_bytes)
+    try:
+        pool.pool.populate(0, pool.pool.size_bytes)
+    except LmkvError as error:
+        logger.warning("cannot touch the node's pool ahead of its first use: %s", error)
 
 
 def use_processors() -> None:

@@ -132,10 +132,11 @@ def _parameters(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], float
     yield "model.embed_tokens.weight", (shape.vocab_size, hidden), 1.0
     for layer in range(shape.layer_count):
         prefix = f"model.layers.{layer}"
-        # Sharper queries and keys than usual: attention then picks single tokens out of a long prompt.
-        yield f"{prefix}.self_attn.q_proj.weight", (query, hidden), 1.5 * hidden**-0.5
-        yield f"{prefix}.self_attn.k_proj.weight", (key_value, hidden), 1.5 * hidden**-0.5
-        yield f"{prefix}.self_attn.v_proj.weight", (key_value, hidden), hidden**-0.5
+        # Sharper queries and keys than usual: attention picks single tokens out of a long prompt.
+        # Larger values: what it picks weighs more than the token at hand.
+        yield f"{prefix}.self_attn.q_proj.weight", (query, hidden), 2.0 * hidden**-0.5
+        yield f"{prefix}.self_attn.k_proj.weight", (key_value, hidden), 2.0 * hidden**-0.5
+        yield f"{prefix}.self_attn.v_proj.weight", (key_value, hidden), 2.0 * hidden**-0.5
         yield f"{prefix}.self_attn.o_proj.weight", (hidden, query), query**-0.5
         yield f"{prefix}.mlp.gate_proj.weight", (inner, hidden), hidden**-0.5
         yield f"{prefix}.mlp.up_proj.weight", (inner, hidden), hidden**-0.5

@@ -19,8 +19,8 @@ from lmkv.errors import LmkvError
 
 POLL_SECONDS = 0.05
 
-_CAUSE = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception): .+")
-"""What a Python traceback ends with."""
+_CAUSE = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception): (?!.*See root cause).+(?:\n +Value error, .+)?")
+"""What a Python traceback ends with, also by pydantic; not vLLM's hint that the cause is further up."""
 
 
 class ServerProcess:
@@ -89,7 +89,8 @@ class ServerProcess:
     def _failed(self, what: str) -> LmkvError:
         log = self.log()
         causes = _CAUSE.findall(log) or log.strip().splitlines()
-        error = LmkvError(f"{self.name} {what}: {causes[-1] if causes else 'it logged nothing'}", log=self.log_file)
+        cause = " ".join(causes[-1].split()) if causes else "it logged nothing"
+        error = LmkvError(f"{self.name} {what}: {cause}", log=self.log_file)
         error.add_note("\n".join([f"The end of {self.log_file}:", *log.splitlines()[-30:]]))
         return error
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
 from lmkv import rpc
-from lmkv.errors import BadChunkKey, BadMessage, ConfigConflict, LmkvError, ModelNotFound, Unreachable
+from lmkv.errors import BadChunkKey, BadMessage, ConfigConflict, GrantNotFound, LmkvError, ModelNotFound, Unreachable
 from lmkv.keys import KEY_BYTES, ChunkKey, split_keys
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2, engine_service_pb2_grpc, registry_service_pb2
@@ -23,28 +24,48 @@ logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_SECONDS = 5.0
 UNARY_LOAD_TIMEOUT_SECONDS = 30.0
+MERGED_BYTES = rpc.MAX_MESSAGE_BYTES // 2
+"""Answers are merged into messages of at most this size."""
 
 
 class Outbox:
     """Answers to one engine, merged until its stream takes them: a busy stream sends fewer, larger messages."""
 
     def __init__(self) -> None:
-        self._pending = pb.AttachResponse()
+        self._pending: deque[pb.AttachResponse] = deque()
+        self._last_bytes = 0
         self._filled = asyncio.Event()
+        self._ended = False
 
     def put(self, part: pb.AttachResponse) -> None:
-        """Adds answers to the next message."""
-        settled = self._pending.settled_reserve_count + part.settled_reserve_count
-        self._pending.MergeFrom(part)
-        self._pending.settled_reserve_count = settled
+        """Adds answers to the last message that waits, as far as its size allows."""
+        size_bytes = part.ByteSize()
+        if not self._pending or self._last_bytes + size_bytes > MERGED_BYTES:
+            self._pending.append(pb.AttachResponse())
+            self._last_bytes = 0
+        last = self._pending[-1]
+        settled = last.settled_reserve_count + part.settled_reserve_count
+        if part.conflicts:
+            last.ClearField("conflicts")
+        last.MergeFrom(part)
+        last.settled_reserve_count = settled
+        self._last_bytes += size_bytes
         self._filled.set()
 
-    async def take(self) -> pb.AttachResponse:
-        """The next message, as soon as there is anything to say."""
+    def end(self) -> None:
+        """Nothing more will be said."""
+        self._ended = True
+        self._filled.set()
+
+    async def take(self) -> pb.AttachResponse | None:
+        """The next message, as soon as there is anything to say; None at the end."""
         await self._filled.wait()
-        self._filled.clear()
-        pending, self._pending = self._pending, pb.AttachResponse()
-        return pending
+        if not self._pending:
+            return None
+        message = self._pending.popleft()
+        if not self._pending and not self._ended:
+            self._filled.clear()
+        return message
 
 
 class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
@@ -93,18 +114,14 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         self._on_attach()
         logger.info("engine %s attached: %s", session.engine_id, session.spec.model_name)
         reader = asyncio.create_task(stream.read(first, request_iterator))
+        reader.add_done_callback(lambda _: stream.outbox.end())
         try:
             welcome = pb.Welcome()
             welcome.CopyFrom(self._welcome)
             welcome.credit_limit = session.credit_limit
             yield pb.AttachResponse(welcome=welcome, conflicts=self._sources.conflicts)
-            while True:
-                taker = asyncio.create_task(stream.outbox.take())
-                await asyncio.wait({taker, reader}, return_when=asyncio.FIRST_COMPLETED)
-                if not taker.done():
-                    taker.cancel()
-                    break
-                yield taker.result()
+            while message := await stream.outbox.take():
+                yield message
             await reader  # raises what ended it
         finally:
             reader.cancel()
@@ -198,7 +215,7 @@ class EngineStream:
             dropped = self._tier.drop(split_keys(b"".join(message.damaged_keys), "damaged_keys"))
             logger.warning("engine %s found %d chunks damaged; they are dropped", self._session.engine_id, dropped)
         for offset in message.returned_credits:
-            self._session.give_back(offset)
+            self._give_back(offset)
         for lookup in message.lookups:
             self._lookup(lookup)
         for load in message.loads:
@@ -238,6 +255,12 @@ class EngineStream:
         except LmkvError as error:
             rejected = pb.RejectedCommit(chunk_key=commit.chunk_key, status=rpc.to_status(error))
             self.outbox.put(pb.AttachResponse(rejected_commits=[rejected]))
+
+    def _give_back(self, offset: int) -> None:
+        try:
+            self._session.give_back(offset)
+        except GrantNotFound as error:  # of an earlier attachment: void already
+            logger.warning("%s", error)
 
     def _reserve(self, count: int, *, settled: int) -> None:
         granted = self._session.reserve(count)

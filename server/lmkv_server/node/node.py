@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 ENGINE_SERVICE = "lmkv.v1.EngineService"
 PEER_SERVICE = "lmkv.v1.PeerService"
 STOP_GRACE_SECONDS = 0.5
+FIRST_ENGINE_SECONDS = 20.0
+"""A node that an engine has started waits so long for it, whatever `node_linger` says."""
 
 
 class Reporting:
@@ -67,7 +69,7 @@ class Node:
         """`host:port` of its `PeerService`, once started; empty without P2P."""
         self._stack = AsyncExitStack()
         self._reporting = Reporting()
-        self._idle_since = time.monotonic()
+        self._idle_since = time.monotonic() + FIRST_ENGINE_SECONDS
 
     async def __aenter__(self) -> Node:
         try:
@@ -225,11 +227,11 @@ class Node:
         while True:
             left = self._idle_since + self.config.node_linger - time.monotonic()
             if self.engines.mapped_count:
-                left = max(left, self.config.node_linger)
+                left = self.config.node_linger
             elif left <= 0:
                 logger.info("no engine for %.0f s (node_linger): ending", self.config.node_linger)
                 return
-            await asyncio.sleep(min(left, 5.0))
+            await asyncio.sleep(min(max(left, 0.1), 5.0))
 
 
 def bind(server: grpc.aio.Server, address: str, key: str) -> int:

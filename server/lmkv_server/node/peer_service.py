@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 from google.protobuf import timestamp_pb2
 
-from lmkv.errors import ChannelUnsupported, KvSpecMismatch, WrongInstance
+from lmkv.errors import ChannelUnsupported, KvSpecMismatch, Unreachable, WrongInstance
 from lmkv.keys import split_keys
 from lmkv.spec import KvSpec
 from lmkv.transfer import Channel
@@ -147,6 +147,7 @@ class PeerService(pb_grpc.PeerServiceServicer):
         for own in specs:
             if own.model_name == other.model_name and (field := own.first_difference(other)):
                 own_value, other_value = getattr(own, field), getattr(other, field)
+                logger.warning("a peer shares nothing: %s is %s here, %s there", field, own_value, other_value)
                 raise KvSpecMismatch(
                     f"{self._instance_id} serves {own.model_name!r} with {field} {own_value!r}, not {other_value!r}",
                     model_name=own.model_name,
@@ -157,7 +158,10 @@ class PeerService(pb_grpc.PeerServiceServicer):
 
     async def _introduce(self, instance_id: str, epoch: int, metadata: bytes) -> None:
         """Adds the caller to the channel, in place of its earlier epochs."""
-        await self._channel.add_peer(f"{instance_id}:{epoch}", metadata)
+        try:
+            await self._channel.add_peer(f"{instance_id}:{epoch}", metadata)
+        except Unreachable as error:  # it may still be able to read from here
+            logger.info("%s cannot be reached from here: %s", instance_id, error)
         earlier = self._callers.pop(instance_id, epoch)
         self._callers[instance_id] = epoch
         if earlier != epoch:

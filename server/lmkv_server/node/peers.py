@@ -38,7 +38,7 @@ class Fetched:
     chunk_count: int = 0
     """Chunks handed out, from the first on without a gap."""
     size_bytes: int = 0
-    """Bytes that came from peers for it, transferred by itself."""
+    """Bytes that came from peers for it."""
     seconds: float = 0.0
     instance_ids: tuple[str, ...] = ()
     """Peers that gave any, in order of first use."""

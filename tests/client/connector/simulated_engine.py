@@ -364,14 +364,14 @@ class SimulatedEngine:
         assert not any(worker.load_count for worker in self.workers)
         side = self.side
         assert (len(side._prompts), len(side._searches), len(side._loads), len(side._stores)) == (0, 0, 0, 0)
-        credits = side._stores.credits
-        assert (credits.asked_count, credits.writing_count) == (0, 0)
+        in_hand = side._stores.credits
+        assert (in_hand.asked_count, in_hand.writing_count) == (0, 0)
         if self.node.attached:
             assert not self.node.tickets, "the node still holds chunks for a request"
             assert not self.node.fetches
-            assert set(credits._offsets) == self.node.credits_out
+            assert set(in_hand._offsets) == self.node.credits_out
         else:
-            assert not credits._offsets
+            assert not in_hand._offsets
 
     def count(self, name: str) -> float:
         """What was counted under this name since the start."""

@@ -83,15 +83,15 @@ TestCreditsAgainstCounts.settings = settings(max_examples=100, stateful_step_cou
 
 
 def test_without_a_node_nothing_is_asked_for_and_nothing_can_be_taken() -> None:
-    credits = Credits()
-    assert credits.ask(10) == 0
-    assert credits.take() is None
-    assert credits.surplus() == []
+    none = Credits()
+    assert none.ask(10) == 0
+    assert none.take() is None
+    assert none.surplus() == []
 
 
 def test_asking_twice_does_not_ask_for_the_same_again() -> None:
-    credits = Credits(limit=10)
-    assert credits.ask(4) == 4
-    assert credits.ask(4) == 0
-    credits.settle(4, [0, 1])
-    assert credits.ask(4) == 2
+    few = Credits(limit=10)
+    assert few.ask(4) == 4
+    assert few.ask(4) == 0
+    few.settle(4, [0, 1])
+    assert few.ask(4) == 2

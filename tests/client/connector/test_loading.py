@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lmkv.v1.chunk_pb2 import Extent
 from lmkv_client.connector.loading import Loading
-from lmkv_client.connector.messages import Load
+from lmkv_client.connector.messages import Check, Load
 
 EXTENT_BYTES = 1 << 20
 Place = tuple[int, int]
@@ -28,7 +28,7 @@ class Case:
     block_ids: list[int]
     arrivals: list[list[int]]
 
-    def loading(self, *, sync: bool = False) -> Loading:
+    def loading(self, *, sync: bool = False, verify: bool = False) -> Loading:
         return Loading(
             request_id="r",
             ticket="1",
@@ -40,6 +40,7 @@ class Case:
             sync=sync,
             started_at=0.0,
             deadline=1.0,
+            verify=verify,
         )
 
     def extent(self, chunk: int) -> Extent:
@@ -172,6 +173,15 @@ def test_a_load_that_is_complete_at_once_says_so_at_once() -> None:
     assert [copy.first_block for copy in load.copies] == [2, 0]
     assert [copy.extent_block_count for copy in load.copies] == [4, 4]
     assert loading.take() is None
+
+
+def test_extents_are_to_be_verified_only_where_that_was_asked_for() -> None:
+    for verify in (False, True):
+        loading = SMALL.loading(verify=verify)
+        loading.arrived(0, [Extent(offset=4096, size_bytes=512, checksum=7, token_count=32)])
+        load = loading.take()
+        assert load
+        assert load.checks == [Check(offset=4096, size_bytes=512, checksum=7)] * verify
 
 
 def test_nothing_is_planned_while_nothing_arrives() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import dataclass
 
-from lmkv_client.connector.messages import Attachment, Load, Loaded, StepPlan, WorkerReport, Written
+from lmkv_client.connector.messages import Attachment, Check, Load, Loaded, StepPlan, WorkerReport, Written
 from lmkv_client.connector.scheduler import multimodal_extras
 from lmkv_kernels import BlockCopy
 
@@ -63,7 +63,16 @@ def test_plans_and_reports_survive_the_way_between_processes() -> None:
     copy = BlockCopy(offset=4096, extent_block_count=2, block_ids=[7, 9], first_block=0)
     plan = StepPlan(
         attachment=Attachment(engine_id="e", pool_socket="/tmp/s", epoch=3),
-        loads=[Load(request_id="r", copies=[copy], sync=True, final=True, failed_blocks=[1])],
+        loads=[
+            Load(
+                request_id="r",
+                copies=[copy],
+                sync=True,
+                final=True,
+                checks=[Check(offset=0, size_bytes=8, checksum=1)],
+                failed_blocks=[1],
+            )
+        ],
         stores=[copy],
     )
     report = WorkerReport(engine_id="e", written={0: Written(rank_count=1, checksum=2**64 - 1)}, skipped={4})

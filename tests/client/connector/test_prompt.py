@@ -13,21 +13,13 @@ CHUNK = 64
 BLOCK = 32
 
 
-def prompt_of(token_count: int, *, partial: bool = False, output: list[int] | None = None) -> Prompt:
-    tokens = list(range(token_count))
-    all_tokens = tokens if output is None else _Joined(tokens, output)
-    return Prompt("r", as_tokens(tokens), all_tokens, KeyChain(ROOT, CHUNK), partial=partial)
+def prompt_of(token_count: int, *, partial: bool = False) -> Prompt:
+    return growing(list(range(token_count)), partial=partial)
 
 
-class _Joined(list[int]):
-    """Prompt and an output that grows, as vLLM's view of a request's tokens does."""
-
-    def __init__(self, tokens: list[int], output: list[int]) -> None:
-        super().__init__(tokens)
-        self._output = output
-
-    def __getitem__(self, index: object) -> list[int]:  # type: ignore[override]
-        return [*self, *self._output][index]  # type: ignore[index]
+def growing(all_tokens: list[int], *, partial: bool = False) -> Prompt:
+    """A prompt whose request goes on in `all_tokens`."""
+    return Prompt("r", as_tokens(all_tokens), all_tokens, KeyChain(ROOT, CHUNK), partial=partial)
 
 
 def extents(count: int) -> list[Extent]:
@@ -104,12 +96,12 @@ def test_keys_are_those_of_the_tokens_and_the_partial_one_comes_last() -> None:
 
 
 def test_decoded_tokens_get_keys_once_they_fill_a_chunk() -> None:
-    output: list[int] = []
-    prompt = prompt_of(100, output=output)
+    tokens = list(range(100))
+    prompt = growing(tokens)
     assert prompt.keys_up_to(2) == 1
-    output += range(100, 127)
+    tokens += range(100, 127)
     assert prompt.keys_up_to(2) == 1
-    output.append(127)
+    tokens.append(127)
     assert prompt.keys_up_to(2) == 2
     assert prompt.chain.keys == chunk_keys(as_tokens(range(128)), ROOT, CHUNK)
     assert len(prompt.keys) == 1, "lookups name the prompt only"

@@ -811,7 +811,7 @@ def test_what_was_found_at_a_node_that_is_lost_in_the_same_step_is_not_read_from
             engine.node.attach()
         engine.side.allocated = allocated  # type: ignore[method-assign]
 
-    engine.side.allocated = lose  # type: ignore[method-assign]
+    engine.side.allocated = lose  # type: ignore[method-assign,assignment]
     assert engine.serve("a", PROMPT) >= COLD
     engine.check_nothing_is_left()
 

@@ -1,4 +1,4 @@
-"""Anything that can happen to an engine, its workers and its node, in any order: answers stay right, nothing is left."""
+"""Whatever happens to an engine, its workers and its node, in any order: answers stay right, nothing is left."""
 
 from __future__ import annotations
 

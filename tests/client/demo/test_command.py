@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from lmkv.errors import ConfigError
 from lmkv_client.demo.command import command
+from lmkv_client.demo.process import pids_with_environment
 
 
 def run(*arguments: str) -> int:
@@ -45,3 +51,29 @@ def test_a_coordinator_that_cannot_start_is_told_in_one_line_with_the_place_of_t
     assert last.startswith("lmkv demo: coordinator ended before it was ready: PortError: taken; the logs are in ")
     assert last.endswith(str(tmp_path / "logs"))
     assert not list(tmp_path.glob("lmkv-demo-*"))
+
+
+def test_an_interrupt_ends_everything_that_was_started(tmp_path: Path) -> None:
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "lmkv", "demo", "--model-size", "tiny"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with demo:
+        assert demo.stdout is not None
+        while "starting two vLLM engines" not in demo.stdout.readline():
+            assert demo.poll() is None
+        marked = {"TMPDIR": str(tmp_path)}
+        while len(pids_with_environment(marked, "vllm.entrypoints.openai.api_server")) < 2:
+            assert demo.poll() is None
+            time.sleep(0.05)
+        demo.send_signal(signal.SIGINT)
+        output = demo.stdout.read()
+    assert demo.returncode == 130
+    assert output.endswith("lmkv demo: interrupted; everything it started has ended\n")
+    for word in ("demo", "coordinator", "vllm.entrypoints.openai.api_server"):
+        assert pids_with_environment(marked, word) == []
+    assert not list(tmp_path.iterdir())

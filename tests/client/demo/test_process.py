@@ -48,6 +48,30 @@ def test_a_process_that_ends_early_is_told_with_the_cause_from_its_log(tmp_path:
     assert "Traceback" in caught.value.__notes__[0]
 
 
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        (
+            "(EngineCore pid=7) ERROR 11-20 [core.py:1] lmkv.errors.ConfigError: chunk_size is odd\n"
+            "RuntimeError: Engine core initialization failed. See root cause above.",
+            "lmkv.errors.ConfigError: chunk_size is odd",
+        ),
+        (
+            "pydantic_core.ValidationError: 1 validation error for ModelConfig\n  Value error, it is too long",
+            "pydantic_core.ValidationError: 1 validation error for ModelConfig Value error, it is too long",
+        ),
+        ("lmkv: error: port 9000 is in use", "lmkv: error: port 9000 is in use"),
+        ("", "it logged nothing"),
+    ],
+)
+def test_the_cause_is_what_a_person_would_pick_from_the_log(log: str, cause: str, tmp_path: Path) -> None:
+    with server(f"print({log!r})", tmp_path) as process:
+        process.start()
+        with pytest.raises(LmkvError) as caught:
+            process.wait_until(lambda: False, "ready", 20)
+    assert str(caught.value) == f"server ended before it was ready: {cause}"
+
+
 def test_a_process_that_never_gets_ready_is_told_after_the_timeout(tmp_path: Path) -> None:
     with server(f"print('loading', flush=True); {SLEEP}", tmp_path) as process:
         process.start()

@@ -94,6 +94,15 @@ async def test_init_answers_with_metadata_and_the_pool_as_region_and_may_be_repe
         ]
 
 
+async def test_a_caller_that_cannot_be_reached_back_is_answered_all_the_same(
+    owner: Parts, stub: pb_grpc.PeerServiceAsyncStub
+) -> None:
+    async with Parts("reader") as reader:
+        metadata, epoch = reader.channel.metadata, reader.epoch
+    response = await stub.Init(introduction(owner, epoch=epoch, channel_metadata=metadata), timeout=5)
+    assert response.regions
+
+
 @pytest.mark.parametrize("changes", [{"peer_instance_id": "another"}, {"peer_epoch": 1}])
 async def test_init_meant_for_another_instance_or_epoch_is_wrong_here(
     owner: Parts, stub: pb_grpc.PeerServiceAsyncStub, changes: dict[str, object]

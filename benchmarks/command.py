@@ -1,0 +1,128 @@
+"""What every benchmark's command line has in common: flags, progress, a clean end, the table and the JSON."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from benchmarks import machine
+from benchmarks.rows import Report, Row, make_table
+from lmkv.errors import LmkvError
+
+INTERRUPTED = 130
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One run of a benchmark, as its parts see it."""
+
+    args: argparse.Namespace
+    report: Report
+    folder: Path
+    """For models and sockets: short, and gone afterwards."""
+    logs: Path
+    """For the logs of processes."""
+    console: Console = field(default_factory=lambda: Console(highlight=False))
+    started_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def quick(self) -> bool:
+        """Whether a rough answer soon is better than a good one."""
+        return self.report.quick
+
+    def say(self, line: str) -> None:
+        """Prints what is going on, with the seconds since the start."""
+        seconds = time.monotonic() - self.started_at
+        self.console.print(f"{seconds:5.1f} s  {line}", soft_wrap=True, markup=False)
+
+    def add(self, *rows: Row) -> None:
+        """Adds rows to the report."""
+        for row in rows:
+            self.report.add(row)
+
+    def note(self, text: str) -> None:
+        """Has the report say something that numbers do not."""
+        self.report.notes.append(text)
+        self.say(text)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Benchmark:
+    """A benchmark: its name, what it says of itself, and its work."""
+
+    name: str
+    description: str
+    measure: Callable[[Run], None]
+    """Adds rows. Raises `LmkvError` if something that it needs does not work."""
+    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda _parser: None
+
+    def parser(self) -> argparse.ArgumentParser:
+        """Its command line."""
+        parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{self.name}", description=self.description)
+        parser.add_argument("--quick", action="store_true", help="rough numbers, within three minutes")
+        parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
+        parser.add_argument("--keep-logs", type=Path, metavar="DIR", help="keep the logs of all processes there")
+        self.add_arguments(parser)
+        return parser
+
+    def main(self, arguments: Sequence[str] | None = None) -> int:
+        """Runs it. Returns the exit code: 0, 1 for a failure, 130 if it was interrupted."""
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        parser = self.parser()
+        args = parser.parse_args(words)
+        if args.json and not args.json.absolute().parent.is_dir():
+            parser.error(f"--json: there is no folder {args.json.parent}")
+        report = Report(
+            benchmark=self.name,
+            command=shlex.join(["python", "-m", f"benchmarks.{self.name}", *words]),
+            quick=args.quick,
+            machine=machine.describe(),
+        )
+        handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        folder = Path(tempfile.mkdtemp(prefix="lmkv-", dir="/tmp"))
+        try:
+            return self._run(args, report, folder)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _run(self, args: argparse.Namespace, report: Report, folder: Path) -> int:
+        logs = (args.keep_logs or folder / "logs").absolute()
+        run = Run(args=args, report=report, folder=folder, logs=logs)
+        try:
+            self.measure(run)
+        except LmkvError as error:
+            run.say(f"failed: {error}")
+            for note in getattr(error, "__notes__", ()):
+                run.console.print(note, markup=False)
+            return 1
+        except KeyboardInterrupt:
+            run.say("interrupted; everything that was started has ended")
+            return INTERRUPTED
+        report.seconds = time.monotonic() - run.started_at
+        report.machine["load_average_at_end"] = machine.describe()["load_average"]
+        run.console.print(make_table(f"{self.name}, {report.seconds:.0f} s", report.rows))
+        for note in report.notes:
+            run.console.print(f"- {note}", markup=False)
+        if args.json:
+            report.write(args.json)
+        return 0
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    """Ends the run in good order; a second signal does not disturb that."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt

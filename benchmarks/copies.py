@@ -1,0 +1,113 @@
+"""Stores and loads: the kernels between pages and pool, against memcpy of the same bytes into the same memory."""
+
+from __future__ import annotations
+
+import mmap
+import statistics
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks import engines, timing
+from benchmarks.command import Run
+from benchmarks.rows import Row, compare
+from lmkv.pool import Pool
+from lmkv.spec import KvSpec
+from lmkv.units import GB
+from lmkv_kernels import BlockCopy, Pages, gather, scatter
+
+PROMPT_TOKENS = 4000
+SPARE_BLOCKS = 10
+"""Pages besides those of the prompt, so that its own lie apart."""
+
+Bytes = NDArray[np.uint8]
+
+
+def measure(run: Run, spec: KvSpec) -> None:
+    """Adds rows for the chunks of one prompt, with one thread and with two."""
+    chunk_count = PROMPT_TOKENS // spec.chunk_size
+    size_bytes = chunk_count * spec.chunk_bytes
+    with Pool.create(size_bytes) as pool:
+        pool.populate()
+        _measure(run, spec, pool, chunk_count)
+
+
+def _measure(run: Run, spec: KvSpec, pool: Pool, chunk_count: int) -> None:
+    blocks = spec.chunk_size // spec.block_size
+    memory, pages = make_pages(spec, chunk_count * blocks + SPARE_BLOCKS)
+    order = np.random.default_rng(0).permutation(pages.block_count)
+    copies = [
+        BlockCopy(
+            offset=chunk * spec.chunk_bytes,
+            extent_block_count=blocks,
+            block_ids=order[chunk * blocks : (chunk + 1) * blocks].tolist(),
+        )
+        for chunk in range(chunk_count)
+    ]
+    pool_bytes = np.frombuffer(pool.buffer, np.uint8)
+    source = memory[: pool.size_bytes]
+    rounds = 10 if run.quick else 40
+    for threads in (1, 2):
+        acts = [
+            lambda threads=threads: gather(pages, pool.buffer, copies, threads=threads),
+            memcpy(pool_bytes, source, threads),
+            lambda threads=threads: scatter(pages, pool.buffer, copies, threads=threads),
+            memcpy(source, pool_bytes, threads),
+        ]
+        store, store_memcpy, load, load_memcpy = timing.in_turns(acts, rounds)
+        suffix = "" if threads == 1 else f"_{threads}_threads"
+        baseline = "memcpy" if threads == 1 else f"memcpy, {threads} threads"
+        run.add(
+            rate_row(f"store{suffix}_vs_memcpy", pool.size_bytes, store, baseline, store_memcpy),
+            rate_row(f"load{suffix}_vs_memcpy", pool.size_bytes, load, baseline, load_memcpy),
+        )
+
+
+def make_pages(spec: KvSpec, block_count: int) -> tuple[Bytes, Pages]:
+    """Memory as vLLM's CPU backend lays its KV cache out, touched, and the pages in it."""
+    layer_bytes = block_count * spec.kv_head_count * spec.tile_bytes
+    memory = np.frombuffer(mmap.mmap(-1, spec.layer_count * layer_bytes), np.uint8)
+    memory[:] = 1
+    address = memory.ctypes.data
+    pages = Pages(
+        layer_addresses=tuple(address + layer * layer_bytes for layer in range(spec.layer_count)),
+        block_stride_bytes=spec.kv_head_count * spec.tile_bytes,
+        head_stride_bytes=spec.tile_bytes,
+        tile_bytes=spec.tile_bytes,
+        head_count=spec.kv_head_count,
+        first_head=0,
+        kv_head_count=spec.kv_head_count,
+        block_count=block_count,
+    )
+    return memory, pages
+
+
+def memcpy(target: Bytes, source: Bytes, threads: int = 1) -> Callable[[], object]:
+    """Copies all bytes by NumPy, each thread an equal share."""
+    if threads == 1:
+        return lambda: np.copyto(target, source)
+    executor = ThreadPoolExecutor(threads)
+    shares = list(zip(np.array_split(target, threads), np.array_split(source, threads), strict=True))
+    return lambda: list(executor.map(lambda share: np.copyto(*share), shares))
+
+
+def rate_row(name: str, size_bytes: int, seconds: list[float], baseline: str, baseline_seconds: list[float]) -> Row:
+    """GB/s (2^30 bytes) against a baseline's; the ratio is the median of the pairs'."""
+    row = compare(
+        name,
+        size_bytes / GB / statistics.median(seconds),
+        "GB/s",
+        baseline,
+        size_bytes / GB / statistics.median(baseline_seconds),
+    )
+    ratio = timing.median_ratio(baseline_seconds, seconds)
+    return Row(
+        name=row.name,
+        value=row.value,
+        unit=row.unit,
+        baseline=row.baseline,
+        baseline_value=row.baseline_value,
+        ratio=ratio,
+    )

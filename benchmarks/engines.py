@@ -1,0 +1,149 @@
+"""The engines that benchmarks run: real vLLM with a model heavy enough that a long prompt takes seconds."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import machine
+from benchmarks.command import Run
+from lmkv.errors import LmkvError
+from lmkv.spec import DTYPE_BYTES, NATIVE_TILES, KvSpec
+from lmkv_client.demo.cluster import Cluster
+from lmkv_client.demo.completion import Completion
+from lmkv_client.demo.engine import Engine
+from lmkv_client.demo.model import FIRST_BYTE_TOKEN_ID, MID, make_model
+from lmkv_client.demo.process import available_memory_bytes
+
+SHAPE = MID
+BLOCK_SIZE = 128
+CHUNK_SIZE = 256
+OUTPUT_TOKENS = 64
+"""Room in the context behind the longest prompt."""
+ENGINE_BYTES = 1300 << 20
+"""What an engine takes besides its KV cache."""
+
+PATIENCE = {
+    # A busy machine makes a benchmark slow, not wrong.
+    "LMKV_LOOKUP_TIMEOUT": "2",
+    "LMKV_FETCH_TIMEOUT": "20",
+    "LMKV_LOAD_TIMEOUT": "20",
+    "LMKV_COORDINATOR_TIMEOUT": "2",
+    "LMKV_NODE_LINGER": "10",
+    "LMKV_CHUNK_SIZE": str(CHUNK_SIZE),
+}
+"""Settings of every engine with lmkv: the defaults, but for the times that it waits."""
+
+
+def add_dtype_argument(parser: argparse.ArgumentParser) -> None:
+    """Flag `--dtype`."""
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "bfloat16", "float32"),
+        default="auto",
+        help="type that the engines compute in and cache KV in (auto: bfloat16 where the processor has it)",
+    )
+
+
+def choose_dtype(run: Run) -> str:
+    """The type to compute in, noted in the report's settings."""
+    dtype: str = run.args.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if machine.flags() & machine.BFLOAT16_FLAGS else "float32"
+    run.report.settings["dtype"] = dtype
+    return dtype
+
+
+def token_bytes(dtype: str) -> int:
+    """Bytes of KV cache per token."""
+    return SHAPE.kv_bytes_per_token(DTYPE_BYTES[dtype])
+
+
+def kv_spec(dtype: str) -> KvSpec:
+    """Size and shape of the chunks that these engines make."""
+    return KvSpec(
+        model_name="mid",
+        model_id="mid",
+        kv_dtype=dtype,
+        layer_count=SHAPE.layer_count,
+        kv_head_count=SHAPE.kv_head_count,
+        head_size=SHAPE.head_size,
+        chunk_size=CHUNK_SIZE,
+        format=NATIVE_TILES,
+        tile_backend="CPU_ATTN",
+        block_size=BLOCK_SIZE,
+        vocab_size=SHAPE.vocab_size,
+    )
+
+
+def context_for(prompt_tokens: int, output_tokens: int = OUTPUT_TOKENS) -> int:
+    """Length of context that an engine needs, in whole blocks."""
+    return -(-(prompt_tokens + output_tokens) // BLOCK_SIZE) * BLOCK_SIZE
+
+
+def model_of(run: Run) -> Path:
+    """The model's folder, made if it is not there."""
+    return make_model(run.folder / "mid", SHAPE)
+
+
+def pool_setting(size_bytes: int) -> dict[str, str]:
+    """The setting that gives a node so much memory for chunks."""
+    return {"LMKV_MAX_LOCAL_CPU_SIZE": f"{-(-size_bytes >> 20)}MiB"}
+
+
+def check_memory(needed_bytes: int) -> None:
+    """Raises `LmkvError` if there is not so much memory."""
+    if needed_bytes > (free_bytes := available_memory_bytes()):
+        raise LmkvError(f"this needs {needed_bytes / 1e9:.1f} GB of memory and {free_bytes / 1e9:.1f} GB are free")
+
+
+class Prompts:
+    """Random prompts, no two alike, the same in every run."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = np.random.default_rng(seed)
+
+    def make(self, token_count: int) -> list[int]:
+        """A prompt that nobody has seen."""
+        tokens: list[int] = self._random.integers(FIRST_BYTE_TOKEN_ID, SHAPE.vocab_size, token_count).tolist()
+        return tokens
+
+
+def start(run: Run, cluster: Cluster, plain: Sequence[Engine] = ()) -> None:
+    """Starts all engines at once and waits for them; `plain` are those that are not the cluster's."""
+    for engine in plain:
+        engine.start()
+    cluster.start_engines(lambda engine: run.say(f"{engine.name} is ready"))
+    for engine in plain:
+        engine.wait_ready()
+        run.say(f"{engine.name} is ready")
+
+
+def options(dtype: str, context_tokens: int, prompts_in_cache: int = 3) -> Mapping[str, object]:
+    """Arguments of an `Engine` whose own cache holds so many prompts of full length."""
+    return {
+        "dtype": dtype,
+        "block_size": BLOCK_SIZE,
+        "context_tokens": context_tokens,
+        "kv_cache_bytes": prompts_in_cache * context_tokens * token_bytes(dtype),
+    }
+
+
+def full_chunks(token_count: int) -> int:
+    """Tokens of a prompt that are in full chunks, which are what lmkv keeps."""
+    return token_count // CHUNK_SIZE * CHUNK_SIZE
+
+
+def check_hit(what: str, completion: Completion, token_count: int) -> None:
+    """Raises `LmkvError` unless so many tokens were taken from a cache: then the time means something else."""
+    if completion.cached_tokens < token_count:
+        raise LmkvError(f"{what}: {completion.cached_tokens} of {token_count} tokens were cached")
+
+
+def check_miss(what: str, completion: Completion) -> None:
+    """Raises `LmkvError` if anything was taken from a cache."""
+    if completion.cached_tokens:
+        raise LmkvError(f"{what}: {completion.cached_tokens} tokens of a new prompt were cached")

@@ -1,0 +1,148 @@
+"""What lmkv costs where it saves nothing: misses and idleness, against the same engine without a connector."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from benchmarks import engines, machine, timing
+from benchmarks.command import Run
+from benchmarks.engines import Prompts
+from benchmarks.rows import Row, compare
+from lmkv_client.demo.cluster import Cluster
+from lmkv_client.demo.engine import Engine
+from lmkv_client.demo.process import session_pids
+
+PROMPT_TOKENS = 1024
+OUTPUT_TOKENS = 16
+IN_FLIGHT = 2
+SHORT_PROMPT_TOKENS = 272
+"""One chunk and a little: looked up and stored, and computed as fast as anything that is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Burst:
+    """Some prompts, answered."""
+
+    seconds: float
+    cpu_seconds: float
+    """Of the engine's processes and its node's."""
+
+
+class Meter:
+    """One engine, the processes that belong to it, and their processor time."""
+
+    def __init__(self, engine: Engine, node_pids: Callable[[], list[int]] = list) -> None:
+        self.engine = engine
+        self.pids = [*session_pids(engine.pid), *node_pids()]
+
+    def burst(self, prompts: list[list[int]]) -> Burst:
+        """Has new prompts answered, `IN_FLIGHT` at a time."""
+        cpu_before = machine.cpu_seconds(self.pids)
+        started = time.perf_counter()
+        with ThreadPoolExecutor(IN_FLIGHT) as clients:
+            for completion in clients.map(lambda prompt: self.engine.complete(prompt, OUTPUT_TOKENS), prompts):
+                engines.check_miss(self.engine.name, completion)
+        seconds = time.perf_counter() - started
+        return Burst(seconds=seconds, cpu_seconds=machine.cpu_seconds(self.pids) - cpu_before)
+
+    def ttft_seconds(self, prompt: list[int]) -> float:
+        """Time to the first token of a new prompt."""
+        completion = self.engine.complete(prompt, 1)
+        engines.check_miss(self.engine.name, completion)
+        return completion.ttft_seconds
+
+
+def measure(run: Run, cluster: Cluster, with_lmkv: Engine, without: Engine) -> None:
+    """Adds the rows. Both engines are alive and idle but for what is measured, one of them at a time."""
+    ours = Meter(with_lmkv, lambda: cluster.node_pids(with_lmkv.name))
+    plain = Meter(without)
+    prompts = Prompts(seed=2)
+    _measure_misses(run, ours, plain, prompts)
+    _measure_ttft(run, ours, plain, prompts)
+    _measure_idle(run, ours, plain)
+
+
+def _measure_misses(run: Run, ours: Meter, plain: Meter, prompts: Prompts) -> None:
+    pair_count, prompt_count = (6, 2) if run.quick else (40, 2)
+    pairs: list[tuple[Burst, Burst]] = []
+    for number in range(pair_count + 1):
+        batches = [[prompts.make(PROMPT_TOKENS) for _ in range(prompt_count)] for _ in range(2)]
+        if number % 2:
+            pair = ours.burst(batches[0]), plain.burst(batches[1])
+        else:
+            pair = tuple(reversed((plain.burst(batches[1]), ours.burst(batches[0]))))  # type: ignore[assignment]
+        if number:  # the first warms up
+            pairs.append(pair)
+    tokens = prompt_count * (PROMPT_TOKENS + OUTPUT_TOKENS)
+    rates = [[tokens / burst.seconds for burst in side] for side in zip(*pairs, strict=True)]
+    slowdown = timing.median_ratio(*([burst.seconds for burst in side] for side in zip(*pairs, strict=True)))
+    plain_rate = statistics.median(rates[1])
+    run.say(f"{pair_count} pairs of {prompt_count} new prompts: {100 * (slowdown - 1):+.2f} % time with lmkv")
+    run.add(
+        Row(
+            name="miss_overhead",
+            value=100 * (1 - 1 / slowdown),
+            unit="% of throughput",
+            baseline="no connector, tokens/s",
+            baseline_value=plain_rate,
+            ratio=1 / slowdown,
+        ),
+        compare("miss_tokens_per_s", statistics.median(rates[0]), "tokens/s", "no connector", plain_rate),
+        _cpu_row(pairs, tokens),
+    )
+
+
+def _cpu_row(pairs: list[tuple[Burst, Burst]], tokens: int) -> Row:
+    ours, plain = ([1e6 * burst.cpu_seconds / tokens for burst in side] for side in zip(*pairs, strict=True))
+    return Row(
+        name="miss_cpu_us_per_token",
+        value=statistics.median(ours),
+        unit="us",
+        baseline="no connector",
+        baseline_value=statistics.median(plain),
+        ratio=timing.median_ratio(ours, plain),
+    )
+
+
+def _measure_ttft(run: Run, ours: Meter, plain: Meter, prompts: Prompts) -> None:
+    sides: tuple[list[float], list[float]] = ([], [])
+    for number in range(16 if run.quick else 120):
+        order = (0, 1) if number % 2 else (1, 0)
+        for side in order:
+            sides[side].append((ours, plain)[side].ttft_seconds(prompts.make(SHORT_PROMPT_TOKENS)))
+    added = [one - other for one, other in zip(*sides, strict=True)]
+    baseline_ms = 1e3 * statistics.median(sides[1])
+    run.add(
+        Row(
+            name="hit_vs_cold_overhead_ms",
+            value=1e3 * statistics.median(added),
+            unit="ms",
+            baseline="no connector: TTFT",
+            baseline_value=baseline_ms,
+            ratio=timing.median_ratio(*sides),
+        )
+    )
+
+
+def _measure_idle(run: Run, ours: Meter, plain: Meter) -> None:
+    seconds = 5.0 if run.quick else 30.0
+    time.sleep(1.0)  # what the last requests left to do
+    before = [machine.cpu_seconds(meter.pids) for meter in (ours, plain)]
+    started = time.perf_counter()
+    time.sleep(seconds)
+    after = [machine.cpu_seconds(meter.pids) for meter in (ours, plain)]
+    passed = time.perf_counter() - started
+    our_percent, plain_percent = (100 * (one - other) / passed for one, other in zip(after, before, strict=True))
+    run.add(
+        Row(
+            name="idle_cpu_percent",
+            value=our_percent - plain_percent,
+            unit="% of a core",
+            baseline="idle engine without a connector",
+            baseline_value=plain_percent,
+        )
+    )

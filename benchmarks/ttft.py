@@ -1,0 +1,96 @@
+"""Time to the first token: cold, from vLLM's own prefix cache, from the own pool, from a peer."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from benchmarks import engines
+from benchmarks.command import Run
+from benchmarks.engines import Prompts
+from benchmarks.rows import Row, compare
+from lmkv_client.demo.cluster import Coordinator
+from lmkv_client.demo.engine import Engine
+
+NAMED_TOKENS = 4000
+"""The length that rows without one in their name speak of."""
+OUTPUT_TOKENS = 4
+STORE_SECONDS = 20.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Round:
+    """One prompt, asked four times: TTFT in seconds of each."""
+
+    cold: float
+    prefix_hit: float
+    own: float
+    peer: float
+    identical: bool
+
+
+def measure(run: Run, coordinator: Coordinator, first: Engine, second: Engine) -> None:
+    """Adds rows for each length of prompt. `second` has never seen the prompts when it takes them from `first`."""
+    prompts = Prompts(seed=1)
+    round_counts = {2000: 2, NAMED_TOKENS: 3} if run.quick else {2000: 7, NAMED_TOKENS: 7, 4096: 7}
+    measure_round(coordinator, first, second, prompts.make(4 * engines.CHUNK_SIZE))  # warms up
+    for token_count, count in round_counts.items():
+        rounds = []
+        for number in range(1, count + 1):
+            rounds.append(measure_round(coordinator, first, second, prompts.make(token_count)))
+            run.say(f"{token_count} tokens, {number} of {count}: {_in_words(rounds[-1])}")
+        run.add(*rows_of(rounds, token_count))
+
+
+def measure_round(coordinator: Coordinator, first: Engine, second: Engine, prompt: Sequence[int]) -> Round:
+    """Asks one prompt. Raises `LmkvError` if a hit is none, or the cold run is one."""
+    held = engines.full_chunks(len(prompt))
+    cold = first.complete(prompt, OUTPUT_TOKENS)
+    engines.check_miss("cold", cold)
+    prefix_hit = first.complete(prompt, OUTPUT_TOKENS)
+    engines.check_hit("vLLM's prefix cache", prefix_hit, held - engines.BLOCK_SIZE)
+    coordinator.wait_for_holder(prompt, first.name, held, STORE_SECONDS)
+    peer = second.complete(prompt, OUTPUT_TOKENS)
+    engines.check_hit("from the peer", peer, held - 1)
+    first.reset_prefix_cache()
+    own = first.complete(prompt, OUTPUT_TOKENS)
+    engines.check_hit("from the own pool", own, held - 1)
+    return Round(
+        cold=cold.ttft_seconds,
+        prefix_hit=prefix_hit.ttft_seconds,
+        own=own.ttft_seconds,
+        peer=peer.ttft_seconds,
+        identical=cold.token_ids == prefix_hit.token_ids == own.token_ids == peer.token_ids,
+    )
+
+
+def rows_of(rounds: Sequence[Round], token_count: int) -> Iterator[Row]:
+    """What the rounds of one length say."""
+    cold_ms = 1e3 * statistics.median(round_.cold for round_ in rounds)
+    prefix_ms = 1e3 * statistics.median(round_.prefix_hit for round_ in rounds)
+    suffix = "" if token_count == NAMED_TOKENS else f"_{token_count}"
+    for name in ("peer", "own"):
+        ratio = statistics.median(getattr(round_, name) / round_.cold for round_ in rounds)
+        yield Row(
+            name=f"{name}_ttft_ratio{suffix}",
+            value=ratio,
+            unit="of cold",
+            baseline="cold TTFT, ms",
+            baseline_value=cold_ms,
+            ratio=ratio,
+        )
+    yield Row(name=f"ttft_cold_ms_{token_count}", value=cold_ms, unit="ms")
+    yield compare(f"ttft_prefix_hit_ms_{token_count}", prefix_ms, "ms", "cold", cold_ms)
+    for name in ("own", "peer"):
+        value_ms = 1e3 * statistics.median(getattr(round_, name) for round_ in rounds)
+        yield compare(f"ttft_{name}_ms_{token_count}", value_ms, "ms", "vLLM's own prefix hit", prefix_ms)
+    identical = sum(round_.identical for round_ in rounds) / len(rounds)
+    yield Row(name=f"ttft_identical_{token_count}", value=100 * identical, unit="%")
+
+
+def _in_words(round_: Round) -> str:
+    times = [round_.cold, round_.prefix_hit, round_.own, round_.peer]
+    cold, prefix_hit, own, peer = (f"{1e3 * seconds:.0f} ms" for seconds in times)
+    same = "" if round_.identical else ", DIFFERENT COMPLETIONS"
+    return f"{cold} cold, {prefix_hit} prefix hit, {own} own pool, {peer} peer{same}"

@@ -1,0 +1,225 @@
+"""What decides whether two engines' KV is interchangeable."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from lmkv.config import ConnectorConfig
+from lmkv.errors import BadKvSpec, ConfigError
+from lmkv.spec import NATIVE_TILES, KvSpec
+from lmkv_client.connector.identity import (
+    SAMPLE_BYTES,
+    folder_digest,
+    kv_dtype,
+    kv_spec,
+    lora_identity,
+    model_identity,
+    served_name,
+)
+from lmkv_client.demo.model import make_model
+from tests.client.connector.conftest import make_vllm_config
+
+LAYERS = 4
+
+
+@pytest.fixture(scope="module")
+def tiny_config(tiny_model: Path) -> VllmConfig:
+    """vLLM's configuration for the tiny model."""
+    return make_vllm_config(tiny_model)
+
+
+def cache_config(*, block_size: int = 32, dtype: torch.dtype = torch.bfloat16, groups: int = 1) -> KVCacheConfig:
+    cache = FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=64, dtype=dtype)
+    layers = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
+    return KVCacheConfig(
+        num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(layers, cache) for _ in range(groups)]
+    )
+
+
+def spec_of(config: VllmConfig, caches: KVCacheConfig | None = None, **settings: Any) -> KvSpec:
+    return kv_spec(config, caches or cache_config(), ConnectorConfig(**settings))
+
+
+def test_the_spec_says_what_the_engine_is_made_of(tiny_config: VllmConfig, tiny_model: Path) -> None:
+    spec = spec_of(tiny_config)
+    assert (spec.layer_count, spec.kv_head_count, spec.head_size, spec.chunk_size) == (LAYERS, 2, 64, 256)
+    assert (spec.kv_dtype, spec.mla, spec.format, spec.block_size) == ("bfloat16", False, NATIVE_TILES, 32)
+    assert (spec.tile_backend, spec.vocab_size) == ("CPU_ATTN", 512)
+    assert spec.tile_isa
+    assert spec.model_name == str(tiny_model)
+    assert spec == spec_of(tiny_config)
+
+
+def test_a_copy_of_the_model_elsewhere_has_the_same_fingerprint(
+    tiny_config: VllmConfig, tiny_model: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(tiny_model, tmp_path / "copy")
+    other = spec_of(make_vllm_config(copy, served_model_name="another-name"))
+    assert other.model_name == "another-name"
+    assert other.fingerprint == spec_of(tiny_config).fingerprint
+
+
+def test_other_weights_have_another_fingerprint(tiny_config: VllmConfig, tiny_model: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    weights = make_model(tmp_path / "seeded", seed=1) / "model.safetensors"
+    shutil.copy(weights, other / "model.safetensors")
+    assert (other / "config.json").read_text() == (tiny_model / "config.json").read_text()
+    assert spec_of(make_vllm_config(other)).fingerprint != spec_of(tiny_config).fingerprint
+
+
+def test_another_rope_has_another_fingerprint(tiny_config: VllmConfig, tiny_model: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 50_000.0
+    (other / "config.json").write_text(json.dumps(config))
+    assert spec_of(make_vllm_config(other)).fingerprint != spec_of(tiny_config).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("caches", "settings"),
+    [
+        (cache_config(block_size=64), {}),
+        (cache_config(dtype=torch.float32), {}),
+        (cache_config(), {"chunk_size": 128}),
+        (cache_config(), {"model_id": "named by hand"}),
+    ],
+)
+def test_another_page_layout_or_configuration_has_another_fingerprint(
+    tiny_config: VllmConfig, caches: KVCacheConfig, settings: dict[str, Any]
+) -> None:
+    assert spec_of(tiny_config, caches, **settings).fingerprint != spec_of(tiny_config).fingerprint
+
+
+def test_what_the_operator_names_is_the_identity_of_the_weights(tiny_config: VllmConfig) -> None:
+    assert spec_of(tiny_config, model_id="llama@7").model_id == "llama@7"
+
+
+def test_the_first_of_several_names_is_the_models_name(tiny_model: Path) -> None:
+    assert served_name(make_vllm_config(tiny_model, served_model_name=["one", "two"]).model_config) == "one"
+
+
+def test_a_chunk_size_that_is_no_multiple_of_the_block_size_is_refused(tiny_config: VllmConfig) -> None:
+    with pytest.raises(BadKvSpec, match=r"chunk_size 100 .* block size 32"):
+        spec_of(tiny_config, chunk_size=100)
+
+
+def test_a_hybrid_model_is_refused_in_one_line(tiny_config: VllmConfig) -> None:
+    with pytest.raises(ConfigError, match="KV-cache groups: the model has 2"):
+        spec_of(tiny_config, cache_config(groups=2))
+
+
+def test_more_ranks_than_heads_is_refused_in_one_line(tiny_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny_config.parallel_config, "tensor_parallel_size", 4)
+    with pytest.raises(ConfigError, match="tensor_parallel_size: 2 KV heads"):
+        spec_of(tiny_config)
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "element", "name"),
+    [
+        ("auto", "torch.bfloat16", "bfloat16"),
+        ("auto", "torch.float32", "float32"),
+        ("fp8", "torch.uint8", "fp8_e4m3"),
+        ("fp8_e4m3", "torch.uint8", "fp8_e4m3"),
+        ("fp8_e5m2", "torch.uint8", "fp8_e5m2"),
+        ("float16", "torch.float16", "float16"),
+    ],
+)
+def test_element_types_have_lmkvs_names(cache_dtype: str, element: str, name: str) -> None:
+    assert kv_dtype(cache_dtype, element) == name
+
+
+def test_the_identity_does_not_depend_on_where_the_model_is(tiny_config: VllmConfig, tmp_path: Path) -> None:
+    copy = shutil.copytree(tiny_config.model_config.model, tmp_path / "copy")
+    assert model_identity(make_vllm_config(copy).model_config) == model_identity(tiny_config.model_config)
+
+
+# ---- digests of folders
+
+
+def weights(folder: Path, **files: bytes) -> Path:
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name.replace("_", ".", 1)).write_bytes(content)
+    return folder
+
+
+LARGE = bytes(range(256)) * (16 * SAMPLE_BYTES // 256)
+
+Change = Callable[[Path], object]
+
+
+def flip(at: int) -> Change:
+    def change(folder: Path) -> None:
+        content = bytearray(LARGE)
+        content[at] ^= 1
+        (folder / "model.safetensors").write_bytes(content)
+
+    return change
+
+
+def test_equal_folders_have_equal_digests(tmp_path: Path) -> None:
+    one = weights(tmp_path / "one", model_safetensors=LARGE, config_json=b"{}")
+    two = weights(tmp_path / "two", model_safetensors=LARGE, config_json=b"other")
+    assert folder_digest(one) == folder_digest(two), "only weights count here"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        flip(0),
+        flip(len(LARGE) // 2),
+        flip(len(LARGE) - 1),
+        lambda folder: (folder / "model.safetensors").write_bytes(LARGE + b"1"),
+        lambda folder: (folder / "extra.safetensors").write_bytes(b"1"),
+        lambda folder: (folder / "model.safetensors").rename(folder / "renamed.safetensors"),
+        lambda folder: (folder / "model.safetensors").unlink(),
+    ],
+)
+def test_folders_that_differ_have_different_digests(tmp_path: Path, change: Change) -> None:
+    one = weights(tmp_path / "one", model_safetensors=LARGE)
+    two = weights(tmp_path / "two", model_safetensors=LARGE)
+    change(two)
+    assert folder_digest(one) != folder_digest(two)
+
+
+def test_an_empty_weight_file_has_a_digest(tmp_path: Path) -> None:
+    one = weights(tmp_path / "one", model_safetensors=b"")
+    two = weights(tmp_path / "two", model_safetensors=b"1")
+    assert folder_digest(one) != folder_digest(two)
+
+
+def test_two_adapters_of_one_name_are_not_the_same(tmp_path: Path) -> None:
+    one = weights(tmp_path / "one", adapter_safetensors=b"1")
+    same = weights(tmp_path / "same", adapter_safetensors=b"1")
+    two = weights(tmp_path / "two", adapter_safetensors=b"2")
+    names = [lora_identity(LoRARequest("adapter", 1, str(folder))) for folder in (one, same, two)]
+    assert names[0] == names[1] != names[2]
+    assert all(name.startswith("adapter@") for name in names)
+
+
+def test_adapters_of_other_names_are_not_the_same(tmp_path: Path) -> None:
+    folder = str(weights(tmp_path / "one", adapter_safetensors=b"1"))
+    assert lora_identity(LoRARequest("a", 1, folder)) != lora_identity(LoRARequest("b", 1, folder))
+
+
+def test_an_adapter_from_a_hub_goes_by_its_path() -> None:
+    names = {lora_identity(LoRARequest("a", 1, path)) for path in ("org/one", "org/two")}
+    assert len(names) == 2
+
+
+def test_an_adapter_that_was_replaced_in_place_is_another(tmp_path: Path) -> None:
+    folder = weights(tmp_path / "one", adapter_safetensors=b"1")
+    before = lora_identity(LoRARequest("a", 1, str(folder)))
+    (folder / "adapter.safetensors").write_bytes(b"22")
+    assert lora_identity(LoRARequest("a", 1, str(folder))) != before

@@ -1,0 +1,163 @@
+"""Parts that freeze, come late, or come and go for a while: engines answer all along, and share again afterwards."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from lmkv.errors import LmkvError
+from lmkv_client.demo.engine import Engine
+from tests.engines.faults import (
+    HELD_TOKENS,
+    REQUEST_TIMEOUT_SECONDS,
+    Pair,
+    Prompt,
+    check,
+    counting,
+    thaw,
+)
+
+LEASE_SECONDS = 3.0
+CHAOS_SECONDS = 40.0
+LOAD_TIMEOUT_SECONDS = 1.0
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Two engines whose coordinator does not run yet; the first test starts it, and every test leaves them sharing."""
+    logs = tmp_path_factory.mktemp("logs")
+    with (
+        tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder,
+        Pair(Path(folder), tiny_model, logs, seed=2, coordinator=False) as pair,
+    ):
+        yield pair
+
+
+def test_engines_do_without_a_coordinator_until_it_appears(pair: Pair) -> None:
+    early = pair.prompt()
+    with counting(pair.second) as grown:
+        check(early, pair.first.complete(early.tokens))
+        check(early, pair.second.complete(early.tokens))
+        assert grown("peer_tokens") == 0
+        pair.first.reset_prefix_cache()
+        with counting(pair.first) as first_grown:
+            check(early, pair.first.complete(early.tokens))
+            assert first_grown("loaded_tokens") == HELD_TOKENS, "its own pool needs no coordinator"
+    pair.restart()
+    pair.heal()
+    assert pair.held(pair.first, early) == HELD_TOKENS, "what was stored before is known afterwards"
+
+
+def test_a_frozen_coordinator_costs_lookups_only(pair: Pair) -> None:
+    held = pair.stored()
+    prompts = [pair.prompt() for _ in range(2)]
+    with pair.frozen("coordinator"), counting(pair.second) as grown:
+        check(held, pair.second.complete(held.tokens))
+        assert grown("peer_tokens") == grown("load_failures") == 0
+        time.sleep(LEASE_SECONDS)  # the nodes notice, and register anew when it goes on
+        for prompt in prompts:
+            check(prompt, pair.second.complete(prompt.tokens))
+        assert grown("node_losses") == 0
+    pair.heal()
+
+
+def test_a_frozen_peer_costs_one_load(pair: Pair) -> None:
+    held = pair.stored()
+    with pair.frozen("node-1"), counting(pair.second) as grown:
+        check(held, pair.fetching(held).result(REQUEST_TIMEOUT_SECONDS))
+        assert (grown("lookups"), grown("load_failures")) == (1, 1)
+        assert grown("load_seconds") <= LOAD_TIMEOUT_SECONDS + 0.5
+    pair.heal()
+
+
+def test_a_frozen_node_costs_its_engine_lookups_only(pair: Pair) -> None:
+    held, fresh = pair.stored(), pair.prompt()
+    with pair.frozen("node-2"), counting(pair.second) as grown:
+        check(held, pair.second.complete(held.tokens))
+        check(fresh, pair.second.complete(fresh.tokens))
+        assert grown("lookup_timeouts") == grown("lookups") == 2
+        assert grown("peer_tokens") == grown("node_losses") == 0
+    pair.heal()
+
+
+def test_a_node_that_freezes_while_it_fetches_costs_one_load(pair: Pair) -> None:
+    held = pair.stored()
+    with counting(pair.second) as grown:
+        with pair.frozen("node-1"):
+            asked = pair.fetching(held)
+            with pair.frozen("node-2"):
+                thaw([pair.pid("node-1")])
+                check(held, asked.result(REQUEST_TIMEOUT_SECONDS))
+        assert grown("load_failures") == 1
+    pair.heal()
+
+
+def test_whatever_comes_and_goes_every_answer_is_right(pair: Pair) -> None:
+    prompts = [pair.prompt(count) for count in (700, 1500, 2300, 3000, 3000)]
+    over = threading.Event()
+    with ThreadPoolExecutor() as clients, counting(pair.second) as grown:
+        asked = [clients.submit(keep_asking, engine, prompts, over) for engine in pair.engines]
+        try:
+            break_things(pair, random.Random(3))
+        finally:
+            over.set()
+        counts = [one.result(REQUEST_TIMEOUT_SECONDS) for one in asked]
+        assert min(counts) > 10
+        assert grown("peer_tokens") > 0
+        assert grown("node_losses") > 0
+    pair.heal()
+
+
+def keep_asking(engine: Engine, prompts: list[Prompt], over: threading.Event) -> int:
+    """Asks an engine for one prompt after the other, each without its own prefix cache, and compares; how many."""
+    random_ = random.Random(engine.name)
+    count = 0
+    while not over.is_set():
+        prompt = random_.choice(prompts)
+        engine.reset_prefix_cache()
+        assert engine.complete(prompt.tokens).token_ids == prompt.answer
+        count += 1
+    return count
+
+
+def break_things(pair: Pair, random_: random.Random) -> None:
+    """Kills and freezes nodes and the coordinator, at random moments; all of them run in the end."""
+    deadline = time.monotonic() + CHAOS_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(random_.uniform(0.1, 2.5))
+        victim = random_.choice(("coordinator", "node-1", "node-2"))
+        with suppress(ValueError):  # the node is still down
+            if random_.random() < 0.25:
+                with pair.frozen(victim):
+                    time.sleep(random_.uniform(0.05, 1.5))
+            else:
+                pair.kill(victim)
+        pair.restart()
+
+
+def test_after_all_that_nothing_has_crashed_or_leaks(pair: Pair) -> None:
+    pair.check_nothing_leaks()
+    pair.check_nobody_crashed()
+
+
+def test_a_second_node_of_one_instance_id_is_refused_and_its_engine_says_so(pair: Pair) -> None:
+    pair.second.stop()
+    with tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder:
+        settings = {"LMKV_INSTANCE_ID": "engine-1", "LMKV_RUNTIME_DIR": folder}
+        twin = pair.cluster.add_engine("twin", settings)
+        twin.start()
+        with pytest.raises(LmkvError, match=r"instance.*engine-1.*in use|another"):
+            twin.wait_ready()
+        twin.stop()
+        del pair.cluster.engines["twin"]
+        assert not list(Path(folder).glob("*/*.sock")), "its node has left nothing"
+    pair.restart()
+    pair.heal()

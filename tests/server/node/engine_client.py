@@ -1,0 +1,121 @@
+"""An engine as its node sees it: a real `Attach` stream over a real unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from lmkv import rpc
+from lmkv.errors import LmkvError
+from lmkv.keys import ChunkKey, join_keys
+from lmkv.spec import KvSpec
+from lmkv.v1 import engine_service_pb2 as pb
+from lmkv.v1.chunk_pb2 import Extent
+from lmkv.v1.engine_service_pb2_grpc import EngineServiceStub
+from lmkv_server.node.node import Node
+from tests.server.node.cases import small_spec
+
+ANSWER_SECONDS = 10.0
+
+
+class EngineClient:
+    """One attached engine. Answers are merged into `heard`."""
+
+    def __init__(self, node: Node, engine_id: str = "engine", spec: KvSpec | None = None, **config: str) -> None:
+        self.spec = spec or small_spec()
+        self.engine_id = engine_id
+        self.heard = pb.AttachResponse()
+        self._config = config
+        self._channel = rpc.open_channel(f"unix:{node.config.engine_socket}")
+        self.stub: Any = EngineServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self.call: Any = self.stub.Attach()
+
+    async def __aenter__(self) -> Self:
+        hello = pb.Hello(
+            engine_id=self.engine_id, spec=self.spec.to_proto(), worker_count=1, expected_config=self._config
+        )
+        await self.say(hello=hello)
+        await self.hear("welcome")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Breaks the stream, as an engine does that ends."""
+        self.call.cancel()
+        await self._channel.close()
+
+    async def say(self, **acts: Any) -> None:
+        """Sends one message."""
+        await self.call.write(pb.AttachRequest(**acts))
+
+    async def hear(self, field: str) -> Any:
+        """The value of a field of `AttachResponse`, as soon as it is there; forgets it."""
+        async with asyncio.timeout(ANSWER_SECONDS):
+            while not getattr(self.heard, field) and not (field == "welcome" and self.heard.HasField("welcome")):
+                answer = await self.call.read()
+                assert isinstance(answer, pb.AttachResponse), "the node ended the stream"
+                settled = self.heard.settled_reserve_count + answer.settled_reserve_count
+                self.heard.MergeFrom(answer)
+                self.heard.settled_reserve_count = settled
+        value = getattr(self.heard, field)
+        if isinstance(value, pb.Welcome):
+            kept = pb.Welcome()
+            kept.CopyFrom(value)
+            value = kept
+        elif not isinstance(value, int):
+            value = list(value)
+        self.heard.ClearField(field)  # type: ignore[arg-type]
+        return value
+
+    async def lookup(self, ticket: str, keys: list[ChunkKey], reserve_count: int = 0) -> pb.FoundChunks:
+        """Looks a prompt up."""
+        lookup = pb.LookupChunks(request_id=ticket, chunk_keys=join_keys(keys), reserve_count=reserve_count)
+        await self.say(lookups=[lookup])
+        (found,) = await self.hear("found")
+        assert found.request_id == ticket
+        assert isinstance(found, pb.FoundChunks)
+        return found
+
+    async def reserve(self, count: int) -> list[Extent]:
+        """Asks for write credits."""
+        await self.say(reserve_count=count)
+        assert await self.hear("settled_reserve_count") == count
+        granted = list(self.heard.credits)
+        self.heard.ClearField("credits")
+        return granted
+
+    async def store(self, keys: list[ChunkKey]) -> None:
+        """Stores chunks whose bytes mean nothing."""
+        credits_ = await self.reserve(len(keys))
+        await self.say(commits=[self.commit(key, one) for key, one in zip(keys, credits_, strict=True)])
+
+    def commit(self, key: ChunkKey, extent: Extent, *, checksum: int = 0) -> pb.CommitChunk:
+        """A full chunk that was written into a credit."""
+        return pb.CommitChunk(
+            chunk_key=key,
+            offset=extent.offset,
+            size_bytes=self.spec.chunk_bytes,
+            checksum=checksum,
+            token_count=self.spec.chunk_size,
+        )
+
+    async def release(self, ticket: str) -> None:
+        """Ends a lookup."""
+        await self.say(releases=[pb.ReleaseChunks(request_id=ticket)])
+
+    async def ending(self) -> LmkvError | None:
+        """Why the node ends the stream; None if it does so without complaint."""
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                while isinstance(await self.call.read(), pb.AttachResponse):
+                    pass
+        except grpc.RpcError as error:
+            return rpc.from_rpc_error(error)
+        return None
