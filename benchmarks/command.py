@@ -21,6 +21,8 @@ from benchmarks.rows import Report, Row, make_table
 from lmkv.errors import LmkvError
 
 INTERRUPTED = 130
+WIDTH = 110
+"""Columns that a table needs, also where the output is no terminal."""
 
 
 @dataclass(kw_only=True)
@@ -33,7 +35,7 @@ class Run:
     """For models and sockets: short, and gone afterwards."""
     logs: Path
     """For the logs of processes."""
-    console: Console = field(default_factory=lambda: Console(highlight=False))
+    console: Console = field(default_factory=lambda: Console(highlight=False, width=max(WIDTH, Console().width)))
     started_at: float = field(default_factory=time.monotonic)
 
     @property

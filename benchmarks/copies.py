@@ -6,13 +6,14 @@ import mmap
 import statistics
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks import engines, timing
+from benchmarks import timing
 from benchmarks.command import Run
-from benchmarks.rows import Row, compare
+from benchmarks.rows import Row
 from lmkv.pool import Pool
 from lmkv.spec import KvSpec
 from lmkv.units import GB
@@ -21,6 +22,8 @@ from lmkv_kernels import BlockCopy, Pages, gather, scatter
 PROMPT_TOKENS = 4000
 SPARE_BLOCKS = 10
 """Pages besides those of the prompt, so that its own lie apart."""
+
+THREADS = (1, 2)
 
 Bytes = NDArray[np.uint8]
 
@@ -49,20 +52,21 @@ def _measure(run: Run, spec: KvSpec, pool: Pool, chunk_count: int) -> None:
     pool_bytes = np.frombuffer(pool.buffer, np.uint8)
     source = memory[: pool.size_bytes]
     rounds = 10 if run.quick else 40
-    for threads in (1, 2):
-        acts = [
-            lambda threads=threads: gather(pages, pool.buffer, copies, threads=threads),
-            memcpy(pool_bytes, source, threads),
-            lambda threads=threads: scatter(pages, pool.buffer, copies, threads=threads),
-            memcpy(source, pool_bytes, threads),
-        ]
-        store, store_memcpy, load, load_memcpy = timing.in_turns(acts, rounds)
-        suffix = "" if threads == 1 else f"_{threads}_threads"
-        baseline = "memcpy" if threads == 1 else f"memcpy, {threads} threads"
-        run.add(
-            rate_row(f"store{suffix}_vs_memcpy", pool.size_bytes, store, baseline, store_memcpy),
-            rate_row(f"load{suffix}_vs_memcpy", pool.size_bytes, load, baseline, load_memcpy),
-        )
+    with ThreadPoolExecutor(max(THREADS)) as executor:
+        for threads in THREADS:
+            acts: list[Callable[[], object]] = [
+                partial(gather, pages, pool.buffer, copies, threads=threads),
+                partial(memcpy, pool_bytes, source, threads, executor),
+                partial(scatter, pages, pool.buffer, copies, threads=threads),
+                partial(memcpy, source, pool_bytes, threads, executor),
+            ]
+            store, store_memcpy, load, load_memcpy = timing.in_turns(acts, rounds)
+            suffix = "" if threads == 1 else f"_{threads}_threads"
+            baseline = "memcpy" if threads == 1 else f"memcpy, {threads} threads"
+            run.add(
+                rate_row(f"store{suffix}_vs_memcpy", pool.size_bytes, store, baseline, store_memcpy),
+                rate_row(f"load{suffix}_vs_memcpy", pool.size_bytes, load, baseline, load_memcpy),
+            )
 
 
 def make_pages(spec: KvSpec, block_count: int) -> tuple[Bytes, Pages]:
@@ -84,30 +88,22 @@ def make_pages(spec: KvSpec, block_count: int) -> tuple[Bytes, Pages]:
     return memory, pages
 
 
-def memcpy(target: Bytes, source: Bytes, threads: int = 1) -> Callable[[], object]:
+def memcpy(target: Bytes, source: Bytes, threads: int, executor: ThreadPoolExecutor) -> None:
     """Copies all bytes by NumPy, each thread an equal share."""
     if threads == 1:
-        return lambda: np.copyto(target, source)
-    executor = ThreadPoolExecutor(threads)
-    shares = list(zip(np.array_split(target, threads), np.array_split(source, threads), strict=True))
-    return lambda: list(executor.map(lambda share: np.copyto(*share), shares))
+        np.copyto(target, source)
+    else:
+        shares = [np.array_split(part, threads) for part in (target, source)]
+        list(executor.map(np.copyto, *shares))
 
 
 def rate_row(name: str, size_bytes: int, seconds: list[float], baseline: str, baseline_seconds: list[float]) -> Row:
-    """GB/s (2^30 bytes) against a baseline's; the ratio is the median of the pairs'."""
-    row = compare(
-        name,
-        size_bytes / GB / statistics.median(seconds),
-        "GB/s",
-        baseline,
-        size_bytes / GB / statistics.median(baseline_seconds),
-    )
-    ratio = timing.median_ratio(baseline_seconds, seconds)
+    """GB/s (2^30 bytes) against a baseline's, medians; the ratio is the median of the pairs'."""
     return Row(
-        name=row.name,
-        value=row.value,
-        unit=row.unit,
-        baseline=row.baseline,
-        baseline_value=row.baseline_value,
-        ratio=ratio,
+        name=name,
+        value=size_bytes / GB / statistics.median(seconds),
+        unit="GB/s",
+        baseline=baseline,
+        baseline_value=size_bytes / GB / statistics.median(baseline_seconds),
+        ratio=timing.median_ratio(baseline_seconds, seconds),
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -122,7 +123,7 @@ def start(run: Run, cluster: Cluster, plain: Sequence[Engine] = ()) -> None:
         run.say(f"{engine.name} is ready")
 
 
-def options(dtype: str, context_tokens: int, prompts_in_cache: int = 3) -> Mapping[str, object]:
+def options(dtype: str, context_tokens: int, prompts_in_cache: int = 3) -> dict[str, Any]:
     """Arguments of an `Engine` whose own cache holds so many prompts of full length."""
     return {
         "dtype": dtype,

@@ -106,7 +106,15 @@ def make_table(title: str, rows: Iterable[Row]) -> Table:
 
 def markdown_table(rows: Sequence[Row], meanings: Mapping[str, str] | None = None) -> str:
     """Rows as a Markdown table; with `meanings`, a column that says what each is."""
-    headings = ["row", *(["what it is"] if meanings is not None else []), "value", "unit", "baseline", "its value", "ratio"]
+    headings = [
+        "row",
+        *(["what it is"] if meanings is not None else []),
+        "value",
+        "unit",
+        "baseline",
+        "its value",
+        "ratio",
+    ]
     right = {"value", "its value", "ratio"}
     lines = ["| " + " | ".join(headings) + " |"]
     lines.append("|" + "|".join("---:" if heading in right else "---" for heading in headings) + "|")

@@ -63,6 +63,7 @@ class Pair:
         self._random = random.Random(seed)
         self._requests = ThreadPoolExecutor(4)
         self._with_coordinator = coordinator
+        self._killed: Engine | None = None
 
     def __enter__(self) -> Self:
         self.cluster.__enter__()
@@ -138,11 +139,13 @@ class Pair:
         return pid
 
     def kill(self, name: str) -> None:
-        """Kills `coordinator`, `node-1`, `node-2` or `engine-1`, and waits until it is gone."""
+        """Kills `coordinator`, `node-1`, `node-2` or `engine-1`; an engine ends behind our back."""
         if name == "coordinator":
             self.coordinator.kill()
         elif name == "engine-1":
-            self.first.kill()
+            self._killed = self.first
+            for pid in session_pids(self.first.pid):
+                os.kill(pid, signal.SIGKILL)
         else:
             kill(self.pid(name))
 
@@ -165,6 +168,9 @@ class Pair:
 
     def restart(self) -> None:
         """Starts what was killed and does not come back by itself: coordinator and engines, but never nodes."""
+        if self._killed:
+            self._killed.kill()  # waits
+            self._killed = None
         if not self.coordinator.process.alive:
             self.coordinator.start()
             self.coordinator.wait_ready()

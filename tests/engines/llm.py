@@ -187,7 +187,8 @@ class LlmProcess:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(POLL_SECONDS)
-        self._lines.close()
+        with suppress(OSError):  # something was still to be sent
+            self._lines.close()
         self._connection.close()
         self._connection = None
 
@@ -247,7 +248,8 @@ class LlmProcess:
 
     def _do(self, name: str, **fields: Any) -> Any:
         assert self.runs, f"{self.name} does not run"
-        self._say({"do": name, **fields})
+        with suppress(BrokenPipeError):  # told by the next line
+            self._say({"do": name, **fields})
         return self._hear()
 
     def _say(self, what: Any) -> None:

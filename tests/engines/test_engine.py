@@ -102,11 +102,3 @@ def test_a_killed_engine_leaves_no_process_and_breaks_off_what_it_answers(engine
         list(tokens)
     with pytest.raises(Unreachable):
         engine.complete(PROMPT)
-
-
-def test_an_engine_that_cannot_start_says_why(tiny_model: Path, tmp_path: Path) -> None:
-    with (
-        pytest.raises(LmkvError, match=r"max_model_len \(1048576\) is greater"),
-        Engine(tiny_model, tmp_path, transfer_config=None, context_tokens=1 << 20),
-    ):
-        pass

@@ -20,7 +20,11 @@ from lmkv.errors import ConfigConflict, ConfigError, Unreachable
 logger = init_logger("vllm.lmkv")
 
 READY_POLL_SECONDS = 0.02
+RESTART_SECONDS = 0.2
 CONFIG_EXIT_CODE = 2
+ERROR_PREFIX = "lmkv: error: "
+ALREADY_RUN = "is already run by process"
+"""What a node says that finds another one of its instance id on the host."""
 NOT_EXPECTED = ("LMKV_LOG_LEVEL", "LMKV_NODE_LINGER")
 """What may differ from a running node without meaning another node."""
 
@@ -70,11 +74,18 @@ class Launcher:
             mark = 0
         deadline = time.monotonic() + self._config.node_start_timeout
         while time.monotonic() < deadline:
+            code = self._child.poll()
             if await listens(socket):
                 return
-            if (code := self._child.poll()) is not None:
-                if code == CONFIG_EXIT_CODE and not await listens(socket):
-                    raise ConfigError(last_line(log, mark))
+            if code == CONFIG_EXIT_CODE:
+                reason = last_error(log, mark)
+                if ALREADY_RUN not in reason:
+                    raise ConfigError(reason)
+                # Another engine is starting the same node, or one that was told to end is not done yet.
+                await asyncio.sleep(RESTART_SECONDS)
+                mark = log.stat().st_size
+                self._child = self._spawn(log)
+            elif code is not None:
                 raise Unreachable(f"the node ended with code {code}; see {log}")
             await asyncio.sleep(READY_POLL_SECONDS)
         raise Unreachable(f"the node is not ready after {self._config.node_start_timeout:.0f} s; see {log}")
@@ -107,7 +118,8 @@ async def listens(socket: Path) -> bool:
     return True
 
 
-def last_line(log: Path, mark: int) -> str:
-    """What the node said last, without its prefix."""
-    lines = log.read_bytes()[mark:].decode(errors="replace").strip().splitlines()
-    return (lines or ["the node ended without a word"])[-1].removeprefix("lmkv: error: ")
+def last_error(log: Path, mark: int) -> str:
+    """Why the node could not start: its last error since the log was `mark` bytes long. Others may write there too."""
+    lines = log.read_bytes()[mark:].decode(errors="replace").splitlines()
+    errors = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
+    return errors[-1] if errors else f"the node ended without a word; see {log}"

@@ -53,7 +53,8 @@ class NodeLink:
         self._launcher = Launcher(config)
         self._engine = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._attach_count = 0
-        self._outbox: deque[pb.AttachRequest] = deque()
+        self._outboxes: dict[str, deque[pb.AttachRequest]] = {}
+        """What is to be sent, by the engine id of the attachment; that of the present one only."""
         self._filled = asyncio.Event()
         self._wake_pending = False
         self._loop = asyncio.new_event_loop()
@@ -61,6 +62,7 @@ class NodeLink:
         self._fatal: LmkvError | None = None
         self._closing = False
         self._attached = False
+        self._call: Any = None
         self._thread = threading.Thread(target=self._run, name="lmkv-link", daemon=True)
 
     def start(self) -> None:
@@ -74,13 +76,22 @@ class NodeLink:
             logger.warning(
                 "no node after %.0f s; computing everything until it is there", self._config.node_start_timeout
             )
+            self._first.set()  # nobody waits any more: from now on mistakes are logged
         if self._fatal:
             raise self._fatal
 
-    def send(self, message: pb.AttachRequest) -> None:
-        """Sends, in order, merged with its neighbours. Called on the scheduler's thread; never blocks."""
-        self._outbox.append(message)
-        if not self._wake_pending:
+    def send(self, attachment: Attachment, message: pb.AttachRequest) -> None:
+        """Sends, in order, merged with its neighbours. Called on the scheduler's thread; never blocks.
+
+        What is meant for an attachment that has ended since is dropped: offsets and tickets mean nothing to the next.
+        """
+        outbox = self._outboxes.get(attachment.engine_id)
+        if outbox is None:
+            return
+        outbox.append(message)
+        if len(outbox) > MAX_UNSENT:
+            self._overflow()
+        elif not self._wake_pending:
             self._wake_pending = True
             with suppress(RuntimeError):  # closed
                 self._loop.call_soon_threadsafe(self._wake)
@@ -91,6 +102,13 @@ class NodeLink:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop)
             self._thread.join(CONNECT_TIMEOUT_SECONDS)
+
+    def _overflow(self) -> None:
+        """The node does not read: it is lost. What waits for it is dropped."""
+        self._outboxes = {}
+        if call := self._call:
+            with suppress(RuntimeError):  # closed
+                self._loop.call_soon_threadsafe(call.cancel)
 
     def _wake(self) -> None:
         self._wake_pending = False
@@ -115,7 +133,6 @@ class NodeLink:
             try:
                 address = await self._launcher.address()
                 await self._attach(address)
-                backoff = FIRST_BACKOFF_SECONDS
             except ConfigError as error:
                 if not self._first.is_set():
                     self._fatal = error
@@ -128,8 +145,9 @@ class NodeLink:
                 logger.exception("the line to the node broke unexpectedly")
             if self._attached:
                 self._attached = False
-                self._outbox.clear()
+                self._outboxes = {}
                 self.inbox.append(Lost())
+                backoff = FIRST_BACKOFF_SECONDS
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
 
@@ -145,6 +163,7 @@ class NodeLink:
         )
         async with rpc.open_channel(address) as channel:
             call: Any = engine_service_pb2_grpc.EngineServiceStub(channel).Attach()  # type: ignore[call-arg]
+            self._call = call
             sender = None
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
@@ -153,15 +172,20 @@ class NodeLink:
                 if not isinstance(answer, pb.AttachResponse):
                     raise await self._ending(call)
                 self._welcome(engine_id, answer)
-                sender = asyncio.create_task(self._send_all(call))
+                sender = asyncio.create_task(self._send_all(call, self._outboxes[engine_id]))
                 while isinstance(message := await call.read(), pb.AttachResponse):
                     self.inbox.append(message)
                 raise await self._ending(call)
             except TimeoutError:
                 raise Unreachable(f"node at {address} does not answer") from None
+            except asyncio.CancelledError:  # gRPC raises this too when we have cancelled the call
+                if self._closing:
+                    raise
+                raise Unreachable(f"node at {address} does not read") from None
             except grpc.RpcError as error:
                 raise self._meaning(rpc.from_rpc_error(error)) from None
             finally:
+                self._call = None
                 call.cancel()
                 if sender:
                     sender.cancel()
@@ -169,7 +193,7 @@ class NodeLink:
 
     def _welcome(self, engine_id: str, answer: pb.AttachResponse) -> None:
         welcome = answer.welcome
-        self._outbox.clear()
+        self._outboxes = {engine_id: deque()}
         self._attached = True
         self.inbox.append(Attachment(engine_id=engine_id, pool_socket=welcome.pool_socket, epoch=welcome.epoch))
         self.inbox.append(answer)
@@ -197,28 +221,26 @@ class NodeLink:
             return ConfigError(str(error))
         return error
 
-    async def _send_all(self, call: Any) -> None:
+    async def _send_all(self, call: Any, outbox: deque[pb.AttachRequest]) -> None:
         while True:
             await self._filled.wait()
             self._filled.clear()
-            if len(self._outbox) > MAX_UNSENT:
-                call.cancel()
-                return
-            while self._outbox:
-                await call.write(self._next_message())
+            while outbox:
+                await call.write(next_message(outbox))
 
-    def _next_message(self) -> pb.AttachRequest:
-        """Everything that waits, merged as long as the order of acts inside a message does not change their meaning."""
-        message = self._outbox.popleft()
-        size = message.ByteSize()
-        while self._outbox and size + (more := self._outbox[0]).ByteSize() < rpc.MAX_MESSAGE_BYTES // 2:
-            if not in_order(message, more):
-                break
-            size += more.ByteSize()
-            reserve_count = message.reserve_count + more.reserve_count
-            message.MergeFrom(self._outbox.popleft())
-            message.reserve_count = reserve_count
-        return message
+
+def next_message(outbox: deque[pb.AttachRequest]) -> pb.AttachRequest:
+    """Everything that waits, merged as long as the order of acts inside a message does not change their meaning."""
+    message = outbox.popleft()
+    size = message.ByteSize()
+    while outbox and size + (more := outbox[0]).ByteSize() < rpc.MAX_MESSAGE_BYTES // 2:
+        if not in_order(message, more):
+            break
+        size += more.ByteSize()
+        reserve_count = message.reserve_count + more.reserve_count
+        message.MergeFrom(outbox.popleft())
+        message.reserve_count = reserve_count
+    return message
 
 
 FIELD_ORDER = ("releases", "commits", "damaged_keys", "returned_credits", "lookups", "loads", "reserve_count", "reset")

@@ -250,7 +250,7 @@ class SchedulerSide:
     def _send(self, message: pb.AttachRequest) -> None:
         """Says something to the node, if there is one: what was said to one that is lost means nothing to the next."""
         if self._attachment is not None:
-            self._link.send(message)
+            self._link.send(self._attachment, message)
 
     def _prompt(self, request: Request) -> Prompt:
         root = root_key(

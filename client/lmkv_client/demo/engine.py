@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -76,9 +78,13 @@ class Engine:
         # Not `vllm serve`: the command fails where vLLM was installed under another distribution name.
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments, *extra_arguments]
         self.process = ServerProcess(name, command, folder / f"{name}.log", _ENVIRONMENT | dict(environment or {}))
+        self._scratch: Path | None = None
 
     def start(self) -> None:
         """Starts the server without waiting for it; also again after it ended."""
+        self._remove_scratch()
+        self._scratch = Path(tempfile.mkdtemp(prefix="lmkv-engine-"))  # vLLM never removes its sockets
+        self.process.environment["TMPDIR"] = str(self._scratch)
         self.process.start()
 
     def wait_ready(self, timeout_seconds: float = READY_TIMEOUT_SECONDS) -> None:
@@ -88,10 +94,12 @@ class Engine:
     def stop(self) -> None:
         """Ends the server and everything it started but its node. Idempotent."""
         self.process.stop()
+        self._remove_scratch()
 
     def kill(self) -> None:
         """Kills the server's processes as a crash would, without notice; its node lives on. Idempotent."""
         self.process.kill()
+        self._remove_scratch()
 
     @property
     def pid(self) -> int:
@@ -177,6 +185,11 @@ class Engine:
                 if labels.items() <= sample.labels.items():
                     values[sample.name] = values.get(sample.name, 0.0) + sample.value
         return values
+
+    def _remove_scratch(self) -> None:
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
 
     def _healthy(self) -> bool:
         try:

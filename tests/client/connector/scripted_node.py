@@ -87,9 +87,9 @@ class ScriptedNode:
 
     # ---- what the scheduler side sees
 
-    def send(self, message: pb.AttachRequest) -> None:
-        """Takes a message, as `NodeLink.send` does. What is sent while nobody is attached is lost."""
-        if not self.attached:
+    def send(self, attachment: Attachment, message: pb.AttachRequest) -> None:
+        """Takes a message, as `NodeLink.send` does. What is meant for an attachment that has ended is dropped."""
+        if not self.attached or attachment.engine_id != f"engine-{self.attach_count}":
             return
         self.unanswered.append(message)
         if self.prompt:
@@ -218,7 +218,7 @@ class ScriptedNode:
                 chunk.holds += 1
             self.tickets[lookup.request_id] = Ticket(keys, len(own), list(own))
         self.inbox.append(pb.AttachResponse(found=[found]))
-        self._reserve(min(len(keys) - len(own) - len(peer), lookup.reserve_count), lookup.reserve_count)
+        self._reserve(lookup.reserve_count - len(own) - len(peer), lookup.reserve_count)
 
     def _load(self, load: pb.LoadChunks) -> None:
         ticket = self.tickets[load.request_id]

@@ -16,6 +16,8 @@ from lmkv.errors import ConfigError
 from lmkv_client.demo.command import command
 from lmkv_client.demo.process import pids_with_environment
 
+ENGINE = "vllm.entrypoints.openai.api_server"
+
 
 def run(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
@@ -54,26 +56,27 @@ def test_a_coordinator_that_cannot_start_is_told_in_one_line_with_the_place_of_t
 
 
 def test_an_interrupt_ends_everything_that_was_started(tmp_path: Path) -> None:
-    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+    mark = {"TEST_OF_DEMO": str(tmp_path)}
     demo = subprocess.Popen(
         [sys.executable, "-m", "lmkv", "demo", "--model-size", "tiny"],
-        env=environment,
+        env=os.environ | mark | {"TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
     with demo:
-        assert demo.stdout is not None
-        while "starting two vLLM engines" not in demo.stdout.readline():
-            assert demo.poll() is None
-        marked = {"TMPDIR": str(tmp_path)}
-        while len(pids_with_environment(marked, "vllm.entrypoints.openai.api_server")) < 2:
-            assert demo.poll() is None
-            time.sleep(0.05)
-        demo.send_signal(signal.SIGINT)
+        try:
+            assert demo.stdout is not None
+            while "starting two vLLM engines" not in demo.stdout.readline():
+                assert demo.poll() is None
+            deadline = time.monotonic() + 20
+            while len(pids_with_environment(mark, ENGINE)) < 2:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        finally:
+            demo.send_signal(signal.SIGINT)
         output = demo.stdout.read()
     assert demo.returncode == 130
     assert output.endswith("lmkv demo: interrupted; everything it started has ended\n")
-    for word in ("demo", "coordinator", "vllm.entrypoints.openai.api_server"):
-        assert pids_with_environment(marked, word) == []
+    assert [pids_with_environment(mark, word) for word in ("demo", "coordinator", "node", ENGINE)] == [[]] * 4
     assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,23 +23,30 @@ ANSWER_SECONDS = 10.0
 
 
 class EngineClient:
-    """One attached engine. Answers are merged into `heard`."""
+    """One attached engine of the node, or of whoever listens at a socket. Answers are merged into `heard`."""
 
-    def __init__(self, node: Node, engine_id: str = "engine", spec: KvSpec | None = None, **config: str) -> None:
+    def __init__(
+        self,
+        node: Node | Path,
+        engine_id: str = "engine",
+        spec: KvSpec | None = None,
+        config: dict[str, str] | None = None,
+    ) -> None:
+        socket = node if isinstance(node, Path) else node.config.engine_socket
         self.spec = spec or small_spec()
         self.engine_id = engine_id
         self.heard = pb.AttachResponse()
-        self._config = config
-        self._channel = rpc.open_channel(f"unix:{node.config.engine_socket}")
-        self.stub: Any = EngineServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        self.call: Any = self.stub.Attach()
+        self._config = config or {}
+        self._channel: Any = rpc.open_channel(f"unix:{socket}")
+        self.stub: Any = EngineServiceStub(self._channel)
+        self.call: Any = self.stub.Attach()  # type: ignore[call-arg]
 
     async def __aenter__(self) -> Self:
         hello = pb.Hello(
             engine_id=self.engine_id, spec=self.spec.to_proto(), worker_count=1, expected_config=self._config
         )
         await self.say(hello=hello)
-        await self.hear("welcome")
+        await self.welcome()
         return self
 
     async def __aexit__(
@@ -58,21 +66,28 @@ class EngineClient:
     async def hear(self, field: str) -> Any:
         """The value of a field of `AttachResponse`, as soon as it is there; forgets it."""
         async with asyncio.timeout(ANSWER_SECONDS):
-            while not getattr(self.heard, field) and not (field == "welcome" and self.heard.HasField("welcome")):
-                answer = await self.call.read()
-                assert isinstance(answer, pb.AttachResponse), "the node ended the stream"
+            while not getattr(self.heard, field):
+                answer = await self._read()
                 settled = self.heard.settled_reserve_count + answer.settled_reserve_count
                 self.heard.MergeFrom(answer)
                 self.heard.settled_reserve_count = settled
         value = getattr(self.heard, field)
-        if isinstance(value, pb.Welcome):
-            kept = pb.Welcome()
-            kept.CopyFrom(value)
-            value = kept
-        elif not isinstance(value, int):
+        if not isinstance(value, int):
             value = list(value)
         self.heard.ClearField(field)  # type: ignore[arg-type]
         return value
+
+    async def welcome(self) -> pb.Welcome:
+        """What the node says first."""
+        async with asyncio.timeout(ANSWER_SECONDS):
+            answer = await self._read()
+        assert answer.HasField("welcome")
+        return answer.welcome
+
+    async def _read(self) -> pb.AttachResponse:
+        answer = await self.call.read()
+        assert isinstance(answer, pb.AttachResponse), "the node ended the stream"
+        return answer
 
     async def lookup(self, ticket: str, keys: list[ChunkKey], reserve_count: int = 0) -> pb.FoundChunks:
         """Looks a prompt up."""

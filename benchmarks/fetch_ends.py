@@ -1,0 +1,296 @@
+"""The two ends of a fetch, each in a process of its own: a node's parts for peers, and a bare NIXL agent beside them.
+
+Both ends have both, over the same memory, so that the same bytes go either way. `fetches` runs the reading end;
+`python -m benchmarks.fetch_ends` is the owning end, which obeys the lines that it reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from benchmarks import engines
+from lmkv import rpc
+from lmkv.errors import LmkvError
+from lmkv.keys import ChunkKey
+from lmkv.pool import Pool
+from lmkv.spec import KvSpec
+from lmkv.transfer import nixl_api, open_channel
+from lmkv.v1 import peer_service_pb2_grpc
+from lmkv.v1.cache_service_pb2 import Holder
+from lmkv_kernels import checksum
+from lmkv_server.node.engines import Engines
+from lmkv_server.node.host_tier import HostTier
+from lmkv_server.node.peer_service import PeerService
+from lmkv_server.node.peers import Peers
+
+BARE_POLL_SECONDS = 0.0001
+ANSWER_SECONDS = 60.0
+READ_SECONDS = 30.0
+
+
+def keys_of(count: int) -> list[ChunkKey]:
+    """Keys of so many chunks."""
+    return [ChunkKey(index.to_bytes(16, "big")) for index in range(1, count + 1)]
+
+
+class Node:
+    """What a node has for its peers: pool, tier, channel, `Peers`, and `PeerService` on a free port."""
+
+    def __init__(self, instance_id: str, spec: KvSpec, chunk_count: int) -> None:
+        self.spec = spec
+        self.epoch = time.time_ns()
+        self.instance_id = instance_id
+        self._chunk_count = chunk_count
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def _start(self) -> None:
+        self.pool = Pool.create(self._chunk_count * self.spec.chunk_bytes)
+        self._stack.callback(self.pool.close)
+        self.pool.populate()
+        self.tier = HostTier(self.pool.size_bytes)
+        engines_here = Engines(self.tier)
+        engines_here.attach("engine", self.spec)
+        channel = open_channel(
+            "nixl", f"{self.instance_id}:{self.epoch}", self.pool.address, self.pool.size_bytes, ["UCX"]
+        )
+        self._stack.push_async_callback(channel.aclose)
+        service = PeerService(
+            instance_id=self.instance_id,
+            epoch=self.epoch,
+            tier=self.tier,
+            specs=engines_here,
+            channel=channel,
+            region_address=self.pool.address,
+            grant_ttl_seconds=READ_SECONDS,
+        )
+        await self._stack.enter_async_context(service)
+        server = await rpc.make_server(["lmkv.v1.PeerService"])
+        peer_service_pb2_grpc.add_PeerServiceServicer_to_server(service, server)
+        self.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        self._stack.push_async_callback(server.stop, 0.1)
+        self.peers = await self._stack.enter_async_context(
+            Peers(instance_id=self.instance_id, epoch=self.epoch, tier=self.tier, channel=channel, pool=self.pool)
+        )
+
+    def fill(self, keys: list[ChunkKey]) -> list[int]:
+        """Commits a chunk for each key; their offsets in the pool."""
+        offsets = []
+        for number, key in enumerate(keys):
+            reserved = self.tier.reserve(self.spec.chunk_bytes)
+            assert reserved is not None
+            offsets.append(reserved.offset)
+            words = np.frombuffer(self.pool.buffer, np.uint64, self.spec.chunk_bytes // 8, reserved.offset)
+            words[:] = np.arange(words.size, dtype=np.uint64) + np.uint64(number << 40)
+            self.tier.commit(
+                reserved.offset,
+                key=key,
+                fingerprint=self.spec.fingerprint,
+                size_bytes=self.spec.chunk_bytes,
+                checksum=checksum(self.pool.buffer, reserved.offset, self.spec.chunk_bytes),
+                token_count=self.spec.chunk_size,
+            )
+        return offsets
+
+
+class BareAgent:
+    """A NIXL agent as its own documentation uses it, without a progress thread, over a pool."""
+
+    def __init__(self, name: str, pool: Pool) -> None:
+        api = nixl_api.load()
+        self.name = name
+        self._agent: Any = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+        self._agent.register_memory([(pool.address, pool.size_bytes, 0, "")], "DRAM")
+
+    @property
+    def metadata(self) -> bytes:
+        """What the other end must know."""
+        metadata: bytes = self._agent.get_agent_metadata()
+        return metadata
+
+    def connect(self, metadata: bytes) -> None:
+        """Makes the other end's memory readable."""
+        self._agent.add_remote_agent(metadata)
+
+    def progress(self) -> None:
+        """Lets the other end's reads go on."""
+        self._agent.get_new_notifs()
+
+    def read(self, peer: str, remote: list[int], local: list[int], size_bytes: int) -> None:
+        """Reads runs of `size_bytes` at `remote` addresses into `local` ones, in one transfer."""
+        descriptors = [
+            self._agent.get_xfer_descs([(address, size_bytes, 0) for address in addresses], "DRAM")
+            for addresses in (local, remote)
+        ]
+        handle = self._agent.initialize_xfer("READ", *descriptors, peer)
+        state = self._agent.transfer(handle)
+        deadline = time.monotonic() + READ_SECONDS
+        while state == "PROC" and time.monotonic() < deadline:
+            state = self._agent.check_xfer_state(handle)
+        self._agent.release_xfer_handle(handle)
+        if state != "DONE":
+            raise LmkvError(f"NIXL ended a read in state {state}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Said:
+    """What the owning end says of itself."""
+
+    epoch: int
+    address: str
+    pool_address: int
+    offsets: list[int]
+    metadata: str
+
+
+class Owner:
+    """The owning end's process, as the reading end sees it. A context manager."""
+
+    NAME = "owner"
+
+    def __init__(self, dtype: str, chunk_count: int, log: Path) -> None:
+        command = [sys.executable, "-m", "benchmarks.fetch_ends", dtype, str(chunk_count)]
+        with log.open("ab") as errors:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+            )
+        self._chunk_count = chunk_count
+
+    def __enter__(self) -> Self:
+        try:
+            self.said = Said(**self._hear())
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._process.communicate(timeout=10)  # the end of its input ends it
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+
+    def holder(self, chunk_count: int) -> Holder:
+        """The owner as lookups name it, holding so many chunks."""
+        return Holder(
+            instance_id=self.NAME,
+            epoch=self.said.epoch,
+            peer_address=self.said.address,
+            matched_chunk_count=chunk_count,
+        )
+
+    def addresses(self, chunk_count: int) -> list[int]:
+        """Where its first chunks lie."""
+        return [self.said.pool_address + offset for offset in self.said.offsets[:chunk_count]]
+
+    def serve_bare(self, metadata: bytes) -> None:
+        """Has its bare agent know the reader's, and make progress until `rest_bare`."""
+        self._order(f"serve {metadata.hex()}")
+
+    def rest_bare(self) -> None:
+        """Has its bare agent sleep."""
+        self._order("rest")
+
+    def _order(self, line: str) -> None:
+        assert self._process.stdin
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        self._hear()
+
+    def _hear(self) -> dict[str, Any]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise LmkvError("the owning end of the fetches has ended; its log says why")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+class Progress:
+    """A thread that makes progress for a bare agent while it is wanted."""
+
+    def __init__(self, agent: BareAgent) -> None:
+        self._agent = agent
+        self._wanted = threading.Event()
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def begin(self) -> None:
+        """Starts, or goes on."""
+        self._wanted.set()
+
+    def pause(self) -> None:
+        """Stops until `begin`."""
+        self._wanted.clear()
+
+    def end(self) -> None:
+        """Ends the thread, which must be before the interpreter does."""
+        self._ending = True
+        self._wanted.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._wanted.wait() and not self._ending:
+            self._agent.progress()
+            time.sleep(BARE_POLL_SECONDS)
+
+
+async def own(dtype: str, chunk_count: int) -> None:
+    """What the owning end does."""
+    async with Node(Owner.NAME, engines.kv_spec(dtype), chunk_count + 1) as node:
+        offsets = node.fill(keys_of(chunk_count))
+        agent = BareAgent("bare-owner", node.pool)
+        progress = Progress(agent)
+        try:
+            _say(
+                epoch=node.epoch,
+                address=node.address,
+                pool_address=node.pool.address,
+                offsets=offsets,
+                metadata=agent.metadata.hex(),
+            )
+            known = False
+            while line := await asyncio.to_thread(sys.stdin.readline):
+                order, _, metadata = line.strip().partition(" ")
+                if order == "serve":
+                    if not known:
+                        agent.connect(bytes.fromhex(metadata))
+                        known = True
+                    progress.begin()
+                else:
+                    progress.pause()
+                _say()
+        finally:
+            progress.end()
+
+
+def _say(**fields: object) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(own(sys.argv[1], int(sys.argv[2])))

@@ -1,0 +1,270 @@
+"""Lookups: by an engine at its node, by anybody at the coordinator; and the keys that they are made with."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from benchmarks import timing
+from benchmarks.command import Run
+from benchmarks.rows import Row, compare
+from lmkv import rpc
+from lmkv.config import ConnectorConfig
+from lmkv.errors import LmkvError
+from lmkv.keys import ChunkKey, Tokens, chunk_keys, join_keys, root_key
+from lmkv.spec import NATIVE_TILES, KvSpec
+from lmkv.v1 import engine_service_pb2 as pb
+from lmkv.v1 import engine_service_pb2_grpc
+from lmkv.v1.cache_service_pb2 import LookupRequest
+from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
+from lmkv_client.demo.cluster import Coordinator
+from lmkv_client.demo.process import ServerProcess
+
+if TYPE_CHECKING:
+    from lmkv_client.connector.link import NodeLink
+    from lmkv_client.connector.messages import Attachment
+
+CHUNK_COUNTS = {40: "", 400: "_400"}
+"""Chunks in a prompt, and what rows of that length end with."""
+POLL_SECONDS = 0.00005
+"""How often an engine looks for its answer (`lmkv_client.connector.scheduler`)."""
+PAUSE_SECONDS = 0.002
+"""Between lookups: in life they do not come one right after the other, and whoever answers has gone to sleep."""
+WARM_UP_CALLS = 10
+ANSWER_SECONDS = 5.0
+
+SPEC = KvSpec(
+    model_name="lookups",
+    model_id="lookups",
+    kv_dtype="bfloat16",
+    layer_count=1,
+    kv_head_count=1,
+    head_size=8,
+    chunk_size=256,
+    format=NATIVE_TILES,
+    tile_backend="NONE",
+    block_size=128,
+    vocab_size=128_256,
+)
+"""Its chunks are small: nobody reads them."""
+
+
+def prompt(seed: int, chunk_count: int) -> list[ChunkKey]:
+    """Keys of a random prompt of so many chunks."""
+    return chunk_keys(_tokens(seed, chunk_count), root_key(SPEC.fingerprint), SPEC.chunk_size)
+
+
+def _tokens(seed: int, chunk_count: int) -> Tokens:
+    random = np.random.default_rng(seed)
+    return random.integers(0, SPEC.vocab_size, chunk_count * SPEC.chunk_size, dtype=np.uint32)
+
+
+OWN, PEER, NOBODY = 1, 2, 3
+"""Seeds of the prompts, by who holds them."""
+
+
+def measure_keys(run: Run) -> None:
+    """Adds the row for making the keys of a long prompt."""
+    tokens = np.arange(100_000, dtype=np.uint32)
+    root = root_key(SPEC.fingerprint)
+    made, hashed = timing.in_turns(
+        [lambda: chunk_keys(tokens, root, SPEC.chunk_size), lambda: hashlib.sha256(tokens.data).digest()], 200
+    )
+    milliseconds = [1e3 * statistics.median(seconds) for seconds in (made, hashed)]
+    run.add(compare("keys_100k_tokens_ms", milliseconds[0], "ms", "one SHA-256 over the tokens", milliseconds[1]))
+
+
+class Nodes:
+    """A coordinator and two nodes; what `OWN` stands for is held by the first, `PEER` by the second."""
+
+    def __init__(self, run: Run) -> None:
+        self.coordinator = Coordinator(run.logs)
+        self._folder = run.folder / "nodes"
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._processes = [self._describe(run.logs, name) for name in ("node-1", "node-2")]
+
+    def _describe(self, logs: Path, name: str) -> ServerProcess:
+        environment = {
+            "LMKV_INSTANCE_ID": name,
+            "LMKV_RUNTIME_DIR": str(self._folder),
+            "LMKV_COORDINATOR_ADDRESS": self.coordinator.address,
+            "LMKV_MAX_LOCAL_CPU_SIZE": "64MiB",
+        }
+        return ServerProcess(name, [sys.executable, "-m", "lmkv", "node"], logs / f"{name}.log", environment)
+
+    @property
+    def first_socket(self) -> Path:
+        """Where engines reach the first node."""
+        return self._socket(0)
+
+    def _socket(self, index: int) -> Path:
+        return self._folder / self._processes[index].name / "engine.sock"
+
+    def __enter__(self) -> Nodes:
+        try:
+            self.coordinator.start()
+            self.coordinator.wait_ready()
+            for process in self._processes:
+                process.start()
+            for index, process in enumerate(self._processes):
+                process.wait_until(self._socket(index).exists, "ready", 30.0)
+                asyncio.run(store(self._socket(index), (OWN, PEER)[index]))
+            self._wait_until_known()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.request_stop()
+        for process in self._processes:
+            process.stop()
+        self.coordinator.stop()
+
+    def _wait_until_known(self) -> None:
+        count = max(CHUNK_COUNTS)
+        for seed, process in zip((OWN, PEER), self._processes, strict=True):
+            tokens = _tokens(seed, count).tolist()
+            self.coordinator.wait_for_holder(tokens, process.name, count * SPEC.chunk_size, 20.0)
+
+
+async def store(socket: Path, seed: int) -> None:
+    """Commits the longest prompt of a seed at a node, as an engine does, but for the bytes."""
+    keys = prompt(seed, max(CHUNK_COUNTS))
+    async with rpc.open_channel(f"unix:{socket}") as channel:
+        call: Any = engine_service_pb2_grpc.EngineServiceStub(channel).Attach()  # type: ignore[call-arg]
+        hello = pb.Hello(engine_id=f"filler-{seed}", spec=SPEC.to_proto(), worker_count=1)
+        await call.write(pb.AttachRequest(hello=hello))
+        await call.read()
+        while keys:
+            await call.write(pb.AttachRequest(reserve_count=min(len(keys), 100)))
+            granted: list[Any] = []
+            while not granted:
+                granted = list((await call.read()).credits)
+            commits = [
+                pb.CommitChunk(
+                    chunk_key=key, offset=one.offset, size_bytes=SPEC.chunk_bytes, token_count=SPEC.chunk_size
+                )
+                for key, one in zip(keys, granted, strict=False)
+            ]
+            del keys[: len(commits)]
+            await call.write(pb.AttachRequest(commits=commits))
+        await call.done_writing()
+        while isinstance(await call.read(), pb.AttachResponse):
+            pass
+
+
+@contextmanager
+def attached(socket: Path) -> Iterator[NodeLink]:
+    """The connector's own line to a node."""
+    from lmkv_client.connector.link import NodeLink  # it imports vLLM, for its log
+
+    link = NodeLink(ConnectorConfig(node_address=str(socket)), SPEC, worker_count=1)
+    link.start()
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+def measure_engine(run: Run, link: NodeLink) -> None:
+    """Adds rows for lookups as the connector's scheduler side makes them: over `Attach`, from its thread."""
+    from lmkv_client.connector.messages import Attachment
+
+    seeds = {OWN: "lookup", PEER: "lookup_peer", NOBODY: "lookup_miss"}
+    attachment = link.inbox.popleft()
+    assert isinstance(attachment, Attachment), "a link begins with its attachment"
+    count = 200 if run.quick else 2000
+    for chunk_count, suffix in CHUNK_COUNTS.items():
+        for seed, name in seeds.items():
+            ask = EngineLookup(link, attachment, prompt(seed, chunk_count), f"{name}{suffix}")
+            expected = {OWN: (chunk_count, 0), PEER: (0, chunk_count), NOBODY: (0, 0)}[seed]
+            if (found := ask.once()) != expected:
+                raise LmkvError(f"{name}: found {found} chunks, not {expected}")
+            (seconds,) = samples(count, ask.once)
+            _add_percentiles(run, f"{name}{suffix}", seconds)
+
+
+class EngineLookup:
+    """One prompt, looked up over and over."""
+
+    def __init__(self, link: NodeLink, attachment: Attachment, keys: list[ChunkKey], name: str) -> None:
+        self._link = link
+        self._attachment = attachment
+        self._keys = keys
+        self._name = name
+        self._number = 0
+
+    def once(self) -> tuple[int, int]:
+        """Looks it up; chunks of its own and of a peer. Raises `LmkvError` if no answer comes."""
+        self._number += 1
+        ticket = f"{self._name}-{self._number}"
+        lookup = pb.LookupChunks(request_id=ticket, chunk_keys=join_keys(self._keys))
+        self._link.send(self._attachment, pb.AttachRequest(lookups=[lookup]))
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while time.monotonic() < deadline:
+            while self._link.inbox:
+                event = self._link.inbox.popleft()
+                for found in event.found if isinstance(event, pb.AttachResponse) else ():
+                    if found.request_id == ticket:
+                        self._link.send(self._attachment, pb.AttachRequest(releases=[pb.ReleaseChunks(request_id=ticket)]))
+                        return len(found.own), found.peer_chunk_count
+            time.sleep(POLL_SECONDS)
+        raise LmkvError(f"the node did not answer {self._name} within {ANSWER_SECONDS:.0f} s")
+
+
+def measure_coordinator(run: Run, address: str) -> None:
+    """Adds rows for `CacheService.Lookup`, by keys and by tokens, against an RPC that does nothing."""
+    count = 200 if run.quick else 2000
+    with grpc.insecure_channel(address, options=rpc.CHANNEL_OPTIONS) as channel:
+        stub, health = CacheServiceStub(channel), health_pb2_grpc.HealthStub(channel)
+        for chunk_count, suffix in CHUNK_COUNTS.items():
+            requests = {
+                "cache_lookup": LookupRequest(chunk_keys=join_keys(prompt(PEER, chunk_count))),
+                "cache_lookup_miss": LookupRequest(chunk_keys=join_keys(prompt(NOBODY, chunk_count))),
+                "cache_lookup_tokens": LookupRequest(tokens=_tokens(PEER, chunk_count).tolist()),
+            }
+            for name, request in requests.items():
+                looked_up, nothing = samples(
+                    count,
+                    partial(stub.Lookup, request, timeout=ANSWER_SECONDS),
+                    lambda: health.Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_SECONDS),
+                )
+                _add_percentiles(run, f"{name}{suffix}", looked_up, ("Health.Check", nothing))
+
+
+def samples(count: int, *acts: Callable[[], object]) -> list[list[float]]:
+    """Seconds of so many calls of each act, in turns, with pauses between them; the first warm up and do not count."""
+    seconds: list[list[float]] = [[] for _ in acts]
+    for number in range(count + WARM_UP_CALLS):
+        for act, taken in zip(acts, seconds, strict=True):
+            took = timing.seconds_of(act)
+            if number >= WARM_UP_CALLS:
+                taken.append(took)
+            time.sleep(PAUSE_SECONDS)
+    return seconds
+
+
+def _add_percentiles(
+    run: Run, name: str, seconds: list[float], baseline: tuple[str, list[float]] | None = None
+) -> None:
+    for percent in (50, 99):
+        value = 1e3 * timing.percentile(seconds, percent)
+        row_name = f"{name}_p{percent}_ms"
+        if baseline:
+            run.add(compare(row_name, value, "ms", baseline[0], 1e3 * timing.percentile(baseline[1], percent)))
+        else:
+            run.add(Row(name=row_name, value=value, unit="ms"))

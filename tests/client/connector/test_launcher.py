@@ -1,0 +1,172 @@
+"""Finding an engine's node, and starting it: real `lmkv node` processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lmkv.config import ConnectorConfig
+from lmkv.errors import ConfigConflict, ConfigError, Unreachable
+from lmkv_client.connector.launcher import ALREADY_RUN, Launcher, child_environment, last_error, listens
+from tests.client.connector.nodes import connector_config, is_running, kill, kill_all, node_pid, until
+
+MakeLauncher = Callable[..., Launcher]
+
+
+@pytest.fixture
+def make_launcher(runtime_dir: Path) -> Iterator[MakeLauncher]:
+    """Makes launchers, and ends the nodes that they started."""
+    made: list[Launcher] = []
+
+    def make(config: ConnectorConfig | None = None, **settings: object) -> Launcher:
+        made.append(Launcher(config or connector_config(runtime_dir, **settings)))
+        return made[-1]
+
+    yield make
+    kill_all(runtime_dir)
+    for launcher in made:
+        if launcher._child:
+            launcher._child.kill()
+            launcher._child.wait()
+
+
+async def test_a_shared_node_is_neither_started_nor_expected_to_be_like_anything(make_launcher: MakeLauncher) -> None:
+    launcher = make_launcher(node_address="/run/lmkv/engine.sock")
+    assert await launcher.address() == "unix:/run/lmkv/engine.sock"
+    assert launcher.expected_config == {}
+    assert launcher._child is None
+
+
+async def test_an_own_node_is_started_once(make_launcher: MakeLauncher, runtime_dir: Path) -> None:
+    launcher = make_launcher()
+    config = connector_config(runtime_dir)
+    address = await launcher.address()
+    assert address == f"unix:{config.engine_socket}"
+    pid = node_pid(config)
+    assert await launcher.address() == address
+    assert await make_launcher().address() == address
+    assert node_pid(config) == pid
+    assert os.getsid(pid) == pid, "what ends the engine must not end the cache"
+
+
+async def test_two_engines_that_start_at_once_share_one_node(make_launcher: MakeLauncher, runtime_dir: Path) -> None:
+    first, second = make_launcher(), make_launcher()
+    addresses = await asyncio.gather(first.address(), second.address())
+    assert len(set(addresses)) == 1
+    assert await listens(connector_config(runtime_dir).engine_socket)
+
+
+async def test_a_node_that_was_killed_is_started_again(make_launcher: MakeLauncher, runtime_dir: Path) -> None:
+    launcher, config = make_launcher(), connector_config(runtime_dir)
+    await launcher.address()
+    pid = node_pid(config)
+    kill(pid)
+    assert launcher._child
+    launcher._child.wait()
+    await launcher.address()
+    assert node_pid(config) != pid
+
+
+async def test_what_is_wrong_with_the_configuration_is_said_in_the_nodes_own_words(
+    make_launcher: MakeLauncher,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        launcher = make_launcher(enable_p2p=True, p2p_port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match=r"^p2p_port: cannot listen on"):
+            await launcher.address()
+
+
+async def test_a_node_that_takes_too_long_is_waited_for_next_time(make_launcher: MakeLauncher) -> None:
+    launcher = make_launcher(node_start_timeout=0.05)
+    with pytest.raises(Unreachable, match="not ready after"):
+        await launcher.address()
+    child = launcher._child
+    launcher._config = connector_config(Path(launcher._config.runtime_dir))
+    await launcher.address()
+    assert launcher._child is child, "it was on its way"
+
+
+async def test_a_node_that_cannot_run_says_where_its_log_is(
+    make_launcher: MakeLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(Unreachable, match=r"ended with code 1; see .*node\.log"):
+        await make_launcher().address()
+
+
+async def test_a_node_that_is_about_to_end_is_waited_for(make_launcher: MakeLauncher, runtime_dir: Path) -> None:
+    launcher, config = make_launcher(), connector_config(runtime_dir)
+    await launcher.address()
+    pid = node_pid(config)
+    config.engine_socket.unlink()  # as in the moment between its last words and its end
+    next_one = make_launcher()
+    starting = asyncio.create_task(next_one.address())
+    until_refused = time.monotonic() + 20.0
+    log = config.instance_dir / "node.log"
+    while ALREADY_RUN not in log.read_text():
+        assert time.monotonic() < until_refused
+        await asyncio.sleep(0.02)
+    os.kill(pid, signal.SIGTERM)
+    await starting
+    assert node_pid(config) != pid
+
+
+def conflict(pid: int, engine_count: int) -> ConfigConflict:
+    return ConfigConflict("max_local_cpu_size: ...", node_pid=pid, engine_count=engine_count)
+
+
+async def test_an_idle_node_of_another_configuration_is_ended(make_launcher: MakeLauncher, runtime_dir: Path) -> None:
+    launcher = make_launcher()
+    await launcher.address()
+    pid = node_pid(connector_config(runtime_dir))
+    assert not launcher.replace_idle(conflict(pid, 1))
+    assert is_running(pid)
+    assert launcher.replace_idle(conflict(pid, 0))
+    assert launcher._child
+    until(lambda: not is_running(pid))
+
+
+def test_replacing_a_node_that_is_gone_already_is_no_error(make_launcher: MakeLauncher) -> None:
+    assert make_launcher().replace_idle(conflict(2**22 + 1, 0))
+
+
+def test_what_does_not_make_another_node_is_not_expected(make_launcher: MakeLauncher) -> None:
+    expected = make_launcher().expected_config
+    assert expected["LMKV_MAX_LOCAL_CPU_SIZE"]
+    assert expected == make_launcher(log_level="debug", node_linger=7.0).expected_config
+    assert expected == make_launcher(chunk_size=64, lookup_timeout=3.0).expected_config, "the node has no such keys"
+    assert expected != make_launcher(max_local_cpu_size="32MB").expected_config
+
+
+def test_a_node_does_not_inherit_what_vllm_preloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "libgomp.so")
+    monkeypatch.setenv("HOME", "/somewhere")
+    environment = child_environment()
+    assert "LD_PRELOAD" not in environment
+    assert environment["HOME"] == "/somewhere"
+
+
+def test_the_last_error_since_the_start_counts_whoever_else_writes_to_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "node.log"
+    log.write_text("lmkv: error: of yesterday\n")
+    mark = log.stat().st_size
+    assert "without a word" in last_error(log, mark)
+    with log.open("a") as file:
+        file.write("12:00 lmkv node INFO hello\nlmkv: error: p2p_port: taken\n12:00 lmkv node INFO another's\n")
+    assert last_error(log, mark) == "p2p_port: taken"
+
+
+async def test_a_socket_of_a_dead_node_does_not_listen(runtime_dir: Path) -> None:
+    path = runtime_dir / "dead.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    assert path.exists()
+    assert not await listens(path)
+    assert not await listens(runtime_dir / "none.sock")

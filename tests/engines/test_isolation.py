@@ -1,0 +1,144 @@
+"""What is loaded is what was stored, and only whoever may have it gets it.
+
+`owner` starts the node; `checker` and `stranger` attach to it too. `checker` verifies what it loads, `stranger` has
+another cluster secret. Nothing else keeps the three apart.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from lmkv_client.demo.model import TINY
+from tests.engines.llm import Fleet, LlmProcess, make_prompt, poison
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """All engines, ready."""
+    with Fleet(tiny_model, tmp_path_factory.mktemp("logs")) as fleet:
+        shared = {"node_address": str(fleet.runtime_dir / "owner" / "engine.sock")}
+        fleet.add("owner", {"cluster_secret": "one"}, enable_lora=True, max_lora_rank=8)
+        fleet.start()
+        fleet.add("checker", shared | {"cluster_secret": "one", "verify_loads": "true"})
+        fleet.add("stranger", shared | {"cluster_secret": "another"})
+        fleet.start()
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def owner(fleet: Fleet) -> LlmProcess:
+    """The engine of most tests."""
+    return fleet.engines["owner"]
+
+
+@pytest.fixture
+def prompt(request: pytest.FixtureRequest) -> list[int]:
+    """Another one for every test: no two share a prompt."""
+    return make_prompt(zlib.crc32(request.node.nodeid.encode()), 1000)
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two LoRA adapters of equal shape."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return [make_adapter(folder / str(seed), seed) for seed in (1, 2)]
+
+
+def test_changed_bytes_in_the_pool_change_the_completion(fleet: Fleet, owner: LlmProcess, prompt: list[int]) -> None:
+    expected = owner.ask(prompt).token_ids
+    poison(fleet.node_pid("owner"))
+    poisoned = owner.ask_again(prompt)
+    poison(fleet.node_pid("owner"))  # negative twice is as it was
+    assert poisoned.loaded_tokens == 768
+    assert poisoned.token_ids != expected, "what was loaded is not what was computed with"
+    assert owner.ask_again(prompt).token_ids == expected
+
+
+def test_engines_that_attach_to_one_node_share_what_it_holds(
+    fleet: Fleet, owner: LlmProcess, prompt: list[int]
+) -> None:
+    expected = owner.ask(prompt).token_ids
+    answers = fleet.engines["checker"].ask(prompt)
+    assert (answers.token_ids, answers.loaded_tokens, answers.stored_tokens) == (expected, 768, 0)
+
+
+def test_an_engine_that_verifies_computes_what_is_damaged(fleet: Fleet, owner: LlmProcess, prompt: list[int]) -> None:
+    expected = owner.ask(prompt).token_ids
+    poison(fleet.node_pid("owner"))
+    answers = fleet.engines["checker"].ask(prompt)
+    assert answers.token_ids == expected
+    assert answers.loaded_tokens == 0
+    assert answers.grown["lmkv:load_failures_total"] == 1
+    poison(fleet.node_pid("owner"))
+    assert fleet.engines["checker"].ask_again(prompt).token_ids == expected
+
+
+def test_an_engine_with_another_cluster_secret_finds_nothing(
+    fleet: Fleet, owner: LlmProcess, prompt: list[int]
+) -> None:
+    expected = owner.ask(prompt).token_ids
+    stranger = fleet.engines["stranger"]
+    first = stranger.ask(prompt)
+    assert (first.token_ids, first.cached_tokens, first.stored_tokens) == (expected, 0, 768)
+    assert stranger.ask_again(prompt).loaded_tokens == 768, "its own chunks are there"
+
+
+def test_prompts_under_different_salts_are_different_prompts(owner: LlmProcess, prompt: list[int]) -> None:
+    expected = owner.ask(prompt).token_ids
+    for salt in ("tenant-1", "tenant-2"):
+        first = owner.ask_again(prompt, salt=salt)
+        assert (first.token_ids, first.cached_tokens, first.stored_tokens) == (expected, 0, 768)
+        again = owner.ask_again(prompt, salt=salt)
+        assert (again.token_ids, again.loaded_tokens) == (expected, 768)
+
+
+def test_prompts_under_different_adapters_are_different_prompts(
+    owner: LlmProcess, adapters: list[Path], prompt: list[int]
+) -> None:
+    completions = [owner.ask(prompt).token_ids]
+    for number, adapter in enumerate(adapters, 1):
+        lora = ("adapter", str(number), str(adapter))  # of one name, as after a new training run
+        first = owner.ask_again(prompt, lora=lora)
+        assert (first.cached_tokens, first.stored_tokens) == (0, 768)
+        again = owner.ask_again(prompt, lora=lora)
+        assert (again.token_ids, again.loaded_tokens) == (first.token_ids, 768)
+        completions.append(first.token_ids)
+    assert len({completion[0] for completion in completions}) == 3, "the adapters make no difference"
+    assert owner.ask_again(prompt).token_ids == completions[0]
+
+
+def test_a_reset_of_vllms_cache_alone_leaves_ours_and_one_with_the_connector_does_not(
+    owner: LlmProcess, prompt: list[int]
+) -> None:
+    expected = owner.ask(prompt).token_ids
+    assert owner.ask_again(prompt).loaded_tokens == 768
+    owner.forget(external=True)
+    answers = owner.ask(prompt)
+    assert (answers.token_ids, answers.cached_tokens, answers.stored_tokens) == (expected, 0, 768)
+    assert owner.ask_again(prompt).loaded_tokens == 768
+
+
+def make_adapter(folder: Path, seed: int) -> Path:
+    """Writes a LoRA adapter with random weights for the tiny model, strong enough to change what it says."""
+    folder.mkdir()
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 16, "bias": "none"}
+    config |= {"target_modules": ["q_proj", "v_proj"], "base_model_name_or_path": "tiny"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    choose = np.random.default_rng(seed)
+    tensors = {}
+    for layer in range(TINY.layer_count):
+        for name, heads in (("q_proj", TINY.head_count), ("v_proj", TINY.kv_head_count)):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            for part, shape in (("A", (8, TINY.hidden_size)), ("B", (heads * TINY.head_size, 8))):
+                tensors[f"{prefix}.lora_{part}.weight"] = choose.standard_normal(shape, dtype=np.float32) / 10
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder

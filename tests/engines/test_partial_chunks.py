@@ -1,0 +1,125 @@
+"""Prompts whose last chunk is not full: kept with `save_partial_chunks`, and found by their tokens.
+
+`keeper` and `follower` have it on, `discarder` has it off. All know the vocabulary of Llama 3, and have blocks as large
+as chunks.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.llm import Fleet, LlmProcess, make_prompt
+
+pytestmark = pytest.mark.engine
+
+TOKENS = [128000, 849, 21435, 279, 26431, 315, 85748, 6636, 304, 4221, 4211, 13]
+"""What Llama's tokenizer makes of "Explain the significance of KV cache in language models."."""
+REPORT_TIMEOUT_SECONDS = 20.0
+
+
+@pytest.fixture(scope="module")
+def fleet(llama_vocab_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """All engines and a coordinator, ready."""
+    with Fleet(llama_vocab_model, tmp_path_factory.mktemp("logs"), coordinator=True) as fleet:
+        fleet.add("keeper", {"save_partial_chunks": "true"}, block_size=256)
+        fleet.add("follower", {"save_partial_chunks": "true"}, block_size=256)
+        fleet.add("discarder", block_size=256)
+        fleet.start()
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def keeper(fleet: Fleet) -> LlmProcess:
+    """The engine that keeps them."""
+    return fleet.engines["keeper"]
+
+
+def lookup(fleet: Fleet, tokens: Sequence[int], *flags: str) -> str:
+    """What `lmkv lookup` prints."""
+    command = [sys.executable, "-m", "lmkv", "lookup", "--tokens", ",".join(map(str, tokens)), *flags]
+    command += ["--coordinator", fleet.coordinator.address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def holders(fleet: Fleet, tokens: Sequence[int]) -> list[tuple[str, str, int]]:
+    """Instance, location and count of tokens of all that `lmkv lookup` finds."""
+    answer: dict[str, Any] = json.loads(lookup(fleet, tokens, "--json"))
+    return [
+        (holder["instance_id"], run["location"], run["token_count"])
+        for holder in answer["holders"]
+        for run in holder["runs"]
+    ]
+
+
+def test_a_lookup_of_a_short_prompt_tells_who_has_all_of_it(fleet: Fleet, keeper: LlmProcess) -> None:
+    assert keeper.ask(TOKENS).stored_tokens == 12
+    fleet.coordinator.wait_for_holder(TOKENS, "keeper", 12, REPORT_TIMEOUT_SECONDS)
+    assert holders(fleet, TOKENS) == [("keeper", "LocalCPUBackend", 12)]
+    assert lookup(fleet, TOKENS).splitlines()[1].split() == ["keeper", "LocalCPUBackend", "12", "1"]
+    assert holders(fleet, [*TOKENS, 7]) == [], "a partial chunk is all of its prompt or nothing"
+
+
+def test_the_same_short_prompt_is_loaded(keeper: LlmProcess) -> None:
+    (expected,) = keeper.compute(TOKENS)
+    keeper.ask(TOKENS)
+    again = keeper.ask_again(TOKENS)
+    assert (again.token_ids, again.loaded_tokens) == ([expected], 12)
+
+
+def test_without_partial_chunks_a_lookup_of_a_short_prompt_finds_nobody(fleet: Fleet) -> None:
+    prompt = [*TOKENS[:-1], 14]
+    engine = fleet.engines["discarder"]
+    full = make_prompt(1, 300)
+    assert engine.ask(prompt).stored_tokens == 0
+    assert engine.ask(full).stored_tokens == 256
+    fleet.coordinator.wait_for_holder(full, "discarder", 256, REPORT_TIMEOUT_SECONDS)  # it has reported what it has
+    assert "nobody" in lookup(fleet, prompt)
+    assert engine.ask_again(prompt).loaded_tokens == 0
+
+
+def test_a_long_prompt_is_loaded_to_its_last_token(keeper: LlmProcess) -> None:
+    prompt = make_prompt(2, 1000)
+    expected = keeper.compute(prompt)
+    assert keeper.ask(prompt).stored_tokens == 1000
+    again = keeper.ask_again(prompt)
+    assert (again.token_ids, again.loaded_tokens) == (expected, 1000)
+
+
+def test_a_partial_chunk_serves_no_longer_prompt(keeper: LlmProcess) -> None:
+    prompt = make_prompt(3, 1000)
+    keeper.ask(prompt)
+    longer = make_prompt(4, 1100, prefix=prompt)
+    first = keeper.ask_again(longer)
+    assert first.loaded_tokens == 768
+    expected = keeper.compute(longer)
+    assert first.token_ids == expected
+    again = keeper.ask_again(longer)
+    assert (again.token_ids, again.loaded_tokens) == (expected, 1100)
+
+
+def test_prompts_of_one_beginning_and_other_ends_are_told_apart(keeper: LlmProcess) -> None:
+    begin = make_prompt(5, 512)
+    prompts = [make_prompt(seed, length, prefix=begin) for seed, length in ((6, 513), (7, 600), (8, 600), (9, 767))]
+    expected = keeper.compute(*prompts)
+    assert keeper.ask(*prompts).token_ids == expected
+    again = keeper.ask_again(*prompts)
+    assert again.token_ids == expected
+    assert keeper.ask_again(prompts[0]).loaded_tokens == 513
+
+
+def test_a_partial_chunk_comes_from_a_peer_to_whom_keeps_them_too(fleet: Fleet, keeper: LlmProcess) -> None:
+    prompt = make_prompt(10, 700)
+    expected = keeper.ask(prompt).token_ids
+    fleet.coordinator.wait_for_holder(prompt, "keeper", 700, REPORT_TIMEOUT_SECONDS)
+    for name, token_count in (("discarder", 512), ("follower", 700)):
+        answers = fleet.engines[name].ask(prompt)
+        assert (answers.token_ids, answers.peer_tokens) == (expected, token_count)
