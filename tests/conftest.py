@@ -15,6 +15,8 @@ import pytest
 
 from lmkv_client.demo.process import free_port as find_free_port
 
+pytest_plugins = ("tests.engines.llm",)  # pytest takes this here only
+
 RUN_VARIABLE = "TESTS_OF_LMKV"
 """Set for every process that the tests start; not `LMKV_...`, since those are configuration."""
 LEFT_BEHIND_TIMEOUT_SECONDS = 10.0

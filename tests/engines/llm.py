@@ -1,4 +1,7 @@
-"""vLLM engines in processes of their own, with what the tests ask of them; and fleets of such engines."""
+"""vLLM engines in processes of their own, with what the tests ask of them; and fleets of such engines.
+
+`tests/conftest.py` makes its fixtures known.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,14 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import pytest
 
 from lmkv.errors import LmkvError
 from lmkv_client.demo.cluster import Coordinator
@@ -263,17 +267,14 @@ class LlmProcess:
 
 
 class Nursery:
-    """The process that has vLLM imported, and forks engines."""
+    """The process that has vLLM imported, and forks engines. A context manager."""
 
     def __init__(self, folder: Path, logs: Path) -> None:
+        """`folder` gets a socket."""
         self._path = folder / "nursery.sock"
         command = [sys.executable, str(Path(__file__).with_name("llm_worker.py")), str(self._path)]
         self._process = ServerProcess("nursery", command, logs / "nursery.log", ENVIRONMENT)
         self._connection: socket.socket | None = None
-
-    def start(self) -> None:
-        """Starts it without waiting."""
-        self._process.start()
 
     def connect(self) -> socket.socket:
         """A connection to an engine to be. Waits until the nursery is ready; raises `LmkvError` if it never is."""
@@ -282,8 +283,11 @@ class Nursery:
         assert connection is not None
         return connection
 
-    def stop(self) -> None:
-        """Ends it; its engines live on. Idempotent."""
+    def __enter__(self) -> Self:
+        self._process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._process.stop()
 
     def _connects(self) -> bool:
@@ -297,17 +301,25 @@ class Nursery:
         return True
 
 
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """One for all tests of a run; it is ready when the first engine starts."""
+    with tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder:
+        with Nursery(Path(folder), tmp_path_factory.mktemp("nursery")) as nursery:
+            yield nursery
+
+
 class Fleet:
     """Engines around one runtime folder, with a coordinator if asked for: a context manager that leaves nothing."""
 
-    def __init__(self, model: Path, logs: Path, *, coordinator: bool = False) -> None:
+    def __init__(self, nursery: Nursery, model: Path, logs: Path, *, coordinator: bool = False) -> None:
         """Engines use `model` unless told otherwise; `logs` gets everybody's log."""
+        self._nursery = nursery
         self._model = model
         self._logs = logs
         self._folder = Path(tempfile.mkdtemp(prefix="lmkv-", dir="/tmp"))
         self.engines: dict[str, LlmProcess] = {}
         self._coordinator = Coordinator(logs) if coordinator else None
-        self._nursery = Nursery(self._folder, logs)
 
     @property
     def coordinator(self) -> Coordinator:
@@ -364,7 +376,6 @@ class Fleet:
 
     def __enter__(self) -> Self:
         try:
-            self._nursery.start()
             if self._coordinator:
                 self._coordinator.start()
                 self._coordinator.wait_ready()
@@ -376,7 +387,6 @@ class Fleet:
     def __exit__(self, *_: object) -> None:
         for engine in self.engines.values():
             engine.kill()  # at once: what it leaves is the nodes' to clean up, and they end next
-        self._nursery.stop()
         end_processes(self._node_pids({}))
         if self._coordinator:
             self._coordinator.stop()

@@ -17,6 +17,7 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.v1.worker import cpu_worker  # noqa: F401 # half of what is left of a start
 
 FREE_TIMEOUT_SECONDS = 30.0
 """How long pages may stay in use after the last request."""

@@ -16,15 +16,15 @@ import pytest
 from safetensors.numpy import save_file
 
 from lmkv_client.demo.model import TINY
-from tests.engines.llm import Fleet, LlmProcess, make_prompt, poison
+from tests.engines.llm import Fleet, LlmProcess, Nursery, make_prompt, poison
 
 pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """All engines, ready."""
-    with Fleet(tiny_model, tmp_path_factory.mktemp("logs")) as fleet:
+    with Fleet(nursery, tiny_model, tmp_path_factory.mktemp("logs")) as fleet:
         shared = {"node_address": str(fleet.runtime_dir / "owner" / "engine.sock")}
         fleet.add("owner", {"cluster_secret": "one"}, enable_lora=True, max_lora_rank=8)
         fleet.start()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.llm import Fleet, LlmProcess, make_prompt, poison
+from tests.engines.llm import Fleet, LlmProcess, Nursery, make_prompt, poison
 
 pytestmark = pytest.mark.engine
 
@@ -25,9 +25,9 @@ OTHER = {"engine-1": "engine-2", "engine-2": "engine-1"}
 
 
 @pytest.fixture(scope="module")
-def fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Both engines with their nodes and a coordinator, ready."""
-    with Fleet(tiny_model, tmp_path_factory.mktemp("logs"), coordinator=True) as fleet:
+    with Fleet(nursery, tiny_model, tmp_path_factory.mktemp("logs"), coordinator=True) as fleet:
         fleet.add("engine-1")
         fleet.add("engine-2", {"enable_async_loading": "false"}, max_num_batched_tokens=300)
         fleet.start()

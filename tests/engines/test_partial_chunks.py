@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.llm import Fleet, LlmProcess, make_prompt
+from tests.engines.llm import Fleet, LlmProcess, Nursery, make_prompt
 
 pytestmark = pytest.mark.engine
 
@@ -25,9 +25,9 @@ REPORT_TIMEOUT_SECONDS = 20.0
 
 
 @pytest.fixture(scope="module")
-def fleet(llama_vocab_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(nursery: Nursery, llama_vocab_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """All engines and a coordinator, ready."""
-    with Fleet(llama_vocab_model, tmp_path_factory.mktemp("logs"), coordinator=True) as fleet:
+    with Fleet(nursery, llama_vocab_model, tmp_path_factory.mktemp("logs"), coordinator=True) as fleet:
         fleet.add("keeper", {"save_partial_chunks": "true"}, block_size=256)
         fleet.add("follower", {"save_partial_chunks": "true"}, block_size=256)
         fleet.add("discarder", block_size=256)

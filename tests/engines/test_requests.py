@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.llm import Fleet, LlmProcess, make_prompt
+from tests.engines.llm import Fleet, LlmProcess, Nursery, make_prompt
 
 pytestmark = pytest.mark.engine
 
@@ -21,9 +21,9 @@ KV_CACHE_BYTES = 12 << 20
 
 
 @pytest.fixture(scope="module")
-def fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Both engines, ready."""
-    with Fleet(tiny_model, tmp_path_factory.mktemp("logs")) as fleet:
+    with Fleet(nursery, tiny_model, tmp_path_factory.mktemp("logs")) as fleet:
         room = {"kv_cache_memory_bytes": KV_CACHE_BYTES, "max_model_len": 2048}
         fleet.add("eager", block_size=32, max_num_batched_tokens=300, **room)
         fleet.add(

@@ -15,6 +15,8 @@ from lmkv_server.node.host_tier import Chunk, HostTier, Reserved
 
 OnChunks = Callable[[list[tuple[int, Chunk]]], None]
 """Takes over chunks, by their index; each comes with a hold that the callee ends."""
+Offer = tuple[int, int, chunk_pb2.Extent]
+"""Index among the keys that were asked for, address in the peer's memory, and extent of a chunk that a peer grants."""
 
 
 class Progress:
@@ -182,8 +184,8 @@ class Landing:
 
 def checked_extents(
     response: pb.AcquireResponse, key_count: int, spec: KvSpec, regions: Sequence[pb.Region]
-) -> list[tuple[int, int, chunk_pb2.Extent]]:
-    """Index, address and extent of each chunk that a peer offers. Raises `BadMessage` if that makes no sense."""
+) -> list[Offer]:
+    """What a peer grants. Raises `BadMessage` if that makes no sense."""
     extents = response.grant.extents
     if len(extents) != len(response.present) or list(response.present) != sorted(set(response.present)):
         raise BadMessage("a peer's grant does not match the keys it was asked for")

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_SECONDS = 5.0
 UNARY_LOAD_TIMEOUT_SECONDS = 30.0
+MAX_COUNT = 2**31 - 1
+"""Largest count that a message can carry; whoever asks for more must not break the answer."""
 MERGED_BYTES = rpc.MAX_MESSAGE_BYTES // 2
 """Answers are merged into messages of at most this size."""
 
@@ -48,7 +50,7 @@ class Outbox:
         if part.conflicts:
             last.ClearField("conflicts")
         last.MergeFrom(part)
-        last.settled_reserve_count = settled
+        last.settled_reserve_count = min(settled, MAX_COUNT)
         self._last_bytes += size_bytes
         self._filled.set()
 
@@ -287,7 +289,7 @@ class EngineStream:
         )
         self.outbox.put(pb.AttachResponse(found=[found]))
         held = ticket.own_count + found.peer_chunk_count
-        self._reserve(lookup.reserve_count - held, settled=lookup.reserve_count)
+        self._reserve(lookup.reserve_count - held, settled=max(0, lookup.reserve_count))
         if not ticket.chunks and best is None:
             self._session.release(lookup.request_id)
 

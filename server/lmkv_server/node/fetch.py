@@ -1,4 +1,7 @@
-"""One fetch: asks one holder after the other for what is missing, in batches that overlap. Run by `Peers.fetch`."""
+"""One fetch: asks one holder after the other for what is missing. Run by `Peers.fetch`.
+
+From each it acquires windows of chunks, and reads these in batches; while one is read, the one before is verified.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from lmkv.errors import Full, KvSpecMismatch, LmkvError, NoFreeExtents, Unreacha
 from lmkv.transfer import Copy
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
-from lmkv_server.node.arrivals import Incoming, Landing, Progress, checked_extents
+from lmkv_server.node.arrivals import Incoming, Landing, Offer, Progress, checked_extents
+from lmkv_server.node.host_tier import Chunk
 from lmkv_server.node.peer_connection import PeerConnection
 
 if TYPE_CHECKING:
@@ -22,15 +26,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MIN_BATCH_BYTES = 8 << 20
-"""What the first batches ask for: little, so that the first chunks are soon there."""
-MAX_BATCH_BYTES = 64 << 20
+WINDOW_BYTES = 256 << 20
+"""Most bytes that one `Acquire` asks for."""
+WINDOW_CHUNKS = 1024
+FIRST_BATCH_BYTES = 8 << 20
+"""What is read first: little, so that the first chunks are soon there."""
+MAX_BATCH_BYTES = 32 << 20
+"""What is read at a time: little, so that not much is left to verify after the last."""
 FAST_SECONDS = 0.05
-"""A batch that was read in less is followed by larger ones."""
+"""A batch that took less is followed by a larger one."""
 SLOW_SECONDS = 0.2
-"""A batch that took more is followed by smaller ones."""
-PIPELINE_DEPTH = 2
-"""Batches under way at one peer: one is read while the other is acquired or verified."""
+"""A batch that took more is followed by a smaller one."""
 GRANT_MARGIN_SECONDS = 0.5
 LEAST_SECONDS = 0.005
 """With less time left nothing is begun."""
@@ -63,7 +69,7 @@ class Fetch:
         self._spec = progress.spec
         self._deadline = deadline
         self._full = False
-        self._batch_bytes = MIN_BATCH_BYTES
+        self._batch_bytes = FIRST_BATCH_BYTES
         self._sources = [
             _Source(peer=peer, matched_count=holder.matched_chunk_count)
             for holder in sorted(holders, key=lambda holder: -holder.matched_chunk_count)
@@ -138,19 +144,12 @@ class Fetch:
     async def _bring(self, source: _Source, wanted: list[int]) -> None:
         """Asks one holder for all it may have."""
         pending = deque(wanted)
-        reading = asyncio.Lock()
         try:
             await source.peer.agree(self._spec, self._step_seconds(source))
-            async with asyncio.TaskGroup() as group:
-                for _ in range(PIPELINE_DEPTH):
-                    group.create_task(self._work(source, pending, reading))
+            while pending and not self._full and self._left() >= LEAST_SECONDS:
+                await self._bring_window(source, pending)
         except LmkvError as error:
             self._failed(source, error)
-        except BaseExceptionGroup as errors:
-            expected, unexpected = errors.split(LmkvError)
-            if unexpected or not expected:
-                raise
-            self._failed(source, _first(expected))
         else:
             source.peer.worked()
 
@@ -163,81 +162,83 @@ class Fetch:
         self._peers.unreachable += 1
         logger.warning("peer %s failed: %s", source.peer.instance_id, error)
 
-    async def _work(self, source: _Source, pending: deque[int], reading: asyncio.Lock) -> None:
-        """Brings batch after batch."""
-        while pending and not self._full and self._left() >= LEAST_SECONDS:
-            count = max(1, self._batch_bytes // self._spec.chunk_bytes)
-            batch = [pending.popleft() for _ in range(min(count, len(pending)))]
-            try:
-                await self._bring_batch(source, batch, reading)
-            except Full as error:  # earlier grants will end
-                self.error = error
-                pending.extendleft(reversed(batch))
-                await asyncio.sleep(float(error.metadata.get("retry_seconds", 0.02)))
-
-    async def _bring_batch(self, source: _Source, batch: list[int], reading: asyncio.Lock) -> None:
-        peers, progress = self._peers, self._progress
-        batch = [i for i in batch if i in progress.missing and progress.keys[i] not in peers.flights]
-        if not batch:
+    async def _bring_window(self, source: _Source, pending: deque[int]) -> None:
+        """Brings the first of `pending`, as many as fit into a window, and takes them off it."""
+        flights, progress = self._peers.flights, self._progress
+        count = max(1, min(WINDOW_BYTES // self._spec.chunk_bytes, WINDOW_CHUNKS, len(pending)))
+        window = [pending.popleft() for _ in range(min(count, len(pending)))]
+        window = [i for i in window if i in progress.missing and progress.keys[i] not in flights]
+        if not window:
             return
-        keys = [progress.keys[index] for index in batch]
-        peers.flights.start(keys)
-        landing = Landing(peers.tier)
+        keys = [progress.keys[index] for index in window]
+        flights.start(keys)
         try:
-            incoming = await self._transfer(source, batch, landing, reading)
-            for chunk, intact in zip(incoming, await peers.intact(incoming), strict=True):
-                if intact:
-                    self._commit(source, chunk, landing)
-                else:
-                    self._reject(source, chunk)
+            granted = await self._read_window(source, window)
+        except Full as error:  # earlier grants will end
+            self.error = error
+            pending.extendleft(reversed(window))
+            await asyncio.sleep(float(error.metadata.get("retry_seconds", 0.02)))
+        else:
+            if granted:  # what was not may be lost, or more than the peer grants at a time
+                pending.extendleft(index for index in reversed(window) if index not in granted)
+            else:
+                source.refused.update(window)
         finally:
-            landing.close()
-            if landing.quarantined:
-                peers.quarantine(landing)
-            peers.flights.end(keys)
+            flights.end(keys)
 
-    async def _transfer(
-        self, source: _Source, batch: list[int], landing: Landing, reading: asyncio.Lock
-    ) -> list[Incoming]:
-        """Acquires and reads a batch; the chunks that are now in the pool, not yet verified."""
-        peer, peers = source.peer, self._peers
-        keys = [self._progress.keys[index] for index in batch]
+    async def _read_window(self, source: _Source, window: list[int]) -> set[int]:
+        """Acquires, reads, verifies and commits; the indices of the chunks that the peer granted."""
+        response = await self._acquire(source, window)
+        landings: list[Landing] = []
+        failure: LmkvError | None = None
+        try:
+            offered = deque(checked_extents(response, len(window), self._spec, source.peer.regions))
+            granted = {window[at] for at, _, _ in offered}
+            async with asyncio.TaskGroup() as verifying:
+                try:
+                    while offered and not self._full:
+                        landing = Landing(self._peers.tier)
+                        landings.append(landing)
+                        incoming = self._reserve(window, self._next_batch(offered), landing)
+                        await self._read(source, incoming, landing)
+                        verifying.create_task(self._verify(source, incoming, landing))
+                except LmkvError as error:  # what came before is still good
+                    failure = error
+                self._release(source, response)
+            if failure:
+                raise failure
+        finally:
+            self._release(source, response)
+            for landing in landings:
+                landing.close()
+                if landing.quarantined:
+                    self._peers.quarantine(landing)
+        return granted
+
+    def _next_batch(self, offered: deque[Offer]) -> list[Offer]:
+        count = max(1, self._batch_bytes // self._spec.chunk_bytes)
+        return [offered.popleft() for _ in range(min(count, len(offered)))]
+
+    async def _acquire(self, source: _Source, window: list[int]) -> pb.AcquireResponse:
+        keys = [self._progress.keys[index] for index in window]
         ttl_seconds = self._left() + GRANT_MARGIN_SECONDS
-        acquiring = asyncio.create_task(peer.acquire(self._spec, keys, ttl_seconds, self._step_seconds(source)))
+        acquiring = asyncio.create_task(source.peer.acquire(self._spec, keys, ttl_seconds, self._step_seconds(source)))
         try:
-            response = await asyncio.shield(acquiring)
+            return await asyncio.shield(acquiring)
         except asyncio.CancelledError:
-            peers.release_once_granted(peer, acquiring)
+            self._peers.release_once_granted(source.peer, acquiring)
             raise
-        try:
-            incoming = self._reserve(source, batch, response, landing)
-            if incoming:
-                copies = [
-                    Copy(
-                        remote_address=chunk.remote_address,
-                        local_address=peers.address + chunk.reserved.offset,
-                        size_bytes=chunk.size_bytes,
-                    )
-                    for chunk in incoming
-                ]
-                async with reading:
-                    started = time.monotonic()
-                    await peers.channel.read(peer.name, copies, self._step_seconds(source), landing.write())
-                    self._adapt(time.monotonic() - started)
-        finally:
-            if response.grant.grant_id:
-                peers.release(peer, response.grant.grant_id)
-        return incoming
 
-    def _reserve(
-        self, source: _Source, batch: list[int], response: pb.AcquireResponse, landing: Landing
-    ) -> list[Incoming]:
+    def _release(self, source: _Source, response: pb.AcquireResponse) -> None:
+        """Gives the grant back, once."""
+        if response.grant.grant_id:
+            self._peers.release(source.peer, response.grant.grant_id)
+            response.grant.grant_id = ""
+
+    def _reserve(self, window: list[int], batch: list[Offer], landing: Landing) -> list[Incoming]:
         """Makes room for what the peer offers, as far as there is any."""
-        offered = checked_extents(response, len(batch), self._spec, source.peer.regions)
-        if not offered:
-            source.refused.update(batch)
         incoming = []
-        for at, address, extent in offered:
+        for at, address, extent in batch:
             reserved = landing.reserve(extent.size_bytes)
             if reserved is None:
                 self._full = True
@@ -245,7 +246,7 @@ class Fetch:
                 break
             incoming.append(
                 Incoming(
-                    index=batch[at],
+                    index=window[at],
                     remote_address=address,
                     checksum=extent.checksum,
                     token_count=extent.token_count,
@@ -255,20 +256,36 @@ class Fetch:
             )
         return incoming
 
-    def _adapt(self, seconds: float) -> None:
+    async def _read(self, source: _Source, incoming: Sequence[Incoming], landing: Landing) -> None:
+        copies = [
+            Copy(
+                remote_address=chunk.remote_address,
+                local_address=self._peers.address + chunk.reserved.offset,
+                size_bytes=chunk.size_bytes,
+            )
+            for chunk in incoming
+        ]
+        started = time.monotonic()
+        await self._peers.channel.read(source.peer.name, copies, self._step_seconds(source), landing.write())
+        seconds = time.monotonic() - started
         if seconds < FAST_SECONDS:
             self._batch_bytes = min(2 * self._batch_bytes, MAX_BATCH_BYTES)
         elif seconds > SLOW_SECONDS:
             self._batch_bytes //= 2
 
-    def _commit(self, source: _Source, incoming: Incoming, landing: Landing) -> None:
-        peers, instance_id = self._peers, source.peer.instance_id
-        chunk = landing.commit(self._progress.keys[incoming.index], self._spec.fingerprint, incoming)
-        peers.fetched_chunks += 1
-        peers.fetched_bytes += incoming.size_bytes
-        if chunk:
-            self._progress.add([(incoming.index, chunk)], instance_id)
-            peers.flights.land(chunk, instance_id)
+    async def _verify(self, source: _Source, incoming: Sequence[Incoming], landing: Landing) -> None:
+        """Commits what is what its owner committed, and hands it on."""
+        arrived: list[tuple[int, Chunk]] = []
+        for chunk, intact in zip(incoming, await self._peers.intact(incoming), strict=True):
+            if not intact:
+                self._reject(source, chunk)
+            elif committed := landing.commit(self._progress.keys[chunk.index], self._spec.fingerprint, chunk):
+                self._peers.fetched_chunks += 1
+                self._peers.fetched_bytes += chunk.size_bytes
+                arrived.append((chunk.index, committed))
+        self._progress.add(arrived, source.peer.instance_id)
+        for _, committed in arrived:
+            self._peers.flights.land(committed, source.peer.instance_id)
 
     def _reject(self, source: _Source, incoming: Incoming) -> None:
         source.refused.add(incoming.index)
@@ -278,9 +295,3 @@ class Fetch:
             self._progress.keys[incoming.index].hex(),
             source.peer.instance_id,
         )
-
-
-def _first(group: BaseExceptionGroup[LmkvError]) -> LmkvError:
-    """Some error in the group."""
-    error = group.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
