@@ -220,7 +220,9 @@ class EngineLookup:
                 event = self._link.inbox.popleft()
                 for found in event.found if isinstance(event, pb.AttachResponse) else ():
                     if found.request_id == ticket:
-                        self._link.send(self._attachment, pb.AttachRequest(releases=[pb.ReleaseChunks(request_id=ticket)]))
+                        self._link.send(
+                            self._attachment, pb.AttachRequest(releases=[pb.ReleaseChunks(request_id=ticket)])
+                        )
                         return len(found.own), found.peer_chunk_count
             time.sleep(POLL_SECONDS)
         raise LmkvError(f"the node did not answer {self._name} within {ANSWER_SECONDS:.0f} s")

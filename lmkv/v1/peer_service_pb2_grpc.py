@@ -78,10 +78,13 @@ class PeerServiceServicer:
         The specs are compared before the channel metadata is looked at.
 
         Errors:
+        * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields.
         * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the node has engines of this model but of another spec; the metadata
         names the first field that differs.
-        * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): another instance, or another epoch of it, answers at this address.
-        * `FAILED_PRECONDITION` (`CHANNEL_UNSUPPORTED`): the node does not speak this transfer channel.
+        * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): another instance, or another epoch of it, answers at this address, or
+        the channel metadata is another's.
+        * `FAILED_PRECONDITION` (`CHANNEL_UNSUPPORTED`): the node does not speak this transfer channel, or its metadata is
+        damaged.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -95,6 +98,7 @@ class PeerServiceServicer:
         Errors:
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
         * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): the epoch is not this node's; look up and `Init` again.
+        * `RESOURCE_EXHAUSTED` (`FULL`): the caller's grants take their share of the pool; retry after the `RetryInfo`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,10 +43,13 @@ class PeerServiceStub:
     The specs are compared before the channel metadata is looked at.
 
     Errors:
+    * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields.
     * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the node has engines of this model but of another spec; the metadata
       names the first field that differs.
-    * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): another instance, or another epoch of it, answers at this address.
-    * `FAILED_PRECONDITION` (`CHANNEL_UNSUPPORTED`): the node does not speak this transfer channel.
+    * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): another instance, or another epoch of it, answers at this address, or
+      the channel metadata is another's.
+    * `FAILED_PRECONDITION` (`CHANNEL_UNSUPPORTED`): the node does not speak this transfer channel, or its metadata is
+      damaged.
     """
     Acquire: _grpc.UnaryUnaryMultiCallable[_peer_service_pb2.AcquireRequest, _peer_service_pb2.AcquireResponse]
     """Holds chunks in place so that the caller can read them.
@@ -56,6 +59,7 @@ class PeerServiceStub:
     Errors:
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
     * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): the epoch is not this node's; look up and `Init` again.
+    * `RESOURCE_EXHAUSTED` (`FULL`): the caller's grants take their share of the pool; retry after the `RetryInfo`.
     """
     Allocate: _grpc.UnaryUnaryMultiCallable[_peer_service_pb2.AllocateRequest, _peer_service_pb2.AllocateResponse]
     """Reserves extents that the caller will write chunks into. Idempotent by `request_id`.
@@ -92,10 +96,13 @@ class PeerServiceAsyncStub(PeerServiceStub):
     The specs are compared before the channel metadata is looked at.
 
     Errors:
+    * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields.
     * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the node has engines of this model but of another spec; the metadata
       names the first field that differs.
-    * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): another instance, or another epoch of it, answers at this address.
-    * `FAILED_PRECONDITION` (`CHANNEL_UNSUPPORTED`): the node does not speak this transfer channel.
+    * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): another instance, or another epoch of it, answers at this address, or
+      the channel metadata is another's.
+    * `FAILED_PRECONDITION` (`CHANNEL_UNSUPPORTED`): the node does not speak this transfer channel, or its metadata is
+      damaged.
     """
     Acquire: _aio.UnaryUnaryMultiCallable[_peer_service_pb2.AcquireRequest, _peer_service_pb2.AcquireResponse]  # type: ignore[assignment]
     """Holds chunks in place so that the caller can read them.
@@ -105,6 +112,7 @@ class PeerServiceAsyncStub(PeerServiceStub):
     Errors:
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
     * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): the epoch is not this node's; look up and `Init` again.
+    * `RESOURCE_EXHAUSTED` (`FULL`): the caller's grants take their share of the pool; retry after the `RetryInfo`.
     """
     Allocate: _aio.UnaryUnaryMultiCallable[_peer_service_pb2.AllocateRequest, _peer_service_pb2.AllocateResponse]  # type: ignore[assignment]
     """Reserves extents that the caller will write chunks into. Idempotent by `request_id`.
@@ -144,10 +152,13 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
         The specs are compared before the channel metadata is looked at.
 
         Errors:
+        * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields.
         * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the node has engines of this model but of another spec; the metadata
           names the first field that differs.
-        * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): another instance, or another epoch of it, answers at this address.
-        * `FAILED_PRECONDITION` (`CHANNEL_UNSUPPORTED`): the node does not speak this transfer channel.
+        * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): another instance, or another epoch of it, answers at this address, or
+          the channel metadata is another's.
+        * `FAILED_PRECONDITION` (`CHANNEL_UNSUPPORTED`): the node does not speak this transfer channel, or its metadata is
+          damaged.
         """
 
     @_abc_1.abstractmethod
@@ -163,6 +174,7 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
         * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): the epoch is not this node's; look up and `Init` again.
+        * `RESOURCE_EXHAUSTED` (`FULL`): the caller's grants take their share of the pool; retry after the `RetryInfo`.
         """
 
     @_abc_1.abstractmethod

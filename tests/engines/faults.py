@@ -186,7 +186,14 @@ class Pair:
                 return
             assert time.monotonic() < deadline, f"{taken} of {HELD_TOKENS} tokens came from the peer: it has not healed"
 
-    def _shared(self, prompt: Prompt) -> int:
+    def complete(self) -> bool:
+        """Whether both nodes run, are known to the coordinator, and have their engine."""
+        with suppress(LmkvError):
+            known = self.coordinator.instances()
+            return all(name in known and known[name].engine_count for name in self.cluster.engines)
+        return False
+
+    def _shared(self, prompt: Prompt) -> float:
         """Tokens that engine 2 took from engine 1's node."""
         check(prompt, self.first.complete(prompt.tokens))
         with suppress(LmkvError):  # then engine 2 must compute
@@ -233,13 +240,14 @@ def check(prompt: Prompt, completion: Completion) -> None:
 
 
 @contextmanager
-def counting(engine: Engine) -> Iterator[Callable[[str], int]]:
-    """Yields what tells, of a counter of the connector, by how much it has grown in here, rounded."""
-    before = engine.metrics()
+def counting(*engines: Engine) -> Iterator[Callable[[str], float]]:
+    """Yields what tells, of a counter of the connector, by how much it has grown in here, at all engines together."""
 
-    def grown(name: str) -> int:
+    before = [engine.metrics() for engine in engines]
+
+    def grown(name: str) -> float:
         sample = f"lmkv:{name}_total"
-        return round(engine.metrics()[sample] - before[sample])
+        return sum(engine.metrics()[sample] - then[sample] for engine, then in zip(engines, before, strict=True))
 
     yield grown
 

@@ -35,8 +35,8 @@ from lmkv_client.demo.process import (
     session_pids,
 )
 
-READY_TIMEOUT_SECONDS = 180.0
-ANSWER_TIMEOUT_SECONDS = 180.0
+READY_TIMEOUT_SECONDS = 280.0
+ANSWER_TIMEOUT_SECONDS = 280.0
 STOP_TIMEOUT_SECONDS = 20.0
 
 CALM = {
@@ -304,9 +304,9 @@ class Nursery:
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     """One for all tests of a run; it is ready when the first engine starts."""
-    with tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder:
-        with Nursery(Path(folder), tmp_path_factory.mktemp("nursery")) as nursery:
-            yield nursery
+    logs = tmp_path_factory.mktemp("nursery")
+    with tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder, Nursery(Path(folder), logs) as nursery:
+        yield nursery
 
 
 class Fleet:

@@ -22,6 +22,7 @@ from tests.engines.faults import (
     Prompt,
     check,
     counting,
+    eventually,
     thaw,
 )
 
@@ -103,7 +104,7 @@ def test_a_node_that_freezes_while_it_fetches_costs_one_load(pair: Pair) -> None
 def test_whatever_comes_and_goes_every_answer_is_right(pair: Pair) -> None:
     prompts = [pair.prompt(count) for count in (700, 1500, 2300, 3000, 3000)]
     over = threading.Event()
-    with ThreadPoolExecutor() as clients, counting(pair.second) as grown:
+    with ThreadPoolExecutor() as clients, counting(*pair.engines) as grown:
         asked = [clients.submit(keep_asking, engine, prompts, over) for engine in pair.engines]
         try:
             break_things(pair, random.Random(3))
@@ -129,10 +130,12 @@ def keep_asking(engine: Engine, prompts: list[Prompt], over: threading.Event) ->
 
 
 def break_things(pair: Pair, random_: random.Random) -> None:
-    """Kills and freezes nodes and the coordinator, at random moments; all of them run in the end."""
+    """Kills and freezes nodes and the coordinator, at random moments, now and then while others are still down."""
     deadline = time.monotonic() + CHAOS_SECONDS
     while time.monotonic() < deadline:
-        time.sleep(random_.uniform(0.1, 2.5))
+        if random_.random() < 0.7:
+            eventually(pair.complete, "everybody is back")
+        time.sleep(random_.uniform(0.1, 2.0))
         victim = random_.choice(("coordinator", "node-1", "node-2"))
         with suppress(ValueError):  # the node is still down
             if random_.random() < 0.25:

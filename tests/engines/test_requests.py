@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ KV_CACHE_BYTES = 12 << 20
 def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Both engines, ready."""
     with Fleet(nursery, tiny_model, tmp_path_factory.mktemp("logs")) as fleet:
-        room = {"kv_cache_memory_bytes": KV_CACHE_BYTES, "max_model_len": 2048}
+        room: dict[str, Any] = {"kv_cache_memory_bytes": KV_CACHE_BYTES, "max_model_len": 2048}
         fleet.add("eager", block_size=32, max_num_batched_tokens=300, **room)
         fleet.add(
             "frugal",
@@ -87,7 +88,7 @@ def test_several_samples_of_one_prompt_all_use_what_was_loaded(engine: LlmProces
     """Sampled from the one best token: vLLM cannot take seeds for prompts that it prefills in pieces on a CPU."""
     prompt = make_prompt(seed, 600)
     (expected,) = engine.compute(prompt)
-    sampling = {"n": 3, "temperature": 1.0, "top_k": 1}
+    sampling: dict[str, Any] = {"n": 3, "temperature": 1.0, "top_k": 1}
     assert engine.ask(prompt, **sampling).answers[0].samples == (expected,) * 3
     again = engine.ask_again(prompt, **sampling)
     assert again.answers[0].samples == (expected,) * 3

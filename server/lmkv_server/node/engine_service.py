@@ -4,70 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from google.protobuf.duration_pb2 import Duration
-
-from lmkv import rpc
-from lmkv.errors import BadChunkKey, BadMessage, ConfigConflict, GrantNotFound, LmkvError, ModelNotFound, Unreachable
-from lmkv.keys import KEY_BYTES, ChunkKey, split_keys
+from lmkv.errors import BadMessage, ConfigConflict, ModelNotFound
+from lmkv.keys import split_keys
 from lmkv.spec import KvSpec
-from lmkv.v1 import chunk_pb2, engine_service_pb2_grpc, registry_service_pb2
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv_server.node.engines import Engines, EngineSession, Ticket
-from lmkv_server.node.host_tier import Chunk, HostTier, Reserved
+from lmkv.v1 import engine_service_pb2_grpc, registry_service_pb2
+from lmkv_server.node.engine_stream import EngineStream
+from lmkv_server.node.engines import Engines
+from lmkv_server.node.host_tier import HostTier
 from lmkv_server.node.sources import Sources
 
 logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_SECONDS = 5.0
 UNARY_LOAD_TIMEOUT_SECONDS = 30.0
-MAX_COUNT = 2**31 - 1
-"""Largest count that a message can carry; whoever asks for more must not break the answer."""
-MERGED_BYTES = rpc.MAX_MESSAGE_BYTES // 2
-"""Answers are merged into messages of at most this size."""
-
-
-class Outbox:
-    """Answers to one engine, merged until its stream takes them: a busy stream sends fewer, larger messages."""
-
-    def __init__(self) -> None:
-        self._pending: deque[pb.AttachResponse] = deque()
-        self._last_bytes = 0
-        self._filled = asyncio.Event()
-        self._ended = False
-
-    def put(self, part: pb.AttachResponse) -> None:
-        """Adds answers to the last message that waits, as far as its size allows."""
-        size_bytes = part.ByteSize()
-        if not self._pending or self._last_bytes + size_bytes > MERGED_BYTES:
-            self._pending.append(pb.AttachResponse())
-            self._last_bytes = 0
-        last = self._pending[-1]
-        settled = last.settled_reserve_count + part.settled_reserve_count
-        if part.conflicts:
-            last.ClearField("conflicts")
-        last.MergeFrom(part)
-        last.settled_reserve_count = min(settled, MAX_COUNT)
-        self._last_bytes += size_bytes
-        self._filled.set()
-
-    def end(self) -> None:
-        """Nothing more will be said."""
-        self._ended = True
-        self._filled.set()
-
-    async def take(self) -> pb.AttachResponse | None:
-        """The next message, as soon as there is anything to say; None at the end."""
-        await self._filled.wait()
-        if not self._pending:
-            return None
-        message = self._pending.popleft()
-        if not self._pending and not self._ended:
-            self._filled.clear()
-        return message
 
 
 class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
@@ -186,190 +139,3 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
                 f"no engine of fingerprint {fingerprint.hex()} has attached", fingerprint=fingerprint.hex()
             )
         return spec
-
-
-class EngineStream:
-    """One engine's stream: carries out its acts, in the order they came, and collects the answers."""
-
-    def __init__(self, tier: HostTier, session: EngineSession, sources: Sources) -> None:
-        self.outbox = Outbox()
-        self._tier = tier
-        self._session = session
-        self._sources = sources
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-
-    async def read(self, first: pb.AttachRequest, rest: AsyncIterator[pb.AttachRequest]) -> None:
-        """Carries out messages until the engine ends the stream."""
-        first.ClearField("hello")
-        self.act(first)
-        async for message in rest:
-            if message.HasField("hello"):
-                raise BadMessage("hello may come only once")
-            self.act(message)
-
-    def act(self, message: pb.AttachRequest) -> None:
-        """Carries out one message. Raises `BadChunkKey` or `BadMessage` if it makes no sense: that ends the stream."""
-        for release in message.releases:
-            self._release(release.request_id)
-        for commit in message.commits:
-            self._commit(commit)
-        if message.damaged_keys:
-            dropped = self._tier.drop(split_keys(b"".join(message.damaged_keys), "damaged_keys"))
-            logger.warning("engine %s found %d chunks damaged; they are dropped", self._session.engine_id, dropped)
-        for offset in message.returned_credits:
-            self._give_back(offset)
-        for lookup in message.lookups:
-            self._lookup(lookup)
-        for load in message.loads:
-            self._start(load.request_id, self._load(load))
-        if message.reserve_count > 0:
-            self._reserve(message.reserve_count, settled=message.reserve_count)
-        if message.reset:
-            self.outbox.put(pb.AttachResponse(reset_counts=[self._tier.clear(self._session.spec.fingerprint)]))
-
-    def close(self) -> None:
-        """Stops everything that still runs for the engine."""
-        for task in self._tasks.values():
-            task.cancel()
-
-    def _start(self, request_id: str, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._tasks[request_id] = task
-        task.add_done_callback(lambda done: self._forget(request_id, done))
-
-    def _forget(self, request_id: str, done: asyncio.Task[None]) -> None:
-        if self._tasks.get(request_id) is done:
-            del self._tasks[request_id]
-        if not done.cancelled() and (error := done.exception()):
-            logger.error("work for %s failed unexpectedly", request_id, exc_info=error)
-
-    def _release(self, request_id: str) -> None:
-        if task := self._tasks.pop(request_id, None):
-            task.cancel()
-        self._session.release(request_id)
-
-    def _commit(self, commit: pb.CommitChunk) -> None:
-        if len(commit.chunk_key) != KEY_BYTES:
-            raise BadChunkKey(f"chunk_key has {len(commit.chunk_key)} bytes, not {KEY_BYTES}", field="chunk_key")
-        try:
-            key = ChunkKey(commit.chunk_key)
-            self._session.commit(commit.offset, key, commit.size_bytes, commit.checksum, commit.token_count)
-        except LmkvError as error:
-            rejected = pb.RejectedCommit(chunk_key=commit.chunk_key, status=rpc.to_status(error))
-            self.outbox.put(pb.AttachResponse(rejected_commits=[rejected]))
-
-    def _give_back(self, offset: int) -> None:
-        try:
-            self._session.give_back(offset)
-        except GrantNotFound as error:  # of an earlier attachment: void already
-            logger.warning("%s", error)
-
-    def _reserve(self, count: int, *, settled: int) -> None:
-        granted = self._session.reserve(count)
-        self.outbox.put(pb.AttachResponse(credits=[credit(one) for one in granted], settled_reserve_count=settled))
-
-    def _lookup(self, lookup: pb.LookupChunks) -> None:
-        ticket = self._session.open(lookup.request_id, split_keys(lookup.chunk_keys))
-        if ticket.own_count == len(ticket.keys) or not self._sources.connected:
-            self._answer(lookup, ticket)
-        else:
-            self._start(lookup.request_id, self._locate(lookup, ticket))
-
-    async def _locate(self, lookup: pb.LookupChunks, ticket: Ticket) -> None:
-        ticket.holders = await self._sources.locate(ticket.keys[ticket.own_count :])
-        self._answer(lookup, ticket)
-
-    def _answer(self, lookup: pb.LookupChunks, ticket: Ticket) -> None:
-        best = ticket.holders[0] if ticket.holders else None
-        found = pb.FoundChunks(
-            request_id=lookup.request_id,
-            own=[extent(chunk) for chunk in ticket.chunks],
-            peer_chunk_count=best.matched_chunk_count if best else 0,
-            peer_instance_id=best.instance_id if best else "",
-        )
-        self.outbox.put(pb.AttachResponse(found=[found]))
-        held = ticket.own_count + found.peer_chunk_count
-        self._reserve(lookup.reserve_count - held, settled=max(0, lookup.reserve_count))
-        if not ticket.chunks and best is None:
-            self._session.release(lookup.request_id)
-
-    async def _load(self, load: pb.LoadChunks) -> None:
-        ticket = self._session.ticket(load.request_id)
-        wanted = slice(load.first_chunk, load.first_chunk + load.chunk_count)
-        if ticket is None or load.first_chunk < ticket.own_count:
-            error: LmkvError | None = BadMessage("load names no chunks that a lookup found at peers")
-            self._arrived(load, [], done=True, error=error)
-            return
-        offset = wanted.start - ticket.own_count
-
-        def on_chunks(chunks: list[tuple[int, Chunk]]) -> None:
-            arrived = [chunk for _, chunk in chunks]
-            if self._session.keep(load.request_id, arrived):
-                self._arrived(load, arrived, first=wanted.start + chunks[0][0])
-
-        holders = [shifted(holder, offset) for holder in ticket.holders]
-        fetched = await self._sources.fetch(
-            self._session.spec,
-            ticket.keys[wanted],
-            [holder for holder in holders if holder.matched_chunk_count > 0],
-            load.timeout.ToNanoseconds() / 1e9,
-            on_chunks,
-        )
-        self._arrived(
-            load,
-            [],
-            done=True,
-            error=fetched.error
-            or (None if fetched.chunk_count >= load.chunk_count else Unreachable("chunks are gone")),
-            peer=",".join(fetched.instance_ids),
-            size_bytes=fetched.size_bytes,
-            seconds=fetched.seconds,
-        )
-
-    def _arrived(
-        self,
-        load: pb.LoadChunks,
-        chunks: list[Chunk],
-        *,
-        first: int = 0,
-        done: bool = False,
-        error: LmkvError | None = None,
-        peer: str = "",
-        size_bytes: int = 0,
-        seconds: float = 0.0,
-    ) -> None:
-        loaded = pb.LoadedChunks(
-            request_id=load.request_id,
-            first_chunk=first,
-            extents=[extent(chunk) for chunk in chunks],
-            done=done,
-            status=rpc.to_status(error) if error else None,
-            peer_instance_id=peer,
-            transferred_bytes=size_bytes,
-            transfer_duration=Duration(nanos=int(seconds % 1 * 1e9), seconds=int(seconds)),
-        )
-        self.outbox.put(pb.AttachResponse(loaded=[loaded]))
-
-
-def shifted(holder: Any, chunk_count: int) -> Any:
-    """The holder as seen from so many chunks further into the prompt."""
-    copy = type(holder)()
-    copy.CopyFrom(holder)
-    copy.matched_chunk_count -= chunk_count
-    return copy
-
-
-def extent(chunk: Chunk) -> chunk_pb2.Extent:
-    """A held chunk as its reader sees it."""
-    return chunk_pb2.Extent(
-        offset=chunk.offset,
-        size_bytes=chunk.size_bytes,
-        checksum=chunk.checksum,
-        generation=chunk.generation,
-        token_count=chunk.token_count,
-    )
-
-
-def credit(reserved: Reserved) -> chunk_pb2.Extent:
-    """A write credit as its writer sees it."""
-    return chunk_pb2.Extent(offset=reserved.offset, size_bytes=reserved.size_bytes, generation=reserved.generation)

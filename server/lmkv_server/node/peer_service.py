@@ -23,8 +23,9 @@ from lmkv.v1 import chunk_pb2
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
 from lmkv_server.node.engines import Engines
-from lmkv_server.node.host_tier import Chunk, HostTier
+from lmkv_server.node.host_tier import HostTier
 from lmkv_server.node.read_grants import ReadGrants
+from lmkv_server.node.wire import extent
 
 logger = logging.getLogger(__name__)
 
@@ -195,17 +196,6 @@ class PeerService(pb_grpc.PeerServiceServicer):
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(times) - now if times else None):
                     await self._changed.wait()
-
-
-def extent(chunk: Chunk) -> chunk_pb2.Extent:
-    """Where a chunk's bytes are, as a message."""
-    return chunk_pb2.Extent(
-        offset=chunk.offset,
-        size_bytes=chunk.size_bytes,
-        checksum=chunk.checksum,
-        generation=chunk.generation,
-        token_count=chunk.token_count,
-    )
 
 
 async def _refuse(context: Any, rpc: str) -> None:

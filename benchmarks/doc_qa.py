@@ -1,0 +1,157 @@
+"""Questions about documents that another engine has read: `python -m benchmarks.doc_qa`, docs/benchmarks.md.
+
+Every document goes to engine 1, then the same to engine 2, which takes it from engine 1; then a question about each
+goes to both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from benchmarks import engines
+from benchmarks.command import Benchmark, Run
+from benchmarks.engines import Prompts
+from benchmarks.rows import Row, compare
+from lmkv_client.demo.cluster import Cluster
+from lmkv_client.demo.completion import Completion
+from lmkv_client.demo.engine import Engine
+
+QUESTION_TOKENS = 16
+OUTPUT_SHARE = 100
+"""A document of so many tokens is followed by one token of output."""
+STORE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Round:
+    """All documents, each asked once."""
+
+    seconds: float
+    completions: Sequence[Completion]
+
+    @property
+    def ttft_seconds(self) -> float:
+        """Mean time to the first token."""
+        return statistics.fmean(completion.ttft_seconds for completion in self.completions)
+
+    def identical_to(self, other: Round) -> int:
+        """How many completions are the same in both."""
+        pairs = zip(self.completions, other.completions, strict=True)
+        return sum(own.token_ids == theirs.token_ids for own, theirs in pairs)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of this benchmark."""
+    engines.add_dtype_argument(parser)
+    parser.add_argument("--documents", type=int, metavar="N", help="number of documents (10; 4 with --quick)")
+    parser.add_argument(
+        "--document-tokens", type=int, metavar="N", help="length of each document (4104; 2052 with --quick)"
+    )
+    parser.add_argument("--in-flight", type=int, default=2, metavar="N", help="requests at a time (2)")
+
+
+def measure(run: Run) -> None:
+    """Both engines, all rounds."""
+    args = run.args
+    dtype = engines.choose_dtype(run)
+    count = args.documents or (4 if run.quick else 10)
+    # Like the 10,000 of the original they leave next to nothing behind their last whole chunk.
+    tokens = args.document_tokens or (2052 if run.quick else 4104)
+    output_tokens = max(1, tokens // OUTPUT_SHARE)
+    run.report.settings |= {
+        "documents": count,
+        "document_tokens": tokens,
+        "output_tokens": output_tokens,
+        "in_flight": args.in_flight,
+    }
+    prompts = Prompts(seed=3)
+    documents = [prompts.make(tokens) for _ in range(count)]
+    questions = [document + prompts.make(QUESTION_TOKENS) for document in documents]
+    context_tokens = engines.context_for(tokens + QUESTION_TOKENS, output_tokens)
+    prompt_bytes = context_tokens * engines.token_bytes(dtype)
+    pool_bytes = (count + 3) * prompt_bytes
+    # Its own cache holds what is in flight and little more, as in the original: what is asked again is elsewhere.
+    options = engines.options(dtype, context_tokens, prompts_in_cache=args.in_flight + 1)
+    engines.check_memory(2 * (engines.ENGINE_BYTES + (args.in_flight + 1) * prompt_bytes + pool_bytes))
+    model = engines.model_of(run)
+    run.say(f"starting two engines, {dtype}; half a minute or more")
+    settings = engines.PATIENCE | engines.pool_setting(pool_bytes)
+    with Cluster(run.folder, model, logs=run.logs, settings=settings) as cluster:
+        assert cluster.coordinator is not None
+        for name in ("engine-1", "engine-2"):
+            cluster.add_engine(name, **options)
+        engines.start(run, cluster)
+        first, second = cluster.engines.values()
+        warm_up(cluster, first, second, prompts.make(2 * engines.CHUNK_SIZE))
+
+        def ask(name: str, engine: Engine, what: Sequence[Sequence[int]]) -> Round:
+            round_ = ask_all(engine, what, output_tokens, args.in_flight)
+            run.say(f"{name}, {engine.name}: {round_.ttft_seconds:.3f} s mean TTFT, {round_.seconds:.1f} s in all")
+            return round_
+
+        first_warm = ask("warm-up round", first, documents)
+        for document in documents:
+            cluster.coordinator.wait_for_holder(document, first.name, engines.full_chunks(tokens), STORE_SECONDS)
+        second_warm = ask("warm-up round", second, documents)
+        first_query, second_query = (ask("query round", engine, questions) for engine in (first, second))
+        run.say("stopping everything")
+    for completion in second_warm.completions:
+        engines.check_hit("engine 2's warm-up round", completion, engines.full_chunks(tokens) - 1)
+    add_rows(run, first_warm, second_warm, first_query, second_query)
+
+
+def warm_up(cluster: Cluster, first: Engine, second: Engine, prompt: Sequence[int]) -> None:
+    """Has both engines answer once, and meet."""
+    assert cluster.coordinator is not None
+    first.complete(prompt, 2)
+    cluster.coordinator.wait_for_holder(prompt, first.name, engines.full_chunks(len(prompt)), STORE_SECONDS)
+    second.complete(prompt, 2)
+
+
+def ask_all(engine: Engine, prompts: Sequence[Sequence[int]], output_tokens: int, in_flight: int) -> Round:
+    """One round, so many requests at a time."""
+    started = time.perf_counter()
+    with ThreadPoolExecutor(in_flight) as clients:
+        completions = list(clients.map(lambda prompt: engine.complete(prompt, output_tokens), prompts))
+    return Round(seconds=time.perf_counter() - started, completions=completions)
+
+
+def add_rows(run: Run, first_warm: Round, second_warm: Round, first_query: Round, second_query: Round) -> None:
+    """The gains, and what they come from."""
+    rounds = {"doc_qa_{}": second_warm, "doc_qa_query_{}": second_query, "doc_qa_own_query_{}": first_query}
+    for name, round_ in rounds.items():
+        for what, value, baseline, unit in (
+            ("ttft", round_.ttft_seconds, first_warm.ttft_seconds, "mean TTFT, s"),
+            ("round", round_.seconds, first_warm.seconds, "round, s"),
+        ):
+            run.add(
+                Row(
+                    name=f"{name.format(what)}_gain",
+                    value=100 * (1 - value / baseline),
+                    unit="%",
+                    baseline=f"engine 1, warm-up: {unit}",
+                    baseline_value=baseline,
+                    ratio=value / baseline,
+                ),
+                compare(f"{name.format(what)}_s", value, "s", f"engine 1, warm-up: {unit}", baseline),
+            )
+    same = second_warm.identical_to(first_warm) + second_query.identical_to(first_query)
+    count = len(first_warm.completions) + len(first_query.completions)
+    run.add(Row(name="doc_qa_identical", value=100 * same / count, unit="% of completions"))
+
+
+BENCHMARK = Benchmark(
+    name="doc_qa",
+    description="Sends documents to one engine, then the same to another, then questions about them.",
+    measure=measure,
+    add_arguments=add_arguments,
+)
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARK.main())

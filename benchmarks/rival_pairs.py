@@ -1,0 +1,287 @@
+"""Pairs of engines that share prompts, each by another system, started so that they can be measured alike."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import re
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import engines
+from benchmarks.command import Run
+from lmkv.errors import LmkvError
+from lmkv_client.demo.cluster import Cluster
+from lmkv_client.demo.engine import Engine
+from lmkv_client.demo.process import ServerProcess
+
+ROOT = Path(__file__).parents[1]
+STORE_SECONDS = 30.0
+BLIND_WAIT_SECONDS = 2.0
+"""For stores of a system that does not say when they are done."""
+POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """Two engines. What the first has computed, the second can have."""
+
+    first: Engine
+    second: Engine
+    wait_until_stored: Callable[[Sequence[int]], None]
+    """Returns when the second can have a prompt that the first has answered."""
+    direction: Callable[[], Mapping[str, object]] = dict
+    """What a request to the second must carry so that it finds the first; nothing where the system knows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What all pairs have in common."""
+
+    run: Run
+    model: Path
+    context_tokens: int
+    dtype: str
+
+    @property
+    def pool_bytes(self) -> int:
+        """Host memory for each engine's chunks."""
+        return 5 * self.context_tokens * engines.token_bytes(self.dtype)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of the engines."""
+        return engines.options(self.dtype, self.context_tokens)
+
+
+@contextmanager
+def lmkv_pair(plan: Plan) -> Iterator[Pair]:
+    """lmkv, with a coordinator."""
+    settings = engines.PATIENCE | engines.pool_setting(plan.pool_bytes)
+    with Cluster(plan.run.folder, plan.model, logs=plan.run.logs, settings=settings) as cluster:
+        coordinator = cluster.coordinator
+        assert coordinator is not None
+        for name in ("engine-1", "engine-2"):
+            cluster.add_engine(name, **plan.options)
+        engines.start(plan.run, cluster)
+        first, second = cluster.engines.values()
+
+        def wait(prompt: Sequence[int]) -> None:
+            coordinator.wait_for_holder(prompt, first.name, engines.full_chunks(len(prompt)), STORE_SECONDS)
+
+        yield Pair(first=first, second=second, wait_until_stored=wait)
+
+
+@contextmanager
+def offloading_pair(plan: Plan) -> Iterator[Pair]:
+    """vLLM's `OffloadingConnector` with its p2p tier, its copies by NumPy."""
+    ports = [quiet_port(), quiet_port()]
+    pair = [
+        Engine(
+            plan.model,
+            plan.run.logs,
+            name=f"offloading-{number}",
+            transfer_config={
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {
+                    "cpu_bytes_to_use": plan.pool_bytes,
+                    "block_size": engines.CHUNK_SIZE,
+                    "spec_name": "MemcpyOffloadingSpec",
+                    "spec_module_path": "benchmarks.memcpy_offload",
+                    "secondary_tiers": [{"type": "p2p", "host": "127.0.0.1", "port": port}],
+                },
+            },
+            environment={"PYTHONPATH": f"{_nixl_by_its_plain_name(plan.run.folder)}:{ROOT}"},
+            **plan.options,
+        )
+        for number, port in enumerate(ports, 1)
+    ]
+    count = 0
+
+    def direction() -> Mapping[str, object]:
+        nonlocal count
+        count += 1
+        source = {"kv_request_id": f"r{count}", "remote_host": "127.0.0.1", "remote_port": ports[0]}
+        return {"kv_transfer_params": {"remote_kv_source": source}}
+
+    with _running(plan.run, pair), ExitStack() as stack:
+        stack.callback(_remove_regions, pair)
+        yield Pair(
+            first=pair[0],
+            second=pair[1],
+            wait_until_stored=lambda _prompt: time.sleep(BLIND_WAIT_SECONDS),
+            direction=direction,
+        )
+
+
+@contextmanager
+def lmcache_pair(plan: Plan, python: Path) -> Iterator[Pair]:
+    """LMCache's in-process connector with its controller and P2P over NIXL, its copies between pages by torch."""
+    http, pull, reply, heartbeat = (quiet_port() for _ in range(4))
+    common = {
+        "PYTHONPATH": str(ROOT),
+        "PYTHONHASHSEED": "0",
+        "LMCACHE_TRACK_USAGE": "false",
+        "LMCACHE_DISABLE_BANNER": "1",
+        "UCX_TLS": "tcp,sm,self",
+    }
+    monitor_ports = json.dumps({"pull": pull, "reply": reply, "heartbeat": heartbeat})
+    arguments = ["--host", "127.0.0.1", "--port", str(http), "--monitor-ports", monitor_ports]
+    controller = ServerProcess(
+        "lmcache-controller",
+        [str(python.parent / "lmcache_controller"), *arguments],
+        plan.run.logs / "lmcache-controller.log",
+        common,
+    )
+    pair = []
+    for number in (1, 2):
+        config = plan.run.folder / f"lmcache-{number}.yaml"
+        config.write_text(json.dumps(_lmcache_config(plan, number, pull, reply)))  # JSON is YAML
+        engine = Engine(
+            plan.model,
+            plan.run.logs,
+            name=f"lmcache-{number}",
+            transfer_config={
+                "kv_connector": "LMCacheConnectorV1Dynamic",
+                "kv_connector_module_path": "benchmarks.lmcache_cpu",
+                "kv_role": "kv_both",
+            },
+            environment=common | {"LMCACHE_CONFIG_FILE": str(config)},
+            **plan.options,
+        )
+        engine.process.command[0] = str(python)
+        pair.append(engine)
+
+    def wait(prompt: Sequence[int]) -> None:
+        _wait_for_lmcache(http, prompt)
+
+    with controller:
+        controller.start()
+        controller.wait_until(lambda: _answers(f"http://127.0.0.1:{http}/controller/key-stats"), "ready", 60.0)
+        with _running(plan.run, pair):
+            yield Pair(first=pair[0], second=pair[1], wait_until_stored=wait)
+
+
+def quiet_port() -> int:
+    """A free TCP port that the system does not give to outgoing connections, and so stays free until it is bound."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(10_000, lowest)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+
+
+def _lmcache_config(plan: Plan, number: int, pull: int, reply: int) -> dict[str, object]:
+    return {
+        "chunk_size": engines.CHUNK_SIZE,
+        "local_cpu": True,
+        "max_local_cpu_size": round(plan.pool_bytes / (1 << 30), 2),
+        "enable_async_loading": True,
+        "enable_p2p": True,
+        "p2p_host": "127.0.0.1",
+        "p2p_init_ports": [quiet_port()],
+        "p2p_lookup_ports": [quiet_port()],
+        "transfer_channel": "nixl",
+        "nixl_buffer_device": "cpu",
+        "enable_controller": True,
+        "lmcache_instance_id": f"instance-{number}",
+        "controller_pull_url": f"127.0.0.1:{pull}",
+        "controller_reply_url": f"127.0.0.1:{reply}",
+        "lmcache_worker_ports": [quiet_port()],
+        "extra_config": {"lookup_backoff_time": 0.001},
+    }
+
+
+def _wait_for_lmcache(http: int, prompt: Sequence[int]) -> None:
+    """Waits until the controller knows all of a prompt. Raises `LmkvError` when time is up."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{http}/lookup",
+        json.dumps({"tokens": list(prompt)}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    deadline = time.monotonic() + STORE_SECONDS
+    held = 0
+    while held < engines.full_chunks(len(prompt)):
+        if time.monotonic() > deadline:
+            raise LmkvError(f"LMCache's controller knows {held} of {len(prompt)} tokens")
+        time.sleep(POLL_SECONDS)
+        with urllib.request.urlopen(request, timeout=10.0) as response:
+            layout = json.load(response)["layout_info"]
+        held = max((count for _, count in layout.values()), default=0)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2.0):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+@contextmanager
+def _running(run: Run, pair: Sequence[Engine]) -> Iterator[None]:
+    """Both engines, started at once and ended at once."""
+    try:
+        for engine in pair:
+            engine.start()
+        for engine in pair:
+            engine.wait_ready()
+            run.say(f"{engine.name} is ready")
+        yield
+    finally:
+        for engine in pair:
+            engine.process.request_stop()
+        for engine in pair:
+            engine.stop()
+
+
+def _remove_regions(pair: Sequence[Engine]) -> None:
+    """Removes the shared memory that vLLM leaves behind when it is killed; its log names it."""
+    for engine in pair:
+        for name in set(re.findall(r"/dev/shm/vllm_offload_[\w.-]+\.mmap", engine.log())):
+            Path(name).unlink(missing_ok=True)
+
+
+def _nixl_by_its_plain_name(folder: Path) -> Path:
+    """A folder from which `nixl` can be imported, which vLLM wants and some of NIXL's wheels do not bring."""
+    if importlib.util.find_spec("nixl") is None:
+        package = folder / "nixl-alias" / "nixl"
+        package.mkdir(parents=True, exist_ok=True)
+        (package / "__init__.py").write_text(
+            "import importlib, sys\n"
+            "for part in ('_bindings', '_api'):\n"
+            "    sys.modules[f'nixl.{part}'] = importlib.import_module(f'nixl_cu12.{part}')\n"
+        )
+    return folder / "nixl-alias"
+
+
+def lmcache_problem(python: Path | None) -> str | None:
+    """Why LMCache cannot be measured; None if it can."""
+    if python is None:
+        return "LMCache was not measured: --lmcache-python was not given"
+    if not python.exists():
+        return f"LMCache was not measured: there is no {python.name} where --lmcache-python says"
+    if not (python.parent / "lmcache_controller").exists():
+        return "LMCache was not measured: the environment of --lmcache-python does not have it"
+    return None
+
+
+def nixl_problem() -> str | None:
+    """Why vLLM's p2p tier cannot be measured; None if it can."""
+    if importlib.util.find_spec("nixl") or importlib.util.find_spec("nixl_cu12"):
+        return None
+    return f"vLLM's p2p tier was not measured: {Path(sys.executable).name} has no NIXL"

@@ -1,0 +1,114 @@
+"""lmkv beside other systems that share prompts: `python -m benchmarks.rivals`, docs/benchmarks.md.
+
+Each system runs by itself, one after the other, with the same engines, prompts and chunk size; each is compared with
+its own cold runs, so that what the machine does meanwhile matters less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+
+from benchmarks import engines
+from benchmarks.command import Benchmark, Run
+from benchmarks.engines import Prompts
+from benchmarks.rival_pairs import (
+    Pair,
+    Plan,
+    lmcache_pair,
+    lmcache_problem,
+    lmkv_pair,
+    nixl_problem,
+    offloading_pair,
+)
+from benchmarks.rows import Row, compare
+from lmkv.errors import LmkvError
+
+OUTPUT_TOKENS = 4
+LENGTHS = (2000, 4000)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of this benchmark."""
+    engines.add_dtype_argument(parser)
+    parser.add_argument("--lmcache-python", type=Path, metavar="PATH", help="Python of an environment with LMCache 0.5")
+
+
+def measure(run: Run) -> None:
+    """Every system that is there."""
+    dtype = engines.choose_dtype(run)
+    lengths = LENGTHS[:1] if run.quick else LENGTHS
+    plan = Plan(run=run, model=engines.model_of(run), context_tokens=engines.context_for(lengths[-1]), dtype=dtype)
+    engines.check_memory(2 * (engines.ENGINE_BYTES + plan.pool_bytes + 3 * plan.pool_bytes // 5))
+    for name, open_pair in systems(run, plan).items():
+        run.say(f"{name}: starting two engines, {dtype}; half a minute or more")
+        try:
+            with open_pair() as pair:
+                measure_pair(run, name, pair, lengths)
+        except LmkvError as error:
+            if name == "lmkv":
+                raise
+            run.note(f"{name} could not be measured: {error}")
+
+
+def systems(run: Run, plan: Plan) -> dict[str, Callable[[], AbstractContextManager[Pair]]]:
+    """The systems that can be measured, by the name that their rows begin with."""
+    found: dict[str, Callable[[], AbstractContextManager[Pair]]] = {"lmkv": partial(lmkv_pair, plan)}
+    if problem := nixl_problem():
+        run.note(problem)
+    else:
+        found["vllm_offloading"] = partial(offloading_pair, plan)
+    python: Path | None = run.args.lmcache_python
+    if problem := lmcache_problem(python):
+        run.note(problem)
+    elif python:
+        found["lmcache"] = partial(lmcache_pair, plan, python.absolute())
+    return found
+
+
+def measure_pair(run: Run, name: str, pair: Pair, lengths: Sequence[int]) -> None:
+    """Adds rows for one system."""
+    prompts = Prompts(seed=4)
+    ask(pair, prompts.make(2 * engines.CHUNK_SIZE + engines.BLOCK_SIZE))  # warms up
+    for token_count in lengths:
+        rounds = []
+        for number in range(2 if run.quick else 5):
+            rounds.append(ask(pair, prompts.make(token_count)))
+            words = ", ".join(f"{1e3 * seconds:.0f} ms {what}" for what, seconds in rounds[-1].items())
+            run.say(f"{name}, {token_count} tokens, {number + 1}: {words}")
+        medians = {what: 1e3 * statistics.median(round_[what] for round_ in rounds) for what in rounds[0]}
+        run.add(Row(name=f"{name}_cold_ms_{token_count}", value=medians["cold"], unit="ms"))
+        for what in ("own", "peer"):
+            row = compare(f"{name}_{what}_ms_{token_count}", medians[what], "ms", "its own cold run", medians["cold"])
+            run.add(row)
+
+
+def ask(pair: Pair, prompt: Sequence[int]) -> dict[str, float]:
+    """TTFT in seconds of one prompt: cold, from the peer, from the own pool. Raises `LmkvError` if a hit is none."""
+    held = engines.full_chunks(len(prompt))
+    cold = pair.first.complete(prompt, OUTPUT_TOKENS)
+    pair.wait_until_stored(prompt)
+    peer = pair.second.complete(prompt, OUTPUT_TOKENS, extra=pair.direction())
+    engines.check_hit("from the peer", peer, held - 1)
+    pair.first.reset_prefix_cache()
+    own = pair.first.complete(prompt, OUTPUT_TOKENS)
+    engines.check_hit("from the own pool", own, held - 1)
+    if not cold.token_ids == own.token_ids == peer.token_ids and "float32" in pair.first.process.command:
+        raise LmkvError("the completions of one prompt differ")
+    return {"cold": cold.ttft_seconds, "own": own.ttft_seconds, "peer": peer.ttft_seconds}
+
+
+BENCHMARK = Benchmark(
+    name="rivals",
+    description="Measures lmkv beside vLLM's own offloading and, if it is there, LMCache.",
+    measure=measure,
+    add_arguments=add_arguments,
+)
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARK.main())

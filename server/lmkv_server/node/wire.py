@@ -1,0 +1,22 @@
+"""Chunks and extents as engines and peers see them."""
+
+from __future__ import annotations
+
+from lmkv.v1 import chunk_pb2
+from lmkv_server.node.host_tier import Chunk, Reserved
+
+
+def extent(chunk: Chunk) -> chunk_pb2.Extent:
+    """A held chunk as its reader sees it."""
+    return chunk_pb2.Extent(
+        offset=chunk.offset,
+        size_bytes=chunk.size_bytes,
+        checksum=chunk.checksum,
+        generation=chunk.generation,
+        token_count=chunk.token_count,
+    )
+
+
+def credit(reserved: Reserved) -> chunk_pb2.Extent:
+    """A write credit as its writer sees it."""
+    return chunk_pb2.Extent(offset=reserved.offset, size_bytes=reserved.size_bytes, generation=reserved.generation)

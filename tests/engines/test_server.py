@@ -1,0 +1,100 @@
+"""A real OpenAI server with lmkv in it, beside one without: what it costs when idle, and what operators see of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lmkv_client.demo.cluster import Cluster
+from lmkv_client.demo.process import session_pids
+from tests.engines.llm import CALM, make_prompt
+
+pytestmark = pytest.mark.engine
+
+IDLE_SECONDS = 3.0
+MOST_IDLE_CPU = 0.02
+"""Share of a processor that lmkv may take beside an idle engine."""
+PROMPT = make_prompt(1, 1000)
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Servers `with-lmkv` and `without`, and a coordinator, all ready."""
+    logs = tmp_path_factory.mktemp("logs")
+    settings = {f"LMKV_{key.upper()}": value for key, value in CALM.items()}
+    with (
+        tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder,
+        Cluster(Path(folder), tiny_model, logs=logs, settings=settings) as cluster,
+    ):
+        cluster.add_engine("with-lmkv")
+        cluster.add_engine("without", transfer_config=None)
+        cluster.start_engines()
+        yield cluster
+
+
+def test_a_server_with_lmkv_says_what_one_without_says(cluster: Cluster) -> None:
+    engine, other = cluster.engines["with-lmkv"], cluster.engines["without"]
+    expected = other.complete(PROMPT)
+    assert engine.complete(PROMPT).token_ids == expected.token_ids
+    engine.reset_prefix_cache()
+    loaded = engine.complete(PROMPT)
+    assert (loaded.token_ids, loaded.cached_tokens) == (expected.token_ids, 768)
+
+
+def test_stores_and_loads_are_in_the_log_and_in_the_metrics(cluster: Cluster) -> None:
+    engine = cluster.engines["with-lmkv"]
+    log = engine.log()
+    assert re.search(r"Stored 768 of 1000 tokens, 3\.0 MB, [\d.]+ [mu]?s, [\d.]+ .B/s", log)
+    assert re.search(r"Retrieved 768 of 768 tokens from own pool, 3\.0 MB, [\d.]+ [mu]?s, [\d.]+ .B/s", log)
+    metrics = engine.metrics()
+    assert metrics["lmkv:stored_tokens_total"] == metrics["lmkv:loaded_tokens_total"] == 768
+    assert metrics["lmkv:stored_bytes_total"] == metrics["lmkv:loaded_bytes_total"] == 3 << 20
+    assert metrics["lmkv:lookups_total"] == 2
+    assert metrics["lmkv:lookup_timeouts_total"] == metrics["lmkv:load_failures_total"] == 0
+    assert metrics["lmkv:spec_conflicts"] == 0
+    assert engine.metrics(source="host")["vllm:prompt_tokens_cached_by_source_total"] == 768
+
+
+def test_a_reset_over_http_makes_lmkv_forget_if_it_says_so(cluster: Cluster) -> None:
+    engine = cluster.engines["with-lmkv"]
+    engine.reset_prefix_cache(external=True)
+    assert engine.complete(PROMPT, 1).cached_tokens == 0
+    engine.reset_prefix_cache()
+    assert engine.complete(PROMPT, 1).cached_tokens == 768
+
+
+def test_a_closed_connection_ends_its_request_and_leaves_no_page_in_use(cluster: Cluster) -> None:
+    engine = cluster.engines["with-lmkv"]
+    tokens = engine.stream(PROMPT, 3000)
+    next(tokens)
+    tokens.close()  # type: ignore[attr-defined]  # a generator
+    deadline = time.monotonic() + 20
+    while engine.metrics()["vllm:kv_cache_usage_perc"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert engine.metrics()["vllm:kv_cache_usage_perc"] == 0
+    assert engine.complete(PROMPT, 1).prompt_tokens == 1000
+
+
+def test_an_idle_engine_with_lmkv_uses_no_measurable_processor_time(cluster: Cluster) -> None:
+    with_lmkv = [*session_pids(cluster.engines["with-lmkv"].pid), *cluster.node_pids("with-lmkv")]
+    without = session_pids(cluster.engines["without"].pid)
+    time.sleep(1.0)  # the last request is over, and so is what comes after it
+    begin = cpu_seconds(with_lmkv), cpu_seconds(without)
+    time.sleep(IDLE_SECONDS)
+    spent, spent_without = cpu_seconds(with_lmkv) - begin[0], cpu_seconds(without) - begin[1]
+    assert spent - spent_without < MOST_IDLE_CPU * IDLE_SECONDS
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """Processor time that the processes have taken so far."""
+    total = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total += int(fields[11]) + int(fields[12])  # user and system time
+    return total / os.sysconf("SC_CLK_TCK")

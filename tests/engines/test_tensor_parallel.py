@@ -1,0 +1,64 @@
+"""Chunks do not tell how many ranks made them: engines of any tensor-parallel size share them.
+
+`halves` runs on two ranks; `whole`, its peer, and `guest`, on the node of `halves`, on one each.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines.llm import Fleet, Nursery, make_prompt
+
+pytest_plugins = ("tests.engines.llm",)
+pytestmark = pytest.mark.engine
+
+REPORT_TIMEOUT_SECONDS = 20.0
+
+
+@pytest.fixture(scope="module")
+def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """All engines and a coordinator, ready."""
+    with Fleet(nursery, tiny_model, tmp_path_factory.mktemp("logs"), coordinator=True) as fleet:
+        fleet.add("halves", tensor_parallel_size=2, environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"})
+        fleet.add("whole")
+        fleet.start()
+        fleet.add("guest", {"node_address": str(fleet.runtime_dir / "halves" / "engine.sock")})
+        fleet.start()
+        yield fleet
+
+
+@pytest.fixture
+def prompt(request: pytest.FixtureRequest) -> list[int]:
+    """Another one for every test and parameter: no two share a prompt."""
+    return make_prompt(zlib.crc32(request.node.nodeid.encode()), 1000)
+
+
+def test_two_ranks_store_and_load_through_one_node(fleet: Fleet, prompt: list[int]) -> None:
+    engine = fleet.engines["halves"]
+    expected = fleet.engines["whole"].compute(prompt)
+    first = engine.ask(prompt)
+    assert (first.token_ids, first.cached_tokens, first.stored_tokens) == (expected, 0, 768)
+    again = engine.ask_again(prompt)
+    assert (again.token_ids, again.loaded_tokens, again.peer_tokens) == (expected, 768, 0)
+    assert again.grown["lmkv:loaded_bytes_total"] == 3 << 20, "both ranks together load each byte once"
+
+
+@pytest.mark.parametrize(("writer", "reader"), [("halves", "guest"), ("guest", "halves")])
+def test_engines_on_one_node_share_whatever_their_ranks(
+    fleet: Fleet, prompt: list[int], writer: str, reader: str
+) -> None:
+    expected = fleet.engines[writer].ask(prompt).token_ids
+    answers = fleet.engines[reader].ask(prompt)
+    assert (answers.token_ids, answers.loaded_tokens, answers.peer_tokens) == (expected, 768, 0)
+
+
+@pytest.mark.parametrize(("writer", "reader"), [("halves", "whole"), ("whole", "halves")])
+def test_peers_share_whatever_their_ranks(fleet: Fleet, prompt: list[int], writer: str, reader: str) -> None:
+    expected = fleet.engines[writer].ask(prompt).token_ids
+    fleet.coordinator.wait_for_holder(prompt, writer, 768, REPORT_TIMEOUT_SECONDS)
+    answers = fleet.engines[reader].ask(prompt)
+    assert (answers.token_ids, answers.loaded_tokens, answers.peer_tokens) == (expected, 768, 768)
