@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from benchmarks import copies, engines, fetches, hooks, lookups, misses, ttft
 from benchmarks.command import Benchmark, Run
 from lmkv_client.demo.cluster import Cluster
-from lmkv_client.demo.engine import Engine
 
 PARTS = ("copies", "fetches", "lookups", "ttft", "misses")
-LONGEST_PROMPT = 4096
+PLAIN = "plain"
+"""Name of the engine without a connector."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,37 +52,40 @@ def measure_lookups(run: Run) -> None:
 
 def measure_engines(run: Run, dtype: str, parts: Sequence[str]) -> None:
     """What needs engines: two that share, and one without a connector beside them."""
-    context_tokens = engines.context_for(LONGEST_PROMPT)
+    names = ["engine-1", *(["engine-2"] if "ttft" in parts else []), *([PLAIN] if "misses" in parts else [])]
+    with started(run, dtype, names) as cluster:
+        first = cluster.engines["engine-1"]
+        assert cluster.coordinator is not None
+        if "ttft" in parts:
+            ttft.measure(run, cluster.coordinator, first, cluster.engines["engine-2"])
+        if "misses" in parts:
+            misses.measure(run, cluster, first, cluster.engines[PLAIN])
+        run.say("stopping everything")
+    if "ttft" in parts and not run.quick:
+        with started(run, dtype, ["engine-1", "engine-2"], {"LMKV_SAVE_PARTIAL_CHUNKS": "true"}) as cluster:
+            assert cluster.coordinator is not None
+            ttft.measure(run, cluster.coordinator, *cluster.engines.values(), partial=True)
+            run.say("stopping everything")
+
+
+@contextmanager
+def started(run: Run, dtype: str, names: Sequence[str], settings: Mapping[str, str] | None = None) -> Iterator[Cluster]:
+    """Engines of these names, all ready; the one called `PLAIN` has no connector."""
+    context_tokens = engines.context_for(max(ttft.LENGTHS))
     prompt_bytes = context_tokens * engines.token_bytes(dtype)
     pool_bytes = 5 * prompt_bytes
-    options = engines.options(dtype, context_tokens)
-    wanted = [
-        name for name, part in (("engine-1", ""), ("engine-2", "ttft"), ("plain", "misses")) if part in ("", *parts)
-    ]
-    engines.check_memory(len(wanted) * (engines.ENGINE_BYTES + 3 * prompt_bytes + pool_bytes))
+    engines.check_memory(len(names) * (engines.ENGINE_BYTES + 3 * prompt_bytes + pool_bytes))
     model = engines.model_of(run)
-    run.say(f"starting {len(wanted)} engines, {dtype}; half a minute or more")
-    settings = engines.PATIENCE | engines.pool_setting(pool_bytes)
-    with Cluster(run.folder, model, logs=run.logs, settings=settings) as cluster:
-        for name in wanted:
-            if name != "plain":
-                cluster.add_engine(name, **options)
-        plain = [Engine(model, run.logs, name="plain", transfer_config=None, **options)] if "plain" in wanted else []
-        try:
-            engines.start(run, cluster, plain)
-            first = cluster.engines["engine-1"]
-            if "ttft" in parts:
-                assert cluster.coordinator is not None
-                ttft.measure(run, cluster.coordinator, first, cluster.engines["engine-2"])
-            if "misses" in parts:
-                misses.measure(run, cluster, first, plain[0])
-            run.say("stopping everything")
-        finally:
-            for engine in plain:
-                engine.process.request_stop()
-            cluster.stop()
-            for engine in plain:
-                engine.stop()
+    run.say(f"starting {len(names)} engines, {dtype}; half a minute or more")
+    all_settings = engines.PATIENCE | engines.pool_setting(pool_bytes) | dict(settings or {})
+    with Cluster(run.folder, model, logs=run.logs, settings=all_settings) as cluster:
+        for name in names:
+            options = engines.options(dtype, context_tokens)
+            if name == PLAIN:
+                options["transfer_config"] = None
+            cluster.add_engine(name, **options)
+        cluster.start_engines(lambda engine: run.say(f"{engine.name} is ready"))
+        yield cluster
 
 
 BENCHMARK = Benchmark(

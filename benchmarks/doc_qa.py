@@ -10,7 +10,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -86,7 +86,7 @@ def measure(run: Run) -> None:
         assert cluster.coordinator is not None
         for name in ("engine-1", "engine-2"):
             cluster.add_engine(name, **options)
-        engines.start(run, cluster)
+        cluster.start_engines(lambda engine: run.say(f"{engine.name} is ready"))
         first, second = cluster.engines.values()
         warm_up(cluster, first, second, prompts.make(2 * engines.CHUNK_SIZE))
 
@@ -103,7 +103,7 @@ def measure(run: Run) -> None:
         run.say("stopping everything")
     for completion in second_warm.completions:
         engines.check_hit("engine 2's warm-up round", completion, engines.full_chunks(tokens) - 1)
-    add_rows(run, first_warm, second_warm, first_query, second_query)
+    run.add(*rows_of(first_warm, second_warm, first_query, second_query))
 
 
 def warm_up(cluster: Cluster, first: Engine, second: Engine, prompt: Sequence[int]) -> None:
@@ -122,28 +122,27 @@ def ask_all(engine: Engine, prompts: Sequence[Sequence[int]], output_tokens: int
     return Round(seconds=time.perf_counter() - started, completions=completions)
 
 
-def add_rows(run: Run, first_warm: Round, second_warm: Round, first_query: Round, second_query: Round) -> None:
-    """The gains, and what they come from."""
+def rows_of(first_warm: Round, second_warm: Round, first_query: Round, second_query: Round) -> Iterator[Row]:
+    """The gains against engine 1's first round, and what they come from."""
     rounds = {"doc_qa_{}": second_warm, "doc_qa_query_{}": second_query, "doc_qa_own_query_{}": first_query}
     for name, round_ in rounds.items():
-        for what, value, baseline, unit in (
-            ("ttft", round_.ttft_seconds, first_warm.ttft_seconds, "mean TTFT, s"),
-            ("round", round_.seconds, first_warm.seconds, "round, s"),
+        for what, value, base in (
+            ("ttft", round_.ttft_seconds, first_warm.ttft_seconds),
+            ("round", round_.seconds, first_warm.seconds),
         ):
-            run.add(
-                Row(
-                    name=f"{name.format(what)}_gain",
-                    value=100 * (1 - value / baseline),
-                    unit="%",
-                    baseline=f"engine 1, warm-up: {unit}",
-                    baseline_value=baseline,
-                    ratio=value / baseline,
-                ),
-                compare(f"{name.format(what)}_s", value, "s", f"engine 1, warm-up: {unit}", baseline),
+            baseline = f"engine 1, warm-up: {'mean TTFT' if what == 'ttft' else 'round'}, s"
+            yield Row(
+                name=f"{name.format(what)}_gain",
+                value=100 * (1 - value / base),
+                unit="%",
+                baseline=baseline,
+                baseline_value=base,
+                ratio=value / base,
             )
+            yield compare(f"{name.format(what)}_s", value, "s", baseline, base)
     same = second_warm.identical_to(first_warm) + second_query.identical_to(first_query)
     count = len(first_warm.completions) + len(first_query.completions)
-    run.add(Row(name="doc_qa_identical", value=100 * same / count, unit="% of completions"))
+    yield Row(name="doc_qa_identical", value=100 * same / count, unit="% of completions")
 
 
 BENCHMARK = Benchmark(

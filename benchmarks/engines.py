@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ from benchmarks import machine
 from benchmarks.command import Run
 from lmkv.errors import LmkvError
 from lmkv.spec import DTYPE_BYTES, NATIVE_TILES, KvSpec
-from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.completion import Completion
-from lmkv_client.demo.engine import Engine
 from lmkv_client.demo.model import FIRST_BYTE_TOKEN_ID, MID, make_model
 from lmkv_client.demo.process import available_memory_bytes
 
@@ -111,16 +108,6 @@ class Prompts:
         """A prompt that nobody has seen."""
         tokens: list[int] = self._random.integers(FIRST_BYTE_TOKEN_ID, SHAPE.vocab_size, token_count).tolist()
         return tokens
-
-
-def start(run: Run, cluster: Cluster, plain: Sequence[Engine] = ()) -> None:
-    """Starts all engines at once and waits for them; `plain` are those that are not the cluster's."""
-    for engine in plain:
-        engine.start()
-    cluster.start_engines(lambda engine: run.say(f"{engine.name} is ready"))
-    for engine in plain:
-        engine.wait_ready()
-        run.say(f"{engine.name} is ready")
 
 
 def options(dtype: str, context_tokens: int, prompts_in_cache: int = 3) -> dict[str, Any]:

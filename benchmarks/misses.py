@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -67,37 +67,34 @@ def measure(run: Run, cluster: Cluster, with_lmkv: Engine, without: Engine) -> N
 
 
 def _measure_misses(run: Run, ours: Meter, plain: Meter, prompts: Prompts) -> None:
-    pair_count, prompt_count = (6, 2) if run.quick else (40, 2)
-    pairs: list[tuple[Burst, Burst]] = []
+    pair_count = 6 if run.quick else 40
+    bursts: tuple[list[Burst], list[Burst]] = ([], [])
     for number in range(pair_count + 1):
-        batches = [[prompts.make(PROMPT_TOKENS) for _ in range(prompt_count)] for _ in range(2)]
-        if number % 2:
-            pair = ours.burst(batches[0]), plain.burst(batches[1])
-        else:
-            pair = tuple(reversed((plain.burst(batches[1]), ours.burst(batches[0]))))  # type: ignore[assignment]
-        if number:  # the first warms up
-            pairs.append(pair)
-    tokens = prompt_count * (PROMPT_TOKENS + OUTPUT_TOKENS)
-    rates = [[tokens / burst.seconds for burst in side] for side in zip(*pairs, strict=True)]
-    slowdown = timing.median_ratio(*([burst.seconds for burst in side] for side in zip(*pairs, strict=True)))
-    plain_rate = statistics.median(rates[1])
-    run.say(f"{pair_count} pairs of {prompt_count} new prompts: {100 * (slowdown - 1):+.2f} % time with lmkv")
+        for side in (0, 1) if number % 2 else (1, 0):
+            burst = (ours, plain)[side].burst([prompts.make(PROMPT_TOKENS) for _ in range(IN_FLIGHT)])
+            if number:  # the first warms up
+                bursts[side].append(burst)
+    tokens = IN_FLIGHT * (PROMPT_TOKENS + OUTPUT_TOKENS)
+    seconds = [[burst.seconds for burst in side] for side in bursts]
+    rates = [tokens / statistics.median(side) for side in seconds]
+    slowdown = timing.median_ratio(*seconds)
+    run.say(f"{pair_count} pairs of {IN_FLIGHT} new prompts: {100 * (slowdown - 1):+.2f} % time with lmkv")
     run.add(
         Row(
             name="miss_overhead",
             value=100 * (1 - 1 / slowdown),
             unit="% of throughput",
             baseline="no connector, tokens/s",
-            baseline_value=plain_rate,
+            baseline_value=rates[1],
             ratio=1 / slowdown,
         ),
-        compare("miss_tokens_per_s", statistics.median(rates[0]), "tokens/s", "no connector", plain_rate),
-        _cpu_row(pairs, tokens),
+        compare("miss_tokens_per_s", rates[0], "tokens/s", "no connector", rates[1]),
+        _cpu_row(bursts, tokens),
     )
 
 
-def _cpu_row(pairs: list[tuple[Burst, Burst]], tokens: int) -> Row:
-    ours, plain = ([1e6 * burst.cpu_seconds / tokens for burst in side] for side in zip(*pairs, strict=True))
+def _cpu_row(bursts: Sequence[list[Burst]], tokens: int) -> Row:
+    ours, plain = ([1e6 * burst.cpu_seconds / tokens for burst in side] for side in bursts)
     return Row(
         name="miss_cpu_us_per_token",
         value=statistics.median(ours),

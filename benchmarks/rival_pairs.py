@@ -72,7 +72,7 @@ def lmkv_pair(plan: Plan) -> Iterator[Pair]:
         assert coordinator is not None
         for name in ("engine-1", "engine-2"):
             cluster.add_engine(name, **plan.options)
-        engines.start(plan.run, cluster)
+        cluster.start_engines(lambda engine: plan.run.say(f"{engine.name} is ready"))
         first, second = cluster.engines.values()
 
         def wait(prompt: Sequence[int]) -> None:

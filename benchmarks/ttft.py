@@ -15,6 +15,8 @@ from lmkv_client.demo.engine import Engine
 
 NAMED_TOKENS = 4000
 """The length that rows without one in their name speak of."""
+LENGTHS = (2000, NAMED_TOKENS, 4096)
+"""The last is a whole number of chunks: nothing of it is left to compute."""
 OUTPUT_TOKENS = 4
 STORE_SECONDS = 20.0
 
@@ -30,26 +32,32 @@ class Round:
     identical: bool
 
 
-def measure(run: Run, coordinator: Coordinator, first: Engine, second: Engine) -> None:
-    """Adds rows for each length of prompt. `second` has never seen the prompts when it takes them from `first`."""
+def measure(run: Run, coordinator: Coordinator, first: Engine, second: Engine, *, partial: bool = False) -> None:
+    """Adds rows for each length of prompt. `second` has never seen the prompts when it takes them from `first`.
+
+    `partial` says that the engines keep the last part of a prompt too, and marks the rows.
+    """
     prompts = Prompts(seed=1)
-    round_counts = {2000: 2, NAMED_TOKENS: 3} if run.quick else {2000: 7, NAMED_TOKENS: 7, 4096: 7}
-    measure_round(coordinator, first, second, prompts.make(4 * engines.CHUNK_SIZE))  # warms up
-    for token_count, count in round_counts.items():
+    measure_round(coordinator, first, second, prompts.make(4 * engines.CHUNK_SIZE), partial=partial)  # warms up
+    for token_count in LENGTHS[:2] if run.quick or partial else LENGTHS:
         rounds = []
+        count = 2 if run.quick else 7
         for number in range(1, count + 1):
-            rounds.append(measure_round(coordinator, first, second, prompts.make(token_count)))
+            prompt = prompts.make(token_count)
+            rounds.append(measure_round(coordinator, first, second, prompt, partial=partial))
             run.say(f"{token_count} tokens, {number} of {count}: {_in_words(rounds[-1])}")
-        run.add(*rows_of(rounds, token_count))
+        run.add(*rows_of(rounds, token_count, "_partial" if partial else ""))
 
 
-def measure_round(coordinator: Coordinator, first: Engine, second: Engine, prompt: Sequence[int]) -> Round:
+def measure_round(
+    coordinator: Coordinator, first: Engine, second: Engine, prompt: Sequence[int], *, partial: bool
+) -> Round:
     """Asks one prompt. Raises `LmkvError` if a hit is none, or the cold run is one."""
-    held = engines.full_chunks(len(prompt))
+    held = len(prompt) if partial else engines.full_chunks(len(prompt))
     cold = first.complete(prompt, OUTPUT_TOKENS)
     engines.check_miss("cold", cold)
     prefix_hit = first.complete(prompt, OUTPUT_TOKENS)
-    engines.check_hit("vLLM's prefix cache", prefix_hit, held - engines.BLOCK_SIZE)
+    engines.check_hit("vLLM's prefix cache", prefix_hit, len(prompt) - engines.BLOCK_SIZE)
     coordinator.wait_for_holder(prompt, first.name, held, STORE_SECONDS)
     peer = second.complete(prompt, OUTPUT_TOKENS)
     engines.check_hit("from the peer", peer, held - 1)
@@ -65,11 +73,11 @@ def measure_round(coordinator: Coordinator, first: Engine, second: Engine, promp
     )
 
 
-def rows_of(rounds: Sequence[Round], token_count: int) -> Iterator[Row]:
-    """What the rounds of one length say."""
+def rows_of(rounds: Sequence[Round], token_count: int, mark: str) -> Iterator[Row]:
+    """What the rounds of one length say; names end with `mark`."""
     cold_ms = 1e3 * statistics.median(round_.cold for round_ in rounds)
     prefix_ms = 1e3 * statistics.median(round_.prefix_hit for round_ in rounds)
-    suffix = "" if token_count == NAMED_TOKENS else f"_{token_count}"
+    suffix = mark if token_count == NAMED_TOKENS else f"_{token_count}{mark}"
     for name in ("peer", "own"):
         ratio = statistics.median(getattr(round_, name) / round_.cold for round_ in rounds)
         yield Row(
@@ -80,13 +88,13 @@ def rows_of(rounds: Sequence[Round], token_count: int) -> Iterator[Row]:
             baseline_value=cold_ms,
             ratio=ratio,
         )
-    yield Row(name=f"ttft_cold_ms_{token_count}", value=cold_ms, unit="ms")
-    yield compare(f"ttft_prefix_hit_ms_{token_count}", prefix_ms, "ms", "cold", cold_ms)
+    yield Row(name=f"ttft_cold_ms_{token_count}{mark}", value=cold_ms, unit="ms")
+    yield compare(f"ttft_prefix_hit_ms_{token_count}{mark}", prefix_ms, "ms", "cold", cold_ms)
     for name in ("own", "peer"):
         value_ms = 1e3 * statistics.median(getattr(round_, name) for round_ in rounds)
-        yield compare(f"ttft_{name}_ms_{token_count}", value_ms, "ms", "vLLM's own prefix hit", prefix_ms)
+        yield compare(f"ttft_{name}_ms_{token_count}{mark}", value_ms, "ms", "vLLM's own prefix hit", prefix_ms)
     identical = sum(round_.identical for round_ in rounds) / len(rounds)
-    yield Row(name=f"ttft_identical_{token_count}", value=100 * identical, unit="%")
+    yield Row(name=f"ttft_identical_{token_count}{mark}", value=100 * identical, unit="%")
 
 
 def _in_words(round_: Round) -> str:

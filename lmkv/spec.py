@@ -49,6 +49,8 @@ class KvSpec:
             raise BadKvSpec(
                 f"kv_dtype {self.kv_dtype!r} is unknown; known are {', '.join(DTYPE_BYTES)}", field="kv_dtype"
             )
+        if self.format not in (TOKEN_MAJOR, NATIVE_TILES):
+            raise BadKvSpec(f"format {self.format} is unknown", field="format")
         if self.hash_scheme != HASH_SCHEME:
             raise BadKvSpec(f"hash_scheme {self.hash_scheme!r} is unknown; use {HASH_SCHEME!r}", field="hash_scheme")
         if self.format == NATIVE_TILES and (self.block_size <= 0 or self.chunk_size % self.block_size):

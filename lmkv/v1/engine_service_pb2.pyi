@@ -124,15 +124,15 @@ class AttachResponse(_message.Message):
 
     @_builtins.property
     def rejected_commits(self) -> _containers.RepeatedCompositeFieldContainer[Global___RejectedCommit]:
-        """Commits that did not make their chunk visible; `ALREADY_EXISTS` is the usual reason."""
+        """Commits that were refused. A commit of a chunk that is held already is none."""
 
     @_builtins.property
     def reset_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Answer to `reset`: chunks dropped."""
 
     @_builtins.property
-    def conflicts(self) -> _containers.RepeatedCompositeFieldContainer[_registry_service_pb2.SpecConflict]:
-        """Instances of the engine's model whose chunks it cannot share, and why; sent whole when it changes."""
+    def conflicts(self) -> Global___SpecConflicts:
+        """Instances of the engine's model whose chunks it cannot share, and why; sent whole when that changes."""
 
     def __init__(
         self,
@@ -144,15 +144,39 @@ class AttachResponse(_message.Message):
         rejected_commits: _abc.Iterable[Global___RejectedCommit] | None = ...,
         reset_counts: _abc.Iterable[_builtins.int] | None = ...,
         settled_reserve_count: _builtins.int = ...,
-        conflicts: _abc.Iterable[_registry_service_pb2.SpecConflict] | None = ...,
+        conflicts: Global___SpecConflicts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "credits", b"credits", "found", b"found", "loaded", b"loaded", "rejected_commits", b"rejected_commits", "reset_counts", b"reset_counts", "settled_reserve_count", b"settled_reserve_count", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
+
+@_typing.final
+class SpecConflicts(_message.Message):
+    """All conflicts of a node's specs with those of its peers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONFLICTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def conflicts(self) -> _containers.RepeatedCompositeFieldContainer[_registry_service_pb2.SpecConflict]:
+        """The conflicts; none if every instance of the same models can share."""
+
+    def __init__(
+        self,
+        *,
+        conflicts: _abc.Iterable[_registry_service_pb2.SpecConflict] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SpecConflicts: _TypeAlias = SpecConflicts  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
@@ -474,7 +498,7 @@ Global___CommitChunk: _TypeAlias = CommitChunk  # noqa: Y015
 
 @_typing.final
 class RejectedCommit(_message.Message):
-    """A commit that did not make its chunk visible; the extent went back."""
+    """A commit that was refused."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

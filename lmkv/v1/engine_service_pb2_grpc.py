@@ -79,7 +79,6 @@ class EngineServiceServicer:
         larger than the pool.
         * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no hello at first, or a second one.
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long.
-        * `NOT_FOUND` (`GRANT_NOT_FOUND`): a returned credit is not the engine's.
         * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names
         the key, both values, the node's process id and how many engines it serves.
         """

@@ -48,7 +48,6 @@ class EngineServiceStub:
       larger than the pool.
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no hello at first, or a second one.
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long.
-    * `NOT_FOUND` (`GRANT_NOT_FOUND`): a returned credit is not the engine's.
     * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names
       the key, both values, the node's process id and how many engines it serves.
     """
@@ -93,7 +92,6 @@ class EngineServiceAsyncStub(EngineServiceStub):
       larger than the pool.
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no hello at first, or a second one.
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long.
-    * `NOT_FOUND` (`GRANT_NOT_FOUND`): a returned credit is not the engine's.
     * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names
       the key, both values, the node's process id and how many engines it serves.
     """
@@ -141,7 +139,6 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
           larger than the pool.
         * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no hello at first, or a second one.
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long.
-        * `NOT_FOUND` (`GRANT_NOT_FOUND`): a returned credit is not the engine's.
         * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names
           the key, both values, the node's process id and how many engines it serves.
         """

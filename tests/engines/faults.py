@@ -80,6 +80,8 @@ class Pair:
         self.thaw()
         self.cluster.stop()
         self._requests.shutdown()
+        assert not (pids := self.pids()), f"processes {pids} are left"
+        assert not (sockets := list(self.cluster.runtime_dir.glob("*/*.sock"))), f"{sockets} are left"
 
     # --- Asking --------------------------------------------------------------------------------------------------
 

@@ -173,14 +173,19 @@ class LlmProcess:
             self.kill()
             raise LmkvError(f"{self.name} did not start: {error}")
 
+    def request_stop(self) -> None:
+        """Asks the engine to end, without waiting for it. Idempotent."""
+        if self._connection is not None:
+            with suppress(OSError):
+                self._connection.shutdown(socket.SHUT_WR)
+
     def stop(self) -> None:
-        """Ends the engine as its owner would. Idempotent."""
-        if self.runs:
-            self._do("close")
-            deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
-            while session_pids(self._pid) and time.monotonic() < deadline:
-                time.sleep(POLL_SECONDS)
-            self.kill()
+        """Ends the engine as its owner would; kills what is left of it after some time. Idempotent."""
+        self.request_stop()
+        deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
+        while self.runs and session_pids(self._pid) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        self.kill()
 
     def kill(self) -> None:
         """Kills it, and all in its session, as a crash would. Its node has a session of its own. Idempotent."""
@@ -386,7 +391,9 @@ class Fleet:
 
     def __exit__(self, *_: object) -> None:
         for engine in self.engines.values():
-            engine.kill()  # at once: what it leaves is the nodes' to clean up, and they end next
+            engine.request_stop()
+        for engine in self.engines.values():
+            engine.stop()
         end_processes(self._node_pids({}))
         if self._coordinator:
             self._coordinator.stop()

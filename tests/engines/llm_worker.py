@@ -122,8 +122,7 @@ def run_engine(connection: socket.socket) -> None:
             command = json.loads(line)
             name = command.pop("do")
             say(getattr(worker, name)(**command))
-            if name == "close":
-                return
+        worker.close()
 
 
 def main(path: str) -> None:

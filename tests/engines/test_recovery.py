@@ -103,38 +103,39 @@ def test_a_node_that_freezes_while_it_fetches_costs_one_load(pair: Pair) -> None
 
 def test_whatever_comes_and_goes_every_answer_is_right(pair: Pair) -> None:
     prompts = [pair.prompt(count) for count in (700, 1500, 2300, 3000, 3000)]
+    answered: list[str] = []
     over = threading.Event()
     with ThreadPoolExecutor() as clients, counting(*pair.engines) as grown:
-        asked = [clients.submit(keep_asking, engine, prompts, over) for engine in pair.engines]
+        asking = [clients.submit(keep_asking, engine, prompts, answered, over) for engine in pair.engines]
         try:
-            break_things(pair, random.Random(3))
+            break_things(pair, random.Random(3), answered)
         finally:
             over.set()
-        counts = [one.result(REQUEST_TIMEOUT_SECONDS) for one in asked]
-        assert min(counts) > 10
-        assert grown("peer_tokens") > 0
+        for client in asking:
+            client.result(REQUEST_TIMEOUT_SECONDS)
         assert grown("node_losses") > 0
+        assert grown("peer_tokens") > 0
     pair.heal()
 
 
-def keep_asking(engine: Engine, prompts: list[Prompt], over: threading.Event) -> int:
-    """Asks an engine for one prompt after the other, each without its own prefix cache, and compares; how many."""
+def keep_asking(engine: Engine, prompts: list[Prompt], answered: list[str], over: threading.Event) -> None:
+    """Asks an engine for one prompt after the other, each without its own prefix cache, and compares."""
     random_ = random.Random(engine.name)
-    count = 0
     while not over.is_set():
         prompt = random_.choice(prompts)
         engine.reset_prefix_cache()
         assert engine.complete(prompt.tokens).token_ids == prompt.answer
-        count += 1
-    return count
+        answered.append(engine.name)
 
 
-def break_things(pair: Pair, random_: random.Random) -> None:
+def break_things(pair: Pair, random_: random.Random, answered: list[str]) -> None:
     """Kills and freezes nodes and the coordinator, at random moments, now and then while others are still down."""
     deadline = time.monotonic() + CHAOS_SECONDS
     while time.monotonic() < deadline:
         if random_.random() < 0.7:
             eventually(pair.complete, "everybody is back")
+            begin = len(answered)
+            eventually(lambda: set(answered[begin:]) == {"engine-1", "engine-2"}, "both engines answer")  # noqa: B023
         time.sleep(random_.uniform(0.1, 2.0))
         victim = random_.choice(("coordinator", "node-1", "node-2"))
         with suppress(ValueError):  # the node is still down
@@ -157,10 +158,13 @@ def test_a_second_node_of_one_instance_id_is_refused_and_its_engine_says_so(pair
         settings = {"LMKV_INSTANCE_ID": "engine-1", "LMKV_RUNTIME_DIR": folder}
         twin = pair.cluster.add_engine("twin", settings)
         twin.start()
-        with pytest.raises(LmkvError, match=r"instance.*engine-1.*in use|another"):
-            twin.wait_ready()
-        twin.stop()
-        del pair.cluster.engines["twin"]
+        try:
+            with suppress(LmkvError):  # a node that takes very long to start is told of when it is there
+                twin.wait_ready()
+            eventually(lambda: "instance_id 'engine-1' is in use" in twin.log(), "the engine has said why")
+        finally:
+            twin.stop()
+            del pair.cluster.engines["twin"]
         assert not list(Path(folder).glob("*/*.sock")), "its node has left nothing"
     pair.restart()
     pair.heal()

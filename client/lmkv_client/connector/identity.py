@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
-SAMPLE_COUNT = 16
-SAMPLE_BYTES = 64 << 10
+SAMPLE_COUNT = 256
+SAMPLE_BYTES = 16 << 10
 VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_commit_hash")
 """Entries of a model's configuration that do not change what it computes, or that KvSpec holds by itself."""
 
@@ -90,7 +90,7 @@ def model_identity(model: ModelConfig) -> str:
     architecture = {key: value for key, value in model.hf_config.to_dict().items() if key not in VOLATILE}
     fields = [json.dumps(architecture, sort_keys=True, default=str), str(model.quantization or "")]
     folder = Path(model.model)
-    if folder.is_dir():
+    if folder.exists():
         fields.append(folder_digest(folder))
     else:
         commit = getattr(model.hf_config, "_commit_hash", None) or model.revision or "main"
@@ -99,11 +99,12 @@ def model_identity(model: ModelConfig) -> str:
 
 
 def folder_digest(folder: Path) -> str:
-    """Digest over the weight files of a folder: names, sizes, and samples spread over each file.
+    """Digest over the weight files of a folder, or over a single file: names, sizes, and samples spread over each file.
 
     Reading all of a large model would take minutes; weights of another training run differ in every sample.
     """
-    files = sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
+    inside = folder.iterdir() if folder.is_dir() else [folder]
+    files = sorted(path for path in inside if path.suffix in WEIGHT_SUFFIXES)
     return _files_digest(tuple((path, (status := path.stat()).st_size, status.st_mtime_ns) for path in files))
 
 

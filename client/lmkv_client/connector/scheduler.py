@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmkv.config import ConnectorConfig
+from lmkv.errors import LmkvError
 from lmkv.keys import KeyChain, as_tokens, root_key
 from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
@@ -86,7 +87,11 @@ class SchedulerSide:
         if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
             return
         self.pump()
-        prompt = self._prompt(request)
+        try:
+            prompt = self._prompt(request)
+        except (LmkvError, OSError) as error:  # an adapter's folder may vanish
+            logger.warning("[%s] goes without cache: %s", request.request_id, error)
+            return
         self._prompts[request.request_id] = prompt
         if not request.skip_reading_prefix_cache:
             self._ask(prompt)
@@ -217,8 +222,9 @@ class SchedulerSide:
         for rejected in message.rejected_commits:
             logger.warning("the node refused chunk %s: %s", rejected.chunk_key.hex(), rejected.status.message)
         self._resets_done += len(message.reset_counts)
-        for conflict in message.conflicts:
-            self._counters.set(SPEC_CONFLICTS, len(message.conflicts))
+        if message.HasField("conflicts"):
+            self._counters.set(SPEC_CONFLICTS, len(message.conflicts.conflicts))
+        for conflict in message.conflicts.conflicts:
             logger.warning(
                 "shares nothing with instance %s, which serves %s too: %s is %s here and %s there",
                 conflict.instance_id,

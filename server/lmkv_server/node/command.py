@@ -28,7 +28,8 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s lmkv node %(levelname)s %(message)s")
     for notice in config.notices:
         logging.getLogger(__name__).warning("%s", notice)
-    with_all_processors()
+    if args.linger:  # started by an engine
+        with_all_processors()
     asyncio.run(serve(config, linger=args.linger))
     return 0
 
@@ -40,14 +41,14 @@ async def serve(config: NodeConfig, *, linger: bool) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with Node(config) as node:
-        waits: list[asyncio.Task[object]] = [asyncio.create_task(stop.wait()), asyncio.create_task(node.fleet.wait())]
+        waits: list[asyncio.Task[object]] = [asyncio.create_task(stop.wait()), asyncio.create_task(node.wait())]
         if linger:
             waits.append(asyncio.create_task(node.linger()))
         done, running = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in running:
             wait.cancel()
         for wait in done:
-            wait.result()  # raises if the fleet has no place for this node
+            wait.result()  # raises if the node cannot go on
 
 
 def with_all_processors() -> None:

@@ -49,7 +49,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
     def tell_conflicts(self, conflicts: list[registry_service_pb2.SpecConflict]) -> None:
         """Tells every engine with whom its node shares nothing, and why."""
         for stream in self._streams:
-            stream.outbox.put(pb.AttachResponse(conflicts=conflicts))
+            stream.outbox.put(pb.AttachResponse(conflicts=pb.SpecConflicts(conflicts=conflicts)))
 
     async def Attach(
         self, request_iterator: AsyncIterator[pb.AttachRequest], context: Any
@@ -74,7 +74,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             welcome = pb.Welcome()
             welcome.CopyFrom(self._welcome)
             welcome.credit_limit = session.credit_limit
-            yield pb.AttachResponse(welcome=welcome, conflicts=self._sources.conflicts)
+            yield pb.AttachResponse(welcome=welcome, conflicts=pb.SpecConflicts(conflicts=self._sources.conflicts))
             while message := await stream.outbox.take():
                 yield message
             await reader  # raises what ended it

@@ -45,7 +45,7 @@ class Outbox:
             self._last_bytes = 0
         last = self._pending[-1]
         settled = last.settled_reserve_count + part.settled_reserve_count
-        if part.conflicts:
+        if part.HasField("conflicts"):
             last.ClearField("conflicts")
         last.MergeFrom(part)
         last.settled_reserve_count = min(settled, MAX_COUNT)

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -126,7 +126,8 @@ class Node:
         self._reporting.fleet = await self._stack.enter_async_context(self.fleet)
         await self.fleet.started()
         await self._serve_engines(service)
-        self._stack.push_async_callback(stopped, asyncio.create_task(self._populate()))
+        self._populating = asyncio.create_task(self._populate())
+        self._stack.push_async_callback(stopped, self._populating)
         logger.info(
             "lmkv node %s ready: %s for chunks, engines at %s, peers at %s",
             config.instance_id,
@@ -222,6 +223,17 @@ class Node:
         self.engines.worker_went(engine_id, rank)
         self._idle_since = time.monotonic()
 
+    async def wait(self) -> None:
+        """Lasts until the node cannot go on: raises `ConfigError` if its memory or its instance id is not its own."""
+        taken = asyncio.create_task(self.fleet.wait())
+        try:
+            await asyncio.wait({self._populating, taken}, return_when=asyncio.FIRST_COMPLETED)
+            if self._populating.done():
+                self._populating.result()
+            await taken
+        finally:
+            taken.cancel()
+
     async def linger(self) -> None:
         """Returns once no engine has been here for `node_linger` seconds."""
         while True:
@@ -270,7 +282,6 @@ class lock:  # noqa: N801
 
 
 async def stopped(task: asyncio.Task[None]) -> None:
-    """Cancels the task and waits for it."""
+    """Cancels the task and waits for it; what it raised is for those who waited for it before."""
     task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
+    await asyncio.wait([task])

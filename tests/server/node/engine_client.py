@@ -66,12 +66,14 @@ class EngineClient:
     async def hear(self, field: str) -> Any:
         """The value of a field of `AttachResponse`, as soon as it is there; forgets it."""
         async with asyncio.timeout(ANSWER_SECONDS):
-            while not getattr(self.heard, field):
+            while not (getattr(self.heard, field) if field != "conflicts" else self.heard.HasField("conflicts")):
                 answer = await self._read()
                 settled = self.heard.settled_reserve_count + answer.settled_reserve_count
                 self.heard.MergeFrom(answer)
                 self.heard.settled_reserve_count = settled
         value = getattr(self.heard, field)
+        if isinstance(value, pb.SpecConflicts):
+            value = value.conflicts
         if not isinstance(value, int):
             value = list(value)
         self.heard.ClearField(field)  # type: ignore[arg-type]

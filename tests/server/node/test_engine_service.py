@@ -629,10 +629,12 @@ async def test_answers_that_wait_are_merged_as_far_as_a_message_may_grow() -> No
 async def test_conflicts_are_always_told_whole() -> None:
     outbox = Outbox()
     for names in (["a", "b"], ["c"]):
-        outbox.put(pb.AttachResponse(conflicts=[SpecConflict(instance_id=name) for name in names]))
+        outbox.put(
+            pb.AttachResponse(conflicts=pb.SpecConflicts(conflicts=[SpecConflict(instance_id=name) for name in names]))
+        )
     message = await outbox.take()
     assert message
-    assert [conflict.instance_id for conflict in message.conflicts] == ["c"]
+    assert [conflict.instance_id for conflict in message.conflicts.conflicts] == ["c"]
 
 
 async def test_taking_waits_for_something_to_say() -> None:

@@ -1,0 +1,64 @@
+"""What each row of a result is, in words, for the tables of people."""
+
+from __future__ import annotations
+
+import re
+
+_MEANINGS = {
+    r"(peer|own)_ttft_ratio": "TTFT where {} has it, over the cold TTFT",
+    r"ttft_cold_ms": "TTFT, nothing cached",
+    r"ttft_prefix_hit_ms": "TTFT, vLLM's own prefix cache has it",
+    r"ttft_(own|peer)_ms": "TTFT, {} has it",
+    r"ttft_identical": "prompts whose completions were all the same",
+    r"(own|peer)_ttft_ratio_partial": "TTFT where {} has it, the last part chunk too, over the cold TTFT",
+    r"ttft_(own|peer)_ms_partial": "TTFT, {} has it, the last part chunk too",
+    r"miss_overhead": "throughput lost to lmkv where every prompt is new",
+    r"miss_tokens_per_s": "throughput with lmkv, every prompt new",
+    r"miss_cpu_us_per_token": "processor time of engine and node, every prompt new",
+    r"hit_vs_cold_overhead_ms": "TTFT added by a lookup that finds nothing",
+    r"idle_cpu_percent": "processor time of an idle engine and its node, beyond vLLM's own",
+    r"hook_idle_us": "`build_connector_meta` with nothing to do",
+    r"hooks_idle_step_us": "all hooks of a step with nothing to do",
+    r"store(?:_\d_threads)?_vs_memcpy": "pages into the pool, checksums included",
+    r"load(?:_\d_threads)?_vs_memcpy": "pool into the pages",
+    r"nixl_fetch_vs_(?:raw|memcpy)": "fetch from another node: acquire, read, verify, commit",
+    r"keys_100k_tokens_ms": "keys of 100,000 tokens",
+    r"lookup_p\d+_ms": "engine asks its node, which has it all",
+    r"lookup_peer_p\d+_ms": "engine asks its node, another node has it",
+    r"lookup_miss_p\d+_ms": "engine asks its node, nobody has it",
+    r"cache_lookup_p\d+_ms": "anybody asks the coordinator, by keys",
+    r"cache_lookup_miss_p\d+_ms": "anybody asks the coordinator, by keys; nobody has it",
+    r"cache_lookup_tokens_p\d+_ms": "anybody asks the coordinator, by tokens",
+    r"doc_qa_(?:ttft|round)_gain": "engine 2 reads what engine 1 has read: time saved",
+    r"doc_qa_(?:ttft|round)_s": "engine 2 reads what engine 1 has read",
+    r"doc_qa_query_(?:ttft|round)_gain": "engine 2 answers questions: time saved",
+    r"doc_qa_query_(?:ttft|round)_s": "engine 2 answers questions",
+    r"doc_qa_own_query_(?:ttft|round)_gain": "engine 1 answers questions: time saved",
+    r"doc_qa_own_query_(?:ttft|round)_s": "engine 1 answers questions",
+    r"doc_qa_identical": "completions that are the same from both engines",
+    r"(lmkv|vllm_offloading|lmcache)_cold_ms": "{}: TTFT, nothing cached",
+    r"(lmkv|vllm_offloading|lmcache)_own_ms": "{}: TTFT, the own host memory has it",
+    r"(lmkv|vllm_offloading|lmcache)_peer_ms": "{}: TTFT, the other engine has it",
+}
+"""By pattern of the row's name, without the number that says how long its prompts are."""
+
+_WORDS = {
+    "own": "the own pool",
+    "peer": "a peer",
+    "lmkv": "lmkv",
+    "vllm_offloading": "vLLM's offloading with its p2p tier",
+    "lmcache": "LMCache",
+}
+_LENGTH = re.compile(r"_(\d{3,})(?=_|$)")
+
+
+def meaning_of(name: str) -> str:
+    """What a row is, in words. Raises `KeyError` if nobody has said so."""
+    plain = _LENGTH.sub("", name)
+    for pattern, meaning in _MEANINGS.items():
+        if match := re.fullmatch(pattern, plain):
+            words = meaning.format(*(_WORDS[group] for group in match.groups()))
+            length = _LENGTH.search(name)
+            unit = "chunks" if "lookup" in name else "tokens"
+            return f"{words}; {length[1]} {unit}" if length else words
+    raise KeyError(name)

@@ -1,0 +1,100 @@
+"""Puts the committed results into the pages that show them: `python -m benchmarks.tables`.
+
+A page marks the place of a table by a pair of comments; what is between them is made here:
+
+    <!-- benchmark data_path -->                       all rows, and how they were made
+    <!-- benchmark data_path: peer_ttft_ratio ... -->  these rows
+    <!-- end of benchmark -->
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from benchmarks.meanings import meaning_of
+from benchmarks.rows import Report, markdown_table, read_report
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+
+_PLACE = re.compile(
+    r"(?P<open><!-- benchmark (?P<name>[a-z_]+)(?:: (?P<rows>[a-z0-9_ ]+?))? -->\n)"
+    r".*?(?P<close><!-- end of benchmark -->)",
+    re.DOTALL,
+)
+
+
+def fill(page: str, results: Path = RESULTS) -> str:
+    """The page with its tables as the results say. Raises `ValueError` if a result or a row is missing."""
+
+    def table(place: re.Match[str]) -> str:
+        file = results / f"{place['name']}.json"
+        if not file.exists():
+            raise ValueError(f"there is no {file.name}; make it with: {make_command(place['name'])}")
+        report = read_report(file)
+        names = place["rows"].split() if place["rows"] else []
+        return f"{place['open']}\n{render(report, names)}\n\n{place['close']}"
+
+    return _PLACE.sub(table, page)
+
+
+def render(report: Report, names: list[str]) -> str:
+    """The rows of these names, or all of them, and where they come from. Raises `ValueError` if one is missing."""
+    rows = {row.name: row for row in report.rows}
+    if missing := [name for name in names if name not in rows]:
+        raise ValueError(f"{report.benchmark} has no row {', '.join(missing)}")
+    chosen = [rows[name] for name in names] if names else report.rows
+    meanings = {row.name: meaning_of(row.name) for row in chosen}
+    parts = [markdown_table(chosen, meanings), origin(report)]
+    if not names:
+        parts += [f"- {note}" for note in report.notes]
+    return "\n\n".join(parts)
+
+
+def origin(report: Report) -> str:
+    """A sentence about command and machine."""
+    machine, settings = report.machine, report.settings
+    loads = f"{machine['load_average']} to {machine.get('load_average_at_end', machine['load_average'])}"
+    sets = ", ".join(machine["instruction_sets"])
+    dtype = f", engines in {settings['dtype']}" if "dtype" in settings else ""
+    return (
+        f"`{report.command}`, {report.seconds:.0f} s, on {machine['cpu']}, {machine['cores']} cores ({sets}), "
+        f"{machine['memory_gb']:.0f} GB of memory, load average {loads}; vLLM {machine['vllm']}{dtype}."
+    )
+
+
+def make_command(name: str) -> str:
+    """What makes a result."""
+    return f"python -m benchmarks.{name} --json benchmarks/results/{name}.json"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Fills all pages. Returns 1 if a page was to be checked and is not up to date, or cannot be filled."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description="Puts results into the pages.")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a page is not up to date")
+    args = parser.parse_args(arguments)
+    stale = 0
+    for file in PAGES:
+        page = file.read_text()
+        try:
+            filled = fill(page)
+        except ValueError as error:
+            print(f"{file.name}: {error}", file=sys.stderr)
+            return 1
+        if filled == page:
+            continue
+        stale += 1
+        if args.check:
+            print(f"{file.name} is not up to date; run: python -m benchmarks.tables", file=sys.stderr)
+        else:
+            file.write_text(filled)
+            print(f"{file.name} is up to date")
+    return 1 if args.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,230 @@
+"""What benchmarks write and show: rows, reports, tables, command lines. Nothing is measured here."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from benchmarks import doc_qa, machine, tables, timing, ttft
+from benchmarks.meanings import meaning_of
+from benchmarks.rows import Report, Row, compare, make_table, markdown_table, number, read_report
+from lmkv_client.demo.completion import Completion
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ("data_path", "doc_qa", "rivals")
+ROW_FIELDS = ["name", "value", "unit", "baseline", "baseline_value", "ratio"]
+RESULTS = sorted(tables.RESULTS.glob("*.json"))
+
+
+def make_report(*rows: Row, **fields: Any) -> Report:
+    return Report(
+        benchmark="data_path",
+        command="python -m benchmarks.data_path",
+        quick=False,
+        machine=machine.describe(),
+        rows=list(rows),
+        **fields,
+    )
+
+
+def test_a_row_is_written_with_all_six_fields_in_order() -> None:
+    assert list(Row(name="a", value=1.0, unit="ms").to_json()) == ROW_FIELDS
+    assert list(compare("a", 1.0, "ms", "b", 2.0).to_json().values()) == ["a", 1.0, "ms", "b", 2.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"value": float("nan")},
+        {"value": 1.0, "ratio": float("inf")},
+        {"value": 1.0, "baseline": "cold"},
+        {"value": 1.0, "baseline_value": 1.0},
+    ],
+)
+def test_a_row_of_nonsense_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="a"):
+        Row(name="a", unit="ms", **fields)
+
+
+def test_two_rows_of_one_name_are_refused() -> None:
+    report = make_report(Row(name="a", value=1.0, unit="ms"))
+    with pytest.raises(ValueError, match="two rows called a"):
+        report.add(Row(name="a", value=2.0, unit="ms"))
+
+
+def test_a_report_that_is_written_can_be_read(tmp_path: Path) -> None:
+    report = make_report(compare("a", 1.0, "ms", "b", 3.0), settings={"dtype": "float32"}, notes=["left out"])
+    report.write(tmp_path / "r.json")
+    again = read_report(tmp_path / "r.json")
+    assert again.to_json() == report.to_json()
+    head = json.loads((tmp_path / "r.json").read_text())["machine"]
+    assert head["cpu"]
+    assert head["cores"] > 0
+    assert head["load_average"] >= 0
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"rows": [{"name": 1}]}'])
+def test_what_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "r.json").write_text(text)
+    with pytest.raises(ValueError, match="is no report"):
+        read_report(tmp_path / "r.json")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, ""),
+        (0, "0"),
+        (0.00123456, "0.00123"),
+        (0.5, "0.500"),
+        (9.876, "9.88"),
+        (99.94, "99.9"),
+        (2345.6, "2,346"),
+    ],
+)
+def test_numbers_are_shown_with_three_digits_that_count(value: float | None, text: str) -> None:
+    assert number(value) == text
+
+
+def test_a_table_shows_every_row_and_what_it_is_compared_with() -> None:
+    rows = [compare("first", 12.0, "ms", "memcpy", 6.0), Row(name="second", value=1.0, unit="GB/s")]
+    console = Console(width=100, record=True, quiet=False, file=None)
+    with console.capture() as shown:
+        console.print(make_table("title", rows))
+    assert all(word in shown.get() for word in ("title", "first", "12.0", "memcpy", "2.00", "second", "GB/s"))
+    lines = markdown_table(rows).splitlines()
+    assert lines[2] == "| `first` | 12.0 | ms | memcpy | 6.00 | 2.00 |"
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_acts_are_timed_in_turns_that_change_sides() -> None:
+    done: list[str] = []
+    times = timing.in_turns([lambda: done.append("a"), lambda: done.append("b")], rounds=3)
+    assert [len(seconds) for seconds in times] == [3, 3]
+    assert "".join(done) == "ba" + "ab" + "ba" + "ab"
+
+
+def test_ratios_are_medians_of_pairs() -> None:
+    assert timing.median_ratio([1.0, 4.0, 9.0], [1.0, 2.0, 3.0]) == 2.0
+    assert timing.percentile(range(100), 99) == 99
+    assert timing.percentile([5.0], 50) == 5.0
+
+
+def test_processor_time_is_counted_and_the_dead_have_none() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        deadline = time.monotonic() + 20
+        while machine.cpu_seconds([busy.pid]) < 0.1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert machine.cpu_seconds([busy.pid]) >= 0.1
+        busy.kill()
+    assert machine.cpu_seconds([busy.pid]) == 0
+
+
+def make_round(**seconds: float) -> ttft.Round:
+    return ttft.Round(**({"cold": 2.0, "prefix_hit": 0.1, "own": 0.2, "peer": 0.4} | seconds), identical=True)
+
+
+def test_the_rows_asked_for_by_name_say_hit_over_cold() -> None:
+    rows = {row.name: row for row in ttft.rows_of([make_round(), make_round(cold=4.0), make_round()], 4000, "")}
+    assert rows["peer_ttft_ratio"].value == rows["peer_ttft_ratio"].ratio == pytest.approx(0.2)
+    assert rows["own_ttft_ratio"].value == pytest.approx(0.1)
+    assert rows["ttft_cold_ms_4000"].value == pytest.approx(2000)
+    assert rows["ttft_own_ms_4000"].baseline_value == pytest.approx(100)
+    assert rows["ttft_identical_4000"].value == 100
+    assert {row.name for row in ttft.rows_of([make_round()], 2000, "_partial")} >= {
+        "peer_ttft_ratio_2000_partial",
+        "ttft_peer_ms_2000_partial",
+    }
+
+
+def make_answers(ttft_seconds: float, round_seconds: float) -> doc_qa.Round:
+    completion = Completion(
+        token_ids=(1, 2),
+        text="",
+        finish_reason="length",
+        ttft_seconds=ttft_seconds,
+        total_seconds=round_seconds,
+        prompt_tokens=2052,
+        cached_tokens=0,
+    )
+    return doc_qa.Round(seconds=round_seconds, completions=[completion] * 2)
+
+
+def test_the_gain_of_a_round_is_what_it_saves_of_the_first() -> None:
+    rounds = [make_answers(2.0, 10.0), make_answers(0.4, 3.0), make_answers(1.0, 5.0), make_answers(0.5, 4.0)]
+    values = {row.name: row.value for row in doc_qa.rows_of(*rounds)}
+    assert values["doc_qa_ttft_gain"] == pytest.approx(80)
+    assert values["doc_qa_round_gain"] == pytest.approx(70)
+    assert values["doc_qa_query_ttft_gain"] == pytest.approx(75)
+    assert values["doc_qa_own_query_round_gain"] == pytest.approx(50)
+    assert values["doc_qa_identical"] == 100
+    assert all(meaning_of(name) for name in values)
+
+
+@pytest.mark.parametrize("name", [*BENCHMARKS, "tables"])
+def test_every_benchmark_says_how_it_is_used(name: str) -> None:
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"python -m benchmarks.{name}" in done.stdout
+    if name in BENCHMARKS:
+        assert {"--quick", "--json", "--keep-logs"} <= set(done.stdout.replace("[", " ").replace("]", " ").split())
+
+
+def test_a_benchmark_that_is_interrupted_ends_and_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.data_path", "--only", "fetches", "--json", str(tmp_path / "r.json")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout
+        assert "fetches" in process.stdout.readline()
+        time.sleep(1.0)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=50)
+    assert process.returncode == 130, said
+    assert "interrupted" in said
+    assert not (tmp_path / "r.json").exists()
+
+
+def test_every_row_of_the_committed_results_says_what_it_is() -> None:
+    for file in RESULTS:
+        report = read_report(file)
+        assert report.benchmark == file.stem
+        assert all(meaning_of(row.name) for row in report.rows)
+        assert list(json.loads(file.read_text())["rows"][0]) == ROW_FIELDS
+
+
+def test_a_row_that_nobody_has_explained_is_found() -> None:
+    assert meaning_of("ttft_own_ms_4000") == "TTFT, the own pool has it; 4000 tokens"
+    assert meaning_of("lookup_400_p50_ms") == "engine asks its node, which has it all; 400 chunks"
+    with pytest.raises(KeyError):
+        meaning_of("whatever")
+
+
+def test_the_pages_show_what_the_results_say() -> None:
+    for page in tables.PAGES:
+        assert tables.fill(page.read_text()) == page.read_text(), "run: python -m benchmarks.tables"
+
+
+def test_a_page_gets_the_rows_that_it_names_and_keeps_the_rest(tmp_path: Path) -> None:
+    make_report(compare("miss_overhead", 1.0, "%", "none", 2.0), Row(name="hook_idle_us", value=1.0, unit="us")).write(
+        tmp_path / "data_path.json"
+    )
+    page = "before\n<!-- benchmark data_path: hook_idle_us -->\nold\n<!-- end of benchmark -->\nafter\n"
+    filled = tables.fill(page, tmp_path)
+    assert filled.startswith("before\n<!-- benchmark data_path: hook_idle_us -->\n")
+    assert filled.endswith("<!-- end of benchmark -->\nafter\n")
+    assert "| `hook_idle_us` |" in filled
+    assert "miss_overhead" not in filled
+    assert "old" not in filled
+    assert tables.fill(filled, tmp_path) == filled
+    with pytest.raises(ValueError, match="no row nothing"):
+        tables.fill(page.replace("hook_idle_us", "nothing"), tmp_path)
+    with pytest.raises(ValueError, match=r"there is no doc_qa\.json; make it with"):
+        tables.fill(page.replace("data_path", "doc_qa"), tmp_path)
