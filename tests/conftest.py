@@ -22,6 +22,12 @@ RUN_VARIABLE = "TESTS_OF_LMKV"
 LEFT_BEHIND_TIMEOUT_SECONDS = 10.0
 
 
+def pytest_configure() -> None:
+    """Lets Ctrl-C work in what the tests start: a run in the background inherits that it is ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.hookimpl(trylast=True)  # after folders have marked what is theirs
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Runs what needs no engine first: it is fast, and it finds most mistakes."""
