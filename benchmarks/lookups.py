@@ -187,7 +187,7 @@ def measure_engine(run: Run, link: NodeLink) -> None:
     seeds = {OWN: "lookup", PEER: "lookup_peer", NOBODY: "lookup_miss"}
     attachment = link.inbox.popleft()
     assert isinstance(attachment, Attachment), "a link begins with its attachment"
-    count = 200 if run.quick else 2000
+    count = 100 if run.quick else 2000
     for chunk_count, suffix in CHUNK_COUNTS.items():
         for seed, name in seeds.items():
             ask = EngineLookup(link, attachment, prompt(seed, chunk_count), f"{name}{suffix}")
@@ -230,7 +230,7 @@ class EngineLookup:
 
 def measure_coordinator(run: Run, address: str) -> None:
     """Adds rows for `CacheService.Lookup`, by keys and by tokens, against an RPC that does nothing."""
-    count = 200 if run.quick else 2000
+    count = 100 if run.quick else 2000
     with grpc.insecure_channel(address, options=rpc.CHANNEL_OPTIONS) as channel:
         stub, health = CacheServiceStub(channel), health_pb2_grpc.HealthStub(channel)
         for chunk_count, suffix in CHUNK_COUNTS.items():

@@ -17,6 +17,7 @@ from lmkv_client.demo.engine import Engine
 from lmkv_client.demo.process import session_pids
 
 PROMPT_TOKENS = 1024
+QUICK_PROMPT_TOKENS = 512
 OUTPUT_TOKENS = 16
 IN_FLIGHT = 2
 SHORT_PROMPT_TOKENS = 272
@@ -67,14 +68,14 @@ def measure(run: Run, cluster: Cluster, with_lmkv: Engine, without: Engine) -> N
 
 
 def _measure_misses(run: Run, ours: Meter, plain: Meter, prompts: Prompts) -> None:
-    pair_count = 6 if run.quick else 40
+    pair_count, prompt_tokens = (5, QUICK_PROMPT_TOKENS) if run.quick else (40, PROMPT_TOKENS)
     bursts: tuple[list[Burst], list[Burst]] = ([], [])
     for number in range(pair_count + 1):
         for side in (0, 1) if number % 2 else (1, 0):
-            burst = (ours, plain)[side].burst([prompts.make(PROMPT_TOKENS) for _ in range(IN_FLIGHT)])
+            burst = (ours, plain)[side].burst([prompts.make(prompt_tokens) for _ in range(IN_FLIGHT)])
             if number:  # the first warms up
                 bursts[side].append(burst)
-    tokens = IN_FLIGHT * (PROMPT_TOKENS + OUTPUT_TOKENS)
+    tokens = IN_FLIGHT * (prompt_tokens + OUTPUT_TOKENS)
     seconds = [[burst.seconds for burst in side] for side in bursts]
     rates = [tokens / statistics.median(side) for side in seconds]
     slowdown = timing.median_ratio(*seconds)
@@ -107,7 +108,7 @@ def _cpu_row(bursts: Sequence[list[Burst]], tokens: int) -> Row:
 
 def _measure_ttft(run: Run, ours: Meter, plain: Meter, prompts: Prompts) -> None:
     sides: tuple[list[float], list[float]] = ([], [])
-    for number in range(16 if run.quick else 120):
+    for number in range(8 if run.quick else 120):
         order = (0, 1) if number % 2 else (1, 0)
         for side in order:
             sides[side].append((ours, plain)[side].ttft_seconds(prompts.make(SHORT_PROMPT_TOKENS)))
@@ -126,7 +127,7 @@ def _measure_ttft(run: Run, ours: Meter, plain: Meter, prompts: Prompts) -> None
 
 
 def _measure_idle(run: Run, ours: Meter, plain: Meter) -> None:
-    seconds = 5.0 if run.quick else 30.0
+    seconds = 4.0 if run.quick else 30.0
     time.sleep(1.0)  # what the last requests left to do
     before = [machine.cpu_seconds(meter.pids) for meter in (ours, plain)]
     started = time.perf_counter()

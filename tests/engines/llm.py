@@ -16,7 +16,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -191,7 +191,9 @@ class LlmProcess:
         """Kills it, and all in its session, as a crash would. Its node has a session of its own. Idempotent."""
         if self._connection is None:
             return
+        deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
         while pids := session_pids(self._pid):
+            assert time.monotonic() < deadline, f"{self.name}: processes {pids} survive SIGKILL"
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -390,14 +392,14 @@ class Fleet:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for engine in self.engines.values():
-            engine.request_stop()
-        for engine in self.engines.values():
-            engine.stop()
-        end_processes(self._node_pids({}))
-        if self._coordinator:
-            self._coordinator.stop()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        with ExitStack() as last_first:  # each, whatever becomes of the others
+            last_first.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            if self._coordinator:
+                last_first.callback(self._coordinator.stop)
+            last_first.callback(lambda: end_processes(self._node_pids({})))
+            for engine in self.engines.values():
+                engine.request_stop()
+                last_first.callback(engine.stop)
 
 
 def poison(node_pid: int) -> None:

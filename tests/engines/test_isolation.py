@@ -1,7 +1,7 @@
 """What is loaded is what was stored, and only whoever may have it gets it.
 
-`owner` starts the node; `checker` and `stranger` attach to it too. `checker` verifies what it loads, `stranger` has
-another cluster secret. Nothing else keeps the three apart.
+`owner` starts the node, all others attach to it too: `checker` and `halting-checker` verify what they load, the latter
+synchronously; `stranger` has another cluster secret; `writer` and `reader` have vLLM's roles of that kind.
 """
 
 from __future__ import annotations
@@ -28,8 +28,12 @@ def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathF
         shared = {"node_address": str(fleet.runtime_dir / "owner" / "engine.sock")}
         fleet.add("owner", {"cluster_secret": "one"}, enable_lora=True, max_lora_rank=8)
         fleet.start()
-        fleet.add("checker", shared | {"cluster_secret": "one", "verify_loads": "true"})
         fleet.add("stranger", shared | {"cluster_secret": "another"})
+        shared["cluster_secret"] = "one"
+        fleet.add("checker", shared | {"verify_loads": "true"})
+        fleet.add("halting-checker", shared | {"verify_loads": "true", "enable_async_loading": "false"})
+        for name, role in (("writer", "kv_producer"), ("reader", "kv_consumer")):
+            fleet.add(name, shared, transfer_config={"kv_connector": "LMKVConnector", "kv_role": role})
         fleet.start()
         yield fleet
 
@@ -71,15 +75,21 @@ def test_engines_that_attach_to_one_node_share_what_it_holds(
     assert (answers.token_ids, answers.loaded_tokens, answers.stored_tokens) == (expected, 768, 0)
 
 
-def test_an_engine_that_verifies_computes_what_is_damaged(fleet: Fleet, owner: LlmProcess, prompt: list[int]) -> None:
+@pytest.mark.parametrize("name", ["checker", "halting-checker"])
+def test_an_engine_that_verifies_computes_what_is_damaged(
+    fleet: Fleet, owner: LlmProcess, prompt: list[int], name: str
+) -> None:
     expected = owner.ask(prompt).token_ids
+    checker = fleet.engines[name]
     poison(fleet.node_pid("owner"))
-    answers = fleet.engines["checker"].ask(prompt)
-    assert answers.token_ids == expected
-    assert answers.loaded_tokens == 0
+    answers = checker.ask(prompt)
+    poison(fleet.node_pid("owner"))
+    assert (answers.token_ids, answers.loaded_tokens) == (expected, 0)
     assert answers.grown["lmkv:load_failures_total"] == 1
-    poison(fleet.node_pid("owner"))
-    assert fleet.engines["checker"].ask_again(prompt).token_ids == expected
+    checker.forget()
+    assert checker.ask(prompt).token_ids == expected
+    again = checker.ask_again(prompt)
+    assert (again.token_ids, again.loaded_tokens) == (expected, 768), "good chunks have replaced the damaged ones"
 
 
 def test_an_engine_with_another_cluster_secret_finds_nothing(
@@ -90,6 +100,19 @@ def test_an_engine_with_another_cluster_secret_finds_nothing(
     first = stranger.ask(prompt)
     assert (first.token_ids, first.cached_tokens, first.stored_tokens) == (expected, 0, 768)
     assert stranger.ask_again(prompt).loaded_tokens == 768, "its own chunks are there"
+
+
+def test_an_engine_that_only_produces_does_not_load_and_one_that_only_consumes_does_not_store(
+    fleet: Fleet, prompt: list[int]
+) -> None:
+    writer, reader = fleet.engines["writer"], fleet.engines["reader"]
+    unstored = reader.ask(prompt)
+    assert (unstored.cached_tokens, unstored.stored_tokens) == (0, 0)
+    stored = writer.ask(prompt)
+    assert (stored.token_ids, stored.stored_tokens) == (unstored.token_ids, 768)
+    assert writer.ask_again(prompt).cached_tokens == 0
+    loaded = reader.ask_again(prompt)
+    assert (loaded.token_ids, loaded.loaded_tokens) == (unstored.token_ids, 768)
 
 
 def test_prompts_under_different_salts_are_different_prompts(owner: LlmProcess, prompt: list[int]) -> None:

@@ -19,7 +19,6 @@ import pytest
 from lmkv.errors import LmkvError
 from tests.engines.llm import Fleet, Nursery, make_prompt
 
-pytest_plugins = ("tests.engines.llm",)
 pytestmark = pytest.mark.engine
 
 REPORT_TIMEOUT_SECONDS = 40.0

@@ -13,7 +13,6 @@ import pytest
 
 from tests.engines.llm import Fleet, Nursery, make_prompt
 
-pytest_plugins = ("tests.engines.llm",)
 pytestmark = pytest.mark.engine
 
 REPORT_TIMEOUT_SECONDS = 20.0
