@@ -45,9 +45,9 @@ def measure_lookups(run: Run) -> None:
     lookups.measure_keys(run)
     with lookups.Nodes(run) as nodes:
         lookups.measure_coordinator(run, nodes.coordinator.address)
-        with lookups.attached(nodes.first_socket) as link:
-            lookups.measure_engine(run, link)
+        with lookups.attached(nodes.first_socket) as (link, attachment):
             hooks.measure(run, link)
+            lookups.measure_engine(run, link, attachment)
 
 
 def measure_engines(run: Run, dtype: str, parts: Sequence[str]) -> None:

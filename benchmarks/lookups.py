@@ -168,25 +168,25 @@ async def store(socket: Path, seed: int) -> None:
 
 
 @contextmanager
-def attached(socket: Path) -> Iterator[NodeLink]:
-    """The connector's own line to a node."""
+def attached(socket: Path) -> Iterator[tuple[NodeLink, Attachment]]:
+    """The connector's own line to a node, its inbox untouched. Raises `LmkvError` if the node is not there."""
     from lmkv_client.connector.link import NodeLink  # it imports vLLM, for its log
+    from lmkv_client.connector.messages import Attachment
 
     link = NodeLink(ConnectorConfig(node_address=str(socket)), SPEC, worker_count=1)
     link.start()
     try:
-        yield link
+        attachment = link.inbox[0] if link.inbox else None
+        if not isinstance(attachment, Attachment):
+            raise LmkvError("the connector's line did not attach to the node; its log says why")
+        yield link, attachment
     finally:
         link.close()
 
 
-def measure_engine(run: Run, link: NodeLink) -> None:
+def measure_engine(run: Run, link: NodeLink, attachment: Attachment) -> None:
     """Adds rows for lookups as the connector's scheduler side makes them: over `Attach`, from its thread."""
-    from lmkv_client.connector.messages import Attachment
-
     seeds = {OWN: "lookup", PEER: "lookup_peer", NOBODY: "lookup_miss"}
-    attachment = link.inbox.popleft()
-    assert isinstance(attachment, Attachment), "a link begins with its attachment"
     count = 100 if run.quick else 2000
     for chunk_count, suffix in CHUNK_COUNTS.items():
         for seed, name in seeds.items():

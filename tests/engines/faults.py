@@ -56,9 +56,10 @@ class Pair:
         self.cluster = Cluster(folder, model, logs=logs, settings=SETTINGS)
         assert self.cluster.coordinator
         self.coordinator = self.cluster.coordinator
-        steps = ("--max-num-batched-tokens", str(STEP_TOKENS))
-        self.first = self.cluster.add_engine("engine-1", extra_arguments=steps)
-        self.second = self.cluster.add_engine("engine-2", extra_arguments=steps)
+        # No time to shut down is vLLM's default: then it kills all descendants of an engine at once.
+        arguments = ("--max-num-batched-tokens", str(STEP_TOKENS), "--shutdown-timeout", "0")
+        self.first = self.cluster.add_engine("engine-1", extra_arguments=arguments)
+        self.second = self.cluster.add_engine("engine-2", extra_arguments=arguments)
         self.engines = (self.first, self.second)
         self._random = random.Random(seed)
         self._requests = ThreadPoolExecutor(4)
@@ -85,10 +86,10 @@ class Pair:
 
     # --- Asking --------------------------------------------------------------------------------------------------
 
-    def prompt(self, token_count: int = PROMPT_TOKENS) -> Prompt:
-        """A new prompt. Engine 2 answers it under a salt of its own, so that nothing cached can be used."""
+    def prompt(self, token_count: int = PROMPT_TOKENS, oracle: Engine | None = None) -> Prompt:
+        """A new prompt. An engine answers it under a salt of its own, so that nothing cached can be used."""
         tokens = [self._random.randrange(2, 512) for _ in range(token_count)]
-        salted = self.second.complete(tokens, extra={"cache_salt": f"oracle {self._random.random()}"})
+        salted = (oracle or self.second).complete(tokens, extra={"cache_salt": f"oracle {self._random.random()}"})
         assert salted.cached_tokens == 0
         return Prompt(tokens=tokens, answer=salted.token_ids, cold_seconds=salted.total_seconds)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -16,12 +15,12 @@ from vllm.logger import init_logger
 from lmkv import config as configuration
 from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigConflict, ConfigError, Unreachable
+from lmkv_client.connector.node_process import NodeProcess
 
 logger = init_logger("vllm.lmkv")
 
 READY_POLL_SECONDS = 0.02
 RESTART_SECONDS = 0.2
-CONFIG_EXIT_CODE = 2
 ERROR_PREFIX = "lmkv: error: "
 ALREADY_RUN = "is already run by process"
 """What a node says that finds another one of its instance id on the host."""
@@ -34,7 +33,7 @@ class Launcher:
 
     def __init__(self, config: ConnectorConfig) -> None:
         self._config = config
-        self._child: subprocess.Popen[bytes] | None = None
+        self._node: NodeProcess | None = None
 
     @property
     def expected_config(self) -> dict[str, str]:
@@ -67,40 +66,31 @@ class Launcher:
 
     async def _start(self, socket: Path) -> None:
         log = self._config.make_instance_dir() / "node.log"
-        if self._child is None or self._child.poll() is not None:
-            mark = log.stat().st_size if log.exists() else 0
-            self._child = self._spawn(log)
-        else:
-            mark = 0
+        mark = log.stat().st_size if log.exists() else 0
+        if self._node is None or not self._node.running:
+            self._node = self._spawn(log)
         deadline = time.monotonic() + self._config.node_start_timeout
         while time.monotonic() < deadline:
-            code = self._child.poll()
+            running = self._node.running
             if await listens(socket):
                 return
-            if code == CONFIG_EXIT_CODE:
+            if not running:
                 reason = last_error(log, mark)
+                if not reason:
+                    raise Unreachable(f"the node ended without a word; see {log}")
                 if ALREADY_RUN not in reason:
                     raise ConfigError(reason)
                 # Another engine is starting the same node, or one that was told to end is not done yet.
                 await asyncio.sleep(RESTART_SECONDS)
                 mark = log.stat().st_size
-                self._child = self._spawn(log)
-            elif code is not None:
-                raise Unreachable(f"the node ended with code {code}; see {log}")
+                self._node = self._spawn(log)
             await asyncio.sleep(READY_POLL_SECONDS)
         raise Unreachable(f"the node is not ready after {self._config.node_start_timeout:.0f} s; see {log}")
 
-    def _spawn(self, log: Path) -> subprocess.Popen[bytes]:
+    def _spawn(self, log: Path) -> NodeProcess:
         logger.info("starting node %s, log at %s", self._config.instance_id, log)
-        with log.open("ab") as output:
-            return subprocess.Popen(
-                [sys.executable, "-m", "lmkv", "node", "--linger"],
-                env=configuration.to_environment(self._config.node_config(), child_environment()),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # what ends the engine must not end the cache
-            )
+        environment = configuration.to_environment(self._config.node_config(), child_environment())
+        return NodeProcess.start([sys.executable, "-m", "lmkv", "node", "--linger"], environment, log)
 
 
 def child_environment() -> dict[str, str]:
@@ -119,7 +109,10 @@ async def listens(socket: Path) -> bool:
 
 
 def last_error(log: Path, mark: int) -> str:
-    """Why the node could not start: its last error since the log was `mark` bytes long. Others may write there too."""
+    """Why the node could not start: its last error since the log was `mark` bytes long, empty if it told none.
+
+    Others may write there too.
+    """
     lines = log.read_bytes()[mark:].decode(errors="replace").splitlines()
     errors = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
-    return errors[-1] if errors else f"the node ended without a word; see {log}"
+    return errors[-1] if errors else ""

@@ -121,9 +121,6 @@ class NodeLink:
     def _run(self) -> None:
         with suppress(OSError):
             os.sched_setaffinity(0, PROCESSORS)  # this thread only: vLLM has pinned the one that made it
-        # Never shut down again: if the last channel is collected when the interpreter ends, gRPC waits for a thread of
-        # its own that cannot run any more, and the engine hangs until it is killed.
-        grpc.aio.init_grpc_aio()
         asyncio.set_event_loop(self._loop)
         with suppress(asyncio.CancelledError):
             self._loop.run_until_complete(self._keep_attached())
