@@ -6,10 +6,10 @@ import re
 
 _MEANINGS = {
     r"(peer|own)_ttft_ratio": "TTFT where {} has it, over the cold TTFT",
-    r"ttft_cold_ms": "TTFT, nothing cached",
+    r"ttft_cold_ms(?:_partial)?": "TTFT, nothing cached",
     r"ttft_prefix_hit_ms": "TTFT, vLLM's own prefix cache has it",
     r"ttft_(own|peer)_ms": "TTFT, {} has it",
-    r"ttft_identical": "prompts whose completions were all the same",
+    r"ttft_identical(?:_partial)?": "prompts whose completions were all the same",
     r"(own|peer)_ttft_ratio_partial": "TTFT where {} has it, the last part chunk too, over the cold TTFT",
     r"ttft_(own|peer)_ms_partial": "TTFT, {} has it, the last part chunk too",
     r"miss_overhead": "throughput lost to lmkv where every prompt is new",
