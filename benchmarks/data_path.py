@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from benchmarks import copies, engines, fetches, hooks, lookups, misses, ttft
@@ -61,15 +61,10 @@ def measure_engines(run: Run, dtype: str, parts: Sequence[str]) -> None:
         if "misses" in parts:
             misses.measure(run, cluster, first, cluster.engines[PLAIN])
         run.say("stopping everything")
-    if "ttft" in parts and not run.quick:
-        with started(run, dtype, ["engine-1", "engine-2"], {"LMKV_SAVE_PARTIAL_CHUNKS": "true"}) as cluster:
-            assert cluster.coordinator is not None
-            ttft.measure(run, cluster.coordinator, *cluster.engines.values(), partial=True)
-            run.say("stopping everything")
 
 
 @contextmanager
-def started(run: Run, dtype: str, names: Sequence[str], settings: Mapping[str, str] | None = None) -> Iterator[Cluster]:
+def started(run: Run, dtype: str, names: Sequence[str]) -> Iterator[Cluster]:
     """Engines of these names, all ready; the one called `PLAIN` has no connector."""
     context_tokens = engines.context_for(max(ttft.LENGTHS))
     prompt_bytes = context_tokens * engines.token_bytes(dtype)
@@ -77,8 +72,8 @@ def started(run: Run, dtype: str, names: Sequence[str], settings: Mapping[str, s
     engines.check_memory(len(names) * (engines.ENGINE_BYTES + 3 * prompt_bytes + pool_bytes))
     model = engines.model_of(run)
     run.say(f"starting {len(names)} engines, {dtype}; half a minute or more")
-    all_settings = engines.PATIENCE | engines.pool_setting(pool_bytes) | dict(settings or {})
-    with Cluster(run.folder, model, logs=run.logs, settings=all_settings) as cluster:
+    settings = engines.PATIENCE | engines.pool_setting(pool_bytes)
+    with Cluster(run.folder, model, logs=run.logs, settings=settings) as cluster:
         for name in names:
             options = engines.options(dtype, context_tokens)
             if name == PLAIN:

@@ -61,7 +61,7 @@ def measure(run: Run) -> None:
     args = run.args
     dtype = engines.choose_dtype(run)
     count = args.documents or (4 if run.quick else 10)
-    # Like the 10,000 of the original they leave next to nothing behind their last whole chunk.
+    # Like the 10,000 of the original they leave next to nothing behind their last whole chunk, where questions begin.
     tokens = args.document_tokens or (2052 if run.quick else 4104)
     output_tokens = max(1, tokens // OUTPUT_SHARE)
     run.report.settings |= {
@@ -97,12 +97,12 @@ def measure(run: Run) -> None:
 
         first_warm = ask("warm-up round", first, documents)
         for document in documents:
-            cluster.coordinator.wait_for_holder(document, first.name, engines.full_chunks(tokens), STORE_SECONDS)
+            cluster.coordinator.wait_for_holder(document, first.name, tokens, STORE_SECONDS)
         second_warm = ask("warm-up round", second, documents)
         first_query, second_query = (ask("query round", engine, questions) for engine in (first, second))
         run.say("stopping everything")
     for completion in second_warm.completions:
-        engines.check_hit("engine 2's warm-up round", completion, engines.full_chunks(tokens) - 1)
+        engines.check_hit("engine 2's warm-up round", completion, tokens - 1)
     run.add(*rows_of(first_warm, second_warm, first_query, second_query))
 
 
@@ -110,7 +110,7 @@ def warm_up(cluster: Cluster, first: Engine, second: Engine, prompt: Sequence[in
     """Has both engines answer once, and meet."""
     assert cluster.coordinator is not None
     first.complete(prompt, 2)
-    cluster.coordinator.wait_for_holder(prompt, first.name, engines.full_chunks(len(prompt)), STORE_SECONDS)
+    cluster.coordinator.wait_for_holder(prompt, first.name, len(prompt), STORE_SECONDS)
     second.complete(prompt, 2)
 
 

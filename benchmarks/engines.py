@@ -121,7 +121,7 @@ def options(dtype: str, context_tokens: int, prompts_in_cache: int = 3) -> dict[
 
 
 def full_chunks(token_count: int) -> int:
-    """Tokens of a prompt that are in full chunks, which are what lmkv keeps."""
+    """Tokens of a prompt that are in full chunks, which is what every system keeps."""
     return token_count // CHUNK_SIZE * CHUNK_SIZE
 
 

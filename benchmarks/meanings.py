@@ -6,12 +6,10 @@ import re
 
 _MEANINGS = {
     r"(peer|own)_ttft_ratio": "TTFT where {} has it, over the cold TTFT",
-    r"ttft_cold_ms(?:_partial)?": "TTFT, nothing cached",
+    r"ttft_cold_ms": "TTFT, nothing cached",
     r"ttft_prefix_hit_ms": "TTFT, vLLM's own prefix cache has it",
     r"ttft_(own|peer)_ms": "TTFT, {} has it",
-    r"ttft_identical(?:_partial)?": "prompts whose completions were all the same",
-    r"(own|peer)_ttft_ratio_partial": "TTFT where {} has it, the last part chunk too, over the cold TTFT",
-    r"ttft_(own|peer)_ms_partial": "TTFT, {} has it, the last part chunk too",
+    r"ttft_identical": "prompts whose completions were all the same",
     r"miss_overhead": "throughput lost to lmkv where every prompt is new",
     r"miss_tokens_per_s": "throughput with lmkv, every prompt new",
     r"miss_cpu_us_per_token": "processor time of engine and node, every prompt new",
@@ -39,6 +37,7 @@ _MEANINGS = {
     r"(lmkv|vllm_offloading|lmcache)_cold_ms": "{}: TTFT, nothing cached",
     r"(lmkv|vllm_offloading|lmcache)_own_ms": "{}: TTFT, the own host memory has it",
     r"(lmkv|vllm_offloading|lmcache)_peer_ms": "{}: TTFT, the other engine has it",
+    r"(lmkv|vllm_offloading|lmcache)_idle_cpu_percent": "{}: processor time of both engines, idle",
 }
 """By pattern of the row's name, without the number that says how long its prompts are."""
 

@@ -41,6 +41,8 @@ class Pair:
     """Returns when the second can have a prompt that the first has answered."""
     direction: Callable[[], Mapping[str, object]] = dict
     """What a request to the second must carry so that it finds the first; nothing where the system knows."""
+    other_pids: Callable[[], list[int]] = list
+    """Processes that belong to the engines besides their own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,9 +78,9 @@ def lmkv_pair(plan: Plan) -> Iterator[Pair]:
         first, second = cluster.engines.values()
 
         def wait(prompt: Sequence[int]) -> None:
-            coordinator.wait_for_holder(prompt, first.name, engines.full_chunks(len(prompt)), STORE_SECONDS)
+            coordinator.wait_for_holder(prompt, first.name, len(prompt), STORE_SECONDS)
 
-        yield Pair(first=first, second=second, wait_until_stored=wait)
+        yield Pair(first=first, second=second, wait_until_stored=wait, other_pids=cluster.node_pids)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """lmkv beside other systems that share prompts: `python -m benchmarks.rivals`, docs/benchmarks.md.
 
-Each system runs by itself, one after the other, with the same engines, prompts and chunk size; each is compared with
-its own cold runs, so that what the machine does meanwhile matters less.
+The systems run one after the other, with the same engines, prompts and chunk size, and are compared with what lmkv did
+in the same run. What each costs where it saves nothing shows in its cold runs and in what it burns while idle.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
-from benchmarks import engines
+from benchmarks import engines, machine
 from benchmarks.command import Benchmark, Run
 from benchmarks.engines import Prompts
 from benchmarks.rival_pairs import (
@@ -28,9 +29,13 @@ from benchmarks.rival_pairs import (
 )
 from benchmarks.rows import Row, compare
 from lmkv.errors import LmkvError
+from lmkv_client.demo.process import session_pids
 
 OUTPUT_TOKENS = 4
-LENGTHS = (2000, 4000)
+LENGTHS = (2049, 4097)
+"""One token behind the last whole chunk: lmkv's partial chunks save nothing that others would compute."""
+SETTLE_SECONDS = 1.0
+IDLE_SECONDS = 4.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +77,7 @@ def systems(run: Run, plan: Plan) -> dict[str, Callable[[], AbstractContextManag
 
 
 def measure_pair(run: Run, name: str, pair: Pair, lengths: Sequence[int]) -> None:
-    """Adds rows for one system."""
+    """Adds rows for one system. The first one measured is lmkv, with which the others are compared."""
     prompts = Prompts(seed=4)
     ask(pair, prompts.make(2 * engines.CHUNK_SIZE + engines.BLOCK_SIZE))  # warms up
     for token_count in lengths:
@@ -81,11 +86,28 @@ def measure_pair(run: Run, name: str, pair: Pair, lengths: Sequence[int]) -> Non
             rounds.append(ask(pair, prompts.make(token_count)))
             words = ", ".join(f"{1e3 * seconds:.0f} ms {what}" for what, seconds in rounds[-1].items())
             run.say(f"{name}, {token_count} tokens, {number + 1}: {words}")
-        medians = {what: 1e3 * statistics.median(round_[what] for round_ in rounds) for what in rounds[0]}
-        run.add(Row(name=f"{name}_cold_ms_{token_count}", value=medians["cold"], unit="ms"))
-        for what in ("own", "peer"):
-            row = compare(f"{name}_{what}_ms_{token_count}", medians[what], "ms", "its own cold run", medians["cold"])
-            run.add(row)
+        for what in rounds[0]:
+            median_ms = 1e3 * statistics.median(round_[what] for round_ in rounds)
+            add_row(run, name, f"{what}_ms_{token_count}", median_ms, "ms")
+    add_row(run, name, "idle_cpu_percent", idle_cpu_percent(pair), "% of a core")
+
+
+def add_row(run: Run, name: str, what: str, value: float, unit: str) -> None:
+    """Adds a row of one system, beside lmkv's if that is another."""
+    lmkv = next((row.value for row in run.report.rows if row.name == f"lmkv_{what}"), None)
+    if lmkv is None:
+        run.add(Row(name=f"{name}_{what}", value=value, unit=unit))
+    else:
+        run.add(compare(f"{name}_{what}", value, unit, "lmkv", lmkv))
+
+
+def idle_cpu_percent(pair: Pair) -> float:
+    """Processor time of all processes of both engines while nobody asks them anything."""
+    pids = [*session_pids(pair.first.pid), *session_pids(pair.second.pid), *pair.other_pids()]
+    time.sleep(SETTLE_SECONDS)
+    before, started = machine.cpu_seconds(pids), time.perf_counter()
+    time.sleep(IDLE_SECONDS)
+    return 100 * (machine.cpu_seconds(pids) - before) / (time.perf_counter() - started)
 
 
 def ask(pair: Pair, prompt: Sequence[int]) -> dict[str, float]:

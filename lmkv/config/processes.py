@@ -173,7 +173,7 @@ class ConnectorConfig(NodeConfig):
     chunk_size: int = key(whole(1, 1 << 20, "a number of tokens above 0"), 256, "Tokens in a chunk.")
     save_partial_chunks: bool = key(
         FLAG,
-        False,
+        True,
         "Whether the last chunk of a prompt is stored though it is not full.",
         "save_unfull_chunk",
         Alias(name="discard_partial_chunks", convert=lambda raw: not FLAG.read(raw)),

@@ -15,7 +15,11 @@ ENGINE_TEST_TIMEOUT_SECONDS = 300
 
 HERE = Path(__file__).parent
 
-SETTINGS = {"LMKV_MAX_LOCAL_CPU_SIZE": "512MiB", "LMKV_NODE_LINGER": "30"}
+SETTINGS = {
+    "LMKV_MAX_LOCAL_CPU_SIZE": "512MiB",
+    "LMKV_NODE_LINGER": "30",
+    "LMKV_SAVE_PARTIAL_CHUNKS": "false",  # what tests count is whole chunks
+}
 """Of the engines in `shared_cluster`: room for everything a module stores, and nodes that survive a restart."""
 
 

@@ -30,7 +30,11 @@ STEP_TOKENS = 1024
 IDLE_CREDITS = 4
 """Write credits that an idle engine keeps."""
 
-SETTINGS = {"LMKV_MAX_LOCAL_CPU_SIZE": "512MiB", "LMKV_NODE_LINGER": "120"}
+SETTINGS = {
+    "LMKV_MAX_LOCAL_CPU_SIZE": "512MiB",
+    "LMKV_NODE_LINGER": "120",
+    "LMKV_SAVE_PARTIAL_CHUNKS": "false",  # what tests count is whole chunks
+}
 """Nodes that survive the restart of their engine, however slow the machine; else the defaults."""
 
 MARGIN_SECONDS = 3.0

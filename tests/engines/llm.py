@@ -42,6 +42,7 @@ STOP_TIMEOUT_SECONDS = 20.0
 CALM = {
     "max_local_cpu_size": "256MiB",
     "node_linger": "180",
+    "save_partial_chunks": "false",  # what tests count is whole chunks
     # A busy machine makes tests slow, not wrong.
     "node_start_timeout": "60",
     "lookup_timeout": "5",

@@ -124,7 +124,6 @@ def _demonstrate(args: argparse.Namespace, folder: Path, logs: Path, progress: C
             (first, second),
             prompt_tokens=args.prompt_tokens,
             vocab_size=shape.vocab_size,
-            chunk_size=CHUNK_SIZE,
             rounds=args.rounds,
             seed=args.seed,
             progress=progress,

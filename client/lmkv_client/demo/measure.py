@@ -16,6 +16,7 @@ from lmkv_client.demo.engine import Engine
 from lmkv_client.demo.model import FIRST_BYTE_TOKEN_ID
 
 COMPLETION_TOKENS = 16
+WARM_UP_TOKENS = 1024
 STORE_TIMEOUT_SECONDS = 10.0
 
 
@@ -120,7 +121,6 @@ def measure(
     *,
     prompt_tokens: int,
     vocab_size: int,
-    chunk_size: int,
     rounds: int,
     seed: int,
     progress: Callable[[str], None],
@@ -133,9 +133,9 @@ def measure(
 
     def ask(count: int) -> Round:
         prompt = random.integers(FIRST_BYTE_TOKEN_ID, vocab_size, count).tolist()
-        return measure_round(coordinator, engines, prompt, chunk_size)
+        return measure_round(coordinator, engines, prompt)
 
-    ask(min(prompt_tokens, 4 * chunk_size))
+    ask(min(prompt_tokens, WARM_UP_TOKENS))
     progress("warmed up; engine 2 has met engine 1's node")
     measured = []
     for number in range(1, rounds + 1):
@@ -144,14 +144,11 @@ def measure(
     return Result(rounds=measured)
 
 
-def measure_round(
-    coordinator: Coordinator, engines: tuple[Engine, Engine], prompt: Sequence[int], chunk_size: int
-) -> Round:
+def measure_round(coordinator: Coordinator, engines: tuple[Engine, Engine], prompt: Sequence[int]) -> Round:
     """One prompt cold, from the peer, and from the own pool. The instances are named as the engines are."""
     first, second = engines
     cold = first.complete(prompt, COMPLETION_TOKENS)
-    full_chunks = len(prompt) // chunk_size * chunk_size
-    coordinator.wait_for_holder(prompt, first.name, full_chunks, STORE_TIMEOUT_SECONDS)
+    coordinator.wait_for_holder(prompt, first.name, len(prompt), STORE_TIMEOUT_SECONDS)
 
     before = second.metrics()
     peer = second.complete(prompt, COMPLETION_TOKENS)

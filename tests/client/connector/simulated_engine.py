@@ -258,7 +258,7 @@ class SimulatedEngine:
         self.clock = Clock()
         ScriptedConnector.node = self.node
         ScriptedConnector.clock = self.clock
-        ScriptedConnector.config = ConnectorConfig(chunk_size=CHUNK, **config)
+        ScriptedConnector.config = ConnectorConfig(**({"chunk_size": CHUNK, "save_partial_chunks": False} | config))
         ScriptedConnector.rank_count = rank_count
         ScriptedConnector.step_tokens = step_tokens
         vllm_config.cache_config.num_gpu_blocks = block_count
