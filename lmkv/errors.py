@@ -8,8 +8,10 @@ A miss is never an error. `lmkv.rpc` carries these over the wire in both directi
     ├── Conflict             FAILED_PRECONDITION  the state of things forbids it
     ├── Full                 RESOURCE_EXHAUSTED   no room now
     ├── InstanceIdInUse      ALREADY_EXISTS
+    ├── OperationCancelled   CANCELLED
+    ├── CoordinatorRestarted ABORTED
     ├── RevisionCompacted    OUT_OF_RANGE
-    ├── Unreachable          UNAVAILABLE          never sent by lmkv: a peer did not answer
+    ├── Unreachable          UNAVAILABLE          a peer did not answer
     └── ConfigError          never on the wire    a process cannot start as configured
 """
 
@@ -118,6 +120,18 @@ class GrantNotFound(Missing):
     reason = "GRANT_NOT_FOUND"
 
 
+class ChunkNotFound(Missing):
+    """A chunk is not held where it was to be taken from."""
+
+    reason = "CHUNK_NOT_FOUND"
+
+
+class OperationNotFound(Missing):
+    """No operation has this name, or it ended too long ago."""
+
+    reason = "OPERATION_NOT_FOUND"
+
+
 class Conflict(LmkvError):
     """The state of things forbids the request."""
 
@@ -179,6 +193,12 @@ class ConfigConflict(Conflict):
     reason = "CONFIG_CONFLICT"
 
 
+class ChunkPinned(Conflict):
+    """A chunk that was to be dropped is kept by a pin."""
+
+    reason = "CHUNK_PINNED"
+
+
 class Full(LmkvError):
     """There is no room now."""
 
@@ -203,6 +223,20 @@ class InstanceIdInUse(LmkvError):
 
     code = "ALREADY_EXISTS"
     reason = "INSTANCE_ID_IN_USE"
+
+
+class OperationCancelled(LmkvError):
+    """Somebody cancelled the operation before it was done."""
+
+    code = "CANCELLED"
+    reason = "OPERATION_CANCELLED"
+
+
+class CoordinatorRestarted(LmkvError):
+    """The coordinator that ran the operation is gone; what it had done until then stays done."""
+
+    code = "ABORTED"
+    reason = "COORDINATOR_RESTARTED"
 
 
 class RevisionCompacted(LmkvError):

@@ -99,6 +99,62 @@ class LookupResponse(_message.Message):
 Global___LookupResponse: _TypeAlias = LookupResponse  # noqa: Y015
 
 @_typing.final
+class LookupStreamRequest(_message.Message):
+    """Request for `CacheService.LookupStream`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def request(self) -> Global___LookupRequest:
+        """The question, as for `Lookup`."""
+
+    def __init__(
+        self,
+        *,
+        request: Global___LookupRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LookupStreamRequest: _TypeAlias = LookupStreamRequest  # noqa: Y015
+
+@_typing.final
+class LookupStreamResponse(_message.Message):
+    """Response for `CacheService.LookupStream`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESPONSE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def response(self) -> Global___LookupResponse:
+        """The answer."""
+
+    @_builtins.property
+    def error(self) -> _status_pb2.Status:
+        """Why there is none."""
+
+    def __init__(
+        self,
+        *,
+        response: Global___LookupResponse | None = ...,
+        error: _status_pb2.Status | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "response", b"response", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "response", b"response", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["response", "error"]  # noqa: Y015
+    _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
+
+Global___LookupStreamResponse: _TypeAlias = LookupStreamResponse  # noqa: Y015
+
+@_typing.final
 class Holder(_message.Message):
     """How much of a prompt one instance holds, counted from the first token without a gap."""
 
@@ -246,15 +302,18 @@ class MoveResult(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     TRANSFERRED_BYTES_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
+    DROPPED_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     chunk_count: _builtins.int
     """Chunks that the destination now holds."""
     token_count: _builtins.int
     """Tokens in them."""
     transferred_bytes: _builtins.int
     """Bytes that were transferred; less where the destination held chunks before."""
+    dropped_chunk_count: _builtins.int
+    """Chunks that the source has dropped; 0 in a copy."""
     @_builtins.property
-    def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkFailure]:
-        """Chunks that did not make it, and why."""
+    def failures(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.ChunkFailure]:
+        """Chunks that did not make it, or that the source still has though it was to drop them; and why."""
 
     def __init__(
         self,
@@ -262,43 +321,16 @@ class MoveResult(_message.Message):
         chunk_count: _builtins.int = ...,
         token_count: _builtins.int = ...,
         transferred_bytes: _builtins.int = ...,
-        failures: _abc.Iterable[Global___ChunkFailure] | None = ...,
+        failures: _abc.Iterable[_chunk_pb2.ChunkFailure] | None = ...,
+        dropped_chunk_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "failures", b"failures", "token_count", b"token_count", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "dropped_chunk_count", b"dropped_chunk_count", "failures", b"failures", "token_count", b"token_count", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MoveResult: _TypeAlias = MoveResult  # noqa: Y015
-
-@_typing.final
-class ChunkFailure(_message.Message):
-    """Why one chunk of an operation was left as it was."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    CHUNK_KEY_FIELD_NUMBER: _builtins.int
-    STATUS_FIELD_NUMBER: _builtins.int
-    chunk_key: _builtins.bytes
-    """16 bytes."""
-    @_builtins.property
-    def status(self) -> _status_pb2.Status:
-        """What went wrong."""
-
-    def __init__(
-        self,
-        *,
-        chunk_key: _builtins.bytes = ...,
-        status: _status_pb2.Status | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_key", b"chunk_key", "status", b"status"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ChunkFailure: _TypeAlias = ChunkFailure  # noqa: Y015
 
 @_typing.final
 class MoveProgress(_message.Message):
@@ -406,13 +438,13 @@ class PinResponse(_message.Message):
 
     PIN_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def pin(self) -> Global___PinnedChunks:
+    def pin(self) -> _chunk_pb2.PinnedChunks:
         """The pin, with what was really held and is now kept."""
 
     def __init__(
         self,
         *,
-        pin: Global___PinnedChunks | None = ...,
+        pin: _chunk_pb2.PinnedChunks | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pin", b"pin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -421,48 +453,6 @@ class PinResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PinResponse: _TypeAlias = PinResponse  # noqa: Y015
-
-@_typing.final
-class PinnedChunks(_message.Message):
-    """Chunks that one instance keeps from eviction."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PIN_ID_FIELD_NUMBER: _builtins.int
-    POSITION_FIELD_NUMBER: _builtins.int
-    CHUNK_COUNT_FIELD_NUMBER: _builtins.int
-    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
-    pin_id: _builtins.str
-    """Name to unpin by."""
-    chunk_count: _builtins.int
-    """Chunks kept."""
-    token_count: _builtins.int
-    """Tokens in them."""
-    @_builtins.property
-    def position(self) -> _chunk_pb2.Position:
-        """Where the chunks are."""
-
-    @_builtins.property
-    def expire_time(self) -> _timestamp_pb2.Timestamp:
-        """When the pin ends by itself."""
-
-    def __init__(
-        self,
-        *,
-        pin_id: _builtins.str = ...,
-        position: _chunk_pb2.Position | None = ...,
-        chunk_count: _builtins.int = ...,
-        token_count: _builtins.int = ...,
-        expire_time: _timestamp_pb2.Timestamp | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "position", b"position"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "expire_time", b"expire_time", "pin_id", b"pin_id", "position", b"position", "token_count", b"token_count"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PinnedChunks: _TypeAlias = PinnedChunks  # noqa: Y015
 
 @_typing.final
 class UnpinRequest(_message.Message):
@@ -544,13 +534,13 @@ class ListPinsResponse(_message.Message):
     next_page_token: _builtins.str
     """Empty on the last page."""
     @_builtins.property
-    def pins(self) -> _containers.RepeatedCompositeFieldContainer[Global___PinnedChunks]:
+    def pins(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.PinnedChunks]:
         """The page."""
 
     def __init__(
         self,
         *,
-        pins: _abc.Iterable[Global___PinnedChunks] | None = ...,
+        pins: _abc.Iterable[_chunk_pb2.PinnedChunks] | None = ...,
         next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -629,23 +619,57 @@ class ClearResult(_message.Message):
 
     CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
     chunk_count: _builtins.int
     """Copies dropped; in a dry run, copies that would be."""
     token_count: _builtins.int
     """Tokens in them."""
+    @_builtins.property
+    def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClearFailure]:
+        """Instances that did not do it, or not wholly: pinned chunks stay."""
+
     def __init__(
         self,
         *,
         chunk_count: _builtins.int = ...,
         token_count: _builtins.int = ...,
+        failures: _abc.Iterable[Global___ClearFailure] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "failures", b"failures", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClearResult: _TypeAlias = ClearResult  # noqa: Y015
+
+@_typing.final
+class ClearFailure(_message.Message):
+    """Why one instance cleared less than it was told to."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """The instance."""
+    @_builtins.property
+    def failures(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.ChunkFailure]:
+        """Why, and which chunks; without keys it is about all of them."""
+
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        failures: _abc.Iterable[_chunk_pb2.ChunkFailure] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "instance_id", b"instance_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClearFailure: _TypeAlias = ClearFailure  # noqa: Y015
 
 @_typing.final
 class ClearProgress(_message.Message):
@@ -748,6 +772,7 @@ class LayoutChange(_message.Message):
     ADMITTED_KEYS_FIELD_NUMBER: _builtins.int
     EVICTED_KEYS_FIELD_NUMBER: _builtins.int
     INSTANCE_GONE_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The instance."""
     tier: _chunk_pb2.Tier.ValueType
@@ -758,6 +783,8 @@ class LayoutChange(_message.Message):
     """Keys no longer held, 16 bytes each."""
     instance_gone: _builtins.bool
     """Whether the instance is gone and with it everything it held."""
+    fingerprint: _builtins.bytes
+    """Fingerprint of the chunks' spec; empty when the instance is gone."""
     def __init__(
         self,
         *,
@@ -766,10 +793,11 @@ class LayoutChange(_message.Message):
         admitted_keys: _builtins.bytes = ...,
         evicted_keys: _builtins.bytes = ...,
         instance_gone: _builtins.bool = ...,
+        fingerprint: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_keys", b"admitted_keys", "evicted_keys", b"evicted_keys", "instance_gone", b"instance_gone", "instance_id", b"instance_id", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_keys", b"admitted_keys", "evicted_keys", b"evicted_keys", "fingerprint", b"fingerprint", "instance_gone", b"instance_gone", "instance_id", b"instance_id", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

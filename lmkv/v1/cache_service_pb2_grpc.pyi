@@ -52,6 +52,13 @@ class CacheServiceStub:
 
     Errors: those of the service.
     """
+    LookupStream: _grpc.StreamStreamMultiCallable[_cache_service_pb2.LookupStreamRequest, _cache_service_pb2.LookupStreamResponse]
+    """Looks up one prompt after the other over one call: for who asks often, at a third of the cost.
+
+    Answers come in the order of the requests, one for each.
+
+    Errors: none. A request that `Lookup` would refuse is answered with the error, and the stream goes on.
+    """
     Move: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.MoveRequest, _operations_pb2.Operation]
     """Copies or moves chunks from one position to another, as an operation.
 
@@ -61,6 +68,7 @@ class CacheServiceStub:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): either end is not registered.
     * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the ends cannot share chunks.
     * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): an end has no such tier.
+    * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, or both positions are the same.
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
@@ -69,12 +77,16 @@ class CacheServiceStub:
 
     Errors, besides those of the service:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
+    * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): it has no such tier.
+    * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, or the ttl is not positive.
+    * `RESOURCE_EXHAUSTED` (`FULL`): the instance has as many pins as it may have.
+    * `UNAVAILABLE` (`UNREACHABLE`): the instance did not answer in time; repeat the call with the same `request_id`.
     """
     Unpin: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.UnpinRequest, _cache_service_pb2.UnpinResponse]
     """Ends a pin early. A pin that is already gone is no error.
 
     Errors:
-    * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the pin's instance is not registered.
+    * `UNAVAILABLE` (`UNREACHABLE`): the pin's instance did not answer in time.
     """
     ListPins: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ListPinsRequest, _cache_service_pb2.ListPinsResponse]
     """Lists the pins that are in force, ordered by id.
@@ -122,6 +134,13 @@ class CacheServiceAsyncStub(CacheServiceStub):
 
     Errors: those of the service.
     """
+    LookupStream: _aio.StreamStreamMultiCallable[_cache_service_pb2.LookupStreamRequest, _cache_service_pb2.LookupStreamResponse]  # type: ignore[assignment]
+    """Looks up one prompt after the other over one call: for who asks often, at a third of the cost.
+
+    Answers come in the order of the requests, one for each.
+
+    Errors: none. A request that `Lookup` would refuse is answered with the error, and the stream goes on.
+    """
     Move: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.MoveRequest, _operations_pb2.Operation]  # type: ignore[assignment]
     """Copies or moves chunks from one position to another, as an operation.
 
@@ -131,6 +150,7 @@ class CacheServiceAsyncStub(CacheServiceStub):
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): either end is not registered.
     * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the ends cannot share chunks.
     * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): an end has no such tier.
+    * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, or both positions are the same.
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
@@ -139,12 +159,16 @@ class CacheServiceAsyncStub(CacheServiceStub):
 
     Errors, besides those of the service:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
+    * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): it has no such tier.
+    * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, or the ttl is not positive.
+    * `RESOURCE_EXHAUSTED` (`FULL`): the instance has as many pins as it may have.
+    * `UNAVAILABLE` (`UNREACHABLE`): the instance did not answer in time; repeat the call with the same `request_id`.
     """
     Unpin: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.UnpinRequest, _cache_service_pb2.UnpinResponse]  # type: ignore[assignment]
     """Ends a pin early. A pin that is already gone is no error.
 
     Errors:
-    * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the pin's instance is not registered.
+    * `UNAVAILABLE` (`UNREACHABLE`): the pin's instance did not answer in time.
     """
     ListPins: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ListPinsRequest, _cache_service_pb2.ListPinsResponse]  # type: ignore[assignment]
     """Lists the pins that are in force, ordered by id.
@@ -197,6 +221,19 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def LookupStream(
+        self,
+        request_iterator: _MaybeAsyncIterator[_cache_service_pb2.LookupStreamRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_cache_service_pb2.LookupStreamResponse], _abc.AsyncIterator[_cache_service_pb2.LookupStreamResponse]]:
+        """Looks up one prompt after the other over one call: for who asks often, at a third of the cost.
+
+        Answers come in the order of the requests, one for each.
+
+        Errors: none. A request that `Lookup` would refuse is answered with the error, and the stream goes on.
+        """
+
+    @_abc_1.abstractmethod
     def Move(
         self,
         request: _cache_service_pb2.MoveRequest,
@@ -210,6 +247,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): either end is not registered.
         * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the ends cannot share chunks.
         * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): an end has no such tier.
+        * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, or both positions are the same.
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
@@ -224,6 +262,10 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors, besides those of the service:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
+        * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): it has no such tier.
+        * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, or the ttl is not positive.
+        * `RESOURCE_EXHAUSTED` (`FULL`): the instance has as many pins as it may have.
+        * `UNAVAILABLE` (`UNREACHABLE`): the instance did not answer in time; repeat the call with the same `request_id`.
         """
 
     @_abc_1.abstractmethod
@@ -235,7 +277,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         """Ends a pin early. A pin that is already gone is no error.
 
         Errors:
-        * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the pin's instance is not registered.
+        * `UNAVAILABLE` (`UNREACHABLE`): the pin's instance did not answer in time.
         """
 
     @_abc_1.abstractmethod

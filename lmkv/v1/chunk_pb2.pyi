@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.rpc import status_pb2 as _status_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -263,3 +264,73 @@ class Position(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Position: _TypeAlias = Position  # noqa: Y015
+
+@_typing.final
+class PinnedChunks(_message.Message):
+    """Chunks that one instance keeps from eviction."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIN_ID_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    pin_id: _builtins.str
+    """Name to unpin by."""
+    chunk_count: _builtins.int
+    """Chunks kept."""
+    token_count: _builtins.int
+    """Tokens in them."""
+    @_builtins.property
+    def position(self) -> Global___Position:
+        """Where the chunks are."""
+
+    @_builtins.property
+    def expire_time(self) -> _timestamp_pb2.Timestamp:
+        """When the pin ends by itself."""
+
+    def __init__(
+        self,
+        *,
+        pin_id: _builtins.str = ...,
+        position: Global___Position | None = ...,
+        chunk_count: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+        expire_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "position", b"position"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "expire_time", b"expire_time", "pin_id", b"pin_id", "position", b"position", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinnedChunks: _TypeAlias = PinnedChunks  # noqa: Y015
+
+@_typing.final
+class ChunkFailure(_message.Message):
+    """Why some chunks were left as they were."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_KEYS_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    chunk_keys: _builtins.bytes
+    """Their keys, 16 bytes each."""
+    @_builtins.property
+    def status(self) -> _status_pb2.Status:
+        """What went wrong."""
+
+    def __init__(
+        self,
+        *,
+        chunk_keys: _builtins.bytes = ...,
+        status: _status_pb2.Status | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChunkFailure: _TypeAlias = ChunkFailure  # noqa: Y015

@@ -236,6 +236,7 @@ class ReportRequest(_message.Message):
     DIGESTS_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
     ENGINE_COUNT_FIELD_NUMBER: _builtins.int
+    PINS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The instance."""
     epoch: _builtins.int
@@ -264,6 +265,10 @@ class ReportRequest(_message.Message):
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierUsage]:
         """How full the tiers are."""
 
+    @_builtins.property
+    def pins(self) -> Global___PinList:
+        """The pins in force; unset: the same as before in this stream."""
+
     def __init__(
         self,
         *,
@@ -277,14 +282,39 @@ class ReportRequest(_message.Message):
         digests: _abc.Iterable[Global___TierDigest] | None = ...,
         tiers: _abc.Iterable[Global___TierUsage] | None = ...,
         engine_count: _builtins.int = ...,
+        pins: Global___PinList | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pins", b"pins"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "digests", b"digests", "engine_count", b"engine_count", "epoch", b"epoch", "instance_id", b"instance_id", "outcomes", b"outcomes", "sequence", b"sequence", "snapshot", b"snapshot", "snapshot_end", b"snapshot_end", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "digests", b"digests", "engine_count", b"engine_count", "epoch", b"epoch", "instance_id", b"instance_id", "outcomes", b"outcomes", "pins", b"pins", "sequence", b"sequence", "snapshot", b"snapshot", "snapshot_end", b"snapshot_end", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportRequest: _TypeAlias = ReportRequest  # noqa: Y015
+
+@_typing.final
+class PinList(_message.Message):
+    """All pins in force on one instance."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PINS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pins(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.PinnedChunks]:
+        """At most 1000."""
+
+    def __init__(
+        self,
+        *,
+        pins: _abc.Iterable[_chunk_pb2.PinnedChunks] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pins", b"pins"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinList: _TypeAlias = PinList  # noqa: Y015
 
 @_typing.final
 class ChunkChange(_message.Message):
@@ -387,7 +417,7 @@ class OrderOutcome(_message.Message):
     CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     TRANSFERRED_BYTES_FIELD_NUMBER: _builtins.int
-    FAILED_KEYS_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
     order_id: _builtins.str
     """Id of the order."""
     chunk_count: _builtins.int
@@ -396,11 +426,13 @@ class OrderOutcome(_message.Message):
     """Tokens in them."""
     transferred_bytes: _builtins.int
     """Bytes transferred."""
-    failed_keys: _builtins.bytes
-    """Keys it was not carried out for, 16 bytes each."""
     @_builtins.property
     def status(self) -> _status_pb2.Status:
         """`OK`, or what went wrong."""
+
+    @_builtins.property
+    def failures(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.ChunkFailure]:
+        """Chunks it was not carried out for, and why."""
 
     def __init__(
         self,
@@ -410,11 +442,11 @@ class OrderOutcome(_message.Message):
         chunk_count: _builtins.int = ...,
         token_count: _builtins.int = ...,
         transferred_bytes: _builtins.int = ...,
-        failed_keys: _builtins.bytes = ...,
+        failures: _abc.Iterable[_chunk_pb2.ChunkFailure] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "failed_keys", b"failed_keys", "order_id", b"order_id", "status", b"status", "token_count", b"token_count", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "failures", b"failures", "order_id", b"order_id", "status", b"status", "token_count", b"token_count", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -523,6 +555,7 @@ class FetchOrder(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     CHUNK_KEYS_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The peer."""
     peer_address: _builtins.str
@@ -533,6 +566,8 @@ class FetchOrder(_message.Message):
     """Keys of the chunks, 16 bytes each."""
     tier: _chunk_pb2.Tier.ValueType
     """Tier to commit to."""
+    epoch: _builtins.int
+    """The peer's epoch."""
     def __init__(
         self,
         *,
@@ -541,10 +576,11 @@ class FetchOrder(_message.Message):
         fingerprint: _builtins.bytes = ...,
         chunk_keys: _builtins.bytes = ...,
         tier: _chunk_pb2.Tier.ValueType = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "fingerprint", b"fingerprint", "instance_id", b"instance_id", "peer_address", b"peer_address", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "epoch", b"epoch", "fingerprint", b"fingerprint", "instance_id", b"instance_id", "peer_address", b"peer_address", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -552,29 +588,33 @@ Global___FetchOrder: _TypeAlias = FetchOrder  # noqa: Y015
 
 @_typing.final
 class DropOrder(_message.Message):
-    """Order to forget chunks."""
+    """Order to forget chunks. Pinned chunks stay, and are failures if their keys were given."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TIER_FIELD_NUMBER: _builtins.int
     CHUNK_KEYS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
     tier: _chunk_pb2.Tier.ValueType
     """The tier; unset means every one."""
     chunk_keys: _builtins.bytes
     """Keys of the chunks; empty means all that the other fields select."""
     fingerprint: _builtins.bytes
     """Only chunks of this spec; empty means every one."""
+    dry_run: _builtins.bool
+    """Only count what would be forgotten."""
     def __init__(
         self,
         *,
         tier: _chunk_pb2.Tier.ValueType = ...,
         chunk_keys: _builtins.bytes = ...,
         fingerprint: _builtins.bytes = ...,
+        dry_run: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "fingerprint", b"fingerprint", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "dry_run", b"dry_run", "fingerprint", b"fingerprint", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -582,7 +622,7 @@ Global___DropOrder: _TypeAlias = DropOrder  # noqa: Y015
 
 @_typing.final
 class PinOrder(_message.Message):
-    """Order to keep chunks from eviction."""
+    """Order to keep chunks from eviction; those that are not held, from the first gap on, are not kept."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -42,6 +42,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
             partial=self._registry.is_partial(time.monotonic()),
         )
 
+    LookupStream = unimplemented_stream("LookupStream")
     Move = unimplemented("Move")
     Pin = unimplemented("Pin")
     Unpin = unimplemented("Unpin")
