@@ -2,7 +2,8 @@
 
 One integer per chunk key says it all, so that a million chunks cost about a hundred megabytes:
 
-    bit  0..31   tokens in the chunk (a partial chunk has fewer than its spec's chunk_size)
+    bit  0..19   tokens in the chunk (a partial chunk has fewer than its spec's chunk_size)
+    bit 20..31   index of the spec it was reported under
     bit 32..35   slot 0: GPU, host, disk, remote
     bit 36..39   slot 1: ...
 
@@ -16,15 +17,21 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lmkv.digests import EMPTY_DIGEST, Digest, digest
-from lmkv.keys import ChunkKey
+from lmkv.keys import ChunkKey, join_keys, split_keys
 
 TIER_COUNT = 4
 """Tiers are numbered from 1, fastest first, as in `lmkv.v1.Tier`."""
 
 _TOKEN_BITS = 32
 _TOKENS = (1 << _TOKEN_BITS) - 1
+_SPEC_SHIFT = 20
+_COUNT = (1 << _SPEC_SHIFT) - 1
 _SLOT = (1 << TIER_COUNT) - 1
 _NO_PARTIALS: Mapping[int, int] = {}
 
@@ -56,16 +63,33 @@ class Match:
         return sum(run.token_count for run in self.runs)
 
 
+class LayoutListener(Protocol):
+    """Who wants to hear of every visible change. It is called before the method that made the change returns."""
+
+    def changed(
+        self, revision: int, instance_id: str, tier: int, fingerprint: bytes, gained: bytes, lost: bytes
+    ) -> None:
+        """An instance gained and lost chunks in one tier; the keys are those that really changed."""
+
+    def replaced(self, revision: int, instance_id: str, content: Sequence[tuple[int, bytes, bytes]]) -> None:
+        """All that an instance holds is new: tiers, fingerprints and keys. Each key is there once per tier."""
+
+    def gone(self, revision: int, instance_id: str) -> None:
+        """An instance and all it held are gone."""
+
+
 class Slot:
     """What one instance holds, or says it holds: its four bits in every key's integer, and digests of them."""
 
-    __slots__ = ("digests", "index", "instance_id")
+    __slots__ = ("content", "digests", "index", "instance_id")
 
     def __init__(self, instance_id: str, index: int) -> None:
         self.instance_id = instance_id
         self.index = index
         self.digests: dict[tuple[int, bytes], Digest] = {}
         """By tier and fingerprint."""
+        self.content: dict[tuple[int, bytes], dict[ChunkKey, None]] | None = None
+        """Keys by tier and fingerprint, while it is staged and somebody listens."""
 
     @property
     def shift(self) -> int:
@@ -87,6 +111,8 @@ class LayoutMap:
     def __init__(self, revision: int = 0) -> None:
         self.revision = revision
         """Rises with each change that a lookup could see."""
+        self.listener: LayoutListener | None = None
+        self._specs: list[bytes] = []
         self._bits: dict[ChunkKey, int] = {}
         self._live: dict[str, Slot] = {}
         self._staged: set[Slot] = set()
@@ -123,14 +149,18 @@ class LayoutMap:
         if slot is None:
             slot = self._live[instance_id] = self._take_slot(instance_id)
             self._visible |= slot.mask
-        if self._write(slot, tier, admitted, evicted, partial_token_counts, chunk_size, fingerprint):
+        gained, lost = self._write(slot, tier, admitted, evicted, partial_token_counts, chunk_size, fingerprint)
+        if gained or lost:
             self.revision += 1
+            if self.listener:
+                self.listener.changed(self.revision, instance_id, tier, fingerprint, join_keys(gained), join_keys(lost))
         return self.revision
 
     def stage(self, instance_id: str) -> Slot:
         """Opens a snapshot of what an instance holds. Nobody sees it until `install`; end it by that or `discard`."""
         slot = self._take_slot(instance_id)
         self._staged.add(slot)
+        slot.content = {} if self.listener else None
         return slot
 
     def apply_staged(
@@ -146,7 +176,12 @@ class LayoutMap:
     ) -> None:
         """As `apply`, into an open snapshot."""
         assert staged in self._staged, "the snapshot has ended"
-        self._write(staged, tier, admitted, evicted, partial_token_counts, chunk_size, fingerprint)
+        gained, lost = self._write(staged, tier, admitted, evicted, partial_token_counts, chunk_size, fingerprint)
+        if staged.content is not None:
+            held = staged.content.setdefault((tier, fingerprint), {})
+            held.update(dict.fromkeys(gained))
+            for key in lost:
+                held.pop(key, None)
 
     def install(self, staged: Slot) -> int:
         """Makes a snapshot what the instance holds, all at once; returns the revision after it."""
@@ -157,6 +192,10 @@ class LayoutMap:
         self._live[staged.instance_id] = staged
         self._visible |= staged.mask
         self.revision += 1
+        content, staged.content = staged.content, None
+        if self.listener:
+            packed = [(tier, fingerprint, join_keys(keys)) for (tier, fingerprint), keys in (content or {}).items()]
+            self.listener.replaced(self.revision, staged.instance_id, packed)
         return self.revision
 
     def discard(self, staged: Slot) -> None:
@@ -171,6 +210,8 @@ class LayoutMap:
         if slot is not None:
             self._retire(slot)
             self.revision += 1
+            if self.listener:
+                self.listener.gone(self.revision, instance_id)
 
     def sweep(self, limit: int) -> bool:
         """Cleans at most `limit` keys of slots that were given up; returns whether more are left to clean."""
@@ -191,11 +232,13 @@ class LayoutMap:
 
     # --- Reading -------------------------------------------------------------------------------------------------
 
-    def lookup(self, keys: Sequence[ChunkKey], excluded: str = "") -> list[Match]:
+    def lookup(self, keys: bytes | Sequence[ChunkKey], excluded: str = "") -> list[Match]:
         """Everyone but `excluded` who holds the first key, with the contiguous prefix they hold.
 
         Longest first, then by instance id. Where a chunk is in several tiers, the fastest counts.
         """
+        if isinstance(keys, bytes):
+            keys = split_keys(keys)
         reading = self._visible & ~_TOKENS
         if excluded in self._live:
             reading &= ~self._live[excluded].mask
@@ -217,6 +260,47 @@ class LayoutMap:
             spans.append((index, held | (mask & _TOKENS)))
             last = mask
         return self._matches(spans, end)
+
+    def match_at(self, instance_id: str, tier: int, chunk_keys: bytes) -> tuple[int, int]:
+        """Chunks and tokens of the contiguous prefix of the keys that an instance holds in one tier (0: in any)."""
+        chunk_count = token_count = 0
+        for key, held in zip(split_keys(chunk_keys), self.held_mask(instance_id, tier, chunk_keys), strict=True):
+            if not held:
+                break
+            chunk_count += 1
+            token_count += self._bits[key] & _COUNT
+        return chunk_count, token_count
+
+    def held_mask(self, instance_id: str, tier: int, chunk_keys: bytes) -> NDArray[np.bool_]:
+        """Which of the keys an instance holds in one tier (0: in any)."""
+        keys = split_keys(chunk_keys)
+        slot = self._live.get(instance_id)
+        if slot is None:
+            return np.zeros(len(keys), np.bool_)
+        mask = 1 << (slot.shift + tier - 1) if tier else slot.mask
+        return np.array([bool(self._bits.get(key, 0) & mask) for key in keys], np.bool_)
+
+    def fingerprint_of(self, chunk_key: bytes) -> bytes | None:
+        """The spec that a key which somebody holds was reported under; None if nobody does."""
+        mask = self._bits.get(ChunkKey(chunk_key), 0)
+        return self._specs[(mask & _TOKENS) >> _SPEC_SHIFT] if mask & self._visible & ~_TOKENS else None
+
+    def scan(self, cursor: int, limit: int) -> tuple[int, list[tuple[str, int, bytes, bytes]]]:
+        """A step of a walk over everything that is held, about `limit` keys of it, and where the next step begins.
+
+        Begin with 0; the walk ends when 0 comes back. Parts are instance, tier, fingerprint and keys. The map may
+        change between steps: what is held throughout is seen, the rest may be.
+        """
+        assert cursor == 0
+        assert limit > 0
+        parts: dict[tuple[str, int, bytes], list[ChunkKey]] = {}
+        for key, mask in self._bits.items():
+            for slot in self._live.values():
+                for tier in range(1, TIER_COUNT + 1):
+                    if mask >> (slot.shift + tier - 1) & 1:
+                        place = (slot.instance_id, tier, self._specs[(mask & _TOKENS) >> _SPEC_SHIFT])
+                        parts.setdefault(place, []).append(key)
+        return 0, [(*place, join_keys(keys)) for place, keys in parts.items()]
 
     def digest(self, instance_id: str, tier: int) -> Digest:
         """The digest of what an instance holds in one tier, over all specs."""
@@ -279,23 +363,26 @@ class LayoutMap:
         partial_token_counts: Mapping[int, int],
         chunk_size: int,
         fingerprint: bytes,
-    ) -> bool:
+    ) -> tuple[list[ChunkKey], list[ChunkKey]]:
         assert 1 <= tier <= TIER_COUNT
         bit = 1 << (slot.shift + tier - 1)
+        if fingerprint not in self._specs:
+            self._specs.append(fingerprint)
+        spec = self._specs.index(fingerprint) << _SPEC_SHIFT
         if partial_token_counts:
             full = [key for index, key in enumerate(admitted) if index not in partial_token_counts]
-            gained = self._set_bit(full, bit, chunk_size)
+            gained = self._set_bit(full, bit, spec | chunk_size)
             for index, tokens in partial_token_counts.items():
-                gained += self._set_bit([admitted[index]], bit, tokens)
+                gained += self._set_bit([admitted[index]], bit, spec | tokens)
         else:
-            gained = self._set_bit(admitted, bit, chunk_size)
+            gained = self._set_bit(admitted, bit, spec | chunk_size)
         lost = self._clear_bits(evicted, bit)
         place = (tier, fingerprint)
         noted = slot.digests.get(place, EMPTY_DIGEST).plus(digest(gained)).minus(digest(lost))
         slot.digests[place] = noted
         if noted == EMPTY_DIGEST:
             del slot.digests[place]
-        return bool(gained or lost)
+        return gained, lost
 
     def _set_bit(self, keys: Iterable[ChunkKey], bit: int, tokens: int) -> list[ChunkKey]:
         """Sets one bit of some keys; returns those that did not have it."""
@@ -303,6 +390,7 @@ class LayoutMap:
         get = bits.get
         # Neighbours mostly have the same holders: one integer object serves them all, 32 bytes less for each chunk.
         shared: dict[int, int] = {}
+        alive = (self._visible | sum(slot.mask for slot in self._staged)) & ~_TOKENS
         gained = []
         for key in keys:
             old = get(key, 0)
@@ -310,7 +398,8 @@ class LayoutMap:
                 continue
             new = shared.get(old)
             if new is None:
-                new = shared[old] = (old or tokens) | bit
+                # What a key says of itself counts as long as anybody holds it who is not to be swept away.
+                new = shared[old] = (old if old & alive else old & ~_TOKENS | tokens) | bit
             bits[key] = new
             gained.append(key)
         return gained
@@ -351,7 +440,7 @@ class LayoutMap:
             assert slot is not None
             holders &= holders - 1
             masks = (mask >> slot.shift & _SLOT for _, mask in spans)
-            tokens = (mask & _TOKENS for _, mask in spans)
+            tokens = (mask & _COUNT for _, mask in spans)
             matches.append(Match(instance_id=slot.instance_id, runs=_runs(zip(masks, tokens, lengths, strict=True))))
         return sorted(matches, key=lambda match: (-match.chunk_count, match.instance_id))
 

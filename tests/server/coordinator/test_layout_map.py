@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import sha256
 
 from hypothesis import settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from lmkv.digests import EMPTY_DIGEST, Digest, digest
-from lmkv.keys import ChunkKey
+from lmkv.keys import ChunkKey, join_keys, split_keys
 from lmkv_server.coordinator.layout_map import LayoutMap, Match, Run, Slot
 
 GPU, HOST, DISK = 1, 2, 3
@@ -182,6 +183,84 @@ def test_chunks_are_counted_per_spec() -> None:
     layout.apply("a", HOST, evicted=KEYS[:1], chunk_size=CHUNK, fingerprint=b"one")
     assert layout.chunk_counts("a") == {(HOST, b"one"): 2, (HOST, b"two"): 2}
     assert layout.digest("a", HOST) == digest(KEYS[1:5])
+
+
+def test_one_instance_is_asked_for_its_prefix_in_one_tier_or_in_any() -> None:
+    layout = LayoutMap()
+    layout.apply("a", HOST, KEYS[:3], partial_token_counts={2: 12}, chunk_size=CHUNK)
+    layout.apply("a", DISK, KEYS[1:5], chunk_size=CHUNK)
+    asked = join_keys(KEYS[:6])
+    assert layout.match_at("a", HOST, asked) == (3, 524)
+    assert layout.match_at("a", DISK, asked) == (0, 0)
+    assert layout.match_at("a", 0, asked) == (5, 4 * CHUNK + 12)
+    assert layout.match_at("stranger", 0, asked) == (0, 0)
+    assert layout.held_mask("a", HOST, asked).tolist() == [True] * 3 + [False] * 3
+    assert layout.held_mask("a", DISK, asked).tolist() == [False] + [True] * 4 + [False]
+    assert layout.held_mask("a", 0, asked).tolist() == [True] * 5 + [False]
+    assert layout.held_mask("stranger", 0, asked).tolist() == [False] * 6
+    layout.drop_instance("a")
+    assert layout.match_at("a", 0, asked) == (0, 0)
+
+
+def test_a_held_key_tells_its_spec() -> None:
+    layout = LayoutMap()
+    layout.apply("a", HOST, KEYS[:1], chunk_size=CHUNK, fingerprint=b"one")
+    layout.apply("a", HOST, KEYS[1:2], chunk_size=CHUNK, fingerprint=b"two")
+    assert [layout.fingerprint_of(key) for key in KEYS[:3]] == [b"one", b"two", None]
+    layout.drop_instance("a")
+    assert layout.fingerprint_of(KEYS[0]) is None
+    layout.apply("b", HOST, KEYS[:1], chunk_size=16, fingerprint=b"three")
+    assert layout.fingerprint_of(KEYS[0]) == b"three"
+    assert tokens(layout, KEYS) == {"b": 16}
+
+
+class Mirror:
+    """A listener that keeps what it hears, and so must have what the layout map has."""
+
+    def __init__(self) -> None:
+        self.revision = 0
+        self.held: dict[str, dict[tuple[int, bytes], set[ChunkKey]]] = {}
+
+    def changed(
+        self, revision: int, instance_id: str, tier: int, fingerprint: bytes, gained: bytes, lost: bytes
+    ) -> None:
+        self._rises(revision)
+        assert gained or lost
+        held = self.held.setdefault(instance_id, {}).setdefault((tier, fingerprint), set())
+        assert held.isdisjoint(split_keys(gained))
+        held |= set(split_keys(gained))
+        assert held.issuperset(split_keys(lost))
+        held -= set(split_keys(lost))
+
+    def replaced(self, revision: int, instance_id: str, content: Sequence[tuple[int, bytes, bytes]]) -> None:
+        self._rises(revision)
+        self.held[instance_id] = {(tier, fingerprint): set(split_keys(keys)) for tier, fingerprint, keys in content}
+        assert sum(len(keys) for _, _, keys in content) == 16 * sum(map(len, self.held[instance_id].values()))
+
+    def gone(self, revision: int, instance_id: str) -> None:
+        self._rises(revision)
+        del self.held[instance_id]
+
+    def _rises(self, revision: int) -> None:
+        assert revision > self.revision
+        self.revision = revision
+
+
+def test_a_listener_hears_what_really_changed() -> None:
+    layout = LayoutMap()
+    layout.listener = mirror = Mirror()
+    admit(layout, "a", KEYS[:3])
+    admit(layout, "a", KEYS[1:4])
+    evict(layout, "a", KEYS[2:])
+    assert mirror.held == {"a": {(HOST, b""): set(KEYS[:2])}}
+    staged = layout.stage("a")
+    layout.apply_staged(staged, HOST, KEYS[:5], KEYS[:1], chunk_size=CHUNK, fingerprint=b"one")
+    layout.apply_staged(staged, DISK, KEYS[:1], chunk_size=CHUNK, fingerprint=b"one")
+    assert mirror.held == {"a": {(HOST, b""): set(KEYS[:2])}}
+    assert layout.install(staged) == mirror.revision
+    assert mirror.held == {"a": {(HOST, b"one"): set(KEYS[1:5]), (DISK, b"one"): set(KEYS[:1])}}
+    layout.drop_instance("a")
+    assert mirror.held == {}
 
 
 def test_a_digest_is_the_sum_of_the_first_eight_bytes() -> None:
