@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from lmkv.errors import BadMessage
+from lmkv.errors import BadMessage, LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
@@ -20,15 +20,30 @@ Offer = tuple[int, int, chunk_pb2.Extent]
 
 
 class Progress:
-    """The chunks of one fetch. Each is held as it comes, and handed out once all before it are there."""
+    """The chunks of one fetch. Each is held as it comes, and handed out once all before it are there.
 
-    def __init__(self, tier: HostTier, spec: KvSpec, keys: Sequence[ChunkKey], first: int, on_chunks: OnChunks) -> None:
+    Without `in_order` each is of use by itself, and handed out as it comes.
+    """
+
+    def __init__(
+        self,
+        tier: HostTier,
+        spec: KvSpec,
+        keys: Sequence[ChunkKey],
+        first: int,
+        on_chunks: OnChunks,
+        *,
+        in_order: bool = True,
+    ) -> None:
         self.spec = spec
         self.keys = keys
+        self.in_order = in_order
         self.missing = set(range(first, len(keys)))
         """Indices of chunks that are not here yet."""
-        self.next_index = first
-        """The chunk to be handed out next."""
+        self.handed_count = 0
+        """Chunks handed out."""
+        self.failures: dict[ChunkKey, LmkvError] = {}
+        """Why chunks did not come when they were asked for; they may have come since."""
         self.changed = asyncio.Event()
         """Set whenever a chunk came, or somebody else gave up bringing one."""
         self.size_bytes = 0
@@ -37,21 +52,35 @@ class Progress:
         """The peers they came from, in order of first use."""
         self._tier = tier
         self._on_chunks = on_chunks
+        self._next_index = first
         self._arrived: dict[int, Chunk] = {}
         self._closed = False
+
+    @property
+    def front(self) -> Collection[int]:
+        """The missing chunks of which each would be handed out if it came now."""
+        return {self._next_index} & self.missing if self.in_order else self.missing
 
     def add(self, chunks: Iterable[tuple[int, Chunk]], instance_id: str = "") -> None:
         """Takes chunks that are now in the tier, and notes which peer they came from, if any."""
         for index, chunk in chunks:
             if index in self.missing and not self._closed:
                 self._take(index, chunk, instance_id)
-        run = []
-        while self.next_index in self._arrived:
-            run.append((self.next_index, self._arrived.pop(self.next_index)))
-            self.next_index += 1
-        if run:
-            self._on_chunks(run)
+        if due := self._due():
+            self.handed_count += len(due)
+            self._on_chunks(due)
         self.changed.set()
+
+    def _due(self) -> list[tuple[int, Chunk]]:
+        """Takes off what is to be handed out now."""
+        if not self.in_order:
+            due, self._arrived = list(self._arrived.items()), {}
+            return due
+        due = []
+        while self._next_index in self._arrived:
+            due.append((self._next_index, self._arrived.pop(self._next_index)))
+            self._next_index += 1
+        return due
 
     def _take(self, index: int, chunk: Chunk, instance_id: str) -> None:
         self.missing.discard(index)

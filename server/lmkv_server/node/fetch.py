@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lmkv.errors import Full, KvSpecMismatch, LmkvError, NoFreeExtents, Unreachable
+from lmkv.errors import ChunkNotFound, Full, KvSpecMismatch, LmkvError, NoFreeExtents, Unreachable
 from lmkv.transfer import Copy
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
@@ -38,6 +38,8 @@ FAST_SECONDS = 0.05
 SLOW_SECONDS = 0.2
 """A batch that took more is followed by a smaller one."""
 GRANT_MARGIN_SECONDS = 0.5
+MAX_STEP_SECONDS = 10.0
+"""A peer that takes longer for one answer or one batch has failed, however much time is left."""
 LEAST_SECONDS = 0.005
 """With less time left nothing is begun."""
 
@@ -108,9 +110,9 @@ class Fetch:
 
     def _step_seconds(self, source: _Source) -> float:
         """How long a step may take: not all the time, if another holder could be asked after it."""
-        front = self._progress.next_index
-        others = any(other is not source and other.has(front) for other in self._sources)
-        return max(self._left() / 2 if others else self._left(), LEAST_SECONDS)
+        front = self._progress.front
+        others = any(other is not source and any(map(other.has, front)) for other in self._sources)
+        return min(max(self._left() / 2 if others else self._left(), LEAST_SECONDS), MAX_STEP_SECONDS)
 
     def _choose(self) -> tuple[_Source | None, list[int]]:
         """The best holder of something that is missing, and what to ask it for."""
@@ -119,9 +121,10 @@ class Fetch:
         for index in sorted(self._progress.missing):
             if keys[index] in flights:
                 continue
-            if not any(source.has(index) for source in self._sources):
+            if any(source.has(index) for source in self._sources):
+                mine.append(index)
+            elif self._progress.in_order:
                 break  # a hole that nobody fills: what comes behind it is of no use
-            mine.append(index)
         for source in self._sources:
             if wanted := [index for index in mine if source.has(index)]:
                 return source, wanted
@@ -130,7 +133,7 @@ class Fetch:
     async def _others(self) -> bool:
         """Waits for something that another fetch brings; False if that is no use, or the time is up."""
         progress = self._progress
-        if progress.keys[progress.next_index] not in self._peers.flights:
+        if not any(progress.keys[index] in self._peers.flights for index in progress.front):
             return False
         progress.changed.clear()
         try:
@@ -183,6 +186,8 @@ class Fetch:
                 pending.extendleft(index for index in reversed(window) if index not in granted)
             else:
                 source.refused.update(window)
+                absent = ChunkNotFound(f"{source.peer.instance_id} does not hold it", instance_id=source.peer.instance_id)
+                progress.failures.update(dict.fromkeys(keys, absent))
         finally:
             flights.end(keys)
 
@@ -288,10 +293,8 @@ class Fetch:
             self._peers.flights.land(committed, source.peer.instance_id)
 
     def _reject(self, source: _Source, incoming: Incoming) -> None:
+        key, instance_id = self._progress.keys[incoming.index], source.peer.instance_id
         source.refused.add(incoming.index)
+        self._progress.failures[key] = Unreachable(f"it came damaged from {instance_id}", instance_id=instance_id)
         self._peers.checksum_mismatches += 1
-        logger.warning(
-            "chunk %s came damaged from %s and was thrown away",
-            self._progress.keys[incoming.index].hex(),
-            source.peer.instance_id,
-        )
+        logger.warning("chunk %s came damaged from %s and was thrown away", key.hex(), instance_id)

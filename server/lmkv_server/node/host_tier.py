@@ -7,7 +7,7 @@ free ──reserve──► reserved ──commit──► held ──evict, dro
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -39,6 +39,8 @@ class Chunk:
     generation: int
     holds: int = 0
     """How many grants and pins keep the bytes in place."""
+    pins: int = 0
+    """How many of the holds are pins, which keep the chunk in the index, too."""
     dropped: bool = False
     """Whether it is out of the index and only its holds keep the bytes."""
 
@@ -115,6 +117,19 @@ class HostTier:
             if chunk.dropped and not chunk.holds:
                 self._free.give(chunk.offset, chunk.size_bytes)
 
+    def pin(self, chunks: Collection[Chunk]) -> None:
+        """Holds the chunks and keeps them from `clear`, until as many `unpin`s."""
+        self.hold(chunks)
+        for chunk in chunks:
+            chunk.pins += 1
+
+    def unpin(self, chunks: Collection[Chunk]) -> None:
+        """Ends one pin on each chunk."""
+        for chunk in chunks:
+            assert chunk.pins > 0, "unpin without pin"
+            chunk.pins -= 1
+        self.unhold(chunks)
+
     def reserve(self, size_bytes: int) -> Reserved | None:
         """An extent to write into, evicting the oldest chunks that nobody holds; None if those do not make room."""
         size = align(size_bytes)
@@ -170,15 +185,15 @@ class HostTier:
         self._free.give(offset, reserved.size_bytes)
 
     def drop(self, keys: Iterable[ChunkKey]) -> int:
-        """Forgets the chunks; the count of those that were held. Bytes on hold stay in place until the hold ends."""
+        """Forgets the chunks, pinned or not; the count of those that were there. Bytes on hold stay until it ends."""
         chunks = [chunk for key in keys if (chunk := self._chunks.get(key))]
         for chunk in chunks:
             self._remove(chunk)
         return len(chunks)
 
     def clear(self, fingerprint: bytes) -> int:
-        """Forgets every chunk of one spec; their count."""
-        return self.drop([chunk.key for chunk in self if chunk.fingerprint == fingerprint])
+        """Forgets every chunk of one spec that is not pinned; their count."""
+        return self.drop([chunk.key for chunk in self if chunk.fingerprint == fingerprint and not chunk.pins])
 
     def _remove(self, chunk: Chunk) -> None:
         del self._chunks[chunk.key]
@@ -196,4 +211,5 @@ class HostTier:
         taken.sort()
         for (offset, size), (following, _) in pairwise(taken):
             assert offset + size <= following, "extents overlap"
+        assert all(0 <= chunk.pins <= chunk.holds for chunk in (*self, *dropped_on_hold))
         assert sum(size for _, size in taken) == self.used_bytes

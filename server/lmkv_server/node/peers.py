@@ -36,7 +36,7 @@ class Fetched:
     """How a fetch went."""
 
     chunk_count: int = 0
-    """Chunks handed out, from the first on without a gap."""
+    """Chunks handed out."""
     size_bytes: int = 0
     """Bytes that came from peers for it."""
     seconds: float = 0.0
@@ -110,15 +110,18 @@ class Peers:
         then. Raises nothing, and neither may `on_chunks`. Cancelled at any point it leaves no hold and no grant, and no
         reservation but of memory that a transfer may still write to.
         """
+        return await self.bring(Progress(self.tier, spec, keys, first, on_chunks), holders, timeout_seconds)
+
+    async def bring(self, progress: Progress, holders: Sequence[Holder], timeout_seconds: float) -> Fetched:
+        """Brings what is missing, as `fetch` does, for a progress that the caller looks into. It is closed then."""
         started = time.monotonic()
-        progress = Progress(self.tier, spec, keys, first, on_chunks)
         fetch = Fetch(self, progress, holders, started + timeout_seconds)
         try:
             await fetch.run()
         finally:
             progress.close()
         return Fetched(
-            chunk_count=progress.next_index - first,
+            chunk_count=progress.handed_count,
             size_bytes=progress.size_bytes,
             seconds=time.monotonic() - started,
             instance_ids=tuple(progress.instance_ids),
