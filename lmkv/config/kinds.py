@@ -16,6 +16,8 @@ from lmkv.units import GB, parse_gigabytes, parse_seconds
 
 T = TypeVar("T")
 
+OFF = -1
+"""The port of what is not served."""
 MAX_SECONDS = 31_536_000.0
 """A year: every wait has a bound."""
 MAX_GIGABYTES = float(1 << 20)
@@ -69,6 +71,12 @@ def _whole(raw: object, low: int, high: int) -> int:
     if isinstance(raw, str):
         raw = int(raw)
     return raw if isinstance(raw, int) and not isinstance(raw, bool) and low <= raw <= high else _refuse()
+
+
+def _port_if_any(raw: object) -> int | None:
+    if raw is None or raw == "":
+        return None
+    return OFF if raw is False or raw == "off" else _whole(raw, OFF, 65535)  # YAML reads a bare off as false
 
 
 _TRUE = ("true", "1", "yes", "on")
@@ -179,6 +187,12 @@ HOST = Kind(
 REACHABLE_HOST = Kind(metavar="HOST", expects=HOST.expects, parse=_reachable_host)
 ADDRESS = Kind(metavar="HOST:PORT", expects="host:port, such as 10.0.0.5:9000", parse=_address)
 PORT = whole(0, 65535, "a port from 0 to 65535 (0: a free one)", "PORT")
+PORT_IF_ANY: Kind[int | None] = Kind(
+    metavar="PORT|off",
+    expects="a port from 0 to 65535 (0: a free one), or off",
+    parse=_port_if_any,
+    write=lambda port: "" if port is None else "off" if port == OFF else str(port),
+)
 PORTS = Kind(
     metavar="JSON",
     expects='names with ports from 1 to 65535, such as {"pull": 8300}',

@@ -18,8 +18,10 @@ from lmkv.config.kinds import (
     INSTANCE_ID,
     MILLISECONDS,
     NAMES,
+    OFF,
     PATH,
     PORT,
+    PORT_IF_ANY,
     PORTS,
     REACHABLE_HOST,
     SECONDS,
@@ -217,11 +219,18 @@ class CoordinatorConfig(Config):
     """What a coordinator is told: `lmkv coordinator`."""
 
     host: str = key(HOST, "127.0.0.1", "Address to bind; 0.0.0.0 for all.")
-    port: int = key(PORT, 9000, "Port to serve; 0: a free one.")
+    port: int = key(PORT, 9000, "Port to serve gRPC on, or HTTP if `monitor_ports` serve gRPC; 0: a free one.")
+    http_port: int | None = key(
+        PORT_IF_ANY,
+        None,
+        "Port to serve HTTP on; 0: a free one; off: none.",
+        shown_default="`port` + 1, or `port` itself if `monitor_ports` serve gRPC",
+    )
     monitor_ports: Mapping[str, int] = key(
         PORTS,
         dict,
-        "Further ports that serve the same, by any name, for configurations of LMCache.",
+        "Ports to serve gRPC on, by any name, as LMCache has them: `port` is then left to HTTP, unless `http_port` is "
+        "set.",
         Alias(name="monitor_port", convert=lambda raw: {"pull": PORT.read(raw)}),
     )
     lease_ttl: float = key(SECONDS, 3.0, "How long a node counts as alive after its last report, in seconds.")
@@ -229,6 +238,27 @@ class CoordinatorConfig(Config):
         SECRET, "", "Secret that chunk keys are made with, the same in the whole fleet; no flag takes it."
     )
     log_level: str = key(LOG_LEVEL, "info", "Least severe messages to log.")
+
+    @property
+    def grpc_ports(self) -> Mapping[str, int]:
+        """The ports that speak gRPC, by the key that sets each."""
+        ports = {f"monitor_ports[{name!r}]": port for name, port in self.monitor_ports.items()}
+        return ports if self.port_is_for_http else {"port": self.port, **ports}
+
+    @property
+    def http_ports(self) -> Mapping[str, int]:
+        """The port that speaks HTTP, by the key that sets it; empty if there is none."""
+        if self.port_is_for_http:
+            return {"port": self.port}
+        if self.http_port is None:
+            # Next to `port`; where no port is next to it, as next to 0, a free one.
+            return {"http_port": self.port and (self.port + 1) % 65536}
+        return {} if self.http_port == OFF else {"http_port": self.http_port}
+
+    @property
+    def port_is_for_http(self) -> bool:
+        """Whether the ports mean what they mean to LMCache: monitors for its instances, `port` for HTTP."""
+        return bool(self.monitor_ports) and self.http_port is None
 
 
 @dataclass(frozen=True, kw_only=True)

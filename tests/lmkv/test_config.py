@@ -89,6 +89,7 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
     coordinator = load(CoordinatorConfig, env=EMPTY)
     assert (coordinator.host, coordinator.port, coordinator.lease_ttl) == ("127.0.0.1", 9000, 3.0)
     assert coordinator.monitor_ports == {}
+    assert (coordinator.grpc_ports, coordinator.http_ports) == ({"port": 9000}, {"http_port": 9001})
 
 
 def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
@@ -199,9 +200,39 @@ def test_values_are_read_as_people_write_them(tmp_path: Path, text: str, name: s
     ("flag", "ports"),
     [("monitor_ports", '{"pull": 8300, "reply": 8400}'), ("monitor_ports", {"pull": 8300, "reply": 8400})],
 )
-def test_the_coordinator_may_serve_further_ports(flag: str, ports: object) -> None:
+def test_the_coordinator_takes_lmcaches_monitor_ports(flag: str, ports: object) -> None:
     assert load(CoordinatorConfig, env=EMPTY, flags={flag: ports}).monitor_ports == {"pull": 8300, "reply": 8400}
     assert load(CoordinatorConfig, env=EMPTY, flags={"monitor_port": "9001"}).monitor_ports == {"pull": 9001}
+
+
+@pytest.mark.parametrize(
+    ("flags", "grpc_ports", "http_ports"),
+    [
+        ({"port": "9100"}, {"port": 9100}, {"http_port": 9101}),
+        ({"port": "0"}, {"port": 0}, {"http_port": 0}),
+        ({"port": "65535"}, {"port": 65535}, {"http_port": 0}),
+        ({"http_port": "0"}, {"port": 9000}, {"http_port": 0}),
+        ({"http_port": "off"}, {"port": 9000}, {}),
+        ({"http_port": "-1"}, {"port": 9000}, {}),
+        ({"monitor_port": "9001"}, {"monitor_ports['pull']": 9001}, {"port": 9000}),
+        ({"monitor_ports": {"pull": 1, "reply": 2}, "http_port": 3},
+         {"port": 9000, "monitor_ports['pull']": 1, "monitor_ports['reply']": 2}, {"http_port": 3}),
+        ({"monitor_port": "8300", "http_port": "off"}, {"port": 9000, "monitor_ports['pull']": 8300}, {}),
+    ],
+)  # fmt: skip
+def test_the_coordinators_ports_follow_from_its_keys(
+    flags: dict[str, Any], grpc_ports: dict[str, int], http_ports: dict[str, int]
+) -> None:
+    config = load(CoordinatorConfig, env=EMPTY, flags=flags)
+    assert (config.grpc_ports, config.http_ports) == (grpc_ports, http_ports)
+
+
+def test_http_may_be_off_in_a_file_too(tmp_path: Path) -> None:
+    assert load(CoordinatorConfig, file=written(tmp_path, "http_port: off\n"), env=EMPTY).http_ports == {}
+    assert load(CoordinatorConfig, file=written(tmp_path, "http_port:\n"), env=EMPTY).http_ports == {"http_port": 9001}
+    assert "http_port must be a port from 0 to 65535 (0: a free one), or off, not 'on'" in refusal(
+        CoordinatorConfig, flags={"http_port": "on"}
+    ).replace("--http-port", "http_port")
 
 
 @pytest.mark.parametrize("word", ["True", "true", "1", "yes", "on", "ON"])
@@ -432,9 +463,13 @@ def test_a_child_process_gets_exactly_the_same_configuration(values: dict[str, A
 
 
 @settings(deadline=None)
-@given(st.dictionaries(text, st.integers(1, 65535), max_size=3), st.integers(0, 65535))
-def test_a_coordinators_configuration_survives_the_environment_too(ports: dict[str, int], port: int) -> None:
-    config = CoordinatorConfig(monitor_ports=ports, port=port)
+@given(
+    st.dictionaries(text, st.integers(1, 65535), max_size=3), st.integers(0, 65535), st.none() | st.integers(-1, 65535)
+)
+def test_a_coordinators_configuration_survives_the_environment_too(
+    ports: dict[str, int], port: int, http_port: int | None
+) -> None:
+    config = CoordinatorConfig(monitor_ports=ports, port=port, http_port=http_port)
     assert load(CoordinatorConfig, env=to_environment(config)) == config
 
 

@@ -1,11 +1,9 @@
-"""The coordinator: one gRPC server over the registry, and the sweeper that ends leases."""
+"""The coordinator: a gRPC and an HTTP server over the registry, and the sweeper that ends leases."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import socket
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -18,7 +16,10 @@ from lmkv import rpc
 from lmkv.errors import ConfigError
 from lmkv.v1 import cache_service_pb2_grpc, registry_service_pb2_grpc
 from lmkv_server.coordinator.cache_service import CacheService
+from lmkv_server.coordinator.http.app import Handlers, make_app
+from lmkv_server.coordinator.http.server import HttpServer
 from lmkv_server.coordinator.operations_service import OperationsService
+from lmkv_server.coordinator.ports import address, listen
 from lmkv_server.coordinator.registry import Registry
 from lmkv_server.coordinator.registry_service import RegistryService
 
@@ -33,8 +34,9 @@ SWEEP_STEP = 5_000
 class Coordinator:
     """Serves `CacheService`, `RegistryService` and `Operations` while it is entered.
 
-    `port` 0 takes a free one. `monitor_ports` are further ports that serve the same. Leases last `lease_ttl` seconds.
-    Entering raises `ConfigError` if a port cannot be had.
+    It speaks gRPC on `port`, or on `grpc_ports` if they are given, and HTTP on `http_ports`. Ports are given by the
+    configuration key that sets them; 0 takes a free one. Leases last `lease_ttl` seconds. Entering raises `ConfigError`
+    if a port cannot be had.
     """
 
     def __init__(
@@ -42,39 +44,60 @@ class Coordinator:
         *,
         host: str = "127.0.0.1",
         port: int = 9000,
-        monitor_ports: Mapping[str, int] | None = None,
+        grpc_ports: Mapping[str, int] | None = None,
+        http_ports: Mapping[str, int] | None = None,
         lease_ttl: float = 3.0,
         cluster_secret: str = "",
     ) -> None:
         self.host = host
-        self.port = port
-        """The port it serves on, once it is entered."""
-        self._monitor_ports = dict(monitor_ports or {})
+        self.grpc_ports = dict(grpc_ports or {"port": port})
+        """The ports that speak gRPC, by the key that set each; the real ones once it is entered."""
+        self.http_ports = dict(http_ports or {})
+        """The ports that speak HTTP, likewise."""
         self._lease_ttl = lease_ttl
         self._secret = cluster_secret.encode()
         self._server: grpc.aio.Server | None = None
+        self._http: list[HttpServer] = []
         self._sweeper: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        """The first port that speaks gRPC."""
+        return next(iter(self.grpc_ports.values()))
 
     @property
     def address(self) -> str:
         """`host:port` to call it at."""
-        return _address(self.host, self.port)
+        return address(self.host, self.port)
+
+    @property
+    def http_address(self) -> str:
+        """`host:port` of its HTTP server; empty if it has none."""
+        return next((address(self.host, port) for port in self.http_ports.values()), "")
 
     async def __aenter__(self) -> Self:
         # Beginning at the time of day keeps revisions rising across restarts.
         registry = Registry(lease_ttl=self._lease_ttl, now=time.monotonic(), revision=time.time_ns() // 1_000)
         server = await rpc.make_server(SERVICE_NAMES)
-        cache_service_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(registry, self._secret), server)
-        registry_service_pb2_grpc.add_RegistryServiceServicer_to_server(RegistryService(registry), server)
-        operations_pb2_grpc.add_OperationsServicer_to_server(OperationsService(), server)
+        cache = CacheService(registry, self._secret)
+        registrations = RegistryService(registry)
+        operations = OperationsService()
+        cache_service_pb2_grpc.add_CacheServiceServicer_to_server(cache, server)
+        registry_service_pb2_grpc.add_RegistryServiceServicer_to_server(registrations, server)
+        operations_pb2_grpc.add_OperationsServicer_to_server(operations, server)
+        app = make_app(Handlers(cache=cache, registry=registrations, operations=operations), self.host)
         try:
-            self.port = _bind(server, self.host, self.port, "port")
-            for name, port in self._monitor_ports.items():
-                if port != self.port:
-                    _bind(server, self.host, port, f"monitor_ports[{name!r}]")
+            for key, port in self.grpc_ports.items():
+                self.grpc_ports[key] = _bind(server, self.host, port, key)
+            for key, port in self.http_ports.items():
+                http = HttpServer(self.host, port, key, app)
+                self.http_ports[key] = http.port
+                self._http.append(http)
             await server.start()
+            for http in self._http:
+                await http.start()
         except BaseException:
-            await server.stop(None)
+            await self._stop_serving(server)
             raise
         self._server = server
         self._sweeper = asyncio.create_task(_sweep(registry), name="lmkv-coordinator-sweeper")
@@ -98,7 +121,11 @@ class Coordinator:
             await asyncio.gather(sweeper, return_exceptions=True)
         server, self._server = self._server, None
         if server is not None:
-            await server.stop(STOP_GRACE_SECONDS)
+            await self._stop_serving(server)
+
+    async def _stop_serving(self, server: grpc.aio.Server) -> None:
+        http, self._http = self._http, []
+        await asyncio.gather(server.stop(STOP_GRACE_SECONDS), *(each.aclose() for each in http))
 
 
 async def _sweep(registry: Registry) -> None:
@@ -123,38 +150,12 @@ async def _sweep(registry: Registry) -> None:
         await asyncio.sleep(pause)
 
 
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-
-
 def _bind(server: grpc.aio.Server, host: str, port: int, key: str) -> int:
     """Binds one port of the server and returns it. Raises `ConfigError` that names the key and the fix."""
-    _try_port(host, port, key)
+    listen(host, port, key).close()  # says why a port cannot be had, which gRPC does not: it only logs
     try:
-        return server.add_insecure_port(_address(host, port))
+        return server.add_insecure_port(address(host, port))
     except RuntimeError as error:
         raise ConfigError(
             f"{key} {port} on {host} cannot be had ({error}); set {key} to a free port", key=key
         ) from None
-
-
-def _try_port(host: str, port: int, key: str) -> None:
-    """Says why a port cannot be had, which gRPC does not: it only logs."""
-    try:
-        family, kind, protocol, _, place = socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
-            probe.listen(1)
-    except socket.gaierror as error:
-        raise ConfigError(f"host {host!r} is unknown ({error.strerror}); set host", key="host") from None
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            fix = f"{key} {port} on {host} is in use; set {key} to a free port, or stop who uses it"
-        elif error.errno == errno.EADDRNOTAVAIL:
-            raise ConfigError(f"host {host} is no address of this machine; set host", key="host") from None
-        else:
-            fix = f"{key} {port} on {host} cannot be used ({error.strerror}); set {key} to another port"
-        raise ConfigError(fix, key=key) from None

@@ -52,9 +52,9 @@ async def test_operations_answer_unimplemented(channel: grpc.aio.Channel) -> Non
         assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_monitor_ports_serve_the_same() -> None:
+async def test_all_grpc_ports_serve_the_same() -> None:
     further = free_port()
-    async with Coordinator(port=0, monitor_ports={"pull": further}) as coordinator:
+    async with Coordinator(grpc_ports={"port": 0, "monitor_ports['pull']": further}) as coordinator:
         for port in (coordinator.port, further):
             async with rpc.open_channel(f"127.0.0.1:{port}") as channel:
                 stub: Any = registry_service_pb2_grpc.RegistryServiceStub(channel)
@@ -66,7 +66,9 @@ async def test_a_port_in_use_is_named_with_the_fix() -> None:
         with pytest.raises(ConfigError, match=rf"port {first.port} on 127\.0\.0\.1 is in use; set port"):
             await Coordinator(port=first.port).__aenter__()
         with pytest.raises(ConfigError, match=r"monitor_ports\['pull'\]"):
-            await Coordinator(port=0, monitor_ports={"pull": first.port}).__aenter__()
+            await Coordinator(grpc_ports={"port": 0, "monitor_ports['pull']": first.port}).__aenter__()
+        with pytest.raises(ConfigError, match=rf"http_port {first.port} on 127\.0\.0\.1 is in use; set http_port"):
+            await Coordinator(port=0, http_ports={"http_port": first.port}).__aenter__()
         async with rpc.open_channel(first.address) as channel:
             stub: Any = registry_service_pb2_grpc.RegistryServiceStub(channel)
             await stub.ListInstances(ListInstancesRequest(), timeout=5)

@@ -1,0 +1,66 @@
+"""Reading the JSON of a request, within bounds."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from lmkv_server.coordinator.http.replies import HttpError
+
+MAX_BODY_BYTES = 4 << 20
+"""Room for half a million tokens."""
+BODY_TIMEOUT_SECONDS = 10.0
+
+_decoder = msgspec.json.Decoder()
+
+
+async def read_body(request: Request) -> bytes:
+    """The body of a request that says it is JSON, or has none. Raises `HttpError` 400, 408, 413 or 415."""
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > MAX_BODY_BYTES:
+        raise _too_large()
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > MAX_BODY_BYTES:
+                    raise _too_large()
+                chunks.append(chunk)
+    except TimeoutError:
+        raise HttpError(408, "DEADLINE_EXCEEDED", f"no body within {BODY_TIMEOUT_SECONDS:g} s") from None
+    except ClientDisconnect:
+        raise HttpError(400, "CANCELLED", "the connection broke within the body") from None
+    body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if body and media_type != "application/json":
+        given = f"not {media_type}" if media_type else "which it does not say"
+        raise HttpError(
+            415, "INVALID_ARGUMENT", f"the body must be JSON, {given}; send the header Content-Type: application/json"
+        )
+    return body
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """The JSON object in a request's body; an empty one if there is no body. Raises `HttpError`."""
+    content: dict[str, Any] = decode(await read_body(request), _decoder)
+    return content
+
+
+def decode(body: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
+    """What a decoder makes of a body. Raises `HttpError` 400 that says where it is wrong."""
+    try:
+        content = decoder.decode(body if body.strip() else b"{}")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise HttpError(400, "INVALID_ARGUMENT", f"the body is not what it must be: {error}") from None
+    if isinstance(content, list | str | int | float | None):
+        raise HttpError(400, "INVALID_ARGUMENT", "the body must be a JSON object, such as {}")
+    return content
+
+
+def _too_large() -> HttpError:
+    return HttpError(413, "INVALID_ARGUMENT", f"the body has more than {MAX_BODY_BYTES} bytes")

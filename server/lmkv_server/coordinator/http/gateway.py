@@ -1,0 +1,183 @@
+"""The coordinator's RPCs as HTTP: `POST /lmkv.v1.CacheService/Lookup` with the request as JSON.
+
+Answers come from the handlers that gRPC calls. What a handler streams comes as one JSON object a line, or as
+server-sent events to those who ask for `text/event-stream`, such as a browser's `EventSource`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import aclosing
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf import json_format
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.descriptor_pool import Default
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from google.rpc import code_pb2, status_pb2
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from lmkv.errors import BadRequest
+from lmkv_server.coordinator.http.bodies import read_json
+from lmkv_server.coordinator.http.replies import CallAborted, json_response, status_of, to_json
+
+logger = logging.getLogger(__name__)
+
+RPC_TIMEOUT_SECONDS = 60.0
+"""Most time that an RPC gets. Only `WaitOperation` may use it up; it answers in time by itself."""
+
+
+class HttpContext:
+    """What a handler may ask of its call, as grpc's own context answers it."""
+
+    def __init__(self, timeout_seconds: float | None) -> None:
+        self._deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        self._callbacks: list[Callable[[HttpContext], None]] = []
+
+    async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
+        """Ends the call."""
+        raise CallAborted(status_pb2.Status(code=getattr(code_pb2, code.name), message=details))
+
+    def time_remaining(self) -> float | None:
+        """Seconds that are left; None if there is no end."""
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        """Nothing: HTTP headers are not the handlers' concern."""
+        return ()
+
+    def add_done_callback(self, callback: Callable[[HttpContext], None]) -> None:
+        """Has `callback` called once, when the call is over."""
+        self._callbacks.append(callback)
+
+    def finish(self) -> None:
+        """Calls who wanted to know that the call is over. Repeating it is safe."""
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
+
+
+def methods(services: Mapping[str, object], only: Mapping[str, tuple[str, ...]]) -> Iterator[MethodDescriptor]:
+    """The RPCs that HTTP can carry, of services by full name; of those in `only` just the ones named there."""
+    for name in services:
+        for method in Default().FindServiceByName(name).methods:
+            if not method.client_streaming and method.name in only.get(name, (method.name,)):
+                yield method
+
+
+def routes(services: Mapping[str, object], only: Mapping[str, tuple[str, ...]]) -> list[Route]:
+    """A route for each of `methods`. `services` are servicers by the full name of their service."""
+    return [
+        _route(method, getattr(services[method.containing_service.full_name], method.name))
+        for method in methods(services, only)
+    ]
+
+
+def path_of(method: MethodDescriptor) -> str:
+    """Where an RPC is served: the path that it has in gRPC."""
+    return f"/{method.containing_service.full_name}/{method.name}"
+
+
+def _route(method: MethodDescriptor, handler: Callable[[Any, Any], Any]) -> Route:
+    message_class = GetMessageClass(method.input_type)
+
+    async def unary(request: Request) -> Response:
+        message = parse(message_class(), await read_json(request))
+        return json_response(to_json(await call(handler, message)))
+
+    async def stream(request: Request) -> Response:
+        fields = dict(request.query_params) if request.method == "GET" else await read_json(request)
+        message = parse(message_class(), fields)
+        is_events = "text/event-stream" in request.headers.get("accept", "")
+        frame = _as_event if is_events else _as_line
+        responses = _responses(handler, message)
+        # The first answer is awaited here, so that a refusal can still be a status.
+        first = await anext(responses, None)
+        return StreamingResponse(
+            _frames(first, responses, frame),
+            media_type="text/event-stream" if is_events else "application/x-ndjson",
+            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+        )
+
+    if method.server_streaming:
+        return Route(path_of(method), stream, methods=["GET", "POST"])
+    return Route(path_of(method), unary, methods=["POST"])
+
+
+async def call(handler: Callable[[Any, Any], Any], message: Message) -> Any:
+    """What a unary handler answers. Raises what it raises, and `CallAborted`."""
+    context = HttpContext(RPC_TIMEOUT_SECONDS)
+    try:
+        async with asyncio.timeout(RPC_TIMEOUT_SECONDS):
+            return await handler(message, context)
+    except TimeoutError:
+        seconds = f"{RPC_TIMEOUT_SECONDS:g}"
+        late = status_pb2.Status(code=code_pb2.DEADLINE_EXCEEDED, message=f"no answer within {seconds} s")
+        raise CallAborted(late) from None
+    finally:
+        context.finish()
+
+
+def parse(message: Message, fields: dict[str, Any]) -> Message:
+    """Fills a request from its JSON. Raises `BadRequest` that names what is wrong."""
+    rest = dict(fields)
+    for descriptor in message.DESCRIPTOR.fields:
+        values = rest.get(descriptor.name)
+        if not (descriptor.is_repeated and descriptor.type == descriptor.TYPE_INT32 and isinstance(values, list)):
+            continue
+        try:
+            getattr(message, descriptor.name).extend(values)  # a hundred times faster than json_format
+        except (TypeError, ValueError):
+            message.ClearField(descriptor.name)
+        else:
+            del rest[descriptor.name]
+    try:
+        json_format.ParseDict(rest, message)
+    except (json_format.ParseError, TypeError, ValueError) as error:
+        raise BadRequest(f"the body is no {message.DESCRIPTOR.full_name}: {' '.join(str(error).split())}") from None
+    return message
+
+
+async def _responses(handler: Callable[[Any, Any], Any], message: Message) -> AsyncIterator[dict[str, Any]]:
+    context = HttpContext(None)
+    try:
+        async with aclosing(handler(message, context)) as responses:
+            async for response in responses:
+                yield to_json(response)
+    finally:
+        context.finish()
+
+
+async def _frames(
+    first: dict[str, Any] | None, rest: AsyncIterator[dict[str, Any]], frame: Callable[[Any, bool], bytes]
+) -> AsyncIterator[bytes]:
+    """The stream's body. An error that comes later ends it with one more frame, for the status is long gone."""
+    async with aclosing(rest):  # type: ignore[type-var]  # it is a generator
+        try:
+            if first is not None:
+                yield frame(first, False)
+                async for response in rest:
+                    yield frame(response, False)
+        except Exception as error:
+            known = status_of(error)
+            if known is None:
+                logger.exception("a stream over HTTP failed unexpectedly")
+            status = known[1] if known else status_pb2.Status(code=code_pb2.INTERNAL, message="see the server's log")
+            yield frame(to_json(status), True)
+
+
+def _as_line(content: Any, is_error: bool) -> bytes:
+    return json.dumps({"error": content} if is_error else content, separators=(",", ":")).encode() + b"\n"
+
+
+def _as_event(content: Any, is_error: bool) -> bytes:
+    name = b"event: error\n" if is_error else b""
+    return name + b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"

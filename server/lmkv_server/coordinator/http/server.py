@@ -1,0 +1,80 @@
+"""uvicorn, as one more server in the coordinator's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from lmkv_server.coordinator.ports import listen
+
+MAX_CONCURRENT_REQUESTS = 1_000
+"""Further ones are refused with 503."""
+KEEP_ALIVE_SECONDS = 30
+STOP_GRACE_SECONDS = 1
+
+logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+class HttpServer:
+    """Serves an application on one port from `start` to `aclose`; the port is taken at once.
+
+    Raises `ConfigError` if the port cannot be had.
+    """
+
+    def __init__(self, host: str, port: int, key: str, app: ASGIApp) -> None:
+        self._listener = listen(host, port, key)
+        self.port: int = self._listener.getsockname()[1]
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                server_header=False,
+                proxy_headers=False,
+                limit_concurrency=MAX_CONCURRENT_REQUESTS,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=STOP_GRACE_SECONDS,
+            )
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begins to serve. Raises what keeps uvicorn from it."""
+        self._task = asyncio.create_task(self._server.serve([self._listener]), name="lmkv-coordinator-http")
+        ready = asyncio.create_task(self._server.ready.wait())
+        await asyncio.wait({self._task, ready}, return_when=asyncio.FIRST_COMPLETED)
+        if not self._server.ready.is_set():
+            ready.cancel()
+            self._task.result()
+
+    async def aclose(self) -> None:
+        """Stops serving; streams that are open break. Repeating it is safe."""
+        self._server.should_exit = True
+        task, self._task = self._task, None
+        if task is not None:
+            await asyncio.gather(task, return_exceptions=True)
+        self._listener.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers, for the process has its own, and with a word when it serves."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()

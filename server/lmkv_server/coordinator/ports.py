@@ -1,0 +1,45 @@
+"""Ports to serve on, and why one cannot be had."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from lmkv.errors import ConfigError
+
+
+def address(host: str, port: int) -> str:
+    """`host:port`, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def listen(host: str, port: int, key: str) -> socket.socket:
+    """A socket that listens on a port; 0 takes a free one.
+
+    Raises `ConfigError` that names the configuration key that set the port, and the fix.
+    """
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"host {host!r} is unknown ({error.strerror}); set host", key="host") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise _refusal(error, host, port, key) from None
+    return listener
+
+
+def _refusal(error: OSError, host: str, port: int, key: str) -> ConfigError:
+    if error.errno == errno.EADDRNOTAVAIL:
+        return ConfigError(f"host {host} is no address of this machine; set host", key="host")
+    if error.errno == errno.EADDRINUSE:
+        fix = f"{key} {port} on {host} is in use; set {key} to a free port, or stop who uses it"
+    else:
+        fix = f"{key} {port} on {host} cannot be used ({error.strerror}); set {key} to another port"
+    return ConfigError(fix, key=key)
