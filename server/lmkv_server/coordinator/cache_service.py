@@ -1,22 +1,29 @@
-"""CacheService: translates between those who ask for chunks and the layout map."""
+"""CacheService: translates between those who ask for chunks, or act on them, and the coordinator's core."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import numpy as np
+from google.longrunning import operations_pb2
+from numpy.typing import NDArray
 
-from lmkv.errors import BadTokens
-from lmkv.keys import MAX_KEYS, ChunkKey, Tokens, as_tokens, chunk_keys, root_key, split_keys
-from lmkv.spec import KvSpec
+from lmkv import rpc
+from lmkv.errors import LmkvError
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import cache_service_pb2_grpc as pb_grpc
 from lmkv.v1 import chunk_pb2
+from lmkv_server.coordinator.clears import Clears
 from lmkv_server.coordinator.layout_map import Match
+from lmkv_server.coordinator.moves import Moves
+from lmkv_server.coordinator.operations_service import to_proto
+from lmkv_server.coordinator.pages import page_limit, page_token, read_page_token
+from lmkv_server.coordinator.pins import Pins
 from lmkv_server.coordinator.registry import Registry
-from lmkv_server.coordinator.unimplemented import unimplemented, unimplemented_stream
+from lmkv_server.coordinator.selection import Selection, Selector
+from lmkv_server.coordinator.watch import Watch
 
 LOCATIONS = {
     chunk_pb2.TIER_GPU: "GPU",
@@ -28,52 +35,72 @@ LOCATIONS = {
 
 
 class CacheService(pb_grpc.CacheServiceServicer):
-    """The handlers. One event loop runs them all; the registry is its alone."""
+    """The handlers. One event loop runs them all; what they work on is its alone."""
 
-    def __init__(self, registry: Registry, cluster_secret: bytes = b"") -> None:
+    def __init__(
+        self, registry: Registry, selector: Selector, moves: Moves, clears: Clears, pins: Pins, watch: Watch
+    ) -> None:
         self._registry = registry
-        self._secret = cluster_secret
+        self._selector = selector
+        self._moves = moves
+        self._clears = clears
+        self._pins = pins
+        self._watch = watch
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
-        matches = self._by_keys(request) if request.chunk_keys else self._by_tokens(request)
+        return self._lookup(request)
+
+    async def LookupStream(
+        self, request_iterator: AsyncIterator[pb.LookupStreamRequest], context: Any
+    ) -> AsyncIterator[pb.LookupStreamResponse]:
+        async for message in request_iterator:
+            try:
+                yield pb.LookupStreamResponse(response=self._lookup(message.request))
+            except LmkvError as error:
+                yield pb.LookupStreamResponse(error=rpc.to_status(error))
+
+    async def Move(self, request: pb.MoveRequest, context: Any) -> operations_pb2.Operation:
+        return to_proto(self._moves.start(request))
+
+    async def Clear(self, request: pb.ClearRequest, context: Any) -> operations_pb2.Operation:
+        return to_proto(self._clears.start(request))
+
+    async def Pin(self, request: pb.PinRequest, context: Any) -> pb.PinResponse:
+        return pb.PinResponse(pin=await self._pins.pin(request))
+
+    async def Unpin(self, request: pb.UnpinRequest, context: Any) -> pb.UnpinResponse:
+        await self._pins.unpin(request.pin_id)
+        return pb.UnpinResponse()
+
+    async def ListPins(self, request: pb.ListPinsRequest, context: Any) -> pb.ListPinsResponse:
+        last = read_page_token("ListPins", request.page_token)
+        rest = [pin for pin in self._pins.in_force(request.instance_id) if pin.pin_id > last]
+        page = rest[: page_limit(request.page_size)]
+        more = len(page) < len(rest)
+        return pb.ListPinsResponse(pins=page, next_page_token=page_token("ListPins", page[-1].pin_id) if more else "")
+
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.WatchResponse]:
+        async for response in self._watch.watch(request.start_revision, request.fingerprint):
+            yield response
+
+    def lookup_tokens(
+        self, tokens: NDArray[np.integer], *, model_name: str = "", cache_salt: str = "", lora_name: str = ""
+    ) -> pb.LookupResponse:
+        """As `Lookup`, for whoever has the tokens as an array of integers. Raises what `Lookup` answers."""
+        return self._answer(self._selector.of_tokens(tokens, model_name, cache_salt, lora_name))
+
+    def _lookup(self, request: pb.LookupRequest) -> pb.LookupResponse:
+        return self._answer(self._selector.select(request), request.excluded_instance_id)
+
+    def _answer(self, selections: Iterable[Selection], excluded: str = "") -> pb.LookupResponse:
+        layout = self._registry.layout
+        found = [layout.lookup(selection.keys, excluded) for selection in selections]
+        matches = found[0] if len(found) == 1 else longest_first(match for part in found for match in part)
         return pb.LookupResponse(
             holders=[self._to_proto(match) for match in matches],
-            revision=self._registry.layout.revision,
+            revision=layout.revision,
             partial=self._registry.is_partial(time.monotonic()),
         )
-
-    LookupStream = unimplemented_stream("LookupStream")
-    Move = unimplemented("Move")
-    Pin = unimplemented("Pin")
-    Unpin = unimplemented("Unpin")
-    ListPins = unimplemented("ListPins")
-    Clear = unimplemented("Clear")
-    Watch = unimplemented_stream("Watch")
-
-    def _by_keys(self, request: pb.LookupRequest) -> list[Match]:
-        if request.tokens:
-            raise BadTokens("chunks are named by tokens and by chunk_keys; use one of the two")
-        if request.model_name:
-            self._registry.instances.specs(request.model_name)
-        return self._registry.layout.lookup(split_keys(request.chunk_keys), request.excluded_instance_id)
-
-    def _by_tokens(self, request: pb.LookupRequest) -> list[Match]:
-        raw = np.array(request.tokens, dtype=np.int32)
-        if not raw.size:
-            return []
-        if raw.min() < 0:
-            raise BadTokens(f"token id {raw.min()} is negative", token=raw.min())
-        matches: list[Match] = []
-        for spec in self._registry.instances.specs(request.model_name):
-            keys = self._keys(raw.astype(np.uint32), spec, request)
-            matches += self._registry.layout.lookup(keys, request.excluded_instance_id)
-        return longest_first(matches)
-
-    def _keys(self, tokens: Tokens, spec: KvSpec, request: pb.LookupRequest) -> list[ChunkKey]:
-        if tokens.size > MAX_KEYS * spec.chunk_size:
-            raise BadTokens(f"{tokens.size} tokens make more than {MAX_KEYS} chunks", limit=MAX_KEYS)
-        root = root_key(spec.fingerprint, cache_salt=request.cache_salt, lora=request.lora_name, secret=self._secret)
-        return chunk_keys(as_tokens(tokens, spec.vocab_size), root, spec.chunk_size, partial=True)
 
     def _to_proto(self, match: Match) -> pb.Holder:
         instance = self._registry.instances.find(match.instance_id)

@@ -49,6 +49,8 @@ class Instance:
         """Whether the opening snapshot of the stream is in."""
         self.tiers: Sequence[registry_service_pb2.TierUsage] = ()
         """How full its tiers are, as it last said."""
+        self.pins: dict[str, chunk_pb2.PinnedChunks] = {}
+        """Its pins by id, as it last told."""
         self.engine_count = 0
         """Engines attached to it, as it last said."""
 
@@ -114,6 +116,10 @@ class Instances:
                 f"instance {shown!r} of epoch {epoch} is not registered", instance_id=shown, epoch=epoch
             )
         return known
+
+    def names(self) -> str:
+        """The ids of all instances, as far as an error can hold them."""
+        return ", ".join(sorted(self._by_id))[:MAX_SHOWN]
 
     def renew(self, instance: Instance, now: float) -> None:
         """Notes a sign of life."""

@@ -1,17 +1,82 @@
-"""google.longrunning.Operations: will say how far moves and clears are; in this version there are none."""
+"""google.longrunning.Operations: how far moves and clears are."""
 
 from __future__ import annotations
 
-from google.longrunning import operations_pb2_grpc
+from typing import Any
 
-from lmkv_server.coordinator.unimplemented import unimplemented
+from google.longrunning import operations_pb2 as pb
+from google.longrunning import operations_pb2_grpc as pb_grpc
+from google.protobuf import empty_pb2
+
+from lmkv import rpc
+from lmkv.errors import BadMessage
+from lmkv_server.coordinator.operations import Operation, Operations
+from lmkv_server.coordinator.pages import page_limit, page_token, read_page_token
+
+DEFAULT_WAIT_SECONDS = 60.0
+MAX_WAIT_SECONDS = 600.0
+FILTERS = {"": (True, False), "done=true": (True,), "done=false": (False,)}
+"""What `ListOperations` can filter by, and the values of `done` that it lets through."""
 
 
-class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore[misc]  # has no stubs
+class OperationsService(pb_grpc.OperationsServicer):  # type: ignore[misc]  # has no stubs
     """The handlers."""
 
-    ListOperations = unimplemented("ListOperations")
-    GetOperation = unimplemented("GetOperation")
-    DeleteOperation = unimplemented("DeleteOperation")
-    CancelOperation = unimplemented("CancelOperation")
-    WaitOperation = unimplemented("WaitOperation")
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+
+    async def GetOperation(self, request: pb.GetOperationRequest, context: Any) -> pb.Operation:
+        return to_proto(self._operations.get(request.name))
+
+    async def ListOperations(self, request: pb.ListOperationsRequest, context: Any) -> pb.ListOperationsResponse:
+        """Newest first."""
+        wanted = FILTERS.get(request.filter.replace(" ", ""))
+        if wanted is None:
+            raise BadMessage(f"filter {request.filter[:100]!r} is unknown; use done=true, done=false or none")
+        last = read_page_token("ListOperations", request.page_token)
+        rest = [
+            operation
+            for operation in self._operations.newest_first()
+            if operation.done in wanted and (not last or operation.order < last)
+        ]
+        response = pb.ListOperationsResponse()
+        for operation in rest[: page_limit(request.page_size)]:
+            response.operations.append(to_proto(operation))
+            if response.ByteSize() > rpc.MAX_MESSAGE_BYTES // 2 and len(response.operations) > 1:
+                response.operations.pop()
+                break
+        if len(response.operations) < len(rest):
+            last = rest[len(response.operations) - 1].order
+            response.next_page_token = page_token("ListOperations", last)
+        return response
+
+    async def WaitOperation(self, request: pb.WaitOperationRequest, context: Any) -> pb.Operation:
+        """The operation once it is over, or as it is when the time is up, or just before the caller's deadline."""
+        operation = self._operations.get(request.name)
+        seconds = DEFAULT_WAIT_SECONDS
+        if request.HasField("timeout"):
+            seconds = min(max(request.timeout.ToNanoseconds() / 1e9, 0.0), MAX_WAIT_SECONDS)
+        left = context.time_remaining()
+        if left is not None:
+            seconds = min(seconds, max(0.9 * left, 0.0))
+        await operation.wait(seconds)
+        return to_proto(operation)
+
+    async def CancelOperation(self, request: pb.CancelOperationRequest, context: Any) -> empty_pb2.Empty:
+        self._operations.cancel(request.name)
+        return empty_pb2.Empty()
+
+    async def DeleteOperation(self, request: pb.DeleteOperationRequest, context: Any) -> empty_pb2.Empty:
+        self._operations.delete(request.name)
+        return empty_pb2.Empty()
+
+
+def to_proto(operation: Operation) -> pb.Operation:
+    """The operation as it is now."""
+    message = pb.Operation(name=operation.name, done=operation.done)
+    message.metadata.Pack(operation.progress)
+    if operation.error:
+        message.error.CopyFrom(rpc.to_status(operation.error))
+    elif operation.result:
+        message.response.Pack(operation.result)
+    return message

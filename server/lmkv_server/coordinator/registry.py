@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lmkv_server.coordinator.instances import Instance, Instances, Registration
 from lmkv_server.coordinator.layout_map import LayoutMap
 from lmkv_server.coordinator.report_stream import ReportStream
@@ -10,10 +12,19 @@ from lmkv_server.coordinator.report_stream import ReportStream
 class Registry:
     """The fleet as the coordinator knows it. All of it is soft state: nodes tell it anew after a restart."""
 
-    def __init__(self, *, lease_ttl: float, now: float, revision: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        lease_ttl: float,
+        now: float,
+        revision: int = 0,
+        on_gone: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`on_gone` is told the id of each instance that leaves, whatever the way."""
         self.instances = Instances(lease_ttl)
         self.layout = LayoutMap(revision)
         self._settled_time = now + lease_ttl
+        self._on_gone = on_gone
 
     def register(self, said: Registration, now: float) -> Instance:
         """Takes an instance in; a newer epoch's predecessor is forgotten with all it held. Raises as `Instances`."""
@@ -61,6 +72,7 @@ class Registry:
     def _forget(self, instance: Instance) -> None:
         self._end_stream(instance)
         self.layout.drop_instance(instance.said.instance_id)
+        self._on_gone(instance.said.instance_id)
 
     def _end_stream(self, instance: Instance) -> None:
         if isinstance(instance.stream, ReportStream):

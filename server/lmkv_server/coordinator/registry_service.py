@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -15,6 +16,7 @@ from lmkv.spec import KvSpec
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1 import registry_service_pb2_grpc as pb_grpc
 from lmkv_server.coordinator.instances import MAX_SHOWN, Instance, Registration
+from lmkv_server.coordinator.orders import Orders
 from lmkv_server.coordinator.pages import page_limit, page_token, read_page_token
 from lmkv_server.coordinator.registry import Registry
 from lmkv_server.coordinator.report_stream import ReportStream
@@ -27,11 +29,47 @@ MAX_CONFLICTS = 16
 MAX_PAGE_BYTES = MAX_MESSAGE_BYTES // 2
 
 
+class _Outbox:
+    """What is to be told over one stream: the newest acknowledgement, and orders."""
+
+    def __init__(self) -> None:
+        self.wake = asyncio.Event()
+        self._sequence = 0
+        self._orders: list[pb.Order] = []
+
+    def close(self, reading: asyncio.Task[None]) -> None:
+        """Nothing more comes: what was read is told, and how reading ended is known."""
+        if not reading.cancelled():
+            reading.exception()
+        self.wake.set()
+
+    def acknowledge(self, sequence: int) -> None:
+        """Every report up to this one is applied."""
+        self._sequence = sequence
+        self.wake.set()
+
+    def tell(self, order: pb.Order) -> None:
+        """Sends an order."""
+        self._orders.append(order)
+        self.wake.set()
+
+    def take(self, revision: int) -> pb.ReportResponse | None:
+        """The next response; None if there is nothing to tell. Orders come one by one: each may be large."""
+        if not self._sequence and not self._orders:
+            self.wake.clear()
+            return None
+        response = pb.ReportResponse(acked_sequence=self._sequence, revision=revision, orders=self._orders[:1])
+        del self._orders[:1]
+        self._sequence = 0
+        return response
+
+
 class RegistryService(pb_grpc.RegistryServiceServicer):
     """The handlers. One event loop runs them all; the registry is its alone."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, orders: Orders) -> None:
         self._registry = registry
+        self._orders = orders
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
         now = time.monotonic()
@@ -56,19 +94,48 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
         request_iterator: AsyncIterator[pb.ReportRequest],
         context: Any,
     ) -> AsyncIterator[pb.ReportResponse]:
+        outbox = _Outbox()
+        reading = asyncio.create_task(self._read(request_iterator, outbox, context))
+        # Comes also when the connection breaks while a response is on its way, unlike `finally`.
+        context.add_done_callback(lambda _: reading.cancel())
+        reading.add_done_callback(outbox.close)
+        while True:
+            await outbox.wake.wait()
+            if response := outbox.take(self._registry.layout.revision):
+                yield response
+            elif reading.done():
+                reading.result()
+                return
+
+    async def _read(self, reports: AsyncIterator[pb.ReportRequest], outbox: _Outbox, context: Any) -> None:
+        """Applies what an instance tells over one call, until it ends or breaks."""
         stream: ReportStream | None = None
-        async for report in request_iterator:
-            now = time.monotonic()
-            try:
+        instance_id = ""
+        try:
+            async for report in reports:
+                now = time.monotonic()
                 if stream is None:
-                    stream = self._registry.open_stream(report.instance_id, report.epoch, now)
-                    # Comes also when the connection breaks while a response is on its way, unlike `finally`.
-                    context.add_done_callback(lambda _, stream=stream: stream.close())
+                    instance_id = report.instance_id
+                    stream = self._registry.open_stream(instance_id, report.epoch, now)
+                    self._orders.connect(instance_id, outbox.tell)
                 stream.apply(report, now)
-            except LmkvError as error:
-                logger.warning("reports of instance %s end: %s", report.instance_id, error)
-                raise
-            yield pb.ReportResponse(acked_sequence=stream.sequence, revision=self._registry.layout.revision)
+                self._note(report)
+                outbox.acknowledge(stream.sequence)
+        except LmkvError as error:
+            logger.warning("reports of instance %s end: %s", instance_id, error)
+            raise
+        finally:
+            if stream is not None:
+                stream.close()
+                self._orders.disconnect(instance_id, outbox.tell)
+
+    def _note(self, report: pb.ReportRequest) -> None:
+        """Takes in what a report says besides chunks."""
+        instance = self._registry.instances.find(report.instance_id)
+        if instance and report.HasField("pins"):
+            instance.pins = {pin.pin_id: pin for pin in report.pins.pins}
+        for outcome in report.outcomes:
+            self._orders.end(report.instance_id, outcome)
 
     async def Deregister(self, request: pb.DeregisterRequest, context: Any) -> pb.DeregisterResponse:
         self._registry.deregister(request.instance_id, request.epoch)

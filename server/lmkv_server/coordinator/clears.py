@@ -1,0 +1,119 @@
+"""Clears: instances forget chunks, each for itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from google.rpc import status_pb2
+
+from lmkv import rpc
+from lmkv.errors import BadSelection, InstanceNotFound, LmkvError, OperationCancelled
+from lmkv.keys import KEY_BYTES
+from lmkv.v1 import cache_service_pb2 as pb
+from lmkv.v1 import registry_service_pb2 as registry_pb
+from lmkv_server.coordinator.moves import add_failure
+from lmkv_server.coordinator.operations import Operation, Operations
+from lmkv_server.coordinator.orders import Orders
+from lmkv_server.coordinator.registry import Registry
+from lmkv_server.coordinator.selection import Selector
+
+BATCH_CHUNKS = 16_384
+"""Chunks that one order names."""
+TIMEOUT_SECONDS = 60.0
+"""After so long a clear ends, whoever has not answered."""
+
+
+class Clears:
+    """Books clears, and sees them through."""
+
+    def __init__(self, registry: Registry, selector: Selector, orders: Orders, operations: Operations) -> None:
+        self._registry = registry
+        self._selector = selector
+        self._orders = orders
+        self._operations = operations
+
+    def start(self, request: pb.ClearRequest) -> Operation:
+        """Books a clear. Raises what `CacheService.Clear` answers."""
+        if known := self._operations.repeated(request):
+            return known
+        clear = _Clear(self._orders, self._instance_ids(request), self._drops(request))
+        return self._operations.start("clear", request, clear.progress, clear.run)
+
+    def _instance_ids(self, request: pb.ClearRequest) -> list[str]:
+        if not request.instance_id:
+            return [instance.said.instance_id for instance in self._registry.instances]
+        if self._registry.instances.find(request.instance_id) is None:
+            raise InstanceNotFound(
+                f"instance_id {request.instance_id[:100]!r} is not registered; registered are: "
+                f"{self._registry.instances.names() or 'none'}",
+                instance_id=request.instance_id[:100],
+            )
+        return [request.instance_id]
+
+    def _drops(self, request: pb.ClearRequest) -> list[registry_pb.DropOrder]:
+        """What each instance is told."""
+        common = registry_pb.DropOrder(tier=request.tier, dry_run=request.dry_run)
+        drops = []
+        for selection in self._selector.select(request):
+            for start in range(0, len(selection.keys), BATCH_CHUNKS * KEY_BYTES):
+                keys = selection.keys[start : start + BATCH_CHUNKS * KEY_BYTES]
+                drops.append(registry_pb.DropOrder(chunk_keys=keys))
+        if not drops and request.model_name:
+            specs = self._registry.instances.specs(request.model_name)
+            drops = [registry_pb.DropOrder(fingerprint=spec.fingerprint) for spec in specs]
+        if not drops:
+            if not request.all:
+                raise BadSelection("nothing is selected: set tokens, chunk_keys or model_name, or all to clear all")
+            drops = [registry_pb.DropOrder()]
+        for drop in drops:
+            drop.MergeFrom(common)
+        return drops
+
+
+class _Clear:
+    """One clear, under way."""
+
+    def __init__(self, orders: Orders, instance_ids: list[str], drops: list[registry_pb.DropOrder]) -> None:
+        self._orders = orders
+        self._instance_ids = instance_ids
+        self._drops = drops
+        self._deadline = time.monotonic() + TIMEOUT_SECONDS
+        self._result = pb.ClearResult()
+        self.progress = pb.ClearProgress(instance_count=len(instance_ids))
+        self.progress.create_time.GetCurrentTime()
+
+    async def run(self, operation: Operation) -> pb.ClearResult:
+        """Sees it through. Raises why no instance did anything, or `OperationCancelled`."""
+        async with asyncio.TaskGroup() as group:
+            for instance_id in self._instance_ids:
+                group.create_task(self._clear(instance_id, operation))
+        if operation.cancelled.is_set():
+            raise OperationCancelled(f"cancelled after {self._result.chunk_count} chunks; those are gone")
+        silent = [failure for failure in self._result.failures if not failure.failures[0].chunk_keys]
+        if silent and len(silent) == len(self._instance_ids):
+            raise rpc.from_status(silent[0].failures[0].status)
+        return self._result
+
+    async def _clear(self, instance_id: str, operation: Operation) -> None:
+        failure = pb.ClearFailure(instance_id=instance_id)
+        for drop in self._drops:
+            try:
+                outcome = await self._orders.carry_out(
+                    instance_id, registry_pb.Order(drop=drop), self._deadline - time.monotonic(), operation.cancelled
+                )
+            except LmkvError as error:
+                failure.failures.add(status=rpc.to_status(error))
+                break
+            self._note(outcome, failure)
+        if failure.failures:
+            self._result.failures.append(failure)
+        self.progress.done_instance_count += 1
+
+    def _note(self, outcome: registry_pb.OrderOutcome, failure: pb.ClearFailure) -> None:
+        self._result.chunk_count += outcome.chunk_count
+        self._result.token_count += outcome.token_count
+        for part in outcome.failures:
+            add_failure(failure.failures, part.chunk_keys, part.status)
+        if outcome.status.code and not outcome.failures:
+            failure.failures.add(status=status_pb2.Status(code=outcome.status.code, message=outcome.status.message))

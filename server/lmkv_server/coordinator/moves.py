@@ -1,0 +1,283 @@
+"""Moves and copies: the destination fetches, verifies and commits; then, and only then, the source drops.
+
+Chunks go in batches. Whatever fails, wherever it fails, each chunk is where it was, at its destination, or both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import TypeAlias
+
+import numpy as np
+from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
+from google.rpc import code_pb2, status_pb2
+from numpy.typing import NDArray
+
+from lmkv import rpc
+from lmkv.errors import (
+    BadSelection,
+    ChunkNotFound,
+    InstanceNotFound,
+    KvSpecMismatch,
+    LmkvError,
+    OperationCancelled,
+    TierUnsupported,
+    Unreachable,
+)
+from lmkv.keys import KEY_BYTES
+from lmkv.v1 import cache_service_pb2 as pb
+from lmkv.v1 import chunk_pb2
+from lmkv.v1 import registry_service_pb2 as registry_pb
+from lmkv_server.coordinator.instances import Instance
+from lmkv_server.coordinator.operations import Operation, Operations
+from lmkv_server.coordinator.orders import Orders
+from lmkv_server.coordinator.registry import Registry
+from lmkv_server.coordinator.selection import Selection, Selector
+
+Failures: TypeAlias = "RepeatedCompositeFieldContainer[chunk_pb2.ChunkFailure]"
+
+BATCH_CHUNKS = 1024
+"""Chunks that one order is about: the source drops them, and progress is told, that often."""
+TIMEOUT_SECONDS = 600.0
+"""After so long a move ends, however far it is."""
+
+
+class Moves:
+    """Books moves, and sees them through."""
+
+    def __init__(self, registry: Registry, selector: Selector, orders: Orders, operations: Operations) -> None:
+        self._registry = registry
+        self._selector = selector
+        self._orders = orders
+        self._operations = operations
+        self._claims = _Claims()
+
+    def start(self, request: pb.MoveRequest) -> Operation:
+        """Books a move. Raises what `CacheService.Move` answers."""
+        if known := self._operations.repeated(request):
+            return known
+        source = self.end_of(request.old_position, "old_position")
+        destination = self.end_of(request.new_position, "new_position")
+        if source == destination:
+            raise BadSelection("old_position and new_position are the same; nothing would move")
+        selection = self._choose(request, source)
+        destination_instance = self._registry.instances.find(destination[0])
+        assert destination_instance is not None
+        check_spec(destination_instance, selection)
+        move = _Move(self._registry, self._orders, self._claims, source, destination, selection, request)
+        return self._operations.start("copy" if request.copy else "move", request, move.progress, move.run)
+
+    def end_of(self, position: chunk_pb2.Position, field: str) -> tuple[str, int]:
+        """Instance and tier of a position. Raises `InstanceNotFound`, `TierUnsupported`."""
+        instance = self._registry.instances.find(position.instance_id)
+        if instance is None:
+            raise InstanceNotFound(
+                f"{field}: instance {position.instance_id[:100]!r} is not registered; registered are: "
+                f"{self._registry.instances.names() or 'none'}",
+                instance_id=position.instance_id[:100],
+            )
+        tier = position.tier or chunk_pb2.TIER_HOST
+        if tier not in {usage.tier for usage in instance.tiers} | {chunk_pb2.TIER_HOST}:
+            name = chunk_pb2.Tier.Name(tier) if tier in chunk_pb2.Tier.values() else str(tier)
+            raise TierUnsupported(
+                f"{field}: instance {position.instance_id!r} has no {name}; its tiers are: {_tier_names(instance)}",
+                instance_id=position.instance_id,
+                tier=name,
+            )
+        return position.instance_id, tier
+
+    def _choose(self, request: pb.MoveRequest, source: tuple[str, int]) -> Selection:
+        """What the source holds most of, if the model's name stands for several specs."""
+        selections = self._selector.select(request)
+        if not selections:
+            raise BadSelection("no chunk is named; set tokens or chunk_keys")
+        chosen = max(selections, key=lambda selection: self._registry.layout.match_at(*source, selection.keys)[0])
+        if not chosen.fingerprint:
+            known = (self._registry.layout.fingerprint_of(key) for key in _keys_of(chosen.keys))
+            fingerprint = next((found for found in known if found is not None), b"")
+            chosen = Selection(keys=chosen.keys, fingerprint=fingerprint)
+        return chosen
+
+
+class _Move:
+    """One move, under way."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        orders: Orders,
+        claims: _Claims,
+        source: tuple[str, int],
+        destination: tuple[str, int],
+        selection: Selection,
+        request: pb.MoveRequest,
+    ) -> None:
+        self._layout = registry.layout
+        self._instances = registry.instances
+        self._orders = orders
+        self._claims = claims
+        self._source = source
+        self._destination = destination
+        self._copy = request.copy
+        self._fingerprint = selection.fingerprint
+        self._deadline = time.monotonic() + TIMEOUT_SECONDS
+        self._result = pb.MoveResult()
+        named = np.frombuffer(selection.keys, dtype=f"V{KEY_BYTES}")
+        held = self._layout.held_mask(*source, selection.keys)
+        self._keys = named[held]
+        """What there is to move, in prompt order."""
+        if request.chunk_keys:  # of a prompt, anybody may hold only the beginning; a key was meant as it stands
+            absent = named[~held & ~self._layout.held_mask(*destination, selection.keys)]
+            nobody = ChunkNotFound(f"instance {source[0]!r} does not hold it", instance_id=source[0])
+            self._fail(absent, rpc.to_status(nobody))
+        _, token_count = self._layout.match_at(*source, self._keys.tobytes())
+        self.progress = pb.MoveProgress(chunk_count=len(self._keys), token_count=token_count)
+        self.progress.create_time.GetCurrentTime()
+        self.progress.expire_time.FromNanoseconds(time.time_ns() + round(TIMEOUT_SECONDS * 1e9))
+
+    async def run(self, operation: Operation) -> pb.MoveResult:
+        """Sees it through. Raises why nothing at all was moved, or `OperationCancelled`."""
+        for start in range(0, len(self._keys), BATCH_CHUNKS):
+            if operation.cancelled.is_set():
+                break
+            batch = self._keys[start : start + BATCH_CHUNKS]
+            if self._copy:
+                await self._fetch(batch, operation)
+                continue
+            async with self._claims.on(batch, self._deadline):
+                arrived = await self._fetch(batch, operation)
+                if len(arrived):
+                    await self._drop(arrived)
+        if operation.cancelled.is_set():
+            raise OperationCancelled(
+                f"cancelled after {self._result.chunk_count} of {len(self._keys)} chunks; those stay where they are",
+                chunk_count=self._result.chunk_count,
+            )
+        if self._result.failures and not self._result.chunk_count:
+            raise rpc.from_status(self._result.failures[0].status)
+        return self._result
+
+    async def _fetch(self, batch: NDArray[np.void], operation: Operation) -> NDArray[np.void]:
+        """Has the destination fetch; what it now holds."""
+        source = self._instances.find(self._source[0])
+        if source is None:
+            gone = InstanceNotFound(f"instance {self._source[0]!r} left the fleet", instance_id=self._source[0])
+            return self._fail(batch, rpc.to_status(gone))
+        fetch = registry_pb.FetchOrder(
+            instance_id=source.said.instance_id,
+            epoch=source.said.epoch,
+            peer_address=source.said.peer_address,
+            fingerprint=self._fingerprint,
+            chunk_keys=batch.tobytes(),
+            tier=chunk_pb2.Tier.ValueType(self._destination[1]),
+        )
+        try:
+            outcome = await self._order(self._destination[0], registry_pb.Order(fetch=fetch), operation)
+        except LmkvError as error:
+            return self._fail(batch, rpc.to_status(error))
+        failed = self._note_failures(outcome)
+        arrived = batch[~np.isin(batch, failed)]
+        if len(arrived) != outcome.chunk_count:  # it stopped early: nothing is certain, so nothing is dropped
+            said = outcome.status if outcome.status.code else _contradiction(self._destination[0])
+            self._result.chunk_count += outcome.chunk_count
+            return self._fail(arrived, said)
+        self._result.chunk_count += outcome.chunk_count
+        self._result.token_count += outcome.token_count
+        self._result.transferred_bytes += outcome.transferred_bytes
+        self.progress.done_chunk_count = self._result.chunk_count
+        return arrived
+
+    async def _drop(self, arrived: NDArray[np.void]) -> None:
+        """Has the source drop what the destination has committed."""
+        drop = registry_pb.DropOrder(
+            tier=chunk_pb2.Tier.ValueType(self._source[1]), chunk_keys=arrived.tobytes(), fingerprint=self._fingerprint
+        )
+        try:
+            outcome = await self._order(self._source[0], registry_pb.Order(drop=drop), None)
+        except LmkvError as error:
+            self._fail(arrived, rpc.to_status(error))
+            return
+        self._note_failures(outcome)
+        self._result.dropped_chunk_count += outcome.chunk_count
+
+    async def _order(
+        self, instance_id: str, order: registry_pb.Order, operation: Operation | None
+    ) -> registry_pb.OrderOutcome:
+        seconds = self._deadline - time.monotonic()
+        if seconds <= 0:
+            raise Unreachable(f"the move took longer than {TIMEOUT_SECONDS:g} s")
+        return await self._orders.carry_out(instance_id, order, seconds, operation.cancelled if operation else None)
+
+    def _note_failures(self, outcome: registry_pb.OrderOutcome) -> NDArray[np.void]:
+        for failure in outcome.failures:
+            add_failure(self._result.failures, failure.chunk_keys, failure.status)
+        return np.frombuffer(b"".join(failure.chunk_keys for failure in outcome.failures), dtype=f"V{KEY_BYTES}")
+
+    def _fail(self, keys: NDArray[np.void], status: status_pb2.Status) -> NDArray[np.void]:
+        add_failure(self._result.failures, keys.tobytes(), status)
+        return keys[:0]
+
+
+class _Claims:
+    """Chunks that a move is about to drop somewhere. Two moves that swap a chunk would else both drop it."""
+
+    def __init__(self) -> None:
+        self._claimed: set[bytes] = set()
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def on(self, batch: NDArray[np.void], deadline: float) -> AsyncIterator[None]:
+        """Waits until nobody else claims any of the batch. Raises `Unreachable` after the deadline."""
+        keys = {key.tobytes() for key in batch}
+        try:
+            async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
+                async with self._changed:
+                    await self._changed.wait_for(lambda: keys.isdisjoint(self._claimed))
+                    self._claimed |= keys
+        except TimeoutError:
+            raise Unreachable("other moves of the same chunks took too long") from None
+        try:
+            yield
+        finally:
+            self._claimed -= keys
+            async with self._changed:
+                self._changed.notify_all()
+
+
+def add_failure(failures: Failures, chunk_keys: bytes, status: status_pb2.Status) -> None:
+    """Adds to the failures of an operation, chunks that failed alike together."""
+    for known in failures:
+        if known.status == status:
+            known.chunk_keys += chunk_keys
+            return
+    if chunk_keys:
+        failures.add(chunk_keys=chunk_keys, status=status)
+
+
+def check_spec(instance: Instance, selection: Selection) -> None:
+    """Raises `KvSpecMismatch` if an instance cannot hold these chunks."""
+    fingerprints = {spec.fingerprint for spec in instance.said.specs}
+    if selection.fingerprint and selection.fingerprint not in fingerprints:
+        raise KvSpecMismatch(
+            f"instance {instance.said.instance_id!r} does not serve the spec of these chunks; it cannot hold them "
+            "(`lmkv instances` says what differs)",
+            instance_id=instance.said.instance_id,
+        )
+
+
+def _keys_of(keys: bytes) -> Iterable[bytes]:
+    return (keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
+
+
+def _tier_names(instance: Instance) -> str:
+    tiers: Sequence[int] = sorted({usage.tier for usage in instance.tiers} | {chunk_pb2.TIER_HOST})
+    return ", ".join(chunk_pb2.Tier.Name(chunk_pb2.Tier.ValueType(tier)) for tier in tiers)
+
+
+def _contradiction(instance_id: str) -> status_pb2.Status:
+    return status_pb2.Status(
+        code=code_pb2.INTERNAL, message=f"instance {instance_id!r} counts other chunks than it names"
+    )

@@ -1,0 +1,144 @@
+"""Orders to instances, from being given until their outcome is known. One event loop owns them.
+
+    given ──outcome──► over
+      ├──deadline────► Unreachable
+      └──instance gone► InstanceNotFound
+
+An order waits while its instance has no stream, and is told again over each new one: instances ignore repeats.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from lmkv.errors import Full, InstanceNotFound, Unreachable
+from lmkv.v1 import registry_service_pb2 as pb
+
+MAX_PENDING = 1024
+"""Orders that one instance may have before it."""
+CANCEL_SECONDS = 5.0
+"""How long the outcome of an order that was cancelled is waited for."""
+
+Tell = Callable[[pb.Order], None]
+"""Sends an order over the instance's stream."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Pending:
+    order: pb.Order
+    outcome: asyncio.Future[pb.OrderOutcome]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Line:
+    """What one instance has before it, and how to tell it, while it has a stream."""
+
+    pending: dict[str, _Pending] = field(default_factory=dict)
+    tell: Tell | None = None
+
+
+class Orders:
+    """All orders that are not over."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, _Line] = {}
+
+    def __len__(self) -> int:
+        return sum(len(line.pending) for line in self._lines.values())
+
+    # --- Who gives orders ----------------------------------------------------------------------------------------
+
+    async def carry_out(
+        self, instance_id: str, order: pb.Order, timeout_seconds: float, cancelled: asyncio.Event | None = None
+    ) -> pb.OrderOutcome:
+        """Gives an order and returns its outcome, whatever that says.
+
+        Once `cancelled` is set the instance is told to stop, and says how far it came. Raises `Full`,
+        `InstanceNotFound` if the instance leaves, `Unreachable` if there is no outcome in time.
+        """
+        pending = self._give(instance_id, order, timeout_seconds)
+        try:
+            if cancelled and await _comes_first(cancelled, pending.outcome, timeout_seconds):
+                stop = pb.Order(cancel=pb.CancelOrder(order_id=order.order_id))
+                self._forget(instance_id, self._give(instance_id, stop, CANCEL_SECONDS))  # told, but not waited for
+                timeout_seconds = CANCEL_SECONDS
+            async with asyncio.timeout(timeout_seconds):
+                return await pending.outcome
+        except TimeoutError:
+            raise Unreachable(
+                f"instance {instance_id!r} did not say within {timeout_seconds:.3g} s how its order went",
+                instance_id=instance_id,
+            ) from None
+        finally:
+            self._forget(instance_id, pending)
+
+    # --- Whose stream it is --------------------------------------------------------------------------------------
+
+    def connect(self, instance_id: str, tell: Tell) -> None:
+        """The instance has a stream: tells it what it has before it, and whatever comes."""
+        line = self._lines.setdefault(instance_id, _Line())
+        line.tell = tell
+        for pending in line.pending.values():
+            tell(pending.order)
+
+    def disconnect(self, instance_id: str, tell: Tell) -> None:
+        """The stream broke; nothing if another one has taken its place."""
+        line = self._lines.get(instance_id)
+        if line and line.tell is tell:
+            line.tell = None
+            self._tidy(instance_id)
+
+    def end(self, instance_id: str, outcome: pb.OrderOutcome) -> None:
+        """The instance says how an order went. Outcomes that nobody waits for, as of a repeat, are no error."""
+        line = self._lines.get(instance_id)
+        pending = line.pending.get(outcome.order_id) if line else None
+        if pending and not pending.outcome.done():
+            pending.outcome.set_result(outcome)
+
+    def drop_instance(self, instance_id: str) -> None:
+        """The instance left, and will not say how its orders went."""
+        line = self._lines.pop(instance_id, _Line())
+        for pending in line.pending.values():
+            if not pending.outcome.done():
+                error = InstanceNotFound(f"instance {instance_id!r} left the fleet", instance_id=instance_id)
+                pending.outcome.set_exception(error)
+
+    # --- Inside --------------------------------------------------------------------------------------------------
+
+    def _give(self, instance_id: str, order: pb.Order, timeout_seconds: float) -> _Pending:
+        line = self._lines.setdefault(instance_id, _Line())
+        if len(line.pending) >= MAX_PENDING:
+            raise Full(f"instance {instance_id!r} has {MAX_PENDING} orders before it", retry_seconds=1)
+        order.order_id = secrets.token_hex(8)
+        order.expire_time.FromNanoseconds(time.time_ns() + round(timeout_seconds * 1e9))
+        pending = _Pending(order=order, outcome=asyncio.get_running_loop().create_future())
+        line.pending[order.order_id] = pending
+        if line.tell:
+            line.tell(order)
+        return pending
+
+    def _forget(self, instance_id: str, pending: _Pending) -> None:
+        if not pending.outcome.done():
+            pending.outcome.cancel()
+        if line := self._lines.get(instance_id):
+            line.pending.pop(pending.order.order_id, None)
+            self._tidy(instance_id)
+
+    def _tidy(self, instance_id: str) -> None:
+        line = self._lines[instance_id]
+        if not line.tell and not line.pending:
+            del self._lines[instance_id]
+
+
+async def _comes_first(event: asyncio.Event, outcome: asyncio.Future[pb.OrderOutcome], timeout_seconds: float) -> bool:
+    """Waits for either, or for the time to be up; whether the event is set and there is no outcome."""
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait((waiting, outcome), timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+    return event.is_set() and not outcome.done()

@@ -1,0 +1,86 @@
+"""Which chunks a request names, by tokens or by keys: the same for all requests of `CacheService`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmkv.errors import BadTokens
+from lmkv.keys import KEY_BYTES, MAX_KEYS, as_tokens, chunk_keys, join_keys, root_key, split_keys
+from lmkv.spec import KvSpec
+from lmkv_server.coordinator.instances import Instances
+
+
+class NamesChunks(Protocol):
+    """The fields by which requests name chunks."""
+
+    @property
+    def tokens(self) -> Iterable[int]: ...
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def chunk_keys(self) -> bytes: ...
+    @property
+    def cache_salt(self) -> str: ...
+    @property
+    def lora_name(self) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """Chunks in prompt order."""
+
+    keys: bytes
+    """16 bytes each."""
+    fingerprint: bytes = b""
+    """Of their spec; empty where the keys alone were given."""
+
+    def __len__(self) -> int:
+        return len(self.keys) // KEY_BYTES
+
+
+class Selector:
+    """Turns what requests name into keys, under the specs that are registered."""
+
+    def __init__(self, instances: Instances, cluster_secret: bytes = b"") -> None:
+        self._instances = instances
+        self._secret = cluster_secret
+
+    def select(self, request: NamesChunks) -> list[Selection]:
+        """What a request names: nothing, the keys it gives, or the keys of its tokens under each spec of its model.
+
+        Raises `BadTokens`, `BadChunkKey`, `ModelNotFound`, `ModelAmbiguous`.
+        """
+        tokens = np.array(request.tokens, dtype=np.int32)
+        if not request.chunk_keys:
+            return self.of_tokens(tokens, request.model_name, request.cache_salt, request.lora_name)
+        if tokens.size:
+            raise BadTokens("chunks are named by tokens and by chunk_keys; use one of the two")
+        if request.model_name:
+            self._instances.specs(request.model_name)
+        split_keys(request.chunk_keys)
+        return [Selection(keys=request.chunk_keys)]
+
+    def of_tokens(
+        self, tokens: NDArray[np.integer], model_name: str = "", cache_salt: str = "", lora_name: str = ""
+    ) -> list[Selection]:
+        """The keys of a prompt under each spec that it can be meant under; none without tokens. Raises as `select`."""
+        if not tokens.size:
+            return []
+        if tokens.min() < 0:
+            raise BadTokens(f"token id {tokens.min()} is negative", token=tokens.min())
+        unsigned = tokens.astype(np.uint32)
+        return [
+            Selection(keys=self._keys(unsigned, spec, cache_salt, lora_name), fingerprint=spec.fingerprint)
+            for spec in self._instances.specs(model_name)
+        ]
+
+    def _keys(self, tokens: NDArray[np.uint32], spec: KvSpec, cache_salt: str, lora_name: str) -> bytes:
+        if tokens.size > MAX_KEYS * spec.chunk_size:
+            raise BadTokens(f"{tokens.size} tokens make more than {MAX_KEYS} chunks", limit=MAX_KEYS)
+        root = root_key(spec.fingerprint, cache_salt=cache_salt, lora=lora_name, secret=self._secret)
+        return join_keys(chunk_keys(as_tokens(tokens, spec.vocab_size), root, spec.chunk_size, partial=True))

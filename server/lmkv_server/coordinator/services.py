@@ -1,0 +1,54 @@
+"""What a coordinator serves, put together: the same handlers whichever way a request comes in."""
+
+from __future__ import annotations
+
+import time
+
+import grpc
+from google.longrunning import operations_pb2_grpc
+
+from lmkv.v1 import cache_service_pb2_grpc, registry_service_pb2_grpc
+from lmkv_server.coordinator.cache_service import CacheService
+from lmkv_server.coordinator.clears import Clears
+from lmkv_server.coordinator.moves import Moves
+from lmkv_server.coordinator.operations import Operations
+from lmkv_server.coordinator.operations_service import OperationsService
+from lmkv_server.coordinator.orders import Orders
+from lmkv_server.coordinator.pins import Pins
+from lmkv_server.coordinator.registry import Registry
+from lmkv_server.coordinator.registry_service import RegistryService
+from lmkv_server.coordinator.selection import Selector
+from lmkv_server.coordinator.watch import Watch
+
+SERVICE_NAMES = ("lmkv.v1.CacheService", "lmkv.v1.RegistryService", "google.longrunning.Operations")
+
+
+class Services:
+    """The core and its handlers. Make it in the event loop that serves them."""
+
+    def __init__(self, *, lease_ttl: float, operation_ttl: float = 3600.0, cluster_secret: bytes = b"") -> None:
+        orders = Orders()
+        # Beginning at the time of day keeps revisions rising across restarts.
+        self.core = Registry(
+            lease_ttl=lease_ttl, now=time.monotonic(), revision=time.time_ns() // 1_000, on_gone=orders.drop_instance
+        )
+        self.orders = orders
+        self.operations_core = Operations(operation_ttl)
+        self.watch = Watch(self.core.layout)
+        selector = Selector(self.core.instances, cluster_secret)
+        moves = Moves(self.core, selector, orders, self.operations_core)
+        self.pins = Pins(self.core, selector, moves, orders)
+        clears = Clears(self.core, selector, orders, self.operations_core)
+        self.cache = CacheService(self.core, selector, moves, clears, self.pins, self.watch)
+        self.registry = RegistryService(self.core, orders)
+        self.operations = OperationsService(self.operations_core)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serves them over gRPC."""
+        cache_service_pb2_grpc.add_CacheServiceServicer_to_server(self.cache, server)
+        registry_service_pb2_grpc.add_RegistryServiceServicer_to_server(self.registry, server)
+        operations_pb2_grpc.add_OperationsServicer_to_server(self.operations, server)
+
+    async def aclose(self) -> None:
+        """Ends what runs behind the handlers."""
+        await self.operations_core.aclose()
