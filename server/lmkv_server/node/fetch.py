@@ -185,8 +185,9 @@ class Fetch:
             if granted:  # what was not may be lost, or more than the peer grants at a time
                 pending.extendleft(index for index in reversed(window) if index not in granted)
             else:
+                instance_id = source.peer.instance_id
                 source.refused.update(window)
-                absent = ChunkNotFound(f"{source.peer.instance_id} does not hold it", instance_id=source.peer.instance_id)
+                absent = ChunkNotFound(f"{instance_id} does not hold it", instance_id=instance_id)
                 progress.failures.update(dict.fromkeys(keys, absent))
         finally:
             flights.end(keys)

@@ -22,6 +22,7 @@ from lmkv.errors import ConfigError, InstanceIdInUse, LmkvError, StaleEpoch, Unr
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, chunk_pb2, registry_service_pb2_grpc
 from lmkv.v1 import registry_service_pb2 as pb
+from lmkv_server.node.orders import Orders
 from lmkv_server.node.report_stream import Membership, ReportStream
 from lmkv_server.node.reports import Held
 
@@ -44,9 +45,10 @@ class Fleet:
     """Membership of one node. Enter it to join, leave it to deregister; all methods are for the loop it is entered in.
 
     `instance` describes the node as it is now; `snapshot` yields everything it holds now and is read in one go, so
-    that it may iterate over a living index. `on_conflicts` is told whenever the instances that share nothing with this
-    one have changed, as seen at each registration: the intervals are how often it registers anew and how often, if
-    anything changed, digests are compared. Without a `coordinator_address` nothing is done and nothing is ever found.
+    that it may iterate over a living index. `orders` are told what the coordinator wants done. `on_conflicts` is told
+    whenever the instances that share nothing with this one have changed, as seen at each registration: the intervals
+    are how often it registers anew and how often, if anything changed, digests are compared. Without a
+    `coordinator_address` nothing is done and nothing is ever found.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Fleet:
         *,
         instance: Callable[[], pb.Instance],
         snapshot: Callable[[], Iterable[Held]],
+        orders: Orders,
         on_conflicts: Callable[[list[pb.SpecConflict]], None] | None = None,
         digest_interval_seconds: float = 60.0,
         register_interval_seconds: float = 30.0,
@@ -67,6 +70,7 @@ class Fleet:
         """Lookups that found nothing because the coordinator did not answer, or refused."""
         self._describe = instance
         self._snapshot = snapshot
+        self._orders = orders
         self._on_conflicts = on_conflicts
         self._digest_interval_seconds = digest_interval_seconds
         self._register_interval_seconds = register_interval_seconds
@@ -257,6 +261,7 @@ class Fleet:
             describe=self._describe,
             snapshot=self._snapshot,
             register=self._register,
+            orders=self._orders,
             on_answer=self._answered,
             digest_interval_seconds=self._digest_interval_seconds,
             register_interval_seconds=self._register_interval_seconds,

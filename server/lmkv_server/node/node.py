@@ -29,6 +29,7 @@ from lmkv_server.node.engine_service import EngineService
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.fleet import Fleet, Held
 from lmkv_server.node.host_tier import Chunk, HostTier
+from lmkv_server.node.orders import Orders
 from lmkv_server.node.peer_service import PeerService
 from lmkv_server.node.peers import Peers
 from lmkv_server.node.sources import Sources
@@ -93,13 +94,17 @@ class Node:
         self._stack.callback(self.pool.close)
         self.tier = HostTier(self.pool.size_bytes, self._reporting)
         self.engines = Engines(self.tier)
+        peers = await self._start_peers() if config.enable_p2p else None
+        self.orders = await self._stack.enter_async_context(
+            Orders(instance_id=config.instance_id, tier=self.tier, engines=self.engines, peers=peers)
+        )
         self.fleet = Fleet(
             config.coordinator_address if config.enable_p2p else "",
             instance=self.describe,
             snapshot=self._snapshot,
+            orders=self.orders,
             on_conflicts=lambda conflicts: service.tell_conflicts(conflicts),
         )
-        peers = await self._start_peers() if config.enable_p2p else None
         pool_socket = PoolSocket(
             config.pool_socket,
             self.pool,

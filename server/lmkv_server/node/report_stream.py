@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from google.rpc import code_pb2, status_pb2
 
 from lmkv import rpc
 from lmkv.errors import LmkvError, ResyncRequired, Unreachable
 from lmkv.keys import ChunkKey
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
-from lmkv_server.node.reports import Changes, Held
+from lmkv_server.node.orders import Orders
+from lmkv_server.node.reports import Changes, Held, outcome_reports
 
 FLUSH_SECONDS = 0.005
 """How long changes are gathered before they are reported."""
@@ -40,6 +40,7 @@ class Membership:
 class ReportStream:
     """Reports of one node over one call. `run` it once.
 
+    Orders that come are handed to `orders`, and their outcomes told until the report that carries them is acknowledged.
     `describe` gives the node as it is now, `snapshot` everything it holds now, read in one go. `register` registers
     the node anew, which also brings news of the others. `on_answer` is called with each sign of life of the
     coordinator.
@@ -52,6 +53,7 @@ class ReportStream:
         describe: Callable[[], pb.Instance],
         snapshot: Callable[[], Iterable[Held]],
         register: Callable[[], Awaitable[Membership]],
+        orders: Orders,
         on_answer: Callable[[], None],
         digest_interval_seconds: float,
         register_interval_seconds: float,
@@ -67,7 +69,9 @@ class ReportStream:
         self._max_pending_changes = max_pending_changes
         self._changes: Changes | None = None
         self._registration_is_old = False
-        self._outcomes: list[pb.OrderOutcome] = []
+        self._orders = orders
+        self._telling: dict[str, int] = {}  # order id: sequence of the report that carries its outcome
+        self._told_pins = -1
         self._wake = asyncio.Event()
         self._sequence = 0
 
@@ -98,6 +102,7 @@ class ReportStream:
 
     async def run(self, call: Any) -> None:
         """Reports until the call breaks. Raises why it did: an `LmkvError`, or whatever is wrong with this code."""
+        self._orders.on_news = self._wake.set
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._send(call))
@@ -129,7 +134,7 @@ class ReportStream:
             if self._changes:
                 await asyncio.sleep(FLUSH_SECONDS)
             changes, self._changes = self._changes, Changes(limit=self._max_pending_changes)
-            # Nothing is awaited from here until the digests are made, so that they are those of just these changes.
+            # Nothing is awaited from here until all is read, so that digests and outcomes are those of these changes.
             if changes.overflown:
                 raise ResyncRequired(f"{self._max_pending_changes} changes piled up; a snapshot will tell them")
             reports = list(changes.reports(self._membership.chunk_sizes))
@@ -144,8 +149,11 @@ class ReportStream:
                 reports[-1].tiers.extend(node.tiers)
                 reports[-1].engine_count = node.engine_count
                 status_due = now + self._membership.lease_ttl / 3
-            reports[-1].outcomes.extend(self._outcomes)
-            self._outcomes.clear()
+            if self._told_pins != self._orders.pins.revision:
+                reports[-1].pins.CopyFrom(self._orders.pin_list())
+                self._told_pins = self._orders.pins.revision
+            # Outcomes come behind the changes that the orders made: whoever hears of one knows what it led to.
+            reports += outcome_reports(o for o in self._orders.untold if o.order_id not in self._telling)
             for report in reports:
                 await self._write(call, report)
 
@@ -161,6 +169,7 @@ class ReportStream:
         report.instance_id = self._membership.instance.instance_id
         report.epoch = self._membership.instance.epoch
         report.sequence = self._sequence
+        self._telling.update((outcome.order_id, self._sequence) for outcome in report.outcomes)
         await call.write(report)
 
     async def _receive(self, call: Any) -> None:
@@ -175,10 +184,12 @@ class ReportStream:
             if response is grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
                 raise Unreachable("the coordinator ended the stream")
             self._on_answer()
+            heard = [order_id for order_id, sequence in self._telling.items() if sequence <= response.acked_sequence]
+            for order_id in heard:
+                del self._telling[order_id]
+            self._orders.acknowledge(heard)
             for order in response.orders:
-                refusal = status_pb2.Status(code=code_pb2.UNIMPLEMENTED, message="this version carries out no orders")
-                self._outcomes.append(pb.OrderOutcome(order_id=order.order_id, status=refusal))
-                self._wake.set()
+                self._orders.take(order)
 
 
 def _cause(failures: ExceptionGroup[Exception]) -> Exception:

@@ -15,6 +15,9 @@ from lmkv.v1 import registry_service_pb2 as pb
 MAX_KEYS_PER_REPORT = 16_384
 """256 KiB of keys: well below the message limit, and few milliseconds of the coordinator's time."""
 
+MAX_OUTCOME_BYTES = 256 * 1024
+"""Outcomes that share a report have at most this; a larger one, full of failures, has a report for itself."""
+
 _GONE = 0
 
 
@@ -82,6 +85,19 @@ class Changes:
                 if not room:
                     yield report
                     report, room = pb.ReportRequest(), MAX_KEYS_PER_REPORT
+        yield report
+
+
+def outcome_reports(outcomes: Iterable[pb.OrderOutcome]) -> Iterator[pb.ReportRequest]:
+    """The outcomes as reports, in order; none if there are none."""
+    report, size_bytes = pb.ReportRequest(), 0
+    for outcome in outcomes:
+        if report.outcomes and size_bytes + outcome.ByteSize() > MAX_OUTCOME_BYTES:
+            yield report
+            report, size_bytes = pb.ReportRequest(), 0
+        report.outcomes.append(outcome)
+        size_bytes += outcome.ByteSize()
+    if report.outcomes:
         yield report
 
 

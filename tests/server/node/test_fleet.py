@@ -6,33 +6,38 @@ import asyncio
 import dataclasses
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from hashlib import sha256
 from typing import Any, Self
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 from lmkv import rpc
 from lmkv.errors import ConfigError
-from lmkv.keys import ChunkKey, join_keys
+from lmkv.keys import ChunkKey, join_keys, split_keys
 from lmkv.spec import KvSpec
 from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2, registry_service_pb2_grpc
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.registry_service_pb2 import (
+    DropOrder,
+    FetchOrder,
     Instance,
     ListInstancesRequest,
     Order,
-    OrderOutcome,
-    RegisterRequest,
-    RegisterResponse,
-    ReportRequest,
-    ReportResponse,
+    PinOrder,
     SpecConflict,
     TierUsage,
+    UnpinOrder,
 )
 from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.node.acts import MAX_ORDER_KEYS
+from lmkv_server.node.engines import Engines
 from lmkv_server.node.fleet import Fleet, Held
+from lmkv_server.node.host_tier import Chunk, HostTier
+from lmkv_server.node.orders import Orders
+from tests.server.node.ordering import Ordering, serving, until
 
 LEASE_SECONDS = 0.4
 HOST = chunk_pb2.TIER_HOST
@@ -59,6 +64,9 @@ class Shelf:
         self.specs = list(specs)
         self.held: dict[ChunkKey, Held] = {}
         self.fleet: Fleet | None = None
+        self.tier = HostTier(1 << 20, self)
+        """For orders, which work on a real one."""
+        self.orders = Orders(instance_id=instance_id, tier=self.tier, engines=Engines(self.tier), peers=None)
 
     def instance(self) -> Instance:
         return Instance(
@@ -73,9 +81,32 @@ class Shelf:
     def snapshot(self) -> Iterator[Held]:
         yield from self.held.values()
 
-    def join(self, address: str, **options: Any) -> Fleet:
-        self.fleet = Fleet(address, instance=self.instance, snapshot=self.snapshot, **options)
-        return self.fleet
+    @asynccontextmanager
+    async def join(self, address: str, **options: Any) -> AsyncIterator[Fleet]:
+        async with self.orders:
+            self.fleet = Fleet(address, instance=self.instance, snapshot=self.snapshot, orders=self.orders, **options)
+            async with self.fleet:
+                yield self.fleet
+
+    def keep(self, keys: Iterable[ChunkKey]) -> None:
+        """Puts chunks into the tier."""
+        for key in keys:
+            reserved = self.tier.reserve(4096)
+            assert reserved
+            self.tier.commit(
+                reserved.offset,
+                key=key,
+                fingerprint=LLAMA.fingerprint,
+                size_bytes=4096,
+                checksum=0,
+                token_count=LLAMA.chunk_size,
+            )
+
+    def admitted(self, chunk: Chunk) -> None:
+        self.put([chunk.key], token_count=chunk.token_count)
+
+    def evicted(self, chunk: Chunk) -> None:
+        self.take([chunk.key])
 
     def put(self, keys: Iterable[ChunkKey], spec: KvSpec = LLAMA, token_count: int = 256) -> None:
         for key in keys:
@@ -178,13 +209,6 @@ class Asker:
         return time.monotonic() - began
 
 
-async def until(condition: Callable[[], bool], within: float = 5) -> None:
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < within
-        await asyncio.sleep(0.005)
-
-
 @pytest.fixture
 async def coordinator() -> AsyncIterator[Coordinator]:
     async with Coordinator(port=0, lease_ttl=LEASE_SECONDS) as serving:
@@ -265,8 +289,7 @@ async def test_usage_and_engines_follow_with_the_heartbeat(coordinator: Coordina
 async def test_leaving_takes_effect_at_once(coordinator: Coordinator, asker: Asker) -> None:
     shelf = Shelf()
     shelf.put(KEYS[:1])
-    fleet = shelf.join(coordinator.address)
-    async with fleet:
+    async with shelf.join(coordinator.address) as fleet:
         await asker.until({"a": 256})
     assert await asker.tokens() == {}
     assert await asker.instances() == []
@@ -541,50 +564,123 @@ async def test_a_lookup_ends_as_a_miss_when_the_fleet_is_left_under_it(coordinat
 # --- Orders ------------------------------------------------------------------------------------------------------
 
 
-class Ordering(registry_service_pb2_grpc.RegistryServiceServicer):
-    """A coordinator of a later version: it gives orders. Counts what it hears."""
-
-    def __init__(self, orders: Sequence[Order] = ()) -> None:
-        self.orders = orders
-        self.outcomes: list[OrderOutcome] = []
-        self.report_count = 0
-
-    Deregister: Any = None
-    ListInstances: Any = None
-
-    async def Register(self, request: RegisterRequest, context: Any) -> RegisterResponse:  # noqa: N802
-        response = RegisterResponse(instance=request.instance)
-        response.lease_ttl.FromMilliseconds(400)
-        return response
-
-    async def Report(  # noqa: N802
-        self, request_iterator: AsyncIterator[ReportRequest], context: Any
-    ) -> AsyncIterator[ReportResponse]:
-        async for report in request_iterator:
-            self.outcomes += report.outcomes
-            self.report_count += 1
-            yield ReportResponse(acked_sequence=report.sequence, orders=self.orders if report.sequence == 1 else [])
+async def pinned(shelf: Shelf, ordering: Ordering, count: int, seconds: int = 60) -> str:
+    """Has the first chunks pinned; the pin's id."""
+    pin_id = f"pin-{ordering.report_count}"
+    pin = PinOrder(pin_id=pin_id, tier=HOST, chunk_keys=join_keys(KEYS[:count]), ttl=Duration(seconds=seconds))
+    outcome = await ordering.ended(ordering.give(pin=pin))
+    assert (outcome.status.code, outcome.chunk_count) == (0, count)
+    return pin_id
 
 
-@asynccontextmanager
-async def serving(ordering: Ordering) -> AsyncIterator[str]:
-    server = await rpc.make_server(["lmkv.v1.RegistryService"])
-    registry_service_pb2_grpc.add_RegistryServiceServicer_to_server(ordering, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(None)
+async def test_an_order_is_carried_out_once_and_its_outcome_told_with_each_repeat() -> None:
+    ordering, shelf = Ordering(), Shelf()
+    shelf.keep(KEYS[:3])
+    async with serving(ordering) as address, shelf.join(address):
+        order_id = ordering.give(drop=DropOrder(chunk_keys=join_keys(KEYS[:2])))
+        outcome = await ordering.ended(order_id)
+        assert (outcome.status.code, outcome.chunk_count) == (0, 2)
+        shelf.keep(KEYS[:1])
+        ordering.give(order_id=order_id, drop=DropOrder(chunk_keys=join_keys(KEYS[:2])))
+        await until(lambda: len(ordering.outcomes) == 2)
+        assert ordering.outcomes == [outcome, outcome]
+        assert shelf.tier.get(KEYS[0]) is not None
+        heard = ordering.report_count
+        await until(lambda: ordering.report_count > heard + 2)
+        assert len(ordering.outcomes) == 2  # nobody tells what was heard
 
 
-async def test_orders_are_answered_once_as_unimplemented() -> None:
-    ordering = Ordering([Order(order_id="order-1")])
-    async with serving(ordering) as address, Shelf().join(address):
-        await until(lambda: bool(ordering.outcomes))
-        await asyncio.sleep(0.3)
-    (outcome,) = ordering.outcomes
-    assert (outcome.order_id, outcome.status.code) == ("order-1", 12)
+async def test_an_outcome_comes_behind_the_changes_that_its_order_made() -> None:
+    ordering, shelf = Ordering(), Shelf()
+    shelf.keep(KEYS)
+    async with serving(ordering) as address, shelf.join(address):
+        await until(lambda: len(ordering.held) == len(KEYS))
+        for count in range(0, len(KEYS), 4):
+            gone = KEYS[count : count + 4]
+            order_id = ordering.give(drop=DropOrder(chunk_keys=join_keys(gone)))
+            await ordering.ended(order_id)
+            assert ordering.held_at_outcome[order_id] == set(KEYS[count + 4 :])
+
+
+async def test_outcomes_that_were_not_acknowledged_are_told_again_over_the_next_stream() -> None:
+    ordering, shelf = Ordering(), Shelf()
+    ordering.acking = False
+    async with serving(ordering) as address, shelf.join(address):
+        order_ids = [ordering.give(unpin=UnpinOrder(pin_id="none")) for _ in range(3)]
+        for order_id in order_ids:
+            await ordering.ended(order_id)
+        assert len(ordering.outcomes) == 3
+        ordering.acking = True
+        ordering.break_stream()
+        await until(lambda: len(ordering.outcomes) == 6)
+        assert [outcome.order_id for outcome in ordering.outcomes] == order_ids * 2
+        ordering.break_stream()
+        await until(lambda: ordering.stream_count == 3 and len(ordering.pin_lists) == 3)
+        assert len(ordering.outcomes) == 6
+        shelf.orders.check()
+
+
+async def test_an_order_goes_on_while_there_is_no_stream() -> None:
+    ordering, later, shelf = Ordering(), Ordering(), Shelf()
+    shelf.keep(KEYS[:3])
+    async with serving(ordering) as address, shelf.join(address):
+        await until(lambda: ordering.report_count > 2)
+        order = Order(order_id="while-away", drop=DropOrder())
+        ordering.give_again(order)
+        ordering.break_stream()
+        await ordering.ended("while-away")
+        assert len(shelf.tier) == 0
+    async with serving(later) as address, shelf.join(address):  # another coordinator hears nothing of it
+        await until(lambda: later.report_count > 4)
+        assert later.outcomes == []
+
+
+async def test_pins_are_told_with_each_change_and_again_to_a_restarted_coordinator() -> None:
+    first, second, shelf = Ordering(), Ordering(), Shelf()
+    shelf.keep(KEYS[:4])
+    async with AsyncExitStack() as stack:
+        async with serving(first) as address:
+            await stack.enter_async_context(shelf.join(address))
+            await until(lambda: len(first.pin_lists) == 1)
+            assert list(first.pin_lists[0].pins) == []
+            pin_id = await pinned(shelf, first, 3)
+            (pin,) = first.pin_lists[-1].pins
+            assert (pin.pin_id, pin.chunk_count, pin.token_count) == (pin_id, 3, 3 * 256)
+            assert (pin.position.instance_id, pin.position.tier) == ("a", HOST)
+            assert 55 < pin.expire_time.seconds - time.time() < 61
+            other = await pinned(shelf, first, 2)
+            assert {pin.pin_id for pin in first.pin_lists[-1].pins} == {pin_id, other}
+        async with serving(second, int(address.rpartition(":")[2])):
+            await until(lambda: len(second.pin_lists) == 1)
+            assert {pin.pin_id for pin in second.pin_lists[0].pins} == {pin_id, other}
+            await second.ended(second.give(unpin=UnpinOrder(pin_id=pin_id)))
+            assert [pin.pin_id for pin in second.pin_lists[-1].pins] == [other]
+            await second.ended(second.give(unpin=UnpinOrder(pin_id=other)))
+            assert list(second.pin_lists[-1].pins) == []
+            assert len(second.pin_lists) == 3
+    shelf.orders.check()
+
+
+async def test_an_expired_pin_is_no_longer_told() -> None:
+    ordering, shelf = Ordering(), Shelf()
+    shelf.keep(KEYS[:1])
+    async with serving(ordering) as address, shelf.join(address):
+        pin = PinOrder(pin_id="short", chunk_keys=join_keys(KEYS[:1]), ttl=Duration(nanos=200_000_000))
+        ordering.give(pin=pin)
+        await until(lambda: [len(told.pins) for told in ordering.pin_lists] == [0, 1, 0])
+        assert shelf.orders.pins.expired_count == 1
+
+
+async def test_many_large_outcomes_travel_in_several_reports() -> None:
+    ordering, shelf = Ordering(), Shelf()
+    keys = [ChunkKey(sha256(i.to_bytes(4, "little")).digest()[:16]) for i in range(MAX_ORDER_KEYS)]
+    async with serving(ordering) as address, shelf.join(address):
+        fetch = FetchOrder(instance_id="b", peer_address="127.0.0.1:9", chunk_keys=join_keys(keys))
+        order_ids = [ordering.give(fetch=fetch) for _ in range(6)]
+        for order_id in order_ids:
+            outcome = await ordering.ended(order_id)
+            assert split_keys(outcome.failures[0].chunk_keys) == keys
+        assert ordering.stream_count == 1
 
 
 async def test_an_idle_node_says_no_more_than_three_things_a_lease() -> None:

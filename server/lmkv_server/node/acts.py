@@ -1,0 +1,124 @@
+"""What orders do to the node's tier: fetch, drop, pin, unpin. Used by `Orders`, which begins, bounds and stops them.
+
+Each fills in `Achieved` on the way and may be cancelled at any await. A chunk that an act cannot deal with is a failure
+of that chunk; what is raised concerns the order as a whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from lmkv.errors import ChunkNotFound, ChunkPinned, KvSpecMismatch, TierUnsupported, Unreachable
+from lmkv.keys import ChunkKey, split_keys
+from lmkv.v1 import chunk_pb2
+from lmkv.v1 import registry_service_pb2 as pb
+from lmkv.v1.cache_service_pb2 import Holder
+from lmkv_server.node.achieved import Achieved
+from lmkv_server.node.arrivals import Progress
+from lmkv_server.node.engines import Engines
+from lmkv_server.node.host_tier import Chunk, HostTier
+from lmkv_server.node.peers import Peers
+from lmkv_server.node.pins import Pins
+
+MAX_ORDER_KEYS = 32_768
+"""Most chunks that one order may name: 512 KiB, so that its outcome fits into a report whatever goes wrong."""
+MAX_FETCH_SECONDS = 7200.0
+"""Beyond the time of any order: what stops a fetch is its order."""
+DROPPED_AT_ONCE = 4096
+"""After so many chunks a drop lets others have a turn: a few milliseconds."""
+
+
+class Acts:
+    """The acts on one node's tier. Without `peers` every fetch is refused."""
+
+    def __init__(self, *, tier: HostTier, engines: Engines, peers: Peers | None, pins: Pins) -> None:
+        self._tier = tier
+        self._engines = engines
+        self._peers = peers
+        self._pins = pins
+
+    async def fetch(self, order: pb.FetchOrder, achieved: Achieved) -> None:
+        """Brings the chunks that are `wanted` and not here from the order's peer, each for itself.
+
+        Chunks that are here, or come, are held until the outcome is made. Raises `TierUnsupported`, `KvSpecMismatch` if
+        no engine of the spec has attached here, `Unreachable` without peers.
+        """
+        keys = achieved.wanted
+        check_tier(order.tier)
+        spec = self._engines.spec(order.fingerprint)
+        if spec is None:
+            raise KvSpecMismatch(
+                f"no engine of fingerprint {order.fingerprint.hex()} has attached here", field="fingerprint"
+            )
+        if self._peers is None:
+            raise Unreachable("this node has no peers; set enable_p2p")
+
+        def on_chunks(chunks: list[tuple[int, Chunk]]) -> None:
+            achieved.brought.extend(chunk for _, chunk in chunks)
+            achieved.transferred_bytes = progress.size_bytes
+
+        progress = Progress(self._tier, spec, keys, 0, on_chunks, in_order=False)
+        achieved.failures = progress.failures
+        peer = Holder(
+            instance_id=order.instance_id,
+            epoch=order.epoch,
+            peer_address=order.peer_address,
+            matched_chunk_count=len(keys),
+        )
+        fetched = await self._peers.bring(progress, [peer], MAX_FETCH_SECONDS)
+        here = {chunk.key for chunk in achieved.brought if not chunk.dropped}
+        self._tier.find([key for key in keys if key in here])  # counts as a use, and nobody else may have them soon
+        rest = fetched.error or ChunkNotFound(f"{order.instance_id} does not hold it", instance_id=order.instance_id)
+        for index in progress.missing:
+            achieved.failures.setdefault(keys[index], rest)
+
+    async def drop(self, order: pb.DropOrder, achieved: Achieved) -> None:
+        """Forgets what the order selects; pinned chunks stay. Raises `BadChunkKey`, `TierUnsupported`."""
+        check_tier(order.tier)
+        named = dict.fromkeys(order_keys(order.chunk_keys))
+        chunks = [self._tier.get(key) for key in named] if named else list(self._tier)
+        for start in range(0, len(chunks), DROPPED_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
+            selected = [
+                chunk
+                for chunk in chunks[start : start + DROPPED_AT_ONCE]
+                if chunk and not chunk.dropped and order.fingerprint in (b"", chunk.fingerprint)
+            ]
+            free = [chunk for chunk in selected if not chunk.pins]
+            if named:
+                pinned = ChunkPinned("it is kept by a pin; end that first")
+                achieved.failures.update((chunk.key, pinned) for chunk in selected if chunk.pins)
+            if not order.dry_run:
+                self._tier.drop([chunk.key for chunk in free])
+            achieved.count(free)
+
+    def pin(self, order: pb.PinOrder, achieved: Achieved) -> None:
+        """Keeps the head of the order's chunks. Raises `TierUnsupported`, `BadChunkKey`, and what `Pins.pin` raises."""
+        check_tier(order.tier)
+        keys = order_keys(order.chunk_keys)
+        pin = self._pins.pin(order.pin_id, keys, time.monotonic(), order.ttl.ToNanoseconds() / 1e9)
+        achieved.count(pin.kept)
+
+    def unpin(self, order: pb.UnpinOrder, achieved: Achieved) -> None:
+        """Stops keeping chunks; a pin that is not in force is no error."""
+        pin = self._pins.unpin(order.pin_id)
+        achieved.count(pin.kept if pin else ())
+
+
+def goal(order: pb.Order) -> Achieved:
+    """An order of which nothing has been achieved yet. Raises `BadChunkKey`."""
+    return Achieved(wanted=list(dict.fromkeys(order_keys(order.fetch.chunk_keys))))
+
+
+def order_keys(packed: bytes) -> list[ChunkKey]:
+    """The keys that an order names. Raises `BadChunkKey`."""
+    return split_keys(packed, limit=MAX_ORDER_KEYS)
+
+
+def check_tier(tier: chunk_pb2.Tier.ValueType) -> None:
+    """Raises `TierUnsupported` unless this is the host tier, or none is named."""
+    if tier not in (chunk_pb2.TIER_UNSPECIFIED, chunk_pb2.TIER_HOST):
+        name = chunk_pb2.Tier.Name(tier) if tier in chunk_pb2.Tier.values() else str(tier)
+        raise TierUnsupported(f"this node has no {name}; it keeps chunks in TIER_HOST", tier=name)

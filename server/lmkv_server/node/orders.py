@@ -1,0 +1,258 @@
+"""What the coordinator wants this node to do: taken from report streams, carried out over the node's own loop.
+
+    take ──► waiting ──► running ──► outcome, told until the coordinator has heard it
+                │           ├── expire_time ──► Unreachable           with how far it came
+                └───────────┴── CancelOrder ──► OperationCancelled    with how far it came
+
+An order is carried out once, however often and over how many streams it comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+from lmkv import rpc
+from lmkv.errors import BadMessage, Full, LmkvError, OperationCancelled, Unreachable
+from lmkv.keys import KEY_BYTES
+from lmkv.units import format_bytes
+from lmkv.v1 import chunk_pb2
+from lmkv.v1 import registry_service_pb2 as pb
+from lmkv_server.node.achieved import Achieved
+from lmkv_server.node.acts import Acts, goal
+from lmkv_server.node.engines import Engines
+from lmkv_server.node.host_tier import HostTier
+from lmkv_server.node.order_book import OrderBook
+from lmkv_server.node.peers import Peers
+from lmkv_server.node.pins import Pins
+
+logger = logging.getLogger(__name__)
+
+MAX_UNDER_WAY = 1024
+"""Most orders that run or wait at a time; more are refused as `Full`."""
+MAX_FETCHES = 16
+"""Most fetches that run at a time; the others wait."""
+MAX_ORDER_SECONDS = 3600.0
+"""Time of an order that names none, or more."""
+
+
+def _nobody() -> None:
+    """Listens while there is no stream."""
+
+
+class Orders:
+    """The orders of one node. To be used as an async context manager, inside that of its peers; one loop owns it."""
+
+    def __init__(self, *, instance_id: str, tier: HostTier, engines: Engines, peers: Peers | None) -> None:
+        self.pins = Pins(tier)
+        self.on_news: Callable[[], None] = _nobody
+        """Called when there is something to tell: an outcome, or other pins."""
+        self.done_counts: Counter[str] = Counter()
+        """Orders carried out to their end, by kind, since the start; single chunks may have failed."""
+        self.failed_counts: Counter[str] = Counter()
+        """Orders that were refused or stopped, by kind."""
+        self.failed_chunks: Counter[str] = Counter()
+        """Chunks that an order was not carried out for, by reason."""
+        self.chunk_counts: Counter[str] = Counter()
+        """Chunks that orders were carried out for, by kind."""
+        self.transferred_bytes = 0
+        """Bytes that came from peers for orders."""
+        self._instance_id = instance_id
+        self._tier = tier
+        self._acts = Acts(tier=tier, engines=engines, peers=peers, pins=self.pins)
+        self._book = OrderBook()
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._fetching = asyncio.Semaphore(MAX_FETCHES)
+        self._pins_changed = asyncio.Event()
+        self._expiry: asyncio.Task[None] | None = None
+        self._is_closing = False
+
+    async def __aenter__(self) -> Orders:
+        self._expiry = asyncio.create_task(self._expire_pins())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Stops every order and ends every pin. Idempotent."""
+        self._is_closing = True
+        while tasks := [*self._running.values(), *([self._expiry] if self._expiry else [])]:
+            for task in tasks:
+                task.cancel()
+            done, _ = await asyncio.wait(tasks, timeout=1.0)  # a task group may swallow a cancellation
+            if self._expiry in done:
+                self._expiry = None
+        self.pins.clear()
+
+    # --- What report streams tell and ask ------------------------------------------------------------------------
+
+    @property
+    def untold(self) -> list[pb.OrderOutcome]:
+        """Outcomes that the coordinator is not known to have heard, oldest first."""
+        return self._book.untold
+
+    def acknowledge(self, order_ids: Iterable[str]) -> None:
+        """The coordinator has heard the outcomes of these orders."""
+        self._book.acknowledge(order_ids)
+
+    def pin_list(self) -> pb.PinList:
+        """The pins in force."""
+        position = chunk_pb2.Position(instance_id=self._instance_id, tier=chunk_pb2.TIER_HOST)
+        clock_offset = time.time() - time.monotonic()
+        pins = pb.PinList()
+        for pin in self.pins:
+            kept = pin.kept
+            listed = pins.pins.add(
+                pin_id=pin.pin_id,
+                position=position,
+                chunk_count=len(kept),
+                token_count=sum(chunk.token_count for chunk in kept),
+            )
+            listed.expire_time.FromNanoseconds(round((pin.expire_at + clock_offset) * 1e9))
+        return pins
+
+    def take(self, order: pb.Order) -> None:
+        """Begins an order unless it is a repeat. Raises nothing: whatever is wrong with it is its outcome."""
+        if not self._book.begin(order.order_id):
+            self.on_news()
+            return
+        began = time.monotonic()
+        achieved = Achieved()
+        try:
+            achieved = goal(order)
+            if len(self._running) >= MAX_UNDER_WAY:
+                raise Full(f"{MAX_UNDER_WAY} orders are under way here already", limit=MAX_UNDER_WAY)
+            seconds = seconds_left(order)
+        except LmkvError as error:
+            self._end(order, achieved, error, began)
+            return
+        task = asyncio.create_task(self._carry_out(order, achieved, seconds), name=f"lmkv-order-{order.order_id}")
+        self._running[order.order_id] = task
+        task.add_done_callback(lambda done: self._ended(done, order, achieved, began))
+
+    # --- Carrying out --------------------------------------------------------------------------------------------
+
+    async def _carry_out(self, order: pb.Order, achieved: Achieved, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                match kind_of(order):
+                    case "fetch":
+                        async with self._fetching:
+                            await self._acts.fetch(order.fetch, achieved)
+                    case "drop":
+                        await self._acts.drop(order.drop, achieved)
+                    case "pin":
+                        self._acts.pin(order.pin, achieved)
+                        self._pins_changed.set()
+                    case "unpin":
+                        self._acts.unpin(order.unpin, achieved)
+                        self._pins_changed.set()
+                    case "cancel":
+                        self._cancel(order.cancel)
+                    case _:
+                        raise BadMessage("this version knows no such order", field="action")
+        except TimeoutError:
+            raise Unreachable("the order's time was up before it was done") from None
+
+    def _cancel(self, order: pb.CancelOrder) -> None:
+        """Stops another order, if it is under way."""
+        if task := self._running.get(order.order_id):
+            task.cancel()
+
+    def _ended(self, task: asyncio.Task[None], order: pb.Order, achieved: Achieved, began: float) -> None:
+        """The task is done, or was cancelled, perhaps before its first step."""
+        del self._running[order.order_id]
+        error: LmkvError | None = None
+        if task.cancelled():
+            who = "the node stopped" if self._is_closing else "somebody cancelled the order"
+            error = OperationCancelled(f"{who} before it was done")
+        elif failure := task.exception():
+            if not isinstance(failure, LmkvError):
+                logger.error("order %s failed unexpectedly", order.order_id, exc_info=failure)
+                failure = LmkvError(f"it failed unexpectedly: {failure!r}; see the node's log")
+            error = failure
+        self._end(order, achieved, error, began)
+
+    def _end(self, order: pb.Order, achieved: Achieved, error: LmkvError | None, began: float) -> None:
+        outcome = achieved.outcome(order.order_id, error)
+        self._tier.unhold(achieved.brought)
+        kind = kind_of(order)
+        (self.failed_counts if error else self.done_counts)[kind] += 1
+        self.chunk_counts[kind] += outcome.chunk_count
+        self.transferred_bytes += outcome.transferred_bytes
+        for failure in outcome.failures:
+            self.failed_chunks[rpc.from_status(failure.status).reason] += len(failure.chunk_keys) // KEY_BYTES
+        _log(order, outcome, time.monotonic() - began)
+        self._book.end(outcome)
+        self.on_news()
+
+    async def _expire_pins(self) -> None:
+        """Ends pins whose time has come, and tells of all changes."""
+        while True:
+            self._pins_changed.clear()
+            now = time.monotonic()
+            for pin in self.pins.expire(now):
+                logger.info("pin %s ended after its time; it kept %d chunks", pin.pin_id, len(pin.chunks))
+            self.on_news()
+            expiry = self.pins.next_expiry()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if expiry is None else expiry - now):
+                    await self._pins_changed.wait()
+
+    def check(self) -> None:
+        """Asserts that book and pins are sound, and that no more runs than may."""
+        self._book.check()
+        self.pins.check()
+        assert len(self._running) <= MAX_UNDER_WAY
+
+
+def kind_of(order: pb.Order) -> str:
+    """What is to be done, in one word."""
+    return order.WhichOneof("action") or "unknown"
+
+
+def seconds_left(order: pb.Order) -> float:
+    """How long the coordinator waits for the outcome, by this node's clock. Raises `Unreachable` if no longer."""
+    if not order.HasField("expire_time"):
+        return MAX_ORDER_SECONDS
+    seconds = order.expire_time.ToNanoseconds() / 1e9 - time.time()
+    if seconds <= 0:
+        raise Unreachable(
+            f"the order came {-seconds:.3g} s after its expire_time by this node's clock; do the clocks agree?"
+        )
+    return min(seconds, MAX_ORDER_SECONDS)
+
+
+def _log(order: pb.Order, outcome: pb.OrderOutcome, seconds: float) -> None:
+    """One line per order; a warning if it, or some of its chunks, failed."""
+    text = f"order {order.order_id}: {_described(order)}: {outcome.chunk_count} chunks"
+    if outcome.transferred_bytes:
+        text += f", {format_bytes(outcome.transferred_bytes)} transferred"
+    text += f" in {seconds:.3f} s"
+    if outcome.status.code:
+        text += f"; {rpc.from_status(outcome.status).reason}: {outcome.status.message}"
+    for failure in outcome.failures:
+        count, reason = len(failure.chunk_keys) // KEY_BYTES, rpc.from_status(failure.status).reason
+        text += f"; {count} chunks {reason}: {failure.status.message}"
+    logger.log(logging.WARNING if outcome.status.code or outcome.failures else logging.INFO, "%s", text)
+
+
+def _described(order: pb.Order) -> str:
+    match kind_of(order):
+        case "fetch":
+            return f"fetch from {order.fetch.instance_id}"
+        case "drop":
+            return "drop, as a dry run" if order.drop.dry_run else "drop"
+        case "pin":
+            return f"pin {order.pin.pin_id} for {order.pin.ttl.ToNanoseconds() / 1e9:g} s"
+        case "unpin":
+            return f"unpin {order.unpin.pin_id}"
+        case "cancel":
+            return f"cancel order {order.cancel.order_id}"
+        case kind:
+            return kind

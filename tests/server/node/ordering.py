@@ -1,0 +1,129 @@
+"""A coordinator by script: it registers everybody, gives orders, and keeps what it hears. Over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from lmkv import rpc
+from lmkv.keys import ChunkKey, split_keys
+from lmkv.v1 import registry_service_pb2 as pb
+from lmkv.v1 import registry_service_pb2_grpc
+
+_NUMBERS = itertools.count(1)
+
+
+class Ordering(registry_service_pb2_grpc.RegistryServiceServicer):
+    """A `RegistryService` that gives orders over the newest stream."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[pb.OrderOutcome] = []
+        """All that came, in order, repeats among them."""
+        self.pin_lists: list[pb.PinList] = []
+        self.held: set[ChunkKey] = set()
+        """What the node says to hold, without regard to tiers."""
+        self.held_at_outcome: dict[str, set[ChunkKey]] = {}
+        """What it said to hold when the outcome came, by order id."""
+        self.report_count = 0
+        self.stream_count = 0
+        self.acking = True
+        """Whether reports are acknowledged."""
+        self._orders: asyncio.Queue[pb.Order | None] = asyncio.Queue()
+
+    Deregister: Any = None
+    ListInstances: Any = None
+
+    def give(self, seconds: float = 10.0, order_id: str = "", **action: Any) -> str:
+        """Gives an order; its id."""
+        order = pb.Order(order_id=order_id or f"order-{next(_NUMBERS)}", **action)
+        order.expire_time.GetCurrentTime()
+        order.expire_time.FromNanoseconds(order.expire_time.ToNanoseconds() + round(seconds * 1e9))
+        self._orders.put_nowait(order)
+        return order.order_id
+
+    def give_again(self, order: pb.Order) -> None:
+        """Gives an order as it is."""
+        self._orders.put_nowait(order)
+
+    def break_stream(self) -> None:
+        """Ends the stream from this side."""
+        self._orders.put_nowait(None)
+
+    def outcome(self, order_id: str) -> pb.OrderOutcome | None:
+        """The first outcome of an order, if it came."""
+        return next((outcome for outcome in self.outcomes if outcome.order_id == order_id), None)
+
+    async def ended(self, order_id: str, seconds: float = 10.0) -> pb.OrderOutcome:
+        """Waits for the outcome of an order."""
+        await until(lambda: self.outcome(order_id) is not None, seconds)
+        outcome = self.outcome(order_id)
+        assert outcome
+        return outcome
+
+    async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:  # noqa: N802
+        response = pb.RegisterResponse(instance=request.instance)
+        response.lease_ttl.FromMilliseconds(400 if self.acking else 5000)
+        return response
+
+    async def Report(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.ReportRequest], context: Any
+    ) -> AsyncIterator[pb.ReportResponse]:
+        self.stream_count += 1
+        self.held.clear()
+        reading = asyncio.ensure_future(anext(request_iterator, None))
+        giving = asyncio.ensure_future(self._orders.get())
+        acked = 0
+        try:
+            while True:
+                await asyncio.wait((reading, giving), return_when=asyncio.FIRST_COMPLETED)
+                if reading.done():
+                    if (report := reading.result()) is None:
+                        return
+                    self._hear(report)
+                    reading = asyncio.ensure_future(anext(request_iterator, None))
+                    acked = report.sequence if self.acking else acked
+                    yield pb.ReportResponse(acked_sequence=acked)
+                if giving.done():
+                    if (order := giving.result()) is None:
+                        return
+                    giving = asyncio.ensure_future(self._orders.get())
+                    yield pb.ReportResponse(acked_sequence=acked, orders=[order])
+        finally:
+            reading.cancel()
+            giving.cancel()
+
+    def _hear(self, report: pb.ReportRequest) -> None:
+        self.report_count += 1
+        for change in report.changes:
+            self.held |= set(split_keys(change.admitted_keys))
+            self.held -= set(split_keys(change.evicted_keys))
+        if report.HasField("pins"):
+            self.pin_lists.append(report.pins)
+        for outcome in report.outcomes:
+            self.outcomes.append(outcome)
+            self.held_at_outcome[outcome.order_id] = set(self.held)
+
+
+@asynccontextmanager
+async def serving(ordering: Ordering, port: int = 0) -> AsyncIterator[str]:
+    """The address where it answers."""
+    server = await rpc.make_server(["lmkv.v1.RegistryService"])
+    registry_service_pb2_grpc.add_RegistryServiceServicer_to_server(ordering, server)
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Waits for something, for a while at most."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        await asyncio.sleep(0.005)
