@@ -1,0 +1,48 @@
+"""What speaks to lmkv's services: an SDK for the coordinator, the commands, and vLLM's connector.
+
+    from lmkv_client import Coordinator
+
+    async with Coordinator("head:9000") as coordinator:
+        answer = await coordinator.lookup(tokens)
+
+`lmkv_client.sync` has the same for code without an event loop. Nothing is imported before it is used: vLLM loads this
+package in each of its processes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lmkv_client.chunks import Chunks
+    from lmkv_client.coordinator import Coordinator
+    from lmkv_client.lookup_stream import LookupStream
+    from lmkv_client.operation import ClearOperation, MoveOperation, Operation
+    from lmkv_client.watch import LayoutUpdate
+
+__all__ = [
+    "Chunks",
+    "ClearOperation",
+    "Coordinator",
+    "LayoutUpdate",
+    "LookupStream",
+    "MoveOperation",
+    "Operation",
+]
+
+_HOMES = {
+    "Chunks": "chunks",
+    "ClearOperation": "operation",
+    "Coordinator": "coordinator",
+    "LayoutUpdate": "watch",
+    "LookupStream": "lookup_stream",
+    "MoveOperation": "operation",
+    "Operation": "operation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

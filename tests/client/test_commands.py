@@ -29,9 +29,9 @@ from lmkv.v1.registry_service_pb2 import (
     TierUsage,
 )
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceServicer, add_RegistryServiceServicer_to_server
+from lmkv_client import Coordinator
 from lmkv_client.commands import instances as instances_command
 from lmkv_client.commands import lookup as lookup_command
-from lmkv_client.coordinator_client import CoordinatorClient
 
 TOKENS = [128000, 849, 21435, 279, 26431, 315, 85748, 6636, 304, 4221, 4211, 13]
 COMMANDS = {"lookup": lambda: lookup_command.command, "instances": lambda: instances_command.command}
@@ -92,21 +92,21 @@ def holder(instance_id: str, *runs: tuple[int, str, int, int]) -> Holder:
 
 async def test_the_sdk_asks_by_tokens(coordinator: CannedCoordinator) -> None:
     coordinator.response = LookupResponse(holders=[holder("lmkv-1", (TIER_HOST, "LocalCPUBackend", 1, 12))])
-    async with CoordinatorClient(coordinator.address) as client:
+    async with Coordinator(coordinator.address) as client:
         response = await client.lookup(tokens=TOKENS, model_name="llama", cache_salt="s", lora_name="l")
     assert response == coordinator.response
     assert coordinator.asked == [LookupRequest(tokens=TOKENS, model_name="llama", cache_salt="s", lora_name="l")]
 
 
 async def test_the_sdk_asks_by_keys(coordinator: CannedCoordinator) -> None:
-    async with CoordinatorClient(coordinator.address) as client:
+    async with Coordinator(coordinator.address) as client:
         await client.lookup(keys=[ChunkKey(b"a" * 16), ChunkKey(b"b" * 16)])
     assert coordinator.asked == [LookupRequest(chunk_keys=b"a" * 16 + b"b" * 16)]
 
 
 async def test_the_sdk_raises_the_coordinators_own_errors(coordinator: CannedCoordinator) -> None:
     coordinator.failure = ModelAmbiguous("several models: a, b", models="a, b")
-    async with CoordinatorClient(coordinator.address) as client:
+    async with Coordinator(coordinator.address) as client:
         with pytest.raises(ModelAmbiguous, match="several models: a, b") as raised:
             await client.lookup(tokens=TOKENS)
     assert raised.value.metadata == {"models": "a, b"}
@@ -114,23 +114,23 @@ async def test_the_sdk_raises_the_coordinators_own_errors(coordinator: CannedCoo
 
 @pytest.mark.parametrize("tokens", [[2**31], [-(2**31) - 1], ["a"], [1.5]])
 async def test_the_sdk_refuses_what_is_no_token(coordinator: CannedCoordinator, tokens: Any) -> None:
-    async with CoordinatorClient(coordinator.address) as client:
+    async with Coordinator(coordinator.address) as client:
         with pytest.raises(BadTokens):
             await client.lookup(tokens=tokens)
 
 
 async def test_the_sdk_says_whom_it_did_not_reach() -> None:
-    async with CoordinatorClient("127.0.0.1:1", timeout_seconds=5) as client:
+    async with Coordinator("127.0.0.1:1", timeout_seconds=5) as client:
         with pytest.raises(Unreachable, match=r"no coordinator answers at 127\.0\.0\.1:1") as raised:
-            await client.list_instances()
+            await client.instances()
         assert raised.value.metadata == {"address": "127.0.0.1:1"}
         await client.aclose()  # closing twice is fine
 
 
 async def test_the_sdk_lists_all_pages(coordinator: CannedCoordinator) -> None:
     coordinator.instances = [Instance(instance_id=f"lmkv-{number}") for number in range(5)]
-    async with CoordinatorClient(coordinator.address) as client:
-        assert await client.list_instances() == coordinator.instances
+    async with Coordinator(coordinator.address) as client:
+        assert await client.instances() == coordinator.instances
 
 
 async def test_lookup_shows_a_line_per_run(coordinator: CannedCoordinator, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,21 +1,32 @@
-"""Commands that ask the coordinator, and what they share: where it is, how to ask, how answers are shown."""
+"""Commands that ask the coordinator, and what they share: where it is, how to ask, how answers are shown.
+
+Exit codes: 0 done, 1 refused or failed, 2 bad usage or configuration, 3 done in part, 130 interrupted.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import sys
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
 
+from lmkv import tiers
 from lmkv.config import ClientConfig, load
-from lmkv.errors import Unreachable
-from lmkv_client.coordinator_client import CoordinatorClient
+from lmkv.errors import BadRequest, Unreachable
+from lmkv.units import parse_seconds
+from lmkv.v1.chunk_pb2 import Position, Tier
+from lmkv_client.coordinator import Coordinator
 
 Answer = TypeVar("Answer")
+
+DONE, FAILED, PARTLY_DONE = 0, 1, 3
+"""Exit codes of commands that give orders."""
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,23 +40,62 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the answer as JSON, in the words of the API")
 
 
-def ask(args: argparse.Namespace, question: Callable[[CoordinatorClient], Awaitable[Answer]]) -> Answer:
+def ask(args: argparse.Namespace, question: Callable[[Coordinator], Awaitable[Answer]]) -> Answer:
     """The coordinator's answer. Raises its errors, and `Unreachable` with what to do if there is none."""
     config = load(ClientConfig, file=args.config, flags={"coordinator": args.coordinator})
     address = config.coordinator_address or ClientConfig().coordinator_address
 
     async def connect_and_ask() -> Answer:
-        async with CoordinatorClient(address) as coordinator:
+        async with Coordinator(address) as coordinator:
             return await question(coordinator)
 
     try:
         return asyncio.run(connect_and_ask())
     except Unreachable as error:
+        if error.metadata.get("address") != address:  # it is the coordinator that did not reach somebody
+            raise
         raise Unreachable(
             f"no coordinator answers at {address}; start one with `lmkv coordinator`, or name another with "
             "--coordinator HOST:PORT",
             address=address,
         ) from error
+
+
+def read_position(text: str) -> Position:
+    """`INSTANCE` or `INSTANCE/TIER`, as the type of an argument."""
+    try:
+        return tiers.parse_position(text)
+    except BadRequest as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def read_tier(text: str) -> Tier.ValueType:
+    """A tier, as the type of an argument."""
+    try:
+        return tiers.parse_tier(text)
+    except BadRequest as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def read_seconds(text: str) -> float:
+    """A time above 0, as the type of an argument."""
+    try:
+        seconds = parse_seconds(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds:
+        raise argparse.ArgumentTypeError(f"must be a time above 0, such as 30 (seconds) or 10m, not {text!r}")
+    return seconds
+
+
+def seconds_until(moment: Timestamp) -> float:
+    """Seconds from now until then; below 0 if it is past."""
+    return moment.ToNanoseconds() / 1e9 - time.time()
+
+
+def count(number: int, noun: str) -> str:
+    """`1 chunk`, `1,024 chunks`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def print_json(message: Message) -> None:

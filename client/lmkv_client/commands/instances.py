@@ -18,7 +18,7 @@ EXAMPLES = """\
 
 def run(args: argparse.Namespace) -> int:
     """Asks and prints; a fleet without instances is an answer, not a failure."""
-    instances = ask(args, lambda coordinator: coordinator.list_instances())
+    instances = ask(args, lambda coordinator: coordinator.instances())
     if args.json:
         print_json(ListInstancesResponse(instances=instances))
         return 0

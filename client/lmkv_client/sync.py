@@ -1,0 +1,205 @@
+"""The SDK for code without an event loop: `Coordinator` and what it hands out, under the same names.
+
+    with Coordinator("head:9000") as coordinator:
+        answer = coordinator.lookup(tokens)
+
+Nothing is done twice: each method runs its asynchronous namesake on an event loop in a thread of its own, and so may be
+called from anywhere, also where another loop is running, from several threads at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+import warnings
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from types import TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+
+import lmkv_client as aio
+from lmkv.errors import LmkvError
+from lmkv.v1.cache_service_pb2 import ClearProgress, ClearResult, MoveProgress, MoveResult
+from lmkv_client.operation import OperationState
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Inner = TypeVar("Inner")
+Outer = TypeVar("Outer")
+Progress = TypeVar("Progress")
+Result = TypeVar("Result")
+
+CLOSE_SECONDS = 10.0
+
+
+class _LoopThread:
+    """An event loop in a thread, from making it to closing it."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="lmkv-client", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Has the thread do something, and waits for it; an interrupted wait cancels it."""
+        if self.closed:
+            work.close()
+            raise RuntimeError("this coordinator was closed; make another one")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            raise LmkvError(f"the client's event loop did not stop within {CLOSE_SECONDS:.0f} s")
+        self._loop.close()
+
+
+class _Twin(Generic[Inner]):
+    """The synchronous face of an object that lives on the thread's loop."""
+
+    def __init__(self, thread: _LoopThread, inner: Inner) -> None:
+        self._thread = thread
+        self._inner = inner
+
+
+def _blocking(
+    method: Callable[Concatenate[Inner, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[_Twin[Inner], P], T]:
+    """The method, waited for."""
+
+    @functools.wraps(method)
+    def call(self: _Twin[Inner], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._thread.run(method(self._inner, *args, **kwargs))
+
+    return call
+
+
+def _wrapping(
+    method: Callable[Concatenate[Inner, P], Coroutine[Any, Any, T]], wrap: Callable[[_LoopThread, T], Outer]
+) -> Callable[Concatenate[_Twin[Inner], P], Outer]:
+    """The method, waited for, and what it answers as a twin."""
+
+    @functools.wraps(method)
+    def call(self: _Twin[Inner], /, *args: P.args, **kwargs: P.kwargs) -> Outer:
+        return wrap(self._thread, self._thread.run(method(self._inner, *args, **kwargs)))
+
+    return call
+
+
+def _iterating(
+    method: Callable[Concatenate[Inner, P], AsyncGenerator[T, None]],
+) -> Callable[Concatenate[_Twin[Inner], P], Iterator[T]]:
+    """The asynchronous iterator, as a plain one."""
+
+    @functools.wraps(method)
+    def call(self: _Twin[Inner], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        steps = method(self._inner, *args, **kwargs)
+        try:
+            while True:
+                try:
+                    yield self._thread.run(_next(steps))
+                except StopAsyncIteration:
+                    return
+        finally:
+            if not self._thread.closed:
+                self._thread.run(steps.aclose())
+
+    return call
+
+
+async def _next(steps: AsyncGenerator[T, None]) -> T:
+    return await anext(steps)
+
+
+class Operation(OperationState[Progress, Result], _Twin[aio.Operation[Progress, Result]]):
+    """As `lmkv_client.Operation`; `for progress in operation` waits for its end."""
+
+    refresh = _blocking(aio.Operation[Progress, Result].refresh)
+    cancel = _blocking(aio.Operation[Progress, Result].cancel)
+    wait = _blocking(aio.Operation[Progress, Result].wait)
+    updates = _iterating(aio.Operation[Progress, Result].updates)
+    __iter__ = updates
+
+    @property
+    def message(self) -> Any:
+        return self._inner.message
+
+
+class LookupStream(_Twin[aio.LookupStream]):
+    """As `lmkv_client.LookupStream`; its calls may come from several threads."""
+
+    lookup = _blocking(aio.LookupStream.lookup)
+    close = _blocking(aio.LookupStream.aclose)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _operations(thread: _LoopThread, inner: list[aio.Operation[Any, Any]]) -> list[Operation[Any, Any]]:
+    return [Operation(thread, operation) for operation in inner]
+
+
+class Coordinator(_Twin[aio.Coordinator]):
+    """As `lmkv_client.Coordinator`. Iterators, such as that of `watch`, end with it."""
+
+    def __init__(self, address: str, *, timeout_seconds: float = 5.0) -> None:
+        thread = _LoopThread()
+
+        async def connect() -> aio.Coordinator:  # on the loop that it belongs to
+            return aio.Coordinator(address, timeout_seconds=timeout_seconds)
+
+        super().__init__(thread, thread.run(connect()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_thread") and not self._thread.closed:
+            warnings.warn(f"{type(self).__name__} was not closed", ResourceWarning, source=self, stacklevel=2)
+
+    def close(self) -> None:
+        """Closes the connection, and ends the thread. Repeating it is safe."""
+        if not self._thread.closed:
+            self._thread.run(self._inner.aclose())
+            self._thread.close()
+
+    @property
+    def address(self) -> str:
+        """`host:port` of the coordinator."""
+        return self._inner.address
+
+    def lookup_stream(self) -> LookupStream:
+        """As `lmkv_client.Coordinator.lookup_stream`."""
+        return LookupStream(self._thread, self._inner.lookup_stream())
+
+    lookup = _blocking(aio.Coordinator.lookup)
+    move = _wrapping(aio.Coordinator.move, Operation[MoveProgress, MoveResult])
+    copy = _wrapping(aio.Coordinator.copy, Operation[MoveProgress, MoveResult])
+    pin = _blocking(aio.Coordinator.pin)
+    unpin = _blocking(aio.Coordinator.unpin)
+    pins = _blocking(aio.Coordinator.pins)
+    clear = _wrapping(aio.Coordinator.clear, Operation[ClearProgress, ClearResult])
+    operation = _wrapping(aio.Coordinator.operation, Operation[Any, Any])
+    operations = _wrapping(aio.Coordinator.operations, _operations)
+    instances = _blocking(aio.Coordinator.instances)
+    watch = _iterating(aio.Coordinator.watch)

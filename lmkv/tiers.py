@@ -1,0 +1,51 @@
+"""The tiers in people's words and in LMCache's. Used by the commands and wherever a tier is typed or shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lmkv.errors import BadRequest
+from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_GPU, TIER_HOST, TIER_REMOTE, Position, Tier
+
+NAMES: Mapping[Tier.ValueType, str] = {
+    TIER_GPU: "gpu",
+    TIER_HOST: "host",
+    TIER_DISK: "disk",
+    TIER_REMOTE: "remote",
+}
+LOCATIONS: Mapping[Tier.ValueType, str] = {
+    TIER_GPU: "GPU",
+    TIER_HOST: "LocalCPUBackend",
+    TIER_DISK: "LocalDiskBackend",
+    TIER_REMOTE: "RemoteBackend",
+}
+"""The tiers in LMCache's words."""
+
+_BY_WORD = {word.lower(): tier for words in (NAMES, LOCATIONS) for tier, word in words.items()}
+
+
+def tier_name(tier: int) -> str:
+    """A tier's name; its number, if it is newer than this version."""
+    return {int(known): name for known, name in NAMES.items()}.get(tier, str(tier))
+
+
+def parse_tier(text: str) -> Tier.ValueType:
+    """The tier of this name, lmkv's or LMCache's, in any case. Raises `BadRequest`."""
+    tier = _BY_WORD.get(text.lower())
+    if tier is None:
+        words = ", ".join(NAMES.values())
+        raise BadRequest(f"{text[:100]!r} is no tier; use {words}, or LMCache's names", tier=text[:100])
+    return tier
+
+
+def format_position(position: Position) -> str:
+    """A position as people write it: `lmkv-1/host`."""
+    return f"{position.instance_id}/{tier_name(position.tier or TIER_HOST)}"
+
+
+def parse_position(text: str) -> Position:
+    """The position that `INSTANCE` or `INSTANCE/TIER` names; without a tier it is host memory. Raises `BadRequest`."""
+    instance_id, slash, tier = text.partition("/")
+    if not instance_id or (slash and not tier):
+        raise BadRequest(f"{text[:100]!r} is no position; write INSTANCE or INSTANCE/TIER", position=text[:100])
+    return Position(instance_id=instance_id, tier=parse_tier(tier) if tier else TIER_HOST)
