@@ -130,8 +130,8 @@ def join_keys(keys: Iterable[ChunkKey]) -> bytes:
     return b"".join(keys)
 
 
-def split_keys(packed: bytes, field: str = "chunk_keys", limit: int = MAX_KEYS) -> list[ChunkKey]:
-    """The keys of one wire field. Raises `BadChunkKey` if its length is no multiple of 16 or above the limit."""
+def check_keys(packed: bytes, field: str = "chunk_keys", limit: int = MAX_KEYS) -> bytes:
+    """The wire field as it is. Raises `BadChunkKey` if its length is no multiple of 16 or above the limit."""
     if len(packed) % KEY_BYTES:
         raise BadChunkKey(
             f"{field} has {len(packed)} bytes; it must be whole keys of {KEY_BYTES} bytes each",
@@ -142,4 +142,10 @@ def split_keys(packed: bytes, field: str = "chunk_keys", limit: int = MAX_KEYS) 
         raise BadChunkKey(
             f"{field} has {len(packed) // KEY_BYTES} keys; at most {limit} are allowed", field=field, limit=limit
         )
+    return packed
+
+
+def split_keys(packed: bytes, field: str = "chunk_keys", limit: int = MAX_KEYS) -> list[ChunkKey]:
+    """The keys of one wire field. Raises as `check_keys`."""
+    check_keys(packed, field, limit)
     return [ChunkKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]

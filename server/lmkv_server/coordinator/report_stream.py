@@ -6,10 +6,12 @@ from collections.abc import Mapping
 
 from lmkv.digests import Digest
 from lmkv.errors import BadMessage, ResyncRequired
-from lmkv.keys import ChunkKey, split_keys
+from lmkv.keys import KEY_BYTES, check_keys
 from lmkv.v1 import chunk_pb2, registry_service_pb2
 from lmkv_server.coordinator.instances import Instance, Instances
-from lmkv_server.coordinator.layout_map import TIER_COUNT, LayoutMap, Slot
+from lmkv_server.coordinator.layout_map import MAX_TOKENS, TIER_COUNT, LayoutMap, Snapshot
+
+FINGERPRINT_BYTES = 16
 
 
 class ReportStream:
@@ -19,15 +21,15 @@ class ReportStream:
         self._instances = instances
         self._layout = layout
         self._instance = instance
-        self._staged: Slot | None = layout.stage(instance.said.instance_id)
+        self._staged: Snapshot | None = layout.stage(instance.said.instance_id)
         self.sequence = 0
         """Of the last report that was applied."""
 
     def apply(self, report: registry_service_pb2.ReportRequest, now: float) -> None:
         """Takes one report in and renews the instance's lease. A repeat of an earlier report only does the latter.
 
-        Raises `InstanceNotFound`, `StaleEpoch`, `ResyncRequired`, `BadChunkKey`, `BadMessage`; the stream is of no
-        use afterwards.
+        Raises `InstanceNotFound`, `StaleEpoch`, `ResyncRequired`, `BadChunkKey`, `BadMessage`, `Full`; the stream is
+        of no use afterwards.
         """
         said = self._instance.said
         if (report.instance_id, report.epoch) != (said.instance_id, said.epoch):
@@ -77,10 +79,14 @@ class ReportStream:
     def _apply_change(self, change: registry_service_pb2.ChunkChange) -> None:
         if not 1 <= change.tier <= TIER_COUNT:
             raise BadMessage(f"tier {change.tier} is unknown", tier=change.tier)
-        admitted = split_keys(change.admitted_keys, "admitted_keys")
-        evicted = split_keys(change.evicted_keys, "evicted_keys")
-        partials = _partial_token_counts(change, admitted)
+        if len(change.fingerprint) not in (0, FINGERPRINT_BYTES):
+            raise BadMessage(f"a fingerprint has {len(change.fingerprint)} bytes; it must have {FINGERPRINT_BYTES}")
+        admitted = check_keys(change.admitted_keys, "admitted_keys")
+        evicted = check_keys(change.evicted_keys, "evicted_keys")
+        partials = _partial_token_counts(change)
         chunk_size = self._instance.chunk_size(change.fingerprint)
+        if chunk_size > MAX_TOKENS:
+            raise BadMessage(f"chunks of {chunk_size} tokens are longer than {MAX_TOKENS}", chunk_size=chunk_size)
         where = (change.tier, admitted, evicted, partials)
         if self._staged is not None:
             self._layout.apply_staged(self._staged, *where, chunk_size=chunk_size, fingerprint=change.fingerprint)
@@ -101,9 +107,10 @@ class ReportStream:
             )
 
 
-def _partial_token_counts(change: registry_service_pb2.ChunkChange, admitted: list[ChunkKey]) -> Mapping[int, int]:
+def _partial_token_counts(change: registry_service_pb2.ChunkChange) -> Mapping[int, int]:
     counts = dict(change.partial_token_counts)
+    admitted_count = len(change.admitted_keys) // KEY_BYTES
     for index, tokens in counts.items():
-        if not (0 <= index < len(admitted) and tokens > 0):
+        if not (0 <= index < admitted_count and 0 < tokens <= MAX_TOKENS):
             raise BadMessage(f"partial_token_counts[{index}] = {tokens} means nothing", index=index, tokens=tokens)
     return counts

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv.errors import BadTokens
-from lmkv.keys import KEY_BYTES, MAX_KEYS, as_tokens, chunk_keys, join_keys, root_key, split_keys
+from lmkv.keys import KEY_BYTES, MAX_KEYS, as_tokens, check_keys, chunk_keys, join_keys, root_key
 from lmkv.spec import KvSpec
 from lmkv_server.coordinator.instances import Instances
 
@@ -62,8 +62,7 @@ class Selector:
             raise BadTokens("chunks are named by tokens and by chunk_keys; use one of the two")
         if request.model_name:
             self._instances.specs(request.model_name)
-        split_keys(request.chunk_keys)
-        return [Selection(keys=request.chunk_keys)]
+        return [Selection(keys=check_keys(request.chunk_keys))]
 
     def of_tokens(
         self, tokens: NDArray[np.integer], model_name: str = "", cache_salt: str = "", lora_name: str = ""

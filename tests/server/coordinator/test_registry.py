@@ -56,7 +56,7 @@ def delta(sequence: int, *changes: ChunkChange, epoch: int = 1) -> ReportRequest
 
 def held(registry: Registry) -> dict[str, int]:
     registry.check()
-    return {match.instance_id: match.token_count for match in registry.layout.lookup(KEYS)}
+    return {match.instance_id: match.token_count for match in registry.layout.lookup(join_keys(KEYS))}
 
 
 @pytest.fixture
