@@ -234,6 +234,7 @@ class CoordinatorConfig(Config):
         Alias(name="monitor_port", convert=lambda raw: {"pull": PORT.read(raw)}),
     )
     lease_ttl: float = key(SECONDS, 3.0, "How long a node counts as alive after its last report, in seconds.")
+    operation_ttl: float = key(SECONDS, 3600.0, "How long operations that ended can be asked about, in seconds.")
     cluster_secret: str = key(
         SECRET, "", "Secret that chunk keys are made with, the same in the whole fleet; no flag takes it."
     )

@@ -23,6 +23,7 @@ from lmkv_server.coordinator.pages import page_limit, page_token, read_page_toke
 from lmkv_server.coordinator.pins import Pins
 from lmkv_server.coordinator.registry import Registry
 from lmkv_server.coordinator.selection import Selection, Selector
+from lmkv_server.coordinator.tally import Tally
 from lmkv_server.coordinator.watch import Watch
 
 LOCATIONS = {
@@ -46,6 +47,8 @@ class CacheService(pb_grpc.CacheServiceServicer):
         self._clears = clears
         self._pins = pins
         self._watch = watch
+        self.lookups = Tally()
+        """Lookups that were answered; those that found somebody are hits."""
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
         return self._lookup(request)
@@ -87,20 +90,24 @@ class CacheService(pb_grpc.CacheServiceServicer):
         self, tokens: NDArray[np.integer], *, model_name: str = "", cache_salt: str = "", lora_name: str = ""
     ) -> pb.LookupResponse:
         """As `Lookup`, for whoever has the tokens as an array of integers. Raises what `Lookup` answers."""
-        return self._answer(self._selector.of_tokens(tokens, model_name, cache_salt, lora_name))
+        begin = time.perf_counter()
+        return self._answer(begin, self._selector.of_tokens(tokens, model_name, cache_salt, lora_name))
 
     def _lookup(self, request: pb.LookupRequest) -> pb.LookupResponse:
-        return self._answer(self._selector.select(request), request.excluded_instance_id)
+        begin = time.perf_counter()
+        return self._answer(begin, self._selector.select(request), request.excluded_instance_id)
 
-    def _answer(self, selections: Iterable[Selection], excluded: str = "") -> pb.LookupResponse:
+    def _answer(self, begin: float, selections: Iterable[Selection], excluded: str = "") -> pb.LookupResponse:
         layout = self._registry.layout
         found = [layout.lookup(selection.keys, excluded) for selection in selections]
         matches = found[0] if len(found) == 1 else longest_first(match for part in found for match in part)
-        return pb.LookupResponse(
+        response = pb.LookupResponse(
             holders=[self._to_proto(match) for match in matches],
             revision=layout.revision,
             partial=self._registry.is_partial(time.monotonic()),
         )
+        self.lookups.note(time.perf_counter() - begin, bool(matches))
+        return response
 
     def _to_proto(self, match: Match) -> pb.Holder:
         instance = self._registry.instances.find(match.instance_id)

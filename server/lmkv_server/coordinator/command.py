@@ -56,6 +56,7 @@ async def serve(config: CoordinatorConfig) -> None:
         grpc_ports=config.grpc_ports,
         http_ports=config.http_ports,
         lease_ttl=config.lease_ttl,
+        operation_ttl=config.operation_ttl,
         cluster_secret=config.cluster_secret,
     )
     async with coordinator:

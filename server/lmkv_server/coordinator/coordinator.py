@@ -10,22 +10,17 @@ from types import TracebackType
 from typing import Self
 
 import grpc
-from google.longrunning import operations_pb2_grpc
 
 from lmkv import rpc
 from lmkv.errors import ConfigError
-from lmkv.v1 import cache_service_pb2_grpc, registry_service_pb2_grpc
-from lmkv_server.coordinator.cache_service import CacheService
-from lmkv_server.coordinator.http.app import Handlers, make_app
+from lmkv_server.coordinator.http.app import make_app
 from lmkv_server.coordinator.http.server import HttpServer
-from lmkv_server.coordinator.operations_service import OperationsService
 from lmkv_server.coordinator.ports import address, listen
 from lmkv_server.coordinator.registry import Registry
-from lmkv_server.coordinator.registry_service import RegistryService
+from lmkv_server.coordinator.services import SERVICE_NAMES, Services
 
 logger = logging.getLogger(__name__)
 
-SERVICE_NAMES = ("lmkv.v1.CacheService", "lmkv.v1.RegistryService", "google.longrunning.Operations")
 STOP_GRACE_SECONDS = 0.1
 SWEEP_STEP = 5_000
 """Keys that are swept between two looks at what else there is to do: about a millisecond."""
@@ -35,8 +30,8 @@ class Coordinator:
     """Serves `CacheService`, `RegistryService` and `Operations` while it is entered.
 
     It speaks gRPC on `port`, or on `grpc_ports` if they are given, and HTTP on `http_ports`. Ports are given by the
-    configuration key that sets them; 0 takes a free one. Leases last `lease_ttl` seconds. Entering raises `ConfigError`
-    if a port cannot be had.
+    configuration key that sets them; 0 takes a free one. Leases last `lease_ttl` seconds, operations that
+    ended are kept for `operation_ttl`. Entering raises `ConfigError` if a port cannot be had.
     """
 
     def __init__(
@@ -47,6 +42,7 @@ class Coordinator:
         grpc_ports: Mapping[str, int] | None = None,
         http_ports: Mapping[str, int] | None = None,
         lease_ttl: float = 3.0,
+        operation_ttl: float = 3600.0,
         cluster_secret: str = "",
     ) -> None:
         self.host = host
@@ -55,7 +51,9 @@ class Coordinator:
         self.http_ports = dict(http_ports or {})
         """The ports that speak HTTP, likewise."""
         self._lease_ttl = lease_ttl
+        self._operation_ttl = operation_ttl
         self._secret = cluster_secret.encode()
+        self._services: Services | None = None
         self._server: grpc.aio.Server | None = None
         self._http: list[HttpServer] = []
         self._sweeper: asyncio.Task[None] | None = None
@@ -76,16 +74,10 @@ class Coordinator:
         return next((address(self.host, port) for port in self.http_ports.values()), "")
 
     async def __aenter__(self) -> Self:
-        # Beginning at the time of day keeps revisions rising across restarts.
-        registry = Registry(lease_ttl=self._lease_ttl, now=time.monotonic(), revision=time.time_ns() // 1_000)
+        services = Services(lease_ttl=self._lease_ttl, operation_ttl=self._operation_ttl, cluster_secret=self._secret)
         server = await rpc.make_server(SERVICE_NAMES)
-        cache = CacheService(registry, self._secret)
-        registrations = RegistryService(registry)
-        operations = OperationsService()
-        cache_service_pb2_grpc.add_CacheServiceServicer_to_server(cache, server)
-        registry_service_pb2_grpc.add_RegistryServiceServicer_to_server(registrations, server)
-        operations_pb2_grpc.add_OperationsServicer_to_server(operations, server)
-        app = make_app(Handlers(cache=cache, registry=registrations, operations=operations), self.host)
+        services.add_to(server)
+        app = make_app(services, self.host)
         try:
             for key, port in self.grpc_ports.items():
                 self.grpc_ports[key] = _bind(server, self.host, port, key)
@@ -100,7 +92,8 @@ class Coordinator:
             await self._stop_serving(server)
             raise
         self._server = server
-        self._sweeper = asyncio.create_task(_sweep(registry), name="lmkv-coordinator-sweeper")
+        self._services = services
+        self._sweeper = asyncio.create_task(_sweep(services.core), name="lmkv-coordinator-sweeper")
         return self
 
     async def __aexit__(
@@ -122,6 +115,8 @@ class Coordinator:
         server, self._server = self._server, None
         if server is not None:
             await self._stop_serving(server)
+        if self._services is not None:
+            await self._services.aclose()
 
     async def _stop_serving(self, server: grpc.aio.Server) -> None:
         http, self._http = self._http, []

@@ -70,6 +70,8 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
     def __init__(self, registry: Registry, orders: Orders) -> None:
         self._registry = registry
         self._orders = orders
+        self.report_count = 0
+        """Reports that were applied since the start, heartbeats included."""
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
         now = time.monotonic()
@@ -119,6 +121,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
                     stream = self._registry.open_stream(instance_id, report.epoch, now)
                     self._orders.connect(instance_id, outbox.tell)
                 stream.apply(report, now)
+                self.report_count += 1
                 self._note(report)
                 outbox.acknowledge(stream.sequence)
         except LmkvError as error:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from google.rpc import code_pb2, status_pb2
 from starlette.applications import Starlette
@@ -19,9 +17,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lmkv import rpc
 from lmkv.errors import LmkvError
-from lmkv_server.coordinator.http import gateway
+from lmkv_server.coordinator.http import gateway, health, lmcache
 from lmkv_server.coordinator.http.guard import refuse_foreign
+from lmkv_server.coordinator.http.metrics import Metrics
 from lmkv_server.coordinator.http.replies import CallAborted, HttpError, json_response, status_of, to_json
+from lmkv_server.coordinator.services import Services
 
 STATIC = Path(__file__).parent / "static"
 ONLY = {"lmkv.v1.RegistryService": ("ListInstances",)}
@@ -39,54 +39,50 @@ HEADERS = {
 """Sent with every answer: pages load nothing from elsewhere, run no inline scripts, and nobody frames them."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Handlers:
-    """The servicers that gRPC calls too."""
-
-    cache: Any
-    registry: Any
-    operations: Any
-
-    @property
-    def by_name(self) -> dict[str, object]:
-        """By the full name of their service."""
-        return {
-            "lmkv.v1.CacheService": self.cache,
-            "lmkv.v1.RegistryService": self.registry,
-            "google.longrunning.Operations": self.operations,
-        }
-
-
-def make_app(handlers: Handlers, host: str = "127.0.0.1") -> ASGIApp:
+def make_app(services: Services, host: str = "127.0.0.1") -> ASGIApp:
     """The application of a coordinator that is bound to `host`."""
+    metrics = Metrics(services)
+    handlers = {
+        "lmkv.v1.CacheService": services.cache,
+        "lmkv.v1.RegistryService": services.registry,
+        "google.longrunning.Operations": services.operations,
+    }
     refusals = dict.fromkeys((LmkvError, HttpError, CallAborted, HTTPException), _refusal)
     app = Starlette(
         routes=[
-            *gateway.routes(handlers.by_name, ONLY),
+            *gateway.routes(handlers, ONLY),
+            *lmcache.routes(services),
+            *metrics.routes(),
+            *health.routes(services.core),
             Route("/", _index),
             Mount("/static", StaticFiles(directory=STATIC, check_dir=False)),
         ],
         exception_handlers={**refusals, Exception: _failure},
     )
-    return Guarded(app, host)
+    return Guarded(app, host, metrics)
 
 
 class Guarded:
-    """An application that answers only its own pages and programs, with headers that keep browsers strict."""
+    """An application that answers only its own pages and programs, with headers that keep browsers strict; counted."""
 
-    def __init__(self, app: ASGIApp, host: str) -> None:
+    def __init__(self, app: Starlette, host: str, metrics: Metrics) -> None:
         self._app = app
         self._host = host
+        self._metrics = metrics
+        self._known = {route.path for route in app.routes if isinstance(route, Route)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_strict(message: Message) -> None:
             if message["type"] == "http.response.start":
+                # Paths that are not known are one label: whoever calls must not make up metrics.
+                path = scope["path"] if scope["path"] in self._known else "other"
+                self._metrics.count_http(path, message["status"])
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
                     headers.setdefault(name, value)
             await send(message)
 
-        app = self._app
+        app: ASGIApp = self._app
         request = Request(scope)
         try:
             refuse_foreign(request, self._host)

@@ -1,0 +1,30 @@
+"""`/healthz` and `/readyz`: what probes ask."""
+
+from __future__ import annotations
+
+import time
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from lmkv_server.coordinator.http.replies import json_response
+from lmkv_server.coordinator.registry import Registry
+
+
+def routes(core: Registry) -> list[Route]:
+    """Both paths; that they answer says that the event loop runs and the ports are open."""
+
+    async def alive(_: Request) -> Response:
+        return json_response({"status": "ok"})
+
+    async def ready(_: Request) -> Response:
+        if core.is_partial(time.monotonic()):
+            waiting = [instance.said.instance_id for instance in core.instances if not instance.synced]
+            on = f"on {', '.join(waiting[:10])}" if waiting else "whether more instances come"
+            return json_response(
+                {"status": "not ready", "detail": f"the layout map is being rebuilt: waiting {on}"}, 503
+            )
+        return json_response({"status": "ok"})
+
+    return [Route("/healthz", alive), Route("/readyz", ready)]
