@@ -144,7 +144,7 @@ class LayoutMap:
         gained, lost = self._write(slot, tier, admitted, evicted, partial_token_counts, chunk_size, fingerprint)
         if gained or lost:
             self.revision += 1
-            if self.listener:
+            if self.listener is not None:
                 self.listener.changed(self.revision, instance_id, tier, fingerprint, gained, lost)
         return self.revision
 
@@ -176,7 +176,7 @@ class LayoutMap:
         self._hide(staged.instance_id)
         self._show(staged.instance_id, staged.slot)
         self.revision += 1
-        if self.listener:
+        if self.listener is not None:
             self.listener.replaced(self.revision, staged.instance_id, staged.content or [])
         return self.revision
 
@@ -190,7 +190,7 @@ class LayoutMap:
         """Forgets everything that an instance holds; one that holds nothing is no error."""
         if self._hide(instance_id):
             self.revision += 1
-            if self.listener:
+            if self.listener is not None:
                 self.listener.gone(self.revision, instance_id)
 
     def sweep(self, limit: int) -> bool:

@@ -111,7 +111,9 @@ class Watch:
         """What happened up to here is no longer in the history."""
         layout.listener = self
 
-    def __len__(self) -> int:
+    @property
+    def watcher_count(self) -> int:
+        """Watchers that are there now."""
         return len(self._watchers)
 
     # --- What the layout map tells -------------------------------------------------------------------------------

@@ -9,8 +9,11 @@ import grpc
 import pytest
 
 from lmkv import rpc
+from lmkv.spec import KvSpec
 from lmkv.v1 import cache_service_pb2_grpc, registry_service_pb2_grpc
 from lmkv_server.coordinator.coordinator import Coordinator
+from tests.server.coordinator.cases import LLAMA
+from tests.server.coordinator.scripted_instance import Make, ScriptedInstance
 
 
 @pytest.fixture
@@ -46,3 +49,14 @@ def registry(channel: grpc.aio.Channel) -> Any:
 @pytest.fixture
 def cache(channel: grpc.aio.Channel) -> Any:
     return cache_service_pb2_grpc.CacheServiceStub(channel)
+
+
+@pytest.fixture
+def make(channel: grpc.aio.Channel) -> Make:
+    """Makes instances that know each other; enter them to join."""
+    fleet: dict[str, ScriptedInstance] = {}
+
+    def make_instance(name: str, chunks: Any = (), spec: KvSpec = LLAMA) -> ScriptedInstance:
+        return ScriptedInstance(channel, fleet, name, spec, chunks)
+
+    return make_instance

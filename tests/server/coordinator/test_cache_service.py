@@ -10,43 +10,18 @@ import grpc
 import pytest
 
 from lmkv.errors import LmkvError
-from lmkv.keys import ChunkKey, as_tokens, chunk_keys, join_keys, root_key
-from lmkv.rpc import from_rpc_error
+from lmkv.keys import ChunkKey, join_keys
+from lmkv.rpc import from_rpc_error, from_status
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.cache_service_pb2 import (
-    ClearRequest,
-    ListPinsRequest,
     LookupRequest,
     LookupResponse,
-    MoveRequest,
-    PinRequest,
-    UnpinRequest,
-    WatchRequest,
+    LookupStreamRequest,
 )
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.registry_service_pb2 import ChunkChange, Instance, RegisterRequest, ReportRequest
-
-LLAMA = KvSpec(
-    model_name="llama",
-    model_id="llama@1",
-    kv_dtype="bfloat16",
-    layer_count=2,
-    kv_head_count=2,
-    head_size=64,
-    chunk_size=16,
-    vocab_size=128_256,
-)
-LLAMA_FLOAT = dataclasses.replace(LLAMA, kv_dtype="float32")
-QWEN = dataclasses.replace(LLAMA, model_name="qwen", model_id="qwen@1", chunk_size=32, vocab_size=1000)
-PROMPT = list(range(100, 140))  # two chunks of 16 tokens and one of 8
-
-
-def keys_of(
-    tokens: Sequence[int], spec: KvSpec = LLAMA, *, secret: bytes = b"hush", cache_salt: str = "", lora: str = ""
-) -> list[ChunkKey]:
-    root = root_key(spec.fingerprint, cache_salt=cache_salt, lora=lora, secret=secret)
-    return chunk_keys(as_tokens(tokens), root, spec.chunk_size, partial=True)
+from tests.server.coordinator.cases import LLAMA, LLAMA_FLOAT, PROMPT, QWEN, keys_of
 
 
 async def holds(
@@ -228,17 +203,20 @@ async def test_an_oversized_message_is_refused_and_the_next_one_served(
     assert found(await lookup(cache, tokens=PROMPT)) == {"a": (3, 48)}
 
 
-async def test_what_comes_later_answers_unimplemented(cache: Any) -> None:
-    calls = [
-        cache.Move(MoveRequest(), timeout=5),
-        cache.Pin(PinRequest(), timeout=5),
-        cache.Unpin(UnpinRequest(), timeout=5),
-        cache.ListPins(ListPinsRequest(), timeout=5),
-        cache.Clear(ClearRequest(), timeout=5),
-        cache.Watch(WatchRequest(), timeout=5).read(),
+async def test_a_stream_answers_each_lookup_in_turn_and_goes_on_after_an_error(registry: Any, cache: Any) -> None:
+    _a = await holds(registry, "a", keys_of(PROMPT), last_tokens=8)
+    stream = cache.LookupStream(timeout=10)
+    requests = [
+        LookupRequest(tokens=PROMPT),
+        LookupRequest(tokens=[-1]),
+        LookupRequest(tokens=PROMPT, model_name="gpt"),
+        LookupRequest(chunk_keys=keys_of(PROMPT)[0]),
     ]
-    for call in calls:
-        with pytest.raises(grpc.RpcError) as caught:
-            await call
-        assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
-        assert "not implemented by this version" in str(caught.value.details())
+    for request in requests:
+        await stream.write(LookupStreamRequest(request=request))
+    await stream.done_writing()
+    answers = [answer async for answer in stream]
+    assert [answer.WhichOneof("result") for answer in answers] == ["response", "error", "error", "response"]
+    assert found(answers[0].response) == {"a": (3, 40)}
+    assert [from_status(answer.error).reason for answer in answers[1:3]] == ["BAD_TOKENS", "MODEL_NOT_FOUND"]
+    assert found(answers[3].response) == {"a": (1, 16)}

@@ -8,7 +8,6 @@ from typing import Any
 
 import grpc
 import pytest
-from google.longrunning import operations_pb2, operations_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -17,7 +16,8 @@ from lmkv.errors import ConfigError
 from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2, registry_service_pb2_grpc
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.registry_service_pb2 import Instance, ListInstancesRequest, RegisterRequest, ReportRequest
-from lmkv_server.coordinator.coordinator import SERVICE_NAMES, Coordinator
+from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.coordinator.services import SERVICE_NAMES
 
 
 def free_port() -> int:
@@ -36,20 +36,6 @@ async def test_every_service_is_healthy_and_reflected(channel: grpc.aio.Channel)
     stream = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=5)
     async for answer in stream:
         assert set(SERVICE_NAMES) <= {service.name for service in answer.list_services_response.service}
-
-
-async def test_operations_answer_unimplemented(channel: grpc.aio.Channel) -> None:
-    stub = operations_pb2_grpc.OperationsStub(channel)
-    for call in (
-        stub.ListOperations(operations_pb2.ListOperationsRequest(), timeout=5),
-        stub.GetOperation(operations_pb2.GetOperationRequest(name="operations/x"), timeout=5),
-        stub.DeleteOperation(operations_pb2.DeleteOperationRequest(), timeout=5),
-        stub.CancelOperation(operations_pb2.CancelOperationRequest(), timeout=5),
-        stub.WaitOperation(operations_pb2.WaitOperationRequest(), timeout=5),
-    ):
-        with pytest.raises(grpc.RpcError) as caught:
-            await call
-        assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_all_grpc_ports_serve_the_same() -> None:

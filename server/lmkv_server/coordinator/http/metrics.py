@@ -100,7 +100,7 @@ class Metrics(Collector):
         yield _counter("lookup_hits", "Lookups that found at least one holder.", lookups.hits)
         yield _counter("reports", "Reports of nodes that were applied.", self._services.registry.report_count)
         watchers = _gauge("watchers", "Watches that are open.")
-        watchers.add_metric([], len(self._services.watch))
+        watchers.add_metric([], self._services.watch.watcher_count)
         yield watchers
         running = _gauge("operations_running", "Operations under way.", "kind")
         kinds = Counter(operation.kind for operation in self._services.operations_core.running())

@@ -1,0 +1,35 @@
+"""Specs, a prompt and its keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from lmkv.keys import ChunkKey, as_tokens, chunk_keys, root_key
+from lmkv.spec import KvSpec
+
+LLAMA = KvSpec(
+    model_name="llama",
+    model_id="llama@1",
+    kv_dtype="bfloat16",
+    layer_count=2,
+    kv_head_count=2,
+    head_size=64,
+    chunk_size=16,
+    vocab_size=128_256,
+)
+LLAMA_FLOAT = dataclasses.replace(LLAMA, kv_dtype="float32")
+QWEN = dataclasses.replace(LLAMA, model_name="qwen", model_id="qwen@1", chunk_size=32, vocab_size=1000)
+PROMPT = list(range(100, 140))  # two chunks of 16 tokens and one of 8
+
+
+def keys_of(
+    tokens: Sequence[int], spec: KvSpec = LLAMA, *, secret: bytes = b"hush", cache_salt: str = "", lora: str = ""
+) -> list[ChunkKey]:
+    root = root_key(spec.fingerprint, cache_salt=cache_salt, lora=lora, secret=secret)
+    return chunk_keys(as_tokens(tokens), root, spec.chunk_size, partial=True)
+
+
+KEYS = keys_of(PROMPT)
+CHUNKS = dict(zip(KEYS, (16, 16, 8), strict=True))
+"""The prompt's chunks with their tokens."""

@@ -1,0 +1,67 @@
+"""What probes and Prometheus ask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.coordinator.cases import CHUNKS, PROMPT
+from tests.server.coordinator.scripted_instance import Make
+
+
+async def scraped(http: httpx.AsyncClient) -> dict[tuple[str, ...], float]:
+    """Samples by name and label values."""
+    response = await http.get("/metrics")
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    families = text_string_to_metric_families(response.text)
+    return {(sample.name, *sample.labels.values()): sample.value for one in families for sample in one.samples}
+
+
+@pytest.mark.parametrize("lease_ttl", [0.3])
+async def test_it_is_ready_once_the_map_is_whole(http: httpx.AsyncClient, registry: Any) -> None:
+    assert (await http.get("/healthz")).json() == {"status": "ok"}
+    early = await http.get("/readyz")
+    assert early.status_code == 503
+    assert "being rebuilt" in early.json()["detail"]
+    while (response := await http.get("/readyz")).status_code != 200:
+        assert response.status_code == 503
+    assert response.json() == {"status": "ok"}
+    assert (await http.get("/healthz")).status_code == 200
+
+
+async def test_metrics_tell_of_fleet_and_work(http: httpx.AsyncClient, make: Make) -> None:
+    async with make("a", CHUNKS), make("b"):
+        for tokens in (PROMPT, [7]):
+            await http.post("/lookup", json={"tokens": tokens})
+        move = {"old_position": ["a", "host"], "new_position": ["b", "host"], "tokens": PROMPT, "copy": True}
+        event_id = (await http.post("/move", json=move)).json()["event_id"]
+        wait = {"name": event_id}
+        assert (await http.post("/google.longrunning.Operations/WaitOperation", json=wait)).json()["done"]
+        await http.post("/pin", json={"instance_id": "a", "tokens": PROMPT})
+        await http.get("/nowhere")
+        await http.get("/nowhere/else")
+        samples = await scraped(http)
+    name = "lmkv_coordinator_"
+    assert samples[f"{name}instances", "true"] == 2
+    assert samples[f"{name}instances", "false"] == 0
+    assert samples[(f"{name}layout_partial",)] == 1
+    assert samples[(f"{name}layout_keys",)] == 3
+    assert samples[f"{name}chunks", "a", "host"] == 3
+    assert samples[f"{name}tier_capacity_bytes", "a", "host"] == 1 << 30
+    assert samples[f"{name}pins", "a"] == 1
+    assert samples[f"{name}pins", "b"] == 0
+    assert samples[(f"{name}lookup_seconds_count",)] == 2
+    assert samples[f"{name}lookup_seconds_bucket", "+Inf"] == 2
+    assert 0 < samples[(f"{name}lookup_seconds_sum",)] < 2
+    assert samples[(f"{name}lookup_hits_total",)] == 1
+    assert samples[(f"{name}reports_total",)] >= 4
+    assert samples[f"{name}operations_ended_total", "copy", "done"] == 1
+    assert samples[f"{name}operations_running", "move"] == 0
+    assert samples[(f"{name}watchers",)] == 0
+    assert samples[f"{name}http_requests_total", "/lookup", "200"] == 2
+    assert samples[f"{name}http_requests_total", "other", "404"] == 2
+    assert samples[("process_resident_memory_bytes",)] > 0

@@ -1,0 +1,245 @@
+"""An instance that tests make: it registers, reports and obeys over a real socket, but its chunks are only names."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+from google.protobuf.message import Message
+
+from lmkv import rpc
+from lmkv.errors import ChunkNotFound, ChunkPinned, LmkvError, OperationCancelled
+from lmkv.keys import ChunkKey, join_keys, split_keys
+from lmkv.spec import KvSpec
+from lmkv.v1 import chunk_pb2
+from lmkv.v1 import registry_service_pb2 as pb
+from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
+
+HOST = chunk_pb2.TIER_HOST
+_EPOCHS = itertools.count(1)
+Hook = Callable[["ScriptedInstance", pb.Order], None]
+
+
+class ScriptedInstance:
+    """Holds chunks of one spec by key, with their tokens. Others of the same `fleet` are whom it fetches from.
+
+    Set `before` to do something when an order has come, `paused` to hold orders back, `limit` to be full.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        fleet: dict[str, ScriptedInstance],
+        instance_id: str,
+        spec: KvSpec,
+        chunks: Mapping[ChunkKey, int] | Iterable[ChunkKey] = (),
+    ) -> None:
+        self.instance_id = instance_id
+        self.spec = spec
+        is_counted = isinstance(chunks, Mapping)
+        self.chunks: dict[ChunkKey, int] = dict(chunks) if is_counted else dict.fromkeys(chunks, spec.chunk_size)  # type: ignore[arg-type]
+        self.pins: dict[str, chunk_pb2.PinnedChunks] = {}
+        self.pinned: dict[str, list[ChunkKey]] = {}
+        self.orders: list[pb.Order] = []
+        """All that came, repeats too."""
+        self.before: Hook | None = None
+        self.going = asyncio.Event()
+        self.going.set()
+        self.limit = 1 << 30
+        self.cancelled: set[str] = set()
+        self.epoch = next(_EPOCHS)
+        self._registry: Any = RegistryServiceStub(channel)
+        self._fleet = fleet
+        self._stream: Any = None
+        self._sequence = 0
+        self._task: asyncio.Task[None] | None = None
+        self._writing = asyncio.Lock()
+        self._settled = asyncio.Event()
+        fleet[instance_id] = self
+
+    async def __aenter__(self) -> Self:
+        await self.join()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.leave()
+
+    async def join(self) -> None:
+        """Registers, and tells all it holds."""
+        instance = pb.Instance(
+            instance_id=self.instance_id,
+            epoch=self.epoch,
+            peer_address="127.0.0.1:7000",
+            specs=[self.spec.to_proto()],
+        )
+        await self._registry.Register(pb.RegisterRequest(instance=instance), timeout=5)
+        self._stream = self._registry.Report()
+        self._sequence = 0
+        await self._report(
+            snapshot=True,
+            snapshot_end=True,
+            changes=[self._change(self.chunks)],
+            tiers=[pb.TierUsage(tier=HOST, capacity_bytes=1 << 30, chunk_count=len(self.chunks))],
+            engine_count=1,
+        )
+        await self._report(pins=pb.PinList(pins=self.pins.values()))
+        self._settled.clear()
+        self._task = asyncio.create_task(self._obey(self._sequence))
+        await asyncio.wait_for(self._settled.wait(), 5)
+
+    async def leave(self) -> None:
+        """Ends the stream, as a process that is killed does."""
+        task, self._task = self._task, None
+        if task:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            self._stream.cancel()
+
+    async def evict(self, keys: Iterable[ChunkKey]) -> None:
+        """Loses chunks, as if for room."""
+        gone = [key for key in keys if self.chunks.pop(key, None)]
+        await self._report(
+            changes=[pb.ChunkChange(tier=HOST, fingerprint=self.spec.fingerprint, evicted_keys=join_keys(gone))]
+        )
+
+    async def _report(self, **fields: Any) -> None:
+        async with self._writing:  # a stream takes one message at a time
+            await self._write(**fields)
+
+    async def _write(self, **fields: Any) -> None:
+        self._sequence += 1
+        request = pb.ReportRequest(instance_id=self.instance_id, epoch=self.epoch, sequence=self._sequence, **fields)
+        await self._stream.write(request)
+
+    def _change(self, admitted: Mapping[ChunkKey, int]) -> pb.ChunkChange:
+        return pb.ChunkChange(
+            tier=HOST,
+            fingerprint=self.spec.fingerprint,
+            admitted_keys=join_keys(admitted),
+            partial_token_counts={
+                index: tokens for index, tokens in enumerate(admitted.values()) if tokens != self.spec.chunk_size
+            },
+        )
+
+    async def _obey(self, opening: int) -> None:
+        done: dict[str, pb.OrderOutcome] = {}
+        pending: set[asyncio.Task[None]] = set()
+        with suppress(grpc.RpcError):
+            while (response := await self._stream.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+                if response.acked_sequence >= opening:
+                    self._settled.set()
+                for order in response.orders:
+                    self.orders.append(order)
+                    if order.WhichOneof("action") == "cancel":
+                        self.cancelled.add(order.cancel.order_id)
+                    task = asyncio.create_task(self._carry_out(order, done))
+                    pending.add(task)
+                    task.add_done_callback(pending.discard)
+
+    async def _carry_out(self, order: pb.Order, done: dict[str, pb.OrderOutcome]) -> None:
+        if self.before:
+            self.before(self, order)
+        kind = order.WhichOneof("action")
+        if kind != "cancel":
+            await until(lambda: self.going.is_set() or order.order_id in self.cancelled)
+        if order.order_id not in done:
+            outcome = pb.OrderOutcome(order_id=order.order_id)
+            done[order.order_id] = outcome
+            if order.order_id in self.cancelled:
+                outcome.status.CopyFrom(rpc.to_status(OperationCancelled("cancelled")))
+            else:
+                assert kind
+                await getattr(self, f"_{kind}")(getattr(order, kind), outcome)
+        await self._report(outcomes=[done[order.order_id]])
+
+    async def _fetch(self, order: pb.FetchOrder, outcome: pb.OrderOutcome) -> None:
+        source = self._fleet[order.instance_id]
+        gained = {}
+        missing, refused = [], []
+        for key in split_keys(order.chunk_keys):
+            if key in self.chunks:
+                tokens = self.chunks[key]
+            elif key not in source.chunks:
+                missing.append(key)
+                continue
+            elif len(self.chunks) >= self.limit:
+                refused.append(key)
+                continue
+            else:
+                tokens = gained[key] = self.chunks[key] = source.chunks[key]
+                outcome.transferred_bytes += 1000
+            outcome.chunk_count += 1
+            outcome.token_count += tokens
+        _fail(outcome, missing, ChunkNotFound("the peer does not hold it"))
+        _fail(outcome, refused, LmkvError("full"))
+        await self._report(changes=[self._change(gained)])
+
+    async def _drop(self, order: pb.DropOrder, outcome: pb.OrderOutcome) -> None:
+        named = split_keys(order.chunk_keys) if order.chunk_keys else list(self.chunks)
+        if order.fingerprint not in (b"", self.spec.fingerprint) or order.tier not in (0, HOST):
+            named = []
+        kept = {key for keys in self.pinned.values() for key in keys}
+        gone = [key for key in named if key in self.chunks and key not in kept]
+        for key in gone:
+            outcome.chunk_count += 1
+            outcome.token_count += self.chunks[key]
+        if order.chunk_keys:
+            _fail(outcome, [key for key in named if key in kept], ChunkPinned("pinned"))
+        if not order.dry_run:
+            await self.evict(gone)
+
+    async def _pin(self, order: pb.PinOrder, outcome: pb.OrderOutcome) -> None:
+        held = list(itertools.takewhile(self.chunks.__contains__, split_keys(order.chunk_keys)))
+        if not held:
+            outcome.status.CopyFrom(rpc.to_status(ChunkNotFound("none of them is held")))
+            return
+        outcome.chunk_count = len(held)
+        outcome.token_count = sum(self.chunks[key] for key in held)
+        pin = chunk_pb2.PinnedChunks(
+            pin_id=order.pin_id,
+            position=chunk_pb2.Position(instance_id=self.instance_id, tier=HOST),
+            chunk_count=outcome.chunk_count,
+            token_count=int(outcome.token_count),
+        )
+        pin.expire_time.FromNanoseconds(time.time_ns() + order.ttl.ToNanoseconds())
+        self.pins[order.pin_id] = pin
+        self.pinned[order.pin_id] = held
+        await self._report(pins=pb.PinList(pins=self.pins.values()))
+
+    async def _unpin(self, order: pb.UnpinOrder, outcome: pb.OrderOutcome) -> None:
+        self.pins.pop(order.pin_id, None)
+        self.pinned.pop(order.pin_id, None)
+        await self._report(pins=pb.PinList(pins=self.pins.values()))
+
+    async def _cancel(self, order: pb.CancelOrder, outcome: pb.OrderOutcome) -> None: ...
+
+
+Make = Callable[..., ScriptedInstance]
+"""Makes an instance by its id, chunks and spec."""
+
+
+def _fail(outcome: pb.OrderOutcome, keys: list[ChunkKey], error: LmkvError) -> None:
+    if keys:
+        outcome.failures.add(chunk_keys=join_keys(keys), status=rpc.to_status(error))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for something, ten seconds at most."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 # it happens on the other side of a socket
+            await asyncio.sleep(0.005)
+
+
+def unpacked(packed: Any, kind: type[Message]) -> Any:
+    """The message in an `Any`."""
+    message = kind()
+    assert packed.Unpack(message), f"it is no {kind.__name__}"
+    return message
