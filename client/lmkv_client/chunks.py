@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypedDict, TypeVar
 
 from lmkv.errors import BadTokens
@@ -24,7 +24,7 @@ class Chunks(TypedDict, total=False):
     """LoRA adapter that the prompt was sent with."""
 
 
-def make_request(kind: type[Request], tokens: Sequence[int], chunks: Chunks, **fields: Any) -> Request:
+def make_request(kind: Callable[..., Request], tokens: Sequence[int], chunks: Chunks, **fields: Any) -> Request:
     """A request about these chunks. Raises `BadTokens` if the tokens are none."""
     try:
         return kind(

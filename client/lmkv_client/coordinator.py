@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -177,10 +178,11 @@ class Coordinator:
         )
         return Operation(self._connection, await self._connection.call(self._connection.cache.Clear, request))
 
-    async def operations(self) -> list[Operation[Any, Any]]:
-        """Every operation that runs or ended not too long ago, newest first."""
+    async def operations(self, *, running: bool = False) -> list[Operation[Any, Any]]:
+        """Every operation that runs or, unless only those are asked for, ended not too long ago; newest first."""
         connection = self._connection
-        messages = await connection.pages(connection.operations.ListOperations, ListOperationsRequest, "operations")
+        request = partial(ListOperationsRequest, filter="done=false" if running else "")
+        messages = await connection.pages(connection.operations.ListOperations, request, "operations")
         return [Operation(connection, message) for message in messages]
 
     async def operation(self, name: str) -> Operation[Any, Any]:

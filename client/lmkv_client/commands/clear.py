@@ -1,0 +1,89 @@
+"""`lmkv clear`: instances forget chunks."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from functools import partial
+
+from lmkv.cli import Command
+from lmkv.errors import ConfigError
+from lmkv.v1.cache_service_pb2 import ClearResult
+from lmkv.v1.chunk_pb2 import TIER_UNSPECIFIED
+from lmkv_client import Coordinator
+from lmkv_client.commands import FAILED, add_common_arguments, ask, count, read_tier
+from lmkv_client.commands.chunks import add_chunk_arguments, names_chunks, read_chunks
+from lmkv_client.commands.following import EXIT_CODES, AnyOperation, add_waiting_arguments, show_operation, wait_for
+
+EXAMPLES = f"""\
+  lmkv clear --tokens 128000,849,21435,279              one prompt, wherever it is
+  lmkv clear --model llama --dry-run                    how much of a model there is
+  lmkv clear --all --instance lmkv-1 --tier disk        one tier of one instance
+  lmkv clear --all --yes                                everything, without asking
+
+More than one prompt's chunks are cleared only after you have said yes, where there is a terminal to ask on. Pinned
+chunks stay.
+
+{EXIT_CODES}"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `lmkv clear`."""
+    parser.add_argument("--instance", metavar="INSTANCE", default="", help="only this instance (default: every one)")
+    parser.add_argument(
+        "--tier", metavar="TIER", type=read_tier, default=TIER_UNSPECIFIED, help="only this tier (default: every one)"
+    )
+    add_chunk_arguments(parser, required=False)
+    parser.add_argument("--all", action="store_true", help="everything there, whatever model it is of")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be dropped")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    add_waiting_arguments(parser)
+    add_common_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Asks before it clears more than named chunks; then orders, waits unless told not to, and shows."""
+    if not (names_chunks(args) or args.model or args.all):
+        raise ConfigError("nothing is selected: name a prompt with --tokens, a model with --model, or --all")
+    tokens, chunks = read_chunks(args)
+    asks_first = not (names_chunks(args) or args.yes or args.dry_run) and sys.stdin.isatty()
+
+    async def order(coordinator: Coordinator) -> AnyOperation | None:
+        clear = partial(
+            coordinator.clear,
+            tokens,
+            instance_id=args.instance,
+            tier=args.tier,
+            everything=args.all,
+            **chunks,
+        )
+        if asks_first:
+            would = await (await clear(dry_run=True)).wait(args.timeout)
+            if not await asyncio.to_thread(_confirm, would):
+                return None
+        operation = await clear(dry_run=args.dry_run)
+        if not args.no_wait:
+            await wait_for(operation, args.timeout)
+        return operation
+
+    operation = ask(args, order)
+    if operation is None:
+        print("nothing was dropped", file=sys.stderr)
+        return FAILED
+    return show_operation(operation, as_json=args.json)
+
+
+def _confirm(would: ClearResult) -> bool:
+    question = f"drop {count(would.chunk_count, 'chunk')} ({count(would.token_count, 'token')})? [y/N] "
+    print(question, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+command = Command(
+    name="clear",
+    help="have instances forget chunks: a prompt's, a model's, or all",
+    add_arguments=add_arguments,
+    run=run,
+    examples=EXAMPLES,
+)

@@ -1,0 +1,132 @@
+"""How commands follow an operation to its end, show what it did, and what exit code that is."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lmkv.errors import LmkvError
+from lmkv.keys import split_keys
+from lmkv.units import format_bytes
+from lmkv.v1.cache_service_pb2 import ClearProgress, ClearResult, MoveProgress, MoveResult
+from lmkv.v1.chunk_pb2 import ChunkFailure
+from lmkv_client import Operation
+from lmkv_client.commands import DONE, FAILED, PARTLY_DONE, count, print_json, read_seconds
+from lmkv_client.operation import WAIT_SECONDS
+
+AnyOperation = Operation[Any, Any]
+Progress = MoveProgress | ClearProgress
+
+EXIT_CODES = """\
+exit codes:
+  0  done                1  refused or failed      2  bad usage or configuration
+  3  done for some of the chunks only             130  interrupted; the operation goes on"""
+
+
+def add_waiting_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds how long to wait for the operation."""
+    parser.add_argument("--no-wait", action="store_true", help="return as soon as the operation is booked")
+    add_timeout_argument(parser)
+
+
+def add_timeout_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds how long to wait at most."""
+    parser.add_argument(
+        "--timeout",
+        metavar="TIME",
+        type=read_seconds,
+        default=WAIT_SECONDS,
+        help="most time to wait, such as 30s; the operation goes on after it (default: 15m)",
+    )
+
+
+async def wait_for(operation: AnyOperation, timeout_seconds: float) -> None:
+    """Waits for the end with a progress bar, if there is a terminal. Raises `LmkvError` if time is up."""
+    hints = f"`lmkv ops wait {operation.name}` follows it, `lmkv ops cancel {operation.name}` ends it"
+    try:
+        with _progress_bar(operation) as show:
+            async with asyncio.timeout(timeout_seconds):
+                async for progress in operation:
+                    show(progress)
+    except TimeoutError:
+        raise LmkvError(f"{operation.name} still runs after {timeout_seconds:g} s; {hints}") from None
+    except asyncio.CancelledError:  # Ctrl-C
+        print(f"{operation.name} goes on; {hints}", file=sys.stderr)
+        raise
+
+
+def show_operation(operation: AnyOperation, *, as_json: bool) -> int:
+    """Prints what is known of it; returns the exit code."""
+    if as_json:
+        print_json(operation.message)
+    elif not operation.done:
+        print(f"{operation.name}: {operation.state}, {describe_progress(operation.progress)} done")
+    elif operation.result is not None:
+        for line in _describe_result(operation, operation.result):
+            print(line)
+    if operation.error:
+        print(f"lmkv: error: {operation.name}: {operation.error}", file=sys.stderr)
+        return FAILED
+    return PARTLY_DONE if operation.result is not None and operation.result.failures else DONE
+
+
+def describe_progress(progress: Progress) -> str:
+    """`12/20 chunks`, `1/3 instances`."""
+    done, total, noun = _counts(progress)
+    return f"{done:,}/{count(total, noun)}"
+
+
+def age_seconds(operation: AnyOperation) -> float | None:
+    """How long ago it began; None if that is not known, since it was another coordinator's."""
+    progress: Progress = operation.progress
+    return time.time() - progress.create_time.ToNanoseconds() / 1e9 if progress.HasField("create_time") else None
+
+
+def _counts(progress: Progress) -> tuple[int, int, str]:
+    if isinstance(progress, MoveProgress):
+        return progress.done_chunk_count, progress.chunk_count, "chunk"
+    return progress.done_instance_count, progress.instance_count, "instance"
+
+
+def _describe_result(operation: AnyOperation, result: MoveResult | ClearResult) -> Iterator[str]:
+    chunks = f"{count(result.chunk_count, 'chunk')} ({count(result.token_count, 'token')})"
+    if isinstance(result, ClearResult):
+        yield f"{operation.name}: {chunks} dropped"
+        for instance in result.failures:
+            yield from _describe_failures(instance.failures, f"on {instance.instance_id} ")
+        return
+    dropped = "" if operation.kind == "copy" else f"; the source dropped {result.dropped_chunk_count:,}"
+    yield f"{operation.name}: {chunks} arrived, {format_bytes(result.transferred_bytes)} transferred{dropped}"
+    yield from _describe_failures(result.failures)
+
+
+def _describe_failures(failures: Sequence[ChunkFailure], where: str = "") -> Iterator[str]:
+    for failure in failures:
+        keys = split_keys(failure.chunk_keys)
+        which = f"{count(len(keys), 'chunk')} from {keys[0].hex()} on" if keys else "everything"
+        yield f"  failed {where}for {which}: {failure.status.message}"
+
+
+@contextmanager
+def _progress_bar(operation: AnyOperation) -> Iterator[Callable[[Progress], None]]:
+    """A bar on standard error while it runs; nothing where that is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.TextColumn("{task.fields[far]}"))
+    with bars.Progress(*columns, bars.TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(operation.name, total=None, far="")
+
+        def show(progress: Progress) -> None:
+            done, total, _ = _counts(progress)
+            bar.update(task, completed=done, total=total or None, far=describe_progress(progress))
+
+        yield show

@@ -1,0 +1,166 @@
+"""`lmkv top`: the fleet at a glance, again and again."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from lmkv.cli import Command
+from lmkv.errors import Unreachable
+from lmkv.tiers import tier_name
+from lmkv.units import format_bytes, format_duration
+from lmkv.v1.registry_service_pb2 import Instance
+from lmkv_client import Coordinator
+from lmkv_client.commands import add_common_arguments, ask, print_table, read_seconds, seconds_until
+from lmkv_client.commands.following import AnyOperation
+from lmkv_client.commands.ops import row as operation_row
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+EXAMPLES = """\
+  lmkv top                    until Ctrl-C
+  lmkv top --interval 5s
+  lmkv top --once             one frame, as where there is no terminal"""
+
+INSTANCE_COLUMNS = ("INSTANCE", "TIER", "FILL", "USED/CAPACITY", "CHUNKS", "ENGINES", "LEASE")
+OPERATION_COLUMNS = ("OPERATION", "STATE", "PROGRESS", "AGE")
+BAR_CELLS = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """What is shown at a time."""
+
+    instances: Sequence[Instance]
+    operations: Sequence[AnyOperation]
+    """Those that run, newest first."""
+
+    def instance_rows(self) -> list[tuple[str, ...]]:
+        """A line per tier of each instance."""
+        return [row for instance in self.instances for row in _rows(instance)]
+
+    def operation_rows(self) -> list[tuple[str, ...]]:
+        """A line per operation that runs."""
+        return [operation_row(operation) for operation in self.operations]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `lmkv top`."""
+    parser.add_argument(
+        "--interval", metavar="TIME", type=read_seconds, default=1.0, help="time between frames (default: 1s)"
+    )
+    parser.add_argument("--once", action="store_true", help="show one frame and end")
+    add_common_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Shows one frame, or one after the other."""
+    if args.once or args.json or not sys.stdout.isatty():
+        frame = ask(args, look)
+        print_frame_json(frame) if args.json else print_frame(frame)
+        return 0
+    return ask(args, lambda coordinator: show(coordinator, args.interval))
+
+
+async def look(coordinator: Coordinator) -> Frame:
+    """The fleet as it is now."""
+    instances = await coordinator.instances()
+    return Frame(instances=instances, operations=await coordinator.operations(running=True))
+
+
+def print_frame(frame: Frame) -> None:
+    """Prints the tables one below the other."""
+    if frame.instances:
+        print_table(INSTANCE_COLUMNS, frame.instance_rows())
+    else:
+        print("no instance is registered")
+    if frame.operations:
+        print()
+        print_table(OPERATION_COLUMNS, frame.operation_rows())
+
+
+def print_frame_json(frame: Frame) -> None:
+    """Prints instances and operations in the words of the API."""
+
+    def as_dict(message: Message) -> object:
+        return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+    shown = {
+        "instances": [as_dict(instance) for instance in frame.instances],
+        "operations": [as_dict(operation.message) for operation in frame.operations],
+    }
+    print(json.dumps(shown, indent=2))
+
+
+async def show(coordinator: Coordinator, interval_seconds: float) -> int:
+    """Draws frames until it is interrupted. Raises `Unreachable` if there is no first one; later losses are shown."""
+    from rich.live import Live
+
+    frame = await look(coordinator)
+    seen = time.monotonic()
+    with Live(_draw(frame, ""), screen=True, auto_refresh=False) as live:
+        while True:
+            await asyncio.sleep(interval_seconds)
+            try:
+                frame, seen, trouble = await look(coordinator), time.monotonic(), ""
+            except Unreachable as error:
+                trouble = f"as it was {format_duration(time.monotonic() - seen)} ago: {error}"
+            live.update(_draw(frame, trouble), refresh=True)
+
+
+def _draw(frame: Frame, trouble: str) -> RenderableType:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+        drawn = Table(*columns, box=None, header_style="bold", pad_edge=False)
+        for row in rows:
+            drawn.add_row(*map(Text, row))
+        return drawn
+
+    parts: list[RenderableType] = [
+        Text(f"lmkv top  {time.strftime('%H:%M:%S')}  {len(frame.instances)} instances  Ctrl-C ends it", style="dim"),
+        table(INSTANCE_COLUMNS, frame.instance_rows()),
+        Text(""),
+        table(OPERATION_COLUMNS, frame.operation_rows()) if frame.operations else Text("no operation runs", "dim"),
+    ]
+    return Group(*parts, Text(trouble, style="red"))
+
+
+def _rows(instance: Instance) -> Iterator[tuple[str, ...]]:
+    name = instance.instance_id if instance.synced else f"{instance.instance_id} (reporting)"
+    lease = f"{seconds_until(instance.expire_time):.1f} s"
+    if not instance.tiers:
+        yield (name, "-", "-", "-", "0", str(instance.engine_count), lease)
+    for tier in instance.tiers:
+        share = tier.used_bytes / tier.capacity_bytes if tier.capacity_bytes else 0.0
+        cells = round(min(share, 1.0) * BAR_CELLS)
+        yield (
+            name,
+            tier_name(tier.tier),
+            f"{'█' * cells}{'░' * (BAR_CELLS - cells)} {share:4.0%}",
+            f"{format_bytes(tier.used_bytes)}/{format_bytes(tier.capacity_bytes)}",
+            str(tier.chunk_count),
+            str(instance.engine_count),
+            lease,
+        )
+
+
+command = Command(
+    name="top",
+    help="show the fleet at a glance: tiers, fill, engines, running operations",
+    add_arguments=add_arguments,
+    run=run,
+    examples=EXAMPLES,
+)

@@ -1,0 +1,104 @@
+"""`lmkv watch`: the changes of the layout map, as they happen."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+
+from google.protobuf.json_format import MessageToDict
+
+from lmkv.cli import Command
+from lmkv.errors import ModelNotFound
+from lmkv.keys import KEY_BYTES
+from lmkv.tiers import tier_name
+from lmkv.v1.cache_service_pb2 import LayoutChange
+from lmkv_client import Coordinator, LayoutUpdate
+from lmkv_client.commands import add_common_arguments, ask
+
+EXAMPLES = """\
+  lmkv watch                          what is held now, then every change; Ctrl-C ends it
+  lmkv watch --model llama            of one model only
+  lmkv watch --json | jq -c '.changes[] | select(.instance_gone)'
+  lmkv watch --from-revision 1793254412345678 --json
+
+It goes on by itself through restarts of the coordinator. Where changes were missed it says so and begins anew with all
+that is held; in JSON that update has `reset`."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `lmkv watch`."""
+    parser.add_argument(
+        "--from-revision", metavar="N", type=int, default=0, help="only what changed after this revision"
+    )
+    parser.add_argument("--model", metavar="NAME", help="only chunks of this model (default: every one)")
+    add_common_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints until it is interrupted."""
+
+    async def follow(coordinator: Coordinator) -> int:
+        fingerprint = await find_fingerprint(coordinator, args.model) if args.model else b""
+        began = False
+        async for update in coordinator.watch(args.from_revision, fingerprint=fingerprint):
+            if args.json:
+                print(to_json(update), flush=True)
+            else:
+                if update.reset and began:
+                    print("changes were missed; what follows is all that is held now", flush=True)
+                for line in describe(update):
+                    print(line, flush=True)
+            began = True
+        return 0
+
+    return ask(args, follow)
+
+
+async def find_fingerprint(coordinator: Coordinator, model_name: str) -> bytes:
+    """The spec under which a model is served. Raises `ModelNotFound`; if there are several the first counts."""
+    specs = [spec for instance in await coordinator.instances() for spec in instance.specs]
+    for spec in specs:
+        if spec.model_name == model_name:
+            return spec.fingerprint
+    known = ", ".join(sorted({spec.model_name for spec in specs})) or "none"
+    raise ModelNotFound(f"no instance serves {model_name!r}; served are: {known}", model_name=model_name)
+
+
+def to_json(update: LayoutUpdate) -> str:
+    """One line, in the words of the API."""
+    changes = [
+        MessageToDict(change, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        for change in update.changes
+    ]
+    # As a string, as JSON has all 64-bit integers of the API.
+    fields = {"revision": str(update.revision), "reset": update.reset, "snapshot": update.snapshot}
+    return json.dumps({**fields, "changes": changes})
+
+
+def describe(update: LayoutUpdate) -> Iterator[str]:
+    """A line per change; none for a bookmark."""
+    now = time.strftime("%H:%M:%S")
+    what = "held" if update.snapshot else "changed"
+    for change in update.changes:
+        if change.instance_gone:
+            yield f"{now}  gone     {change.instance_id}"
+        else:
+            yield f"{now}  {what:<7}  {change.instance_id}/{tier_name(change.tier)}  {_describe_keys(change)}"
+
+
+def _describe_keys(change: LayoutChange) -> str:
+    admitted, evicted = len(change.admitted_keys) // KEY_BYTES, len(change.evicted_keys) // KEY_BYTES
+    counts = [text for number, text in ((admitted, f"+{admitted:,}"), (evicted, f"-{evicted:,}")) if number]
+    first = (change.admitted_keys or change.evicted_keys)[:KEY_BYTES].hex()
+    return f"{' '.join(counts) or 'nothing'}  {first}{' ...' if admitted + evicted > 1 else ''}".rstrip()
+
+
+command = Command(
+    name="watch",
+    help="print what changes in the layout map, as it happens",
+    add_arguments=add_arguments,
+    run=run,
+    examples=EXAMPLES,
+)
