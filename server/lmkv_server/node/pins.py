@@ -15,8 +15,8 @@ from lmkv_server.node.host_tier import Chunk, HostTier
 
 MAX_PINS = 1000
 """Most pins that one node keeps at a time."""
-MAX_ID_BYTES = 128
-"""Longest id of a pin: all pins travel in one message."""
+MAX_ID_BYTES = 320
+"""Longest id of a pin: room for that of an instance, and still all pins travel in one message."""
 MAX_TTL_SECONDS = 86_400.0
 """Whoever wants a pin for longer repeats it meanwhile."""
 

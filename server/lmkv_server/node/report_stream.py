@@ -150,9 +150,9 @@ class ReportStream:
                 reports[-1].engine_count = node.engine_count
                 status_due = now + self._membership.lease_ttl / 3
             if self._told_pins != self._orders.pins.revision:
-                reports[-1].pins.CopyFrom(self._orders.pin_list())
+                reports.append(pb.ReportRequest(pins=self._orders.pin_list()))
                 self._told_pins = self._orders.pins.revision
-            # Outcomes come behind the changes that the orders made: whoever hears of one knows what it led to.
+            # Outcomes come behind the changes and pins that the orders made: whoever hears of one knows what it did.
             reports += outcome_reports(o for o in self._orders.untold if o.order_id not in self._telling)
             for report in reports:
                 await self._write(call, report)

@@ -26,7 +26,7 @@ from lmkv.v1 import peer_service_pb2_grpc
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_kernels import checksum
 from lmkv_server.node.engines import Engines
-from lmkv_server.node.host_tier import Chunk, HostTier
+from lmkv_server.node.host_tier import Chunk, HostTier, Listener
 from lmkv_server.node.peer_service import PeerService
 from lmkv_server.node.peers import Peers
 
@@ -61,7 +61,13 @@ class Parts:
     """One node's tier, pool, channel, `PeerService` and `Peers`."""
 
     def __init__(
-        self, instance_id: str, *, spec: KvSpec = SMALL, chunk_count: int = 32, grant_ttl_seconds: float = 30.0
+        self,
+        instance_id: str,
+        *,
+        spec: KvSpec = SMALL,
+        chunk_count: int = 32,
+        grant_ttl_seconds: float = 30.0,
+        listener: Listener | None = None,
     ) -> None:
         self.instance_id = instance_id
         self.spec = spec
@@ -69,12 +75,13 @@ class Parts:
         self.address = ""
         self._size_bytes = chunk_count * spec.chunk_bytes
         self._grant_ttl_seconds = grant_ttl_seconds
+        self._listener = listener
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         self.pool = Pool.create(self._size_bytes)
         self._stack.callback(self.pool.close)
-        self.tier = HostTier(self.pool.size_bytes)
+        self.tier = HostTier(self.pool.size_bytes, self._listener)
         self.engines = Engines(self.tier)
         self.engines.attach("engine", self.spec)
         self.channel = open_channel(

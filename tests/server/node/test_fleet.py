@@ -25,7 +25,6 @@ from lmkv.v1.registry_service_pb2 import (
     FetchOrder,
     Instance,
     ListInstancesRequest,
-    Order,
     PinOrder,
     SpecConflict,
     TierUsage,
@@ -37,6 +36,7 @@ from lmkv_server.node.engines import Engines
 from lmkv_server.node.fleet import Fleet, Held
 from lmkv_server.node.host_tier import Chunk, HostTier
 from lmkv_server.node.orders import Orders
+from lmkv_server.node.pins import MAX_ID_BYTES, MAX_PINS
 from tests.server.node.ordering import Ordering, serving, until
 
 LEASE_SECONDS = 0.4
@@ -620,21 +620,6 @@ async def test_outcomes_that_were_not_acknowledged_are_told_again_over_the_next_
         shelf.orders.check()
 
 
-async def test_an_order_goes_on_while_there_is_no_stream() -> None:
-    ordering, later, shelf = Ordering(), Ordering(), Shelf()
-    shelf.keep(KEYS[:3])
-    async with serving(ordering) as address, shelf.join(address):
-        await until(lambda: ordering.report_count > 2)
-        order = Order(order_id="while-away", drop=DropOrder())
-        ordering.give_again(order)
-        ordering.break_stream()
-        await ordering.ended("while-away")
-        assert len(shelf.tier) == 0
-    async with serving(later) as address, shelf.join(address):  # another coordinator hears nothing of it
-        await until(lambda: later.report_count > 4)
-        assert later.outcomes == []
-
-
 async def test_pins_are_told_with_each_change_and_again_to_a_restarted_coordinator() -> None:
     first, second, shelf = Ordering(), Ordering(), Shelf()
     shelf.keep(KEYS[:4])
@@ -669,6 +654,16 @@ async def test_an_expired_pin_is_no_longer_told() -> None:
         ordering.give(pin=pin)
         await until(lambda: [len(told.pins) for told in ordering.pin_lists] == [0, 1, 0])
         assert shelf.orders.pins.expired_count == 1
+
+
+async def test_as_many_pins_as_there_may_be_travel_beside_a_full_report() -> None:
+    ordering, shelf = Ordering(), Shelf("x" * 256)
+    shelf.keep(KEYS[:1])
+    for number in range(MAX_PINS):
+        shelf.orders.pins.pin(f"{number:0{MAX_ID_BYTES}}", KEYS[:1], time.monotonic(), 3600)
+    async with serving(ordering) as address, shelf.join(address):
+        await until(lambda: [len(told.pins) for told in ordering.pin_lists] == [MAX_PINS])
+        assert ordering.stream_count == 1
 
 
 async def test_many_large_outcomes_travel_in_several_reports() -> None:

@@ -13,15 +13,19 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from google.longrunning import operations_pb2, operations_pb2_grpc
 
 from lmkv import rpc
 from lmkv.config import NodeConfig
 from lmkv.errors import ConfigError, LmkvError
 from lmkv.keys import join_keys
+from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2
 from lmkv.v1 import engine_service_pb2 as pb
+from lmkv.v1.cache_service_pb2 import MoveRequest, MoveResult, PinRequest
 from lmkv_kernels import checksum
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
@@ -458,3 +462,29 @@ async def test_the_fleet_is_told_what_each_node_is(fleet: Fleet) -> None:
     assert [spec.fingerprint for spec in described.specs] == [SPEC.fingerprint]
     (usage,) = described.tiers
     assert usage.capacity_bytes == fleet.holder.tier.size_bytes
+
+
+async def test_what_the_coordinator_wants_done_is_done_by_whole_nodes(fleet: Fleet) -> None:
+    await fleet.store([0, 1, 2, 3])
+    keys = join_keys(chunk_keys(0, 1, 2, 3))
+    async with rpc.open_channel(fleet.coordinator.address) as channel:
+        cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
+        operations: Any = operations_pb2_grpc.OperationsStub(channel)
+        here, there = chunk_pb2.Position(instance_id="asker"), chunk_pb2.Position(instance_id="holder")
+        pin = await cache.Pin(PinRequest(position=there, chunk_keys=keys[:16], ttl={"seconds": 60}), timeout=5)
+        assert pin.pin.chunk_count == 1
+        move = await cache.Move(MoveRequest(old_position=there, new_position=here, chunk_keys=keys), timeout=5)
+        move = await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=move.name), timeout=10)
+    result = MoveResult()
+    assert move.response.Unpack(result)
+    assert (result.chunk_count, result.dropped_chunk_count) == (4, 3)
+    assert result.transferred_bytes == 4 * SPEC.chunk_bytes
+    assert rpc.from_status(result.failures[0].status).reason == "CHUNK_PINNED"
+    for number in range(4):
+        chunk = fleet.asker.tier.get(chunk_key(number))
+        assert chunk
+        assert (words(fleet.asker, chunk.offset) == number).all()
+    assert [chunk.key for chunk in fleet.holder.tier] == chunk_keys(0)
+    for node in (fleet.asker, fleet.holder):
+        node.orders.check()
+        node.tier.check()
