@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "block_copy.h"
+#include "token_ids.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -71,6 +72,16 @@ std::uint64_t checksum(const ReadOnlyPoolBytes& pool, std::size_t offset, std::s
                         threads);
 }
 
+nb::bytes token_ids(const nb::bytes& json) {
+  const std::string_view text{json.c_str(), json.size()};
+  std::vector<std::uint32_t> ids;
+  {
+    nb::gil_scoped_release unlocked;
+    ids = lmkv::token_ids(text);
+  }
+  return {reinterpret_cast<const char*>(ids.data()), ids.size() * sizeof(std::uint32_t)};
+}
+
 }  // namespace
 
 NB_MODULE(_host, module) {
@@ -81,4 +92,5 @@ NB_MODULE(_host, module) {
   module.def("scatter", &scatter, "layer_addresses"_a, "geometry"_a, "pool"_a, "copies"_a, "block_ids"_a, "threads"_a,
              "portable"_a = false);
   module.def("checksum", &checksum, "pool"_a, "offset"_a, "size_bytes"_a, "threads"_a, "portable"_a = false);
+  module.def("token_ids", &token_ids, "json"_a);
 }

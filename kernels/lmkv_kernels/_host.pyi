@@ -35,3 +35,6 @@ def scatter(
 
 def checksum(pool: NDArray[np.uint8], offset: int, size_bytes: int, threads: int, portable: bool = False) -> int:
     """Checksum of one extent."""
+
+def token_ids(json: bytes) -> bytes:
+    """The numbers of a JSON list as u32. Raises `ValueError` if one is not from 0 to 2^32 - 1, or it is no such list."""

@@ -238,9 +238,7 @@ class LayoutMap:
         change between steps: what is held throughout is seen, the rest may be.
         """
         cursor, parts = self._table.scan(cursor, limit)
-        return cursor, [
-            (self._instance_ids[slot], tier, fingerprint, keys) for slot, tier, fingerprint, keys in parts
-        ]
+        return cursor, [(self._instance_ids[slot], tier, fingerprint, keys) for slot, tier, fingerprint, keys in parts]
 
     def digest(self, instance_id: str, tier: int) -> Digest:
         """The digest of what an instance holds in one tier, over all specs."""

@@ -294,6 +294,7 @@ class AgainstModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.layout = LayoutMap()
+        self.layout.listener = self.mirror = Mirror()
         self.model: dict[str, Contents] = {}
         self.revision = 0
 
@@ -353,8 +354,25 @@ class AgainstModel(RuleBasedStateMachine):
             for tier in range(1, 5):
                 held = self.model.get(instance_id, {}).get(tier, set())
                 assert self.layout.digest(instance_id, tier) == digest(sorted(held))
+                assert self.mirror.held.get(instance_id, {}).get((tier, b""), set()) == held
         assert self.layout.revision >= self.revision
         self.revision = self.layout.revision
+
+    @rule(limit=st.integers(1, 8))
+    def walk(self, limit: int) -> None:
+        found: list[tuple[str, int, ChunkKey]] = []
+        cursor = 0
+        while True:
+            cursor, parts = self.layout.scan(cursor, limit)
+            found += [(instance_id, tier, key) for instance_id, tier, _, keys in parts for key in split_keys(keys)]
+            if not cursor:
+                break
+        assert sorted(found) == sorted(
+            (instance_id, tier, key)
+            for instance_id, contents in self.model.items()
+            for tier, held in contents.items()
+            for key in held
+        )
 
     def expected(self, keys: list[ChunkKey], excluded: str) -> list[Match]:
         matches = []
