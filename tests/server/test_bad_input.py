@@ -114,7 +114,9 @@ def call(address: str, method: MethodDescriptor, requests: Sequence[bytes]) -> t
             if method.client_streaming:
                 list(channel.stream_stream(path, **options)(iter(requests), timeout=TIMEOUT_SECONDS))
             elif method.server_streaming:
-                list(channel.unary_stream(path, **options)(requests[0], timeout=TIMEOUT_SECONDS))
+                stream = channel.unary_stream(path, **options)(requests[0], timeout=TIMEOUT_SECONDS)
+                next(stream, None)  # it may go on for ever
+                stream.cancel()
             else:
                 channel.unary_unary(path, **options)(requests[0], timeout=TIMEOUT_SECONDS)
         except grpc.RpcError as error:
@@ -152,7 +154,7 @@ async def test_bytes_that_are_no_message_are_refused_and_the_next_call_served(
     assert await serves(servers, method.containing_service.full_name)
 
 
-@pytest.mark.parametrize("method", methods(["lmkv.v1.CacheService", "lmkv.v1.RegistryService", *NODE_SERVICES]))
+@pytest.mark.parametrize("method", ALL_METHODS)
 async def test_whatever_is_asked_the_answer_is_one_that_the_proto_promises(
     servers: Servers, method: MethodDescriptor, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -171,6 +173,9 @@ async def test_whatever_is_asked_the_answer_is_one_that_the_proto_promises(
 
 def promises(method: MethodDescriptor) -> set[tuple[str, str]]:
     """Codes and reasons that the proto lists for an RPC; besides them success, and that it comes later."""
+    if method.containing_service.full_name == "google.longrunning.Operations":  # whose proto is not ours
+        bad = {("INVALID_ARGUMENT", "BAD_PAGE_TOKEN"), ("INVALID_ARGUMENT", "BAD_MESSAGE")}
+        return {("OK", ""), ("NOT_FOUND", "OPERATION_NOT_FOUND"), *bad}
     file = (PROTOS / method.containing_service.file.name).read_text()
     comments = re.findall(rf"((?: *//.*\n)*) *(?:service {method.containing_service.name}|rpc {method.name}\()", file)
     assert len(comments) == 2
