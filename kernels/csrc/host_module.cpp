@@ -79,7 +79,7 @@ nb::bytes token_ids(const nb::bytes& json) {
     nb::gil_scoped_release unlocked;
     ids = lmkv::token_ids(text);
   }
-  return {reinterpret_cast<const char*>(ids.data()), ids.size() * sizeof(std::uint32_t)};
+  return nb::bytes(ids.data(), ids.size() * sizeof(std::uint32_t));
 }
 
 }  // namespace

@@ -177,7 +177,7 @@ MOVE = {"old_position": ["a", HOST], "new_position": ["b", HOST], "tokens": PROM
     ("path", "body", "code", "says"),
     [
         ("/lookup", {}, 400, "tokens"),
-        ("/lookup", {"tokens": [1, -1]}, 400, "-1 is negative"),
+        ("/lookup", {"tokens": [1, -1]}, 400, "not '-1]'"),
         ("/lookup", {"tokens": [1 << 70]}, 400, "tokens"),
         ("/lookup", {"tokens": [1.5]}, 400, "tokens"),
         ("/lookup", {"tokens": "1"}, 400, "tokens"),
