@@ -206,10 +206,11 @@ class HostTier:
     def check(self, dropped_on_hold: Iterable[Chunk] = ()) -> None:
         """Asserts that extents do not overlap and that every byte is free, reserved, held, or kept by a hold."""
         self._free.check()
-        taken = [(c.offset, align(c.size_bytes)) for c in (*self, *dropped_on_hold)]
+        chunks = [*self, *dropped_on_hold]
+        assert all(0 <= chunk.pins <= chunk.holds for chunk in chunks)
+        taken = [(chunk.offset, align(chunk.size_bytes)) for chunk in chunks]
         taken += [(r.offset, r.size_bytes) for r in self._reserved.values()]
         taken.sort()
         for (offset, size), (following, _) in pairwise(taken):
             assert offset + size <= following, "extents overlap"
-        assert all(0 <= chunk.pins <= chunk.holds for chunk in (*self, *dropped_on_hold))
         assert sum(size for _, size in taken) == self.used_bytes

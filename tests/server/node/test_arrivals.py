@@ -62,6 +62,23 @@ def test_chunks_are_handed_out_in_order_whatever_order_they_come_in(order: list[
     assert sum(chunk.holds for chunk in tier) == len(handed)
 
 
+@given(st.permutations(range(8)), st.integers(0, 8))
+def test_chunks_that_stand_for_themselves_are_handed_out_as_they_come(order: list[int], count: int) -> None:
+    tier = new_tier()
+    handed: list[int] = []
+    progress = Progress(
+        tier, SMALL, KEYS, 0, lambda chunks: handed.extend(index for index, _ in chunks), in_order=False
+    )
+    for number, index in enumerate(order[:count], 1):
+        assert index in progress.front
+        progress.add([(index, put(tier, KEYS[index]))], "peer")
+        assert handed == order[:number]
+        assert progress.front == progress.missing == set(order[number:])
+    assert progress.handed_count == count
+    progress.close()
+    assert sum(chunk.holds for chunk in tier) == count
+
+
 def test_what_is_in_the_tier_by_now_is_found_if_it_is_of_this_spec() -> None:
     tier = new_tier()
     handed: list[int] = []

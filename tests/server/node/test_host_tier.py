@@ -70,6 +70,7 @@ class Record:
     chunk: Chunk
     pages: set[int]
     holds: int = 0
+    pins: int = 0
 
 
 class HostTierAgainstModel(RuleBasedStateMachine):
@@ -168,11 +169,31 @@ class HostTierAgainstModel(RuleBasedStateMachine):
         self.tier.hold([record.chunk])
         record.holds += 1
 
-    @precondition(lambda self: any(record.holds for record in self.records + self.dropped))
+    @precondition(lambda self: self.records)
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        record = data.draw(st.sampled_from(self.records))
+        self.tier.pin([record.chunk])
+        record.holds += 1
+        record.pins += 1
+
+    @precondition(lambda self: any(record.holds > record.pins for record in self.records + self.dropped))
     @rule(data=st.data())
     def unhold(self, data: st.DataObject) -> None:
-        record = data.draw(st.sampled_from([record for record in self.records + self.dropped if record.holds]))
+        held = [record for record in self.records + self.dropped if record.holds > record.pins]
+        record = data.draw(st.sampled_from(held))
         self.tier.unhold([record.chunk])
+        self.let_go(record)
+
+    @precondition(lambda self: any(record.pins for record in self.records + self.dropped))
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        record = data.draw(st.sampled_from([record for record in self.records + self.dropped if record.pins]))
+        self.tier.unpin([record.chunk])
+        record.pins -= 1
+        self.let_go(record)
+
+    def let_go(self, record: Record) -> None:
         record.holds -= 1
         if record in self.dropped and not record.holds:
             self.dropped.remove(record)
@@ -186,7 +207,7 @@ class HostTierAgainstModel(RuleBasedStateMachine):
 
     @rule(fingerprint=st.sampled_from(FINGERPRINTS))
     def clear(self, fingerprint: bytes) -> None:
-        lost = [record for record in self.records if record.chunk.fingerprint == fingerprint]
+        lost = [record for record in self.records if record.chunk.fingerprint == fingerprint and not record.pins]
         assert self.tier.clear(fingerprint) == len(lost)
         for record in lost:
             self.lose(record)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from google.longrunning import operations_pb2, operations_pb2_grpc
+from google.protobuf.duration_pb2 import Duration
 
 from lmkv import rpc
 from lmkv.config import NodeConfig
@@ -471,7 +472,7 @@ async def test_what_the_coordinator_wants_done_is_done_by_whole_nodes(fleet: Fle
         cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
         operations: Any = operations_pb2_grpc.OperationsStub(channel)
         here, there = chunk_pb2.Position(instance_id="asker"), chunk_pb2.Position(instance_id="holder")
-        pin = await cache.Pin(PinRequest(position=there, chunk_keys=keys[:16], ttl={"seconds": 60}), timeout=5)
+        pin = await cache.Pin(PinRequest(position=there, chunk_keys=keys[:16], ttl=Duration(seconds=60)), timeout=5)
         assert pin.pin.chunk_count == 1
         move = await cache.Move(MoveRequest(old_position=there, new_position=here, chunk_keys=keys), timeout=5)
         move = await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=move.name), timeout=10)

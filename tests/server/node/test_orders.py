@@ -581,7 +581,7 @@ async def test_a_pin_ends_by_itself(shelf: Shelf) -> None:
         ({"fetch": pb.FetchOrder(chunk_keys=b"x" * 17)}, "BAD_CHUNK_KEY"),
         ({"fetch": pb.FetchOrder(chunk_keys=bytes(16 * (MAX_ORDER_KEYS + 1)))}, "BAD_CHUNK_KEY"),
         ({"fetch": pb.FetchOrder(chunk_keys=KEYS[0], tier=chunk_pb2.TIER_DISK)}, "TIER_UNSUPPORTED"),
-        ({"fetch": pb.FetchOrder(chunk_keys=KEYS[0], tier=99)}, "TIER_UNSUPPORTED"),
+        ({"fetch": pb.FetchOrder(chunk_keys=KEYS[0], tier=chunk_pb2.Tier.ValueType(99))}, "TIER_UNSUPPORTED"),
         ({"fetch": pb.FetchOrder(chunk_keys=KEYS[0])}, "KV_SPEC_MISMATCH"),
         ({"drop": pb.DropOrder(chunk_keys=b"x")}, "BAD_CHUNK_KEY"),
         ({"drop": pb.DropOrder(tier=chunk_pb2.TIER_REMOTE)}, "TIER_UNSUPPORTED"),

@@ -6,7 +6,8 @@ from lmkv.digests import digest
 from lmkv.keys import ChunkKey, split_keys
 from lmkv.rpc import MAX_MESSAGE_BYTES
 from lmkv.v1 import chunk_pb2
-from lmkv_server.node.reports import MAX_KEYS_PER_REPORT, Changes, Held
+from lmkv.v1 import registry_service_pb2 as pb
+from lmkv_server.node.reports import MAX_KEYS_PER_REPORT, Changes, Held, outcome_reports
 
 HOST, DISK = chunk_pb2.TIER_HOST, chunk_pb2.TIER_DISK
 ONE, TWO = b"fingerprint one!", b"fingerprint two!"
@@ -87,3 +88,14 @@ def test_digests_cover_every_tier_that_is_asked_for() -> None:
     found = {part.tier: (part.chunk_count, part.key_sum) for part in changes.digests([HOST, DISK])}
     expected = digest([key(i) for i in range(3)])
     assert found == {HOST: (3, expected.key_sum), DISK: (0, 0)}
+
+
+def test_outcomes_travel_in_order_in_reports_that_fit() -> None:
+    sizes = [0, 16 * 32_768, 160, 160_000, 160_000, 16]
+    failures = [[chunk_pb2.ChunkFailure(chunk_keys=bytes(size))] if size else [] for size in sizes]
+    outcomes = [pb.OrderOutcome(order_id=str(index), failures=failed) for index, failed in enumerate(failures)]
+    reports = list(outcome_reports(outcomes))
+    assert [outcome for report in reports for outcome in report.outcomes] == outcomes
+    assert [len(report.outcomes) for report in reports] == [1, 1, 2, 2]
+    assert max(report.ByteSize() for report in reports) < MAX_MESSAGE_BYTES
+    assert list(outcome_reports([])) == []
