@@ -13,7 +13,7 @@ from tests.server.coordinator.scripted_instance import Make
 
 
 async def scraped(http: httpx.AsyncClient) -> dict[tuple[str, ...], float]:
-    """Samples by name and label values."""
+    """Samples by name and label values, in the order of the labels' names."""
     response = await http.get("/metrics")
     assert response.status_code == 200
     assert response.headers["content-type"].startswith("text/plain; version=")
@@ -62,6 +62,6 @@ async def test_metrics_tell_of_fleet_and_work(http: httpx.AsyncClient, make: Mak
     assert samples[f"{name}operations_ended_total", "copy", "done"] == 1
     assert samples[f"{name}operations_running", "move"] == 0
     assert samples[(f"{name}watchers",)] == 0
-    assert samples[f"{name}http_requests_total", "/lookup", "200"] == 2
-    assert samples[f"{name}http_requests_total", "other", "404"] == 2
+    assert samples[f"{name}http_requests_total", "200", "/lookup"] == 2
+    assert samples[f"{name}http_requests_total", "404", "other"] == 2
     assert samples[("process_resident_memory_bytes",)] > 0
