@@ -20,6 +20,7 @@ import grpc
 from lmkv import rpc
 from lmkv.errors import ConfigError, InstanceIdInUse, LmkvError, StaleEpoch, Unreachable
 from lmkv.keys import ChunkKey, join_keys
+from lmkv.tls import Tls
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, chunk_pb2, registry_service_pb2_grpc
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.orders import Orders
@@ -62,8 +63,10 @@ class Fleet:
         digest_interval_seconds: float = 60.0,
         register_interval_seconds: float = 30.0,
         max_pending_changes: int = 200_000,
+        tls: Tls = rpc.PLAINTEXT,
     ) -> None:
         self.coordinator_address = coordinator_address
+        self._tls = tls
         self.conflicts: list[pb.SpecConflict] = []
         """Instances of the same models that share nothing with this one, and why, as of the last registration."""
         self.lookup_failures = 0
@@ -94,7 +97,7 @@ class Fleet:
 
     async def __aenter__(self) -> Self:
         if self.coordinator_address:
-            self._channel = rpc.open_channel(self.coordinator_address)
+            self._channel = rpc.open_channel(self.coordinator_address, self._tls)
             self._registry = registry_service_pb2_grpc.RegistryServiceStub(self._channel)
             self._cache = cache_service_pb2_grpc.CacheServiceStub(self._channel)
             self._task = asyncio.create_task(self._stay(), name="lmkv-fleet")

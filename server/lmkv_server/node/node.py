@@ -100,6 +100,7 @@ class Node:
         )
         self.fleet = Fleet(
             config.coordinator_address if config.enable_p2p else "",
+            tls=config.tls,
             instance=self.describe,
             snapshot=self._snapshot,
             orders=self.orders,

@@ -19,7 +19,7 @@ from contextlib import suppress
 from lmkv import rpc
 from lmkv.errors import BadMessage, Full, LmkvError, OperationCancelled, Unreachable
 from lmkv.keys import KEY_BYTES
-from lmkv.units import format_bytes
+from lmkv.units import format_bytes, format_duration
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.achieved import Achieved
@@ -63,12 +63,14 @@ class Orders:
         """Chunks that orders were carried out for, by kind."""
         self.transferred_bytes = 0
         """Bytes that came from peers for orders."""
+        self.fetching_count = 0
+        """Fetches that run now."""
         self._instance_id = instance_id
         self._tier = tier
         self._acts = Acts(tier=tier, engines=engines, peers=peers, pins=self.pins)
         self._book = OrderBook()
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._fetching = asyncio.Semaphore(MAX_FETCHES)
+        self._may_fetch = asyncio.Semaphore(MAX_FETCHES)
         self._pins_changed = asyncio.Event()
         self._expiry: asyncio.Task[None] | None = None
         self._is_closing = False
@@ -90,6 +92,11 @@ class Orders:
             if self._expiry in done:
                 self._expiry = None
         self.pins.clear()
+
+    @property
+    def under_way_count(self) -> int:
+        """Orders that run or wait now."""
+        return len(self._running)
 
     # --- What report streams tell and ask ------------------------------------------------------------------------
 
@@ -127,7 +134,7 @@ class Orders:
         achieved = Achieved()
         try:
             achieved = goal(order)
-            if kind_of(order) in LASTING and len(self._running) >= MAX_UNDER_WAY:
+            if kind_of(order) in LASTING and self.under_way_count >= MAX_UNDER_WAY:
                 raise Full(f"{MAX_UNDER_WAY} orders are under way here already", limit=MAX_UNDER_WAY)
             seconds = seconds_left(order)
         except LmkvError as error:
@@ -144,8 +151,7 @@ class Orders:
             async with asyncio.timeout(seconds):
                 match kind_of(order):
                     case "fetch":
-                        async with self._fetching:
-                            await self._acts.fetch(order.fetch, achieved)
+                        await self._fetch(order.fetch, achieved)
                     case "drop":
                         await self._acts.drop(order.drop, achieved)
                     case "pin":
@@ -160,6 +166,14 @@ class Orders:
                         raise BadMessage("this version knows no such order", field="action")
         except TimeoutError:
             raise Unreachable("the order's time was up before it was done") from None
+
+    async def _fetch(self, order: pb.FetchOrder, achieved: Achieved) -> None:
+        async with self._may_fetch:
+            self.fetching_count += 1
+            try:
+                await self._acts.fetch(order, achieved)
+            finally:
+                self.fetching_count -= 1
 
     def _cancel(self, order: pb.CancelOrder) -> None:
         """Stops another order, if it is under way."""
@@ -234,7 +248,7 @@ def _log(order: pb.Order, outcome: pb.OrderOutcome, seconds: float) -> None:
     text = f"order {order.order_id}: {_described(order)}: {outcome.chunk_count} chunks"
     if outcome.transferred_bytes:
         text += f", {format_bytes(outcome.transferred_bytes)} transferred"
-    text += f" in {seconds:.3f} s"
+    text += f" in {format_duration(seconds)}"
     if outcome.status.code:
         text += f"; {rpc.from_status(outcome.status).reason}: {outcome.status.message}"
     for failure in outcome.failures:
@@ -250,7 +264,7 @@ def _described(order: pb.Order) -> str:
         case "drop":
             return "drop, as a dry run" if order.drop.dry_run else "drop"
         case "pin":
-            return f"pin {order.pin.pin_id} for {order.pin.ttl.ToNanoseconds() / 1e9:g} s"
+            return f"pin {order.pin.pin_id} for {format_duration(order.pin.ttl.ToNanoseconds() / 1e9)}"
         case "unpin":
             return f"unpin {order.unpin.pin_id}"
         case "cancel":
