@@ -11,7 +11,8 @@ import grpc
 from google.longrunning import operations_pb2_grpc
 
 from lmkv.errors import LmkvError, Unreachable
-from lmkv.rpc import from_rpc_error, open_channel
+from lmkv.rpc import PLAINTEXT, from_rpc_error, open_channel
+from lmkv.tls import Tls
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 
@@ -24,15 +25,18 @@ PAGE_SIZE = 1000
 MAX_PAGES = 100
 """A coordinator that never ends its list is broken."""
 
+_NO_ANSWER = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
+"""What gRPC says where the coordinator itself says nothing; the last, when it stops in the middle of a call."""
+
 
 class Connection:
     """A channel to one coordinator, which connects when first used and again after a loss."""
 
-    def __init__(self, address: str, timeout_seconds: float) -> None:
+    def __init__(self, address: str, timeout_seconds: float, tls: Tls = PLAINTEXT) -> None:
         self.address = address
         self.timeout_seconds = timeout_seconds
         """Most time that an answer may take."""
-        self.channel = open_channel(address)
+        self.channel = open_channel(address, tls)
         self.cache = CacheServiceStub(self.channel)
         self.registry = RegistryServiceStub(self.channel)
         self.operations = operations_pb2_grpc.OperationsStub(self.channel)
@@ -68,7 +72,7 @@ class Connection:
     def meaning_of(self, rpc_error: grpc.RpcError) -> LmkvError:
         """The error in a failed call, which says where the coordinator was looked for if it did not answer."""
         error = from_rpc_error(rpc_error)
-        if "grpc_code" in error.metadata and isinstance(error, Unreachable):  # it is not the coordinator's word
+        if error.metadata.get("grpc_code") in _NO_ANSWER:
             return Unreachable(f"no coordinator answers at {self.address}: {error}", address=self.address)
         return error
 

@@ -73,11 +73,12 @@ class Operation:
 
     async def wait(self, timeout_seconds: float) -> bool:
         """Waits until it is over; whether it is."""
-        try:
-            async with asyncio.timeout(timeout_seconds):
-                await self.ended.wait()
-        except TimeoutError:
-            pass
+        if not self.done:  # one of an earlier coordinator has no end left to wait for
+            try:
+                async with asyncio.timeout(timeout_seconds):
+                    await self.ended.wait()
+            except TimeoutError:
+                pass
         return self.done
 
 

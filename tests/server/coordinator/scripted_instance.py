@@ -132,17 +132,22 @@ class ScriptedInstance:
     async def _obey(self, opening: int) -> None:
         done: dict[str, pb.OrderOutcome] = {}
         pending: set[asyncio.Task[None]] = set()
-        with suppress(grpc.RpcError):
-            while (response := await self._stream.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
-                if response.acked_sequence >= opening:
-                    self._settled.set()
-                for order in response.orders:
-                    self.orders.append(order)
-                    if order.WhichOneof("action") == "cancel":
-                        self.cancelled.add(order.cancel.order_id)
-                    task = asyncio.create_task(self._carry_out(order, done))
-                    pending.add(task)
-                    task.add_done_callback(pending.discard)
+        try:
+            with suppress(grpc.RpcError):
+                while (response := await self._stream.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+                    if response.acked_sequence >= opening:
+                        self._settled.set()
+                    for order in response.orders:
+                        self.orders.append(order)
+                        if order.WhichOneof("action") == "cancel":
+                            self.cancelled.add(order.cancel.order_id)
+                        task = asyncio.create_task(self._carry_out(order, done))
+                        pending.add(task)
+                        task.add_done_callback(pending.discard)
+        finally:
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
 
     async def _carry_out(self, order: pb.Order, done: dict[str, pb.OrderOutcome]) -> None:
         if self.before:

@@ -1,0 +1,57 @@
+"""A real coordinator for the SDK and the commands, and a fleet that tests script: real orders, invented chunks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+
+import pytest
+
+from lmkv import cli, rpc
+from lmkv_server.coordinator.coordinator import Coordinator
+from tests.server.coordinator.cases import CHUNKS, LLAMA
+from tests.server.coordinator.scripted_instance import ScriptedInstance
+
+RunCommand = Callable[..., Awaitable[int]]
+
+
+class Fleet:
+    """A coordinator, and two instances: `a` holds the prompt of the cases, `b` holds nothing."""
+
+    def __init__(self, address: str, a: ScriptedInstance, b: ScriptedInstance) -> None:
+        self.address = address
+        self.a = a
+        self.b = b
+
+    def pause(self) -> None:
+        """Has the instances hold back orders until `resume`."""
+        for instance in (self.a, self.b):
+            instance.going.clear()
+
+    def resume(self) -> None:
+        """Has the instances go on."""
+        for instance in (self.a, self.b):
+            instance.going.set()
+
+
+@pytest.fixture
+async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
+    async with AsyncExitStack() as stack:
+        coordinator = await stack.enter_async_context(Coordinator(port=0, lease_ttl=30.0, cluster_secret="hush"))
+        channel = await stack.enter_async_context(rpc.open_channel(coordinator.address))
+        known: dict[str, ScriptedInstance] = {}
+        a = await stack.enter_async_context(ScriptedInstance(channel, known, "a", LLAMA, CHUNKS))
+        b = await stack.enter_async_context(ScriptedInstance(channel, known, "b", LLAMA))
+        monkeypatch.setenv("LMKV_COORDINATOR_ADDRESS", coordinator.address)
+        yield Fleet(coordinator.address, a, b)
+
+
+@pytest.fixture
+def run_command() -> RunCommand:
+    """Runs a command line in a thread of its own, since commands have their own event loop; returns its exit code."""
+
+    async def run(*argv: str) -> int:
+        return await asyncio.to_thread(cli.main, argv)
+
+    return run
