@@ -30,8 +30,10 @@ SpecId spec_id_of(const ChunkEntry& entry) { return entry.info >> spec_shift; }
 
 int fastest(Holder tiers) { return std::countr_zero(tiers) + 1; }
 
-// Turns where each run begins into how long it is.
-void close_runs(Match& match, std::uint64_t chunk_count, std::uint64_t token_count) {
+// Ends a match; turns where each of its runs begins into how long it is.
+void close(Match& match, std::uint64_t chunk_count, std::uint64_t token_count) {
+  match.chunk_count = chunk_count;
+  match.token_count = token_count;
   for (auto run = match.runs.rbegin(); run != match.runs.rend(); ++run) {
     const Run begin = *run;
     run->chunk_count = chunk_count - begin.chunk_count;
@@ -95,12 +97,6 @@ class ChunkTable::Step {
   std::array<Result, 64> memory_;
   std::vector<Holder> kept_;
 };
-
-std::uint64_t Match::chunk_count() const {
-  std::uint64_t count = 0;
-  for (const Run& run : runs) count += run.chunk_count;
-  return count;
-}
 
 ChunkTable::ChunkTable() : shards_(shard_count) {}
 
@@ -240,7 +236,7 @@ std::vector<Match> ChunkTable::lookup(std::string_view keys, Slot excluded) cons
     if (index == 0) {
       for (const Holder holder : sets_[set]) {
         if (is_live(holder) && slot_of(holder) != excluded) {
-          going.push_back({slot_of(holder), {{fastest(holder), 0, 0}}});
+          going.push_back({slot_of(holder), 0, 0, {{fastest(holder), 0, 0}}});
         }
       }
     } else if (set != last) {
@@ -251,7 +247,7 @@ std::vector<Match> ChunkTable::lookup(std::string_view keys, Slot excluded) cons
       for (Match& match : going) {
         while (holder != end && slot_of(*holder) < match.slot) ++holder;
         if (holder == end || slot_of(*holder) != match.slot) {
-          close_runs(match, chunk_count, token_count);
+          close(match, chunk_count, token_count);
           ended.push_back(std::move(match));
           continue;
         }
@@ -269,7 +265,7 @@ std::vector<Match> ChunkTable::lookup(std::string_view keys, Slot excluded) cons
     return true;
   });
   for (Match& match : going) {
-    close_runs(match, chunk_count, token_count);
+    close(match, chunk_count, token_count);
     ended.push_back(std::move(match));
   }
   std::ranges::sort(ended, std::ranges::greater(), &Match::chunk_count);

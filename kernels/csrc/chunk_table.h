@@ -46,9 +46,9 @@ struct Run {
 // How much of a prompt a slot holds, from the first chunk on.
 struct Match {
   Slot slot;
+  std::uint64_t chunk_count;
+  std::uint64_t token_count;
   std::vector<Run> runs;
-
-  std::uint64_t chunk_count() const;
 };
 
 // Keys that one slot holds in one tier.

@@ -82,7 +82,7 @@ nb::list lookup(const ChunkTable& table, const nb::bytes& keys, std::int64_t exc
   for (const lmkv::Match& match : table.lookup(keys_of(keys), excluded < 0 ? lmkv::no_slot : Slot(excluded))) {
     nb::list runs;
     for (const lmkv::Run& run : match.runs) runs.append(nb::make_tuple(run.tier, run.chunk_count, run.token_count));
-    matches.append(nb::make_tuple(match.slot, runs));
+    matches.append(nb::make_tuple(match.slot, match.chunk_count, match.token_count, runs));
   }
   return matches;
 }

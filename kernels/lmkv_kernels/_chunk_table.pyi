@@ -59,8 +59,8 @@ class ChunkTable:
     def sweep(self, limit: int) -> bool:
         """Cleans up behind retired slots, about `limit` chunks at a time; returns whether there is more to do."""
 
-    def lookup(self, keys: bytes, excluded: int = -1) -> list[tuple[int, list[tuple[int, int, int]]]]:
-        """Slots that lookups see and that hold the first chunk, longest match first, with their runs of chunks.
+    def lookup(self, keys: bytes, excluded: int = -1) -> list[tuple[int, int, int, list[tuple[int, int, int]]]]:
+        """Slots that lookups see and that hold the first chunk, longest match first: slot, chunks, tokens, runs.
 
         A run is tier, chunks, tokens; where a chunk is in several tiers, the fastest counts.
         """

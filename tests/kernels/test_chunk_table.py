@@ -103,7 +103,7 @@ def test_a_staged_slot_is_seen_by_nobody_but_who_asks_for_it() -> None:
     assert table.fingerprint_of(key(1)) is None
     assert table.held(slot, 2, keys(1, 3)) == b"\1\0"
     table.show(slot)
-    assert table.lookup(keys(1, 2)) == [(slot, [(2, 2, 2 * CHUNK)])]
+    assert table.lookup(keys(1, 2)) == [(slot, 2, 2 * CHUNK, [(2, 2, 2 * CHUNK)])]
     assert len(list(walk(table, 10))) == 2
 
 
@@ -302,8 +302,15 @@ class AgainstModel(RuleBasedStateMachine):
 
     @rule(numbers=numbers)
     def ask(self, numbers: list[int]) -> None:
-        found = dict(self.table.lookup(keys(*numbers)))
-        assert found == {slot: runs for slot in self.live if (runs := self.runs(slot, numbers))}
+        found = self.table.lookup(keys(*numbers))
+        assert {slot: runs for slot, _, _, runs in found} == {
+            slot: runs for slot in self.live if (runs := self.runs(slot, numbers))
+        }
+        for _, chunk_count, token_count, runs in found:
+            assert chunk_count == sum(chunks for _, chunks, _ in runs)
+            assert token_count == sum(tokens for _, _, tokens in runs)
+        lengths = [chunk_count for _, chunk_count, _, _ in found]
+        assert lengths == sorted(lengths, reverse=True)
         for slot in sorted(self.held)[::9]:
             for tier in (0, *TIERS):
                 held = [number in self.within(slot, tier) for number in numbers]

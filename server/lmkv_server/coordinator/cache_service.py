@@ -51,16 +51,18 @@ class CacheService(pb_grpc.CacheServiceServicer):
         """Lookups that were answered; those that found somebody are hits."""
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
-        return self._lookup(request)
+        return self._lookup(request, pb.LookupResponse())
 
     async def LookupStream(
         self, request_iterator: AsyncIterator[pb.LookupStreamRequest], context: Any
     ) -> AsyncIterator[pb.LookupStreamResponse]:
         async for message in request_iterator:
+            answer = pb.LookupStreamResponse()
             try:
-                yield pb.LookupStreamResponse(response=self._lookup(message.request))
+                self._lookup(message.request, answer.response)
             except LmkvError as error:
-                yield pb.LookupStreamResponse(error=rpc.to_status(error))
+                answer.error.CopyFrom(rpc.to_status(error))
+            yield answer
 
     async def Move(self, request: pb.MoveRequest, context: Any) -> operations_pb2.Operation:
         return to_proto(self._moves.start(request))
@@ -91,43 +93,45 @@ class CacheService(pb_grpc.CacheServiceServicer):
     ) -> pb.LookupResponse:
         """As `Lookup`, for whoever has the tokens as an array of integers. Raises what `Lookup` answers."""
         begin = time.perf_counter()
-        return self._answer(begin, self._selector.of_tokens(tokens, model_name, cache_salt, lora_name))
+        selections = self._selector.of_tokens(tokens, model_name, cache_salt, lora_name)
+        return self._answer(begin, selections, pb.LookupResponse())
 
-    def _lookup(self, request: pb.LookupRequest) -> pb.LookupResponse:
+    def _lookup(self, request: pb.LookupRequest, response: pb.LookupResponse) -> pb.LookupResponse:
         begin = time.perf_counter()
-        return self._answer(begin, self._selector.select(request), request.excluded_instance_id)
+        return self._answer(begin, self._selector.select(request), response, request.excluded_instance_id)
 
-    def _answer(self, begin: float, selections: Iterable[Selection], excluded: str = "") -> pb.LookupResponse:
+    def _answer(
+        self, begin: float, selections: Iterable[Selection], response: pb.LookupResponse, excluded: str = ""
+    ) -> pb.LookupResponse:
+        """Fills in an empty response and returns it: a message that is put into another one later is copied."""
         layout = self._registry.layout
         found = [layout.lookup(selection.keys, excluded) for selection in selections]
         matches = found[0] if len(found) == 1 else longest_first(match for part in found for match in part)
-        response = pb.LookupResponse(
-            holders=[self._to_proto(match) for match in matches],
-            revision=layout.revision,
-            partial=self._registry.is_partial(time.monotonic()),
-        )
-        self.lookups.note(time.perf_counter() - begin, bool(matches))
+        for match in matches:
+            self._add_holder(match, response)
+        response.revision = layout.revision
+        response.partial = self._registry.is_partial(time.monotonic())
+        if found:  # what names nothing is asked for the revision
+            self.lookups.note(time.perf_counter() - begin, bool(matches))
         return response
 
-    def _to_proto(self, match: Match) -> pb.Holder:
+    def _add_holder(self, match: Match, response: pb.LookupResponse) -> None:
         instance = self._registry.instances.find(match.instance_id)
         assert instance is not None, "who holds chunks is registered"
-        return pb.Holder(
+        holder = response.holders.add(
             instance_id=match.instance_id,
             epoch=instance.said.epoch,
             peer_address=instance.said.peer_address,
             matched_chunk_count=match.chunk_count,
             matched_token_count=match.token_count,
-            runs=[
-                pb.TierRun(
-                    tier=chunk_pb2.Tier.ValueType(run.tier),
-                    location=LOCATIONS[chunk_pb2.Tier.ValueType(run.tier)],
-                    chunk_count=run.chunk_count,
-                    token_count=run.token_count,
-                )
-                for run in match.runs
-            ],
         )
+        for run in match.runs:
+            holder.runs.add(
+                tier=chunk_pb2.Tier.ValueType(run.tier),
+                location=LOCATIONS[chunk_pb2.Tier.ValueType(run.tier)],
+                chunk_count=run.chunk_count,
+                token_count=run.token_count,
+            )
 
 
 def longest_first(matches: Iterable[Match]) -> list[Match]:

@@ -25,6 +25,8 @@ class Registry:
         self.layout = LayoutMap(revision)
         self._settled_time = now + lease_ttl
         self._on_gone = on_gone
+        self._unsettled: dict[str, Instance] = {}
+        """Instances whose snapshot was not in when last looked at."""
 
     def register(self, said: Registration, now: float) -> Instance:
         """Takes an instance in; a newer epoch's predecessor is forgotten with all it held. Raises as `Instances`."""
@@ -32,6 +34,8 @@ class Registry:
         instance = self.instances.register(said, now)
         if before is not None and before is not instance:
             self._forget(before)
+        if not instance.synced:
+            self._unsettled[said.instance_id] = instance
         return instance
 
     def open_stream(self, instance_id: str, epoch: int, now: float) -> ReportStream:
@@ -45,6 +49,7 @@ class Registry:
         stream = ReportStream(self.instances, self.layout, instance)
         instance.stream = stream
         instance.synced = False
+        self._unsettled[instance_id] = instance
         return stream
 
     def deregister(self, instance_id: str, epoch: int) -> Instance:
@@ -62,15 +67,24 @@ class Registry:
 
     def is_partial(self, now: float) -> bool:
         """Whether more may be held than the layout map says: somebody is, or may be, still reporting."""
-        return now < self._settled_time or not all(instance.synced for instance in self.instances)
+        while self._unsettled:  # not all instances are looked at: every lookup asks this
+            instance_id, instance = next(reversed(self._unsettled.items()))
+            if not instance.synced:
+                return True
+            del self._unsettled[instance_id]
+        return now < self._settled_time
 
     def check(self) -> None:
         """Asserts what must hold between any two calls. Reads everything: for tests."""
         self.instances.check()
+        unsynced = {instance.said.instance_id for instance in self.instances if not instance.synced}
+        assert unsynced <= self._unsettled.keys()
+        assert all(self.instances.find(instance_id) is one for instance_id, one in self._unsettled.items())
         self.layout.check()
 
     def _forget(self, instance: Instance) -> None:
         self._end_stream(instance)
+        self._unsettled.pop(instance.said.instance_id, None)
         self.layout.drop_instance(instance.said.instance_id)
         self._on_gone(instance.said.instance_id)
 

@@ -55,10 +55,10 @@ class Selector:
 
         Raises `BadTokens`, `BadChunkKey`, `ModelNotFound`, `ModelAmbiguous`.
         """
-        tokens = np.array(request.tokens, dtype=np.int32)
         if not request.chunk_keys:
+            tokens = np.array(request.tokens, dtype=np.int32)
             return self.of_tokens(tokens, request.model_name, request.cache_salt, request.lora_name)
-        if tokens.size:
+        if request.tokens:
             raise BadTokens("chunks are named by tokens and by chunk_keys; use one of the two")
         if request.model_name:
             self._instances.specs(request.model_name)

@@ -389,7 +389,14 @@ class AgainstModel(RuleBasedStateMachine):
                 else:
                     runs.append(Run(tier=tier, chunk_count=1, token_count=count))
             if runs and instance_id != excluded:
-                matches.append(Match(instance_id=instance_id, runs=tuple(runs)))
+                matches.append(
+                    Match(
+                        instance_id=instance_id,
+                        chunk_count=sum(run.chunk_count for run in runs),
+                        token_count=sum(run.token_count for run in runs),
+                        runs=tuple(runs),
+                    )
+                )
         return sorted(matches, key=lambda match: (-match.chunk_count, match.instance_id))
 
 
