@@ -14,10 +14,12 @@ from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from lmkv.errors import Full, LmkvError, Unreachable
+from lmkv.tls import Tls
 
 logger = logging.getLogger(__name__)
 
 DOMAIN = "lmkv.v1"
+PLAINTEXT = Tls()
 MAX_MESSAGE_BYTES = 1 << 20
 """Bytes never ride gRPC; this limit, the same on every end, keeps it true."""
 CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
@@ -85,7 +87,19 @@ def from_rpc_error(error: grpc.RpcError) -> LmkvError:
     code = error.code() if callable(getattr(error, "code", None)) else grpc.StatusCode.UNKNOWN
     text = error.details() if callable(getattr(error, "details", None)) else str(error)
     kind = Unreachable if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED) else LmkvError
-    return kind(f"{code.name}: {text}", grpc_code=code.name)
+    fix = next((f"; {fix}" for sign, fix in _TLS_FIXES.items() if sign in str(text)), "")
+    return kind(f"{code.name}: {text}{fix}", grpc_code=code.name)
+
+
+_TLS_FIXES = {
+    "WRONG_VERSION_NUMBER": "the server does not speak TLS: unset tls_ca here, or set tls_cert and tls_key there",
+    "CERTIFICATE_VERIFY_FAILED": "the server's certificate is not of those whom tls_ca names",
+    "Hostname Verification Check failed": "the server's certificate is for another name than the address has",
+    "failed to connect to all addresses; last error: UNAVAILABLE": (
+        "if the server speaks TLS, set tls_ca here, and if it asks for certificates, tls_cert and tls_key too"
+    ),
+}
+"""What to do, by what gRPC says when the two ends do not agree on TLS."""
 
 
 class _Errors(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
@@ -154,6 +168,25 @@ async def make_server(service_names: Sequence[str]) -> grpc.aio.Server:
     return server
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to `host:port` or `unix:PATH` with lmkv's limits. It connects by itself, and again after a loss."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+def add_port(server: grpc.aio.Server, address: str, tls: Tls = PLAINTEXT) -> int:
+    """Has a server listen at `host:port` or `unix:PATH`, with TLS if there is a certificate; returns the port.
+
+    Raises `RuntimeError` if the address cannot be had.
+    """
+    if not tls.cert:
+        return int(server.add_insecure_port(address))
+    credentials = grpc.ssl_server_credentials(
+        [(tls.pem("key"), tls.pem("cert"))], tls.pem("client_ca"), require_client_auth=bool(tls.client_ca)
+    )
+    return int(server.add_secure_port(address, credentials))
+
+
+def open_channel(address: str, tls: Tls = PLAINTEXT) -> grpc.aio.Channel:
+    """A channel to `host:port` or `unix:PATH` with lmkv's limits. It connects by itself, and again after a loss.
+
+    It speaks TLS if there is somebody to trust.
+    """
+    if not tls.ca:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(tls.pem("ca"), tls.pem("key"), tls.pem("cert"))
+    return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)

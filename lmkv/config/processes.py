@@ -9,6 +9,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lmkv.config.kinds import (
     ADDRESS,
@@ -35,6 +36,7 @@ from lmkv.config.kinds import (
 )
 from lmkv.config.schema import Alias, Config, key, keys
 from lmkv.errors import ConfigError
+from lmkv.tls import Tls
 from lmkv.units import GB
 
 MAX_SOCKET_PATH_BYTES = 100
@@ -43,6 +45,18 @@ MAX_SOCKET_PATH_BYTES = 100
 TRANSFER_CHANNEL = choice("nixl")
 LOG_LEVEL = choice("debug", "info", "warning", "error")
 _COORDINATOR_ALIASES = ("coordinator", "controller_pull_url", "controller_url")
+
+
+def _tls_ca() -> Any:
+    return key(PATH, "", "PEM file of the issuers that the coordinator's certificate must come from; turns on TLS.")
+
+
+def _tls_cert() -> Any:
+    return key(PATH, "", "PEM file of this process's certificate.")
+
+
+def _tls_key() -> Any:
+    return key(PATH, "", "PEM file of the private key of `tls_cert`.")
 
 
 def _own_instance_id() -> str:
@@ -101,7 +115,15 @@ class NodeConfig(Config):
     grant_ttl: float = key(SECONDS, 30.0, "How long a grant on extents lasts, in seconds.")
     fetch_timeout: float = key(SECONDS, 1.0, "Most time to fetch chunks from a peer, in seconds.")
     coordinator_timeout: float = key(SECONDS, 0.05, "Most time to wait for the coordinator in a lookup, in seconds.")
+    tls_ca: str = _tls_ca()
+    tls_cert: str = _tls_cert()
+    tls_key: str = _tls_key()
     log_level: str = key(LOG_LEVEL, "info", "Least severe messages to log.")
+
+    @property
+    def tls(self) -> Tls:
+        """How to speak to the coordinator. Raises `ConfigError` if a file is not what it should be."""
+        return Tls(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key)
 
     @property
     def max_local_cpu_bytes(self) -> int:
@@ -238,7 +260,17 @@ class CoordinatorConfig(Config):
     cluster_secret: str = key(
         SECRET, "", "Secret that chunk keys are made with, the same in the whole fleet; no flag takes it."
     )
+    tls_cert: str = _tls_cert()
+    tls_key: str = _tls_key()
+    tls_client_ca: str = key(
+        PATH, "", "PEM file of the issuers that clients' certificates must come from; empty: clients need none."
+    )
     log_level: str = key(LOG_LEVEL, "info", "Least severe messages to log.")
+
+    @property
+    def tls(self) -> Tls:
+        """How to serve. Raises `ConfigError` if a file is not what it should be."""
+        return Tls(cert=self.tls_cert, key=self.tls_key, client_ca=self.tls_client_ca)
 
     @property
     def grpc_ports(self) -> Mapping[str, int]:
@@ -267,3 +299,11 @@ class ClientConfig(Config):
     """What commands that ask the coordinator are told: `lmkv lookup`, `lmkv instances`."""
 
     coordinator_address: str = key(ADDRESS, "127.0.0.1:9000", "Where the coordinator is.", *_COORDINATOR_ALIASES)
+    tls_ca: str = _tls_ca()
+    tls_cert: str = _tls_cert()
+    tls_key: str = _tls_key()
+
+    @property
+    def tls(self) -> Tls:
+        """How to speak to the coordinator. Raises `ConfigError` if a file is not what it should be."""
+        return Tls(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key)

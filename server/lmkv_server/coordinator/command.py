@@ -58,11 +58,12 @@ async def serve(config: CoordinatorConfig) -> None:
         lease_ttl=config.lease_ttl,
         operation_ttl=config.operation_ttl,
         cluster_secret=config.cluster_secret,
+        tls=config.tls,
     )
     async with coordinator:
         logger.info("lmkv coordinator ready on %s", coordinator.address)
-        if coordinator.http_address:
-            logger.info("HTTP on http://%s", coordinator.http_address)
+        if coordinator.url:
+            logger.info("HTTP on %s", coordinator.url)
         stopped = asyncio.create_task(stop.wait())
         failed = asyncio.create_task(coordinator.wait())
         try:

@@ -13,6 +13,7 @@ import grpc
 
 from lmkv import rpc
 from lmkv.errors import ConfigError
+from lmkv.tls import Tls
 from lmkv_server.coordinator.http.app import make_app
 from lmkv_server.coordinator.http.server import HttpServer
 from lmkv_server.coordinator.ports import address, listen
@@ -30,8 +31,9 @@ class Coordinator:
     """Serves `CacheService`, `RegistryService` and `Operations` while it is entered.
 
     It speaks gRPC on `port`, or on `grpc_ports` if they are given, and HTTP on `http_ports`. Ports are given by the
-    configuration key that sets them; 0 takes a free one. Leases last `lease_ttl` seconds, operations that
-    ended are kept for `operation_ttl`. Entering raises `ConfigError` if a port cannot be had.
+    configuration key that sets them; 0 takes a free one. All speak TLS if `tls` has a certificate. Leases last
+    `lease_ttl` seconds, operations that ended are kept for `operation_ttl`. Entering raises `ConfigError` if a port
+    cannot be had.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Coordinator:
         lease_ttl: float = 3.0,
         operation_ttl: float = 3600.0,
         cluster_secret: str = "",
+        tls: Tls = rpc.PLAINTEXT,
     ) -> None:
         self.host = host
         self.grpc_ports = dict(grpc_ports or {"port": port})
@@ -53,6 +56,7 @@ class Coordinator:
         self._lease_ttl = lease_ttl
         self._operation_ttl = operation_ttl
         self._secret = cluster_secret.encode()
+        self._tls = tls
         self._services: Services | None = None
         self._server: grpc.aio.Server | None = None
         self._http: list[HttpServer] = []
@@ -73,6 +77,12 @@ class Coordinator:
         """`host:port` of its HTTP server; empty if it has none."""
         return next((address(self.host, port) for port in self.http_ports.values()), "")
 
+    @property
+    def url(self) -> str:
+        """`http://host:port`, or `https://`; empty if it has no HTTP server."""
+        scheme = "https" if self._tls.cert else "http"
+        return f"{scheme}://{self.http_address}" if self.http_address else ""
+
     async def __aenter__(self) -> Self:
         services = Services(lease_ttl=self._lease_ttl, operation_ttl=self._operation_ttl, cluster_secret=self._secret)
         server = await rpc.make_server(SERVICE_NAMES)
@@ -80,9 +90,9 @@ class Coordinator:
         app = make_app(services, self.host)
         try:
             for key, port in self.grpc_ports.items():
-                self.grpc_ports[key] = _bind(server, self.host, port, key)
+                self.grpc_ports[key] = _bind(server, self.host, port, key, self._tls)
             for key, port in self.http_ports.items():
-                http = HttpServer(self.host, port, key, app)
+                http = HttpServer(self.host, port, key, app, self._tls)
                 self.http_ports[key] = http.port
                 self._http.append(http)
             await server.start()
@@ -145,11 +155,11 @@ async def _sweep(registry: Registry) -> None:
         await asyncio.sleep(pause)
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int, key: str) -> int:
+def _bind(server: grpc.aio.Server, host: str, port: int, key: str, tls: Tls) -> int:
     """Binds one port of the server and returns it. Raises `ConfigError` that names the key and the fix."""
     listen(host, port, key).close()  # says why a port cannot be had, which gRPC does not: it only logs
     try:
-        return server.add_insecure_port(address(host, port))
+        return rpc.add_port(server, address(host, port), tls)
     except RuntimeError as error:
         raise ConfigError(
             f"{key} {port} on {host} cannot be had ({error}); set {key} to a free port", key=key

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from lmkv.rpc import PLAINTEXT
+from lmkv.tls import Tls
 from lmkv_server.coordinator.ports import listen
 
 MAX_CONCURRENT_REQUESTS = 1_000
@@ -24,10 +27,10 @@ logging.getLogger("uvicorn").setLevel(logging.WARNING)
 class HttpServer:
     """Serves an application on one port from `start` to `aclose`; the port is taken at once.
 
-    Raises `ConfigError` if the port cannot be had.
+    It speaks HTTPS if `tls` has a certificate. Raises `ConfigError` if the port cannot be had.
     """
 
-    def __init__(self, host: str, port: int, key: str, app: ASGIApp) -> None:
+    def __init__(self, host: str, port: int, key: str, app: ASGIApp, tls: Tls = PLAINTEXT) -> None:
         self._listener = listen(host, port, key)
         self.port: int = self._listener.getsockname()[1]
         self._server = _Server(
@@ -42,6 +45,10 @@ class HttpServer:
                 limit_concurrency=MAX_CONCURRENT_REQUESTS,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=STOP_GRACE_SECONDS,
+                ssl_certfile=tls.cert or None,
+                ssl_keyfile=tls.key or None,
+                ssl_ca_certs=tls.client_ca or None,
+                ssl_cert_reqs=ssl.CERT_REQUIRED if tls.client_ca else ssl.CERT_NONE,
             )
         )
         self._task: asyncio.Task[None] | None = None

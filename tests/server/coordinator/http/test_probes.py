@@ -8,6 +8,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from lmkv.v1 import registry_service_pb2
 from tests.server.coordinator.cases import CHUNKS, PROMPT
 from tests.server.coordinator.scripted_instance import Make
 
@@ -21,16 +22,26 @@ async def scraped(http: httpx.AsyncClient) -> dict[tuple[str, ...], float]:
     return {(sample.name, *sample.labels.values()): sample.value for one in families for sample in one.samples}
 
 
-@pytest.mark.parametrize("lease_ttl", [0.3])
-async def test_it_is_ready_once_the_map_is_whole(http: httpx.AsyncClient, registry: Any) -> None:
+async def test_it_is_alive_at_once_and_not_ready_before_the_map_is_whole(http: httpx.AsyncClient) -> None:
     assert (await http.get("/healthz")).json() == {"status": "ok"}
     early = await http.get("/readyz")
     assert early.status_code == 503
     assert "being rebuilt" in early.json()["detail"]
+
+
+@pytest.mark.parametrize("lease_ttl", [0.3])
+async def test_it_is_ready_once_everybody_could_have_come(http: httpx.AsyncClient) -> None:
     while (response := await http.get("/readyz")).status_code != 200:
         assert response.status_code == 503
     assert response.json() == {"status": "ok"}
-    assert (await http.get("/healthz")).status_code == 200
+
+
+async def test_it_names_whom_it_waits_for(http: httpx.AsyncClient, registry: Any) -> None:
+    said = registry_service_pb2.Instance(instance_id="late", epoch=1, peer_address="127.0.0.1:7000")
+    await registry.Register(registry_service_pb2.RegisterRequest(instance=said), timeout=5)
+    response = await http.get("/readyz")
+    assert response.status_code == 503
+    assert response.json()["detail"] == "the layout map is being rebuilt: waiting on late"
 
 
 async def test_metrics_tell_of_fleet_and_work(http: httpx.AsyncClient, make: Make) -> None:

@@ -1,0 +1,73 @@
+"""A coordinator that speaks TLS on all its ports, and those who come to it."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from lmkv import rpc
+from lmkv.tls import Tls
+from lmkv.v1 import registry_service_pb2, registry_service_pb2_grpc
+from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.node.fleet import Fleet
+from tests.lmkv.certificates import Certificates, issue
+
+INSTANCES = "/lmkv.v1.RegistryService/ListInstances"
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return issue(tmp_path_factory.mktemp("tls"))
+
+
+def make_coordinator(tls: Tls) -> Coordinator:
+    return Coordinator(port=0, http_ports={"http_port": 0}, tls=tls)
+
+
+def make_client(coordinator: Coordinator, tls: Tls) -> httpx.AsyncClient:
+    context = ssl.create_default_context(cafile=tls.ca or None)
+    if tls.cert:
+        context.load_cert_chain(tls.cert, tls.key)
+    return httpx.AsyncClient(base_url=coordinator.url, verify=context, trust_env=False, timeout=10)
+
+
+async def test_both_ports_speak_tls_and_nothing_else(certificates: Certificates) -> None:
+    async with make_coordinator(certificates.server) as coordinator:
+        assert coordinator.url == f"https://{coordinator.http_address}"
+        async with make_client(coordinator, certificates.client) as http:
+            assert (await http.post(INSTANCES, headers={"Origin": coordinator.url})).status_code == 200
+        async with rpc.open_channel(coordinator.address, certificates.client) as channel:
+            stub: Any = registry_service_pb2_grpc.RegistryServiceStub(channel)
+            await stub.ListInstances(registry_service_pb2.ListInstancesRequest(), timeout=5)
+        async with httpx.AsyncClient(trust_env=False) as plain:
+            with pytest.raises(httpx.TransportError):
+                await plain.get(f"http://{coordinator.http_address}/healthz")
+        async with make_client(coordinator, Tls()) as trusts_others:
+            with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+                await trusts_others.get("/healthz")
+
+
+async def test_a_strict_coordinator_lets_in_only_whom_its_issuer_knows(certificates: Certificates) -> None:
+    async with make_coordinator(certificates.strict_server) as coordinator:
+        async with make_client(coordinator, certificates.known_client) as known:
+            assert (await known.get("/healthz")).status_code == 200
+        async with make_client(coordinator, certificates.client) as unknown:
+            with pytest.raises(httpx.TransportError):
+                await unknown.get("/healthz")
+
+
+async def test_a_node_joins_over_tls(certificates: Certificates, free_port: Callable[[], int], tmp_path: Path) -> None:
+    instance = registry_service_pb2.Instance(instance_id="node-1", epoch=1, peer_address="127.0.0.1:7000")
+    async with make_coordinator(certificates.strict_server) as coordinator:
+        fleet = Fleet(
+            coordinator.address, instance=lambda: instance, snapshot=lambda: (), tls=certificates.known_client
+        )
+        async with fleet, make_client(coordinator, certificates.known_client) as http:
+            await fleet.started()
+            (listed,) = (await http.post(INSTANCES)).json()["instances"]
+            assert listed["instanceId"] == "node-1"
