@@ -176,7 +176,7 @@ def add_port(server: grpc.aio.Server, address: str, tls: Tls = PLAINTEXT) -> int
     if not tls.cert:
         return int(server.add_insecure_port(address))
     credentials = grpc.ssl_server_credentials(
-        [(tls.pem("key"), tls.pem("cert"))], tls.pem("client_ca"), require_client_auth=bool(tls.client_ca)
+        [(tls.pem("key") or b"", tls.pem("cert") or b"")], tls.pem("client_ca"), require_client_auth=bool(tls.client_ca)
     )
     return int(server.add_secure_port(address, credentials))
 

@@ -20,7 +20,9 @@ from typing import Any, Self, Unpack
 from google.longrunning.operations_pb2 import GetOperationRequest, ListOperationsRequest
 from google.protobuf.duration_pb2 import Duration
 
+from lmkv.rpc import PLAINTEXT
 from lmkv.tiers import parse_position
+from lmkv.tls import Tls
 from lmkv.v1.cache_service_pb2 import (
     ClearRequest,
     ListPinsRequest,
@@ -47,8 +49,8 @@ class Coordinator:
     is made up if none is given, are carried out once. Closing is final and may be repeated.
     """
 
-    def __init__(self, address: str, *, timeout_seconds: float = 5.0) -> None:
-        self._connection = Connection(address, timeout_seconds)
+    def __init__(self, address: str, *, timeout_seconds: float = 5.0, tls: Tls = PLAINTEXT) -> None:
+        self._connection = Connection(address, timeout_seconds, tls)
 
     @property
     def address(self) -> str:

@@ -19,6 +19,8 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import lmkv_client as aio
 from lmkv.errors import LmkvError
+from lmkv.rpc import PLAINTEXT
+from lmkv.tls import Tls
 from lmkv.v1.cache_service_pb2 import ClearProgress, ClearResult, MoveProgress, MoveResult
 from lmkv_client.operation import OperationState
 
@@ -157,11 +159,11 @@ def _operations(thread: _LoopThread, inner: list[aio.Operation[Any, Any]]) -> li
 class Coordinator(_Twin[aio.Coordinator]):
     """As `lmkv_client.Coordinator`. Iterators, such as that of `watch`, end with it."""
 
-    def __init__(self, address: str, *, timeout_seconds: float = 5.0) -> None:
+    def __init__(self, address: str, *, timeout_seconds: float = 5.0, tls: Tls = PLAINTEXT) -> None:
         thread = _LoopThread()
 
         async def connect() -> aio.Coordinator:  # on the loop that it belongs to
-            return aio.Coordinator(address, timeout_seconds=timeout_seconds)
+            return aio.Coordinator(address, timeout_seconds=timeout_seconds, tls=tls)
 
         super().__init__(thread, thread.run(connect()))
 

@@ -46,7 +46,7 @@ def ask(args: argparse.Namespace, question: Callable[[Coordinator], Awaitable[An
     address = config.coordinator_address or ClientConfig().coordinator_address
 
     async def connect_and_ask() -> Answer:
-        async with Coordinator(address) as coordinator:
+        async with Coordinator(address, tls=config.tls) as coordinator:
             return await question(coordinator)
 
     try:

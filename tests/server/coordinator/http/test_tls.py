@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,12 @@ import httpx
 import pytest
 
 from lmkv import rpc
+from lmkv.config import ClientConfig, NodeConfig
 from lmkv.tls import Tls
 from lmkv.v1 import registry_service_pb2, registry_service_pb2_grpc
+from lmkv_client.coordinator import Coordinator as SdkCoordinator
 from lmkv_server.coordinator.coordinator import Coordinator
-from lmkv_server.node.fleet import Fleet
+from lmkv_server.node.node import Node
 from tests.lmkv.certificates import Certificates, issue
 
 INSTANCES = "/lmkv.v1.RegistryService/ListInstances"
@@ -61,13 +63,17 @@ async def test_a_strict_coordinator_lets_in_only_whom_its_issuer_knows(certifica
                 await unknown.get("/healthz")
 
 
-async def test_a_node_joins_over_tls(certificates: Certificates, free_port: Callable[[], int], tmp_path: Path) -> None:
-    instance = registry_service_pb2.Instance(instance_id="node-1", epoch=1, peer_address="127.0.0.1:7000")
+async def test_a_node_and_a_tool_come_over_tls(certificates: Certificates, tmp_path: Path) -> None:
+    files = {"tls_ca": certificates.ca, "tls_cert": certificates.cert, "tls_key": certificates.key}
     async with make_coordinator(certificates.strict_server) as coordinator:
-        fleet = Fleet(
-            coordinator.address, instance=lambda: instance, snapshot=lambda: (), tls=certificates.known_client
+        config = NodeConfig(
+            instance_id="node-1",
+            coordinator_address=coordinator.address,
+            max_local_cpu_size=0.01,
+            runtime_dir=str(tmp_path),
+            **files,
         )
-        async with fleet, make_client(coordinator, certificates.known_client) as http:
-            await fleet.started()
-            (listed,) = (await http.post(INSTANCES)).json()["instances"]
-            assert listed["instanceId"] == "node-1"
+        async with Node(config) as node, asyncio.timeout(20):
+            await node.fleet.started()
+            async with SdkCoordinator(coordinator.address, tls=ClientConfig(**files).tls) as sdk:
+                assert [instance.instance_id for instance in await sdk.instances()] == ["node-1"]
