@@ -34,7 +34,6 @@ class Ordering(registry_service_pb2_grpc.RegistryServiceServicer):
         """Whether reports are acknowledged."""
         self._orders: asyncio.Queue[pb.Order | None] = asyncio.Queue()
 
-    Deregister: Any = None
     ListInstances: Any = None
 
     def give(self, seconds: float = 10.0, order_id: str = "", **action: Any) -> str:
@@ -68,6 +67,9 @@ class Ordering(registry_service_pb2_grpc.RegistryServiceServicer):
         response = pb.RegisterResponse(instance=request.instance)
         response.lease_ttl.FromMilliseconds(400 if self.acking else 5000)
         return response
+
+    async def Deregister(self, request: pb.DeregisterRequest, context: Any) -> pb.DeregisterResponse:  # noqa: N802
+        return pb.DeregisterResponse()
 
     async def Report(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.ReportRequest], context: Any
