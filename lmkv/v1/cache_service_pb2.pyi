@@ -343,12 +343,18 @@ class MoveProgress(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     DONE_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    OLD_POSITION_FIELD_NUMBER: _builtins.int
+    NEW_POSITION_FIELD_NUMBER: _builtins.int
+    TRANSFERRED_BYTES_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
     chunk_count: _builtins.int
     """Chunks to move, by the layout map."""
     token_count: _builtins.int
     """Tokens in them."""
     done_chunk_count: _builtins.int
     """Chunks that the destination has committed so far."""
+    transferred_bytes: _builtins.int
+    """Bytes that were transferred so far."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When the move was accepted."""
@@ -356,6 +362,18 @@ class MoveProgress(_message.Message):
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """When the coordinator gives up."""
+
+    @_builtins.property
+    def old_position(self) -> _chunk_pb2.Position:
+        """Where the chunks come from."""
+
+    @_builtins.property
+    def new_position(self) -> _chunk_pb2.Position:
+        """Where they go."""
+
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """When it ended, one way or the other; unset while it runs."""
 
     def __init__(
         self,
@@ -365,10 +383,14 @@ class MoveProgress(_message.Message):
         token_count: _builtins.int = ...,
         done_chunk_count: _builtins.int = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
+        old_position: _chunk_pb2.Position | None = ...,
+        new_position: _chunk_pb2.Position | None = ...,
+        transferred_bytes: _builtins.int = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time", "expire_time", b"expire_time", "new_position", b"new_position", "old_position", b"old_position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "create_time", b"create_time", "done_chunk_count", b"done_chunk_count", "expire_time", b"expire_time", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "create_time", b"create_time", "done_chunk_count", b"done_chunk_count", "end_time", b"end_time", "expire_time", b"expire_time", "new_position", b"new_position", "old_position", b"old_position", "token_count", b"token_count", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -680,13 +702,27 @@ class ClearProgress(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     INSTANCE_COUNT_FIELD_NUMBER: _builtins.int
     DONE_INSTANCE_COUNT_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
     instance_count: _builtins.int
     """Instances that shall clear."""
     done_instance_count: _builtins.int
     """Instances that have."""
+    instance_id: _builtins.str
+    """The instance that clears; empty means every one."""
+    tier: _chunk_pb2.Tier.ValueType
+    """The tier; unset means every one."""
+    dry_run: _builtins.bool
+    """Whether it only counts."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When the clear was accepted."""
+
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """When it ended, one way or the other; unset while it runs."""
 
     def __init__(
         self,
@@ -694,10 +730,14 @@ class ClearProgress(_message.Message):
         create_time: _timestamp_pb2.Timestamp | None = ...,
         instance_count: _builtins.int = ...,
         done_instance_count: _builtins.int = ...,
+        instance_id: _builtins.str = ...,
+        tier: _chunk_pb2.Tier.ValueType = ...,
+        dry_run: _builtins.bool = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "done_instance_count", b"done_instance_count", "instance_count", b"instance_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "done_instance_count", b"done_instance_count", "dry_run", b"dry_run", "end_time", b"end_time", "instance_count", b"instance_count", "instance_id", b"instance_id", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -38,6 +38,9 @@ class Clears:
         if known := self._operations.repeated(request):
             return known
         clear = _Clear(self._orders, self._instance_ids(request), self._drops(request))
+        clear.progress.MergeFrom(
+            pb.ClearProgress(instance_id=request.instance_id, tier=request.tier, dry_run=request.dry_run)
+        )
         return self._operations.start("clear", request, clear.progress, clear.run)
 
     def _instance_ids(self, request: pb.ClearRequest) -> list[str]:

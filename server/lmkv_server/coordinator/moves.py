@@ -134,7 +134,12 @@ class _Move:
             nobody = ChunkNotFound(f"instance {source[0]!r} does not hold it", instance_id=source[0])
             self._fail(absent, rpc.to_status(nobody))
         _, token_count = self._layout.match_at(*source, self._keys.tobytes())
-        self.progress = pb.MoveProgress(chunk_count=len(self._keys), token_count=token_count)
+        self.progress = pb.MoveProgress(
+            chunk_count=len(self._keys),
+            token_count=token_count,
+            old_position=_position(source),
+            new_position=_position(destination),
+        )
         self.progress.create_time.GetCurrentTime()
         self.progress.expire_time.FromNanoseconds(time.time_ns() + round(TIMEOUT_SECONDS * 1e9))
 
@@ -188,6 +193,7 @@ class _Move:
         self._result.token_count += outcome.token_count
         self._result.transferred_bytes += outcome.transferred_bytes
         self.progress.done_chunk_count = self._result.chunk_count
+        self.progress.transferred_bytes = self._result.transferred_bytes
         return arrived
 
     async def _drop(self, arrived: NDArray[np.void]) -> None:
@@ -266,6 +272,10 @@ def check_spec(instance: Instance, selection: Selection) -> None:
             "(`lmkv instances` says what differs)",
             instance_id=instance.said.instance_id,
         )
+
+
+def _position(end: tuple[str, int]) -> chunk_pb2.Position:
+    return chunk_pb2.Position(instance_id=end[0], tier=chunk_pb2.Tier.ValueType(end[1]))
 
 
 def _keys_of(keys: bytes) -> Iterable[bytes]:

@@ -29,6 +29,7 @@ _NAME = re.compile(r"(?P<kind>move|copy|clear)-(?P<begun>[0-9a-f]{16})")
 
 
 Request: TypeAlias = cache_service_pb2.MoveRequest | cache_service_pb2.ClearRequest
+Progress: TypeAlias = cache_service_pb2.MoveProgress | cache_service_pb2.ClearProgress
 
 
 @dataclass(kw_only=True, eq=False)
@@ -38,8 +39,8 @@ class Operation:
     name: str
     kind: str
     """`move`, `copy` or `clear`."""
-    progress: Message
-    """`MoveProgress` or `ClearProgress`; the work keeps it up to date."""
+    progress: Progress
+    """The work keeps it up to date."""
     request: Request
     create_time: float
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -121,7 +122,7 @@ class Operations:
             )
         return known
 
-    def start(self, kind: str, request: Request, progress: Message, work: Work) -> Operation:
+    def start(self, kind: str, request: Request, progress: Progress, work: Work) -> Operation:
         """Begins an operation. Raises `Full` if too many are running."""
         self._expire()
         if len(self._running) >= MAX_RUNNING:
@@ -181,6 +182,7 @@ class Operations:
             operation.error = LmkvError(f"{operation.name} failed unexpectedly: {error!r}; see the coordinator's log")
         finally:
             operation.end_time = time.time()
+            operation.progress.end_time.FromNanoseconds(round(operation.end_time * 1e9))
             operation.ended.set()
             self._ended[operation.name] = self._running.pop(operation.name)
             outcome = (operation.kind, operation.state)

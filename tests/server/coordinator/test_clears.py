@@ -102,6 +102,8 @@ async def test_an_instance_that_dies_meanwhile_is_named_and_the_others_are_clear
         found = await operations.GetOperation(operations_pb2.GetOperationRequest(name=operation.name), timeout=5)
         progress = unpacked(found.metadata, ClearProgress)
         assert (progress.instance_count, progress.done_instance_count) == (2, 2)
+        assert (progress.instance_id, progress.dry_run) == ("", False)
+        assert progress.end_time.ToNanoseconds() > progress.create_time.ToNanoseconds()
         await successor.leave()
 
 

@@ -15,6 +15,7 @@ from lmkv import rpc
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.rpc import from_rpc_error, from_status
+from lmkv.tiers import format_position
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.cache_service_pb2 import LookupRequest, MoveProgress, MoveRequest, MoveResult, PinRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
@@ -87,8 +88,15 @@ async def test_a_move_takes_a_prompt_from_one_instance_to_the_other(make: Make, 
         assert operation.name.startswith("move-")
         booked = unpacked(operation.metadata, MoveProgress)
         assert (booked.chunk_count, booked.token_count) == (3, 40)
-        result = unpacked((await asker.finish(operation)).response, MoveResult)
+        assert format_position(booked.old_position) == "a/host"
+        assert format_position(booked.new_position) == "b/host"
+        assert not booked.HasField("end_time")
+        ended = await asker.finish(operation)
+        result = unpacked(ended.response, MoveResult)
         assert (result.chunk_count, result.token_count, result.transferred_bytes) == (3, 40, 3000)
+        progress = unpacked(ended.metadata, MoveProgress)
+        assert progress.transferred_bytes == 3000
+        assert progress.end_time.ToNanoseconds() >= progress.create_time.ToNanoseconds()
         assert (result.dropped_chunk_count, list(result.failures)) == (3, [])
         assert (a.chunks, b.chunks) == ({}, CHUNKS)
         assert await asker.holders() == {"b": 40}
