@@ -19,7 +19,8 @@ from lmkv_server.coordinator.ports import listen
 MAX_CONCURRENT_REQUESTS = 1_000
 """Further ones are refused with 503."""
 KEEP_ALIVE_SECONDS = 30
-STOP_GRACE_SECONDS = 1
+STOP_GRACE_SECONDS = 0.1
+"""Time to answer what was asked before the stop."""
 
 logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
@@ -44,7 +45,7 @@ class HttpServer:
                 proxy_headers=False,
                 limit_concurrency=MAX_CONCURRENT_REQUESTS,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=STOP_GRACE_SECONDS,
+                timeout_graceful_shutdown=1,
                 ssl_certfile=tls.cert or None,
                 ssl_keyfile=tls.key or None,
                 ssl_ca_certs=tls.client_ca or None,
@@ -85,3 +86,10 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.ready.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if tasks := self.server_state.tasks:
+            await asyncio.wait(tasks, timeout=STOP_GRACE_SECONDS)
+        for connection in list(self.server_state.connections):  # streams end when their client goes, or so it seems
+            connection.transport.close()
+        await super().shutdown(sockets)

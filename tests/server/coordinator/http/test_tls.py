@@ -64,7 +64,7 @@ async def test_a_strict_coordinator_lets_in_only_whom_its_issuer_knows(certifica
 
 
 async def test_a_node_and_a_tool_come_over_tls(certificates: Certificates, tmp_path: Path) -> None:
-    files = {"tls_ca": certificates.ca, "tls_cert": certificates.cert, "tls_key": certificates.key}
+    files: dict[str, Any] = {"tls_ca": certificates.ca, "tls_cert": certificates.cert, "tls_key": certificates.key}
     async with make_coordinator(certificates.strict_server) as coordinator:
         config = NodeConfig(
             instance_id="node-1",
