@@ -27,6 +27,18 @@ _MEANINGS = {
     r"cache_lookup_p\d+_ms": "anybody asks the coordinator, by keys",
     r"cache_lookup_miss_p\d+_ms": "anybody asks the coordinator, by keys; nobody has it",
     r"cache_lookup_tokens_p\d+_ms": "anybody asks the coordinator, by tokens",
+    r"map_bytes_per_pair": "memory of the layout map for each pair of a chunk and its holder",
+    r"report_ingest_per_s": "changes that reports carry into the layout map, of one core",
+    r"lookup_stream_p\d+_ms": "40 chunks among a million, over a standing call",
+    r"lookup_unary_p\d+_ms": "40 chunks among a million, a call each",
+    r"coordinator_lookup_p50_ms": "chunks among a million, over a standing call",
+    r"lookup_last_of_64_p50_ms": "40 chunks that the last of 64 instances alone has, over a standing call",
+    r"lookup_rps_16": "40 chunks among a million, from 16 clients at the same time",
+    r"lookup_server_cpu_us": "processor time of the coordinator for each of them",
+    r"http_lookup_ms": "`POST /lookup` by tokens, as JSON",
+    r"rebuild_2m_s": "coordinator restarts: until it knows 2 million chunks of 50 instances again",
+    r"death_pause_ms": "longest lookup after an instance with a million chunks died",
+    r"death_reclaim_s": "until the memory of its chunks was back",
     r"doc_qa_(?:ttft|round)_gain": "engine 2 reads what engine 1 has read: time saved",
     r"doc_qa_(?:ttft|round)_s": "engine 2 reads what engine 1 has read",
     r"doc_qa_query_(?:ttft|round)_gain": "engine 2 answers questions: time saved",
@@ -58,6 +70,6 @@ def meaning_of(name: str) -> str:
         if match := re.fullmatch(pattern, plain):
             words = meaning.format(*(_WORDS[group] for group in match.groups()))
             length = _LENGTH.search(name)
-            unit = "chunks" if "lookup" in name else "tokens"
+            unit = "chunks" if "lookup" in name and not name.startswith("http") else "tokens"
             return f"{words}; {length[1]} {unit}" if length else words
     raise KeyError(name)

@@ -1,0 +1,48 @@
+"""What the coordinator can do: `python -m benchmarks.control_plane`, docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from benchmarks import coordinator_lookups, departures, fleets, layouts
+from benchmarks.command import Benchmark, Run
+
+PARTS = ("map", "lookups", "rebuild", "death")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of this benchmark."""
+    parser.add_argument("--only", action="append", choices=PARTS, help="measure this part alone; may be repeated")
+
+
+def measure(run: Run) -> None:
+    """All parts."""
+    parts: Sequence[str] = run.args.only or PARTS
+    run.report.settings["parts"] = list(parts)
+    if "map" in parts:
+        run.say("the layout map by itself")
+        layouts.measure(run)
+    if "lookups" in parts:
+        run.say("lookups at a coordinator that knows a million chunks")
+        uvloop.run(coordinator_lookups.measure(run))
+    if "rebuild" in parts:
+        run.say("a coordinator that starts again")
+        uvloop.run(fleets.measure_rebuild(run))
+    if "death" in parts:
+        run.say("an instance that dies")
+        uvloop.run(departures.measure(run))
+
+
+BENCHMARK = Benchmark(
+    name="control_plane",
+    description="Measures what the coordinator can do: lookups, reports, memory, restarts, departures.",
+    measure=measure,
+    add_arguments=add_arguments,
+)
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARK.main())

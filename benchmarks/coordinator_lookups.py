@@ -1,0 +1,195 @@
+"""Lookups at a coordinator that knows a million chunks of 50 instances: over a stream, unary, many at once, by HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import random
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import grpc
+import numpy as np
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from benchmarks import machine, timing
+from benchmarks.command import Run
+from benchmarks.fleets import LONG_LEASE, SimulatedInstance, join_all, make_fleet
+from benchmarks.layouts import INSTANCE_COUNT, random_keys
+from benchmarks.lookups import ANSWER_SECONDS, SPEC, WARM_UP_CALLS
+from benchmarks.rows import compare
+from lmkv import rpc
+from lmkv.errors import LmkvError
+from lmkv.keys import KEY_BYTES, chunk_keys, join_keys, root_key
+from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupStreamRequest
+from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
+from lmkv_client.demo.cluster import Coordinator
+from lmkv_client.demo.process import free_port
+
+CHUNK_COUNT = 1_000_000
+IN_FLIGHT = 16
+MANY_INSTANCES = 64
+HTTP_TOKENS = 131_072
+
+Ask = Callable[[LookupRequest], Awaitable[object]]
+
+
+async def measure(run: Run) -> None:
+    """Adds the rows."""
+    fleet = make_fleet(INSTANCE_COUNT, CHUNK_COUNT)
+    http_port = free_port()
+    with Coordinator(run.logs, arguments=(*LONG_LEASE, "--http-port", str(http_port))) as coordinator:
+        async with rpc.open_channel(coordinator.address) as channel:
+            await join_all(fleet, channel)
+            questions = Questions(fleet)
+            async with Line(channel) as line:
+                await _measure_one_client(run, channel, line, questions)
+                await _measure_last_of_many(run, channel, line, questions)
+            await _measure_many_clients(run, channel, coordinator.process.pid, questions)
+            await _measure_http(run, channel, coordinator.address, http_port)
+
+
+class Questions:
+    """Lookups of prompts that are somewhere in a fleet, each with one holder."""
+
+    def __init__(self, fleet: Sequence[SimulatedInstance]) -> None:
+        self._fleet = fleet
+        self._random = random.Random(1)
+
+    def ask(self, chunk_count: int) -> LookupRequest:
+        """A prompt of so many chunks: another one each time, since who asks the same twice asks a warm cache."""
+        keys = self._random.choice(self._fleet).keys
+        first = self._random.randrange(len(keys) // KEY_BYTES - chunk_count)
+        return LookupRequest(chunk_keys=keys[KEY_BYTES * first : KEY_BYTES * (first + chunk_count)])
+
+
+class Line:
+    """One `LookupStream` call, one question at a time."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        stub: Any = CacheServiceStub(channel)  # type: ignore[call-arg]
+        self._call = stub.LookupStream()
+
+    async def __aenter__(self) -> Line:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._call.done_writing()
+
+    async def ask(self, request: LookupRequest) -> LookupResponse:
+        """Asks and waits for the answer. Raises `LmkvError` if it is none."""
+        await self._call.write(LookupStreamRequest(request=request))
+        answer = await self._call.read()
+        if answer is grpc.aio.EOF or not answer.HasField("response"):  # type: ignore[attr-defined]
+            raise LmkvError("the coordinator did not answer a lookup")
+        response: LookupResponse = answer.response
+        return response
+
+
+async def _measure_one_client(run: Run, channel: grpc.aio.Channel, line: Line, questions: Questions) -> None:
+    stub: Any = CacheServiceStub(channel)  # type: ignore[call-arg]
+    health: Any = health_pb2_grpc.HealthStub(channel)
+    count = 300 if run.quick else 5000
+    (held,) = (await line.ask(questions.ask(40))).holders
+    if held.matched_chunk_count != 40:
+        raise LmkvError(f"a holder of 40 chunks is said to hold {held.matched_chunk_count}")
+
+    def ask_40() -> Iterator[LookupRequest]:
+        return (questions.ask(40) for _ in range(count + WARM_UP_CALLS))
+
+    nothing = [LookupRequest()] * (count + WARM_UP_CALLS)
+    check = health_pb2.HealthCheckRequest()
+    streamed = await _samples(line.ask, ask_40())
+    empty = await _samples(line.ask, nothing)
+    unary = await _samples(lambda request: stub.Lookup(request, timeout=ANSWER_SECONDS), ask_40())
+    idle = await _samples(lambda _: health.Check(check, timeout=ANSWER_SECONDS), nothing)
+    long = await _samples(line.ask, (questions.ask(400) for _ in range(count + WARM_UP_CALLS)))
+    _add_percentiles(run, "lookup_stream", streamed, "an empty lookup", empty)
+    _add_percentiles(run, "lookup_unary", unary, "Health.Check", idle)
+    run.add(compare("lookup_400_p50_ms", _milliseconds(long, 50), "ms", "an empty lookup", _milliseconds(empty, 50)))
+
+
+async def _measure_last_of_many(run: Run, channel: grpc.aio.Channel, line: Line, questions: Questions) -> None:
+    """With more instances, the last of which alone has what is asked for."""
+    more = [SimulatedInstance(number, b"") for number in range(INSTANCE_COUNT + 1, MANY_INSTANCES)]
+    last = SimulatedInstance(MANY_INSTANCES, random_keys(MANY_INSTANCES, CHUNK_COUNT // INSTANCE_COUNT))
+    await join_all([*more, last], channel)
+    count = (300 if run.quick else 5000) + WARM_UP_CALLS
+    at_last = Questions([last])
+    seconds = await _samples(line.ask, (at_last.ask(40) for _ in range(count)))
+    anywhere = await _samples(line.ask, (questions.ask(40) for _ in range(count)))
+    run.add(
+        compare("lookup_last_of_64_p50_ms", _milliseconds(seconds, 50), "ms", "anywhere", _milliseconds(anywhere, 50))
+    )
+
+
+async def _measure_many_clients(run: Run, channel: grpc.aio.Channel, pid: int, questions: Questions) -> None:
+    """As many streams as there are lookups in flight: so many clients, each with one."""
+    count = 2_000 if run.quick else 40_000
+    rates, processor = [], []
+    for requests in ([questions.ask(40) for _ in range(count)], [LookupRequest()] * count):
+        lines = [Line(channel) for _ in range(IN_FLIGHT)]
+        before, started = machine.cpu_seconds([pid]), time.perf_counter()
+        async with asyncio.TaskGroup() as tasks:
+            for number, line in enumerate(lines):
+                tasks.create_task(_ask_all(line, requests[number::IN_FLIGHT]))
+        rates.append(count / (time.perf_counter() - started))
+        processor.append(1e6 * (machine.cpu_seconds([pid]) - before) / count)
+    run.add(compare("lookup_rps_16", rates[0], "lookups/s", "empty lookups", rates[1]))
+    run.add(compare("lookup_server_cpu_us", processor[0], "us", "empty lookups", processor[1]))
+
+
+async def _ask_all(line: Line, requests: Sequence[LookupRequest]) -> None:
+    async with line:
+        for request in requests:
+            await line.ask(request)
+
+
+async def _measure_http(run: Run, channel: grpc.aio.Channel, address: str, http_port: int) -> None:
+    """A long prompt by its tokens, as JSON, over a connection that stays."""
+    tokens = np.random.default_rng(5).integers(0, SPEC.vocab_size, HTTP_TOKENS, dtype=np.uint32)
+    keys = join_keys(chunk_keys(tokens, root_key(SPEC.fingerprint), SPEC.chunk_size))
+    await SimulatedInstance(MANY_INSTANCES + 1, keys, SPEC.fingerprint).join(channel, [SPEC])
+    body = json.dumps({"tokens": tokens.tolist()})
+    connection = http.client.HTTPConnection(address.rpartition(":")[0], http_port, timeout=ANSWER_SECONDS)
+
+    def ask() -> dict[str, Any]:
+        connection.request("POST", "/lookup", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        answer: dict[str, Any] = json.loads(response.read())
+        if response.status != 200:
+            raise LmkvError(f"POST /lookup: {response.status}: {answer}")
+        return answer
+
+    found = json.dumps(ask())
+    if str(HTTP_TOKENS) not in found:
+        raise LmkvError(f"POST /lookup of {HTTP_TOKENS} tokens found {found}")
+    looked_up, parsed = timing.in_turns([ask, lambda: json.loads(body)], 10 if run.quick else 200)
+    values = [1e3 * statistics.median(seconds) for seconds in (looked_up, parsed)]
+    run.add(compare(f"http_lookup_{HTTP_TOKENS}_ms", values[0], "ms", "json.loads of the body", values[1]))
+    connection.close()
+
+
+async def _samples(ask: Ask, requests: Iterator[LookupRequest] | Sequence[LookupRequest]) -> list[float]:
+    """Seconds of each call, one after the other; the first warm up and do not count."""
+    seconds = []
+    for request in requests:
+        started = time.perf_counter()
+        await ask(request)
+        seconds.append(time.perf_counter() - started)
+    return seconds[WARM_UP_CALLS:]
+
+
+def _milliseconds(seconds: Sequence[float], percent: int) -> float:
+    return 1e3 * timing.percentile(seconds, percent)
+
+
+def _add_percentiles(
+    run: Run, name: str, seconds: Sequence[float], baseline: str, baseline_seconds: Sequence[float]
+) -> None:
+    for percent in (50, 99):
+        value, beside = _milliseconds(seconds, percent), _milliseconds(baseline_seconds, percent)
+        run.add(compare(f"{name}_p{percent}_ms", value, "ms", baseline, beside))
