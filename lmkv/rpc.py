@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from lmkv.errors import Full, LmkvError, Unreachable
+from lmkv.telemetry.calls import Calls
 from lmkv.tls import Tls
 
 logger = logging.getLogger(__name__)
@@ -103,7 +104,10 @@ _TLS_FIXES = {
 
 
 class _Errors(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
-    """Turns what handlers raise into statuses, so that handlers only translate."""
+    """Turns what handlers raise into statuses, so that handlers only translate; and counts unary calls."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
 
     async def intercept_service(
         self,
@@ -122,7 +126,7 @@ class _Errors(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not gene
                     async for response in inner_stream(request, context):
                         yield response
                 except Exception as error:
-                    await _abort(error, context, method)
+                    await _abort(_refusal(error, method), context)
 
             make = (
                 grpc.stream_stream_rpc_method_handler
@@ -133,11 +137,19 @@ class _Errors(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not gene
 
         inner = handler.unary_unary or handler.stream_unary
 
+        metadata = handler_call_details.invocation_metadata
+
         async def unary(request: Any, context: Any) -> Any:
-            try:
-                return await inner(request, context)
-            except Exception as error:
-                await _abort(error, context, method)
+            with self._calls.observe(method, metadata) as call:
+                try:
+                    return await inner(request, context)
+                except grpc.aio.AbortError:  # the handler aborted the call itself
+                    call.failed(_code_name(context.code()))
+                    raise
+                except Exception as error:
+                    refusal = _refusal(error, method)
+                    call.failed(refusal.code)
+                    await _abort(refusal, context)
 
         make = (
             grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
@@ -145,21 +157,34 @@ class _Errors(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not gene
         return make(unary, handler.request_deserializer, handler.response_serializer)
 
 
-async def _abort(error: Exception, context: Any, method: str) -> None:
-    if isinstance(error, grpc.aio.AbortError):  # the handler aborted the call itself
+def _refusal(error: Exception, method: str) -> LmkvError:
+    """The error that the caller is told. Raises what is none: the handler has aborted the call itself."""
+    if isinstance(error, grpc.aio.AbortError):
         raise error
-    if not isinstance(error, LmkvError):
-        logger.exception("%s failed unexpectedly", method)
-        error = LmkvError(f"{method} failed unexpectedly: {error!r}; see the server's log")
+    if isinstance(error, LmkvError):
+        return error
+    logger.exception("%s failed unexpectedly", method)
+    return LmkvError(f"{method} failed unexpectedly: {error!r}; see the server's log")
+
+
+def _code_name(code: Any) -> str:
+    """The name of a status code, which gRPC gives as what it was set to: the code, or its number."""
+    number = code.value[0] if isinstance(code, grpc.StatusCode) else code
+    return next((known.name for known in grpc.StatusCode if known.value[0] == number), "UNKNOWN")
+
+
+async def _abort(error: LmkvError, context: Any) -> None:
     await context.abort_with_status(rpc_status.to_status(to_status(error)))
 
 
-async def make_server(service_names: Sequence[str]) -> grpc.aio.Server:
+async def make_server(service_names: Sequence[str], calls: Calls | None = None) -> grpc.aio.Server:
     """A server with lmkv's limits and error handling; health and reflection already serve the named services.
+
+    Unary calls are counted in `calls`.
 
     The caller registers its handlers, binds, starts and stops it.
     """
-    server = grpc.aio.server(interceptors=[_Errors()], options=SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=[_Errors(calls or Calls())], options=SERVER_OPTIONS)
     checks = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     for name in ("", *service_names):

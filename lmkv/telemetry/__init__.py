@@ -1,0 +1,26 @@
+"""What lmkv shows of itself: spans of a request's trace, metrics, and logs with the same ids. `docs/telemetry.md`.
+
+The standard `OTEL_*` variables decide what is exported. Without them nothing here imports OpenTelemetry or starts a
+thread, and a span costs a fraction of a microsecond.
+"""
+
+from lmkv.telemetry.logs import bound, set_up_logging
+from lmkv.telemetry.setup import export_metrics, trace_engine, trace_process
+from lmkv.telemetry.spans import NO_SPAN, Kind, Span, begin, call, follow, note, serve, tracing
+
+__all__ = [
+    "NO_SPAN",
+    "Kind",
+    "Span",
+    "begin",
+    "bound",
+    "call",
+    "export_metrics",
+    "follow",
+    "note",
+    "serve",
+    "set_up_logging",
+    "trace_engine",
+    "trace_process",
+    "tracing",
+]

@@ -1,0 +1,95 @@
+"""Unary gRPC calls as their server sees them: each is counted by method and code, and is a span. Used by `lmkv.rpc`."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Iterable
+from itertools import accumulate
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from lmkv.telemetry import spans
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+BOUNDS_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Upper bounds of the buckets: the conventions' own begin at 5 ms, where most calls here have long ended."""
+
+
+class _Durations:
+    """Calls of one method that ended with one code."""
+
+    __slots__ = ("buckets", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.buckets = [0] * (len(BOUNDS_SECONDS) + 1)
+
+
+class Calls:
+    """The calls that one server has answered. A collector of Prometheus's."""
+
+    def __init__(self) -> None:
+        self._durations: dict[tuple[str, str], _Durations] = {}
+
+    def observe(self, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> Call:
+        """One call, from now until it is left."""
+        return Call(self, method.removeprefix("/"), metadata)
+
+    def note(self, method: str, code: str, seconds: float) -> None:
+        """Counts a call."""
+        durations = self._durations.get((method, code))
+        if durations is None:
+            durations = self._durations[method, code] = _Durations()
+        durations.seconds += seconds
+        durations.buckets[bisect_left(BOUNDS_SECONDS, seconds)] += 1
+
+    def describe(self) -> list[Metric]:
+        """Nothing, so that the registry does not collect to find out."""
+        return []
+
+    def collect(self) -> list[Metric]:
+        """The semantic conventions' `rpc.server.call.duration`, under the name that Prometheus gives it."""
+        from prometheus_client.metrics_core import HistogramMetricFamily
+
+        family = HistogramMetricFamily(
+            "rpc_server_call_duration_seconds",
+            "Time that unary gRPC calls took in the server.",
+            labels=("rpc_system_name", "rpc_method", "rpc_response_status_code"),
+        )
+        bounds = [*map(str, BOUNDS_SECONDS), "+Inf"]
+        for (method, code), durations in self._durations.items():
+            counts = accumulate(durations.buckets)
+            family.add_metric(("grpc", method, code), list(zip(bounds, counts, strict=True)), durations.seconds)
+        return [family]
+
+
+class Call:
+    """One call. Whoever answers it with an error says so."""
+
+    __slots__ = ("_begun", "_calls", "_code", "_method", "_span")
+
+    def __init__(self, calls: Calls, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
+        self._calls = calls
+        self._method = method
+        self._span = spans.serve(method, metadata)
+        self._code = ""
+        self._begun = time.perf_counter()
+
+    def failed(self, code: str) -> None:
+        """It ends with this gRPC code."""
+        self._code = code
+
+    def __enter__(self) -> Self:
+        self._span.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        code = self._code or ("OK" if kind is None else "CANCELLED")  # errors are told; what else ends a call stops it
+        self._calls.note(self._method, code, time.perf_counter() - self._begun)
+        self._span.answered(code)
+        self._span.__exit__(None, None, None)

@@ -1,0 +1,184 @@
+"""Spans by OpenTelemetry's SDK. Imported only where something is to be recorded."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from contextvars import Token
+from types import TracebackType
+from typing import Any, Self
+
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+
+import lmkv
+from lmkv.telemetry.spans import TRACEPARENT, Kind, Span, Value, named
+
+CLOSE_SECONDS = 0.2
+"""How long an export that was cut off may take to notice."""
+_KINDS = {kind: trace.SpanKind[kind.value] for kind in Kind}
+
+
+class Recorded(Span):
+    """A span of OpenTelemetry's."""
+
+    __slots__ = ("_span", "_token")
+
+    def __init__(self, span: trace.Span) -> None:
+        self._span = span
+        self._token: Token[otel_context.Context] | None = None
+
+    @property
+    def traceparent(self) -> str:
+        """See `Span`."""
+        context = self._span.get_span_context()
+        return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """See `Span`."""
+        return ((TRACEPARENT, self.traceparent),)
+
+    def set(self, **attributes: Value) -> None:
+        """See `Span`."""
+        self._span.set_attributes(named(attributes))
+
+    def fail(self, reason: str, message: str = "") -> None:
+        """See `Span`."""
+        self._span.set_attribute("error.type", reason)
+        self._span.set_status(trace.StatusCode.ERROR, message or reason)
+
+    def answered(self, code: str) -> None:
+        """See `Span`."""
+        self._span.set_attribute("rpc.response.status_code", code)
+        if code != "OK":
+            self.fail(code)
+
+    def end(self) -> None:
+        """See `Span`."""
+        if self._span.is_recording():
+            self._span.end()
+
+    def __enter__(self) -> Self:
+        self._token = otel_context.attach(trace.set_span_in_context(self._span))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace_back: TracebackType | None
+    ) -> None:
+        if self._token is not None:
+            otel_context.detach(self._token)
+            self._token = None
+        if kind is not None and not self._failed():
+            self.fail(kind.__name__, str(error))
+        self.end()
+
+    def _failed(self) -> bool:
+        status = getattr(self._span, "status", None)
+        return status is not None and status.status_code is trace.StatusCode.ERROR
+
+
+class OtelTracer:
+    """Makes spans by a tracer of OpenTelemetry's."""
+
+    def __init__(self, tracer: trace.Tracer) -> None:
+        self._tracer = tracer
+
+    @classmethod
+    def of_the_process(cls) -> Self:
+        """By the process's own provider, which may come later: until then nothing is recorded."""
+        return cls(trace.get_tracer("lmkv", lmkv.__version__))
+
+    def begin(
+        self, name: str, kind: Kind, parent: str | None, attributes: Mapping[str, Value], seconds: float = 0.0
+    ) -> Span:
+        """See `Tracer`."""
+        start_time = time.time_ns() - round(seconds * 1e9) if seconds else None
+        context = None if parent is None else context_of(parent)
+        span = self._tracer.start_span(
+            name, context=context, kind=_KINDS[kind], attributes=attributes, start_time=start_time
+        )
+        return Recorded(span)
+
+    def current_ids(self) -> tuple[str, str] | None:
+        """See `Tracer`."""
+        context = trace.get_current_span().get_span_context()
+        return (f"{context.trace_id:032x}", f"{context.span_id:016x}") if context.is_valid else None
+
+
+class Provider:
+    """A tracer provider of lmkv's own. It sends in batches, by a thread, from a queue that is bounded."""
+
+    def __init__(self, service_name: str, instance_id: str) -> None:
+        self._exporter = span_exporter()
+        self._provider = TracerProvider(resource=resource(service_name, instance_id), shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
+        self.tracer = OtelTracer(self._provider.get_tracer("lmkv", lmkv.__version__))
+
+    def close(self, timeout_seconds: float) -> None:
+        """Sends what is left, and gives up after `timeout_seconds`: whoever does not answer delays nobody's end."""
+        closing = threading.Thread(target=self._provider.shutdown, name="lmkv-last-spans", daemon=True)
+        closing.start()
+        closing.join(timeout_seconds)
+        if closing.is_alive():
+            self._exporter.shutdown()
+            closing.join(CLOSE_SECONDS)
+
+
+def context_of(traceparent: str) -> otel_context.Context:
+    """The context that a `traceparent` names; an empty one if it names none."""
+    parts = traceparent.split("-")
+    try:
+        _, trace_id, span_id, flags = parts[:4]
+        parent = trace.SpanContext(
+            int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=trace.TraceFlags(int(flags, 16) & 1)
+        )
+    except ValueError:
+        return otel_context.Context()
+    return trace.set_span_in_context(trace.NonRecordingSpan(parent), otel_context.Context())
+
+
+def somebody_else_traces() -> bool:
+    """Whether the process has a provider already."""
+    return isinstance(trace.get_tracer_provider(), TracerProvider)
+
+
+def resource(service_name: str, instance_id: str) -> Resource:
+    """Who exports: by the variables, and by these names where the variables are silent."""
+    said = Resource.create().attributes
+    names: dict[str, Any] = {"service.version": lmkv.__version__}
+    if str(said.get("service.name", "")).startswith("unknown_service"):
+        names["service.name"] = service_name
+    if instance_id and "service.instance.id=" not in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
+        names["service.instance.id"] = instance_id
+    return Resource.create(names)
+
+
+def span_exporter() -> SpanExporter:
+    """An exporter that the variables set up."""
+    if otlp_protocol("TRACES") == "http/protobuf":
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as OverHttp
+
+        return OverHttp()
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+    return OTLPSpanExporter(insecure=insecure("TRACES"))
+
+
+def otlp_protocol(signal: str) -> str:
+    """`grpc`, unless the variables say something else."""
+    general = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    return os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL", general)
+
+
+def insecure(signal: str) -> bool | None:
+    """Whether to speak plaintext: unless the endpoint's scheme is https, as vLLM reads it. None: the variables say."""
+    if any(os.environ.get(f"OTEL_EXPORTER_OTLP_{part}INSECURE") for part in ("", f"{signal}_")):
+        return None
+    general = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
+    return not os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT", general).startswith("https:")
