@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from google.rpc import code_pb2, status_pb2
 from starlette.applications import Starlette
@@ -17,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lmkv import rpc
 from lmkv.errors import LmkvError
-from lmkv_server.coordinator.http import gateway, health, lmcache
+from lmkv_server.coordinator.http import gateway, health, lmcache, openapi
 from lmkv_server.coordinator.http.guard import refuse_foreign
 from lmkv_server.coordinator.http.metrics import Metrics
 from lmkv_server.coordinator.http.replies import CallAborted, HttpError, json_response, status_of, to_json
@@ -54,7 +55,11 @@ def make_app(services: Services, host: str = "127.0.0.1") -> ASGIApp:
             *lmcache.routes(services),
             *metrics.routes(),
             *health.routes(services.core),
-            Route("/", _index),
+            Route(
+                "/openapi.json", _constant(openapi.document(gateway.methods(handlers, ONLY), lmcache.paths(services)))
+            ),
+            Route("/", _page("index.html")),
+            Route("/docs", _page("docs.html")),
             Mount("/static", StaticFiles(directory=STATIC, check_dir=False)),
         ],
         exception_handlers={**refusals, Exception: _failure},
@@ -91,11 +96,18 @@ class Guarded:
         await app(scope, receive, send_strict)
 
 
-async def _index(_: Request) -> Response:
-    page = STATIC / "index.html"
-    if not page.exists():
-        raise HttpError(404, "NOT_FOUND", "this version of lmkv has no page here")
-    return FileResponse(page, headers={"Cache-Control": "no-cache"})
+def _page(name: str) -> Callable[[Request], Awaitable[Response]]:
+    async def serve(_: Request) -> Response:
+        return FileResponse(STATIC / name, headers={"Cache-Control": "no-cache"})
+
+    return serve
+
+
+def _constant(content: Any) -> Callable[[Request], Awaitable[Response]]:
+    async def serve(_: Request) -> Response:
+        return json_response(content)
+
+    return serve
 
 
 async def _refusal(request: Request, error: Exception) -> Response:

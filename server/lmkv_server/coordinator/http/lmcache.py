@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 from google.longrunning import operations_pb2
@@ -38,7 +38,10 @@ MAX_SHOWN_IDS = 50
 HEALTHY, SILENT = 0, -1
 """Error codes of `/health`: the node reports, or is registered and has yet to report what it holds."""
 
-NO_TOKENS = msgspec.Raw(b"[]")
+TokenIds = Annotated[
+    msgspec.Raw, msgspec.Meta(extra_json_schema={"type": "array", "items": {"type": "integer", "minimum": 0}})
+]
+"""Left as text, for `token_array` to read."""
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -48,7 +51,7 @@ class Body(msgspec.Struct, forbid_unknown_fields=True):
 class Prompt(Body):
     """Names a prompt's chunks; all but `tokens` is for fleets of several models or tenants."""
 
-    tokens: msgspec.Raw = NO_TOKENS
+    tokens: TokenIds = msgspec.field(default_factory=lambda: msgspec.Raw(b"[]"))
     model_name: str = ""
     cache_salt: str = ""
     lora_name: str = ""
@@ -66,7 +69,7 @@ class Prompt(Body):
 class LookupBody(Prompt, kw_only=True):
     """Body of `/lookup`."""
 
-    tokens: msgspec.Raw
+    tokens: TokenIds
 
 
 class MoveBody(Prompt, kw_only=True):
@@ -128,12 +131,15 @@ class WorkersBody(Body):
 
 
 class Path(Generic[B]):
-    """One path: the body it takes and what it does with it."""
+    """One path: the body it takes, what it does with it, and an answer for example."""
 
-    def __init__(self, body: type[B], summary: str, answer: Callable[[B], Awaitable[dict[str, Any]]]) -> None:
+    def __init__(
+        self, body: type[B], summary: str, answer: Callable[[B], Awaitable[dict[str, Any]]], example: dict[str, Any]
+    ) -> None:
         self.body = body
         self.summary = summary
         self.answer = answer
+        self.example = example
         self._decoder = msgspec.json.Decoder(body)
 
     async def serve(self, request: Request) -> Response:
@@ -149,16 +155,59 @@ def routes(services: Services) -> list[Route]:
 def paths(services: Services) -> dict[str, Path[Any]]:
     """LMCache's paths by name."""
     acts = _Acts(services)
+    layout = {"node-1": ["LocalCPUBackend", 12]}
+    move = "move-18af3c5d2e9b7f01"
+    pin = "node-1/4f1d0c2b9a7e6835"
     return {
-        "/lookup": Path(LookupBody, "Find how much of a prompt each instance holds.", acts.lookup),
-        "/move": Path(MoveBody, "Move or copy a prompt's chunks; /check_finish follows it.", acts.move),
-        "/clear": Path(ClearBody, "Make an instance forget chunks.", acts.clear),
-        "/pin": Path(PinBody, "Keep a prompt's chunks from eviction for a while.", acts.pin),
-        "/unpin": Path(UnpinBody, "End a pin early.", acts.unpin),
-        "/health": Path(InstanceBody, "Ask whether an instance reports.", acts.health),
-        "/check_finish": Path(EventBody, "Ask how far an event is: running, done, failed or cancelled.", acts.event),
-        "/query_instance": Path(AddressBody, "Find the instance at an address.", acts.instance_at),
-        "/query_worker_info": Path(WorkersBody, "List the workers of one or all instances.", acts.workers),
+        "/lookup": Path(
+            LookupBody,
+            "Find how much of a prompt each instance holds.",
+            acts.lookup,
+            {**layout, "event_id": "lookup-7d9f...", "layout_info": layout},
+        ),
+        "/move": Path(
+            MoveBody,
+            "Move or copy a prompt's chunks; /check_finish follows it.",
+            acts.move,
+            {"event_id": move, "num_tokens": 12},
+        ),
+        "/clear": Path(
+            ClearBody,
+            "Make an instance forget chunks.",
+            acts.clear,
+            {"event_id": "clear-18af3c5d2e9b7f01", "num_tokens": 12},
+        ),
+        "/pin": Path(
+            PinBody,
+            "Keep a prompt's chunks from eviction for a while.",
+            acts.pin,
+            {"event_id": pin, "num_tokens": 12, "expire_time": "2030-01-01T00:05:00Z"},
+        ),
+        "/unpin": Path(UnpinBody, "End a pin early.", acts.unpin, {"event_id": pin}),
+        "/health": Path(
+            InstanceBody,
+            "Ask whether an instance reports.",
+            acts.health,
+            {"event_id": "health-7d9f...", "error_codes": {"0": 0}},
+        ),
+        "/check_finish": Path(
+            EventBody,
+            "Ask how far an event is: running, done, failed or cancelled.",
+            acts.event,
+            {"status": "done", "num_tokens": 12},
+        ),
+        "/query_instance": Path(
+            AddressBody,
+            "Find the instance at an address.",
+            acts.instance_at,
+            {"event_id": "query-7d9f...", "res": "node-1"},
+        ),
+        "/query_worker_info": Path(
+            WorkersBody,
+            "List the workers of one instance, or of all.",
+            acts.workers,
+            {"event_id": "query-7d9f...", "worker_infos": []},
+        ),
     }
 
 
