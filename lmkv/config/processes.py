@@ -44,6 +44,7 @@ MAX_SOCKET_PATH_BYTES = 100
 
 TRANSFER_CHANNEL = choice("nixl")
 LOG_LEVEL = choice("debug", "info", "warning", "error")
+LOG_FORMAT = choice("text", "json")
 _COORDINATOR_ALIASES = ("coordinator", "controller_pull_url", "controller_url")
 
 
@@ -118,7 +119,11 @@ class NodeConfig(Config):
     tls_ca: str = _tls_ca()
     tls_cert: str = _tls_cert()
     tls_key: str = _tls_key()
+    metrics_port: int | None = key(
+        PORT_IF_ANY, OFF, "Port on `p2p_host` to serve Prometheus's `/metrics` on; 0: a free one; off: none."
+    )
     log_level: str = key(LOG_LEVEL, "info", "Least severe messages to log.")
+    log_format: str = key(LOG_FORMAT, "text", "How to log: lines to read, or one JSON object a line.")
 
     @property
     def tls(self) -> Tls:
@@ -266,6 +271,7 @@ class CoordinatorConfig(Config):
         PATH, "", "PEM file of the issuers that clients' certificates must come from; empty: clients need none."
     )
     log_level: str = key(LOG_LEVEL, "info", "Least severe messages to log.")
+    log_format: str = key(LOG_FORMAT, "text", "How to log: lines to read, or one JSON object a line.")
 
     @property
     def tls(self) -> Tls:

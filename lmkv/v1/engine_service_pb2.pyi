@@ -287,22 +287,26 @@ class LookupChunks(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     CHUNK_KEYS_FIELD_NUMBER: _builtins.int
     RESERVE_COUNT_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names this lookup and all that follows from it; unique on the stream."""
     chunk_keys: _builtins.bytes
     """Keys of the prompt's chunks, 16 bytes each, in prompt order."""
     reserve_count: _builtins.int
     """Write credits wanted if nothing is held; each chunk that is found makes it one fewer."""
+    traceparent: _builtins.str
+    """W3C `traceparent` of the engine's span for this lookup; empty if it does not trace."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         chunk_keys: _builtins.bytes = ...,
         reserve_count: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "request_id", b"request_id", "reserve_count", b"reserve_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "request_id", b"request_id", "reserve_count", b"reserve_count", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -354,12 +358,15 @@ class LoadChunks(_message.Message):
     FIRST_CHUNK_FIELD_NUMBER: _builtins.int
     CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The engine's request."""
     first_chunk: _builtins.int
     """First wanted chunk of the prompt."""
     chunk_count: _builtins.int
     """Number of chunks wanted."""
+    traceparent: _builtins.str
+    """W3C `traceparent` of the engine's span for this load; empty if it does not trace."""
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
         """Longest the engine will wait."""
@@ -371,10 +378,11 @@ class LoadChunks(_message.Message):
         first_chunk: _builtins.int = ...,
         chunk_count: _builtins.int = ...,
         timeout: _duration_pb2.Duration | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "first_chunk", b"first_chunk", "request_id", b"request_id", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "first_chunk", b"first_chunk", "request_id", b"request_id", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
