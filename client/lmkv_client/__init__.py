@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lmkv.tls import Tls
     from lmkv_client.chunks import Chunks
     from lmkv_client.coordinator import Coordinator
     from lmkv_client.lookup_stream import LookupStream
@@ -29,20 +30,22 @@ __all__ = [
     "LookupStream",
     "MoveOperation",
     "Operation",
+    "Tls",
 ]
 
 _HOMES = {
-    "Chunks": "chunks",
-    "ClearOperation": "operation",
-    "Coordinator": "coordinator",
-    "LayoutUpdate": "watch",
-    "LookupStream": "lookup_stream",
-    "MoveOperation": "operation",
-    "Operation": "operation",
+    "Chunks": "lmkv_client.chunks",
+    "ClearOperation": "lmkv_client.operation",
+    "Coordinator": "lmkv_client.coordinator",
+    "LayoutUpdate": "lmkv_client.watch",
+    "LookupStream": "lmkv_client.lookup_stream",
+    "MoveOperation": "lmkv_client.operation",
+    "Operation": "lmkv_client.operation",
+    "Tls": "lmkv.tls",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -12,6 +12,7 @@ from typing import Any
 
 from lmkv.errors import LmkvError
 from lmkv.keys import split_keys
+from lmkv.tiers import format_position, tier_name
 from lmkv.units import format_bytes
 from lmkv.v1.cache_service_pb2 import ClearProgress, ClearResult, MoveProgress, MoveResult
 from lmkv.v1.chunk_pb2 import ChunkFailure
@@ -81,6 +82,16 @@ def describe_progress(progress: Progress) -> str:
     return f"{done:,}/{count(total, noun)}"
 
 
+def describe_subject(progress: Progress) -> str:
+    """What it is about: `lmkv-1/host to lmkv-2/host`, `lmkv-1`, `everywhere`; `-` if that is not known any more."""
+    if not progress.HasField("create_time"):
+        return "-"
+    if isinstance(progress, MoveProgress):
+        return f"{format_position(progress.old_position)} to {format_position(progress.new_position)}"
+    where = [progress.instance_id or "everywhere"] + ([tier_name(progress.tier)] if progress.tier else [])
+    return "/".join(where) + (", dry run" if progress.dry_run else "")
+
+
 def age_seconds(operation: AnyOperation) -> float | None:
     """How long ago it began; None if that is not known, since it was another coordinator's."""
     progress: Progress = operation.progress
@@ -96,7 +107,7 @@ def _counts(progress: Progress) -> tuple[int, int, str]:
 def _describe_result(operation: AnyOperation, result: MoveResult | ClearResult) -> Iterator[str]:
     chunks = f"{count(result.chunk_count, 'chunk')} ({count(result.token_count, 'token')})"
     if isinstance(result, ClearResult):
-        yield f"{operation.name}: {chunks} dropped"
+        yield f"{operation.name}: {chunks} {'would be ' if operation.progress.dry_run else ''}dropped"
         for instance in result.failures:
             yield from _describe_failures(instance.failures, f"on {instance.instance_id} ")
         return

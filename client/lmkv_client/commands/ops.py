@@ -17,6 +17,7 @@ from lmkv_client.commands.following import (
     add_timeout_argument,
     age_seconds,
     describe_progress,
+    describe_subject,
     show_operation,
     wait_for,
 )
@@ -29,6 +30,9 @@ EXAMPLES = f"""\
   lmkv ops cancel move-1879f0c2a3b4c5d6     what it has done so far stays done
 
 {EXIT_CODES}"""
+
+
+COLUMNS = ("OPERATION", "SUBJECT", "STATE", "PROGRESS", "AGE")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +75,7 @@ def print_list(operations: list[AnyOperation], as_json: bool) -> int:
     if as_json:
         print_json(ListOperationsResponse(operations=[operation.message for operation in operations]))
     elif operations:
-        print_table(("OPERATION", "STATE", "PROGRESS", "AGE"), [row(operation) for operation in operations])
+        print_table(COLUMNS, [row(operation) for operation in operations])
     else:
         print("there are no operations")
     return DONE
@@ -82,6 +86,7 @@ def row(operation: AnyOperation) -> tuple[str, ...]:
     age = age_seconds(operation)
     return (
         operation.name,
+        describe_subject(operation.progress),
         operation.state,
         describe_progress(operation.progress),
         "-" if age is None else format_duration(max(age, 0.0)),

@@ -20,9 +20,8 @@ from lmkv.tiers import tier_name
 from lmkv.units import format_bytes, format_duration
 from lmkv.v1.registry_service_pb2 import Instance
 from lmkv_client import Coordinator
-from lmkv_client.commands import add_common_arguments, ask, print_table, read_seconds, seconds_until
+from lmkv_client.commands import add_common_arguments, ask, ops, print_table, read_seconds, seconds_until
 from lmkv_client.commands.following import AnyOperation
-from lmkv_client.commands.ops import row as operation_row
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -33,7 +32,6 @@ EXAMPLES = """\
   lmkv top --once             one frame, as where there is no terminal"""
 
 INSTANCE_COLUMNS = ("INSTANCE", "TIER", "FILL", "USED/CAPACITY", "CHUNKS", "ENGINES", "LEASE")
-OPERATION_COLUMNS = ("OPERATION", "STATE", "PROGRESS", "AGE")
 BAR_CELLS = 20
 
 
@@ -51,7 +49,7 @@ class Frame:
 
     def operation_rows(self) -> list[tuple[str, ...]]:
         """A line per operation that runs."""
-        return [operation_row(operation) for operation in self.operations]
+        return [ops.row(operation) for operation in self.operations]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +84,7 @@ def print_frame(frame: Frame) -> None:
         print("no instance is registered")
     if frame.operations:
         print()
-        print_table(OPERATION_COLUMNS, frame.operation_rows())
+        print_table(ops.COLUMNS, frame.operation_rows())
 
 
 def print_frame_json(frame: Frame) -> None:
@@ -133,7 +131,7 @@ def _draw(frame: Frame, trouble: str) -> RenderableType:
         Text(f"lmkv top  {time.strftime('%H:%M:%S')}  {len(frame.instances)} instances  Ctrl-C ends it", style="dim"),
         table(INSTANCE_COLUMNS, frame.instance_rows()),
         Text(""),
-        table(OPERATION_COLUMNS, frame.operation_rows()) if frame.operations else Text("no operation runs", "dim"),
+        table(ops.COLUMNS, frame.operation_rows()) if frame.operations else Text("no operation runs", "dim"),
     ]
     return Group(*parts, Text(trouble, style="red"))
 

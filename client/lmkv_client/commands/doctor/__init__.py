@@ -1,0 +1,1 @@
+"""`lmkv doctor`: whether a host is fit for what its configuration says, and what to do where it is not."""

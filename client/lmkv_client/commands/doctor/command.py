@@ -1,0 +1,120 @@
+"""The command: which checks are made for which role, and how their findings are shown."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator
+
+from lmkv.cli import Command
+from lmkv.config import Config, ConnectorConfig, CoordinatorConfig, load
+from lmkv.errors import ConfigError
+from lmkv_client.commands import DONE, FAILED
+from lmkv_client.commands.doctor.certificates import check_tls
+from lmkv_client.commands.doctor.finding import Finding, Level, fail, ok, warn
+from lmkv_client.commands.doctor.fleet import check_fleet, check_keys
+from lmkv_client.commands.doctor.host import check_coordinator_ports, check_folder, check_memory, check_peer_port
+from lmkv_client.commands.doctor.transfer import check_transfer
+
+EXAMPLES = """\
+  lmkv doctor                                  a host with engines, as $LMKV_CONFIG_FILE and LMKV_... set it up
+  lmkv doctor --config lmkv.yaml               the same, by this file
+  lmkv doctor coordinator --config head.yaml   a host that is to run a coordinator
+  lmkv doctor --json | jq '.[] | select(.level != "ok")'
+
+Nothing is changed, but the fleet sees an instance doctor-... come and go: it tries clock and keys.
+
+exit codes:
+  0  fit, perhaps with warnings     1  some check failed     2  bad usage     130  interrupted"""
+
+_STYLES: dict[Level, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `lmkv doctor`."""
+    parser.add_argument(
+        "role",
+        nargs="?",
+        choices=("engine", "coordinator"),
+        default="engine",
+        help="what the host is to run: engines and their node, or a coordinator (default: engine)",
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file to check (default: $LMKV_CONFIG_FILE)")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="the coordinator, whatever the configuration says")
+    parser.add_argument("--json", action="store_true", help="print the findings as a JSON list")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Checks, and prints a line per finding as soon as it is there."""
+    findings = []
+    for finding in examine(args):
+        findings.append(finding)
+        if not args.json:
+            show(finding)
+    if args.json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+    return FAILED if any(finding.level == "fail" for finding in findings) else DONE
+
+
+def examine(args: argparse.Namespace) -> Iterator[Finding]:
+    """Every finding for the role. Where the configuration cannot be read there is only that."""
+    kind: type[Config] = CoordinatorConfig if args.role == "coordinator" else ConnectorConfig
+    flags = {"coordinator": args.coordinator} if kind is ConnectorConfig else {}
+    try:
+        config = load(kind, file=args.config, flags=flags)
+    except ConfigError as error:
+        yield fail("config", str(error))
+        return
+    yield _say_where(args)
+    yield from (warn("config", notice) for notice in config.notices)
+    yield from check_keys()
+    if isinstance(config, CoordinatorConfig):
+        yield from check_tls(config)
+        yield from check_coordinator_ports(config)
+        return
+    assert isinstance(config, ConnectorConfig)
+    yield from check_memory(config)
+    yield from check_folder(config)
+    yield from check_peer_port(config)
+    yield from check_transfer(config)
+    trouble = False
+    for finding in check_tls(config):
+        trouble = trouble or (finding.check == "tls" and finding.level == "fail")
+        yield finding
+    if not trouble:  # else there is no way to speak to it
+        yield from asyncio.run(_collect(config))
+
+
+def show(finding: Finding) -> None:
+    """Prints one line, coloured on a terminal."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.text import Text
+
+        mark = (f"{finding.level:<5}", _STYLES[finding.level])
+        Console(soft_wrap=True).print(Text.assemble(mark, (f" {finding.check:<12} ", "bold"), finding.text))
+    else:
+        print(f"{finding.level:<5} {finding.check:<12} {finding.text}", flush=True)
+
+
+async def _collect(config: ConnectorConfig) -> list[Finding]:
+    return [finding async for finding in check_fleet(config)]
+
+
+def _say_where(args: argparse.Namespace) -> Finding:
+    file = args.config or os.environ.get("LMKV_CONFIG_FILE") or "no file"
+    variables = [name for name in os.environ if name.startswith("LMKV_") and name != "LMKV_CONFIG_FILE"]
+    return ok("config", f"read from {file} and {len(variables)} variable{'' if len(variables) == 1 else 's'} LMKV_...")
+
+
+command = Command(
+    name="doctor",
+    help="check whether this host is fit for what its configuration says",
+    add_arguments=add_arguments,
+    run=run,
+    examples=EXAMPLES,
+)

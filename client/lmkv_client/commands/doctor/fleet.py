@@ -1,0 +1,209 @@
+"""Checks that need the coordinator: whether it answers, its clock, who else is there, and whether keys agree.
+
+Clock and keys are tried by a visit: the doctor registers as an instance for a moment, and leaves at once.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from lmkv import __version__
+from lmkv.config import ConnectorConfig
+from lmkv.errors import BadKvSpec, LmkvError, Unreachable
+from lmkv.keys import ChunkKey, as_tokens, chunk_keys, root_key
+from lmkv.spec import KvSpec
+from lmkv.units import format_duration
+from lmkv.v1.chunk_pb2 import TIER_HOST
+from lmkv.v1.registry_service_pb2 import (
+    ChunkChange,
+    DeregisterRequest,
+    Instance,
+    RegisterRequest,
+    RegisterResponse,
+    ReportRequest,
+)
+from lmkv_client import Coordinator
+from lmkv_client.commands.doctor.finding import Finding, fail, ok, warn
+from lmkv_client.commands.doctor.host import node_runs
+from lmkv_client.connection import Connection
+
+CLOCK_SECONDS = 1.0
+"""Orders and pins end by the clock; a second is much to them."""
+ANSWER_SECONDS = 5.0
+
+GOLDEN_TOKENS = (128000, 849, 21435, 279, 26431, 315, 85748, 6636)
+GOLDEN_KEYS = ("141c847a97a7cd9cab0be34688a0c2ee", "008228d2386eb5d269de25baacc0d1af")
+"""Keys of those tokens, four to a chunk, under the fingerprint 000102...0f; as in `tests/lmkv/golden_keys.json`."""
+
+
+def check_keys() -> Iterator[Finding]:
+    """Whether this host makes the keys that every other one makes."""
+    keys = chunk_keys(as_tokens(GOLDEN_TOKENS), root_key(bytes(range(16))), 4)
+    if [key.hex() for key in keys] == list(GOLDEN_KEYS):
+        yield ok("keys", "this host makes the keys that it should")
+    else:
+        yield fail("keys", "this host makes other keys than it should, and would share nothing; reinstall lmkv")
+
+
+async def check_fleet(config: ConnectorConfig) -> AsyncIterator[Finding]:
+    """Everything that the coordinator has a part in."""
+    address = config.coordinator_address
+    if not address:
+        yield warn("coordinator", "none is configured, so that nothing is shared; set coordinator_address")
+        return
+    begin = time.monotonic()
+    async with Coordinator(address, tls=config.tls, timeout_seconds=ANSWER_SECONDS) as coordinator:
+        try:
+            instances = await coordinator.instances()
+        except Unreachable as error:
+            fix = "start one with `lmkv coordinator`, or set coordinator_address, tls_ca"
+            yield fail("coordinator", f"{error}; {fix}")
+            return
+        took = format_duration(time.monotonic() - begin)
+        count = len(instances)
+        yield ok("coordinator", f"{address} answered in {took}; {count} instance{'' if count == 1 else 's'}")
+        yield check_instance_id(config, instances)
+        yield check_versions(instances)
+        async for finding in _visit(config, coordinator, instances):
+            yield finding
+
+
+def check_instance_id(config: ConnectorConfig, instances: Sequence[Instance]) -> Finding:
+    """Whether this host's name in the fleet is its alone."""
+    name = config.instance_id
+    namesake = next((instance for instance in instances if instance.instance_id == name), None)
+    if namesake is None:
+        return ok("instance_id", f"{name} is free")
+    if node_runs(config):
+        return ok("instance_id", f"{name} is this host's node, at {namesake.peer_address}")
+    return fail(
+        "instance_id", f"{name} is taken by a living process at {namesake.peer_address}; set another instance_id"
+    )
+
+
+def check_versions(instances: Sequence[Instance]) -> Finding:
+    """Whether all nodes run this version."""
+    others = {instance.instance_id: instance.version for instance in instances if instance.version != __version__}
+    if not others:
+        return ok("versions", f"all run {__version__}")
+    said = ", ".join(f"{name} {version or 'an unknown one'}" for name, version in sorted(others.items())[:5])
+    return warn("versions", f"this is {__version__}, but others run another version ({said}); update all to one")
+
+
+def check_specs(instances: Sequence[Instance]) -> tuple[list[KvSpec], Finding | None]:
+    """The specs of the fleet, and whether this host understands each as its own instance does."""
+    specs: dict[bytes, KvSpec] = {}
+    for instance in instances:
+        for message in instance.specs:
+            try:
+                specs[message.fingerprint] = KvSpec.from_proto(message)
+            except BadKvSpec as error:
+                return [], fail("specs", f"{message.model_name} of {instance.instance_id}: {error}")
+    return list(specs.values()), None
+
+
+async def _visit(
+    config: ConnectorConfig, coordinator: Coordinator, instances: Sequence[Instance]
+) -> AsyncIterator[Finding]:
+    specs, misunderstood = check_specs(instances)
+    if misunderstood:
+        yield misunderstood
+    try:
+        async with _Visitor.register(config, specs[:1]) as visitor:
+            yield visitor.check_clock()
+            if specs:
+                yield await visitor.check_keys(coordinator, specs[0])
+            else:
+                yield ok("agreement", "no engine has registered a model yet, so that there are no keys to compare")
+    except LmkvError as error:
+        yield fail("visit", f"a visiting instance was refused: {error}")
+
+
+class _Visitor:
+    """An instance for a moment, with at most one chunk, which exists by name only."""
+
+    def __init__(self, config: ConnectorConfig, connection: Connection, instance: Instance) -> None:
+        self._config = config
+        self._connection = connection
+        self._instance = instance
+        self.clock_offset_seconds = 0.0
+        """How far the coordinator's clock is ahead of this host's."""
+
+    @classmethod
+    @asynccontextmanager
+    async def register(cls, config: ConnectorConfig, specs: Sequence[KvSpec]) -> AsyncIterator[_Visitor]:
+        """Joins, and leaves in the end. Raises `LmkvError`."""
+        connection = Connection(config.coordinator_address, ANSWER_SECONDS, config.tls)
+        instance = Instance(
+            instance_id=f"doctor-{socket.gethostname()[:32]}-{os.getpid()}",
+            epoch=time.time_ns(),
+            peer_address="127.0.0.1:1",  # nobody will ask for its chunk
+            specs=[spec.to_proto() for spec in specs],
+            version=__version__,
+        )
+        visitor = cls(config, connection, instance)
+        try:
+            before = time.time()
+            response: RegisterResponse = await connection.call(
+                connection.registry.Register, RegisterRequest(instance=instance)
+            )
+            middle = (before + time.time()) / 2
+            visitor.clock_offset_seconds = response.instance.register_time.ToNanoseconds() / 1e9 - middle
+            try:
+                yield visitor
+            finally:
+                goodbye = DeregisterRequest(instance_id=instance.instance_id, epoch=instance.epoch)
+                await connection.call(connection.registry.Deregister, goodbye)
+        finally:
+            await connection.aclose()
+
+    def check_clock(self) -> Finding:
+        """Whether coordinator and host agree on the time."""
+        offset = self.clock_offset_seconds
+        said = f"the coordinator's is {format_duration(abs(offset))} {'ahead' if offset > 0 else 'behind'}"
+        if abs(offset) > CLOCK_SECONDS:
+            return warn("clock", f"{said}; synchronise both by NTP")
+        return ok("clock", said)
+
+    async def check_keys(self, coordinator: Coordinator, spec: KvSpec) -> Finding:
+        """Whether a prompt's key, made here, is found by the prompt's tokens, made into keys there."""
+        tokens = [random.randrange(spec.vocab_size or 1000) for _ in range(spec.chunk_size)]  # noqa: S311
+        secret = self._config.cluster_secret.encode()
+        (key,) = chunk_keys(as_tokens(tokens), root_key(spec.fingerprint, secret=secret), spec.chunk_size)
+        await self._report(spec, key)
+        answer = await coordinator.lookup(tokens, model_name=spec.model_name)
+        if any(holder.instance_id == self._instance.instance_id for holder in answer.holders):
+            return ok("agreement", f"coordinator and host make the same keys for {spec.model_name}")
+        return fail(
+            "agreement",
+            f"coordinator and host make different keys for {spec.model_name}; set the same cluster_secret on both",
+        )
+
+    async def _report(self, spec: KvSpec, key: ChunkKey) -> None:
+        """Tells of the one chunk, and waits until that is known."""
+        change = ChunkChange(tier=TIER_HOST, fingerprint=spec.fingerprint, admitted_keys=key)
+        report = ReportRequest(
+            instance_id=self._instance.instance_id,
+            epoch=self._instance.epoch,
+            sequence=1,
+            snapshot=True,
+            snapshot_end=True,
+            changes=[change],
+        )
+        registry: Any = self._connection.registry  # its types know no stream that is written to
+        stream = registry.Report(timeout=ANSWER_SECONDS)
+        try:
+            await stream.write(report)
+            await stream.read()
+        except grpc.RpcError as error:
+            raise self._connection.meaning_of(error) from None
+        finally:
+            stream.cancel()

@@ -1,0 +1,112 @@
+"""Checks of this host alone: memory, folders and ports."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from lmkv.config import CoordinatorConfig, NodeConfig
+from lmkv.errors import ConfigError
+from lmkv.memory import available_bytes
+from lmkv.units import format_bytes
+from lmkv_client.commands.doctor.finding import Finding, fail, ok, warn
+
+
+def node_runs(config: NodeConfig) -> bool:
+    """Whether the node of this instance runs on this host: it holds its lock."""
+    try:
+        with config.lock_path.open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is no such file
+        return False
+    return False
+
+
+def check_memory(config: NodeConfig) -> Iterator[Finding]:
+    """Whether the pool fits."""
+    wanted = config.max_local_cpu_bytes
+    if not config.local_cpu:
+        yield ok("memory", "none is wanted: local_cpu is false")
+        return
+    if node_runs(config):
+        yield ok("memory", f"the node {config.instance_id} runs, and has its {format_bytes(wanted)}")
+        return
+    available, where = available_bytes(), "this machine and its cgroup"
+    if config.pool_path:
+        folder = _existing(Path(config.pool_path).absolute().parent)
+        system = os.statvfs(folder)
+        free = system.f_bavail * system.f_frsize
+        if free < available:
+            available, where = free, f"the file system of pool_path, {folder},"
+    said = f"max_local_cpu_size is {format_bytes(wanted)}, {where} can give {format_bytes(available)}"
+    if wanted > available:
+        yield fail("memory", f"{said}; set max_local_cpu_size to less")
+    elif wanted > 0.8 * available:
+        yield warn("memory", f"{said}: little is left for the engine; set max_local_cpu_size to less")
+    else:
+        yield ok("memory", said)
+
+
+def check_folder(config: NodeConfig) -> Iterator[Finding]:
+    """Whether sockets can be made where engine and node meet."""
+    try:
+        path = config.engine_socket
+    except ConfigError as error:
+        yield fail("runtime_dir", str(error))
+        return
+    folder = _existing(config.instance_dir)
+    if os.access(folder, os.W_OK | os.X_OK):
+        yield ok("runtime_dir", f"engine and node meet at {path}")
+    else:
+        yield fail(
+            "runtime_dir", f"this user may not write to {folder}; set runtime_dir to a folder that this user may write"
+        )
+
+
+def check_peer_port(config: NodeConfig) -> Iterator[Finding]:
+    """Whether the port for peers can be had, if one is named, and whether they can reach it."""
+    if not config.enable_p2p:
+        yield ok("p2p_port", "none is needed: enable_p2p is false")
+        return
+    if not node_runs(config):
+        yield from _try_port(config.p2p_host, config.p2p_port, "p2p_host", "p2p_port")
+    else:
+        yield ok("p2p_port", f"the node {config.instance_id} runs, and has it")
+    if config.coordinator_address and config.p2p_host == "127.0.0.1" and not _is_loopback(config.coordinator_address):
+        yield warn("p2p_host", "is 127.0.0.1, where no other host can reach it; set p2p_host to this host's address")
+
+
+def check_coordinator_ports(config: CoordinatorConfig) -> Iterator[Finding]:
+    """Whether a coordinator could serve on its ports."""
+    for key, port in {**config.grpc_ports, **config.http_ports}.items():
+        yield from _try_port(config.host, port, "host", key)
+
+
+def _try_port(host: str, port: int, host_key: str, port_key: str) -> Iterator[Finding]:
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+            probe.listen(1)
+    except socket.gaierror as error:
+        yield fail(host_key, f"{host} is unknown ({error.strerror}); set {host_key}")
+    except OSError as error:
+        fix = f"set {port_key} to a free port, or stop who uses it; set {host_key} to an address of this machine"
+        yield fail(port_key, f"{port} on {host} cannot be had ({error.strerror}); {fix}")
+    else:
+        yield ok(port_key, f"{port} on {host} can be had" if port else f"a free port on {host} will be taken")
+
+
+def _existing(path: Path) -> Path:
+    """The path, or what leads to it as far as it exists."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def _is_loopback(address: str) -> bool:
+    return address.rpartition(":")[0] in ("localhost", "127.0.0.1", "[::1]")
