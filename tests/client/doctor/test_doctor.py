@@ -1,0 +1,322 @@
+"""`lmkv doctor`: each check on a host that is fit, and on one that is not."""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trustme
+
+from lmkv import cli
+from lmkv.config import ConnectorConfig, CoordinatorConfig, NodeConfig
+from lmkv.v1.registry_service_pb2 import Instance
+from lmkv_client import Coordinator
+from lmkv_client.commands.doctor import fleet as fleet_checks
+from lmkv_client.commands.doctor.certificates import check_tls
+from lmkv_client.commands.doctor.finding import Finding
+from lmkv_client.commands.doctor.fleet import check_fleet, check_keys
+from lmkv_client.commands.doctor.host import check_coordinator_ports, check_folder, check_memory, check_peer_port
+from lmkv_client.commands.doctor.transfer import check_transfer
+from tests.client.conftest import Fleet, RunCommand
+from tests.lmkv.certificates import issue
+from tests.server.coordinator.cases import LLAMA
+
+Capture = pytest.CaptureFixture[str]
+
+
+def the_only(findings: Iterator[Finding]) -> tuple[str, str]:
+    """Level and text of the one finding there is."""
+    (finding,) = findings
+    return finding.level, finding.text
+
+
+async def of_fleet(config: ConnectorConfig) -> dict[str, tuple[str, str]]:
+    return {finding.check: (finding.level, finding.text) async for finding in check_fleet(config)}
+
+
+# --- This host ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def node(short_folder: Path) -> NodeConfig:
+    return NodeConfig(instance_id="lmkv-1", runtime_dir=str(short_folder), max_local_cpu_size=0.01)
+
+
+@pytest.fixture
+def running_node(node: NodeConfig) -> Iterator[NodeConfig]:
+    """Its lock is held, as by a node that runs."""
+    node.make_instance_dir()
+    with node.lock_path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield node
+
+
+def test_a_pool_that_fits_is_fine(node: NodeConfig) -> None:
+    level, text = the_only(check_memory(node))
+    assert level == "ok"
+    assert text.startswith("max_local_cpu_size is 10.2 MB, this machine and its cgroup can give ")
+
+
+def test_a_pool_that_does_not_fit_fails_with_the_key(tmp_path: Path) -> None:
+    level, text = the_only(check_memory(NodeConfig(max_local_cpu_size=1_000_000)))
+    assert level == "fail"
+    assert text.endswith("; set max_local_cpu_size to less")
+    level, text = the_only(check_memory(NodeConfig(max_local_cpu_size=1_000_000, pool_path=str(tmp_path / "a/pool"))))
+    assert level == "fail"
+    assert str(tmp_path) in text or "this machine" in text
+
+
+def test_the_memory_and_the_port_of_the_own_node_are_its_own(running_node: NodeConfig) -> None:
+    assert the_only(check_memory(running_node)) == ("ok", "the node lmkv-1 runs, and has its 10.2 MB")
+    assert the_only(check_peer_port(running_node)) == ("ok", "the node lmkv-1 runs, and has it")
+
+
+def test_a_folder_that_cannot_hold_sockets_fails(tmp_path: Path, node: NodeConfig) -> None:
+    assert the_only(check_folder(node)) == ("ok", f"engine and node meet at {node.runtime_dir}/lmkv-1/engine.sock")
+    level, text = the_only(check_folder(NodeConfig(runtime_dir=str(tmp_path / ("x" * 100)))))
+    assert level == "fail"
+    assert "set a shorter runtime_dir or instance_id" in text
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        yield taken.getsockname()[1]
+
+
+def test_a_port_that_is_taken_fails_with_the_key(node: NodeConfig, taken_port: int) -> None:
+    assert the_only(check_peer_port(node)) == ("ok", "a free port on 127.0.0.1 will be taken")
+    level, text = the_only(check_peer_port(NodeConfig(p2p_port=taken_port)))
+    assert level == "fail"
+    assert text.startswith(f"{taken_port} on 127.0.0.1 cannot be had (Address already in use); set p2p_port to a free")
+
+
+def test_an_address_of_another_machine_fails_with_the_key() -> None:
+    level, text = the_only(check_peer_port(NodeConfig(p2p_host="192.0.2.1")))
+    assert level == "fail"
+    assert "set p2p_host to an address of this machine" in text
+    level, text = the_only(check_peer_port(NodeConfig(p2p_host="nowhere.invalid")))
+    assert level == "fail"
+    assert text.endswith("; set p2p_host")
+
+
+def test_peers_of_other_hosts_cannot_reach_loopback() -> None:
+    findings = list(check_peer_port(NodeConfig(coordinator_address="head:9000")))
+    assert [(finding.check, finding.level) for finding in findings] == [("p2p_port", "ok"), ("p2p_host", "warn")]
+    assert len(list(check_peer_port(NodeConfig(coordinator_address="127.0.0.1:9000")))) == 1
+
+
+def test_each_port_of_a_coordinator_is_tried(taken_port: int) -> None:
+    findings = list(check_coordinator_ports(CoordinatorConfig(port=taken_port, http_port=0)))
+    assert [(finding.check, finding.level) for finding in findings] == [("port", "fail"), ("http_port", "ok")]
+
+
+def test_what_is_not_wanted_is_not_checked() -> None:
+    config = NodeConfig(local_cpu=False, enable_p2p=False)
+    for check in (check_memory, check_peer_port, check_transfer):
+        level, text = the_only(check(config))
+        assert level == "ok"
+        assert text.startswith("none is ")
+
+
+def test_this_host_makes_the_golden_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert the_only(check_keys())[0] == "ok"
+    vectors = json.loads((Path(__file__).parents[2] / "lmkv/golden_keys.json").read_text())["chains"]
+    assert any(vector["keys"] == list(fleet_checks.GOLDEN_KEYS) for vector in vectors)
+    monkeypatch.setattr(fleet_checks, "GOLDEN_KEYS", ("00" * 16, "11" * 16))
+    assert the_only(check_keys())[0] == "fail"
+
+
+# --- Transfer ----------------------------------------------------------------------------------------------------
+
+
+def test_nixl_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    level, text = the_only(check_transfer(NodeConfig()))
+    assert level == "ok", text
+    assert text.startswith("nixl with UCX, UCX_TLS=tcp started in ")
+
+
+@pytest.mark.parametrize(
+    ("backends", "ucx_tls", "message"),
+    [
+        (("UCX",), "posix,self", "UCX_TLS, if set, must name tcp"),
+        (("NONE",), "tcp", "nixl_backends: NONE did not start"),
+    ],
+)
+def test_a_backend_that_does_not_start_fails_with_what_nixl_says(
+    backends: tuple[str, ...], ucx_tls: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_TLS", ucx_tls)
+    level, text = the_only(check_transfer(NodeConfig(nixl_backends=backends)))
+    assert level == "fail"
+    assert message in text
+
+
+# --- TLS ---------------------------------------------------------------------------------------------------------
+
+
+def certificate(folder: Path, days: float) -> CoordinatorConfig:
+    """A coordinator whose certificate ends in so many days."""
+    end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+    begin = end - datetime.timedelta(days=30)
+    issued = trustme.CA().issue_cert("localhost", not_before=begin, not_after=end)
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    cert.write_bytes(issued.cert_chain_pems[0].bytes())
+    issued.private_key_pem.write_to_path(str(key))
+    return CoordinatorConfig(tls_cert=str(cert), tls_key=str(key))
+
+
+@pytest.mark.parametrize(
+    ("days", "level", "message"),
+    [
+        (20, "ok", "is valid until 20"),
+        (5, "warn", "; renew it"),
+        (-1, "fail", "has been out of date since 20"),
+        (31, "fail", "; check this host's clock"),
+    ],
+)
+def test_certificates_are_told_by_how_long_they_last(days: float, level: str, message: str, tmp_path: Path) -> None:
+    found, text = the_only(check_tls(certificate(tmp_path, days)))
+    assert found == level
+    assert message in text
+
+
+def test_certificates_of_the_far_future_and_of_authorities_are_read(tmp_path: Path) -> None:
+    certificates = issue(tmp_path)
+    config = ConnectorConfig(tls_ca=certificates.ca, tls_cert=certificates.cert, tls_key=certificates.key)
+    findings = list(check_tls(config))
+    assert [(finding.check, finding.level) for finding in findings] == [("tls_cert", "ok"), ("tls_ca", "ok")]
+
+
+def test_no_tls_is_said_and_files_that_are_none_fail(tmp_path: Path) -> None:
+    assert the_only(check_tls(ConnectorConfig())) == ("ok", "not configured: words travel in the clear")
+    level, text = the_only(check_tls(ConnectorConfig(tls_ca=str(tmp_path / "nowhere.pem"))))
+    assert level == "fail"
+    assert text.startswith("tls_ca: cannot read ")
+
+
+# --- The fleet ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_fleet_that_is_fit_passes_every_check(fleet: Fleet) -> None:
+    found = await of_fleet(ConnectorConfig(instance_id="new", coordinator_address=fleet.address, cluster_secret="hush"))
+    assert {check: level for check, (level, _) in found.items()} == {
+        "coordinator": "ok",
+        "instance_id": "ok",
+        "versions": "warn",  # the scripted instances say none
+        "clock": "ok",
+        "agreement": "ok",
+    }
+    assert "; 2 instances" in found["coordinator"][1]
+    assert found["agreement"][1] == "coordinator and host make the same keys for llama"
+    async with Coordinator(fleet.address) as coordinator:  # the visitor has left
+        assert [instance.instance_id for instance in await coordinator.instances()] == ["a", "b"]
+
+
+async def test_another_secret_fails(fleet: Fleet) -> None:
+    found = await of_fleet(ConnectorConfig(coordinator_address=fleet.address, cluster_secret="another"))
+    level, text = found["agreement"]
+    assert level == "fail"
+    assert text.endswith("; set the same cluster_secret on both")
+
+
+async def test_a_name_that_another_process_has_fails(fleet: Fleet, short_folder: Path) -> None:
+    config = ConnectorConfig(instance_id="a", runtime_dir=str(short_folder), coordinator_address=fleet.address)
+    level, text = (await of_fleet(config))["instance_id"]
+    assert level == "fail"
+    assert text == "a is taken by a living process at 127.0.0.1:7000; set another instance_id"
+    config.make_instance_dir()
+    with config.lock_path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert (await of_fleet(config))["instance_id"] == ("ok", "a is this host's node, at 127.0.0.1:7000")
+
+
+async def test_nobody_there_fails_and_nobody_named_warns() -> None:
+    found = await of_fleet(ConnectorConfig(coordinator_address="127.0.0.1:1"))
+    level, text = found["coordinator"]
+    assert level == "fail"
+    assert "start one with `lmkv coordinator`, or set coordinator_address" in text
+    assert list(found) == ["coordinator"]
+    assert (await of_fleet(ConnectorConfig()))["coordinator"][0] == "warn"
+
+
+async def test_a_clock_that_is_off_warns(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_checks, "CLOCK_SECONDS", -1.0)  # nothing is near enough
+    found = await of_fleet(ConnectorConfig(coordinator_address=fleet.address, cluster_secret="hush"))
+    level, text = found["clock"]
+    assert level == "warn"
+    assert text.endswith("; synchronise both by NTP")
+
+
+# --- The command -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fit(monkeypatch: pytest.MonkeyPatch, short_folder: Path) -> None:
+    """An environment that passes."""
+    monkeypatch.setenv("LMKV_RUNTIME_DIR", str(short_folder))
+    monkeypatch.setenv("LMKV_MAX_LOCAL_CPU_SIZE", "16MB")
+    monkeypatch.setenv("LMKV_ENABLE_P2P", "false")
+    monkeypatch.setenv("LMKV_CLUSTER_SECRET", "hush")
+
+
+@pytest.mark.usefixtures("fit")
+async def test_the_command_prints_a_line_per_check(fleet: Fleet, run_command: RunCommand, capsys: Capture) -> None:
+    assert await run_command("doctor") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [
+        ["ok", "config"],
+        ["ok", "keys"],
+        ["ok", "memory"],
+        ["ok", "runtime_dir"],
+        ["ok", "p2p_port"],
+        ["ok", "transfer"],
+        ["ok", "tls"],
+        ["ok", "coordinator"],
+        ["ok", "instance_id"],
+        ["warn", "versions"],
+        ["ok", "clock"],
+        ["ok", "agreement"],
+    ]
+
+
+@pytest.mark.usefixtures("fit")
+async def test_a_failure_is_exit_code_1(fleet: Fleet, run_command: RunCommand, capsys: Capture) -> None:
+    assert await run_command("doctor", "--coordinator", "127.0.0.1:1", "--json") == 1
+    findings = json.loads(capsys.readouterr().out)
+    assert [finding["check"] for finding in findings if finding["level"] == "fail"] == ["coordinator"]
+
+
+def test_a_configuration_that_cannot_be_read_is_all_there_is_to_say(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "lmkv.yaml"
+    file.write_text("chunk_sise: 256\n")
+    assert cli.main(["doctor", "--config", str(file)]) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("fail  config       unknown key chunk_sise")
+    assert "did you mean chunk_size?" in line
+
+
+def test_a_coordinators_host_is_checked_for_what_it_needs(capsys: Capture, taken_port: int, tmp_path: Path) -> None:
+    file = tmp_path / "head.yaml"
+    file.write_text(f"port: {taken_port}\nhttp_port: off\n")
+    assert cli.main(["doctor", "coordinator", "--config", str(file)]) == 1
+    checks = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert checks == [["ok", "config"], ["ok", "keys"], ["ok", "tls"], ["fail", "port"]]
+
+
+def test_a_spec_that_this_host_reads_otherwise_fails() -> None:
+    spec = LLAMA.to_proto()
+    spec.layer_count += 1  # the fingerprint is now another's
+    instances = [Instance(instance_id="liar", specs=[spec])]
+    specs, finding = fleet_checks.check_specs(instances)
+    assert specs == []
+    assert finding
+    assert finding.text.startswith("llama of liar: fingerprint ")

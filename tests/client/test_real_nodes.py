@@ -1,0 +1,116 @@
+"""The command line against processes as people run them: a coordinator, and two nodes that move bytes by NIXL."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from lmkv.keys import as_tokens, chunk_keys, root_key
+from lmkv_client import Coordinator
+from lmkv_client.demo import cluster
+from lmkv_client.demo.process import ServerProcess
+from lmkv_kernels import checksum
+from tests.client.conftest import RunCommand
+from tests.server.node.cases import small_spec
+from tests.server.node.engine_client import EngineClient
+
+SPEC = small_spec()
+CHUNK_COUNT = 5
+TOKENS = list(range(CHUNK_COUNT * SPEC.chunk_size))
+KEYS = chunk_keys(as_tokens(TOKENS), root_key(SPEC.fingerprint), SPEC.chunk_size)
+NAMES = ("node-1", "node-2")
+
+
+@pytest.fixture
+def address(tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where the coordinator of two nodes is."""
+    with cluster.Coordinator(tmp_path) as coordinator:
+        monkeypatch.setenv("LMKV_COORDINATOR_ADDRESS", coordinator.address)
+        nodes = [
+            ServerProcess(
+                name,
+                [sys.executable, "-m", "lmkv", "node"],
+                tmp_path / f"{name}.log",
+                {
+                    "LMKV_INSTANCE_ID": name,
+                    "LMKV_RUNTIME_DIR": str(short_folder),
+                    "LMKV_COORDINATOR_ADDRESS": coordinator.address,
+                    "LMKV_MAX_LOCAL_CPU_SIZE": "16MiB",
+                },
+            )
+            for name in NAMES
+        ]
+        try:
+            for node in nodes:
+                node.start()
+            for node in nodes:
+                node.wait_until((short_folder / node.name / "engine.sock").exists, "ready", 30.0)
+            yield coordinator.address
+        finally:
+            for node in nodes:
+                node.request_stop()
+            for node in nodes:
+                node.stop()
+
+
+@pytest.fixture
+async def stored(address: str, short_folder: Path) -> AsyncIterator[str]:
+    """The same, with a prompt on the first node; an engine is attached to each."""
+    async with AsyncExitStack() as stack:
+        engines = [
+            await stack.enter_async_context(EngineClient(short_folder / name / "engine.sock", spec=SPEC))
+            for name in NAMES
+        ]
+        credits_ = await engines[0].reserve(CHUNK_COUNT)
+        of_zeros = checksum(bytearray(SPEC.chunk_bytes), 0, SPEC.chunk_bytes)  # as fresh memory is
+        commits = [engines[0].commit(key, one, checksum=of_zeros) for key, one in zip(KEYS, credits_, strict=True)]
+        await engines[0].say(commits=commits)
+        async with Coordinator(address) as coordinator:
+            async for update in coordinator.watch():
+                if any(len(change.admitted_keys) == 16 * CHUNK_COUNT for change in update.changes):
+                    break
+        yield address
+
+
+@pytest.mark.usefixtures("stored")
+async def test_chunks_are_looked_up_copied_pinned_moved_and_cleared_by_the_command_line(
+    run_command: RunCommand, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = ",".join(map(str, TOKENS))
+
+    async def run(*argv: str, code: int = 0) -> str:
+        assert await run_command(*argv) == code
+        return capsys.readouterr().out
+
+    async def held() -> dict[str, int]:
+        answer = json.loads(await run("lookup", "--tokens", tokens, "--json"))
+        return {holder["instance_id"]: holder["matched_chunk_count"] for holder in answer["holders"]}
+
+    assert await held() == {"node-1": 5}
+    copied = await run("copy", "--from", "node-1", "--to", "node-2/LocalCPUBackend", "--keys", KEYS[0].hex())
+    assert re.search(rf": 1 chunk \({SPEC.chunk_size} tokens\) arrived, \S+ \S+ transferred\n", copied)
+    assert await held() == {"node-1": 5, "node-2": 1}
+
+    pin_id = json.loads(await run("pin", "--at", "node-1", "--keys", KEYS[0].hex(), "--json"))["pin"]["pin_id"]
+    moved = await run("move", "--from", "node-1", "--to", "node-2", "--tokens", tokens, code=3)
+    assert ": 5 chunks " in moved
+    assert "; the source dropped 4\n" in moved
+    assert f"failed for 1 chunk from {KEYS[0].hex()} on: " in moved
+    assert await held() == {"node-1": 1, "node-2": 5}
+
+    await run("unpin", pin_id)
+    assert await run("pins") == "nothing is pinned\n"
+    assert ": 1 chunk " in await run("clear", "--instance", "node-1", "--all")
+    assert await held() == {"node-2": 5}
+    instances = json.loads(await run("top", "--json"))["instances"]
+    assert [(instance["instance_id"], instance["engine_count"]) for instance in instances] == [
+        (name, 1) for name in NAMES
+    ]
+    operations = (await run("ops")).splitlines()[1:]
+    assert [line.split()[0].partition("-")[0] for line in operations] == ["clear", "move", "copy"]
