@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -13,11 +14,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
+from lmkv import telemetry
 from lmkv.errors import Full, LmkvError, Unreachable
 from lmkv.telemetry.calls import Calls
 from lmkv.tls import Tls
 
 logger = logging.getLogger(__name__)
+
+Response = TypeVar("Response")
 
 DOMAIN = "lmkv.v1"
 PLAINTEXT = Tls()
@@ -215,3 +219,26 @@ def open_channel(address: str, tls: Tls = PLAINTEXT) -> grpc.aio.Channel:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     credentials = grpc.ssl_channel_credentials(tls.pem("ca"), tls.pem("key"), tls.pem("cert"))
     return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+
+
+async def call(
+    method: Callable[..., Awaitable[Response]], name: str, address: str, request: object, timeout_seconds: float
+) -> Response:
+    """One unary call of `SERVICE/METHOD`, told to the trace that the task is in, and continued there.
+
+    Raises the other side's error, or `Unreachable`, also where the channel is closed under the call.
+    """
+    with telemetry.call(name, address) as span:
+        try:
+            response = await method(request, timeout=timeout_seconds, metadata=span.metadata)
+        except grpc.RpcError as error:
+            meaning = from_rpc_error(error)
+            span.answered(meaning.metadata.get("grpc_code", meaning.code))
+            raise meaning from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise Unreachable("the connection was closed") from None  # not we were cancelled, but the call
+        span.answered("OK")
+        return response

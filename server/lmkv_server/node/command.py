@@ -9,9 +9,13 @@ import os
 import signal
 
 from lmkv import config as configuration
+from lmkv import telemetry
 from lmkv.cli import Command
 from lmkv.config import NodeConfig
 from lmkv_server.node.node import Node
+
+SERVICE_NAME = "lmkv-node"
+"""What it is called where it exports to, unless `OTEL_SERVICE_NAME` says otherwise."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,12 +29,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs until SIGTERM, SIGINT or, with --linger, until nobody needs it."""
     config = configuration.from_arguments(args, NodeConfig)
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s lmkv node %(levelname)s %(message)s")
+    telemetry.set_up_logging(
+        config.log_level,
+        config.log_format,
+        "%(asctime)s lmkv node %(levelname)s %(message)s",
+        service=SERVICE_NAME,
+        instance_id=config.instance_id,
+    )
     for notice in config.notices:
         logging.getLogger(__name__).warning("%s", notice)
     if args.linger:  # started by an engine
         with_all_processors()
-    asyncio.run(serve(config, linger=args.linger))
+    with telemetry.trace_process(SERVICE_NAME, config.instance_id):
+        asyncio.run(serve(config, linger=args.linger))
     return 0
 
 
@@ -40,7 +51,10 @@ async def serve(config: NodeConfig, *, linger: bool) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with Node(config) as node:
+    async with (
+        Node(config) as node,
+        telemetry.export_metrics(node.metrics.registry, SERVICE_NAME, config.instance_id),
+    ):
         waits: list[asyncio.Task[object]] = [asyncio.create_task(stop.wait()), asyncio.create_task(node.wait())]
         if linger:
             waits.append(asyncio.create_task(node.linger()))

@@ -15,6 +15,7 @@ from lmkv.v1 import engine_service_pb2_grpc, registry_service_pb2
 from lmkv_server.node.engine_stream import EngineStream
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.host_tier import HostTier
+from lmkv_server.node.metrics import LookupCounts
 from lmkv_server.node.sources import Sources
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         on_attach: Callable[[], None],
         on_detach: Callable[[], None],
     ) -> None:
+        self.lookups = LookupCounts()
         self._tier = tier
         self._engines = engines
         self._sources = sources
@@ -64,7 +66,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             raise BadMessage("the first message must carry hello")
         self._check_config(dict(first.hello.expected_config))
         session = self._engines.attach(first.hello.engine_id, KvSpec.from_proto(first.hello.spec))
-        stream = EngineStream(self._tier, session, self._sources)
+        stream = EngineStream(self._tier, session, self._sources, self.lookups)
         self._streams.add(stream)
         self._on_attach()
         logger.info("engine %s attached: %s", session.engine_id, session.spec.model_name)

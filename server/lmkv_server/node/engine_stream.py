@@ -10,12 +10,14 @@ from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
-from lmkv import rpc
+from lmkv import rpc, telemetry
 from lmkv.errors import BadChunkKey, BadMessage, GrantNotFound, LmkvError, Unreachable
 from lmkv.keys import KEY_BYTES, ChunkKey, split_keys
+from lmkv.telemetry import Span
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.engines import EngineSession, Ticket
 from lmkv_server.node.host_tier import Chunk, HostTier
+from lmkv_server.node.metrics import LookupCounts
 from lmkv_server.node.sources import Sources
 from lmkv_server.node.wire import credit, extent
 
@@ -71,11 +73,12 @@ class Outbox:
 class EngineStream:
     """One engine's stream: carries out its acts, in the order they came, and collects the answers."""
 
-    def __init__(self, tier: HostTier, session: EngineSession, sources: Sources) -> None:
+    def __init__(self, tier: HostTier, session: EngineSession, sources: Sources, lookups: LookupCounts) -> None:
         self.outbox = Outbox()
         self._tier = tier
         self._session = session
         self._sources = sources
+        self._lookups = lookups
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def read(self, first: pb.AttachRequest, rest: AsyncIterator[pb.AttachRequest]) -> None:
@@ -150,16 +153,19 @@ class EngineStream:
 
     def _lookup(self, lookup: pb.LookupChunks) -> None:
         ticket = self._session.open(lookup.request_id, split_keys(lookup.chunk_keys))
+        span = telemetry.follow("lmkv.lookup", lookup.traceparent, asked_chunks=len(ticket.keys))
         if ticket.own_count == len(ticket.keys) or not self._sources.connected:
-            self._answer(lookup, ticket)
+            with span:
+                self._answer(lookup, ticket, span)
         else:
-            self._start(lookup.request_id, self._locate(lookup, ticket))
+            self._start(lookup.request_id, self._locate(lookup, ticket, span))
 
-    async def _locate(self, lookup: pb.LookupChunks, ticket: Ticket) -> None:
-        ticket.holders = await self._sources.locate(ticket.keys[ticket.own_count :])
-        self._answer(lookup, ticket)
+    async def _locate(self, lookup: pb.LookupChunks, ticket: Ticket, span: Span) -> None:
+        with span:
+            ticket.holders = await self._sources.locate(ticket.keys[ticket.own_count :])
+            self._answer(lookup, ticket, span)
 
-    def _answer(self, lookup: pb.LookupChunks, ticket: Ticket) -> None:
+    def _answer(self, lookup: pb.LookupChunks, ticket: Ticket, span: Span) -> None:
         best = ticket.holders[0] if ticket.holders else None
         found = pb.FoundChunks(
             request_id=lookup.request_id,
@@ -168,17 +174,28 @@ class EngineStream:
             peer_instance_id=best.instance_id if best else "",
         )
         self.outbox.put(pb.AttachResponse(found=[found]))
+        self._lookups.note(asked=len(ticket.keys), own=ticket.own_count, peer=found.peer_chunk_count)
+        span.set(
+            own_chunks=ticket.own_count,
+            peer_chunks=found.peer_chunk_count,
+            peer_instance_id=found.peer_instance_id,
+        )
         held = ticket.own_count + found.peer_chunk_count
         self._reserve(lookup.reserve_count - held, settled=max(0, lookup.reserve_count))
         if not ticket.chunks and best is None:
             self._session.release(lookup.request_id)
 
     async def _load(self, load: pb.LoadChunks) -> None:
+        with telemetry.follow("lmkv.fetch", load.traceparent, asked_chunks=load.chunk_count) as span:
+            await self._fetch(load, span)
+
+    async def _fetch(self, load: pb.LoadChunks, span: Span) -> None:
         ticket = self._session.ticket(load.request_id)
         wanted = slice(load.first_chunk, load.first_chunk + load.chunk_count)
         if ticket is None or load.first_chunk < ticket.own_count:
-            error: LmkvError | None = BadMessage("load names no chunks that a lookup found at peers")
-            self._arrived(load, [], done=True, error=error)
+            refusal = BadMessage("load names no chunks that a lookup found at peers")
+            span.fail(refusal.reason, str(refusal))
+            self._arrived(load, [], done=True, error=refusal)
             return
         offset = wanted.start - ticket.own_count
 
@@ -195,12 +212,21 @@ class EngineStream:
             load.timeout.ToNanoseconds() / 1e9,
             on_chunks,
         )
+        error = fetched.error
+        if error is None and fetched.chunk_count < load.chunk_count:
+            error = Unreachable("chunks are gone")
+        span.set(
+            arrived_chunks=fetched.chunk_count,
+            transferred_bytes=fetched.size_bytes,
+            peer_instance_ids=fetched.instance_ids,
+        )
+        if error:
+            span.fail(error.reason, str(error))
         self._arrived(
             load,
             [],
             done=True,
-            error=fetched.error
-            or (None if fetched.chunk_count >= load.chunk_count else Unreachable("chunks are gone")),
+            error=error,
             peer=",".join(fetched.instance_ids),
             size_bytes=fetched.size_bytes,
             seconds=fetched.seconds,

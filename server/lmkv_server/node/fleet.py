@@ -178,16 +178,11 @@ class Fleet:
             chunk_keys=join_keys(keys[:MAX_LOOKUP_KEYS]),
             excluded_instance_id=self._last_membership.instance.instance_id,
         )
+        method = "lmkv.v1.CacheService/Lookup"
         try:
-            response = await self._cache.Lookup(request, timeout=deadline_seconds)
-        except grpc.RpcError as error:
-            self._lookup_failed(rpc.from_rpc_error(error))
-            return []
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            self._lookup_failed(Unreachable("the channel was closed"))  # by `aclose`, under the call
+            response = await rpc.call(self._cache.Lookup, method, self.coordinator_address, request, deadline_seconds)
+        except LmkvError as error:
+            self._lookup_failed(error)
             return []
         return list(response.holders)
 

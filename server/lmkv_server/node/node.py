@@ -19,9 +19,11 @@ import lmkv
 from lmkv import config as configuration
 from lmkv import rpc
 from lmkv.config import NodeConfig
+from lmkv.config.kinds import OFF
 from lmkv.errors import ConfigError
 from lmkv.pool import Pool
 from lmkv.pool_socket import PoolSocket
+from lmkv.telemetry.calls import Calls
 from lmkv.transfer import open_channel
 from lmkv.units import format_bytes
 from lmkv.v1 import chunk_pb2, engine_service_pb2, engine_service_pb2_grpc, peer_service_pb2_grpc, registry_service_pb2
@@ -29,9 +31,12 @@ from lmkv_server.node.engine_service import EngineService
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.fleet import Fleet, Held
 from lmkv_server.node.host_tier import Chunk, HostTier
+from lmkv_server.node.metrics import Metrics
+from lmkv_server.node.metrics_server import MetricsServer
 from lmkv_server.node.orders import Orders
 from lmkv_server.node.peer_service import PeerService
 from lmkv_server.node.peers import Peers
+from lmkv_server.node.read_grants import ReadGrants
 from lmkv_server.node.sources import Sources
 
 logger = logging.getLogger(__name__)
@@ -68,6 +73,10 @@ class Node:
         self.epoch = time.time_ns()
         self.peer_address = ""
         """`host:port` of its `PeerService`, once started; empty without P2P."""
+        self.metrics_port: int | None = None
+        """The port of `/metrics`, once started, if it is served."""
+        self._calls = Calls()
+        self._grants: ReadGrants | None = None
         self._stack = AsyncExitStack()
         self._reporting = Reporting()
         self._idle_since = time.monotonic() + FIRST_ENGINE_SECONDS
@@ -129,6 +138,17 @@ class Node:
             on_attach=self._engines_changed,
             on_detach=self._engines_changed,
         )
+        self.metrics = Metrics(
+            tier=self.tier,
+            engines=self.engines,
+            orders=self.orders,
+            fleet=self.fleet,
+            peers=peers,
+            grants=self._grants,
+            lookups=service.lookups,
+            calls=self._calls,
+        )
+        await self._serve_metrics()
         self._reporting.fleet = await self._stack.enter_async_context(self.fleet)
         await self.fleet.started()
         await self._serve_engines(service)
@@ -163,7 +183,8 @@ class Node:
             grant_ttl_seconds=config.grant_ttl,
         )
         await self._stack.enter_async_context(service)
-        server = await rpc.make_server([PEER_SERVICE])
+        self._grants = service.grants
+        server = await rpc.make_server([PEER_SERVICE], self._calls)
         peer_service_pb2_grpc.add_PeerServiceServicer_to_server(service, server)
         port = bind(server, f"{config.p2p_host}:{config.p2p_port}", "p2p_port")
         await server.start()
@@ -178,8 +199,16 @@ class Node:
         )
         return await self._stack.enter_async_context(peers)
 
+    async def _serve_metrics(self) -> None:
+        """Serves `/metrics` if it has a port."""
+        port = self.config.metrics_port
+        if port is not None and port != OFF:
+            server = MetricsServer(self.metrics.registry, self.config.p2p_host, port)
+            self.metrics_port = (await self._stack.enter_async_context(server)).port
+            logger.info("metrics at http://%s:%d/metrics", self.config.p2p_host, self.metrics_port)
+
     async def _serve_engines(self, service: EngineService) -> None:
-        server = await rpc.make_server([ENGINE_SERVICE])
+        server = await rpc.make_server([ENGINE_SERVICE], self._calls)
         engine_service_pb2_grpc.add_EngineServiceServicer_to_server(service, server)
         bind(server, f"unix:{self.config.engine_socket}", "runtime_dir")
         await server.start()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import grpc
 from google.protobuf import duration_pb2
 
 from lmkv import rpc
@@ -21,8 +20,6 @@ from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
 from lmkv.v1.cache_service_pb2 import Holder
 
 logger = logging.getLogger(__name__)
-
-Response = TypeVar("Response")
 
 FIRST_BACKOFF_SECONDS = 1.0
 LAST_BACKOFF_SECONDS = 10.0
@@ -98,7 +95,7 @@ class PeerConnection:
             channel_metadata=self._channel.metadata,
         )
         try:
-            response = await _called(self._stub.Init, request, timeout_seconds)
+            response = await self._call("Init", request, timeout_seconds)
         except KvSpecMismatch as error:
             self.mismatches[spec.fingerprint] = error
             self._on_mismatch(self.instance_id, error)
@@ -120,12 +117,13 @@ class PeerConnection:
             chunk_keys=join_keys(keys),
             ttl=ttl,
         )
-        return await _called(self._stub.Acquire, request, timeout_seconds)
+        response: pb.AcquireResponse = await self._call("Acquire", request, timeout_seconds)
+        return response
 
     async def release(self, grant_id: str, timeout_seconds: float) -> None:
         """Gives a grant back. If that fails the grant expires by itself."""
         try:
-            await _called(self._stub.Release, pb.ReleaseRequest(grant_id=grant_id), timeout_seconds)
+            await self._call("Release", pb.ReleaseRequest(grant_id=grant_id), timeout_seconds)
         except LmkvError as error:
             logger.debug("grant %s of %s is left to expire: %s", grant_id, self.name, error)
 
@@ -133,15 +131,6 @@ class PeerConnection:
         """Ends the connection. Idempotent."""
         await self._words.close(None)
 
-
-async def _called(method: Callable[..., Awaitable[Response]], request: object, timeout_seconds: float) -> Response:
-    """One call. Raises the peer's error, or `Unreachable`."""
-    try:
-        return await method(request, timeout=timeout_seconds)
-    except grpc.RpcError as error:
-        raise rpc.from_rpc_error(error) from None
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task and task.cancelling():
-            raise
-        raise Unreachable("the connection was closed") from None  # not we were cancelled, but the call
+    async def _call(self, name: str, request: object, timeout_seconds: float) -> Any:
+        method = getattr(self._stub, name)
+        return await rpc.call(method, f"lmkv.v1.PeerService/{name}", self.address, request, timeout_seconds)

@@ -1,0 +1,93 @@
+"""`/metrics` of a node, over the least HTTP that Prometheus needs. It runs on the loop that owns the numbers."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from lmkv.errors import ConfigError
+
+REQUEST_SECONDS = 5.0
+"""Most time that one request, or its answer, may take to pass."""
+MAX_REQUEST_BYTES = 16 << 10
+MAX_CONNECTIONS = 32
+
+
+class MetricsServer:
+    """Serves a registry while it is entered. Entering raises `ConfigError` if the port cannot be had."""
+
+    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+        self.port = port
+        """The real one once it is entered."""
+        self._registry = registry
+        self._host = host
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        try:
+            self._server = await asyncio.start_server(
+                self._accept, self._host, self.port, limit=MAX_REQUEST_BYTES, backlog=MAX_CONNECTIONS
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"metrics_port: cannot listen on {self._host}:{self.port} ({error.strerror}); "
+                "choose another, 0 for any free port, or off",
+                key="metrics_port",
+            ) from None
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Stops serving, and cuts off who is still being served. Idempotent."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+            for task in self._connections:
+                task.cancel()
+            await asyncio.gather(*self._connections, return_exceptions=True)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._connections) >= MAX_CONNECTIONS:
+            writer.close()
+            return
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One request, one answer. Whoever sends no request, or does not take the answer, gets none."""
+        try:
+            with suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError):
+                async with asyncio.timeout(REQUEST_SECONDS):
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    writer.write(self._answer(head))
+                    await writer.drain()
+        finally:
+            writer.close()
+
+    def _answer(self, head: bytes) -> bytes:
+        method, _, rest = head.partition(b" ")
+        path = rest.partition(b" ")[0].partition(b"?")[0]
+        if path != b"/metrics":
+            return _response("404 Not Found", "text/plain", b"here is only /metrics\n")
+        if method not in (b"GET", b"HEAD"):
+            return _response("405 Method Not Allowed", "text/plain", b"/metrics takes GET\n")
+        answer = _response("200 OK", CONTENT_TYPE_LATEST, generate_latest(self._registry))
+        return answer if method == b"GET" else answer.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+
+
+def _response(status: str, content_type: str, body: bytes) -> bytes:
+    head = (
+        f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body
