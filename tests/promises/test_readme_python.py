@@ -1,0 +1,48 @@
+"""The Python in the README runs as it stands there, against a real coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from lmkv import rpc
+from lmkv_server.coordinator.coordinator import Coordinator
+from tests.server.coordinator.cases import LLAMA, keys_of
+from tests.server.coordinator.scripted_instance import ScriptedInstance
+
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PROMPT = [128000, 849, 21435]
+
+
+@pytest.fixture
+async def address() -> AsyncIterator[str]:
+    """Where the coordinator of `engine-1`, which holds the README's prompt, and `engine-2` is."""
+    held = dict.fromkeys(keys_of(PROMPT, secret=b""), len(PROMPT))
+    async with AsyncExitStack() as stack:
+        coordinator = await stack.enter_async_context(Coordinator(port=0, lease_ttl=30.0))
+        channel = await stack.enter_async_context(rpc.open_channel(coordinator.address))
+        fleet: dict[str, ScriptedInstance] = {}
+        for name in ("engine-1", "engine-2"):
+            chunks = held if name == "engine-1" else {}
+            await stack.enter_async_context(ScriptedInstance(channel, fleet, name, LLAMA, chunks))
+        yield coordinator.address
+
+
+async def test_the_python_in_the_readme_runs(root: Path, address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = BLOCK.findall((root / "README.md").read_text())
+    assert len(blocks) == 2
+    shown = []
+    for block in blocks:
+        assert '"localhost:9000"' in block
+        program = compile(block.replace("localhost:9000", address), "README.md", "exec")
+        await asyncio.to_thread(exec, program, {"__name__": "__main__"})
+        shown.append(capsys.readouterr().out.splitlines())
+    first, second = shown
+    assert first[0] == "engine-1 holds 3 tokens"
+    assert first[-2:] == ["1 of 1 chunks", "1000 bytes"]
+    assert second == ["3 tokens pinned", "INSTANCE_NOT_FOUND engine-3"]
