@@ -26,8 +26,12 @@ examples:
   lmkv coordinator                        start the coordinator on 127.0.0.1:9000
   lmkv instances                          list who is in the fleet and what they hold
   lmkv lookup --tokens 128000,849,21435   ask who holds a prompt
+  lmkv move --from a --to b --tokens 1,2  move a prompt from one instance to another
+  lmkv doctor                             check whether this host is fit for its configuration
   lmkv demo                               watch two engines share a prompt
   lmkv lookup --help                      learn more about one command
+
+exit codes: 0 done, 1 refused or failed, 2 bad usage or configuration, 3 done in part, 130 interrupted
 
 Every process reads its keys from the YAML file that LMKV_CONFIG_FILE names, then from LMKV_<KEY> in the environment,
 then from its flags.
@@ -61,7 +65,8 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None, commands: Mapping[str, Loader] | None = None) -> int:
     """Runs one command line and returns the exit code.
 
-    0: done. 1: it failed. 2: bad usage or configuration. 130: interrupted. 141: whoever read the output went away.
+    0: done. 1: it failed. 2: bad usage or configuration. 3: done in part. 130: interrupted. 141: whoever read the
+    output went away.
     """
     try:
         code = _run(sys.argv[1:] if argv is None else argv, find_commands() if commands is None else commands)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import io
 import json
 import os
 import pty
+import re
+import shlex
 import sys
 from collections.abc import AsyncIterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -261,9 +265,22 @@ async def test_the_coordinators_refusal_is_one_line(
     assert capsys.readouterr().err == "lmkv: error: several models are served: a, b; name one\n"
 
 
-@pytest.mark.parametrize("command", [["lookup", "--tokens", "1"], ["instances"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["lookup", "--tokens", "1"],
+        ["instances"],
+        ["move", "--from", "a", "--to", "b", "--tokens", "1"],
+        ["pin", "--at", "a", "--tokens", "1"],
+        ["unpin", "a/1"],
+        ["pins"],
+        ["clear", "--all", "--yes"],
+        ["ops"],
+        ["top"],
+    ],
+)
 async def test_nobody_there_is_one_line_with_what_to_do(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert await run(*command, "--coordinator", "127.0.0.1:1") == 1
+    assert await asyncio.to_thread(cli.main, (*command, "--coordinator", "127.0.0.1:1")) == 1
     assert capsys.readouterr().err == (
         "lmkv: error: no coordinator answers at 127.0.0.1:1; start one with `lmkv coordinator`, or name another with "
         "--coordinator HOST:PORT\n"
@@ -355,8 +372,27 @@ async def test_a_terminal_gets_a_frame_and_every_bracket(
     assert "━" in shown or "─" in shown
 
 
-@pytest.mark.parametrize("command", ["lookup", "instances"])
-async def test_help_shows_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+COMMAND_NAMES = [
+    point.name for point in entry_points(group=cli.GROUP) if point.value.startswith("lmkv_client.commands.")
+]
+
+
+@pytest.mark.parametrize("command", COMMAND_NAMES)
+def test_help_shows_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main([command, "--help"], COMMANDS)
-    assert f"examples:\n  lmkv {command}" in capsys.readouterr().out
+        cli.main([command, "--help"])
+    shown = capsys.readouterr().out
+    examples = re.findall(rf"^  (lmkv {command}\b.*)", shown.partition("\nexamples:\n")[2], re.MULTILINE)
+    assert examples
+    for example in examples:
+        words = shlex.split(re.split(r" {2,}| \| ", example)[0])
+        parser = argparse.ArgumentParser()
+        cli.find_commands()[command]().add_arguments(parser)
+        parser.parse_args(words[2:])  # exits on what it does not take
+
+
+@pytest.mark.parametrize("command", ["move", "copy", "clear", "ops", "doctor"])
+def test_help_of_what_gives_orders_says_the_exit_codes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    assert "exit codes:" in capsys.readouterr().out

@@ -1,0 +1,62 @@
+"""The SDK and the commands towards a coordinator that speaks TLS."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from lmkv.errors import Unreachable
+from lmkv.tls import Tls
+from lmkv_client import Coordinator, sync
+from lmkv_server.coordinator import coordinator as server
+from tests.client.conftest import RunCommand
+from tests.lmkv.certificates import Certificates, issue
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Certificates:
+    return issue(tmp_path)
+
+
+@pytest.fixture
+async def address(certificates: Certificates) -> AsyncIterator[str]:
+    """Where a coordinator is that lets in only whom the issuer knows."""
+    async with server.Coordinator(port=0, tls=certificates.strict_server) as serving:
+        yield serving.address
+
+
+async def test_the_sdk_and_its_twin_show_a_certificate(address: str, certificates: Certificates) -> None:
+    def ask() -> int:
+        with sync.Coordinator(address, tls=certificates.known_client) as coordinator:
+            return len(coordinator.instances())
+
+    async with Coordinator(address, tls=certificates.known_client) as coordinator:
+        assert await coordinator.instances() == []
+    assert await asyncio.to_thread(ask) == 0
+
+
+async def test_without_a_certificate_nobody_is_reached(address: str, certificates: Certificates) -> None:
+    for tls in (certificates.client, Tls()):
+        async with Coordinator(address, tls=tls, timeout_seconds=2) as coordinator:
+            with pytest.raises(Unreachable):
+                await coordinator.instances()
+
+
+async def test_commands_take_the_files_from_the_configuration(
+    address: str,
+    certificates: Certificates,
+    run_command: RunCommand,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert await run_command("instances", "--coordinator", address) == 1
+    for name in ("ca", "cert", "key"):
+        monkeypatch.setenv(f"LMKV_TLS_{name.upper()}", getattr(certificates, name))
+    assert await run_command("instances", "--coordinator", address) == 0
+    assert capsys.readouterr().out == "no instance is registered\n"
+    monkeypatch.setenv("LMKV_TLS_CA", "/nowhere.pem")
+    assert await run_command("instances", "--coordinator", address) == 2
+    assert "tls_ca: cannot read /nowhere.pem" in capsys.readouterr().err
