@@ -8,11 +8,15 @@ import logging
 import signal
 from collections.abc import Callable
 
+from lmkv import telemetry
 from lmkv.cli import Command
 from lmkv.config import CoordinatorConfig, add_arguments, from_arguments
 from lmkv_server.coordinator.coordinator import Coordinator
 
 logger = logging.getLogger(__name__)
+
+SERVICE_NAME = "lmkv-coordinator"
+"""What it is called where it exports to, unless `OTEL_SERVICE_NAME` says otherwise."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +25,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     config = from_arguments(args, CoordinatorConfig)
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    telemetry.set_up_logging(
+        config.log_level, config.log_format, "%(asctime)s %(levelname)s %(message)s", service=SERVICE_NAME
+    )
     for notice in config.notices:
         logger.warning(notice)
     if config.port_is_for_http:
@@ -31,7 +37,7 @@ def _run(args: argparse.Namespace) -> int:
             config.port,
             monitors,
         )
-    with asyncio.Runner(loop_factory=_fast_loop()) as runner:
+    with telemetry.trace_process(SERVICE_NAME, ""), asyncio.Runner(loop_factory=_fast_loop()) as runner:
         runner.run(serve(config))
     return 0
 
@@ -60,7 +66,7 @@ async def serve(config: CoordinatorConfig) -> None:
         cluster_secret=config.cluster_secret,
         tls=config.tls,
     )
-    async with coordinator:
+    async with coordinator, telemetry.export_metrics(coordinator.metrics, SERVICE_NAME, ""):
         logger.info("lmkv coordinator ready on %s", coordinator.address)
         if coordinator.url:
             logger.info("HTTP on %s", coordinator.url)

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self
 
 import grpc
+from prometheus_client import CollectorRegistry
 
 from lmkv import rpc
 from lmkv.errors import ConfigError
@@ -57,6 +58,8 @@ class Coordinator:
         self._operation_ttl = operation_ttl
         self._secret = cluster_secret.encode()
         self._tls = tls
+        self.metrics = CollectorRegistry()
+        """What it knows and has done, once it is entered."""
         self._services: Services | None = None
         self._server: grpc.aio.Server | None = None
         self._http: list[HttpServer] = []
@@ -85,9 +88,10 @@ class Coordinator:
 
     async def __aenter__(self) -> Self:
         services = Services(lease_ttl=self._lease_ttl, operation_ttl=self._operation_ttl, cluster_secret=self._secret)
-        server = await rpc.make_server(SERVICE_NAMES)
+        server = await rpc.make_server(SERVICE_NAMES, services.calls)
         services.add_to(server)
         app = make_app(services, self.host)
+        self.metrics = app.metrics.registry
         try:
             for key, port in self.grpc_ports.items():
                 self.grpc_ports[key] = _bind(server, self.host, port, key, self._tls)

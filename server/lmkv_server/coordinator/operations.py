@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 from google.protobuf.message import Message
 
+from lmkv import telemetry
 from lmkv.errors import BadSelection, CoordinatorRestarted, Full, LmkvError, OperationCancelled, OperationNotFound
 from lmkv.v1 import cache_service_pb2
 
@@ -138,7 +139,7 @@ class Operations:
         self._running[operation.name] = operation
         if request.request_id:
             self._by_request_id[request.DESCRIPTOR.name, request.request_id] = operation
-        operation.task = asyncio.create_task(self._run(operation, work), name=operation.name)
+        operation.task = asyncio.create_task(self._observe(operation, work), name=operation.name)
         return operation
 
     def get(self, name: str) -> Operation:
@@ -171,6 +172,14 @@ class Operations:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _observe(self, operation: Operation, work: Work) -> None:
+        """Runs it as a span of the trace that it was asked for in; what is logged meanwhile carries its id."""
+        name = operation.name
+        with telemetry.bound(operation_id=name), telemetry.begin(f"lmkv.{operation.kind}", operation_id=name) as span:
+            await self._run(operation, work)
+            if operation.error:
+                span.fail(operation.error.reason, str(operation.error))
 
     async def _run(self, operation: Operation, work: Work) -> None:
         try:

@@ -7,6 +7,7 @@ import time
 import grpc
 from google.longrunning import operations_pb2_grpc
 
+from lmkv.telemetry.calls import Calls
 from lmkv.v1 import cache_service_pb2_grpc, registry_service_pb2_grpc
 from lmkv_server.coordinator.cache_service import CacheService
 from lmkv_server.coordinator.clears import Clears
@@ -27,6 +28,8 @@ class Services:
     """The core and its handlers. Make it in the event loop that serves them."""
 
     def __init__(self, *, lease_ttl: float, operation_ttl: float = 3600.0, cluster_secret: bytes = b"") -> None:
+        self.calls = Calls()
+        """What the gRPC server was called for."""
         orders = Orders()
         # Beginning at the time of day keeps revisions rising across restarts.
         self.core = Registry(

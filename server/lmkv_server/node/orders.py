@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from lmkv import rpc
+from lmkv import rpc, telemetry
 from lmkv.errors import BadMessage, Full, LmkvError, OperationCancelled, Unreachable
 from lmkv.keys import KEY_BYTES
 from lmkv.units import format_bytes, format_duration
@@ -127,6 +127,10 @@ class Orders:
 
     def take(self, order: pb.Order) -> None:
         """Begins an order unless it is a repeat. Raises nothing: whatever is wrong with it is its outcome."""
+        with telemetry.bound(order_id=order.order_id):  # whatever is logged of it carries its id
+            self._begin(order)
+
+    def _begin(self, order: pb.Order) -> None:
         if not self._book.begin(order.order_id):
             self.on_news()
             return

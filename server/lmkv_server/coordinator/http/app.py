@@ -40,7 +40,7 @@ HEADERS = {
 """Sent with every answer: pages load nothing from elsewhere, run no inline scripts, and nobody frames them."""
 
 
-def make_app(services: Services, host: str = "127.0.0.1") -> ASGIApp:
+def make_app(services: Services, host: str = "127.0.0.1") -> Guarded:
     """The application of a coordinator that is bound to `host`."""
     metrics = Metrics(services)
     handlers = {
@@ -71,9 +71,9 @@ class Guarded:
     """An application that answers only its own pages and programs, with headers that keep browsers strict; counted."""
 
     def __init__(self, app: Starlette, host: str, metrics: Metrics) -> None:
+        self.metrics = metrics
         self._app = app
         self._host = host
-        self._metrics = metrics
         self._known = {route.path for route in app.routes if isinstance(route, Route)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,7 +81,7 @@ class Guarded:
             if message["type"] == "http.response.start":
                 # Paths that are not known are one label: whoever calls must not make up metrics.
                 path = scope["path"] if scope["path"] in self._known else "other"
-                self._metrics.count_http(path, message["status"])
+                self.metrics.count_http(path, message["status"])
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
                     headers.setdefault(name, value)

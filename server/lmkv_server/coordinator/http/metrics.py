@@ -30,9 +30,11 @@ class Metrics(Collector):
     def __init__(self, services: Services) -> None:
         self._services = services
         self._http_requests: Counter[tuple[str, str]] = Counter()
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)
+        self.registry = CollectorRegistry()
+        """What `/metrics` shows, and OTLP exports."""
+        self.registry.register(self)
+        self.registry.register(services.calls)
+        ProcessCollector(registry=self.registry)
 
     def count_http(self, path: str, code: int) -> None:
         """Counts a request by the path's pattern and the answer's status."""
@@ -42,7 +44,7 @@ class Metrics(Collector):
         """`/metrics`."""
 
         async def serve(_: Request) -> Response:
-            return Response(generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+            return Response(generate_latest(self.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
         return [Route("/metrics", serve)]
 
