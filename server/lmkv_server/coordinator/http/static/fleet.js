@@ -1,0 +1,111 @@
+// What the page knows of the fleet. It asks anew while the page is looked at, and slower while nobody answers.
+
+import { RPC, call, list, metrics, seconds } from "./api.js";
+import { Ledger } from "./ledger.js";
+
+const PERIOD_MS = 1_500;
+const BACKOFF_MS = [500, 1_000, 2_000, 4_000, 8_000];
+const METRICS_EVERY = 4;
+const LATE_RENEWAL_SECONDS = 0.05;
+
+/** Tells `change` after each round, with `lost` or without. */
+export class Fleet extends EventTarget {
+  instances = [];
+  pins = [];
+  revision = 0;
+  partial = false;
+  lookups = NaN;
+  hits = NaN;
+  /** Why nothing answers; null if something does. */
+  lost = null;
+  /** Whether anything was ever heard. */
+  isKnown = false;
+
+  #ledger = new Ledger();
+  #renewals = new Map();
+  #rounds = 0;
+  #failures = 0;
+  #timer = 0;
+  #isAsking = false;
+  #again = false;
+
+  get operations() {
+    return this.#ledger.operations;
+  }
+
+  /** Begins to ask. */
+  start() {
+    document.addEventListener("visibilitychange", () => this.refresh());
+    this.refresh();
+  }
+
+  /** Asks now, or once more if it is asking already. */
+  async refresh() {
+    clearTimeout(this.#timer);
+    this.#again = this.#isAsking;
+    if (this.#isAsking || document.hidden) return;
+    this.#isAsking = true;
+    try {
+      await this.#round();
+    } finally {
+      this.#isAsking = false;
+    }
+    const pause = this.#failures ? BACKOFF_MS[Math.min(this.#failures, BACKOFF_MS.length) - 1] : PERIOD_MS;
+    this.#timer = setTimeout(() => this.refresh(), this.#again ? 0 : pause);
+  }
+
+  /** Seconds since an instance was last heard to report; good to a round. */
+  silence(instance) {
+    return (performance.now() - (this.#renewals.get(instance.instanceId)?.noticed ?? performance.now())) / 1000;
+  }
+
+  /** Names of the models that are served. */
+  models() {
+    const names = this.instances.flatMap((instance) => (instance.specs ?? []).map((spec) => spec.modelName));
+    return [...new Set(names)].filter(Boolean).sort();
+  }
+
+  async #round() {
+    try {
+      if (this.lost) this.#ledger.clear();
+      const [instances, pins, layout] = await Promise.all([
+        list(RPC.instances, "instances"),
+        list(RPC.pins, "pins"),
+        call(RPC.lookup),
+        this.#ledger.sync(),
+        this.#readMetrics(),
+      ]);
+      this.instances = instances;
+      this.pins = pins;
+      this.revision = Number(layout.revision ?? 0);
+      this.partial = layout.partial ?? false;
+      this.#noteRenewals();
+      this.#failures = 0;
+      this.lost = null;
+      this.isKnown = true;
+    } catch (error) {
+      this.#failures += 1;
+      this.lost = error.message;
+    }
+    this.dispatchEvent(new Event("change"));
+  }
+
+  async #readMetrics() {
+    if (this.#rounds++ % METRICS_EVERY && !this.lost) return;
+    const prefix = "lmkv_coordinator_";
+    [this.hits, this.lookups] = await metrics([`${prefix}lookup_hits_total`, `${prefix}lookup_seconds_count`]);
+  }
+
+  /** A report renews the lease, so a lease that ends later than it did tells of one. */
+  #noteRenewals() {
+    const noticed = performance.now();
+    const renewals = new Map();
+    for (const { instanceId, epoch, expireTime } of this.instances) {
+      const expiry = seconds(expireTime);
+      const last = this.#renewals.get(instanceId);
+      const isSame = last?.epoch === epoch && expiry - last.expiry < LATE_RENEWAL_SECONDS;
+      renewals.set(instanceId, isSame ? last : { epoch, expiry, noticed });
+    }
+    this.#renewals = renewals;
+  }
+}

@@ -1,0 +1,84 @@
+// The operations of the coordinator, kept without asking for all of them every time: what has ended never changes.
+
+import { RPC, call, seconds } from "./api.js";
+
+const PAGE_SIZE = 20;
+const MAX_KEPT = 200;
+const FORGET_EVERY = 60;
+
+/** The newest operations, newest first. */
+export class Ledger {
+  #known = new Map();
+  #syncs = 0;
+
+  get operations() {
+    return [...this.#known.values()];
+  }
+
+  /** Reads pages until all that is new, and all that was running, has been seen. */
+  async sync() {
+    this.#syncs += 1;
+    if (this.#syncs % FORGET_EVERY === 0) this.#known.clear(); // what the coordinator forgot, too
+    const running = new Set(this.operations.filter((operation) => !operation.done).map(({ name }) => name));
+    const seen = new Map();
+    let pageToken = "";
+    do {
+      const page = await call(RPC.operations, { pageSize: PAGE_SIZE, pageToken });
+      let isAllNew = true;
+      for (const said of page.operations ?? []) {
+        isAllNew &&= !this.#known.has(said.name);
+        running.delete(said.name);
+        const known = this.#known.get(said.name);
+        seen.set(said.name, known?.done ? known : readOperation(said));
+      }
+      pageToken = isAllNew || running.size ? (page.nextPageToken ?? "") : "";
+    } while (pageToken && seen.size < MAX_KEPT);
+    for (const name of running) this.#known.delete(name);
+    for (const [name, operation] of this.#known) if (seen.size < MAX_KEPT && !seen.has(name)) seen.set(name, operation);
+    this.#known = seen;
+  }
+
+  /** Forgets all, as a coordinator that started anew does. */
+  clear() {
+    this.#known.clear();
+  }
+}
+
+/** An operation in the page's words. */
+function readOperation({ name, done = false, metadata = {}, response, error }) {
+  const kind = name.split("-")[0];
+  const result = response ?? {};
+  const isMove = kind !== "clear";
+  return {
+    name,
+    kind,
+    done,
+    state: !done ? "running" : error ? (error.code === 1 ? "cancelled" : "failed") : result.failures ? "partly" : "done",
+    error: error?.message ?? "",
+    source: isMove ? metadata.oldPosition : null,
+    destination: isMove ? metadata.newPosition : null,
+    where: isMove ? null : { instanceId: metadata.instanceId ?? "", tier: metadata.tier },
+    dryRun: metadata.dryRun ?? false,
+    total: (isMove ? metadata.chunkCount : metadata.instanceCount) ?? 0,
+    reached: (isMove ? metadata.doneChunkCount : metadata.doneInstanceCount) ?? 0,
+    chunkCount: result.chunkCount ?? metadata.doneChunkCount ?? 0,
+    tokenCount: Number(result.tokenCount ?? metadata.tokenCount ?? 0),
+    bytes: Number(result.transferredBytes ?? metadata.transferredBytes ?? 0),
+    failures: readFailures(result.failures ?? []),
+    createTime: seconds(metadata.createTime),
+    endTime: seconds(metadata.endTime),
+  };
+}
+
+/** What was left undone: lines of words. */
+function readFailures(failures) {
+  return failures.flatMap((failure) => {
+    const parts = failure.failures ?? [failure];
+    const who = failure.instanceId ? `${failure.instanceId}: ` : "";
+    return parts.map(({ chunkKeys, status }) => {
+      const keys = chunkKeys ? Math.floor((chunkKeys.replace(/=+$/, "").length * 3) / 4 / 16) : 0;
+      const chunks = keys ? `${keys} chunk${keys === 1 ? "" : "s"}: ` : "";
+      return `${who}${chunks}${status?.message || "no reason was given"}`;
+    });
+  });
+}

@@ -1,0 +1,63 @@
+// The page: one `Fleet` that asks, and sections that show what it knows.
+
+import { byId, keyed, h, setAttribute, setText, show } from "./dom.js";
+import { Fleet } from "./fleet.js";
+import { TIERS, bytesOf, count, counted, percent } from "./format.js";
+import { showInstances } from "./instances.js";
+import { listenToKeys } from "./keys.js";
+import { showOperations } from "./operations.js";
+import { showPins } from "./pins.js";
+import { Prompt } from "./prompt.js";
+import { Traffic } from "./traffic.js";
+
+const fleet = new Fleet();
+const prompt = new Prompt(fleet);
+const traffic = new Traffic();
+
+fleet.addEventListener("change", () => {
+  showState();
+  if (!fleet.isKnown) return;
+  showFigures();
+  showInstances(fleet);
+  showOperations(fleet);
+  showPins(fleet);
+  traffic.show(fleet);
+  prompt.show();
+});
+
+function showState() {
+  const state = fleet.lost ? "lost" : fleet.partial ? "rebuilding" : "live";
+  const words = { lost: "Connection lost", rebuilding: "Rebuilding", live: "Live" };
+  setAttribute(byId("state"), "data-state", state);
+  setText(byId("state-text"), words[state]);
+  setAttribute(byId("state"), "title", state === "rebuilding" ? "More may be held than is shown" : null);
+  show(byId("lost"), fleet.lost !== null);
+  if (fleet.lost) setText(byId("lost-text"), `It said: ${fleet.lost}. What is shown is what was known last; trying again.`);
+  document.body.classList.toggle("stale", fleet.lost !== null);
+  show(byId("revision"), fleet.isKnown);
+  setText(byId("revision-number"), fleet.revision);
+}
+
+function showFigures() {
+  const tiers = fleet.instances.flatMap((instance) => instance.tiers ?? []);
+  const sum = (field) => tiers.reduce((total, tier) => total + Number(tier[field] ?? 0), 0);
+  const engines = fleet.instances.reduce((total, instance) => total + (instance.engineCount ?? 0), 0);
+  const running = fleet.operations.filter((operation) => !operation.done).length;
+  setText(byId("figure-instances"), count(fleet.instances.length));
+  setText(byId("figure-engines"), `${counted(engines, "engine")} attached`);
+  setText(byId("figure-chunks"), count(sum("chunkCount")));
+  setText(byId("figure-used"), bytesOf(sum("usedBytes"), sum("capacityBytes")));
+  setText(byId("figure-hits"), fleet.lookups ? percent(fleet.hits, fleet.lookups) : "–");
+  setText(byId("figure-lookups"), fleet.lookups ? `of ${counted(fleet.lookups, "lookup")} since its start` : "no lookups yet");
+  setText(byId("figure-running"), count(running));
+  setText(byId("figure-ended"), `${count(fleet.operations.length - running)} ended lately`);
+}
+
+keyed(byId("legend"), Object.entries(TIERS), ([tier]) => tier, ([, name]) => ({
+  element: h("li", {}, h("span", { class: "swatch", "data-tier": name }), name),
+  update() {},
+}));
+setText(byId("address"), location.host);
+byId("retry").addEventListener("click", () => fleet.refresh());
+listenToKeys(fleet);
+fleet.start();

@@ -1,0 +1,48 @@
+// Pins in force, the time they have left, and a button that ends them.
+
+import { RPC, call, seconds, serverNow } from "./api.js";
+import { announce, byId, h, keyed, setAttribute, setText, show } from "./dom.js";
+import { count, counted, duration, tierName } from "./format.js";
+
+const MAX_SHOWN = 200;
+
+/** Brings the list up to date; of many pins the first. */
+export function showPins(fleet) {
+  const shown = fleet.pins.slice(0, MAX_SHOWN);
+  keyed(byId("pins"), shown, (pin) => pin.pinId, () => makeRow(fleet));
+  show(byId("pins-empty"), fleet.pins.length === 0);
+  const isAll = shown.length === fleet.pins.length;
+  setText(byId("pins-count"), isAll ? "" : `${count(shown.length)} of ${count(fleet.pins.length)}`);
+}
+
+function makeRow(fleet) {
+  const title = h("h3");
+  const facts = h("p", { class: "muted number" });
+  const problem = h("p", { class: "error", hidden: true });
+  const unpin = h("button", { type: "button", class: "small" }, "Unpin");
+  let pinId = "";
+  unpin.addEventListener("click", async () => {
+    unpin.disabled = true;
+    try {
+      await call(RPC.unpin, { pinId });
+      announce("The pin is gone");
+    } catch (error) {
+      setText(problem, error.message);
+      show(problem, true);
+      unpin.disabled = false;
+    }
+    fleet.refresh();
+  });
+
+  function update(pin) {
+    pinId = pin.pinId;
+    const place = `${pin.position.instanceId} / ${tierName(pin.position.tier)}`;
+    setText(title, place);
+    setAttribute(title, "title", pinId);
+    const left = duration(Math.max(1, Math.round(seconds(pin.expireTime) - serverNow())));
+    setText(facts, `${counted(pin.chunkCount ?? 0, "chunk")} · ${counted(pin.tokenCount ?? 0, "token")} · ${left} left`);
+    setAttribute(unpin, "aria-label", `Unpin ${counted(pin.chunkCount ?? 0, "chunk")} on ${place}`);
+  }
+
+  return { element: h("li", { class: "pin" }, h("div", { class: "line" }, title, unpin), facts, problem), update };
+}

@@ -1,0 +1,196 @@
+// Who holds a prompt: what was pasted, a bar per holder, and what can be done with the copy that is chosen.
+
+import { RPC, call } from "./api.js";
+import { openClear, openMove, openPin } from "./actions.js";
+import { byId, h, keyed, setAttribute, setProperty, setText, show } from "./dom.js";
+import { count, counted, percent, tierName } from "./format.js";
+import { commandsFor, readSelection, requestOf } from "./selection.js";
+
+const MAX_FOLLOWED_TOKENS = 16_384;
+/** Longer prompts are looked up when asked for, not again after every change. */
+
+export class Prompt {
+  #fleet;
+  #asked = null;
+  #answer = null;
+  #chosen = "";
+  #number = 0;
+
+  constructor(fleet) {
+    this.#fleet = fleet;
+    const input = byId("prompt-input");
+    input.addEventListener("input", () => this.#showUnderstood());
+    input.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("prompt-form").requestSubmit();
+    });
+    byId("prompt-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.#submit();
+    });
+    for (const [id, open] of [
+      ["act-move", (about) => openMove({ ...about, isCopy: false })],
+      ["act-copy", (about) => openMove({ ...about, isCopy: true })],
+      ["act-pin", openPin],
+      ["act-clear", openClear],
+    ]) {
+      byId(id).addEventListener("click", () => open(this.#about()));
+    }
+  }
+
+  /** Brings the models up to date, and the answer if the layout has changed. */
+  show() {
+    const models = this.#fleet.models();
+    const choices = [{ value: "", words: "Choose a model" }, ...models.map((name) => ({ value: name, words: name }))];
+    keyed(byId("prompt-model"), choices, (choice) => choice.value, makeOption);
+    show(byId("prompt-model-field"), models.length > 1);
+    const isFollowed = this.#asked && (this.#asked.tokens?.length ?? 0) <= MAX_FOLLOWED_TOKENS;
+    if (isFollowed && Number(this.#answer?.revision) !== this.#fleet.revision) this.#look();
+  }
+
+  #showUnderstood() {
+    const selection = readSelection(byId("prompt-input").value);
+    const words = {
+      nothing: () => "",
+      tokens: () => counted(selection.tokens.length, "token"),
+      keys: () => counted(selection.count, "chunk key"),
+      wrong: () => selection.why,
+      text: () => "",
+    };
+    setText(byId("prompt-understood"), words[selection.kind]());
+    show(byId("prompt-text"), selection.kind === "text");
+    if (selection.kind === "text") setText(byId("prompt-commands"), commandsFor(selection.text, this.#model()));
+    return selection;
+  }
+
+  #model() {
+    const models = this.#fleet.models(); // one name may stand for several specs, so it is said even if there is no other
+    return models.length === 1 ? models[0] : byId("prompt-model").value;
+  }
+
+  #submit() {
+    const selection = this.#showUnderstood();
+    if (selection.kind !== "tokens" && selection.kind !== "keys") {
+      this.#asked = null;
+      show(byId("prompt-result"), false);
+      const why = { nothing: "Paste a prompt first.", text: "Text needs a tokenizer; see above.", wrong: selection.why };
+      this.#showProblem(why[selection.kind]);
+      byId("prompt-input").focus();
+      return;
+    }
+    const request = { ...requestOf(selection), modelName: this.#model() };
+    if (selection.kind === "tokens") {
+      request.cacheSalt = byId("prompt-salt").value;
+      request.loraName = byId("prompt-lora").value;
+    }
+    this.#asked = request;
+    this.#answer = null;
+    this.#look();
+  }
+
+  async #look() {
+    const number = ++this.#number;
+    const asked = this.#asked;
+    try {
+      const answer = await call(RPC.lookup, asked);
+      if (number !== this.#number) return;
+      this.#answer = answer;
+      this.#showProblem("");
+      this.#showAnswer();
+    } catch (error) {
+      if (number !== this.#number || (this.#fleet.lost && !error.reason)) return;
+      show(byId("prompt-result"), false);
+      this.#showProblem(error.message, ["MODEL_AMBIGUOUS", "MODEL_NOT_FOUND"].includes(error.reason));
+    }
+  }
+
+  #showProblem(words, isAboutModel = false) {
+    setText(byId("prompt-error"), words);
+    show(byId("prompt-error"), words !== "");
+    const models = isAboutModel ? this.#fleet.models() : [];
+    keyed(byId("prompt-offers"), models, (name) => name, (name) => this.#makeOffer(name));
+    show(byId("prompt-offers"), models.length > 0);
+  }
+
+  #makeOffer(name) {
+    const choose = () => {
+      byId("prompt-model").value = name;
+      byId("prompt-input").focus();
+      this.#submit();
+    };
+    return { element: h("button", { type: "button", onclick: choose }, name), update() {} };
+  }
+
+  #showAnswer() {
+    const holders = this.#answer.holders ?? [];
+    const length = lengthOf(this.#asked);
+    if (!holders.some((holder) => holder.instanceId === this.#chosen)) this.#chosen = holders[0]?.instanceId ?? "";
+    keyed(byId("prompt-holders"), holders, (holder) => holder.instanceId, () => this.#makeHolder());
+    const best = Math.max(0, ...holders.map((holder) => matched(holder, this.#asked)));
+    const found = holders.length
+      ? `${counted(holders.length, "instance")} ${holders.length === 1 ? "holds" : "hold"} a beginning of it; ` +
+        `the longest is ${percent(best, length)}.`
+      : "Nobody holds a beginning of it.";
+    setText(byId("prompt-summary"), this.#answer.partial ? `${found} The map is being rebuilt: more may be held.` : found);
+    show(byId("prompt-holders-field"), holders.length > 0);
+    show(byId("prompt-actions"), holders.length > 0);
+    setText(byId("prompt-chosen"), `The copy on ${this.#chosen}:`);
+    show(byId("prompt-result"), true);
+  }
+
+  #makeHolder() {
+    const radio = h("input", { type: "radio", name: "holder" });
+    const name = h("span", { class: "name" });
+    const tiers = h("span", { class: "muted" });
+    const bar = h("span", { class: "bar segments", role: "img" });
+    const text = h("span", { class: "number" });
+    const element = h("label", { class: "holder" }, radio, h("span", {}, name, " ", tiers), bar, text);
+    radio.addEventListener("change", () => {
+      this.#chosen = radio.value;
+      setText(byId("prompt-chosen"), `The copy on ${this.#chosen}:`);
+    });
+    const update = (holder) => {
+      const length = lengthOf(this.#asked);
+      const part = matched(holder, this.#asked);
+      radio.value = holder.instanceId;
+      radio.checked = holder.instanceId === this.#chosen;
+      setText(name, holder.instanceId);
+      setText(tiers, [...new Set((holder.runs ?? []).map((run) => tierName(run.tier)))].join(" + "));
+      const unit = this.#asked.tokens ? "tokens" : "chunks";
+      setText(text, `${count(part)} of ${count(length)} ${unit} · ${percent(part, length)}`);
+      const runs = (holder.runs ?? []).map((run, index) => ({ ...run, index, length, asked: this.#asked }));
+      keyed(bar, runs, (run) => run.index, makeSegment);
+      setAttribute(bar, "aria-label", runs.map((run) => `${count(matched(run, this.#asked))} in ${tierName(run.tier)}`).join(", "));
+    };
+    return { element, update };
+  }
+
+  #about() {
+    const holder = this.#answer.holders.find(({ instanceId }) => instanceId === this.#chosen);
+    const holders = new Set(this.#answer.holders.map(({ instanceId }) => instanceId));
+    return { fleet: this.#fleet, holder, holders, selection: this.#asked };
+  }
+}
+
+/** Length of what was asked: tokens if they are known, else chunks. */
+const lengthOf = (asked) => asked.tokens?.length ?? Math.floor((asked.chunkKeys.replace(/=+$/, "").length * 3) / 4 / 16);
+
+function matched(part, asked) {
+  return (asked.tokens ? (part.matchedTokenCount ?? part.tokenCount) : (part.matchedChunkCount ?? part.chunkCount)) ?? 0;
+}
+
+function makeSegment() {
+  const element = h("span", { class: "segment" });
+  return {
+    element,
+    update(run) {
+      const part = matched(run, run.asked);
+      setAttribute(element, "data-tier", tierName(run.tier));
+      setAttribute(element, "title", `${count(part)} in ${tierName(run.tier)}`);
+      setProperty(element, "--width", `${((100 * part) / run.length).toFixed(2)}%`);
+    },
+  };
+}
+
+function makeOption(choice) {
+  return { element: h("option", { value: choice.value }, choice.words), update() {} };
+}

@@ -1,0 +1,59 @@
+// What people paste to name a prompt, as the fields of a request.
+
+const HEX_KEY = /^(?:[0-9a-f]{32})+$/i;
+const TOKEN = /^-?\d+$/;
+const MAX_TOKEN = 2 ** 31 - 1;
+
+/** What was pasted: `{kind: "tokens" | "keys" | "text" | "nothing" | "wrong", ...}`. */
+export function readSelection(pasted) {
+  const text = pasted.trim();
+  if (!text) return { kind: "nothing" };
+  const fromJson = readJson(text);
+  if (fromJson) return fromJson;
+  const words = text.replace(/^[[(]|[\])]$/g, "").split(/[\s,;]+/).filter(Boolean);
+  if (words.length && words.every((word) => TOKEN.test(word) && word.length < 12)) return tokens(words.map(Number));
+  if (words.length && words.every((word) => HEX_KEY.test(word))) return keys(words.join(""));
+  return { kind: "text", text };
+}
+
+/** The fields of a request that name what was pasted. */
+export function requestOf(selection) {
+  return selection.kind === "keys" ? { chunkKeys: selection.base64 } : { tokens: selection.tokens };
+}
+
+function readJson(text) {
+  let value;
+  try {
+    value = JSON.parse(text);
+  } catch {
+    return null;
+  }
+  if (value && !Array.isArray(value)) value = value.tokens ?? value.prompt_token_ids ?? value.token_ids;
+  if (!Array.isArray(value)) return null;
+  if (value.every((item) => typeof item === "number")) return tokens(value);
+  if (value.length && value.every((item) => typeof item === "string" && HEX_KEY.test(item))) return keys(value.join(""));
+  return null;
+}
+
+function tokens(numbers) {
+  if (!numbers.length) return { kind: "nothing" };
+  const wrong = numbers.find((number) => !Number.isInteger(number) || number < 0 || number > MAX_TOKEN);
+  return wrong === undefined ? { kind: "tokens", tokens: numbers } : { kind: "wrong", why: `${wrong} is no token id` };
+}
+
+function keys(hex) {
+  const bytes = hex.match(/../g).map((pair) => Number.parseInt(pair, 16));
+  const blocks = [];
+  for (let at = 0; at < bytes.length; at += 8192) blocks.push(String.fromCharCode(...bytes.slice(at, at + 8192)));
+  return { kind: "keys", count: bytes.length / 16, base64: btoa(blocks.join("")) };
+}
+
+/** Commands that turn a text into tokens, safe to paste into a shell. */
+export function commandsFor(text, model) {
+  const quote = (words) => `'${words.replaceAll("'", `'\\''`)}'`;
+  const body = JSON.stringify({ model: model || "MODEL", prompt: text });
+  return (
+    `curl -s http://ENGINE:8000/tokenize -H 'Content-Type: application/json' -d ${quote(body)}\n` +
+    `lmkv lookup --model TOKENIZER_FOLDER --prompt ${quote(text)}`
+  );
+}
