@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from lmkv import rpc
 from lmkv.errors import LmkvError
+from lmkv.tiers import LOCATIONS
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import cache_service_pb2_grpc as pb_grpc
 from lmkv.v1 import chunk_pb2
@@ -25,14 +26,6 @@ from lmkv_server.coordinator.registry import Registry
 from lmkv_server.coordinator.selection import Selection, Selector
 from lmkv_server.coordinator.tally import Tally
 from lmkv_server.coordinator.watch import Watch
-
-LOCATIONS = {
-    chunk_pb2.TIER_GPU: "GPU",
-    chunk_pb2.TIER_HOST: "LocalCPUBackend",
-    chunk_pb2.TIER_DISK: "LocalDiskBackend",
-    chunk_pb2.TIER_REMOTE: "RemoteBackend",
-}
-"""The tiers in LMCache's words."""
 
 
 class CacheService(pb_grpc.CacheServiceServicer):
