@@ -24,8 +24,10 @@ from lmkv_server.coordinator.services import SERVICE_NAMES, Services
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_SECONDS = 0.1
-SWEEP_STEP = 5_000
-"""Keys that are swept between two looks at what else there is to do: about a millisecond."""
+SWEEP_STEP = 20_000
+"""Chunks that are swept between two looks at what else there is to do: about a millisecond."""
+SWEEP_SECONDS = 0.5
+"""Longest time until what was given up is swept."""
 
 
 class Coordinator:
@@ -154,7 +156,7 @@ async def _sweep(registry: Registry) -> None:
             pause = 0.0
         else:
             expiry = registry.instances.next_expiry()
-            pause = lease_ttl if expiry is None else min(max(expiry - now, 0.001), lease_ttl)
+            pause = SWEEP_SECONDS if expiry is None else min(max(expiry - now, 0.001), SWEEP_SECONDS)
         woken = now + pause
         await asyncio.sleep(pause)
 
