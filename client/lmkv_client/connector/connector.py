@@ -13,6 +13,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
 from lmkv import config as configuration
+from lmkv import telemetry
 from lmkv.config import ConnectorConfig
 from lmkv_client.connector.identity import kv_spec
 from lmkv_client.connector.link import NodeLink
@@ -47,6 +48,9 @@ class LMKVConnector(KVConnectorBase_V1):
         self._worker: WorkerSide | None = None
         parallel = vllm_config.parallel_config
         if role is KVConnectorRole.SCHEDULER:
+            telemetry.trace_engine(
+                config.instance_id, engine_traces=bool(vllm_config.observability_config.otlp_traces_endpoint)
+            )
             self._link = NodeLink(config, spec, parallel.world_size)
             self._link.start()
             self._scheduler = SchedulerSide(

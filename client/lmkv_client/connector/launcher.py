@@ -24,7 +24,7 @@ RESTART_SECONDS = 0.2
 ERROR_PREFIX = "lmkv: error: "
 ALREADY_RUN = "is already run by process"
 """What a node says that finds another one of its instance id on the host."""
-NOT_EXPECTED = ("LMKV_LOG_LEVEL", "LMKV_NODE_LINGER")
+NOT_EXPECTED = ("LMKV_LOG_FORMAT", "LMKV_LOG_LEVEL", "LMKV_METRICS_PORT", "LMKV_NODE_LINGER")
 """What may differ from a running node without meaning another node."""
 
 
@@ -93,9 +93,13 @@ class Launcher:
         return NodeProcess.start([sys.executable, "-m", "lmkv", "node", "--linger"], environment, log)
 
 
+ENGINES_OWN = ("LD_PRELOAD", "OTEL_SERVICE_NAME")
+"""Variables that are meant for the engine alone."""
+
+
 def child_environment() -> dict[str, str]:
     """This process's environment without what is meant for the engine alone."""
-    return {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
+    return {key: value for key, value in os.environ.items() if key not in ENGINES_OWN}
 
 
 async def listens(socket: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lmkv.telemetry import NO_SPAN, Span
 from lmkv.v1.chunk_pb2 import Extent
 from lmkv_client.connector.messages import Check, Load, Loaded
 from lmkv_kernels import BlockCopy
@@ -32,6 +33,7 @@ class Loading:
         started_at: float,
         deadline: float,
         verify: bool = False,
+        span: Span = NO_SPAN,
     ) -> None:
         self.request_id = request_id
         self.ticket = ticket
@@ -40,6 +42,8 @@ class Loading:
         self.sync = sync
         self.started_at = started_at
         self.deadline = deadline
+        self.span = span
+        """The load in its request's trace; whoever ends the load ends it."""
         self.peer_id = ""
         self.peer_tokens = 0
         """Tokens that came from peers."""

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 
 from vllm.logger import init_logger
 
+from lmkv import telemetry
 from lmkv.config import ConnectorConfig
+from lmkv.telemetry import Kind
 from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.loading import Loading
@@ -61,6 +63,7 @@ class Loads:
             started_at=now,
             deadline=now + self._config.load_timeout,
             verify=self._config.verify_loads,
+            span=telemetry.follow("lmkv.load", prompt.traceparent, kind=Kind.CLIENT, asked_tokens=token_count),
         )
         self._loadings[prompt.request_id] = loading
         here_count = len(prompt.own) - prompt.fetched_count
@@ -73,7 +76,7 @@ class Loads:
         elif not loading.complete:
             loading.peer_id = prompt.peer_id
             first = max(len(prompt.own), loading.first_chunk)
-            self._searches.order(loading.ticket, first, loading.stop_chunk - first)
+            self._searches.order(loading.ticket, first, loading.stop_chunk - first, loading.span.traceparent)
 
     def arrived(self, loaded: pb.LoadedChunks) -> bool:
         """Chunks have come from a peer; False if no load waits for them."""
@@ -136,6 +139,15 @@ class Loads:
         self._counters.add("loaded_bytes", loaded.size_bytes)
         self._counters.add("load_seconds", seconds)
         self._counters.add("peer_tokens", loading.peer_tokens)
+        loading.span.set(
+            loaded_tokens=tokens,
+            loaded_bytes=loaded.size_bytes,
+            peer_tokens=loading.peer_tokens,
+            peer_instance_id=loading.peer_id,
+        )
+        if not complete:
+            loading.span.fail("incomplete", "less came than was found; the rest is computed")
+        loading.span.end()
         logger.info(
             "[%s] Retrieved %d of %d tokens from %s, %s, %s, %s",
             loading.request_id,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from enum import Enum, auto
 
 from lmkv.keys import ChunkKey, KeyChain, Tokens, as_tokens
+from lmkv.telemetry import NO_SPAN, Span
 from lmkv.v1.chunk_pb2 import Extent
 
 
@@ -32,6 +33,7 @@ class Prompt:
     __slots__ = (
         "all_tokens",
         "asked_at",
+        "asking",
         "chain",
         "computed_count",
         "fetched_count",
@@ -50,11 +52,19 @@ class Prompt:
         "stored_count",
         "ticket",
         "token_count",
+        "traceparent",
         "useless",
     )
 
     def __init__(
-        self, request_id: str, tokens: Tokens, all_tokens: Sequence[int], chain: KeyChain, *, partial: bool
+        self,
+        request_id: str,
+        tokens: Tokens,
+        all_tokens: Sequence[int],
+        chain: KeyChain,
+        *,
+        partial: bool,
+        traceparent: str = "",
     ) -> None:
         chain.extend(tokens)
         self.all_tokens = all_tokens
@@ -66,6 +76,10 @@ class Prompt:
         self.partial_key: ChunkKey | None = chain.partial(tokens) if partial else None
         self.keys: list[ChunkKey] = [*chain.keys, self.partial_key] if self.partial_key else list(chain.keys)
         """Keys of the prompt's chunks; decoded ones are only in `chain`."""
+        self.traceparent = traceparent
+        """What the request's spans belong under; empty if nobody traces it."""
+        self.asking: Span = NO_SPAN
+        """The lookup that is under way."""
         self.search = Search.OVER
         self.ticket = ""
         """Names the lookup to the node; empty if the node keeps nothing for us."""
@@ -136,6 +150,7 @@ class Prompt:
         self.found_at = now
         self.search = Search.FOUND
         self.held(len(own))
+        self.answered()
         if not own and not peer_count:
             self.over()
 
@@ -145,8 +160,18 @@ class Prompt:
             self.chain.extend(as_tokens(self.all_tokens[: chunk_count * self.chunk_size]))
         return min(chunk_count, len(self.chain.keys))
 
+    def answered(self) -> None:
+        """The lookup is over, with what is known by now."""
+        own, all_ = self.tokens_in(len(self.own)), self.tokens_in(len(self.own) + self.peer_count)
+        self.asking.set(own_tokens=own, peer_tokens=all_ - own, peer_instance_id=self.peer_id)
+        self.asking.end()
+        self.asking = NO_SPAN
+
     def over(self) -> None:
         """Nothing is held for us any more."""
+        if self.search is Search.ASKED:
+            self.asking.fail("unanswered", "the request or the node was gone before the answer came")
+            self.answered()
         self.search = Search.OVER
         self.ticket = ""
         self.own = []

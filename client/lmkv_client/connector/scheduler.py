@@ -17,6 +17,7 @@ from lmkv.config import ConnectorConfig
 from lmkv.errors import LmkvError
 from lmkv.keys import KeyChain, as_tokens, root_key
 from lmkv.spec import KvSpec
+from lmkv.telemetry.spans import TRACEPARENT
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.credits import Credits
 from lmkv_client.connector.identity import lora_identity
@@ -272,6 +273,7 @@ class SchedulerSide:
             request.all_token_ids,
             chain,
             partial=self._config.save_partial_chunks,
+            traceparent=(request.trace_headers or {}).get(TRACEPARENT, ""),
         )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from lmkv import telemetry
 from lmkv.config import ConnectorConfig
 from lmkv.keys import ChunkKey, join_keys
+from lmkv.telemetry import Kind
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.prompt import Prompt, Search
 from lmkv_client.connector.stats import Counters
@@ -54,8 +56,15 @@ class Searches:
         prompt.asked_at = now
         self._prompts[prompt.ticket] = prompt
         self._counters.add("lookups")
+        prompt.asking = telemetry.begin(
+            "lmkv.lookup", parent=prompt.traceparent, kind=Kind.CLIENT, asked_tokens=prompt.token_count
+        )
+        prompt.traceparent = prompt.traceparent or prompt.asking.traceparent  # the first of its spans is their root
         lookup = pb.LookupChunks(
-            request_id=prompt.ticket, chunk_keys=join_keys(prompt.keys), reserve_count=reserve_count()
+            request_id=prompt.ticket,
+            chunk_keys=join_keys(prompt.keys),
+            reserve_count=reserve_count(),
+            traceparent=prompt.asking.traceparent,
         )
         self._send(pb.AttachRequest(lookups=[lookup]))
 
@@ -80,6 +89,8 @@ class Searches:
             self._timeouts += 1
             if self._timeouts >= TIMEOUTS_UNTIL_SUSPECT:
                 self._suspect_until = self._clock() + SUSPECT_SECONDS
+            prompt.asking.fail("timeout", f"no answer within lookup_timeout ({self._config.lookup_timeout:g} s)")
+            prompt.answered()
             prompt.search = Search.OVER  # its ticket stays known, for the answer may still come
         elif prompt.search is Search.FETCHING:
             if self._clock() < prompt.found_at + self._config.load_timeout:
@@ -101,7 +112,7 @@ class Searches:
         prompt.search = Search.FETCHING
         prompt.found_at = self._clock()
         self._prompts[prompt.ticket] = prompt
-        self.order(prompt.ticket, len(prompt.own), prompt.peer_count)
+        self.order(prompt.ticket, len(prompt.own), prompt.peer_count, prompt.traceparent)
 
     def arrived(self, loaded: pb.LoadedChunks) -> None:
         """Chunks of a fetch are in the pool."""
@@ -115,9 +126,11 @@ class Searches:
         if loaded.done:
             self._fetched(prompt)
 
-    def order(self, ticket: str, first_chunk: int, chunk_count: int) -> None:
+    def order(self, ticket: str, first_chunk: int, chunk_count: int, traceparent: str) -> None:
         """Has the node bring chunks of a prompt into its pool."""
-        load = pb.LoadChunks(request_id=ticket, first_chunk=first_chunk, chunk_count=chunk_count)
+        load = pb.LoadChunks(
+            request_id=ticket, first_chunk=first_chunk, chunk_count=chunk_count, traceparent=traceparent
+        )
         load.timeout.FromNanoseconds(int(self._config.load_timeout * 1e9))
         self._send(pb.AttachRequest(loads=[load]))
 

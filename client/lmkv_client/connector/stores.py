@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
+from lmkv import telemetry
 from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
 from lmkv.units import format_bytes, format_duration, format_rate
@@ -181,6 +182,7 @@ class Stores:
         self._counters.add("stored_bytes", size_bytes)
         self._counters.add("store_seconds", seconds)
         for prompt, token_count in stored.items():
+            telemetry.note("lmkv.store", seconds, parent=prompt.traceparent, stored_tokens=token_count)
             logger.info(
                 "[%s] Stored %d of %d tokens, %s, %s, %s",
                 prompt.request_id,
