@@ -77,7 +77,7 @@ class Coordinator:
         return await self._connection.call(self._connection.cache.Lookup, make_request(LookupRequest, tokens, chunks))
 
     def lookup_stream(self) -> LookupStream:
-        """A standing call for many lookups, at a third of the cost. An async context manager."""
+        """A standing call for many lookups, which cost less over it. An async context manager."""
         return LookupStream(self._connection)
 
     async def move(

@@ -1,4 +1,4 @@
-"""Lookups over one standing call, for who asks often: a third of the cost of calls of their own."""
+"""Lookups over one standing call, for who asks often: they cost less than calls of their own."""
 
 from __future__ import annotations
 

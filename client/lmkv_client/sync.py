@@ -14,6 +14,7 @@ import functools
 import threading
 import warnings
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
@@ -39,31 +40,50 @@ class _LoopThread:
 
     def __init__(self) -> None:
         self.closed = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="lmkv-client", daemon=True)
+        self._lock = threading.Lock()
+        """Held to submit work and to close: nothing is submitted that nobody would do."""
+        started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        self._thread = threading.Thread(target=_run_loop, args=(started,), name="lmkv-client", daemon=True)
         self._thread.start()
+        self._loop, self._stop = started.result(CLOSE_SECONDS)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Has the thread do something, and waits for it; an interrupted wait cancels it."""
-        if self.closed:
-            work.close()
-            raise RuntimeError("this coordinator was closed; make another one")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Has the thread do something, and waits for it; an interrupted wait cancels it.
+
+        Raises `RuntimeError` if the thread was, or meanwhile is, closed.
+        """
+        with self._lock:
+            if self.closed:
+                work.close()
+                raise RuntimeError("this coordinator was closed; make another one")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except CancelledError:
+            raise RuntimeError("this coordinator was closed meanwhile") from None
         except BaseException:
             future.cancel()
             raise
 
     def close(self) -> None:
-        if self.closed:
-            return
-        self.closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """Ends all that still runs, and the thread."""
+        with self._lock:
+            self.closed = True
+            self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
             raise LmkvError(f"the client's event loop did not stop within {CLOSE_SECONDS:.0f} s")
-        self._loop.close()
+
+
+def _run_loop(started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
+    """A loop for as long as nobody stops it; then it cancels what is left of its tasks."""
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        started.set_result((asyncio.get_running_loop(), stop))
+        await stop.wait()
+
+    asyncio.run(serve())
 
 
 class _Twin(Generic[Inner]):

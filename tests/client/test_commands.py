@@ -265,6 +265,14 @@ async def test_the_coordinators_refusal_is_one_line(
     assert capsys.readouterr().err == "lmkv: error: several models are served: a, b; name one\n"
 
 
+async def test_whom_the_coordinator_did_not_reach_is_told_in_its_words(
+    coordinator: CannedCoordinator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    coordinator.failure = Unreachable("instance lmkv-1 did not answer in time", instance_id="lmkv-1")
+    assert await run("lookup", "--tokens", "1") == 1
+    assert capsys.readouterr().err == "lmkv: error: instance lmkv-1 did not answer in time\n"
+
+
 @pytest.mark.parametrize(
     "command",
     [

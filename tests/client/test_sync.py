@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -95,6 +96,50 @@ def test_closing_is_final_and_leaves_no_thread() -> None:
     assert "lmkv-client" not in {thread.name for thread in threading.enumerate()}
     with pytest.raises(RuntimeError, match="was closed"):
         coordinator.lookup(PROMPT)
+
+
+async def test_closing_ends_what_other_threads_wait_for(fleet: Fleet) -> None:
+    def close_while_watching() -> None:
+        coordinator = sync.Coordinator(fleet.address)
+        told = threading.Event()
+
+        def watch() -> None:
+            for update in coordinator.watch():
+                if not update.snapshot:
+                    told.set()
+
+        with ThreadPoolExecutor(1) as threads:
+            watching = threads.submit(watch)
+            assert told.wait(10)
+            coordinator.close()
+            with pytest.raises(RuntimeError, match="was closed"):
+                watching.result(10)
+
+    await asyncio.to_thread(close_while_watching)
+
+
+def test_an_interrupted_wait_cancels_the_call() -> None:
+    """Ctrl-C arrives in the main thread, while it waits for the loop's."""
+    with sync.Coordinator("127.0.0.1:1") as coordinator:
+        begun, ended = threading.Event(), threading.Event()
+
+        async def wait_for_ever() -> None:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+        def interrupt() -> None:
+            begun.wait(10)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+        interrupter = threading.Thread(target=interrupt)
+        interrupter.start()
+        with pytest.raises(KeyboardInterrupt):
+            coordinator._thread.run(wait_for_ever())
+        interrupter.join(10)
+        assert ended.wait(10)
 
 
 def test_one_that_is_not_closed_warns() -> None:

@@ -67,6 +67,9 @@ async def check_fleet(config: ConnectorConfig) -> AsyncIterator[Finding]:
             fix = "start one with `lmkv coordinator`, or set coordinator_address, tls_ca"
             yield fail("coordinator", f"{error}; {fix}")
             return
+        except LmkvError as error:
+            yield fail("coordinator", str(error))
+            return
         took = format_duration(time.monotonic() - begin)
         count = len(instances)
         yield ok("coordinator", f"{address} answered in {took}; {count} instance{'' if count == 1 else 's'}")
