@@ -66,8 +66,10 @@ class _LoopThread:
             raise
 
     def close(self) -> None:
-        """Ends all that still runs, and the thread."""
+        """Ends all that still runs, and the thread. Repeating it is safe."""
         with self._lock:
+            if self.closed:
+                return
             self.closed = True
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(CLOSE_SECONDS)
@@ -154,6 +156,7 @@ class Operation(OperationState[Progress, Result], _Twin[aio.Operation[Progress, 
 
     @property
     def message(self) -> Any:
+        """`google.longrunning.Operation`."""
         return self._inner.message
 
 
@@ -161,7 +164,6 @@ class LookupStream(_Twin[aio.LookupStream]):
     """As `lmkv_client.LookupStream`; its calls may come from several threads."""
 
     lookup = _blocking(aio.LookupStream.lookup)
-    close = _blocking(aio.LookupStream.aclose)
 
     def __enter__(self) -> Self:
         return self
@@ -170,6 +172,11 @@ class LookupStream(_Twin[aio.LookupStream]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def close(self) -> None:
+        """As `lmkv_client.LookupStream.aclose`."""
+        if not self._thread.closed:
+            self._thread.run(self._inner.aclose())
 
 
 def _operations(thread: _LoopThread, inner: list[aio.Operation[Any, Any]]) -> list[Operation[Any, Any]]:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import pytest
 
@@ -348,3 +348,23 @@ async def test_ctrl_c_while_waiting_leaves_the_operation_running(fleet: Fleet, m
     async with Coordinator(fleet.address) as coordinator:
         operation = await coordinator.operation(said[1])
         assert (await operation.wait(10)).chunk_count == 3
+
+
+async def test_ctrl_c_before_the_answer_says_that_the_order_may_have_been_heard() -> None:
+    called = asyncio.Event()
+
+    async def be_silent(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        called.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        writer.close()
+
+    async with await asyncio.start_server(be_silent, "127.0.0.1", 0) as silent:
+        port = silent.sockets[0].getsockname()[1]
+        order = ("clear", "--all", "--yes", "--coordinator", f"127.0.0.1:{port}")
+        async with lmkv(*order) as process:
+            await asyncio.wait_for(called.wait(), 20)
+            process.send_signal(signal.SIGINT)
+            _, error = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 130
+    assert error.decode() == "the coordinator had not answered yet; `lmkv ops` says whether it was booked\n"

@@ -14,7 +14,14 @@ from lmkv.v1.chunk_pb2 import TIER_UNSPECIFIED
 from lmkv_client import Coordinator
 from lmkv_client.commands import FAILED, add_common_arguments, ask, count, read_tier
 from lmkv_client.commands.chunks import add_chunk_arguments, names_chunks, read_chunks
-from lmkv_client.commands.following import EXIT_CODES, AnyOperation, add_waiting_arguments, show_operation, wait_for
+from lmkv_client.commands.following import (
+    EXIT_CODES,
+    AnyOperation,
+    add_waiting_arguments,
+    book,
+    show_operation,
+    wait_for,
+)
 
 EXAMPLES = f"""\
   lmkv clear --tokens 128000,849,21435,279              one prompt, wherever it is
@@ -62,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
             would = await (await clear(dry_run=True)).wait(args.timeout)
             if not await asyncio.to_thread(_confirm, would):
                 return None
-        operation = await clear(dry_run=args.dry_run)
+        operation = await book(clear(dry_run=args.dry_run))
         if not args.no_wait:
             await wait_for(operation, args.timeout)
         return operation

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,15 @@ def add_timeout_argument(parser: argparse.ArgumentParser) -> None:
         default=WAIT_SECONDS,
         help="most time to wait, such as 30s; the operation goes on after it (default: 15m)",
     )
+
+
+async def book(order: Awaitable[AnyOperation]) -> AnyOperation:
+    """Gives an order; one that is interrupted may or may not have been heard."""
+    try:
+        return await order
+    except asyncio.CancelledError:  # Ctrl-C
+        print("the coordinator had not answered yet; `lmkv ops` says whether it was booked", file=sys.stderr)
+        raise
 
 
 async def wait_for(operation: AnyOperation, timeout_seconds: float) -> None:

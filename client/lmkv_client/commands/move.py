@@ -9,7 +9,14 @@ from lmkv.cli import Command
 from lmkv_client import Coordinator
 from lmkv_client.commands import add_common_arguments, ask, read_position
 from lmkv_client.commands.chunks import add_chunk_arguments, read_chunks
-from lmkv_client.commands.following import EXIT_CODES, AnyOperation, add_waiting_arguments, show_operation, wait_for
+from lmkv_client.commands.following import (
+    EXIT_CODES,
+    AnyOperation,
+    add_waiting_arguments,
+    book,
+    show_operation,
+    wait_for,
+)
 
 EXAMPLES = f"""\
   lmkv %(verb)s --from lmkv-1 --to lmkv-2 --tokens 128000,849,21435,279
@@ -38,8 +45,8 @@ def run(args: argparse.Namespace, *, copy: bool) -> int:
     tokens, chunks = read_chunks(args)
 
     async def order(coordinator: Coordinator) -> AnyOperation:
-        operation = await coordinator.move(
-            tokens, source=args.source, destination=args.destination, copy=copy, **chunks
+        operation = await book(
+            coordinator.move(tokens, source=args.source, destination=args.destination, copy=copy, **chunks)
         )
         if not args.no_wait:
             await wait_for(operation, args.timeout)
