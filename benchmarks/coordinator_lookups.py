@@ -8,7 +8,8 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
@@ -31,10 +32,11 @@ from lmkv_client.demo.process import free_port
 
 CHUNK_COUNT = 1_000_000
 IN_FLIGHT = 16
+MANY_ROUNDS = 4
 MANY_INSTANCES = 64
 HTTP_TOKENS = 131_072
 
-Ask = Callable[[LookupRequest], Awaitable[object]]
+Ask = Callable[[Any], Awaitable[object]]
 
 
 async def measure(run: Run) -> None:
@@ -97,18 +99,16 @@ async def _measure_one_client(run: Run, channel: grpc.aio.Channel, line: Line, q
     if held.matched_chunk_count != 40:
         raise LmkvError(f"a holder of 40 chunks is said to hold {held.matched_chunk_count}")
 
-    def ask_40() -> Iterator[LookupRequest]:
-        return (questions.ask(40) for _ in range(count + WARM_UP_CALLS))
-
-    nothing = [LookupRequest()] * (count + WARM_UP_CALLS)
-    check = health_pb2.HealthCheckRequest()
-    streamed = await _samples(line.ask, ask_40())
-    empty = await _samples(line.ask, nothing)
-    unary = await _samples(lambda request: stub.Lookup(request, timeout=ANSWER_SECONDS), ask_40())
-    idle = await _samples(lambda _: health.Check(check, timeout=ANSWER_SECONDS), nothing)
-    long = await _samples(line.ask, (questions.ask(400) for _ in range(count + WARM_UP_CALLS)))
+    streamed, long, empty, unary, healthy = await _in_turns(
+        count,
+        (line.ask, lambda: questions.ask(40)),
+        (line.ask, lambda: questions.ask(400)),
+        (line.ask, LookupRequest),
+        (partial(stub.Lookup, timeout=ANSWER_SECONDS), lambda: questions.ask(40)),
+        (partial(health.Check, timeout=ANSWER_SECONDS), health_pb2.HealthCheckRequest),
+    )
     _add_percentiles(run, "lookup_stream", streamed, "an empty lookup", empty)
-    _add_percentiles(run, "lookup_unary", unary, "Health.Check", idle)
+    _add_percentiles(run, "lookup_unary", unary, "Health.Check", healthy)
     run.add(compare("lookup_400_p50_ms", _milliseconds(long, 50), "ms", "an empty lookup", _milliseconds(empty, 50)))
 
 
@@ -117,10 +117,10 @@ async def _measure_last_of_many(run: Run, channel: grpc.aio.Channel, line: Line,
     more = [SimulatedInstance(number, b"") for number in range(INSTANCE_COUNT + 1, MANY_INSTANCES)]
     last = SimulatedInstance(MANY_INSTANCES, random_keys(MANY_INSTANCES, CHUNK_COUNT // INSTANCE_COUNT))
     await join_all([*more, last], channel)
-    count = (300 if run.quick else 5000) + WARM_UP_CALLS
     at_last = Questions([last])
-    seconds = await _samples(line.ask, (at_last.ask(40) for _ in range(count)))
-    anywhere = await _samples(line.ask, (questions.ask(40) for _ in range(count)))
+    seconds, anywhere = await _in_turns(
+        300 if run.quick else 5000, (line.ask, lambda: at_last.ask(40)), (line.ask, lambda: questions.ask(40))
+    )
     run.add(
         compare("lookup_last_of_64_p50_ms", _milliseconds(seconds, 50), "ms", "anywhere", _milliseconds(anywhere, 50))
     )
@@ -128,16 +128,20 @@ async def _measure_last_of_many(run: Run, channel: grpc.aio.Channel, line: Line,
 
 async def _measure_many_clients(run: Run, channel: grpc.aio.Channel, pid: int, questions: Questions) -> None:
     """As many streams as there are lookups in flight: so many clients, each with one."""
-    count = 2_000 if run.quick else 40_000
-    rates, processor = [], []
-    for requests in ([questions.ask(40) for _ in range(count)], [LookupRequest()] * count):
+    count = 1_000 if run.quick else 10_000
+    kinds = (lambda: questions.ask(40), LookupRequest)
+    seconds, processor_seconds = [0.0, 0.0], [0.0, 0.0]
+    for kind in (0, 1) * MANY_ROUNDS:
+        requests = [kinds[kind]() for _ in range(count)]
         lines = [Line(channel) for _ in range(IN_FLIGHT)]
         before, started = machine.cpu_seconds([pid]), time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
             for number, line in enumerate(lines):
                 tasks.create_task(_ask_all(line, requests[number::IN_FLIGHT]))
-        rates.append(count / (time.perf_counter() - started))
-        processor.append(1e6 * (machine.cpu_seconds([pid]) - before) / count)
+        seconds[kind] += time.perf_counter() - started
+        processor_seconds[kind] += machine.cpu_seconds([pid]) - before
+    rates = [MANY_ROUNDS * count / taken for taken in seconds]
+    processor = [1e6 * taken / MANY_ROUNDS / count for taken in processor_seconds]
     run.add(compare("lookup_rps_16", rates[0], "lookups/s", "empty lookups", rates[1]))
     run.add(compare("lookup_server_cpu_us", processor[0], "us", "empty lookups", processor[1]))
 
@@ -173,14 +177,16 @@ async def _measure_http(run: Run, channel: grpc.aio.Channel, address: str, http_
     connection.close()
 
 
-async def _samples(ask: Ask, requests: Iterator[LookupRequest] | Sequence[LookupRequest]) -> list[float]:
-    """Seconds of each call, one after the other; the first warm up and do not count."""
-    seconds = []
-    for request in requests:
-        started = time.perf_counter()
-        await ask(request)
-        seconds.append(time.perf_counter() - started)
-    return seconds[WARM_UP_CALLS:]
+async def _in_turns(count: int, *acts: tuple[Ask, Callable[[], Any]]) -> list[list[float]]:
+    """Seconds of so many calls of each act, given with what makes its request, in turns; the first do not count."""
+    seconds: list[list[float]] = [[] for _ in acts]
+    for _ in range(count + WARM_UP_CALLS):
+        for (ask, make_request), taken in zip(acts, seconds, strict=True):
+            request = make_request()
+            started = time.perf_counter()
+            await ask(request)
+            taken.append(time.perf_counter() - started)
+    return [taken[WARM_UP_CALLS:] for taken in seconds]
 
 
 def _milliseconds(seconds: Sequence[float], percent: int) -> float:

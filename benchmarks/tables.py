@@ -48,7 +48,7 @@ def render(report: Report, names: list[str]) -> str:
     if missing := [name for name in names if name not in rows]:
         raise ValueError(f"{report.benchmark} has no row {', '.join(missing)}")
     chosen = [rows[name] for name in names] if names else report.rows
-    meanings = {row.name: meaning_of(row.name) for row in chosen}
+    meanings = {row.name: meaning_of(row.name, report.benchmark) for row in chosen}
     parts = [markdown_table(chosen, meanings), origin(report)]
     if not names:
         parts += [f"- {note}" for note in report.notes]

@@ -19,7 +19,7 @@ from benchmarks.rows import Report, Row, compare, make_table, markdown_table, nu
 from lmkv_client.demo.completion import Completion
 
 ROOT = Path(__file__).parents[2]
-BENCHMARKS = ("data_path", "doc_qa", "rivals")
+BENCHMARKS = ("data_path", "control_plane", "doc_qa", "rivals")
 ROW_FIELDS = ["name", "value", "unit", "baseline", "baseline_value", "ratio"]
 RESULTS = sorted(tables.RESULTS.glob("*.json"))
 
@@ -194,13 +194,15 @@ def test_every_row_of_the_committed_results_says_what_it_is() -> None:
     for file in RESULTS:
         report = read_report(file)
         assert report.benchmark == file.stem
-        assert all(meaning_of(row.name) for row in report.rows)
+        assert all(meaning_of(row.name, report.benchmark) for row in report.rows)
         assert list(json.loads(file.read_text())["rows"][0]) == ROW_FIELDS
 
 
 def test_a_row_that_nobody_has_explained_is_found() -> None:
     assert meaning_of("ttft_own_ms_4000") == "TTFT, the own pool has it; 4000 tokens"
     assert meaning_of("lookup_400_p50_ms") == "engine asks its node, which has it all; 400 chunks"
+    assert meaning_of("lookup_400_p50_ms", "control_plane") == "400 chunks among a million, over a standing call"
+    assert meaning_of("http_lookup_131072_ms") == "`POST /lookup` by tokens, as JSON; 131072 tokens"
     with pytest.raises(KeyError):
         meaning_of("whatever")
 
