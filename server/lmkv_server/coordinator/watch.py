@@ -178,7 +178,9 @@ class Watch:
                 changes = [event.change for event in events if _concerns(event.change, fingerprint)]
                 if changes or not events:
                     reached = events[-1].revision if events else self._layout.revision
-                    yield pb.WatchResponse(revision=reached, changes=changes)
+                    # A revision whose events went out in part is not reached: who returns from here needs the rest.
+                    in_part = watcher.queue.events and watcher.queue.events[0].revision == reached
+                    yield pb.WatchResponse(revision=reached - 1 if in_part else reached, changes=changes)
         finally:
             self._watchers.discard(watcher)
 

@@ -183,3 +183,21 @@ async def test_changes_during_a_long_snapshot_are_not_lost(monkeypatch: pytest.M
         elif response.revision == layout.revision:
             break
     assert held == set(keys[100:])
+
+
+async def test_a_watcher_that_leaves_amid_a_large_change_misses_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "FRAME_BYTES", 160)
+    layout = LayoutMap(100)
+    watched = watch.Watch(layout)
+    keys = [ChunkKey(index.to_bytes(16, "little")) for index in range(40)]
+    first = watched.watch(0)
+    await anext(first)
+    layout.revision += 1
+    watched.replaced(layout.revision, "a", [(2, FINGERPRINT, join_keys(keys))])  # one revision, several responses
+    left_at = (await anext(first)).revision
+    held: set[ChunkKey] = set()
+    async for response in watched.watch(left_at):
+        held |= {key for change in response.changes for key in split_keys(change.admitted_keys)}
+        if response.revision == layout.revision:
+            break
+    assert held == set(keys)
