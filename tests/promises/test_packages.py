@@ -86,12 +86,14 @@ def test_the_wheel_holds_all_four_packages_with_types_stubs_kernels_and_nothing_
         f"{package}/{file.relative_to(root / folder)}"
         for package, folder in PACKAGES.items()
         for file in (root / folder).rglob("*")
-        if file.suffix in (".py", ".pyi") or file.name == "py.typed" or (file.is_file() and file.parent.name == "static")
+        if file.suffix in (".py", ".pyi")
+        or file.name == "py.typed"
+        or (file.is_file() and file.parent.name == "static")
     }
     assert len(sources) > 50
     assert not sources - held, "missing in the wheel"
     compiled = {name for name in held if name.endswith(".so")}
-    assert {name.partition(".")[0] for name in compiled} == {"lmkv_kernels/_host"}
+    assert {name.partition(".")[0] for name in compiled} == {"lmkv_kernels/_host", "lmkv_kernels/_chunk_table"}
     own = {name for name in held if not name.startswith("lmkv-")} - compiled
     assert not own - sources, "not wanted in the wheel"
     assert any(name.endswith("licenses/LICENSE") for name in held)
