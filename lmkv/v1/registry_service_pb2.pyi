@@ -39,6 +39,7 @@ class Instance(_message.Message):
     SYNCED_FIELD_NUMBER: _builtins.int
     REGISTER_TIME_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    STATS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Chosen by its operator, unique in the fleet."""
     epoch: _builtins.int
@@ -71,6 +72,10 @@ class Instance(_message.Message):
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """When its lease ends unless it reports."""
 
+    @_builtins.property
+    def stats(self) -> Global___InstanceStats:
+        """What it has done since it started."""
+
     def __init__(
         self,
         *,
@@ -85,14 +90,85 @@ class Instance(_message.Message):
         synced: _builtins.bool = ...,
         register_time: _timestamp_pb2.Timestamp | None = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
+        stats: Global___InstanceStats | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "register_time", b"register_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "register_time", b"register_time", "stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "engine_count", b"engine_count", "epoch", b"epoch", "expire_time", b"expire_time", "instance_id", b"instance_id", "peer_address", b"peer_address", "register_time", b"register_time", "specs", b"specs", "synced", b"synced", "tiers", b"tiers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "engine_count", b"engine_count", "epoch", b"epoch", "expire_time", b"expire_time", "instance_id", b"instance_id", "peer_address", b"peer_address", "register_time", b"register_time", "specs", b"specs", "stats", b"stats", "synced", b"synced", "tiers", b"tiers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Instance: _TypeAlias = Instance  # noqa: Y015
+
+@_typing.final
+class InstanceStats(_message.Message):
+    """What an instance has done since it started: counts that only rise."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ASKED_CHUNKS_FIELD_NUMBER: _builtins.int
+    OWN_CHUNKS_FIELD_NUMBER: _builtins.int
+    PEER_CHUNKS_FIELD_NUMBER: _builtins.int
+    EVICTED_CHUNKS_FIELD_NUMBER: _builtins.int
+    TRAFFIC_FIELD_NUMBER: _builtins.int
+    asked_chunks: _builtins.int
+    """Chunks that its engines looked up."""
+    own_chunks: _builtins.int
+    """Of these, chunks that it held itself."""
+    peer_chunks: _builtins.int
+    """Of these, further chunks that one peer held."""
+    evicted_chunks: _builtins.int
+    """Chunks that gave way to others."""
+    @_builtins.property
+    def traffic(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerTraffic]:
+        """What came from peers, for engines and for orders; the 64 that most came from."""
+
+    def __init__(
+        self,
+        *,
+        asked_chunks: _builtins.int = ...,
+        own_chunks: _builtins.int = ...,
+        peer_chunks: _builtins.int = ...,
+        evicted_chunks: _builtins.int = ...,
+        traffic: _abc.Iterable[Global___PeerTraffic] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_chunks", b"asked_chunks", "evicted_chunks", b"evicted_chunks", "own_chunks", b"own_chunks", "peer_chunks", b"peer_chunks", "traffic", b"traffic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InstanceStats: _TypeAlias = InstanceStats  # noqa: Y015
+
+@_typing.final
+class PeerTraffic(_message.Message):
+    """What an instance has fetched from one peer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    TRANSFERRED_BYTES_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """The peer."""
+    chunk_count: _builtins.int
+    """Chunks that arrived whole."""
+    transferred_bytes: _builtins.int
+    """Bytes of these."""
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        chunk_count: _builtins.int = ...,
+        transferred_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "instance_id", b"instance_id", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerTraffic: _TypeAlias = PeerTraffic  # noqa: Y015
 
 @_typing.final
 class TierUsage(_message.Message):
@@ -237,6 +313,7 @@ class ReportRequest(_message.Message):
     TIERS_FIELD_NUMBER: _builtins.int
     ENGINE_COUNT_FIELD_NUMBER: _builtins.int
     PINS_FIELD_NUMBER: _builtins.int
+    STATS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The instance."""
     epoch: _builtins.int
@@ -269,6 +346,10 @@ class ReportRequest(_message.Message):
     def pins(self) -> Global___PinList:
         """The pins in force; unset: the same as before in this stream."""
 
+    @_builtins.property
+    def stats(self) -> Global___InstanceStats:
+        """What the instance has done; unset: as it last said."""
+
     def __init__(
         self,
         *,
@@ -283,10 +364,11 @@ class ReportRequest(_message.Message):
         tiers: _abc.Iterable[Global___TierUsage] | None = ...,
         engine_count: _builtins.int = ...,
         pins: Global___PinList | None = ...,
+        stats: Global___InstanceStats | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["pins", b"pins"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pins", b"pins", "stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "digests", b"digests", "engine_count", b"engine_count", "epoch", b"epoch", "instance_id", b"instance_id", "outcomes", b"outcomes", "pins", b"pins", "sequence", b"sequence", "snapshot", b"snapshot", "snapshot_end", b"snapshot_end", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "digests", b"digests", "engine_count", b"engine_count", "epoch", b"epoch", "instance_id", b"instance_id", "outcomes", b"outcomes", "pins", b"pins", "sequence", b"sequence", "snapshot", b"snapshot", "snapshot_end", b"snapshot_end", "stats", b"stats", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

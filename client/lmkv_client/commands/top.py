@@ -31,8 +31,8 @@ EXAMPLES = """\
   lmkv top --interval 5s
   lmkv top --once             one frame, as where there is no terminal"""
 
-INSTANCE_COLUMNS = ("INSTANCE", "TIER", "FILL", "USED/CAPACITY", "CHUNKS", "ENGINES", "LEASE")
-BAR_CELLS = 20
+INSTANCE_COLUMNS = ("INSTANCE", "TIER", "FILL", "USED/CAPACITY", "CHUNKS", "HITS", "ENGINES", "LEASE")
+BAR_CELLS = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +140,7 @@ def _rows(instance: Instance) -> Iterator[tuple[str, ...]]:
     name = instance.instance_id if instance.synced else f"{instance.instance_id} (reporting)"
     lease = f"{seconds_until(instance.expire_time):.1f} s"
     if not instance.tiers:
-        yield (name, "-", "-", "-", "0", str(instance.engine_count), lease)
+        yield (name, "-", "-", "-", "0", _hits(instance), str(instance.engine_count), lease)
     for tier in instance.tiers:
         share = tier.used_bytes / tier.capacity_bytes if tier.capacity_bytes else 0.0
         cells = round(min(share, 1.0) * BAR_CELLS)
@@ -150,9 +150,18 @@ def _rows(instance: Instance) -> Iterator[tuple[str, ...]]:
             f"{'█' * cells}{'░' * (BAR_CELLS - cells)} {share:4.0%}",
             f"{format_bytes(tier.used_bytes)}/{format_bytes(tier.capacity_bytes)}",
             str(tier.chunk_count),
+            _hits(instance),
             str(instance.engine_count),
             lease,
         )
+
+
+def _hits(instance: Instance) -> str:
+    """Share of the chunks that engines looked up and found, at the node itself and at peers."""
+    asked = instance.stats.asked_chunks
+    if not asked:
+        return "-"
+    return f"{instance.stats.own_chunks / asked:.0%} + {instance.stats.peer_chunks / asked:.0%}"
 
 
 command = Command(

@@ -53,6 +53,8 @@ class Instance:
         """Its pins by id, as it last told."""
         self.engine_count = 0
         """Engines attached to it, as it last said."""
+        self.stats = registry_service_pb2.InstanceStats()
+        """What it has done, as it last said."""
 
     def chunk_size(self, fingerprint: bytes) -> int:
         """Tokens in a full chunk of one of its specs; of its first spec if it has not named this one."""

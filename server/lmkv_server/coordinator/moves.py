@@ -125,12 +125,12 @@ class _Move:
         self._fingerprint = selection.fingerprint
         self._deadline = time.monotonic() + TIMEOUT_SECONDS
         self._result = pb.MoveResult()
-        named = np.frombuffer(selection.keys, dtype=f"V{KEY_BYTES}")
-        held = self._layout.held_mask(*source, selection.keys)
+        named = np.array(list(dict.fromkeys(_keys_of(selection.keys))), dtype=f"V{KEY_BYTES}")  # each once
+        held = self._layout.held_mask(*source, named.tobytes())
         self._keys = named[held]
         """What there is to move, in prompt order."""
         if request.chunk_keys:  # of a prompt, anybody may hold only the beginning; a key was meant as it stands
-            absent = named[~held & ~self._layout.held_mask(*destination, selection.keys)]
+            absent = named[~held & ~self._layout.held_mask(*destination, named.tobytes())]
             nobody = ChunkNotFound(f"instance {source[0]!r} does not hold it", instance_id=source[0])
             self._fail(absent, rpc.to_status(nobody))
         _, token_count = self._layout.match_at(*source, self._keys.tobytes())

@@ -20,6 +20,8 @@ from lmkv.v1 import registry_service_pb2 as pb
 
 MAX_PENDING = 1024
 """Orders that one instance may have before it."""
+NODE_SHARE = 0.9
+"""Of the time for an order, what the instance may use."""
 CANCEL_SECONDS = 5.0
 """How long the outcome of an order that was cancelled is waited for."""
 
@@ -114,7 +116,8 @@ class Orders:
         if len(line.pending) >= MAX_PENDING:
             raise Full(f"instance {instance_id!r} has {MAX_PENDING} orders before it", retry_seconds=1)
         order.order_id = secrets.token_hex(8)
-        order.expire_time.FromNanoseconds(time.time_ns() + round(timeout_seconds * 1e9))
+        # A little early, so that what was achieved by then is told in time.
+        order.expire_time.FromNanoseconds(time.time_ns() + round(NODE_SHARE * timeout_seconds * 1e9))
         pending = _Pending(order=order, outcome=asyncio.get_running_loop().create_future())
         line.pending[order.order_id] = pending
         if line.tell:

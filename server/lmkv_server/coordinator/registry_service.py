@@ -85,6 +85,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
             raise
         instance.tiers = tuple(request.instance.tiers)
         instance.engine_count = request.instance.engine_count
+        instance.stats = request.instance.stats
         response = pb.RegisterResponse(instance=self._to_proto(instance, now), lease_ttl=duration_pb2.Duration())
         response.lease_ttl.FromNanoseconds(round(self._registry.instances.lease_ttl * 1e9))
         if news:
@@ -137,6 +138,8 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
         instance = self._registry.instances.find(report.instance_id)
         if instance and report.HasField("pins"):
             instance.pins = {pin.pin_id: pin for pin in report.pins.pins}
+        if instance and report.HasField("stats"):
+            instance.stats = report.stats
         for outcome in report.outcomes:
             self._orders.end(report.instance_id, outcome)
 
@@ -185,6 +188,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
             synced=instance.synced,
             register_time=_wall_time(instance.register_time, now),
             expire_time=_wall_time(instance.expire_time, now),
+            stats=instance.stats,
         )
 
 

@@ -286,8 +286,7 @@ class Fetch:
             if not intact:
                 self._reject(source, chunk)
             elif committed := landing.commit(self._progress.keys[chunk.index], self._spec.fingerprint, chunk):
-                self._peers.fetched_chunks += 1
-                self._peers.fetched_bytes += chunk.size_bytes
+                self._peers.count(source.peer.instance_id, committed)
                 arrived.append((chunk.index, committed))
         self._progress.add(arrived, source.peer.instance_id)
         for _, committed in arrived:

@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 ENGINE_SERVICE = "lmkv.v1.EngineService"
 PEER_SERVICE = "lmkv.v1.PeerService"
 STOP_GRACE_SECONDS = 0.5
+MAX_TRAFFIC = 64
+"""Peers whose traffic the fleet is told of."""
 FIRST_ENGINE_SECONDS = 20.0
 """A node that an engine has started waits so long for it, whatever `node_linger` says."""
 
@@ -103,7 +105,7 @@ class Node:
         self._stack.callback(self.pool.close)
         self.tier = HostTier(self.pool.size_bytes, self._reporting)
         self.engines = Engines(self.tier)
-        peers = await self._start_peers() if config.enable_p2p else None
+        peers = self._peers = await self._start_peers() if config.enable_p2p else None
         self.orders = await self._stack.enter_async_context(
             Orders(instance_id=config.instance_id, tier=self.tier, engines=self.engines, peers=peers)
         )
@@ -138,6 +140,7 @@ class Node:
             on_attach=self._engines_changed,
             on_detach=self._engines_changed,
         )
+        self._lookups = service.lookups
         self.metrics = Metrics(
             tier=self.tier,
             engines=self.engines,
@@ -239,6 +242,17 @@ class Node:
                 )
             ],
             engine_count=self.engines.attached_count,
+            stats=self._stats(),
+        )
+
+    def _stats(self) -> registry_service_pb2.InstanceStats:
+        traffic = self._peers.traffic.values() if self._peers else ()
+        return registry_service_pb2.InstanceStats(
+            asked_chunks=self._lookups.asked_chunks,
+            own_chunks=self._lookups.own_chunks,
+            peer_chunks=self._lookups.peer_chunks,
+            evicted_chunks=self.tier.evicted_count,
+            traffic=sorted(traffic, key=lambda peer: -peer.transferred_bytes)[:MAX_TRAFFIC],
         )
 
     def _snapshot(self) -> Iterator[Held]:

@@ -18,16 +18,19 @@ from lmkv.spec import KvSpec
 from lmkv.transfer import Channel
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
+from lmkv.v1.registry_service_pb2 import PeerTraffic
 from lmkv_kernels import checksum
 from lmkv_server.node.arrivals import Flights, Incoming, Landing, OnChunks, Progress
 from lmkv_server.node.fetch import Fetch
-from lmkv_server.node.host_tier import HostTier
+from lmkv_server.node.host_tier import Chunk, HostTier
 from lmkv_server.node.peer_connection import PeerConnection
 
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 256
 """Peers to stay connected with; beyond these the one that was not used for longest is left."""
+MAX_TRAFFIC = 1024
+"""Peers whose traffic is counted."""
 RELEASE_SECONDS = 0.5
 
 
@@ -54,6 +57,8 @@ class Peers:
         """Chunks brought in whole since the start."""
         self.fetched_bytes = 0
         """Bytes of these."""
+        self.traffic: dict[str, PeerTraffic] = {}
+        """The same, by the peer they came from."""
         self.checksum_mismatches = 0
         """Chunks that arrived damaged, and were thrown away."""
         self.spec_mismatches = 0
@@ -160,6 +165,18 @@ class Peers:
             return  # if there is a grant, it expires
         if response.grant.grant_id:
             await connection.release(response.grant.grant_id, RELEASE_SECONDS)
+
+    def count(self, instance_id: str, chunk: Chunk) -> None:
+        """Counts a chunk that came from a peer."""
+        self.fetched_chunks += 1
+        self.fetched_bytes += chunk.size_bytes
+        traffic = self.traffic.get(instance_id)
+        if traffic is None:
+            if len(self.traffic) >= MAX_TRAFFIC:  # in a fleet whose members come and go
+                del self.traffic[min(self.traffic, key=lambda peer: self.traffic[peer].transferred_bytes)]
+            traffic = self.traffic[instance_id] = PeerTraffic(instance_id=instance_id)
+        traffic.chunk_count += 1
+        traffic.transferred_bytes += chunk.size_bytes
 
     def quarantine(self, landing: Landing) -> None:
         """Counts extents that a transfer may still write to."""

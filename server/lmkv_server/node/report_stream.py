@@ -148,6 +148,7 @@ class ReportStream:
                 node = self._describe()
                 reports[-1].tiers.extend(node.tiers)
                 reports[-1].engine_count = node.engine_count
+                reports[-1].stats.CopyFrom(node.stats)
                 status_due = now + self._membership.lease_ttl / 3
             if self._told_pins != self._orders.pins.revision:
                 reports.append(pb.ReportRequest(pins=self._orders.pin_list()))

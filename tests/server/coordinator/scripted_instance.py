@@ -52,6 +52,7 @@ class ScriptedInstance:
         self.going = asyncio.Event()
         self.going.set()
         self.limit = 1 << 30
+        self.stats = pb.InstanceStats()
         self.cancelled: set[str] = set()
         self.epoch = next(_EPOCHS)
         self._registry: Any = RegistryServiceStub(channel)
@@ -89,6 +90,7 @@ class ScriptedInstance:
             changes=[self._change(self.chunks)],
             tiers=[pb.TierUsage(tier=HOST, capacity_bytes=1 << 30, chunk_count=len(self.chunks))],
             engine_count=1,
+            stats=self.stats,
         )
         await self._report(pins=pb.PinList(pins=self.pins.values()))
         self._settled.clear()

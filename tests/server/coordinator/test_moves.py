@@ -159,6 +159,13 @@ async def test_a_key_that_the_source_does_not_hold_is_a_failure(make: Make, aske
         assert error.reason == "CHUNK_NOT_FOUND"
 
 
+async def test_a_key_that_is_named_twice_moves_once(make: Make, asker: Asker) -> None:
+    async with make("a", CHUNKS) as a, make("b") as b:
+        result = await asker.move(chunk_keys=join_keys([KEYS[1], KEYS[0], KEYS[1]]))
+        assert (result.chunk_count, result.dropped_chunk_count, list(result.failures)) == (2, 2, [])
+        assert (list(a.chunks), list(b.chunks)) == (KEYS[2:], [KEYS[1], KEYS[0]])
+
+
 async def test_a_pinned_chunk_arrives_and_stays(make: Make, asker: Asker) -> None:
     async with make("a", CHUNKS) as a, make("b") as b:
         pin = PinRequest(position=Position(instance_id="a"), tokens=PROMPT[:16])

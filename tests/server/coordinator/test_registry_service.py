@@ -20,8 +20,10 @@ from lmkv.v1.registry_service_pb2 import (
     ChunkChange,
     DeregisterRequest,
     Instance,
+    InstanceStats,
     ListInstancesRequest,
     ListInstancesResponse,
+    PeerTraffic,
     RegisterRequest,
     RegisterResponse,
     ReportRequest,
@@ -312,11 +314,13 @@ async def test_the_list_shows_what_reports_tell(registry: Any) -> None:
     await register(registry, "a", 1, 7000, LLAMA)
     stream = registry.Report()
     usage = TierUsage(tier=chunk_pb2.TIER_HOST, capacity_bytes=1000, used_bytes=10, chunk_count=1)
-    await stream.write(report(changes=HELD, tiers=[usage], engine_count=1))
+    stats = InstanceStats(asked_chunks=10, own_chunks=6, traffic=[PeerTraffic(instance_id="b", chunk_count=3)])
+    await stream.write(report(changes=HELD, tiers=[usage], engine_count=1, stats=stats))
     await stream.read()
     (instance,) = (await listed(registry)).instances
     assert instance.synced
     assert list(instance.tiers) == [usage]
+    assert instance.stats == stats
     assert instance.engine_count == 1
 
 

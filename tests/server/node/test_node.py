@@ -465,6 +465,20 @@ async def test_the_fleet_is_told_what_each_node_is(fleet: Fleet) -> None:
     assert usage.capacity_bytes == fleet.holder.tier.size_bytes
 
 
+async def test_the_fleet_is_told_how_often_chunks_were_found_and_where_they_came_from(fleet: Fleet) -> None:
+    await fleet.store([0, 1])
+    await fleet.asking.store(chunk_keys(7))
+    await fleet.asking.lookup("own", chunk_keys(7, 8))
+    found = await fleet.asking.lookup("peer", chunk_keys(0, 1, 2))
+    assert found.peer_chunk_count == 2
+    await fleet.load("peer", 0, 2)
+    stats = fleet.asker.describe().stats
+    assert (stats.asked_chunks, stats.own_chunks, stats.peer_chunks) == (5, 1, 2)
+    (traffic,) = stats.traffic
+    assert (traffic.instance_id, traffic.chunk_count) == ("holder", 2)
+    assert traffic.transferred_bytes == 2 * SPEC.chunk_bytes
+
+
 async def test_what_the_coordinator_wants_done_is_done_by_whole_nodes(fleet: Fleet) -> None:
     await fleet.store([0, 1, 2, 3])
     keys = join_keys(chunk_keys(0, 1, 2, 3))

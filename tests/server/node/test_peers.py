@@ -65,6 +65,9 @@ async def test_chunks_arrive_bit_for_bit_from_another_process_and_in_order(large
         assert (fetched.chunk_count, fetched.error, fetched.instance_ids) == (16, None, ("owner",))
         assert fetched.size_bytes == large_reader.peers.fetched_bytes == 16 * LARGE.chunk_bytes
         assert large_reader.peers.fetched_chunks == 16
+        (traffic,) = large_reader.peers.traffic.values()
+        assert (traffic.instance_id, traffic.chunk_count) == ("owner", 16)
+        assert traffic.transferred_bytes == fetched.size_bytes
         assert 0 < fetched.seconds < 10
         taken.let_go()
         await asyncio.sleep(0.2)
