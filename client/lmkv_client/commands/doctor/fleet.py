@@ -124,7 +124,7 @@ async def _visit(
             yield visitor.check_clock()
             if specs:
                 yield await visitor.check_keys(coordinator, specs[0])
-            else:
+            elif not misunderstood:
                 yield ok("agreement", "no engine has registered a model yet, so that there are no keys to compare")
     except LmkvError as error:
         yield fail("visit", f"a visiting instance was refused: {error}")
