@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from hashlib import sha256
 
 import pytest
 
 from lmkv.digests import digest
-from lmkv.errors import BadChunkKey, BadMessage, InstanceNotFound, ResyncRequired, StaleEpoch
+from lmkv.errors import BadChunkKey, BadMessage, Full, InstanceNotFound, ResyncRequired, StaleEpoch
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.registry_service_pb2 import ChunkChange, ReportRequest, TierDigest, TierUsage
+from lmkv_kernels import ChunkTable
 from lmkv_server.coordinator.instances import Registration
 from lmkv_server.coordinator.registry import Registry
 from lmkv_server.coordinator.report_stream import ReportStream
@@ -231,12 +233,35 @@ def test_bad_reports_are_refused(registry: Registry) -> None:
         (ChunkChange(tier=chunk_pb2.Tier.ValueType(9), admitted_keys=KEYS[0]), BadMessage),
         (ChunkChange(tier=HOST, admitted_keys=KEYS[0], partial_token_counts={1: 12}), BadMessage),
         (ChunkChange(tier=HOST, admitted_keys=KEYS[0], partial_token_counts={0: -1}), BadMessage),
+        (ChunkChange(tier=HOST, admitted_keys=KEYS[0], partial_token_counts={0: 1 << 20}), BadMessage),
+        (ChunkChange(tier=HOST, admitted_keys=KEYS[0], fingerprint=b"short"), BadMessage),
     ):
         with pytest.raises(kind):
             joined(registry).apply(snapshot(1, bad), 0)
         registry.check()
     with pytest.raises(BadMessage):
         joined(registry).apply(ReportRequest(instance_id="b", epoch=1, sequence=1), 0)
+
+
+def test_chunks_of_more_specs_than_there_is_room_for_are_refused(registry: Registry) -> None:
+    stream = joined(registry)
+    stream.apply(snapshot(), 0)
+    for number in range(ChunkTable.MAX_SPECS + 1):
+        key = sha256(number.to_bytes(4, "little")).digest()[:16]
+        report = delta(2 + number, ChunkChange(tier=HOST, fingerprint=key, admitted_keys=key))
+        if number < ChunkTable.MAX_SPECS:
+            stream.apply(report, 0)
+    with pytest.raises(Full):
+        stream.apply(report, 0)
+    registry.check()
+
+
+def test_chunks_that_are_too_long_are_refused(registry: Registry) -> None:
+    endless = dataclasses.replace(SPEC, chunk_size=1 << 20)
+    registry.register(Registration(instance_id="a", epoch=1, peer_address="host:1000", specs=(endless,)), 0)
+    part = ChunkChange(tier=HOST, fingerprint=endless.fingerprint, admitted_keys=KEYS[0])
+    with pytest.raises(BadMessage):
+        registry.open_stream("a", 1, 0).apply(snapshot(1, part), 0)
 
 
 def test_usage_is_taken_from_reports_that_carry_it(registry: Registry) -> None:
