@@ -32,12 +32,14 @@ HEADERS = {
         "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'none'; "
         "frame-ancestors 'none'"
     ),
+    "Cache-Control": "no-cache",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-"""Sent with every answer: pages load nothing from elsewhere, run no inline scripts, and nobody frames them."""
+"""Sent with every answer: pages load nothing from elsewhere, run no inline scripts, and nobody frames them. Browsers
+ask each time whether a file has changed, so that none outlives an upgrade."""
 
 
 def make_app(services: Services, host: str = "127.0.0.1") -> Guarded:

@@ -1,6 +1,6 @@
 // The one dialog: a form that acts, or a text. The browser keeps focus inside, closes it with Esc and gives focus back.
 
-import { announce, byId, h, setText, show } from "./dom.js";
+import { announce, byId, h, onceAtATime, setText, show } from "./dom.js";
 
 /**
  * Asks for something and does it. `act()` returns what to say when it is done; if it throws, the dialog stays and says
@@ -20,10 +20,7 @@ export function openDialog({ title, lead = "", body = [], confirm = "", isDanger
     problem,
     h("div", { class: "buttons" }, close, ...(act ? [submit] : [])),
   );
-  form.addEventListener("submit", async (event) => {
-    event.preventDefault();
-    if (!act || submit.disabled) return;
-    submit.disabled = true;
+  const attempt = async () => {
     show(problem, false);
     try {
       const said = await act();
@@ -32,9 +29,11 @@ export function openDialog({ title, lead = "", body = [], confirm = "", isDanger
     } catch (error) {
       setText(problem, error.message);
       show(problem, true);
-    } finally {
-      submit.disabled = false;
     }
+  };
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (act) onceAtATime(submit, attempt);
   });
   dialog.replaceChildren(form);
   dialog.showModal();

@@ -76,6 +76,22 @@ export function keyed(parent, items, keyOf, create) {
   }
 }
 
+/** Does something when a button is clicked, once at a time. A button that is disabled meanwhile would lose its focus. */
+export function whenClicked(button, act) {
+  button.addEventListener("click", () => onceAtATime(button, act));
+}
+
+/** Does something unless this button is at it already. */
+export async function onceAtATime(button, act) {
+  if (button.hasAttribute("aria-disabled")) return;
+  button.setAttribute("aria-disabled", "true");
+  try {
+    await act();
+  } finally {
+    button.removeAttribute("aria-disabled");
+  }
+}
+
 /** Tells screen readers. */
 export function announce(text) {
   setText(byId("announcement"), text);

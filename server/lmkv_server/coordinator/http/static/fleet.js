@@ -39,7 +39,7 @@ export class Fleet extends EventTarget {
     this.refresh();
   }
 
-  /** Asks now, or once more if it is asking already. */
+  /** Asks now, or once more if it is asking already; what was asked then comes with a later `change`. */
   async refresh() {
     clearTimeout(this.#timer);
     this.#again = this.#isAsking;

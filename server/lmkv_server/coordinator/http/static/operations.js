@@ -1,7 +1,7 @@
 // Moves, copies and clears: how far they are, how they ended, and a button that cancels.
 
 import { RPC, call, serverNow } from "./api.js";
-import { announce, byId, h, keyed, setAttribute, setProperty, setText, show } from "./dom.js";
+import { announce, byId, h, keyed, setAttribute, setProperty, setText, show, whenClicked } from "./dom.js";
 import { ago, bytes, count, counted, duration, tierName } from "./format.js";
 
 const WORDS = { running: "running", done: "done", partly: "done in part", failed: "failed", cancelled: "cancelled" };
@@ -49,16 +49,14 @@ function makeRow(fleet) {
   );
   let name = "";
   let refusal = "";
-  cancel.addEventListener("click", async () => {
-    cancel.disabled = true;
+  whenClicked(cancel, async () => {
     try {
       await call(RPC.cancel, { name });
       refusal = "";
     } catch (error) {
       refusal = `Could not be cancelled: ${error.message}`;
-      cancel.disabled = false;
     }
-    fleet.refresh();
+    await fleet.refresh();
   });
 
   function update(operation) {

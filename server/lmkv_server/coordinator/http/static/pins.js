@@ -1,7 +1,7 @@
 // Pins in force, the time they have left, and a button that ends them.
 
 import { RPC, call, seconds, serverNow } from "./api.js";
-import { announce, byId, h, keyed, setAttribute, setText, show } from "./dom.js";
+import { announce, byId, h, keyed, setAttribute, setText, show, whenClicked } from "./dom.js";
 import { count, counted, duration, tierName } from "./format.js";
 
 const MAX_SHOWN = 200;
@@ -21,17 +21,15 @@ function makeRow(fleet) {
   const problem = h("p", { class: "error", hidden: true });
   const unpin = h("button", { type: "button", class: "small" }, "Unpin");
   let pinId = "";
-  unpin.addEventListener("click", async () => {
-    unpin.disabled = true;
+  whenClicked(unpin, async () => {
     try {
       await call(RPC.unpin, { pinId });
       announce("The pin is gone");
     } catch (error) {
       setText(problem, error.message);
       show(problem, true);
-      unpin.disabled = false;
     }
-    fleet.refresh();
+    await fleet.refresh();
   });
 
   function update(pin) {

@@ -6,8 +6,10 @@ import { bytes, counted, tierName } from "./format.js";
 
 const CENTRE = { x: 240, y: 185 };
 const RADIUS = { x: 140, y: 148 };
+const CROWDED_RADIUS = { x: 102, y: 102 };
 const RECENT_SECONDS = 15;
-const MAX_LABELLED = 14;
+const MAX_ROOMY = 14;
+/** Of more instances, labels stand around the circle like rays. */
 const LABEL_LENGTH = 15;
 
 export class Traffic {
@@ -22,10 +24,11 @@ export class Traffic {
   show(fleet) {
     const flows = flowsOf(fleet.operations);
     const places = placesOf(fleet.instances, flows);
-    const largest = Math.max(1, ...flows.map((flow) => flow.bytes));
     const drawn = flows.filter((flow) => flow.from !== flow.to);
+    const largest = Math.max(1, ...drawn.map((flow) => flow.bytes));
+    const widest = Math.min(6, 18 / Math.sqrt(drawn.length));
     keyed(this.#nodes, [...places.values()], (place) => place.name, makeNode);
-    keyed(this.#edges, drawn.map((flow) => curve(flow, places, largest)), (edge) => edge.key, makeEdge);
+    keyed(this.#edges, drawn.map((flow) => curve(flow, places, (size) => 1.2 + (widest - 1.2) * Math.sqrt(size / largest))), (edge) => edge.key, makeEdge);
     keyed(byId("traffic-list"), flows, (flow) => flow.key, makeLine);
     show(byId("traffic-details"), flows.length > 0);
     const total = flows.reduce((sum, flow) => sum + flow.bytes, 0);
@@ -61,22 +64,24 @@ function newFlow(key, source, destination) {
   return { ...flow, words, bytes: 0, chunks: 0, isRunning: false, isRecent: false };
 }
 
-/** Instances on an ellipse, by name; those that left stay while something of them is drawn. */
+/** Instances around the centre, by name; those that left stay while something of them is drawn. */
 function placesOf(instances, flows) {
   const present = new Set(instances.map((instance) => instance.instanceId));
   const active = new Set(flows.flatMap((flow) => [flow.from, flow.to]));
   const names = [...new Set([...present, ...active])].sort();
+  const isCrowded = names.length > MAX_ROOMY;
+  const radius = isCrowded ? CROWDED_RADIUS : RADIUS;
   const places = names.map((name, index) => {
     const angle = (2 * Math.PI * index) / names.length - Math.PI / 2;
-    const x = CENTRE.x + RADIUS.x * Math.cos(angle);
-    const y = CENTRE.y + RADIUS.y * Math.sin(angle);
-    const isLabelled = names.length <= MAX_LABELLED || active.has(name);
-    return { name, angle, x, y, isLabelled, isGone: !present.has(name), isActive: active.has(name) };
+    const x = CENTRE.x + radius.x * Math.cos(angle);
+    const y = CENTRE.y + radius.y * Math.sin(angle);
+    const size = Math.min(7, 190 / names.length);
+    return { name, angle, x, y, size, isCrowded, isGone: !present.has(name), isActive: active.has(name) };
   });
   return new Map(places.map((place) => [place.name, place]));
 }
 
-function curve(flow, places, largest) {
+function curve(flow, places, widthOf) {
   const [from, to] = [places.get(flow.from), places.get(flow.to)];
   const [dx, dy] = [to.x - from.x, to.y - from.y];
   const length = Math.hypot(dx, dy);
@@ -85,13 +90,13 @@ function curve(flow, places, largest) {
     x: (from.x + to.x) / 2 + ((CENTRE.x - (from.x + to.x) / 2) * 0.45 - (dy / length) * 26),
     y: (from.y + to.y) / 2 + ((CENTRE.y - (from.y + to.y) / 2) * 0.45 + (dx / length) * 26),
   };
-  const [start, end] = [towards(from, bend, 11), towards(to, bend, 13)];
+  const [start, end] = [towards(from, bend, from.size + 4), towards(to, bend, to.size + 6)];
   const middle = { x: (start.x + 2 * bend.x + end.x) / 4, y: (start.y + 2 * bend.y + end.y) / 4 };
-  const width = 1.5 + 4.5 * Math.sqrt(flow.bytes / largest);
+  const width = widthOf(flow.bytes);
   return {
     ...flow,
     path: `M${point(start)} Q${point(bend)} ${point(end)}`,
-    arrow: arrow(middle, Math.atan2(end.y - start.y, end.x - start.x), 4 + width),
+    arrow: arrow(middle, Math.atan2(end.y - start.y, end.x - start.x), 2.5 + 1.2 * width),
     width: width.toFixed(2),
   };
 }
@@ -110,7 +115,7 @@ const point = ({ x, y }) => `${x.toFixed(1)},${y.toFixed(1)}`;
 const shortened = (name) => (name.length > LABEL_LENGTH ? `${name.slice(0, LABEL_LENGTH - 1)}…` : name);
 
 function makeNode() {
-  const circle = s("circle", { r: 7 });
+  const circle = s("circle");
   const label = s("text", { dy: "0.35em" });
   const title = s("title");
   const element = s("g", { class: "node" }, title, circle, label);
@@ -118,17 +123,30 @@ function makeNode() {
     element,
     update(place) {
       setText(title, place.isGone ? `${place.name} (left the fleet)` : place.name);
-      setText(label, place.isLabelled ? shortened(place.name) : "");
+      setText(label, shortened(place.name));
       setAttribute(circle, "cx", place.x.toFixed(1));
       setAttribute(circle, "cy", place.y.toFixed(1));
-      const side = Math.cos(place.angle);
-      setAttribute(label, "x", (place.x + 14 * side).toFixed(1));
-      setAttribute(label, "y", (place.y + 20 * Math.sin(place.angle)).toFixed(1));
-      setAttribute(label, "text-anchor", Math.abs(side) < 0.2 ? "middle" : side > 0 ? "start" : "end");
+      setAttribute(circle, "r", place.size.toFixed(1));
+      const { x, y, anchor, turn } = labelPlace(place);
+      setAttribute(label, "text-anchor", anchor);
+      setAttribute(label, "transform", `translate(${point({ x, y })}) rotate(${turn.toFixed(1)})`);
+      setAttribute(element, "data-crowded", place.isCrowded);
       setAttribute(element, "data-gone", place.isGone);
       setAttribute(element, "data-active", place.isActive);
     },
   };
+}
+
+/** Where a label stands: beside its instance, or as a ray that no one has to read upside down. */
+function labelPlace({ x, y, angle, size, isCrowded }) {
+  const [cos, sin] = [Math.cos(angle), Math.sin(angle)];
+  if (isCrowded) {
+    const isLeft = cos < -1e-9;
+    const turn = (angle * 180) / Math.PI + (isLeft ? 180 : 0);
+    return { x: x + (size + 5) * cos, y: y + (size + 5) * sin, anchor: isLeft ? "end" : "start", turn };
+  }
+  const anchor = Math.abs(cos) < 0.2 ? "middle" : cos > 0 ? "start" : "end";
+  return { x: x + 14 * cos, y: y + 20 * sin, anchor, turn: 0 };
 }
 
 function makeEdge() {
@@ -143,7 +161,7 @@ function makeEdge() {
       setText(title, wordsOf(edge));
       for (const path of [glow, line]) setAttribute(path, "d", edge.path);
       setAttribute(line, "stroke-width", edge.width);
-      setAttribute(glow, "stroke-width", Number(edge.width) + 7);
+      setAttribute(glow, "stroke-width", 2.2 * Number(edge.width) + 3);
       setAttribute(head, "points", edge.arrow);
       setAttribute(element, "data-tier", edge.tier);
       setAttribute(element, "data-state", edge.isRunning ? "running" : edge.isRecent ? "recent" : "past");
