@@ -28,7 +28,9 @@ class Coordinator:
         """`folder` gets its log, `coordinator.log`. `port` 0 takes a free one; it stays the same over restarts."""
         self.port = port or free_port()
         self.address = f"127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "lmkv", "coordinator", "--port", str(self.port), *arguments]
+        self.http_address = f"127.0.0.1:{free_port()}"
+        ports = ["--port", str(self.port), "--http-port", self.http_address.rpartition(":")[2]]
+        command = [sys.executable, "-m", "lmkv", "coordinator", *ports, *arguments]
         self.process = ServerProcess("coordinator", command, folder / "coordinator.log")
 
     def start(self) -> None:

@@ -1,0 +1,148 @@
+"""Moves between nodes of their own processes, by NIXL, while the coordinator is killed again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.longrunning import operations_pb2, operations_pb2_grpc
+
+from lmkv import rpc
+from lmkv.keys import ChunkKey, join_keys
+from lmkv.rpc import from_status
+from lmkv.v1 import cache_service_pb2 as pb
+from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
+from lmkv.v1.chunk_pb2 import Position
+from lmkv_client.demo.cluster import Coordinator
+from lmkv_client.demo.process import ServerProcess
+from lmkv_kernels import checksum
+from tests.server.node.cases import small_spec
+from tests.server.node.engine_client import EngineClient
+
+SPEC = small_spec()
+KEYS = [ChunkKey(number.to_bytes(16, "big")) for number in range(3000)]
+"""Three batches of a move."""
+NAMES = ("node-1", "node-2")
+ROUNDS = 6
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Coordinator:
+    return Coordinator(tmp_path)
+
+
+@asynccontextmanager
+async def nodes(coordinator: Coordinator, logs: Path, folder: Path) -> AsyncIterator[dict[str, EngineClient]]:
+    """Both nodes, with an engine at each."""
+    processes = [
+        ServerProcess(
+            name,
+            [sys.executable, "-m", "lmkv", "node"],
+            logs / f"{name}.log",
+            {
+                "LMKV_INSTANCE_ID": name,
+                "LMKV_RUNTIME_DIR": str(folder),
+                "LMKV_COORDINATOR_ADDRESS": coordinator.address,
+                "LMKV_MAX_LOCAL_CPU_SIZE": "64MiB",
+            },
+        )
+        for name in NAMES
+    ]
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.wait_until((folder / process.name / "engine.sock").exists, "ready", 30.0)
+        async with AsyncExitStack() as stack:
+            yield {
+                name: await stack.enter_async_context(EngineClient(folder / name / "engine.sock", name, SPEC))
+                for name in NAMES
+            }
+    finally:
+        for process in processes:
+            process.request_stop()
+        for process in processes:
+            process.stop()
+
+
+async def store(engine: EngineClient) -> None:
+    """Has a node hold all of the keys."""
+    of_zeros = checksum(bytearray(SPEC.chunk_bytes), 0, SPEC.chunk_bytes)  # as fresh memory is
+    for start in range(0, len(KEYS), 50):
+        keys = KEYS[start : start + 50]
+        credits_ = await engine.reserve(len(keys))
+        commits = [engine.commit(key, one, checksum=of_zeros) for key, one in zip(keys, credits_, strict=True)]
+        await engine.say(commits=commits)
+
+
+async def held(engine: EngineClient) -> set[ChunkKey]:
+    """What a node itself says that it holds."""
+    found = set()
+    for key in KEYS:
+        if (await engine.lookup("ask", [key])).own:
+            found.add(key)
+        await engine.release("ask")
+    return found
+
+
+@pytest.mark.timeout(180)
+async def test_no_chunk_is_lost_whenever_the_coordinator_dies(
+    coordinator: Coordinator, tmp_path: Path, short_folder: Path
+) -> None:
+    chance = random.Random(20)
+    sources: set[str] = set()
+    states: set[str] = set()
+    with coordinator:
+        async with nodes(coordinator, tmp_path, short_folder) as engines:
+            await store(engines["node-1"])
+            for number in range(ROUNDS):
+                source, name = await begin(coordinator, number)
+                await asyncio.sleep(chance.uniform(0, 0.1 * number))  # wherever that is
+                coordinator.kill()
+                coordinator.start()
+                await asyncio.to_thread(coordinator.wait_ready)
+                sources.add(source)
+                states.add(await state_of(coordinator, name))
+            first, second = await held(engines["node-1"]), await held(engines["node-2"])
+    assert first | second == set(KEYS)
+    assert sources == set(NAMES), "chunks went to node-2, and were moved from there too"
+    assert states == {"COORDINATOR_RESTARTED"}
+
+
+async def begin(coordinator: Coordinator, number: int) -> tuple[str, str]:
+    """Begins a move of all that one of the nodes has, as soon as it has told what that is; that node and the move."""
+    turns = itertools.cycle(NAMES if number % 2 == 0 else NAMES[::-1])
+    async with asyncio.timeout(20), rpc.open_channel(coordinator.address) as channel:
+        stub: Any = CacheServiceStub(channel)
+        for source in turns:
+            (destination,) = {*NAMES} - {source}
+            request = pb.MoveRequest(
+                old_position=Position(instance_id=source),
+                new_position=Position(instance_id=destination),
+                chunk_keys=join_keys(KEYS),
+            )
+            with suppress(grpc.RpcError):  # nobody has come back yet
+                operation = await stub.Move(request, timeout=5)
+                progress = pb.MoveProgress()
+                assert operation.metadata.Unpack(progress)
+                if progress.chunk_count:
+                    return source, operation.name
+            await asyncio.sleep(0.02)
+    raise AssertionError("unreachable")
+
+
+async def state_of(coordinator: Coordinator, name: str) -> str:
+    """What became of an operation of an earlier coordinator."""
+    async with rpc.open_channel(coordinator.address) as channel:
+        stub = operations_pb2_grpc.OperationsStub(channel)
+        operation = await stub.GetOperation(operations_pb2.GetOperationRequest(name=name), timeout=5)
+    assert operation.done
+    return from_status(operation.error).reason
