@@ -106,8 +106,8 @@ def _demonstrate(args: argparse.Namespace, folder: Path, logs: Path, progress: C
     with Cluster(folder, model, logs=logs, settings=settings) as cluster:
         assert cluster.coordinator is not None
         progress(
-            f"coordinator ready at {cluster.coordinator.address}, its page at http://{cluster.coordinator.http_address}; "
-            "starting two vLLM engines, half a minute or more"
+            f"coordinator ready at {cluster.coordinator.address}, its page at "
+            f"http://{cluster.coordinator.http_address}; starting two vLLM engines, half a minute or more"
         )
         first, second = (
             cluster.add_engine(
