@@ -126,6 +126,8 @@ class MetricsExport:
         def export() -> None:
             try:
                 self._exporter.export(data)
+            except Exception:
+                logger.exception("metrics cannot be exported")
             finally:
                 with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                     loop.call_soon_threadsafe(self._sent.set)
@@ -165,7 +167,7 @@ class _Points:
     def numbers(self, samples: Iterable[Sample], suffix: str) -> list[NumberDataPoint]:
         """One per sample; those of another suffix, such as `_created`, are no values."""
         wanted = (sample for sample in samples if suffix == "" or sample.name.endswith(suffix))
-        return [NumberDataPoint(self._attributes(one.labels), **self._times, value=one.value) for one in wanted]
+        return [NumberDataPoint(self._attributes(one.labels), **self._times, value=float(one.value)) for one in wanted]
 
     def histograms(self, samples: Iterable[Sample]) -> list[HistogramDataPoint]:
         """One per set of labels. Prometheus counts what is at most a bound, OTLP what is between two."""

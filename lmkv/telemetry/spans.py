@@ -132,10 +132,15 @@ def call(method: str, address: str) -> Span:
 
 
 def serve(method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> Span:
-    """The server's side of a unary gRPC call; it continues the trace that the metadata names, or begins one."""
+    """The server's side of a unary gRPC call; it continues the trace that the metadata names, or begins one.
+
+    gRPC's own services, which probes call all the time, begin none.
+    """
     if _tracer is None:
         return NO_SPAN
     parent = next((str(value) for key, value in metadata or () if key == TRACEPARENT), "")
+    if not parent and method.startswith("grpc."):
+        return NO_SPAN
     return _tracer.begin(method, Kind.SERVER, parent, _rpc(method))
 
 

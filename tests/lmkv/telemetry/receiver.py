@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Condition
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as metrics_pb
@@ -16,6 +16,8 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc as
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace_pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as trace_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanProto
+
+T = TypeVar("T")
 
 WAIT_SECONDS = 20.0
 
@@ -41,7 +43,7 @@ class Receiver:
     def __init__(self) -> None:
         self.endpoint = ""
         self._spans: list[Received] = []
-        self._metrics: dict[tuple[str, str], Any] = {}
+        self._metrics: dict[tuple[str, str, str], Any] = {}
         self._news = Condition()
 
     @property
@@ -59,34 +61,34 @@ class Receiver:
         with self._news:
             return list(self._spans)
 
-    def span(self, service: str, name: str, **attributes: Any) -> Received:
-        """The one span of this name and service, with these attributes of lmkv's among its own; waits for it."""
+    def span(self, service: str, name: str, **fields: str) -> Received:
+        """The one span of this service and name, with these fields of `Received`; waits for it."""
 
         def find() -> Received | None:
-            wanted = {f"lmkv.{key}": value for key, value in attributes.items()}.items()
-            found = [
-                span
-                for span in self._spans
-                if (span.service, span.name) == (service, name) and wanted <= dict(span.attributes).items()
-            ]
+            wanted = {"service": service, "name": name} | fields
+            found = [span for span in self._spans if all(getattr(span, key) == value for key, value in wanted.items())]
             assert len(found) <= 1, f"{name} of {service} came more than once"
             return found[0] if found else None
 
-        return self._wait(find, f"no span {name} of {service}")
+        return self._wait(find, f"no span {name} of {service} with {fields}")
 
-    def metric(self, service: str, name: str, enough: Callable[[Any], bool] = lambda _: True) -> Any:
-        """The latest state of a metric, as its proto; waits until there is enough of it."""
+    def metric(
+        self, service: str, name: str, instance_id: str = "", enough: Callable[[Any], bool] = lambda _: True
+    ) -> Any:
+        """The latest state of a metric, of any instance unless one is named; waits until there is enough of it."""
 
         def find() -> Any:
-            metric = self._metrics.get((service, name))
-            return metric if metric is not None and enough(metric) else None
+            for (said_by, instance, known), metric in self._metrics.items():
+                if (said_by, known) == (service, name) and instance_id in ("", instance) and enough(metric):
+                    return metric
+            return None
 
         return self._wait(find, f"no metric {name} of {service}")
 
     def metric_names(self, service: str) -> set[str]:
         """The metrics that have come from a service."""
         with self._news:
-            return {name for said_by, name in self._metrics if said_by == service}
+            return {name for said_by, _, name in self._metrics if said_by == service}
 
     def take_spans(self, request: trace_pb.ExportTraceServiceRequest) -> None:
         """Spans have come."""
@@ -101,12 +103,13 @@ class Receiver:
         """Metrics have come."""
         with self._news:
             for resource in request.resource_metrics:
-                service = attributes_of(resource.resource.attributes)["service.name"]
+                attributes = attributes_of(resource.resource.attributes)
+                who = (attributes["service.name"], attributes.get("service.instance.id", ""))
                 for scope in resource.scope_metrics:
-                    self._metrics.update({(service, metric.name): metric for metric in scope.metrics})
+                    self._metrics.update({(*who, metric.name): metric for metric in scope.metrics})
             self._news.notify_all()
 
-    def _wait(self, find: Callable[[], Any], complaint: str) -> Any:
+    def _wait(self, find: Callable[[], T | None], complaint: str) -> T:
         deadline = time.monotonic() + WAIT_SECONDS
         with self._news:
             while (found := find()) is None:
@@ -139,8 +142,8 @@ def receiving() -> Iterator[Receiver]:
     """A receiver on a free port."""
     receiver = Receiver()
     server = grpc.server(ThreadPoolExecutor(4))
-    trace_grpc.add_TraceServiceServicer_to_server(_Traces(receiver), server)
-    metrics_grpc.add_MetricsServiceServicer_to_server(_Metrics(receiver), server)
+    trace_grpc.add_TraceServiceServicer_to_server(_Traces(receiver), server)  # type: ignore[no-untyped-call]
+    metrics_grpc.add_MetricsServiceServicer_to_server(_Metrics(receiver), server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     receiver.endpoint = f"http://127.0.0.1:{port}"
     server.start()

@@ -102,7 +102,7 @@ async def test_a_call_is_a_span_on_both_sides_with_its_code(exporting: Receiver)
 
             async def look_up(request: cache_service_pb2.LookupRequest) -> None:
                 name = "lmkv.v1.CacheService/Lookup"
-                await rpc.call(stub.Lookup, name, coordinator.address, request, 5.0)  # type: ignore[arg-type]
+                await rpc.call(stub.Lookup, name, coordinator.address, request, 5.0)
 
             with telemetry.follow("right", TRACEPARENT):
                 await look_up(cache_service_pb2.LookupRequest(chunk_keys=b"k" * 16))
