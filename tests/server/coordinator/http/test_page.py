@@ -12,6 +12,7 @@ import shutil
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 from playwright.async_api import Browser, Page, async_playwright, expect
 
@@ -22,6 +23,7 @@ from lmkv.v1.cache_service_pb2 import ClearRequest, MoveRequest, PinRequest
 from lmkv.v1.chunk_pb2 import Position
 from lmkv.v1.registry_service_pb2 import ChunkChange, DeregisterRequest, TierUsage
 from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.coordinator.http.app import STATIC
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, LLAMA_FLOAT, PROMPT, QWEN, keys_of
 from tests.server.coordinator.scripted_instance import HOST, Make, ScriptedInstance, until
 
@@ -90,6 +92,9 @@ class Visitor:
         self.calls.append(f"{request.url.removeprefix(self.url)} {request.post_data or ''}")
 
 
+expect.set_options(timeout=15_000)
+
+
 @pytest.fixture
 async def browser() -> AsyncIterator[Browser]:
     path = shutil.which("chromium")
@@ -154,6 +159,26 @@ async def rounds(page: Page, number: int) -> None:
             pass
 
 
+# --- What it is made of ----------------------------------------------------------------------------------------------
+
+
+async def test_every_file_that_the_page_names_is_served_and_asked_for_anew(http: httpx.AsyncClient) -> None:
+    waiting, seen = ["/"], set[str]()
+    while waiting:
+        path = waiting.pop()
+        seen.add(path)
+        response = await http.get(path)
+        assert response.status_code == 200, path
+        assert response.headers["cache-control"] == "no-cache"
+        assert "default-src 'self'" in response.headers["content-security-policy"]
+        again = await http.get(path, headers={"If-None-Match": response.headers["etag"]})
+        assert again.status_code == 304 or path == "/"
+        named = re.findall(r"""(?:src|href)="(/static/[^"]+)"|from "\./([^"]+)";""", response.text)
+        waiting += {whole or f"/static/{part}" for whole, part in named} - seen
+    files = {file.name for file in STATIC.iterdir() if file.stem != "docs"}  # /docs is a page of its own
+    assert files == {path.rpartition("/")[2] or "index.html" for path in seen}
+
+
 # --- What it shows ---------------------------------------------------------------------------------------------------
 
 
@@ -206,6 +231,14 @@ async def test_an_instance_that_leaves_is_gone_and_its_successor_comes(
     async with make("b"):
         await expect(page.locator(".instance h3")).to_have_text(["b"])
         await expect(page.locator("#instances-empty")).to_be_hidden()
+
+
+@pytest.mark.parametrize("lease_ttl", [10.0])
+async def test_an_instance_that_owes_a_report_is_said_to_be_silent(visitor: Visitor, make: Make) -> None:
+    async with make("a"):  # reports once
+        page = await visitor.open()
+        await expect(page.locator(".reports")).to_have_text("reporting")
+        await expect(page.locator(".reports")).to_have_text(re.compile("silent for"))
 
 
 async def test_names_that_look_like_html_are_only_text(visitor: Visitor, make: Make, cache: Any) -> None:
@@ -495,7 +528,11 @@ async def test_the_page_recovers_when_the_coordinator_comes_back(
 @pytest.mark.parametrize("lease_ttl", [1.0])
 async def test_it_says_when_the_map_is_being_rebuilt(visitor: Visitor) -> None:
     page = await visitor.open()
-    await expect(page.locator("#state")).to_have_text("Live")  # a lease after the start all are back who would come
+    await look_up(page)
+    await expect(page.locator("#prompt-summary")).to_contain_text("Nobody holds a beginning of it.")
+    # A lease after the start all are back who would come.
+    await expect(page.locator("#state")).to_have_text("Live")
+    await expect(page.locator("#prompt-summary")).to_have_text("Nobody holds a beginning of it.")
 
 
 async def test_rows_are_changed_in_place(visitor: Visitor, cache: Any, fleet: dict[str, ScriptedInstance]) -> None:

@@ -45,7 +45,7 @@ export async function call(rpc, request = {}) {
   try {
     answer = await response.json();
   } catch {
-    throw new Lost(`what answers is no coordinator (HTTP ${response.status})`);
+    throw new Lost(`What answers is no coordinator (HTTP ${response.status})`);
   }
   if (!response.ok) throw new Refused(answer);
   return answer;
@@ -86,6 +86,6 @@ async function ask(path, options) {
     if (date) skewSeconds = Math.abs(date - Date.now()) < 2000 ? 0 : (date - Date.now()) / 1000;
     return response;
   } catch (error) {
-    throw new Lost(error.name === "TimeoutError" ? "no answer in time" : "connection refused or broken");
+    throw new Lost(error.name === "TimeoutError" ? "No answer came in time" : "The connection was refused or broke");
   }
 }

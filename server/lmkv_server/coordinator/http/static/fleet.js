@@ -1,12 +1,13 @@
 // What the page knows of the fleet. It asks anew while the page is looked at, and slower while nobody answers.
 
-import { RPC, call, list, metrics, seconds } from "./api.js";
+import { RPC, call, list, metrics, seconds, serverNow } from "./api.js";
 import { Ledger } from "./ledger.js";
 
 const PERIOD_MS = 1_500;
 const BACKOFF_MS = [500, 1_000, 2_000, 4_000, 8_000];
 const METRICS_EVERY = 4;
-const LATE_RENEWAL_SECONDS = 0.05;
+const RENEWAL_SECONDS = 0.05;
+/** The end of a lease is told with some jitter; a later end than this is another lease. */
 
 /** Tells `change` after each round, with `lost` or without. */
 export class Fleet extends EventTarget {
@@ -54,9 +55,10 @@ export class Fleet extends EventTarget {
     this.#timer = setTimeout(() => this.refresh(), this.#again ? 0 : pause);
   }
 
-  /** Seconds since an instance was last heard to report; good to a round. */
+  /** Seconds that an instance has owed a report; 0 while it reports in time. */
   silence(instance) {
-    return (performance.now() - (this.#renewals.get(instance.instanceId)?.noticed ?? performance.now())) / 1000;
+    const { isLate, noticed } = this.#renewals.get(instance.instanceId) ?? {};
+    return isLate ? (performance.now() - noticed) / 1000 : 0;
   }
 
   /** Names of the models that are served. */
@@ -67,12 +69,11 @@ export class Fleet extends EventTarget {
 
   async #round() {
     try {
-      if (this.lost) this.#ledger.clear();
       const [instances, pins, layout] = await Promise.all([
         list(RPC.instances, "instances"),
         list(RPC.pins, "pins"),
         call(RPC.lookup),
-        this.#ledger.sync(),
+        this.#ledger.sync(this.lost !== null),
         this.#readMetrics(),
       ]);
       this.instances = instances;
@@ -96,15 +97,20 @@ export class Fleet extends EventTarget {
     [this.hits, this.lookups] = await metrics([`${prefix}lookup_hits_total`, `${prefix}lookup_seconds_count`]);
   }
 
-  /** A report renews the lease, so a lease that ends later than it did tells of one. */
+  /**
+   * A report renews the lease, so a lease that ends later than it did tells of one. There are several in a lease: who
+   * has less than half of one left is late.
+   */
   #noteRenewals() {
     const noticed = performance.now();
     const renewals = new Map();
     for (const { instanceId, epoch, expireTime } of this.instances) {
       const expiry = seconds(expireTime);
       const last = this.#renewals.get(instanceId);
-      const isSame = last?.epoch === epoch && expiry - last.expiry < LATE_RENEWAL_SECONDS;
-      renewals.set(instanceId, isSame ? last : { epoch, expiry, noticed });
+      const left = expiry - serverNow();
+      const isSame = last?.epoch === epoch && expiry - last.expiry < RENEWAL_SECONDS;
+      const renewal = isSame ? last : { epoch, expiry, noticed, lease: Math.max(left, last?.lease ?? 0) };
+      renewals.set(instanceId, { ...renewal, isLate: left < renewal.lease / 2 });
     }
     this.#renewals = renewals;
   }

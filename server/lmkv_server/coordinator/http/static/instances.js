@@ -4,7 +4,6 @@ import { byId, h, keyed, setAttribute, setProperty, setText, show } from "./dom.
 import { ago, bytes, bytesOf, counted, duration, percent, tierName } from "./format.js";
 import { seconds, serverNow } from "./api.js";
 
-const SILENT_SECONDS = 4;
 const MAX_NAMED = 4;
 
 /** Brings the list up to date. */
@@ -39,7 +38,7 @@ function makeRow(fleet) {
     keyed(models, specsOf(instance), (spec) => spec.fingerprint, makeChip);
     keyed(tiers, instance.tiers ?? [], (usage) => usage.tier, makeTier);
     const silence = fleet.silence(instance);
-    const state = silence > SILENT_SECONDS ? "lost" : instance.synced ? "live" : "rebuilding";
+    const state = silence ? "lost" : instance.synced ? "live" : "rebuilding";
     setAttribute(reports, "data-state", state);
     const words = { lost: `silent for ${duration(silence)}`, live: "reporting", rebuilding: "sending its snapshot" };
     setText(word, words[state]);

@@ -4,7 +4,7 @@ import { RPC, call, seconds } from "./api.js";
 
 const PAGE_SIZE = 20;
 const MAX_KEPT = 200;
-const FORGET_EVERY = 60;
+const READ_ALL_EVERY = 60;
 
 /** The newest operations, newest first. */
 export class Ledger {
@@ -15,32 +15,31 @@ export class Ledger {
     return [...this.#known.values()];
   }
 
-  /** Reads pages until all that is new, and all that was running, has been seen. */
-  async sync() {
+  /**
+   * Reads pages until all that is new, and all that was running, has been seen. Now and then, and if `isAnew`, it reads
+   * all, and so forgets what the coordinator has forgotten.
+   */
+  async sync(isAnew) {
     this.#syncs += 1;
-    if (this.#syncs % FORGET_EVERY === 0) this.#known.clear(); // what the coordinator forgot, too
-    const running = new Set(this.operations.filter((operation) => !operation.done).map(({ name }) => name));
+    const before = isAnew || this.#syncs % READ_ALL_EVERY === 0 ? new Map() : this.#known;
+    const running = new Set([...before.values()].filter((operation) => !operation.done).map(({ name }) => name));
     const seen = new Map();
     let pageToken = "";
     do {
       const page = await call(RPC.operations, { pageSize: PAGE_SIZE, pageToken });
       let isAllNew = true;
       for (const said of page.operations ?? []) {
-        isAllNew &&= !this.#known.has(said.name);
+        const known = before.get(said.name);
+        isAllNew &&= !known;
         running.delete(said.name);
-        const known = this.#known.get(said.name);
         seen.set(said.name, known?.done ? known : readOperation(said));
       }
       pageToken = isAllNew || running.size ? (page.nextPageToken ?? "") : "";
     } while (pageToken && seen.size < MAX_KEPT);
-    for (const name of running) this.#known.delete(name);
-    for (const [name, operation] of this.#known) if (seen.size < MAX_KEPT && !seen.has(name)) seen.set(name, operation);
+    for (const [name, operation] of before) {
+      if (seen.size < MAX_KEPT && !running.has(name) && !seen.has(name)) seen.set(name, operation);
+    }
     this.#known = seen;
-  }
-
-  /** Forgets all, as a coordinator that started anew does. */
-  clear() {
-    this.#known.clear();
   }
 }
 

@@ -32,7 +32,7 @@ function showState() {
   setText(byId("state-text"), words[state]);
   setAttribute(byId("state"), "title", state === "rebuilding" ? "More may be held than is shown" : null);
   show(byId("lost"), fleet.lost !== null);
-  if (fleet.lost) setText(byId("lost-text"), `It said: ${fleet.lost}. What is shown is what was known last; trying again.`);
+  if (fleet.lost) setText(byId("lost-text"), `${fleet.lost}. Below is what was known last; the page keeps trying.`);
   document.body.classList.toggle("stale", fleet.lost !== null);
   show(byId("revision"), fleet.isKnown);
   setText(byId("revision-number"), fleet.revision);

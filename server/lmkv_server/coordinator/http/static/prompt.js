@@ -43,8 +43,10 @@ export class Prompt {
     const choices = [{ value: "", words: "Choose a model" }, ...models.map((name) => ({ value: name, words: name }))];
     keyed(byId("prompt-model"), choices, (choice) => choice.value, makeOption);
     show(byId("prompt-model-field"), models.length > 1);
-    const isFollowed = this.#asked && (this.#asked.tokens?.length ?? 0) <= MAX_FOLLOWED_TOKENS;
-    if (isFollowed && Number(this.#answer?.revision) !== this.#fleet.revision) this.#look();
+    const isFollowed = this.#asked && !this.#fleet.lost && (this.#asked.tokens?.length ?? 0) <= MAX_FOLLOWED_TOKENS;
+    const isOld =
+      Number(this.#answer?.revision) !== this.#fleet.revision || Boolean(this.#answer?.partial) !== this.#fleet.partial;
+    if (isFollowed && isOld) this.#look();
   }
 
   #showUnderstood() {
