@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -58,6 +59,14 @@ async def test_a_node_tells_what_it_holds_and_has_done(runtime_dir: Path) -> Non
     assert now["lmkv_node_coordinator_connected"] == 0
     assert now["lmkv_node_fetched_chunks_total"] == 0
     assert now["process_resident_memory_bytes"] > 0
+
+
+async def test_the_documentation_lists_every_metric_of_the_node(runtime_dir: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "telemetry.md").read_text(encoding="utf-8")
+    listed = {re.sub("_total$", "", name) for name in re.findall(r"`(lmkv_node_[a-z_]+)", page)}
+    async with Node(node_config(runtime_dir)) as node:
+        families = {family.name for family in node.metrics.collect()}
+    assert listed == families
 
 
 async def test_a_node_without_peers_tells_nothing_of_them(runtime_dir: Path) -> None:
