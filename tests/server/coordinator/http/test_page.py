@@ -188,6 +188,7 @@ async def test_an_empty_fleet_is_told_how_to_begin(visitor: Visitor) -> None:
     await expect(page.locator("#operations-empty")).to_be_visible()
     await expect(page.locator("#pins-empty")).to_be_visible()
     await expect(page.locator("#traffic-caption")).to_contain_text("Nothing has moved")
+    await expect(page.locator("#traffic")).to_be_hidden()
 
 
 async def test_instances_are_shown_with_their_tiers_and_what_keeps_them_apart(

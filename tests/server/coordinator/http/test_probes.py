@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -76,3 +77,18 @@ async def test_metrics_tell_of_fleet_and_work(http: httpx.AsyncClient, make: Mak
     assert samples[f"{name}http_requests_total", "200", "/lookup"] == 2
     assert samples[f"{name}http_requests_total", "404", "other"] == 2
     assert samples[("process_resident_memory_bytes",)] > 0
+
+
+async def test_every_metric_is_documented_with_its_labels(http: httpx.AsyncClient, make: Make) -> None:
+    page = (Path(__file__).parents[4] / "docs" / "http.md").read_text()
+    async with make("a", CHUNKS):
+        await http.post("/lookup", json={"tokens": PROMPT})
+        families = list(text_string_to_metric_families((await http.get("/metrics")).text))
+    own = [family for family in families if family.name.startswith("lmkv_coordinator_")]
+    assert len(own) >= 12
+    for family in own:
+        row = next((line for line in page.splitlines() if line.startswith(f"| `{family.name}` |")), None)
+        assert row is not None, family.name
+        assert row.endswith(f"| {family.documentation} |")
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        assert all(f"`{label}`" in row for label in labels), row

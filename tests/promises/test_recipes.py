@@ -1,0 +1,143 @@
+"""Every `grpcurl`, `buf curl` and `curl` in our pages works as it stands, and answers what the page says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.descriptor_pool import Default
+
+from lmkv import rpc
+from lmkv.keys import as_tokens, chunk_keys, root_key
+from lmkv.tls import Tls
+from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
+from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.coordinator.services import SERVICE_NAMES
+from tests.lmkv.certificates import issue
+from tests.promises.recipes import Names, Place, Recipe, messages, recipes_of
+from tests.server.coordinator.cases import LLAMA
+from tests.server.coordinator.scripted_instance import ScriptedInstance
+
+ROOT = Path(__file__).parents[2]
+PROMPT = [128000, 849, 21435, 279, 26431, 315, 85748, 6636, 304, 4221, 4211, 13]
+HEARTBEAT_SECONDS = 0.2
+TIMEOUT_SECONDS = 20
+PAGES = sorted(page for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")) if recipes_of(page))
+
+
+def find_buf() -> str:
+    own = ROOT / ".buf/node_modules/.bin/buf"
+    buf = os.environ.get("BUF") or (str(own) if own.exists() else shutil.which("buf"))
+    if not buf:
+        pytest.fail("buf is missing: install npm and run `make setup`, or put buf on the PATH")
+    return buf
+
+
+@asynccontextmanager
+async def fleet(tls: Tls, ca: str) -> AsyncIterator[Place]:
+    """A coordinator and the instances that the pages speak of: `lmkv-1` with the prompt and `lmkv-2` with nothing."""
+    keys = chunk_keys(as_tokens(PROMPT), root_key(LLAMA.fingerprint), LLAMA.chunk_size, partial=True)
+    async with AsyncExitStack() as stack:
+        # A short lease, so that the map counts as whole soon; the instances report often enough.
+        coordinator = Coordinator(port=0, http_ports={"http_port": 0}, lease_ttl=1.0, tls=tls)
+        await stack.enter_async_context(coordinator)
+        channel = rpc.open_channel(f"localhost:{coordinator.port}", Tls(ca=ca))
+        await stack.enter_async_context(channel)
+        others: dict[str, ScriptedInstance] = {}
+        held = {"lmkv-1": {keys[0]: len(PROMPT)}, "lmkv-2": {}}
+        instances = [ScriptedInstance(channel, others, name, LLAMA, chunks) for name, chunks in held.items()]
+        for instance in instances:
+            await stack.enter_async_context(instance)
+        beating = asyncio.create_task(beat(instances))
+        stack.callback(beating.cancel)
+        cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
+        while (await cache.Lookup(cache_service_pb2.LookupRequest(), timeout=5)).partial:
+            pass
+        yield Place(find_buf(), coordinator.port, next(iter(coordinator.http_ports.values())), ca)
+
+
+async def beat(instances: list[ScriptedInstance]) -> None:
+    """Keeps the instances' leases."""
+    while True:
+        for instance in instances:
+            await instance.evict([])
+        await asyncio.sleep(HEARTBEAT_SECONDS)
+
+
+async def run(command: list[str]) -> list[Any]:
+    """The JSON values that a command says, on either of its outputs; of a watch, which has no end, the first."""
+    is_endless = any("/Watch" in word for word in command)
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=os.environ | {"NO_PROXY": "*"},
+        start_new_session=True,  # buf from npm is a script around a program: they end together
+    )
+    assert process.stdout is not None
+    said = b""
+    try:
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            while chunk := await process.stdout.read(65536):
+                said += chunk
+                if is_endless:
+                    with suppress(json.JSONDecodeError):
+                        return messages(said.decode())[:1]
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+    try:
+        return messages(said.decode())
+    except json.JSONDecodeError:
+        pytest.fail(f"{command} answered no JSON: {said.decode()}")
+
+
+async def check(recipe: Recipe, place: Place, names: Names) -> None:
+    """Runs a recipe and compares what it answers with what the page says."""
+    answers = await run([names.translate(word) for word in place.command(recipe)])
+    if not recipe.answers:  # the page leaves them out; then it must be no refusal
+        assert answers, f"{recipe}: no answer"
+        assert not any("code" in answer for answer in answers), f"{recipe}: {answers}"
+        return
+    difference = names.difference(list(recipe.answers), answers)
+    assert not difference, f"{recipe}: {difference}; all of it:\n{json.dumps(answers, indent=1)}"
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("is_tls", [False, True], ids=["plaintext", "tls"])
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+async def test_every_recipe_answers_what_the_page_says(page: Path, is_tls: bool, tmp_path: Path) -> None:
+    certificates = issue(tmp_path / "tls")
+    async with fleet(certificates.server if is_tls else Tls(), certificates.ca if is_tls else "") as place:
+        names = Names()
+        for recipe in recipes_of(page):
+            await check(recipe, place, names)
+
+
+def test_the_pages_have_a_recipe_for_every_rpc() -> None:
+    words = {word for page in PAGES for recipe in recipes_of(page) for word in recipe.words}
+    rpcs = [f"{name}/{method.name}" for name in SERVICE_NAMES for method in Default().FindServiceByName(name).methods]
+    assert len(rpcs) >= 17
+    assert [rpc_ for rpc_ in rpcs if not any(rpc_ in word for word in words)] == []
+
+
+def test_differences_are_found() -> None:
+    names = Names()
+    same = {"name": "move-0123456789abcdef", "tokens": 12, "epoch": "...", "at": "127.0.0.1:..."}
+    actual = {"name": "move-fedcba9876543210", "tokens": 12, "epoch": "17", "at": "127.0.0.1:9"}
+    assert names.difference(same, actual) == ""
+    assert names.translate("of move-0123456789abcdef") == "of move-fedcba9876543210"
+    for change in ({"tokens": 13}, {"name": "move-0000000000000000"}, {"at": "10.0.0.1:9"}, {"more": 1}):
+        assert names.difference(same, actual | change)
+    assert names.difference({"name": "..."}, {}) != ""
+    assert names.difference({"...": "..."}, actual) == ""
+    assert names.difference([1], [1, 2]) != ""
