@@ -75,7 +75,7 @@ class Recorded(Span):
             otel_context.detach(self._token)
             self._token = None
         if kind is not None and not self._failed():
-            self.fail(kind.__name__, str(error))
+            self.fail(getattr(error, "reason", kind.__name__), str(error))
         self.end()
 
     def _failed(self) -> bool:

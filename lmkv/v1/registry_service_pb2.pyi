@@ -579,8 +579,11 @@ class Order(_message.Message):
     PIN_FIELD_NUMBER: _builtins.int
     UNPIN_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     order_id: _builtins.str
     """Id to quote in `ReportRequest.outcomes`."""
+    traceparent: _builtins.str
+    """W3C `traceparent` of the coordinator's span for this order; empty if it does not trace."""
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """When the coordinator stops waiting for the outcome."""
@@ -615,10 +618,11 @@ class Order(_message.Message):
         pin: Global___PinOrder | None = ...,
         unpin: Global___UnpinOrder | None = ...,
         cancel: Global___CancelOrder | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel", b"cancel", "drop", b"drop", "expire_time", b"expire_time", "fetch", b"fetch", "pin", b"pin", "unpin", b"unpin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel", b"cancel", "drop", b"drop", "expire_time", b"expire_time", "fetch", b"fetch", "order_id", b"order_id", "pin", b"pin", "unpin", b"unpin"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel", b"cancel", "drop", b"drop", "expire_time", b"expire_time", "fetch", b"fetch", "order_id", b"order_id", "pin", b"pin", "traceparent", b"traceparent", "unpin", b"unpin"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["fetch", "drop", "pin", "unpin", "cancel"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015

@@ -15,7 +15,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from lmkv import telemetry
 from lmkv.errors import Full, InstanceNotFound, Unreachable
+from lmkv.telemetry import Kind
 from lmkv.v1 import registry_service_pb2 as pb
 
 MAX_PENDING = 1024
@@ -62,6 +64,14 @@ class Orders:
         Once `cancelled` is set the instance is told to stop, and says how far it came. Raises `Full`,
         `InstanceNotFound` if the instance leaves, `Unreachable` if there is no outcome in time.
         """
+        action = order.WhichOneof("action") or ""
+        with telemetry.begin("lmkv.order", kind=Kind.CLIENT, instance_id=instance_id, action=action) as span:
+            order.traceparent = span.traceparent
+            return await self._carried_out(instance_id, order, timeout_seconds, cancelled)
+
+    async def _carried_out(
+        self, instance_id: str, order: pb.Order, timeout_seconds: float, cancelled: asyncio.Event | None
+    ) -> pb.OrderOutcome:
         pending = self._give(instance_id, order, timeout_seconds)
         try:
             if cancelled and await _comes_first(cancelled, pending.outcome, timeout_seconds):

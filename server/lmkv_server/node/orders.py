@@ -151,6 +151,10 @@ class Orders:
     # --- Carrying out --------------------------------------------------------------------------------------------
 
     async def _carry_out(self, order: pb.Order, achieved: Achieved, seconds: float) -> None:
+        with telemetry.follow("lmkv.order", order.traceparent, order_id=order.order_id, action=kind_of(order)):
+            await self._act(order, achieved, seconds)
+
+    async def _act(self, order: pb.Order, achieved: Achieved, seconds: float) -> None:
         try:
             async with asyncio.timeout(seconds):
                 match kind_of(order):

@@ -18,9 +18,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from lmkv import telemetry
+from lmkv import rpc, telemetry
 from lmkv.config import ConnectorConfig
 from lmkv.keys import KeyChain, as_tokens, root_key
+from lmkv.v1.cache_service_pb2 import MoveRequest
+from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
+from lmkv.v1.chunk_pb2 import TIER_HOST, Position
 from lmkv_client.connector.link import NodeLink
 from lmkv_client.connector.messages import Loaded, WorkerReport
 from lmkv_client.connector.scheduler import SchedulerSide
@@ -40,6 +43,7 @@ TOKENS = [number % 900 + 2 for number in range(CHUNKS * SPEC.chunk_size + 5)]
 KEYS = KeyChain(root_key(SPEC.fingerprint), SPEC.chunk_size)
 KEYS.extend(as_tokens(TOKENS))
 LOOKUP, ACQUIRE = "lmkv.v1.CacheService/Lookup", "lmkv.v1.PeerService/Acquire"
+MOVE = "lmkv.v1.CacheService/Move"
 LONG = 10.0
 ENDING_SECONDS = 15.0
 """Less than an exporter's own patience with an endpoint, twice; more than a busy machine needs."""
@@ -264,3 +268,45 @@ async def test_the_logs_of_a_node_are_json_with_its_ids(make_fleet: MakeFleet) -
     assert {"lmkv-node"} == {record["service"] for record in records}
     assert {"asker"} == {record["instance_id"] for record in records}
     assert any("ready" in record["message"] for record in records)
+
+
+async def test_a_move_is_one_trace_from_the_call_to_the_peer_that_gives_the_bytes(
+    exporting: Receiver, make_fleet: MakeFleet
+) -> None:
+    fleet = make_fleet(exporting.environment)
+    await fleet.store()
+    async with EngineClient(fleet.asker.engine_socket):  # so that the destination knows the spec
+        with telemetry.trace_process("tool", ""), telemetry.begin("click", parent=HEADERS["traceparent"]) as click:
+            async with rpc.open_channel(fleet.coordinator.address) as channel:
+                request = MoveRequest(
+                    old_position=Position(instance_id="holder", tier=TIER_HOST),
+                    new_position=Position(instance_id="asker", tier=TIER_HOST),
+                    tokens=TOKENS,
+                    copy=True,
+                )
+                stub = CacheServiceStub(channel)
+                booked = await rpc.call(stub.Move, MOVE, fleet.coordinator.address, request, LONG)
+            clicked = click.traceparent
+
+    def span(service: str, name: str, **fields: str) -> Received:
+        return exporting.span(service, name, trace_id=TRACE_ID, **fields)
+
+    calling, called = span("tool", MOVE), span("lmkv-coordinator", MOVE)
+    operation = span("lmkv-coordinator", "lmkv.copy")
+    given, taken = span("lmkv-coordinator", "lmkv.order"), span("lmkv-node", "lmkv.order")
+    acquiring = span("lmkv-node", ACQUIRE, instance_id="asker")
+    for child, parent_id in (
+        (calling, clicked.split("-")[2]),
+        (called, calling.span_id),
+        (operation, called.span_id),
+        (given, operation.span_id),
+        (taken, given.span_id),
+        (acquiring, taken.span_id),
+    ):
+        assert (child.parent_id, child.failed) == (parent_id, False), child
+    assert operation.attributes["lmkv.operation_id"] == booked.name
+    assert (given.attributes["lmkv.instance_id"], given.attributes["lmkv.action"]) == ("asker", "fetch")
+    log, order_id = fleet.processes[-1].log, str(taken.attributes["lmkv.order_id"])
+    until(lambda: order_id in log())
+    (record,) = [record for record in map(json.loads, log().splitlines()) if record.get("order_id") == order_id]
+    assert f"order {order_id}: fetch from holder" in record["message"]

@@ -137,6 +137,34 @@ def test_where_opentelemetry_is_missing_nothing_is_exported_and_one_line_says_wh
     assert all("install lmkv[telemetry]" in line for line in lines)
 
 
+@pytest.mark.parametrize("kind", ["refuses", "hangs"])
+def test_an_engine_that_exports_by_itself_ends_as_it_would_without(kind: str) -> None:
+    program = (
+        "from lmkv import telemetry\n"
+        "telemetry.trace_engine('i', engine_traces=False)\n"
+        "for _ in range(2000):\n"
+        "    telemetry.begin('a', parent='').end()\n"
+        "print('ends')\n"
+    )
+    with socket.socket() as dead:
+        dead.bind(("127.0.0.1", 0))
+        if kind == "hangs":
+            dead.listen(0)
+        environment = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{dead.getsockname()[1]}",
+            "OTEL_BSP_SCHEDULE_DELAY": "1",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            timeout=HANGS_SECONDS,
+            check=True,
+            env=environment,
+        )
+    assert done.stdout == "ends\n"
+
+
 class TestEngine:
     """`trace_engine`: what is used inside of a process that may trace by itself."""
 

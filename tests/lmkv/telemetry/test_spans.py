@@ -74,7 +74,10 @@ def test_an_exception_that_leaves_a_span_is_its_error(exporting: Receiver) -> No
             raise Unreachable("gone")
         with telemetry.begin("b", parent="") as span:
             span.fail("timeout", "too late")
-    assert exporting.span(SERVICE, "a").attributes["error.type"] == "Unreachable"
+        with pytest.raises(ZeroDivisionError), telemetry.begin("c", parent=""):
+            raise ZeroDivisionError
+    assert exporting.span(SERVICE, "a").attributes["error.type"] == "UNREACHABLE"
+    assert exporting.span(SERVICE, "c").attributes["error.type"] == "ZeroDivisionError"
     assert exporting.span(SERVICE, "b").attributes["error.type"] == "timeout"
     assert all(span.failed for span in exporting.spans)
 
