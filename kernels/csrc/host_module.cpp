@@ -72,8 +72,8 @@ std::uint64_t checksum(const ReadOnlyPoolBytes& pool, std::size_t offset, std::s
                         threads);
 }
 
-nb::bytes token_ids(const nb::bytes& json) {
-  const std::string_view text{json.c_str(), json.size()};
+nb::bytes token_ids(const ReadOnlyPoolBytes& json) {
+  const std::string_view text{reinterpret_cast<const char*>(json.data()), json.size()};
   std::vector<std::uint32_t> ids;
   {
     nb::gil_scoped_release unlocked;

@@ -36,5 +36,5 @@ def scatter(
 def checksum(pool: NDArray[np.uint8], offset: int, size_bytes: int, threads: int, portable: bool = False) -> int:
     """Checksum of one extent."""
 
-def token_ids(json: bytes) -> bytes:
-    """The numbers of a JSON list as u32. Raises `ValueError` if one is not from 0 to 2^32 - 1, or it is no such list."""
+def token_ids(json: NDArray[np.uint8]) -> bytes:
+    """The numbers of a JSON list as u32. Raises `ValueError` if it is no list of numbers from 0 to 2^32 - 1."""

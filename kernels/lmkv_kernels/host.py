@@ -63,12 +63,12 @@ def checksum(buffer: Buffer, offset: int = 0, size_bytes: int | None = None, *, 
     return _host.checksum(memory, offset, size_bytes, threads)
 
 
-def token_ids(json: bytes) -> NDArray[np.uint32]:
+def token_ids(json: Buffer) -> NDArray[np.uint32]:
     """The token ids in a JSON list, read-only, at a tenth of what a list of Python's integers costs.
 
     Raises `ValueError` if it is no list of whole numbers from 0 to 2^32 - 1.
     """
-    return np.frombuffer(_host.token_ids(json), np.uint32)
+    return np.frombuffer(_host.token_ids(_bytes_of(json, "json")), np.uint32)
 
 
 def _bytes_of(buffer: Buffer, name: str) -> NDArray[np.uint8]:
