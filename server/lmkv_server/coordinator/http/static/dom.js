@@ -48,9 +48,9 @@ export function setProperty(element, name, value) {
 
 /** Shows or hides. Focus inside what goes is not lost but goes to the heading of its section. */
 export function show(element, isShown) {
-  if (element.hidden === !isShown) return;
+  if (element.hasAttribute("hidden") === !isShown) return;
   if (!isShown) rescueFocus(element);
-  element.hidden = !isShown;
+  element.toggleAttribute("hidden", !isShown); // SVG has no property for it
 }
 
 /**

@@ -46,7 +46,7 @@ function showFigures() {
   setText(byId("figure-instances"), count(fleet.instances.length));
   setText(byId("figure-engines"), `${counted(engines, "engine")} attached`);
   setText(byId("figure-chunks"), count(sum("chunkCount")));
-  setText(byId("figure-used"), bytesOf(sum("usedBytes"), sum("capacityBytes")));
+  setText(byId("figure-used"), tiers.length ? bytesOf(sum("usedBytes"), sum("capacityBytes")) : "no tier yet");
   setText(byId("figure-hits"), fleet.lookups ? percent(fleet.hits, fleet.lookups) : "–");
   setText(byId("figure-lookups"), fleet.lookups ? `of ${counted(fleet.lookups, "lookup")} since its start` : "no lookups yet");
   setText(byId("figure-running"), count(running));

@@ -30,6 +30,7 @@ export class Traffic {
     keyed(this.#nodes, [...places.values()], (place) => place.name, makeNode);
     keyed(this.#edges, drawn.map((flow) => curve(flow, places, (size) => 1.2 + (widest - 1.2) * Math.sqrt(size / largest))), (edge) => edge.key, makeEdge);
     keyed(byId("traffic-list"), flows, (flow) => flow.key, makeLine);
+    show(byId("traffic"), places.size > 0);
     show(byId("traffic-details"), flows.length > 0);
     const total = flows.reduce((sum, flow) => sum + flow.bytes, 0);
     setText(byId("traffic-total"), flows.length ? `${bytes(total)} lately` : "");
