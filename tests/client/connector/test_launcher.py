@@ -148,12 +148,21 @@ def test_what_does_not_make_another_node_is_not_expected(make_launcher: MakeLaun
     assert expected != make_launcher(max_local_cpu_size="32MB").expected_config
 
 
-def test_a_node_does_not_inherit_what_vllm_preloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LD_PRELOAD", "libgomp.so")
-    monkeypatch.setenv("HOME", "/somewhere")
+def test_a_node_inherits_everything_but_what_vllm_preloads_and_the_engines_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engines_own = {"LD_PRELOAD": "libgomp.so", "OTEL_SERVICE_NAME": "engine"}
+    inherited = {"HOME": "/somewhere", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317"}
+    for name, value in (engines_own | inherited).items():
+        monkeypatch.setenv(name, value)
     environment = child_environment()
-    assert "LD_PRELOAD" not in environment
-    assert environment["HOME"] == "/somewhere"
+    assert not engines_own.keys() & environment.keys()
+    assert inherited.items() <= environment.items()
+
+
+def test_how_a_node_logs_and_where_it_shows_its_metrics_makes_no_other_node_of_it(make_launcher: MakeLauncher) -> None:
+    expected = make_launcher().expected_config
+    assert expected == make_launcher(log_format="json", metrics_port=9400).expected_config
 
 
 def test_the_last_error_since_the_start_counts_whoever_else_writes_to_the_log(tmp_path: Path) -> None:
