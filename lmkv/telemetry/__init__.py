@@ -6,7 +6,7 @@ thread, and a span costs a fraction of a microsecond.
 
 from lmkv.telemetry.logs import bound, set_up_logging
 from lmkv.telemetry.setup import export_metrics, trace_engine, trace_process
-from lmkv.telemetry.spans import NO_SPAN, Kind, Span, begin, call, follow, note, serve, tracing
+from lmkv.telemetry.spans import NO_SPAN, Kind, Span, begin, call, follow, note, serve, serve_http, tracing
 
 __all__ = [
     "NO_SPAN",
@@ -19,6 +19,7 @@ __all__ = [
     "follow",
     "note",
     "serve",
+    "serve_http",
     "set_up_logging",
     "trace_engine",
     "trace_process",

@@ -59,6 +59,12 @@ class Recorded(Span):
         if code != "OK":
             self.fail(code)
 
+    def responded(self, status: int) -> None:
+        """See `Span`."""
+        self._span.set_attribute("http.response.status_code", status)
+        if status >= 500:
+            self.fail(str(status))
+
     def end(self) -> None:
         """See `Span`."""
         if self._span.is_recording():

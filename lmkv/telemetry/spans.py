@@ -52,6 +52,9 @@ class Span:
     def answered(self, code: str) -> None:
         """The gRPC code that its call ended with."""
 
+    def responded(self, status: int) -> None:
+        """The HTTP status that its request is answered with. Only a server's own fault, 5xx, is a failure."""
+
     def end(self) -> None:
         """It is over. Repeating it is safe."""
 
@@ -142,6 +145,17 @@ def serve(method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> Sp
     if not parent and method.startswith("grpc."):
         return NO_SPAN
     return _tracer.begin(method, Kind.SERVER, parent, _rpc(method))
+
+
+def serve_http(method: str, route: str, traceparent: str) -> Span:
+    """The server's side of an HTTP request; it continues the trace that the header names.
+
+    Without one only a `POST` begins a trace: pages, probes and scrapes are fetched all the time.
+    """
+    if _tracer is None or not (traceparent or method == "POST"):
+        return NO_SPAN
+    attributes: dict[str, Value] = {"http.request.method": method, "http.route": route}
+    return _tracer.begin(f"{method} {route}", Kind.SERVER, traceparent, attributes)
 
 
 def named(attributes: Mapping[str, Value]) -> dict[str, Value]:

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 
+import httpx
 import pytest
 
 from lmkv import rpc, telemetry
@@ -148,3 +149,26 @@ async def test_tasks_that_run_beside_each_other_keep_their_spans_apart(exporting
     for number in range(3):
         outer, inner = exporting.span(SERVICE, f"outer-{number}"), exporting.span(SERVICE, f"inner-{number}")
         assert inner.parent_id == outer.span_id
+
+
+async def test_a_request_over_http_continues_its_headers_trace(exporting: Receiver) -> None:
+    with telemetry.trace_process(SERVICE, ""):
+        async with (
+            Coordinator(port=0, http_ports={"http_port": 0}) as coordinator,
+            httpx.AsyncClient(base_url=f"http://{coordinator.http_address}", trust_env=False) as client,
+        ):
+            await client.post("/lookup", json={"tokens": [1]}, headers={"traceparent": TRACEPARENT})
+            await client.post("/made/up", json={}, headers={"traceparent": TRACEPARENT})
+            await client.post("/health", json={"instance_id": "nobody"})
+            await client.get("/healthz")
+    lookup = exporting.span(SERVICE, "POST /lookup")
+    assert (lookup.trace_id, lookup.parent_id, lookup.kind) == (TRACE_ID, SPAN_ID, "SERVER")
+    status = lookup.attributes["http.response.status_code"]
+    assert lookup.attributes == {
+        "http.request.method": "POST",
+        "http.route": "/lookup",
+        "http.response.status_code": status,
+    }
+    assert exporting.span(SERVICE, "POST other").attributes["http.response.status_code"] == 404
+    assert exporting.span(SERVICE, "POST /health").parent_id == ""
+    assert len(exporting.spans) == 3, "probes and scrapes begin no trace"

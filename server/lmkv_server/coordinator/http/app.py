@@ -16,8 +16,9 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lmkv import rpc
+from lmkv import rpc, telemetry
 from lmkv.errors import LmkvError
+from lmkv.telemetry.spans import TRACEPARENT
 from lmkv_server.coordinator.http import gateway, health, lmcache, openapi
 from lmkv_server.coordinator.http.guard import refuse_foreign
 from lmkv_server.coordinator.http.metrics import Metrics
@@ -79,23 +80,28 @@ class Guarded:
         self._known = {route.path for route in app.routes if isinstance(route, Route)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope)
+        # Paths that are not known are one label: whoever calls must not make up metrics.
+        path = scope["path"] if scope["path"] in self._known else "other"
+        span = telemetry.serve_http(request.method, path, request.headers.get(TRACEPARENT, ""))
+
         async def send_strict(message: Message) -> None:
             if message["type"] == "http.response.start":
-                # Paths that are not known are one label: whoever calls must not make up metrics.
-                path = scope["path"] if scope["path"] in self._known else "other"
                 self.metrics.count_http(path, message["status"])
+                span.responded(message["status"])
+                span.end()  # the answer to a watch may never end
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
                     headers.setdefault(name, value)
             await send(message)
 
         app: ASGIApp = self._app
-        request = Request(scope)
         try:
             refuse_foreign(request, self._host)
         except HttpError as error:
             app = await _refusal(request, error)
-        await app(scope, receive, send_strict)
+        with span:
+            await app(scope, receive, send_strict)
 
 
 def _page(name: str) -> Callable[[Request], Awaitable[Response]]:
