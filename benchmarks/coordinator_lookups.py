@@ -72,7 +72,7 @@ class Line:
     """One `LookupStream` call, one question at a time."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        stub: Any = CacheServiceStub(channel)  # type: ignore[call-arg]
+        stub: Any = CacheServiceStub(channel)
         self._call = stub.LookupStream()
 
     async def __aenter__(self) -> Line:
@@ -92,7 +92,7 @@ class Line:
 
 
 async def _measure_one_client(run: Run, channel: grpc.aio.Channel, line: Line, questions: Questions) -> None:
-    stub: Any = CacheServiceStub(channel)  # type: ignore[call-arg]
+    stub: Any = CacheServiceStub(channel)
     health: Any = health_pb2_grpc.HealthStub(channel)
     count = 300 if run.quick else 5000
     (held,) = (await line.ask(questions.ask(40))).holders

@@ -55,7 +55,7 @@ class SimulatedInstance:
 
     async def join(self, channel: grpc.aio.Channel, specs: Sequence[KvSpec] = ()) -> None:
         """Registers, and tells what it holds; done when the coordinator has all of it."""
-        stub: Any = RegistryServiceStub(channel)  # type: ignore[call-arg]
+        stub: Any = RegistryServiceStub(channel)
         said = Instance(
             instance_id=self.instance_id,
             epoch=1,

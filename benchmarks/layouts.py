@@ -19,6 +19,7 @@ from lmkv.v1.registry_service_pb2 import ChunkChange, ReportRequest
 from lmkv_server.coordinator.instances import Registration
 from lmkv_server.coordinator.layout_map import LayoutMap
 from lmkv_server.coordinator.registry import Registry
+from lmkv_server.coordinator.report_stream import ReportStream
 
 INSTANCE_COUNT = 50
 KEYS_PER_REPORT = 16_384
@@ -117,7 +118,7 @@ def ingest_into_map(count: int) -> float:
         streams.append(registry.open_stream(said.instance_id, 1, now))
         streams[-1].apply(_report(instance, 1, snapshot=True, snapshot_end=True), now)
     changes = _changes(count)
-    reports = []
+    reports: list[tuple[ReportStream, ReportRequest]] = []
     for instance, admitted, evicted in changes:
         change = ChunkChange(tier=TIER_HOST, fingerprint=FINGERPRINT, admitted_keys=admitted, evicted_keys=evicted)
         sequence = 2 + len(reports) // INSTANCE_COUNT

@@ -114,7 +114,7 @@ def call(address: str, method: MethodDescriptor, requests: Sequence[bytes]) -> t
             if method.client_streaming:
                 list(channel.stream_stream(path, **options)(iter(requests), timeout=TIMEOUT_SECONDS))
             elif method.server_streaming:
-                stream = channel.unary_stream(path, **options)(requests[0], timeout=TIMEOUT_SECONDS)
+                stream: Any = channel.unary_stream(path, **options)(requests[0], timeout=TIMEOUT_SECONDS)
                 next(stream, None)  # it may go on for ever
                 stream.cancel()
             else:
