@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import uvloop
 
-from benchmarks import coordinator_lookups, departures, fleets, layouts
+from benchmarks import controllers, coordinator_lookups, departures, fleets, layouts
 from benchmarks.command import Benchmark, Run
+from benchmarks.rival_pairs import lmcache_problem
 
 PARTS = ("map", "lookups", "rebuild", "death")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this benchmark."""
+    parser.add_argument("--lmcache-python", type=Path, metavar="PATH", help="Python of an environment with LMCache 0.5")
     parser.add_argument("--only", action="append", choices=PARTS, help="measure this part alone; may be repeated")
 
 
@@ -35,6 +38,12 @@ def measure(run: Run) -> None:
     if "death" in parts:
         run.say("an instance that dies")
         uvloop.run(departures.measure(run))
+    python: Path | None = run.args.lmcache_python
+    if problem := lmcache_problem(python):
+        run.note(problem)
+    elif python:
+        run.say("LMCache's controller")
+        controllers.measure(run, python.absolute())
 
 
 BENCHMARK = Benchmark(

@@ -28,7 +28,6 @@ from lmkv.keys import KEY_BYTES, chunk_keys, join_keys, root_key
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupStreamRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv_client.demo.cluster import Coordinator
-from lmkv_client.demo.process import free_port
 
 CHUNK_COUNT = 1_000_000
 IN_FLIGHT = 16
@@ -42,8 +41,7 @@ Ask = Callable[[Any], Awaitable[object]]
 async def measure(run: Run) -> None:
     """Adds the rows."""
     fleet = make_fleet(INSTANCE_COUNT, CHUNK_COUNT)
-    http_port = free_port()
-    with Coordinator(run.logs, arguments=(*LONG_LEASE, "--http-port", str(http_port))) as coordinator:
+    with Coordinator(run.logs, arguments=LONG_LEASE) as coordinator:
         async with rpc.open_channel(coordinator.address) as channel:
             await join_all(fleet, channel)
             questions = Questions(fleet)
@@ -51,7 +49,7 @@ async def measure(run: Run) -> None:
                 await _measure_one_client(run, channel, line, questions)
                 await _measure_last_of_many(run, channel, line, questions)
             await _measure_many_clients(run, channel, coordinator.process.pid, questions)
-            await _measure_http(run, channel, coordinator.address, http_port)
+            await _measure_http(run, channel, coordinator.http_address)
 
 
 class Questions:
@@ -152,13 +150,13 @@ async def _ask_all(line: Line, requests: Sequence[LookupRequest]) -> None:
             await line.ask(request)
 
 
-async def _measure_http(run: Run, channel: grpc.aio.Channel, address: str, http_port: int) -> None:
+async def _measure_http(run: Run, channel: grpc.aio.Channel, address: str) -> None:
     """A long prompt by its tokens, as JSON, over a connection that stays."""
     tokens = np.random.default_rng(5).integers(0, SPEC.vocab_size, HTTP_TOKENS, dtype=np.uint32)
     keys = join_keys(chunk_keys(tokens, root_key(SPEC.fingerprint), SPEC.chunk_size))
     await SimulatedInstance(MANY_INSTANCES + 1, keys, SPEC.fingerprint).join(channel, [SPEC])
     body = json.dumps({"tokens": tokens.tolist()})
-    connection = http.client.HTTPConnection(address.rpartition(":")[0], http_port, timeout=ANSWER_SECONDS)
+    connection = http.client.HTTPConnection(address, timeout=ANSWER_SECONDS)
 
     def ask() -> dict[str, Any]:
         connection.request("POST", "/lookup", body, {"Content-Type": "application/json"})

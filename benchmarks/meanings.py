@@ -49,6 +49,10 @@ _MEANINGS = {
     r"(lmkv|vllm_offloading|lmcache)_own_ms": "{}: TTFT, the own host memory has it",
     r"(lmkv|vllm_offloading|lmcache)_peer_ms": "{}: TTFT, the other engine has it",
     r"(lmkv|vllm_offloading|lmcache)_idle_cpu_percent": "{}: processor time of both engines, idle",
+    r"lmcache_report_ingest_per_s": "LMCache's controller: changes that it takes in, of one core",
+    r"lmcache_map_bytes_per_pair": "LMCache's controller: memory for each pair of a chunk and its holder",
+    r"lmcache_lookup_p\d+_ms": "LMCache's controller: 40 chunks among a million, by ZeroMQ",
+    r"lmcache_http_lookup_ms": "LMCache's controller: `POST /lookup` by tokens, as JSON",
 }
 """By pattern of the row's name, without the number that says how long its prompts are."""
 

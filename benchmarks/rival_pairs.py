@@ -169,7 +169,7 @@ def lmcache_pair(plan: Plan, python: Path) -> Iterator[Pair]:
 
     with controller:
         controller.start()
-        controller.wait_until(lambda: _answers(f"http://127.0.0.1:{http}/controller/key-stats"), "ready", 60.0)
+        controller.wait_until(lambda: answers(f"http://127.0.0.1:{http}/controller/key-stats"), "ready", 60.0)
         with _running(plan.run, pair):
             yield Pair(first=pair[0], second=pair[1], wait_until_stored=wait)
 
@@ -226,7 +226,8 @@ def _wait_for_lmcache(http: int, prompt: Sequence[int]) -> None:
         held = max((count for _, count in layout.values()), default=0)
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Whether somebody answers there."""
     try:
         with urllib.request.urlopen(url, timeout=2.0):
             return True
