@@ -53,6 +53,7 @@ class ScriptedInstance:
         self.going.set()
         self.limit = 1 << 30
         self.stats = pb.InstanceStats()
+        """What it has done; its traffic rises with what orders fetch. Told when it joins, and by `tell_stats`."""
         self.cancelled: set[str] = set()
         self.epoch = next(_EPOCHS)
         self._registry: Any = RegistryServiceStub(channel)
@@ -111,6 +112,10 @@ class ScriptedInstance:
         await self._report(
             changes=[pb.ChunkChange(tier=HOST, fingerprint=self.spec.fingerprint, evicted_keys=join_keys(gone))]
         )
+
+    async def tell_stats(self) -> None:
+        """Reports what it has done."""
+        await self._report(stats=self.stats)
 
     async def _report(self, **fields: Any) -> None:
         async with self._writing:  # a stream takes one message at a time
@@ -187,7 +192,15 @@ class ScriptedInstance:
             outcome.token_count += tokens
         _fail(outcome, missing, ChunkNotFound("the peer does not hold it"))
         _fail(outcome, refused, LmkvError("full"))
-        await self._report(changes=[self._change(gained)])
+        if gained:
+            self._count(order.instance_id, len(gained), outcome.transferred_bytes)
+        await self._report(changes=[self._change(gained)], stats=self.stats)
+
+    def _count(self, peer: str, chunk_count: int, transferred_bytes: int) -> None:
+        known = [traffic for traffic in self.stats.traffic if traffic.instance_id == peer]
+        traffic = known[0] if known else self.stats.traffic.add(instance_id=peer)
+        traffic.chunk_count += chunk_count
+        traffic.transferred_bytes += transferred_bytes
 
     async def _drop(self, order: pb.DropOrder, outcome: pb.OrderOutcome) -> None:
         named = split_keys(order.chunk_keys) if order.chunk_keys else list(self.chunks)

@@ -21,7 +21,7 @@ from lmkv.keys import join_keys
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.cache_service_pb2 import ClearRequest, MoveRequest, PinRequest
 from lmkv.v1.chunk_pb2 import Position
-from lmkv.v1.registry_service_pb2 import ChunkChange, DeregisterRequest, TierUsage
+from lmkv.v1.registry_service_pb2 import ChunkChange, DeregisterRequest, InstanceStats, PeerTraffic, TierUsage
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.http.app import STATIC
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, LLAMA_FLOAT, PROMPT, QWEN, keys_of
@@ -187,7 +187,7 @@ async def test_an_empty_fleet_is_told_how_to_begin(visitor: Visitor) -> None:
     await expect(page.locator("#instances-empty")).to_contain_text("lmkv node --instance-id")
     await expect(page.locator("#operations-empty")).to_be_visible()
     await expect(page.locator("#pins-empty")).to_be_visible()
-    await expect(page.locator("#traffic-caption")).to_contain_text("Nothing has moved")
+    await expect(page.locator("#traffic-caption")).to_contain_text("No instance has fetched anything")
     await expect(page.locator("#traffic")).to_be_hidden()
 
 
@@ -242,6 +242,119 @@ async def test_an_instance_that_owes_a_report_is_said_to_be_silent(visitor: Visi
         await expect(page.locator(".reports")).to_have_text(re.compile("silent for"))
 
 
+async def test_hits_are_shown_by_where_they_were_found(visitor: Visitor, make: Make) -> None:
+    a = make("a")
+    a.stats.CopyFrom(InstanceStats(asked_chunks=1000, own_chunks=625, peer_chunks=250))
+    async with a, make("new"):
+        page = await visitor.open()
+        bars, words = page.locator(".hits .bar"), page.locator(".hits .number")
+        await expect(words).to_have_text(["62 % own + 25 % peer, of 1,000 chunks", "nothing looked up yet"])
+        await expect(
+            page.get_by_role("img", name="Hits: 62 % own + 25 % peer, of 1,000 chunks looked up")
+        ).to_be_visible()
+        await expect(bars.nth(1)).to_be_hidden()
+        assert await parts(bars.nth(0)) == [["own", near(0.625)], ["peer", near(0.25)]]
+        a.stats.CopyFrom(InstanceStats(asked_chunks=4, own_chunks=1))  # it has started again
+        await a.tell_stats()
+        await expect(words.nth(0)).to_have_text("25 % own + 0 % peer, of 4 chunks")
+        assert await parts(bars.nth(0)) == [["own", near(0.25)], ["peer", near(0)]]
+        a.stats.Clear()
+        await a.tell_stats()
+        await expect(words.nth(0)).to_have_text("nothing looked up yet")
+        await expect(bars.nth(0)).to_be_hidden()
+
+
+async def parts(bar: Any, kind: str = "source") -> Any:
+    """What a bar's segments stand for and the part of it that each takes, as it is drawn."""
+    script = """(bar, kind) => Promise.all(bar.getAnimations({subtree: true}).map(one => one.finished)).then(() =>
+        [...bar.children].map(part => [part.dataset[kind], part.getBoundingClientRect().width / bar.clientWidth]))"""
+    return await bar.evaluate(script, kind)
+
+
+def near(part: float) -> Any:
+    """As near as pixels allow."""
+    return pytest.approx(part, abs=0.01)
+
+
+async def test_traffic_is_what_instances_count(visitor: Visitor, make: Make) -> None:
+    a, b = make("a"), make("b")
+    a.stats.traffic.add(instance_id="b", chunk_count=9, transferred_bytes=9 << 20)
+    a.stats.traffic.add(instance_id="gone", chunk_count=1, transferred_bytes=1 << 20)
+    async with a, b:
+        page = await visitor.open()
+        titles, edges = page.locator(".edge title"), page.locator(".edge")
+        await expect(titles).to_have_text(["b → a: 9 chunks, 9.0 MiB", "gone → a: 1 chunk, 1.0 MiB"])
+        await expect(page.locator("#traffic-total")).to_have_text("10 MiB fetched")
+        await expect(page.locator(".node[data-gone] text")).to_have_text("gone")
+        await expect(edges.nth(0)).to_have_attribute("data-state", "past")  # it may be long ago
+        widths = await page.locator(".edge .line").evaluate_all(
+            "all => all.map(one => one.getAttribute('stroke-width'))"
+        )
+        assert float(widths[0]) > float(widths[1])
+        b.stats.traffic.add(instance_id="a", chunk_count=2, transferred_bytes=2 << 20)
+        await b.tell_stats()
+        await expect(titles.nth(1)).to_have_text("a → b: 2 chunks, 2.0 MiB")
+        states = "all => all.map(one => one.dataset.state)"
+        assert await edges.evaluate_all(states) == ["past", "recent", "past"]
+        del a.stats.traffic[1]  # a has started again, and has fetched a little since
+        a.stats.traffic[0].CopyFrom(PeerTraffic(instance_id="b", chunk_count=1, transferred_bytes=1 << 20))
+        await a.tell_stats()
+        await expect(titles).to_have_text(["a → b: 2 chunks, 2.0 MiB", "b → a: 1 chunk, 1.0 MiB"])
+        await expect(page.locator("#traffic-total")).to_have_text("3.0 MiB fetched")
+        assert await edges.evaluate_all(states) == ["recent", "recent"]
+        a.stats.Clear()
+        await a.tell_stats()
+        await expect(titles).to_have_text(["a → b: 2 chunks, 2.0 MiB"])
+
+
+async def test_flows_glow_after_a_rise_that_was_seen_to_happen(visitor: Visitor) -> None:
+    page = await visitor.open()
+    script = """async rounds => {
+        const { Flows } = await import("/static/flows.js");
+        const flows = new Flows();
+        return rounds.map(([now, ...counts]) => {
+            flows.note(counts.map((count, index) => ({
+                instanceId: `i${index}`,
+                stats: {traffic: [{instanceId: "p", chunkCount: String(count), transferredBytes: String(count)}]},
+            })), now);
+            return flows.list([]).map(({to, bytes, isRecent}) => [to, bytes, isRecent]);
+        });
+    }"""
+    rounds_and_flows: list[tuple[list[int], list[list[Any]]]] = [
+        ([0, 5], [["i0", 5, False]]),
+        ([1, 6], [["i0", 6, True]]),  # since 0
+        ([14, 6], [["i0", 6, True]]),
+        ([15, 6, 7], [["i1", 7, False], ["i0", 6, False]]),  # i1 has come with a past of its own
+        ([16, 2, 7], [["i1", 7, False], ["i0", 2, True]]),  # i0 has started again
+        ([17, 0, 7], [["i1", 7, False]]),
+        ([18, 3, 7], [["i1", 7, False], ["i0", 3, True]]),
+        ([90, 4, 7], [["i1", 7, False], ["i0", 4, False]]),  # any time since 18
+        ([91], []),
+        ([92, 4], [["i0", 4, False]]),
+    ]
+    assert await page.evaluate(script, [asked for asked, _ in rounds_and_flows]) == [
+        flows for _, flows in rounds_and_flows
+    ]
+
+
+async def test_of_many_flows_the_largest_and_the_newest_are_drawn(visitor: Visitor, make: Make) -> None:
+    many = make("many"), make("more"), make("most"), make("few")
+    for index, instance in enumerate(many):
+        for peer in range(64):
+            size = (index + 1) * 1000 + peer
+            instance.stats.traffic.add(instance_id=f"peer-{index}-{peer}", chunk_count=1, transferred_bytes=size)
+    async with many[0], many[1], many[2], many[3]:
+        page = await visitor.open()
+        await expect(page.locator(".edge")).to_have_count(200)
+        await expect(page.locator("#traffic-caption")).to_contain_text("These are 200 of 256 flows.")
+        smallest = page.locator(".edge title", has_text="peer-0-0 → many")
+        await expect(smallest).to_have_count(0)
+        many[0].stats.traffic[0].transferred_bytes += 1
+        await many[0].tell_stats()
+        await expect(smallest).to_have_text("peer-0-0 → many: 1 chunk, 1001 B")
+        await expect(page.locator(".edge")).to_have_count(200)
+
+
 async def test_names_that_look_like_html_are_only_text(visitor: Visitor, make: Make, cache: Any) -> None:
     evil = "<img src=x onerror=alert(1)>"
     spec = dataclasses.replace(LLAMA, model_name="<script>alert(2)</script>")
@@ -278,12 +391,8 @@ async def test_a_prompt_has_a_bar_per_holder_with_a_part_per_tier(
     await expect(page.locator(".holder .number")).to_have_text(["40 of 40 tokens · 100 %", "32 of 40 tokens · 80 %"])
     bars = page.locator(".holder .bar")
     await expect(bars.nth(1)).to_have_attribute("aria-label", "16 in host, 16 in disk")
-    script = """bar => Promise.all(bar.getAnimations({subtree: true}).map(one => one.finished)).then(() =>
-        [...bar.children].map(part => [part.dataset.tier, part.getBoundingClientRect().width / bar.clientWidth]))"""
-    (whole,) = await bars.nth(0).evaluate(script)
-    assert whole == ["host", pytest.approx(1, abs=0.01)]
-    parts = await bars.nth(1).evaluate(script)
-    assert parts == [["host", pytest.approx(0.4, abs=0.01)], ["disk", pytest.approx(0.4, abs=0.01)]]
+    assert await parts(bars.nth(0), "tier") == [["host", near(1)]]
+    assert await parts(bars.nth(1), "tier") == [["host", near(0.4)], ["disk", near(0.4)]]
     colours = await page.evaluate(
         "['.segment[data-tier=disk]', '.swatch[data-tier=disk]', '.segment[data-tier=host]']"
         ".map(one => getComputedStyle(document.querySelector(one)).backgroundColor)"
@@ -379,8 +488,9 @@ async def test_a_move_moves_and_is_seen_to_its_end(visitor: Visitor, fleet: dict
     await expect(page.locator(".holder .name")).to_have_text(["c", "b"])
     assert (fleet["a"].chunks, fleet["c"].chunks) == ({}, CHUNKS)
     edge = page.locator(".edge")
-    await expect(edge.locator("title")).to_have_text("a / host → c / host: 3 chunks, 2.9 KiB")
-    await expect(edge).to_have_attribute("data-tier", "host")
+    await expect(edge.locator("title")).to_have_text("a → c: 3 chunks, 2.9 KiB")  # once, though both tell of it
+    await expect(edge).to_have_attribute("data-state", "recent")
+    await expect(page.locator("#traffic-total")).to_have_text("2.9 KiB fetched")
 
 
 async def test_a_copy_from_a_chosen_holder_leaves_it_as_it_is(

@@ -1,6 +1,7 @@
 // What the page knows of the fleet. It asks anew while the page is looked at, and slower while nobody answers.
 
 import { RPC, call, list, metrics, seconds, serverNow } from "./api.js";
+import { Flows } from "./flows.js";
 import { Ledger } from "./ledger.js";
 
 const PERIOD_MS = 1_500;
@@ -22,6 +23,7 @@ export class Fleet extends EventTarget {
   /** Whether anything was ever heard. */
   isKnown = false;
 
+  #flows = new Flows();
   #ledger = new Ledger();
   #renewals = new Map();
   #rounds = 0;
@@ -32,6 +34,11 @@ export class Fleet extends EventTarget {
 
   get operations() {
     return this.#ledger.operations;
+  }
+
+  /** What instances fetched from each other; see `Flows.list`. */
+  get flows() {
+    return this.#flows.list(this.operations);
   }
 
   /** Begins to ask. */
@@ -80,6 +87,7 @@ export class Fleet extends EventTarget {
       this.pins = pins;
       this.revision = Number(layout.revision ?? 0);
       this.partial = layout.partial ?? false;
+      this.#flows.note(instances, performance.now() / 1000);
       this.#noteRenewals();
       this.#failures = 0;
       this.lost = null;

@@ -1,4 +1,4 @@
-// The list of instances: what they serve, how full their tiers are, whether they report.
+// The list of instances: what they serve, how full their tiers are, what they find, whether they report.
 
 import { byId, h, keyed, setAttribute, setProperty, setText, show } from "./dom.js";
 import { ago, bytes, bytesOf, counted, duration, percent, tierName } from "./format.js";
@@ -17,6 +17,7 @@ function makeRow(fleet) {
   const address = h("span", { class: "muted address" });
   const models = h("ul", { class: "chips", "aria-label": "Models" });
   const tiers = h("ul", { class: "tiers", "aria-label": "Tiers" });
+  const hits = makeHits();
   const dot = h("span", { class: "dot" });
   const word = h("span");
   const reports = h("p", { class: "reports" }, dot, word);
@@ -27,7 +28,7 @@ function makeRow(fleet) {
     "li",
     { class: "instance" },
     h("div", { class: "who" }, name, address, models),
-    tiers,
+    h("div", {}, tiers, hits.element),
     h("div", { class: "how" }, reports, engines, joined),
     conflicts,
   );
@@ -37,6 +38,7 @@ function makeRow(fleet) {
     setText(address, instance.peerAddress ?? "");
     keyed(models, specsOf(instance), (spec) => spec.fingerprint, makeChip);
     keyed(tiers, instance.tiers ?? [], (usage) => usage.tier, makeTier);
+    hits.update(instance.stats ?? {});
     const silence = fleet.silence(instance);
     const state = silence ? "lost" : instance.synced ? "live" : "rebuilding";
     setAttribute(reports, "data-state", state);
@@ -85,6 +87,27 @@ function makeTier() {
       setAttribute(bar, "aria-valuetext", `${room}, ${percent(used, capacity)}`);
       setProperty(bar, "--fill", `${fill.toFixed(1)}%`);
       setText(text, `${room} · ${counted(Number(usage.chunkCount ?? 0), "chunk")}`);
+    },
+  };
+}
+
+/** What an instance found of the chunks that its engines looked up: a part that it held, and one that a peer held. */
+function makeHits() {
+  const own = h("span", { class: "segment", "data-source": "own" });
+  const peer = h("span", { class: "segment", "data-source": "peer" });
+  const bar = h("span", { class: "bar segments", role: "img" }, own, peer);
+  const text = h("span", { class: "muted number" });
+  return {
+    element: h("div", { class: "hits" }, h("span", { class: "name" }, "hits"), bar, text),
+    update({ askedChunks, ownChunks, peerChunks }) {
+      const asked = Number(askedChunks ?? 0);
+      const parts = [[own, Number(ownChunks ?? 0)], [peer, Number(peerChunks ?? 0)]];
+      for (const [part, found] of parts) setProperty(part, "--width", `${asked ? ((100 * found) / asked).toFixed(1) : 0}%`);
+      const [owned, fetched] = parts.map(([, found]) => percent(found, asked));
+      const words = `${owned} own + ${fetched} peer, of ${counted(asked, "chunk")}`;
+      setText(text, asked ? words : "nothing looked up yet");
+      setAttribute(bar, "aria-label", asked ? `Hits: ${words} looked up` : null);
+      show(bar, asked > 0);
     },
   };
 }

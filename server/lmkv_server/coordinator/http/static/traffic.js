@@ -1,13 +1,13 @@
-// A picture of what operations carried between instances: who to whom, how much, and what moves right now.
+// A picture of what instances fetched from each other: who from whom, how much, and what moves right now.
 
-import { serverNow } from "./api.js";
 import { byId, h, keyed, s, setAttribute, setText, show } from "./dom.js";
-import { bytes, counted, tierName } from "./format.js";
+import { bytes, count, counted } from "./format.js";
 
 const CENTRE = { x: 240, y: 185 };
 const RADIUS = { x: 140, y: 148 };
 const CROWDED_RADIUS = { x: 102, y: 102 };
-const RECENT_SECONDS = 15;
+/** Of more flows, those of most bytes are drawn, and those that are new. */
+const MAX_FLOWS = 200;
 const MAX_ROOMY = 14;
 /** Of more instances, labels stand around the circle like rays. */
 const LABEL_LENGTH = 15;
@@ -22,47 +22,33 @@ export class Traffic {
 
   /** Brings the picture and the list beside it up to date. */
   show(fleet) {
-    const flows = flowsOf(fleet.operations);
+    const all = fleet.flows;
+    const flows = all.length > MAX_FLOWS ? all.toSorted(byInterest).slice(0, MAX_FLOWS) : all;
     const places = placesOf(fleet.instances, flows);
-    const drawn = flows.filter((flow) => flow.from !== flow.to);
-    const largest = Math.max(1, ...drawn.map((flow) => flow.bytes));
-    const widest = Math.min(6, 18 / Math.sqrt(drawn.length));
+    const largest = Math.max(1, ...flows.map((flow) => flow.bytes));
+    const widest = Math.min(6, 18 / Math.sqrt(flows.length));
+    const widthOf = (size) => 1.2 + (widest - 1.2) * Math.sqrt(size / largest);
     keyed(this.#nodes, [...places.values()], (place) => place.name, makeNode);
-    keyed(this.#edges, drawn.map((flow) => curve(flow, places, (size) => 1.2 + (widest - 1.2) * Math.sqrt(size / largest))), (edge) => edge.key, makeEdge);
+    keyed(this.#edges, flows.map((flow) => curve(flow, places, widthOf)), (edge) => edge.key, makeEdge);
     keyed(byId("traffic-list"), flows, (flow) => flow.key, makeLine);
     show(byId("traffic"), places.size > 0);
     show(byId("traffic-details"), flows.length > 0);
-    const total = flows.reduce((sum, flow) => sum + flow.bytes, 0);
-    setText(byId("traffic-total"), flows.length ? `${bytes(total)} lately` : "");
-    setText(
-      byId("traffic-caption"),
-      `${flows.length ? "" : "Nothing has moved between instances lately. "}` +
-        "Drawn is what moves and copies carried, in the colour of the tier it went to. " +
-        "What engines fetch from peers by themselves is not told to the coordinator.",
-    );
+    const total = all.reduce((sum, flow) => sum + flow.bytes, 0);
+    setText(byId("traffic-total"), total ? `${bytes(total)} fetched` : "");
+    setText(byId("traffic-caption"), captionOf(flows.length, all.length));
   }
 }
 
-/** Operations by their two ends, added up. */
-function flowsOf(operations) {
-  const flows = new Map();
-  const now = serverNow();
-  for (const { source, destination, bytes: size, chunkCount, done, endTime } of operations) {
-    if (!source || !destination || (done && !chunkCount)) continue;
-    const key = JSON.stringify([source.instanceId, source.tier, destination.instanceId, destination.tier]);
-    const flow = flows.get(key) ?? flows.set(key, newFlow(key, source, destination)).get(key);
-    flow.bytes += size;
-    flow.chunks += chunkCount;
-    flow.isRunning ||= !done;
-    flow.isRecent ||= !done || now - endTime < RECENT_SECONDS;
-  }
-  return [...flows.values()].sort((one, other) => other.bytes - one.bytes);
-}
+const rank = (flow) => 2 * flow.isRunning + flow.isRecent;
+const byInterest = (one, other) => rank(other) - rank(one); // keeps the order of bytes
 
-function newFlow(key, source, destination) {
-  const flow = { key, from: source.instanceId, to: destination.instanceId, tier: tierName(destination.tier) };
-  const words = `${source.instanceId} / ${tierName(source.tier)} → ${destination.instanceId} / ${flow.tier}`;
-  return { ...flow, words, bytes: 0, chunks: 0, isRunning: false, isRecent: false };
+function captionOf(shown, all) {
+  if (!all) return "No instance has fetched anything from another since it started.";
+  const which = shown < all ? ` These are ${count(shown)} of ${count(all)} flows.` : "";
+  return (
+    "What instances fetched from each other since they started, for engines, moves and copies alike: wider is more. " +
+    `What has come within seconds glows, moves and copies under way are dashed.${which}`
+  );
 }
 
 /** Instances around the centre, by name; those that left stay while something of them is drawn. */
@@ -164,7 +150,6 @@ function makeEdge() {
       setAttribute(line, "stroke-width", edge.width);
       setAttribute(glow, "stroke-width", 2.2 * Number(edge.width) + 3);
       setAttribute(head, "points", edge.arrow);
-      setAttribute(element, "data-tier", edge.tier);
       setAttribute(element, "data-state", edge.isRunning ? "running" : edge.isRecent ? "recent" : "past");
     },
   };
@@ -175,4 +160,7 @@ function makeLine() {
   return { element, update: (flow) => setText(element, wordsOf(flow)) };
 }
 
-const wordsOf = (flow) => `${flow.words}: ${counted(flow.chunks, "chunk")}, ${bytes(flow.bytes)}`;
+function wordsOf({ from, to, chunks, bytes: size, isRunning }) {
+  const fetched = chunks ? `${counted(chunks, "chunk")}, ${bytes(size)}` : "not counted yet";
+  return `${from} → ${to}: ${fetched}${isRunning ? ", a move or copy is under way" : ""}`;
+}
