@@ -248,15 +248,15 @@ async def test_hits_are_shown_by_where_they_were_found(visitor: Visitor, make: M
     async with a, make("new"):
         page = await visitor.open()
         bars, words = page.locator(".hits .bar"), page.locator(".hits .number")
-        await expect(words).to_have_text(["62 % own + 25 % peer, of 1,000 chunks", "nothing looked up yet"])
+        await expect(words).to_have_text(["62 % own + 25 % peer of 1,000", "nothing looked up yet"])
         await expect(
-            page.get_by_role("img", name="Hits: 62 % own + 25 % peer, of 1,000 chunks looked up")
+            page.get_by_role("img", name="Hits: 62 % own, 25 % from peers, of 1,000 chunks looked up")
         ).to_be_visible()
         await expect(bars.nth(1)).to_be_hidden()
         assert await parts(bars.nth(0)) == [["own", near(0.625)], ["peer", near(0.25)]]
         a.stats.CopyFrom(InstanceStats(asked_chunks=4, own_chunks=1))  # it has started again
         await a.tell_stats()
-        await expect(words.nth(0)).to_have_text("25 % own + 0 % peer, of 4 chunks")
+        await expect(words.nth(0)).to_have_text("25 % own + 0 % peer of 4")
         assert await parts(bars.nth(0)) == [["own", near(0.25)], ["peer", near(0)]]
         a.stats.Clear()
         await a.tell_stats()
@@ -305,6 +305,16 @@ async def test_traffic_is_what_instances_count(visitor: Visitor, make: Make) -> 
         a.stats.Clear()
         await a.tell_stats()
         await expect(titles).to_have_text(["a → b: 2 chunks, 2.0 MiB"])
+
+
+async def test_a_copy_that_had_nothing_to_fetch_is_no_traffic(
+    visitor: Visitor, cache: Any, fleet: dict[str, ScriptedInstance]
+) -> None:
+    await start_copy(cache, "a", "b", chunk_keys=KEYS[0])  # which b holds
+    page = await visitor.open()
+    await expect(page.locator(".operation .badge")).to_have_text("done")
+    await expect(page.locator(".operation p.number")).to_contain_text("1 chunk")
+    await expect(page.locator(".edge")).to_have_count(0)
 
 
 async def test_flows_glow_after_a_rise_that_was_seen_to_happen(visitor: Visitor) -> None:

@@ -40,9 +40,9 @@ export class Flows {
       if (!flow.chunks || flow.from === flow.to) continue;
       flows.set(key, { ...flow, isRunning: false, isRecent: this.#noted - flow.risen < RECENT_SECONDS });
     }
-    for (const { source, destination, done, endTime, chunkCount } of operations) {
+    for (const { source, destination, done, endTime, bytes } of operations) {
       if (!source || !destination || source.instanceId === destination.instanceId) continue;
-      if (done && (!chunkCount || serverNow() - endTime >= RECENT_SECONDS)) continue;
+      if (done && (!bytes || serverNow() - endTime >= RECENT_SECONDS)) continue;
       const ends = { from: source.instanceId, to: destination.instanceId };
       const key = keyOf(ends);
       const flow = flows.get(key) ?? { key, ...ends, chunks: 0, bytes: 0, isRunning: false };

@@ -1,7 +1,7 @@
 // The list of instances: what they serve, how full their tiers are, what they find, whether they report.
 
 import { byId, h, keyed, setAttribute, setProperty, setText, show } from "./dom.js";
-import { ago, bytes, bytesOf, counted, duration, percent, tierName } from "./format.js";
+import { ago, bytes, bytesOf, count, counted, duration, percent, tierName } from "./format.js";
 import { seconds, serverNow } from "./api.js";
 
 const MAX_NAMED = 4;
@@ -104,9 +104,10 @@ function makeHits() {
       const parts = [[own, Number(ownChunks ?? 0)], [peer, Number(peerChunks ?? 0)]];
       for (const [part, found] of parts) setProperty(part, "--width", `${asked ? ((100 * found) / asked).toFixed(1) : 0}%`);
       const [owned, fetched] = parts.map(([, found]) => percent(found, asked));
-      const words = `${owned} own + ${fetched} peer, of ${counted(asked, "chunk")}`;
+      const words = `${owned} own + ${fetched} peer of ${count(asked)}`;
+      const label = `Hits: ${owned} own, ${fetched} from peers, of ${counted(asked, "chunk")} looked up`;
       setText(text, asked ? words : "nothing looked up yet");
-      setAttribute(bar, "aria-label", asked ? `Hits: ${words} looked up` : null);
+      for (const name of ["aria-label", "title"]) setAttribute(bar, name, asked ? label : null);
       show(bar, asked > 0);
     },
   };
