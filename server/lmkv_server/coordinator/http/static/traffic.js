@@ -46,8 +46,8 @@ function captionOf(shown, all) {
   if (!all) return "No instance has fetched anything from another since it started.";
   const which = shown < all ? ` These are ${count(shown)} of ${count(all)} flows.` : "";
   return (
-    "What instances fetched from each other since they started, for engines, moves and copies alike: wider is more. " +
-    `What has come within seconds glows, moves and copies under way are dashed.${which}`
+    "What instances fetched from each other since they started; wider is more. " +
+    `What has just come glows, moves and copies under way are dashed.${which}`
   );
 }
 
