@@ -243,7 +243,8 @@ class Pair:
 def check(prompt: Prompt, completion: Completion) -> None:
     """Asserts that an answer is right, and came in time."""
     assert completion.token_ids == prompt.answer
-    assert completion.total_seconds < prompt.cold_seconds + MARGIN_SECONDS
+    # Twice, for the machine may be busier than it was when the prompt was computed cold.
+    assert completion.total_seconds < 2 * prompt.cold_seconds + MARGIN_SECONDS
 
 
 @contextmanager
