@@ -8,11 +8,11 @@ import time
 from google.rpc import status_pb2
 
 from lmkv import rpc
-from lmkv.errors import BadSelection, InstanceNotFound, LmkvError, OperationCancelled
+from lmkv.errors import BadSelection, LmkvError, OperationCancelled
 from lmkv.keys import KEY_BYTES
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import registry_service_pb2 as registry_pb
-from lmkv_server.coordinator.moves import add_failure
+from lmkv_server.coordinator.failures import add_failure
 from lmkv_server.coordinator.operations import Operation, Operations
 from lmkv_server.coordinator.orders import Orders
 from lmkv_server.coordinator.registry import Registry
@@ -46,13 +46,7 @@ class Clears:
     def _instance_ids(self, request: pb.ClearRequest) -> list[str]:
         if not request.instance_id:
             return [instance.said.instance_id for instance in self._registry.instances]
-        if self._registry.instances.find(request.instance_id) is None:
-            raise InstanceNotFound(
-                f"instance_id {request.instance_id[:100]!r} is not registered; registered are: "
-                f"{self._registry.instances.names() or 'none'}",
-                instance_id=request.instance_id[:100],
-            )
-        return [request.instance_id]
+        return [self._registry.instances.named(request.instance_id, "instance_id").said.instance_id]
 
     def _drops(self, request: pb.ClearRequest) -> list[registry_pb.DropOrder]:
         """What each instance is told."""

@@ -119,9 +119,16 @@ class Instances:
             )
         return known
 
-    def names(self) -> str:
-        """The ids of all instances, as far as an error can hold them."""
-        return ", ".join(sorted(self._by_id))[:MAX_SHOWN]
+    def named(self, instance_id: str, field: str) -> Instance:
+        """The instance that a request's field names. Raises `InstanceNotFound`, with those that there are."""
+        known = self._by_id.get(instance_id)
+        if known is None:
+            shown = instance_id[:MAX_SHOWN]
+            names = ", ".join(sorted(self._by_id))[:MAX_SHOWN] or "none"
+            raise InstanceNotFound(
+                f"{field}: instance {shown!r} is not registered; registered are: {names}", instance_id=shown
+            )
+        return known
 
     def renew(self, instance: Instance, now: float) -> None:
         """Notes a sign of life."""

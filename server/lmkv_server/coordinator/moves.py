@@ -5,14 +5,10 @@ Chunks go in batches. Whatever fails, wherever it fails, each chunk is where it 
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
-from typing import TypeAlias
+from collections.abc import Iterable
 
 import numpy as np
-from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 from google.rpc import code_pb2, status_pb2
 from numpy.typing import NDArray
 
@@ -20,24 +16,22 @@ from lmkv import rpc
 from lmkv.errors import (
     BadSelection,
     ChunkNotFound,
-    InstanceNotFound,
     KvSpecMismatch,
     LmkvError,
     OperationCancelled,
-    TierUnsupported,
     Unreachable,
 )
 from lmkv.keys import KEY_BYTES
 from lmkv.v1 import cache_service_pb2 as pb
-from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as registry_pb
+from lmkv_server.coordinator.claims import Claims
+from lmkv_server.coordinator.failures import add_failure
 from lmkv_server.coordinator.instances import Instance
 from lmkv_server.coordinator.operations import Operation, Operations
 from lmkv_server.coordinator.orders import Orders
+from lmkv_server.coordinator.places import Place, place_of
 from lmkv_server.coordinator.registry import Registry
 from lmkv_server.coordinator.selection import Selection, Selector
-
-Failures: TypeAlias = "RepeatedCompositeFieldContainer[chunk_pb2.ChunkFailure]"
 
 BATCH_CHUNKS = 1024
 """Chunks that one order is about: the source drops them, and progress is told, that often."""
@@ -53,43 +47,23 @@ class Moves:
         self._selector = selector
         self._orders = orders
         self._operations = operations
-        self._claims = _Claims()
+        self._claims = Claims()
 
     def start(self, request: pb.MoveRequest) -> Operation:
         """Books a move. Raises what `CacheService.Move` answers."""
         if known := self._operations.repeated(request):
             return known
-        source = self.end_of(request.old_position, "old_position")
-        destination = self.end_of(request.new_position, "new_position")
+        instances = self._registry.instances
+        source = place_of(instances, request.old_position, "old_position")
+        destination = place_of(instances, request.new_position, "new_position")
         if source == destination:
             raise BadSelection("old_position and new_position are the same; nothing would move")
         selection = self._choose(request, source)
-        destination_instance = self._registry.instances.find(destination[0])
-        assert destination_instance is not None
-        check_spec(destination_instance, selection)
+        check_spec(instances.named(destination.instance_id, "new_position"), selection)
         move = _Move(self._registry, self._orders, self._claims, source, destination, selection, request)
         return self._operations.start("copy" if request.copy else "move", request, move.progress, move.run)
 
-    def end_of(self, position: chunk_pb2.Position, field: str) -> tuple[str, int]:
-        """Instance and tier of a position. Raises `InstanceNotFound`, `TierUnsupported`."""
-        instance = self._registry.instances.find(position.instance_id)
-        if instance is None:
-            raise InstanceNotFound(
-                f"{field}: instance {position.instance_id[:100]!r} is not registered; registered are: "
-                f"{self._registry.instances.names() or 'none'}",
-                instance_id=position.instance_id[:100],
-            )
-        tier = position.tier or chunk_pb2.TIER_HOST
-        if tier not in {usage.tier for usage in instance.tiers} | {chunk_pb2.TIER_HOST}:
-            name = chunk_pb2.Tier.Name(tier) if tier in chunk_pb2.Tier.values() else str(tier)
-            raise TierUnsupported(
-                f"{field}: instance {position.instance_id!r} has no {name}; its tiers are: {_tier_names(instance)}",
-                instance_id=position.instance_id,
-                tier=name,
-            )
-        return position.instance_id, tier
-
-    def _choose(self, request: pb.MoveRequest, source: tuple[str, int]) -> Selection:
+    def _choose(self, request: pb.MoveRequest, source: Place) -> Selection:
         """What the source holds most of, if the model's name stands for several specs."""
         selections = self._selector.select(request)
         if not selections:
@@ -109,9 +83,9 @@ class _Move:
         self,
         registry: Registry,
         orders: Orders,
-        claims: _Claims,
-        source: tuple[str, int],
-        destination: tuple[str, int],
+        claims: Claims,
+        source: Place,
+        destination: Place,
         selection: Selection,
         request: pb.MoveRequest,
     ) -> None:
@@ -131,14 +105,14 @@ class _Move:
         """What there is to move, in prompt order."""
         if request.chunk_keys:  # of a prompt, anybody may hold only the beginning; a key was meant as it stands
             absent = named[~held & ~self._layout.held_mask(*destination, named.tobytes())]
-            nobody = ChunkNotFound(f"instance {source[0]!r} does not hold it", instance_id=source[0])
+            nobody = ChunkNotFound(f"instance {source.instance_id!r} does not hold it", instance_id=source.instance_id)
             self._fail(absent, rpc.to_status(nobody))
         _, token_count = self._layout.match_at(*source, self._keys.tobytes())
         self.progress = pb.MoveProgress(
             chunk_count=len(self._keys),
             token_count=token_count,
-            old_position=_position(source),
-            new_position=_position(destination),
+            old_position=source.to_proto(),
+            new_position=destination.to_proto(),
         )
         self.progress.create_time.GetCurrentTime()
         self.progress.expire_time.FromNanoseconds(time.time_ns() + round(TIMEOUT_SECONDS * 1e9))
@@ -167,26 +141,23 @@ class _Move:
 
     async def _fetch(self, batch: NDArray[np.void], operation: Operation) -> NDArray[np.void]:
         """Has the destination fetch; what it now holds."""
-        source = self._instances.find(self._source[0])
-        if source is None:
-            gone = InstanceNotFound(f"instance {self._source[0]!r} left the fleet", instance_id=self._source[0])
-            return self._fail(batch, rpc.to_status(gone))
-        fetch = registry_pb.FetchOrder(
-            instance_id=source.said.instance_id,
-            epoch=source.said.epoch,
-            peer_address=source.said.peer_address,
-            fingerprint=self._fingerprint,
-            chunk_keys=batch.tobytes(),
-            tier=chunk_pb2.Tier.ValueType(self._destination[1]),
-        )
         try:
-            outcome = await self._order(self._destination[0], registry_pb.Order(fetch=fetch), operation)
+            source = self._instances.named(self._source.instance_id, "old_position").said
+            fetch = registry_pb.FetchOrder(
+                instance_id=source.instance_id,
+                epoch=source.epoch,
+                peer_address=source.peer_address,
+                fingerprint=self._fingerprint,
+                chunk_keys=batch.tobytes(),
+                tier=self._destination.tier,
+            )
+            outcome = await self._order(self._destination.instance_id, registry_pb.Order(fetch=fetch), operation)
         except LmkvError as error:
             return self._fail(batch, rpc.to_status(error))
         failed = self._note_failures(outcome)
         arrived = batch[~np.isin(batch, failed)]
         if len(arrived) != outcome.chunk_count:  # it stopped early: nothing is certain, so nothing is dropped
-            said = outcome.status if outcome.status.code else _contradiction(self._destination[0])
+            said = outcome.status if outcome.status.code else _contradiction(self._destination.instance_id)
             self._result.chunk_count += outcome.chunk_count
             return self._fail(arrived, said)
         self._result.chunk_count += outcome.chunk_count
@@ -199,10 +170,10 @@ class _Move:
     async def _drop(self, arrived: NDArray[np.void]) -> None:
         """Has the source drop what the destination has committed."""
         drop = registry_pb.DropOrder(
-            tier=chunk_pb2.Tier.ValueType(self._source[1]), chunk_keys=arrived.tobytes(), fingerprint=self._fingerprint
+            tier=self._source.tier, chunk_keys=arrived.tobytes(), fingerprint=self._fingerprint
         )
         try:
-            outcome = await self._order(self._source[0], registry_pb.Order(drop=drop), None)
+            outcome = await self._order(self._source.instance_id, registry_pb.Order(drop=drop), None)
         except LmkvError as error:
             self._fail(arrived, rpc.to_status(error))
             return
@@ -227,42 +198,6 @@ class _Move:
         return keys[:0]
 
 
-class _Claims:
-    """Chunks that a move is about to drop somewhere. Two moves that swap a chunk would else both drop it."""
-
-    def __init__(self) -> None:
-        self._claimed: set[bytes] = set()
-        self._changed = asyncio.Condition()
-
-    @asynccontextmanager
-    async def on(self, batch: NDArray[np.void], deadline: float) -> AsyncIterator[None]:
-        """Waits until nobody else claims any of the batch. Raises `Unreachable` after the deadline."""
-        keys = {key.tobytes() for key in batch}
-        try:
-            async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
-                async with self._changed:
-                    await self._changed.wait_for(lambda: keys.isdisjoint(self._claimed))
-                    self._claimed |= keys
-        except TimeoutError:
-            raise Unreachable("other moves of the same chunks took too long") from None
-        try:
-            yield
-        finally:
-            self._claimed -= keys
-            async with self._changed:
-                self._changed.notify_all()
-
-
-def add_failure(failures: Failures, chunk_keys: bytes, status: status_pb2.Status) -> None:
-    """Adds to the failures of an operation, chunks that failed alike together."""
-    for known in failures:
-        if known.status == status:
-            known.chunk_keys += chunk_keys
-            return
-    if chunk_keys:
-        failures.add(chunk_keys=chunk_keys, status=status)
-
-
 def check_spec(instance: Instance, selection: Selection) -> None:
     """Raises `KvSpecMismatch` if an instance cannot hold these chunks."""
     fingerprints = {spec.fingerprint for spec in instance.said.specs}
@@ -274,17 +209,8 @@ def check_spec(instance: Instance, selection: Selection) -> None:
         )
 
 
-def _position(end: tuple[str, int]) -> chunk_pb2.Position:
-    return chunk_pb2.Position(instance_id=end[0], tier=chunk_pb2.Tier.ValueType(end[1]))
-
-
 def _keys_of(keys: bytes) -> Iterable[bytes]:
     return (keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
-
-
-def _tier_names(instance: Instance) -> str:
-    tiers: Sequence[int] = sorted({usage.tier for usage in instance.tiers} | {chunk_pb2.TIER_HOST})
-    return ", ".join(chunk_pb2.Tier.Name(chunk_pb2.Tier.ValueType(tier)) for tier in tiers)
 
 
 def _contradiction(instance_id: str) -> status_pb2.Status:

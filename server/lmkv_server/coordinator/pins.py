@@ -11,8 +11,8 @@ from lmkv.errors import BadSelection
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as registry_pb
-from lmkv_server.coordinator.moves import Moves
 from lmkv_server.coordinator.orders import Orders
+from lmkv_server.coordinator.places import place_of
 from lmkv_server.coordinator.registry import Registry
 from lmkv_server.coordinator.selection import Selector
 
@@ -27,15 +27,14 @@ _NAMESPACE = uuid.UUID("6c6d6b76-0000-4000-8000-000000000001")
 class Pins:
     """Sets and ends pins. A pin's name says whose it is, so that it can be ended before anybody has told of it."""
 
-    def __init__(self, registry: Registry, selector: Selector, moves: Moves, orders: Orders) -> None:
+    def __init__(self, registry: Registry, selector: Selector, orders: Orders) -> None:
         self._registry = registry
         self._selector = selector
-        self._moves = moves
         self._orders = orders
 
     async def pin(self, request: pb.PinRequest) -> chunk_pb2.PinnedChunks:
         """Sets a pin, or sets it anew if the `request_id` was used before. Raises what `CacheService.Pin` answers."""
-        instance_id, tier = self._moves.end_of(request.position, "position")
+        instance_id, tier = place_of(self._registry.instances, request.position, "position")
         selections = self._selector.select(request)
         if not selections:
             raise BadSelection("no chunk is named; set tokens or chunk_keys")

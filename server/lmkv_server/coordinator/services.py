@@ -40,7 +40,7 @@ class Services:
         self.watch = Watch(self.core.layout)
         selector = Selector(self.core.instances, cluster_secret)
         moves = Moves(self.core, selector, orders, self.operations_core)
-        self.pins = Pins(self.core, selector, moves, orders)
+        self.pins = Pins(self.core, selector, orders)
         clears = Clears(self.core, selector, orders, self.operations_core)
         self.cache = CacheService(self.core, selector, moves, clears, self.pins, self.watch)
         self.registry = RegistryService(self.core, orders)

@@ -34,7 +34,6 @@ B = TypeVar("B", bound="Body")
 CLEAR_WAIT_SECONDS = 10.0
 """Most time that `/clear` waits, so as to say how much was cleared; the operation goes on after that."""
 MAX_PAGE = 1_000
-MAX_SHOWN_IDS = 50
 HEALTHY, SILENT = 0, -1
 """Error codes of `/health`: the node reports, or is registered and has yet to report what it holds."""
 
@@ -331,6 +330,8 @@ class _Acts:
 
     async def _instances(self, instance_id: str = "") -> list[registry_pb.Instance]:
         """All instances, or the one with this id. Raises `InstanceNotFound` that names those there are."""
+        if instance_id:
+            self._services.core.instances.named(instance_id, "instance_id")
         found: list[registry_pb.Instance] = []
         request = registry_pb.ListInstancesRequest(page_size=MAX_PAGE)
         while True:
@@ -339,16 +340,7 @@ class _Acts:
             request.page_token = page.next_page_token
             if not page.next_page_token:
                 break
-        if not instance_id:
-            return found
-        named = [instance for instance in found if instance.instance_id == instance_id]
-        if not named:
-            known = ", ".join(instance.instance_id for instance in found[:MAX_SHOWN_IDS]) or "none"
-            raise InstanceNotFound(
-                f"instance {instance_id[:100]!r} is not registered; registered are: {known}",
-                instance_id=instance_id[:100],
-            )
-        return named
+        return [instance for instance in found if instance_id in ("", instance.instance_id)]
 
     async def _is_pin(self, event_id: str) -> bool:
         """Whether it is a pin in force. Raises `OperationNotFound` if it has a pin's form but is gone."""
