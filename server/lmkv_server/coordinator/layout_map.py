@@ -56,7 +56,10 @@ class LayoutListener(Protocol):
         """An instance gained and lost chunks in one tier; the keys are those that really changed."""
 
     def replaced(self, revision: int, instance_id: str, content: Sequence[tuple[int, bytes, bytes]]) -> None:
-        """All that an instance holds is new: tiers, fingerprints and keys. Each key is there once per tier."""
+        """All that an instance holds is new: tiers, fingerprints and keys, in as many parts as they were told.
+
+        Each key is there once per tier.
+        """
 
     def gone(self, revision: int, instance_id: str) -> None:
         """An instance and all it held are gone."""
