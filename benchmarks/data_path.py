@@ -43,9 +43,9 @@ def measure(run: Run) -> None:
 def measure_lookups(run: Run) -> None:
     """What needs nodes and a coordinator, but no engine."""
     lookups.measure_keys(run)
-    with lookups.Nodes(run) as nodes:
-        lookups.measure_coordinator(run, nodes.coordinator.address)
-        with lookups.attached(nodes.first_socket) as (link, attachment):
+    with lookups.filled_pair(run) as pair:
+        lookups.measure_coordinator(run, pair.coordinator.address)
+        with lookups.attached(pair.first_socket) as (link, attachment):
             hooks.measure(run, link)
             lookups.measure_engine(run, link, attachment)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from lmkv.v1 import engine_service_pb2_grpc
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv_client.demo.cluster import Coordinator
-from lmkv_client.demo.process import ServerProcess
+from lmkv_client.demo.nodes import Nodes
 
 if TYPE_CHECKING:
     from lmkv_client.connector.link import NodeLink
@@ -86,59 +86,36 @@ def measure_keys(run: Run) -> None:
     run.add(compare("keys_100k_tokens_ms", milliseconds[0], "ms", "one SHA-256 over the tokens", milliseconds[1]))
 
 
-class Nodes:
-    """A coordinator and two nodes; what `OWN` stands for is held by the first, `PEER` by the second."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """A coordinator and two nodes that an engine may ask."""
 
-    def __init__(self, run: Run) -> None:
-        self.coordinator = Coordinator(run.logs)
-        self._folder = run.folder / "nodes"
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        self._processes = [self._describe(run.logs, name) for name in ("node-1", "node-2")]
+    coordinator: Coordinator
+    first_socket: Path
+    """Where engines reach the first node."""
 
-    def _describe(self, logs: Path, name: str) -> ServerProcess:
-        environment = {
-            "LMKV_INSTANCE_ID": name,
-            "LMKV_RUNTIME_DIR": str(self._folder),
-            "LMKV_COORDINATOR_ADDRESS": self.coordinator.address,
-            "LMKV_MAX_LOCAL_CPU_SIZE": "64MiB",
-        }
-        return ServerProcess(name, [sys.executable, "-m", "lmkv", "node"], logs / f"{name}.log", environment)
 
-    @property
-    def first_socket(self) -> Path:
-        """Where engines reach the first node."""
-        return self._socket(0)
-
-    def _socket(self, index: int) -> Path:
-        return self._folder / self._processes[index].name / "engine.sock"
-
-    def __enter__(self) -> Nodes:
-        try:
-            self.coordinator.start()
-            self.coordinator.wait_ready()
-            for process in self._processes:
-                process.start()
-            for index, process in enumerate(self._processes):
-                process.wait_until(self._socket(index).exists, "ready", 30.0)
-                asyncio.run(store(self._socket(index), (OWN, PEER)[index]))
-            self._wait_until_known()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.request_stop()
-        for process in self._processes:
-            process.stop()
-        self.coordinator.stop()
-
-    def _wait_until_known(self) -> None:
+@contextmanager
+def filled_pair(run: Run) -> Iterator[Pair]:
+    """Two nodes; what `OWN` stands for is held by the first, `PEER` by the second."""
+    runtime_dir = run.folder / "nodes"
+    runtime_dir.mkdir(mode=0o700, exist_ok=True)
+    names = {OWN: "node-1", PEER: "node-2"}
+    with (
+        Coordinator(run.logs) as coordinator,
+        Nodes(
+            list(names.values()),
+            coordinator_address=coordinator.address,
+            runtime_dir=runtime_dir,
+            logs=run.logs,
+            pool_size="64MiB",
+        ) as nodes,
+    ):
         count = max(CHUNK_COUNTS)
-        for seed, process in zip((OWN, PEER), self._processes, strict=True):
-            tokens = _tokens(seed, count).tolist()
-            self.coordinator.wait_for_holder(tokens, process.name, count * SPEC.chunk_size, 20.0)
+        for seed, name in names.items():
+            asyncio.run(store(nodes.socket(name), seed))
+            coordinator.wait_for_holder(_tokens(seed, count).tolist(), name, count * SPEC.chunk_size, 20.0)
+        yield Pair(coordinator=coordinator, first_socket=nodes.socket(names[OWN]))
 
 
 async def store(socket: Path, seed: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from lmkv.keys import as_tokens, chunk_keys, root_key
 from lmkv_client import Coordinator
 from lmkv_client.demo import cluster
-from lmkv_client.demo.process import ServerProcess
+from lmkv_client.demo.nodes import Nodes
 from lmkv_kernels import checksum
 from tests.client.conftest import RunCommand
 from tests.server.node.cases import small_spec
@@ -32,31 +31,14 @@ def address(tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch)
     """Where the coordinator of two nodes is."""
     with cluster.Coordinator(tmp_path) as coordinator:
         monkeypatch.setenv("LMKV_COORDINATOR_ADDRESS", coordinator.address)
-        nodes = [
-            ServerProcess(
-                name,
-                [sys.executable, "-m", "lmkv", "node"],
-                tmp_path / f"{name}.log",
-                {
-                    "LMKV_INSTANCE_ID": name,
-                    "LMKV_RUNTIME_DIR": str(short_folder),
-                    "LMKV_COORDINATOR_ADDRESS": coordinator.address,
-                    "LMKV_MAX_LOCAL_CPU_SIZE": "16MiB",
-                },
-            )
-            for name in NAMES
-        ]
-        try:
-            for node in nodes:
-                node.start()
-            for node in nodes:
-                node.wait_until((short_folder / node.name / "engine.sock").exists, "ready", 30.0)
+        with Nodes(
+            NAMES,
+            coordinator_address=coordinator.address,
+            runtime_dir=short_folder,
+            logs=tmp_path,
+            pool_size="16MiB",
+        ):
             yield coordinator.address
-        finally:
-            for node in nodes:
-                node.request_stop()
-            for node in nodes:
-                node.stop()
 
 
 @pytest.fixture

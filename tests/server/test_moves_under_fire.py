@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -22,7 +21,7 @@ from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import Position
 from lmkv_client.demo.cluster import Coordinator
-from lmkv_client.demo.process import ServerProcess
+from lmkv_client.demo.nodes import Nodes
 from lmkv_kernels import checksum
 from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient
@@ -42,35 +41,12 @@ def coordinator(tmp_path: Path) -> Coordinator:
 @asynccontextmanager
 async def nodes(coordinator: Coordinator, logs: Path, folder: Path) -> AsyncIterator[dict[str, EngineClient]]:
     """Both nodes, with an engine at each."""
-    processes = [
-        ServerProcess(
-            name,
-            [sys.executable, "-m", "lmkv", "node"],
-            logs / f"{name}.log",
-            {
-                "LMKV_INSTANCE_ID": name,
-                "LMKV_RUNTIME_DIR": str(folder),
-                "LMKV_COORDINATOR_ADDRESS": coordinator.address,
-                "LMKV_MAX_LOCAL_CPU_SIZE": "64MiB",
-            },
-        )
-        for name in NAMES
-    ]
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.wait_until((folder / process.name / "engine.sock").exists, "ready", 30.0)
+    running = Nodes(NAMES, coordinator_address=coordinator.address, runtime_dir=folder, logs=logs, pool_size="64MiB")
+    with running:
         async with AsyncExitStack() as stack:
             yield {
-                name: await stack.enter_async_context(EngineClient(folder / name / "engine.sock", name, SPEC))
-                for name in NAMES
+                name: await stack.enter_async_context(EngineClient(running.socket(name), name, SPEC)) for name in NAMES
             }
-    finally:
-        for process in processes:
-            process.request_stop()
-        for process in processes:
-            process.stop()
 
 
 async def store(engine: EngineClient) -> None:
