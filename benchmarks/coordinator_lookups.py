@@ -24,9 +24,10 @@ from benchmarks.lookups import ANSWER_SECONDS, SPEC, WARM_UP_CALLS
 from benchmarks.rows import compare
 from lmkv import rpc
 from lmkv.errors import LmkvError
-from lmkv.keys import KEY_BYTES, chunk_keys, join_keys, root_key
+from lmkv.keys import KEY_BYTES, chunk_keys, join_keys, root_key, split_keys
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupStreamRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
+from lmkv_client import Coordinator as Client
 from lmkv_client.demo.cluster import Coordinator
 
 CHUNK_COUNT = 1_000_000
@@ -48,7 +49,7 @@ async def measure(run: Run) -> None:
             async with Line(channel) as line:
                 await _measure_one_client(run, channel, line, questions)
                 await _measure_last_of_many(run, channel, line, questions)
-            await _measure_many_clients(run, channel, coordinator.process.pid, questions)
+            await _measure_many(run, channel, coordinator, questions)
             await _measure_http(run, channel, coordinator.http_address)
 
 
@@ -77,15 +78,18 @@ class Line:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
         await self._call.done_writing()
 
     async def ask(self, request: LookupRequest) -> LookupResponse:
         """Asks and waits for the answer. Raises `LmkvError` if it is none."""
-        await self._call.write(LookupStreamRequest(request=request))
+        await self._call.write(LookupStreamRequest(requests=[request]))
         answer = await self._call.read()
-        if answer is grpc.aio.EOF or not answer.HasField("response"):  # type: ignore[attr-defined]
+        if answer is grpc.aio.EOF or not answer.results[0].HasField("response"):  # type: ignore[attr-defined]
             raise LmkvError("the coordinator did not answer a lookup")
-        response: LookupResponse = answer.response
+        response: LookupResponse = answer.results[0].response
         return response
 
 
@@ -124,30 +128,42 @@ async def _measure_last_of_many(run: Run, channel: grpc.aio.Channel, line: Line,
     )
 
 
-async def _measure_many_clients(run: Run, channel: grpc.aio.Channel, pid: int, questions: Questions) -> None:
-    """As many streams as there are lookups in flight: so many clients, each with one."""
+async def _measure_many(run: Run, channel: grpc.aio.Channel, coordinator: Coordinator, questions: Questions) -> None:
+    """So many lookups in flight: of one client over one stream, or of as many clients, each over its own."""
+    async with Client(coordinator.address) as client, client.lookup_stream() as stream:
+
+        async def ask(request: LookupRequest) -> object:
+            return await stream.lookup(keys=split_keys(request.chunk_keys))
+
+        lines = [Line(channel) for _ in range(IN_FLIGHT)]
+        pid = coordinator.process.pid
+        await _measure_rate(run, "", pid, questions, [ask] * IN_FLIGHT)
+        await _measure_rate(run, "_streams", pid, questions, [line.ask for line in lines])
+        await asyncio.gather(*(line.aclose() for line in lines))
+
+
+async def _measure_rate(run: Run, suffix: str, pid: int, questions: Questions, asks: Sequence[Ask]) -> None:
+    """What the process answers to those who all ask one thing after the other, and what that costs it."""
     count = 1_000 if run.quick else 10_000
     kinds = (lambda: questions.ask(40), LookupRequest)
     seconds, processor_seconds = [0.0, 0.0], [0.0, 0.0]
     for kind in (0, 1) * MANY_ROUNDS:
         requests = [kinds[kind]() for _ in range(count)]
-        lines = [Line(channel) for _ in range(IN_FLIGHT)]
         before, started = machine.cpu_seconds([pid]), time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
-            for number, line in enumerate(lines):
-                tasks.create_task(_ask_all(line, requests[number::IN_FLIGHT]))
+            for number, ask in enumerate(asks):
+                tasks.create_task(_ask_all(ask, requests[number :: len(asks)]))
         seconds[kind] += time.perf_counter() - started
         processor_seconds[kind] += machine.cpu_seconds([pid]) - before
     rates = [MANY_ROUNDS * count / taken for taken in seconds]
     processor = [1e6 * taken / MANY_ROUNDS / count for taken in processor_seconds]
-    run.add(compare("lookup_rps_16", rates[0], "lookups/s", "empty lookups", rates[1]))
-    run.add(compare("lookup_server_cpu_us", processor[0], "us", "empty lookups", processor[1]))
+    run.add(compare(f"lookup_rps_{len(asks)}{suffix}", rates[0], "lookups/s", "empty lookups", rates[1]))
+    run.add(compare(f"lookup_server_cpu_us{suffix}", processor[0], "us", "empty lookups", processor[1]))
 
 
-async def _ask_all(line: Line, requests: Sequence[LookupRequest]) -> None:
-    async with line:
-        for request in requests:
-            await line.ask(request)
+async def _ask_all(ask: Ask, requests: Sequence[LookupRequest]) -> None:
+    for request in requests:
+        await ask(request)
 
 
 async def _measure_http(run: Run, channel: grpc.aio.Channel, address: str) -> None:

@@ -1,4 +1,8 @@
-"""Lookups over one standing call, for who asks often: they cost less than calls of their own."""
+"""Lookups over one standing call, for who asks often: they cost less than calls of their own.
+
+What is asked while a message is on its way goes out together with the next one, so that many in flight cost little more
+than a few.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,16 @@ from typing import Self, Unpack
 import grpc
 
 from lmkv.errors import LmkvError, Unreachable
-from lmkv.rpc import from_status
-from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupStreamRequest
+from lmkv.rpc import MAX_MESSAGE_BYTES, from_status
+from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupResult, LookupStreamRequest
 from lmkv_client.chunks import Chunks, make_request
 from lmkv_client.connection import Connection
 
 MAX_IN_FLIGHT = 256
 """Lookups that may wait for their answers; more wait for their turn."""
+
+MERGED_BYTES = MAX_MESSAGE_BYTES // 2
+"""Questions are merged into messages of at most this size."""
 
 Answer = asyncio.Future[LookupResponse]
 
@@ -49,7 +56,7 @@ class LookupStream:
 
     async def lookup(self, tokens: Sequence[int] = (), **chunks: Unpack[Chunks]) -> LookupResponse:
         """As `Coordinator.lookup`. Several may wait at a time; cancelling one leaves the others alone."""
-        request = LookupStreamRequest(request=make_request(LookupRequest, tokens, chunks))
+        request = make_request(LookupRequest, tokens, chunks)
         try:
             async with asyncio.timeout(self._connection.timeout_seconds), self._room:
                 if self._line is None or self._line.ended:
@@ -66,46 +73,63 @@ class _Line:
     def __init__(self, connection: Connection) -> None:
         self.ended = False
         self._connection = connection
-        self._questions: asyncio.Queue[tuple[LookupStreamRequest, Answer]] = asyncio.Queue()  # bounded by the room
+        self._questions: deque[tuple[LookupRequest, Answer]] = deque()  # bounded by the room
+        self._asked = asyncio.Event()
         self._waiting: deque[Answer] = deque()
         self._reader = asyncio.create_task(self._read(), name="lmkv-lookup-stream")
 
-    async def ask(self, request: LookupStreamRequest) -> LookupResponse:
+    async def ask(self, request: LookupRequest) -> LookupResponse:
         answer: Answer = asyncio.get_running_loop().create_future()
-        self._questions.put_nowait((request, answer))
+        self._questions.append((request, answer))
+        self._asked.set()
         return await answer
 
     async def aclose(self) -> None:
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
 
-    async def _requests(self) -> AsyncIterator[LookupStreamRequest]:
+    async def _messages(self) -> AsyncIterator[LookupStreamRequest]:
+        """Each has all that is asked by then: gRPC takes the next one when it has sent the last."""
         while True:
-            request, answer = await self._questions.get()
-            if not answer.done():
+            await self._asked.wait()
+            message, size_bytes = LookupStreamRequest(), 0
+            while self._questions:
+                request, answer = self._questions[0]
+                if message.requests and size_bytes + request.ByteSize() > MERGED_BYTES:
+                    break
+                self._questions.popleft()
+                if answer.done():  # nobody waits for it any more
+                    continue
+                message.requests.append(request)
+                size_bytes += request.ByteSize()
                 self._waiting.append(answer)
-                yield request
+            if not self._questions:
+                self._asked.clear()
+            if message.requests:
+                yield message
 
     async def _read(self) -> None:
         address = self._connection.address
         end: LmkvError = Unreachable(f"the coordinator at {address} ended the stream of lookups", address=address)
-        call = self._connection.cache.LookupStream(self._requests())
+        call = self._connection.cache.LookupStream(self._messages())
         try:
-            async for response in call:
-                answer = self._waiting.popleft()
-                if answer.done():  # nobody waits for it any more
-                    continue
-                if response.HasField("error"):
-                    answer.set_exception(from_status(response.error))
-                else:
-                    answer.set_result(response.response)
+            async for message in call:
+                for result in message.results:
+                    self._answered(result)
         except grpc.RpcError as error:
             end = self._connection.meaning_of(error)
         finally:
             self.ended = True
             call.cancel()
-            while not self._questions.empty():
-                self._waiting.append(self._questions.get_nowait()[1])
-            for answer in self._waiting:
+            for answer in (*self._waiting, *(answer for _, answer in self._questions)):
                 if not answer.done():
                     answer.set_exception(end)
+
+    def _answered(self, result: LookupResult) -> None:
+        answer = self._waiting.popleft()
+        if answer.done():
+            return
+        if result.HasField("error"):
+            answer.set_exception(from_status(result.error))
+        else:
+            answer.set_result(result.response)

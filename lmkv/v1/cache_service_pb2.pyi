@@ -104,19 +104,19 @@ class LookupStreamRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def request(self) -> Global___LookupRequest:
-        """The question, as for `Lookup`."""
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___LookupRequest]:
+        """The questions, each as for `Lookup`."""
 
     def __init__(
         self,
         *,
-        request: Global___LookupRequest | None = ...,
+        requests: _abc.Iterable[Global___LookupRequest] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -125,6 +125,30 @@ Global___LookupStreamRequest: _TypeAlias = LookupStreamRequest  # noqa: Y015
 @_typing.final
 class LookupStreamResponse(_message.Message):
     """Response for `CacheService.LookupStream`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___LookupResult]:
+        """The next answers."""
+
+    def __init__(
+        self,
+        *,
+        results: _abc.Iterable[Global___LookupResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LookupStreamResponse: _TypeAlias = LookupStreamResponse  # noqa: Y015
+
+@_typing.final
+class LookupResult(_message.Message):
+    """What `Lookup` would have said."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -152,7 +176,7 @@ class LookupStreamResponse(_message.Message):
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
-Global___LookupStreamResponse: _TypeAlias = LookupStreamResponse  # noqa: Y015
+Global___LookupResult: _TypeAlias = LookupResult  # noqa: Y015
 
 @_typing.final
 class Holder(_message.Message):

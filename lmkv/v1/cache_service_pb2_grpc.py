@@ -114,11 +114,12 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LookupStream(self, request_iterator, context):
-        """Looks up one prompt after the other over one call: for who asks often, at a third of the cost.
+        """Looks up one prompt after the other over one call, for who asks often.
 
-        Answers come in the order of the requests, one for each.
+        What a message costs is what a lookup costs, so whoever has several questions at a time puts them into one message.
+        Answers come in the order of the questions, one for each; how they are spread over messages means nothing.
 
-        Errors: none. A request that `Lookup` would refuse is answered with the error, and the stream goes on.
+        Errors: none. A question that `Lookup` would refuse is answered with the error, and the stream goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

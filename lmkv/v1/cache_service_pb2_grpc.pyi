@@ -53,11 +53,12 @@ class CacheServiceStub:
     Errors: those of the service.
     """
     LookupStream: _grpc.StreamStreamMultiCallable[_cache_service_pb2.LookupStreamRequest, _cache_service_pb2.LookupStreamResponse]
-    """Looks up one prompt after the other over one call: for who asks often, at a third of the cost.
+    """Looks up one prompt after the other over one call, for who asks often.
 
-    Answers come in the order of the requests, one for each.
+    What a message costs is what a lookup costs, so whoever has several questions at a time puts them into one message.
+    Answers come in the order of the questions, one for each; how they are spread over messages means nothing.
 
-    Errors: none. A request that `Lookup` would refuse is answered with the error, and the stream goes on.
+    Errors: none. A question that `Lookup` would refuse is answered with the error, and the stream goes on.
     """
     Move: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.MoveRequest, _operations_pb2.Operation]
     """Copies or moves chunks from one position to another, as an operation.
@@ -135,11 +136,12 @@ class CacheServiceAsyncStub(CacheServiceStub):
     Errors: those of the service.
     """
     LookupStream: _aio.StreamStreamMultiCallable[_cache_service_pb2.LookupStreamRequest, _cache_service_pb2.LookupStreamResponse]  # type: ignore[assignment]
-    """Looks up one prompt after the other over one call: for who asks often, at a third of the cost.
+    """Looks up one prompt after the other over one call, for who asks often.
 
-    Answers come in the order of the requests, one for each.
+    What a message costs is what a lookup costs, so whoever has several questions at a time puts them into one message.
+    Answers come in the order of the questions, one for each; how they are spread over messages means nothing.
 
-    Errors: none. A request that `Lookup` would refuse is answered with the error, and the stream goes on.
+    Errors: none. A question that `Lookup` would refuse is answered with the error, and the stream goes on.
     """
     Move: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.MoveRequest, _operations_pb2.Operation]  # type: ignore[assignment]
     """Copies or moves chunks from one position to another, as an operation.
@@ -226,11 +228,12 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_cache_service_pb2.LookupStreamRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cache_service_pb2.LookupStreamResponse], _abc.AsyncIterator[_cache_service_pb2.LookupStreamResponse]]:
-        """Looks up one prompt after the other over one call: for who asks often, at a third of the cost.
+        """Looks up one prompt after the other over one call, for who asks often.
 
-        Answers come in the order of the requests, one for each.
+        What a message costs is what a lookup costs, so whoever has several questions at a time puts them into one message.
+        Answers come in the order of the questions, one for each; how they are spread over messages means nothing.
 
-        Errors: none. A request that `Lookup` would refuse is answered with the error, and the stream goes on.
+        Errors: none. A question that `Lookup` would refuse is answered with the error, and the stream goes on.
         """
 
     @_abc_1.abstractmethod

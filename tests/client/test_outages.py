@@ -10,7 +10,7 @@ import pytest
 
 from lmkv import rpc
 from lmkv.errors import CoordinatorRestarted, LmkvError, ModelNotFound, RevisionCompacted, Unreachable, WatcherTooSlow
-from lmkv.v1.cache_service_pb2 import LayoutChange, LookupResponse, LookupStreamResponse, WatchRequest, WatchResponse
+from lmkv.v1.cache_service_pb2 import LayoutChange, LookupResponse, LookupResult, LookupStreamResponse, WatchRequest, WatchResponse
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceServicer, add_CacheServiceServicer_to_server
 from lmkv_client import Coordinator, LayoutUpdate
 from lmkv_server.coordinator import coordinator as server
@@ -37,11 +37,13 @@ class Stumbling(CacheServiceServicer):
             yield answer
 
     async def LookupStream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[LookupStreamResponse]:  # noqa: N802
-        async for _ in requests:
-            if not self.lookups_until_end:
-                return
-            self.lookups_until_end -= 1
-            yield LookupStreamResponse(response=LookupResponse(revision=self.lookups_until_end))
+        async for message in requests:
+            for _ in message.requests:
+                if not self.lookups_until_end:
+                    return
+                self.lookups_until_end -= 1
+                result = LookupResult(response=LookupResponse(revision=self.lookups_until_end))
+                yield LookupStreamResponse(results=[result])
 
 
 @pytest.fixture

@@ -28,6 +28,10 @@ from lmkv_server.coordinator.tally import Tally
 from lmkv_server.coordinator.watch import Watch
 
 
+ANSWER_BYTES = rpc.MAX_MESSAGE_BYTES // 2
+"""Answers on a stream share a message until they are this long together: half of what one may have."""
+
+
 class CacheService(pb_grpc.CacheServiceServicer):
     """The handlers. One event loop runs them all; what they work on is its alone."""
 
@@ -50,11 +54,17 @@ class CacheService(pb_grpc.CacheServiceServicer):
         self, request_iterator: AsyncIterator[pb.LookupStreamRequest], context: Any
     ) -> AsyncIterator[pb.LookupStreamResponse]:
         async for message in request_iterator:
-            answer = pb.LookupStreamResponse()
-            try:
-                self._lookup(message.request, answer.response)
-            except LmkvError as error:
-                answer.error.CopyFrom(rpc.to_status(error))
+            answer, size_bytes = pb.LookupStreamResponse(), 0
+            for request in message.requests:
+                if size_bytes > ANSWER_BYTES:
+                    yield answer
+                    answer, size_bytes = pb.LookupStreamResponse(), 0
+                result = answer.results.add()
+                try:
+                    self._lookup(request, result.response)
+                except LmkvError as error:
+                    result.error.CopyFrom(rpc.to_status(error))
+                size_bytes += result.ByteSize()
             yield answer
 
     async def Move(self, request: pb.MoveRequest, context: Any) -> operations_pb2.Operation:

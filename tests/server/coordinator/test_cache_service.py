@@ -212,10 +212,10 @@ async def test_a_stream_answers_each_lookup_in_turn_and_goes_on_after_an_error(r
         LookupRequest(tokens=PROMPT, model_name="gpt"),
         LookupRequest(chunk_keys=keys_of(PROMPT)[0]),
     ]
-    for request in requests:
-        await stream.write(LookupStreamRequest(request=request))
+    for part in (requests[:1], requests[1:]):
+        await stream.write(LookupStreamRequest(requests=part))
     await stream.done_writing()
-    answers = [answer async for answer in stream]
+    answers = [result async for message in stream for result in message.results]
     assert [answer.WhichOneof("result") for answer in answers] == ["response", "error", "error", "response"]
     assert found(answers[0].response) == {"a": (3, 40)}
     assert [from_status(answer.error).reason for answer in answers[1:3]] == ["BAD_TOKENS", "MODEL_NOT_FOUND"]
