@@ -7,11 +7,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from benchmarks import copies, engines, fetches, hooks, lookups, misses, ttft
+from benchmarks import copies, engines, fetches, hooks, lookups, misses, short_hits, ttft
 from benchmarks.command import Benchmark, Run
 from lmkv_client.demo.cluster import Cluster
 
-PARTS = ("copies", "fetches", "lookups", "ttft", "misses")
+PARTS = ("copies", "fetches", "lookups", "ttft", "hits", "misses")
 PLAIN = "plain"
 """Name of the engine without a connector."""
 
@@ -36,7 +36,7 @@ def measure(run: Run) -> None:
     if "lookups" in parts:
         run.say("keys, lookups and hooks")
         measure_lookups(run)
-    if "ttft" in parts or "misses" in parts:
+    if {"ttft", "hits", "misses"} & set(parts):
         measure_engines(run, dtype, parts)
 
 
@@ -52,12 +52,14 @@ def measure_lookups(run: Run) -> None:
 
 def measure_engines(run: Run, dtype: str, parts: Sequence[str]) -> None:
     """What needs engines: two that share, and one without a connector beside them."""
-    names = ["engine-1", *(["engine-2"] if "ttft" in parts else []), *([PLAIN] if "misses" in parts else [])]
-    with started(run, dtype, names) as cluster:
+    needed = {"engine-1": PARTS, "engine-2": ("ttft", "hits"), PLAIN: ("hits", "misses")}
+    with started(run, dtype, [name for name, users in needed.items() if set(users) & set(parts)]) as cluster:
         first = cluster.engines["engine-1"]
         assert cluster.coordinator is not None
         if "ttft" in parts:
             ttft.measure(run, cluster.coordinator, first, cluster.engines["engine-2"])
+        if "hits" in parts:
+            short_hits.measure(run, cluster.coordinator, first, cluster.engines["engine-2"], cluster.engines[PLAIN])
         if "misses" in parts:
             misses.measure(run, cluster, first, cluster.engines[PLAIN])
         run.say("stopping everything")

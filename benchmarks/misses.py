@@ -116,7 +116,7 @@ def _measure_ttft(run: Run, ours: Meter, plain: Meter, prompts: Prompts) -> None
     baseline_ms = 1e3 * statistics.median(sides[1])
     run.add(
         Row(
-            name="hit_vs_cold_overhead_ms",
+            name="miss_ttft_overhead_ms",
             value=1e3 * statistics.median(added),
             unit="ms",
             baseline="no connector: TTFT",

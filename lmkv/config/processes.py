@@ -208,6 +208,11 @@ class ConnectorConfig(NodeConfig):
         Alias(name="discard_partial_chunks", convert=lambda raw: not FLAG.read(raw)),
     )
     save_decode_cache: bool = key(FLAG, True, "Whether chunks that generated tokens fill are stored.")
+    min_retrieve_tokens: int = key(
+        whole(0, 1 << 20, "a number of tokens"),
+        8,
+        "Fewest tokens worth loading, or worth fetching from a peer: fewer are computed, which is as quick.",
+    )
     enable_async_loading: bool = key(FLAG, True, "Whether other requests run while one loads.")
     lookup_timeout: float = key(
         SECONDS,

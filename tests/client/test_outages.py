@@ -10,7 +10,14 @@ import pytest
 
 from lmkv import rpc
 from lmkv.errors import CoordinatorRestarted, LmkvError, ModelNotFound, RevisionCompacted, Unreachable, WatcherTooSlow
-from lmkv.v1.cache_service_pb2 import LayoutChange, LookupResponse, LookupResult, LookupStreamResponse, WatchRequest, WatchResponse
+from lmkv.v1.cache_service_pb2 import (
+    LayoutChange,
+    LookupResponse,
+    LookupResult,
+    LookupStreamResponse,
+    WatchRequest,
+    WatchResponse,
+)
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceServicer, add_CacheServiceServicer_to_server
 from lmkv_client import Coordinator, LayoutUpdate
 from lmkv_server.coordinator import coordinator as server
@@ -27,6 +34,7 @@ class Stumbling(CacheServiceServicer):
         self.watches: list[list[WatchResponse | LmkvError]] = []
         self.asked: list[int] = []
         self.lookups_until_end = 0
+        self.questions: list[int] = []
         self.address = ""
 
     async def Watch(self, request: WatchRequest, context: Any) -> AsyncIterator[WatchResponse]:  # noqa: N802
@@ -38,6 +46,7 @@ class Stumbling(CacheServiceServicer):
 
     async def LookupStream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[LookupStreamResponse]:  # noqa: N802
         async for message in requests:
+            self.questions.append(len(message.requests))
             for _ in message.requests:
                 if not self.lookups_until_end:
                     return
@@ -122,6 +131,25 @@ async def test_a_stream_of_lookups_opens_again_after_its_end(stumbling: Stumblin
             await stream.lookup(PROMPT)
         stumbling.lookups_until_end = 3
         assert [(await stream.lookup(PROMPT)).revision for _ in range(3)] == [2, 1, 0]
+
+
+async def test_lookups_that_are_asked_together_share_messages(stumbling: Stumbling) -> None:
+    stumbling.lookups_until_end = 200
+    async with Coordinator(stumbling.address) as coordinator, coordinator.lookup_stream() as stream:
+        answers = await asyncio.gather(*(stream.lookup(PROMPT) for _ in range(200)))
+    assert [answer.revision for answer in answers] == list(range(199, -1, -1))
+    assert sum(stumbling.questions) == 200
+    assert len(stumbling.questions) < 20
+
+
+async def test_lookups_that_are_too_long_together_do_not_share_messages(stumbling: Stumbling) -> None:
+    stumbling.lookups_until_end = 5
+    half = [100_000] * 100_000  # 300 kB
+    async with Coordinator(stumbling.address) as coordinator, coordinator.lookup_stream() as stream:
+        prompts = [half, half, PROMPT, PROMPT, half]
+        answers = await asyncio.gather(*(stream.lookup(prompt) for prompt in prompts))
+    assert [answer.revision for answer in answers] == [4, 3, 2, 1, 0]
+    assert stumbling.questions == [1, 3, 1]
 
 
 async def test_waiting_and_watching_outlast_a_restart_of_the_coordinator(free_port: Callable[[], int]) -> None:

@@ -1,7 +1,7 @@
 """The connector's scheduler side: vLLM's scheduling hooks, and what the node says in between.
 
-vLLM calls it on the thread that schedules: nothing here blocks for longer than a millisecond, and nothing raises
-because the cache is in trouble.
+vLLM calls it on the thread that schedules: nothing here keeps other requests for longer than a millisecond, and nothing
+raises because the cache is in trouble.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class SchedulerSide:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
+        self._least_hit = max(1, config.min_retrieve_tokens)
         self._may_load = may_load
         self._may_store = may_store and config.local_cpu
         self._spec = spec
@@ -107,7 +108,7 @@ class SchedulerSide:
             prompt.preemption_count = request.num_preemptions
             self._searches.release(prompt)
             self._ask(prompt)
-        while self._searches.is_fresh(prompt):  # at most GRACE_SECONDS after the lookup
+        while self._searches.is_fresh(prompt, is_alone=len(self._prompts) == 1):
             time.sleep(GRACE_POLL_SECONDS)
             self.pump()
         if self._searches.waits(prompt):
@@ -116,14 +117,16 @@ class SchedulerSide:
             return 0, False
         sync = not self._config.enable_async_loading
         prompt.computed_count = computed_count
+        here = max(computed_count, self._hit(prompt, request, len(prompt.own), sync=sync))
         hit = self._hit(prompt, request, len(prompt.own) + prompt.peer_count, sync=sync)
-        if sync and prompt.peer_count:
-            if hit > max(computed_count, self._hit(prompt, request, len(prompt.own), sync=True)):
-                self._searches.fetch(prompt)
-                return None, False
-            hit = self._hit(prompt, request, len(prompt.own), sync=True)
-        extra = max(0, hit - computed_count)
-        return extra, extra > 0 and not sync
+        if hit - here < self._least_hit:
+            hit = here
+        elif sync:
+            self._searches.fetch(prompt)
+            return None, False
+        if hit - computed_count < self._least_hit:
+            return 0, False
+        return hit - computed_count, not sync
 
     def _hit(self, prompt: Prompt, request: Request, chunk_count: int, *, sync: bool) -> int:
         return prompt.hit_tokens(chunk_count, request.num_tokens, self._block_size, sync=sync)

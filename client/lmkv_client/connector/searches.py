@@ -16,6 +16,8 @@ HOLD_SECONDS = 10.0
 """A request that waits longer for pages gives up what the node holds for it, and asks again."""
 GRACE_SECONDS = 0.001
 """So long after its lookup a prompt is worth waiting for inside the step: another step may come much later."""
+LONE_GRACE_SECONDS = 0.005
+"""The same for a prompt that is the only one: the step has nothing else to do, and another would sleep as well."""
 TIMEOUTS_UNTIL_SUSPECT = 3
 SUSPECT_SECONDS = 1.0
 """After so many lookups in a row without answer the node is left alone for a while."""
@@ -99,9 +101,10 @@ class Searches:
             self._fetched(prompt)
         return False
 
-    def is_fresh(self, prompt: Prompt) -> bool:
+    def is_fresh(self, prompt: Prompt, *, is_alone: bool) -> bool:
         """Whether the prompt was looked up so lately that its answer may come any moment."""
-        return prompt.search is Search.ASKED and self._clock() < prompt.asked_at + GRACE_SECONDS
+        grace = LONE_GRACE_SECONDS if is_alone else GRACE_SECONDS
+        return prompt.search is Search.ASKED and self._clock() < prompt.asked_at + grace
 
     def is_stale(self, prompt: Prompt) -> bool:
         """Whether the node has held chunks for this prompt for too long already."""

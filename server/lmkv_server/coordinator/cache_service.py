@@ -27,7 +27,6 @@ from lmkv_server.coordinator.selection import Selection, Selector
 from lmkv_server.coordinator.tally import Tally
 from lmkv_server.coordinator.watch import Watch
 
-
 ANSWER_BYTES = rpc.MAX_MESSAGE_BYTES // 2
 """Answers on a stream share a message until they are this long together: half of what one may have."""
 

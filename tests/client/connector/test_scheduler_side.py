@@ -204,6 +204,23 @@ def test_the_seeds_twelve_tokens_are_stored_and_loaded_with_partial_chunks(make_
     engine.check_nothing_is_left()
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_fewer_tokens_than_are_worth_loading_are_computed(make_engine: MakeEngine, asynchronous: bool) -> None:
+    engine = filled(make_engine(min_retrieve_tokens=3 * CHUNK + 1, enable_async_loading=asynchronous))
+    assert engine.serve("a", PROMPT) == COLD
+    forget_pages(engine)
+    assert engine.count("loaded_tokens") == 0
+    assert len(engine.node.commits) == 3, "what is held is not stored again"
+    engine.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("least", [0, 1, 3 * CHUNK])
+def test_as_many_tokens_as_are_worth_it_are_loaded(make_engine: MakeEngine, least: int) -> None:
+    engine = filled(make_engine(min_retrieve_tokens=least))
+    assert engine.serve("a", PROMPT) == HIT
+    engine.check_nothing_is_left()
+
+
 def test_a_partial_chunk_does_not_match_a_longer_prompt(make_engine: MakeEngine) -> None:
     engine = filled(make_engine(save_partial_chunks=True))
     assert engine.serve("a", [*PROMPT, 1]) == REST + 1 + DECODED
@@ -349,6 +366,16 @@ def test_chunks_that_a_peer_has_are_fetched_and_loaded(
     assert engine.count("loaded_tokens") == 3 * CHUNK
     assert engine.count("peer_bytes") > 0
     assert len(engine.node.commits) == commits, "what was fetched is not stored again"
+    engine.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_what_is_too_little_to_fetch_is_computed_behind_what_is_here(
+    make_engine: MakeEngine, asynchronous: bool
+) -> None:
+    engine = with_peer(make_engine(min_retrieve_tokens=CHUNK + 1, enable_async_loading=asynchronous), own_chunks=2)
+    assert engine.serve("a", PROMPT) == CHUNK + HIT
+    assert (engine.count("loaded_tokens"), engine.count("peer_bytes")) == (2 * CHUNK, 0)
     engine.check_nothing_is_left()
 
 

@@ -1,0 +1,77 @@
+"""What hits of short prompts cost, where there is least to save: TTFT against the same engine without a connector."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks import engines
+from benchmarks.command import Run
+from benchmarks.engines import Prompts
+from benchmarks.rows import Row, compare
+from lmkv_client.demo.cluster import Coordinator
+from lmkv_client.demo.engine import Engine
+
+LENGTHS = (10, 64, 272)
+"""From the shortest hit that is loaded at all (`min_retrieve_tokens`) to one of a chunk and a little."""
+SOURCES = ("own", "peer")
+STORE_SECONDS = 20.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Round:
+    """One prompt, by TTFT in seconds: computed by the engine without a connector, and taken from where it lies."""
+
+    computed: float
+    own: float
+    peer: float
+
+
+def measure(run: Run, coordinator: Coordinator, first: Engine, second: Engine, plain: Engine) -> None:
+    """Adds rows for each length. `second` has never seen the prompts when it takes them from `first`."""
+    prompts = Prompts(seed=3)
+    for token_count in LENGTHS * 2:  # warms up
+        _measure_round(coordinator, first, second, plain, prompts.make(token_count), is_odd=True)
+    worst = -1e9
+    for token_count in LENGTHS:
+        rounds = [
+            _measure_round(coordinator, first, second, plain, prompts.make(token_count), is_odd=bool(number % 2))
+            for number in range(6 if run.quick else 40)
+        ]
+        for source in SOURCES:
+            added = _added_ms(rounds, source)
+            worst = max(worst, added)
+            run.add(
+                compare(
+                    f"{source}_hit_ttft_ms_{token_count}",
+                    1e3 * statistics.median(getattr(one, source) for one in rounds),
+                    "ms",
+                    "no connector: computed",
+                    1e3 * statistics.median(one.computed for one in rounds),
+                )
+            )
+            run.say(f"{token_count} tokens from the {source} pool: {added:+.1f} ms against computing them")
+    run.add(Row(name="hit_vs_cold_overhead_ms", value=worst, unit="ms"))
+
+
+def _measure_round(
+    coordinator: Coordinator, first: Engine, second: Engine, plain: Engine, prompt: Sequence[int], *, is_odd: bool
+) -> Round:
+    """Asks one prompt of everybody. Raises `LmkvError` if a hit is none."""
+    first.complete(prompt, 1)
+    coordinator.wait_for_holder(prompt, first.name, len(prompt), STORE_SECONDS)
+    first.reset_prefix_cache()
+
+    def computed() -> float:
+        return plain.complete(prompt, 1).ttft_seconds
+
+    before = computed() if is_odd else 0.0
+    own = first.complete(prompt, 1)
+    engines.check_hit("from the own pool", own, len(prompt) - 1)
+    peer = second.complete(prompt, 1)
+    return Round(computed=before or computed(), own=own.ttft_seconds, peer=peer.ttft_seconds)
+
+
+def _added_ms(rounds: Sequence[Round], source: str) -> float:
+    return 1e3 * float(statistics.median(getattr(one, source) - one.computed for one in rounds))
