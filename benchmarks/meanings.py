@@ -15,7 +15,7 @@ _MEANINGS = {
     r"miss_cpu_us_per_token": "processor time of engine and node, every prompt new",
     r"miss_ttft_overhead_ms": "TTFT added by a lookup that finds nothing, and by the store",
     r"hit_vs_cold_overhead_ms": "TTFT that a hit adds to computing, where it adds most",
-    r"(own|peer)_hit_ttft_ms(?:_10|_64)?": "TTFT of a short prompt, {} has it",
+    r"(own|peer)_hit_ttft_ms(?:_10|_18|_64)?": "TTFT of a short prompt, {} has it",
     r"idle_cpu_percent": "processor time of an idle engine and its node, beyond vLLM's own",
     r"hook_idle_us": "`build_connector_meta` with nothing to do",
     r"hooks_idle_step_us": "all hooks of a step with nothing to do",

@@ -13,9 +13,8 @@ from benchmarks.rows import Row, compare
 from lmkv_client.demo.cluster import Coordinator
 from lmkv_client.demo.engine import Engine
 
-LENGTHS = (10, 64, 272)
-"""From the shortest hit that is loaded at all (`min_retrieve_tokens`) to one of a chunk and a little."""
-SOURCES = ("own", "peer")
+LENGTHS = {"own": (10, 64, 272), "peer": (18, 64, 272)}
+"""From the shortest hits that are loaded at all (`min_retrieve_tokens`, `min_fetch_tokens`) to a chunk and a little."""
 STORE_SECONDS = 20.0
 
 
@@ -31,15 +30,16 @@ class Round:
 def measure(run: Run, coordinator: Coordinator, first: Engine, second: Engine, plain: Engine) -> None:
     """Adds rows for each length. `second` has never seen the prompts when it takes them from `first`."""
     prompts = Prompts(seed=3)
-    for token_count in LENGTHS * 2:  # warms up
+    lengths = sorted({length for lengths in LENGTHS.values() for length in lengths})
+    for token_count in lengths * 2:  # warms up
         _measure_round(coordinator, first, second, plain, prompts.make(token_count), is_odd=True)
     worst = -1e9
-    for token_count in LENGTHS:
+    for token_count in lengths:
         rounds = [
             _measure_round(coordinator, first, second, plain, prompts.make(token_count), is_odd=bool(number % 2))
             for number in range(6 if run.quick else 40)
         ]
-        for source in SOURCES:
+        for source in (source for source, of_source in LENGTHS.items() if token_count in of_source):
             added = _added_ms(rounds, source)
             worst = max(worst, added)
             run.add(

@@ -143,6 +143,14 @@ def _ports(raw: object) -> Mapping[str, int]:
     return MappingProxyType({_text(name): _whole(port, 1, 65535) for name, port in raw.items()})
 
 
+def _folders(raw: object) -> Mapping[str, str]:
+    if isinstance(raw, str):
+        raw = json.loads(raw)
+    if not isinstance(raw, Mapping):
+        raise ValueError
+    return MappingProxyType({_text(name): _text(folder) for name, folder in raw.items()})
+
+
 def one_port(raw: object) -> object:
     """The port in LMCache's lists of one port per rank. Raises `ValueError` if they are several."""
     if not isinstance(raw, list | tuple):
@@ -198,6 +206,12 @@ PORTS = Kind(
     expects='names with ports from 1 to 65535, such as {"pull": 8300}',
     parse=_ports,
     write=lambda ports: json.dumps(dict(ports)),
+)
+FOLDERS = Kind(
+    metavar="JSON",
+    expects='names with folders, such as {"llama": "/models/llama"}',
+    parse=_folders,
+    write=lambda folders: json.dumps(dict(folders)),
 )
 NAMES = Kind(
     metavar="NAMES",

@@ -14,6 +14,7 @@ from typing import Any
 from lmkv.config.kinds import (
     ADDRESS,
     FLAG,
+    FOLDERS,
     GIGABYTES,
     HOST,
     INSTANCE_ID,
@@ -211,7 +212,12 @@ class ConnectorConfig(NodeConfig):
     min_retrieve_tokens: int = key(
         whole(0, 1 << 20, "a number of tokens"),
         8,
-        "Fewest tokens worth loading, or worth fetching from a peer: fewer are computed, which is as quick.",
+        "Fewest tokens worth loading: fewer are computed, which is as quick.",
+    )
+    min_fetch_tokens: int = key(
+        whole(0, 1 << 20, "a number of tokens"),
+        16,
+        "Fewest tokens worth fetching from a peer, beyond those that are here.",
     )
     enable_async_loading: bool = key(FLAG, True, "Whether other requests run while one loads.")
     lookup_timeout: float = key(
@@ -269,6 +275,11 @@ class CoordinatorConfig(Config):
     operation_ttl: float = key(SECONDS, 3600.0, "How long operations that ended can be asked about, in seconds.")
     cluster_secret: str = key(
         SECRET, "", "Secret that chunk keys are made with, the same in the whole fleet; no flag takes it."
+    )
+    tokenizers: Mapping[str, str] = key(
+        FOLDERS,
+        dict,
+        "Folders of the models whose text `/tokenize` and the page take, by the names they are served as.",
     )
     tls_cert: str = _tls_cert()
     tls_key: str = _tls_key()

@@ -681,6 +681,7 @@ class DropOrder(_message.Message):
     TIER_FIELD_NUMBER: _builtins.int
     CHUNK_KEYS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    ALL_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
     tier: _chunk_pb2.Tier.ValueType
     """The tier; unset means every one."""
@@ -688,6 +689,8 @@ class DropOrder(_message.Message):
     """Keys of the chunks; empty means all that the other fields select."""
     fingerprint: _builtins.bytes
     """Only chunks of this spec; empty means every one."""
+    all: _builtins.bool
+    """Forgets everything in the tier; needed when neither keys nor a fingerprint select."""
     dry_run: _builtins.bool
     """Only count what would be forgotten."""
     def __init__(
@@ -696,11 +699,12 @@ class DropOrder(_message.Message):
         tier: _chunk_pb2.Tier.ValueType = ...,
         chunk_keys: _builtins.bytes = ...,
         fingerprint: _builtins.bytes = ...,
+        all: _builtins.bool = ...,
         dry_run: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "dry_run", b"dry_run", "fingerprint", b"fingerprint", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "chunk_keys", b"chunk_keys", "dry_run", b"dry_run", "fingerprint", b"fingerprint", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -88,6 +88,7 @@ class RegistryServiceServicer:
         * `FAILED_PRECONDITION` (`RESYNC_REQUIRED`): a report was lost; open a new stream with a snapshot.
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes.
         * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is another instance's, or names a tier or an index that is none.
+        * `RESOURCE_EXHAUSTED` (`FULL`): the map has chunks of as many specs as it can; come back when some are gone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -56,6 +56,7 @@ class RegistryServiceStub:
     * `FAILED_PRECONDITION` (`RESYNC_REQUIRED`): a report was lost; open a new stream with a snapshot.
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes.
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is another instance's, or names a tier or an index that is none.
+    * `RESOURCE_EXHAUSTED` (`FULL`): the map has chunks of as many specs as it can; come back when some are gone.
     """
     Deregister: _grpc.UnaryUnaryMultiCallable[_registry_service_pb2.DeregisterRequest, _registry_service_pb2.DeregisterResponse]
     """Leaves the fleet: everything the instance held is forgotten at once. Repeating it is safe.
@@ -99,6 +100,7 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     * `FAILED_PRECONDITION` (`RESYNC_REQUIRED`): a report was lost; open a new stream with a snapshot.
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes.
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is another instance's, or names a tier or an index that is none.
+    * `RESOURCE_EXHAUSTED` (`FULL`): the map has chunks of as many specs as it can; come back when some are gone.
     """
     Deregister: _aio.UnaryUnaryMultiCallable[_registry_service_pb2.DeregisterRequest, _registry_service_pb2.DeregisterResponse]  # type: ignore[assignment]
     """Leaves the fleet: everything the instance held is forgotten at once. Repeating it is safe.
@@ -151,6 +153,7 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         * `FAILED_PRECONDITION` (`RESYNC_REQUIRED`): a report was lost; open a new stream with a snapshot.
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes.
         * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is another instance's, or names a tier or an index that is none.
+        * `RESOURCE_EXHAUSTED` (`FULL`): the map has chunks of as many specs as it can; come back when some are gone.
         """
 
     @_abc_1.abstractmethod

@@ -36,6 +36,7 @@ from lmkv.v1.registry_service_pb2_grpc import RegistryServiceServicer, add_Regis
 from lmkv_client import Coordinator
 from lmkv_client.commands import instances as instances_command
 from lmkv_client.commands import lookup as lookup_command
+from tests.tokenizers import save_tokenizer
 
 TOKENS = [128000, 849, 21435, 279, 26431, 315, 85748, 6636, 304, 4221, 4211, 13]
 COMMANDS = {"lookup": lambda: lookup_command.command, "instances": lambda: instances_command.command}
@@ -193,13 +194,7 @@ async def test_lookup_takes_keys_in_hex(coordinator: CannedCoordinator) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A folder with a real tokenizer of four words."""
-    tokenizers = pytest.importorskip("tokenizers")
-    vocabulary = {"[UNK]": 0, "explain": 1, "KV": 2, "cache": 3}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    return tmp_path
+    return save_tokenizer(tmp_path / "model", {"explain": 1, "KV": 2, "cache": 3})
 
 
 async def test_lookup_tokenizes_a_prompt(coordinator: CannedCoordinator, model: Path) -> None:
@@ -220,7 +215,7 @@ async def test_lookup_tokenizes_a_prompt(coordinator: CannedCoordinator, model: 
         (["--keys", "xyz"], "--keys must be chunk keys in hex, not 'xyz'"),
         (["--keys", "abcd"], "--keys must be chunk keys of 32 hex digits each, not 'abcd'"),
         (["--prompt", "Hi"], "--prompt needs the model's folder: add --model FOLDER"),
-        (["--prompt", "Hi", "--model", "/nowhere"], "--prompt needs /nowhere/tokenizer.json, which is not there"),
+        (["--prompt", "Hi", "--model", "/nowhere"], "--prompt: there is no /nowhere/tokenizer.json: name the folder"),
         (["--tokens", "1", "--coordinator", "nowhere"], "--coordinator must be host:port, such as 10.0.0.5:9000"),
     ],
 )
@@ -254,7 +249,7 @@ async def test_without_the_package_tokenizers_a_prompt_is_refused(
 ) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # as Python marks what cannot be imported
     assert await run("lookup", "--prompt", "Hi", "--model", str(model)) == 2
-    assert "--prompt needs the package tokenizers" in capsys.readouterr().err
+    assert "needs the package tokenizers: `pip install tokenizers`" in capsys.readouterr().err
 
 
 async def test_the_coordinators_refusal_is_one_line(

@@ -25,6 +25,7 @@ from tests.lmkv.certificates import issue
 from tests.promises.recipes import Names, Place, Recipe, messages, recipes_of
 from tests.server.coordinator.cases import LLAMA
 from tests.server.coordinator.scripted_instance import ScriptedInstance
+from tests.tokenizers import save_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PROMPT = [128000, 849, 21435, 279, 26431, 315, 85748, 6636, 304, 4221, 4211, 13]
@@ -42,12 +43,13 @@ def find_buf() -> str:
 
 
 @asynccontextmanager
-async def fleet(tls: Tls, ca: str) -> AsyncIterator[Place]:
+async def fleet(tls: Tls, ca: str, folder: Path) -> AsyncIterator[Place]:
     """A coordinator and the instances that the pages speak of: `lmkv-1` with the prompt and `lmkv-2` with nothing."""
     keys = chunk_keys(as_tokens(PROMPT), root_key(LLAMA.fingerprint), LLAMA.chunk_size, partial=True)
     async with AsyncExitStack() as stack:
         # A short lease, so that the map counts as whole soon; the instances report often enough.
-        coordinator = Coordinator(port=0, http_ports={"http_port": 0}, lease_ttl=1.0, tls=tls)
+        tokenizers = {"llama": str(save_tokenizer(folder / "llama", {"Hello": 9906, "world": 1917}))}
+        coordinator = Coordinator(port=0, http_ports={"http_port": 0}, lease_ttl=1.0, tokenizers=tokenizers, tls=tls)
         await stack.enter_async_context(coordinator)
         channel = rpc.open_channel(f"localhost:{coordinator.port}", Tls(ca=ca))
         await stack.enter_async_context(channel)
@@ -117,7 +119,7 @@ async def check(recipe: Recipe, place: Place, names: Names) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 async def test_every_recipe_answers_what_the_page_says(page: Path, is_tls: bool, tmp_path: Path) -> None:
     certificates = issue(tmp_path / "tls")
-    async with fleet(certificates.server if is_tls else Tls(), certificates.ca if is_tls else "") as place:
+    async with fleet(certificates.server if is_tls else Tls(), certificates.ca if is_tls else "", tmp_path) as place:
         names = Names()
         for recipe in recipes_of(page):
             await check(recipe, place, names)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lmkv import tokenizer
 from lmkv.errors import ConfigError
 from lmkv.keys import KEY_BYTES, ChunkKey
 from lmkv_client.chunks import Chunks
@@ -89,18 +90,7 @@ def tokenize(prompt: str, folder: str | None) -> list[int]:
     """The token ids that vLLM makes of a prompt. Raises `ConfigError` if the tokenizer is not there."""
     if folder is None:
         raise ConfigError("--prompt needs the model's folder: add --model FOLDER")
-    file = Path(folder, "tokenizer.json")
-    if not file.is_file():
-        raise ConfigError(f"--prompt needs {file}, which is not there: name the model's folder with --tokenizer FOLDER")
     try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise ConfigError(
-            "--prompt needs the package tokenizers: `pip install tokenizers`, or give the token ids with --tokens"
-        ) from None
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the package raises nothing narrower
-        raise ConfigError(f"--prompt: {file} is no tokenizer: {error}") from None
-    ids: list[int] = tokenizer.encode(prompt).ids
-    return ids
+        return tokenizer.load(folder).encode(prompt)
+    except ConfigError as error:
+        raise ConfigError(f"--prompt: {error}; or give token ids with --tokens") from None

@@ -59,7 +59,6 @@ class SchedulerSide:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
-        self._least_hit = max(1, config.min_retrieve_tokens)
         self._may_load = may_load
         self._may_store = may_store and config.local_cpu
         self._spec = spec
@@ -119,12 +118,12 @@ class SchedulerSide:
         prompt.computed_count = computed_count
         here = max(computed_count, self._hit(prompt, request, len(prompt.own), sync=sync))
         hit = self._hit(prompt, request, len(prompt.own) + prompt.peer_count, sync=sync)
-        if hit - here < self._least_hit:
+        if hit - here < max(1, self._config.min_fetch_tokens):
             hit = here
         elif sync:
             self._searches.fetch(prompt)
             return None, False
-        if hit - computed_count < self._least_hit:
+        if hit - computed_count < max(1, self._config.min_retrieve_tokens):
             return 0, False
         return hit - computed_count, not sync
 

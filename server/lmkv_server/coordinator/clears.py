@@ -62,7 +62,7 @@ class Clears:
         if not drops:
             if not request.all:
                 raise BadSelection("nothing is selected: set tokens, chunk_keys or model_name, or all to clear all")
-            drops = [registry_pb.DropOrder()]
+            drops = [registry_pb.DropOrder(all=True)]
         for drop in drops:
             drop.MergeFrom(common)
         return drops

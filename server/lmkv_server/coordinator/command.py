@@ -64,6 +64,7 @@ async def serve(config: CoordinatorConfig) -> None:
         lease_ttl=config.lease_ttl,
         operation_ttl=config.operation_ttl,
         cluster_secret=config.cluster_secret,
+        tokenizers=config.tokenizers,
         tls=config.tls,
     )
     async with coordinator, telemetry.export_metrics(coordinator.metrics, SERVICE_NAME, ""):

@@ -20,6 +20,7 @@ from lmkv_server.coordinator.http.server import HttpServer
 from lmkv_server.coordinator.ports import address, listen
 from lmkv_server.coordinator.registry import Registry
 from lmkv_server.coordinator.services import SERVICE_NAMES, Services
+from lmkv_server.coordinator.tokenizers import Tokenizers
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,8 @@ class Coordinator:
 
     It speaks gRPC on `port`, or on `grpc_ports` if they are given, and HTTP on `http_ports`. Ports are given by the
     configuration key that sets them; 0 takes a free one. All speak TLS if `tls` has a certificate. Leases last
-    `lease_ttl` seconds, operations that ended are kept for `operation_ttl`. Entering raises `ConfigError` if a port
-    cannot be had.
+    `lease_ttl` seconds, operations that ended are kept for `operation_ttl`. It makes tokens of text for the models
+    whose folders `tokenizers` names. Entering raises `ConfigError` if a port or a tokenizer cannot be had.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Coordinator:
         lease_ttl: float = 3.0,
         operation_ttl: float = 3600.0,
         cluster_secret: str = "",
+        tokenizers: Mapping[str, str] | None = None,
         tls: Tls = rpc.PLAINTEXT,
     ) -> None:
         self.host = host
@@ -59,6 +61,7 @@ class Coordinator:
         self._lease_ttl = lease_ttl
         self._operation_ttl = operation_ttl
         self._secret = cluster_secret.encode()
+        self._tokenizers = tokenizers or {}
         self._tls = tls
         self.metrics = CollectorRegistry()
         """What it knows and has done, once it is entered."""
@@ -92,7 +95,7 @@ class Coordinator:
         services = Services(lease_ttl=self._lease_ttl, operation_ttl=self._operation_ttl, cluster_secret=self._secret)
         server = await rpc.make_server(SERVICE_NAMES, services.calls)
         services.add_to(server)
-        app = make_app(services, self.host)
+        app = make_app(services, Tokenizers(self._tokenizers), self.host)
         self.metrics = app.metrics.registry
         try:
             for key, port in self.grpc_ports.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from lmkv.errors import ChunkNotFound, ChunkPinned, KvSpecMismatch, TierUnsupported, Unreachable
+from lmkv.errors import BadMessage, ChunkNotFound, ChunkPinned, KvSpecMismatch, TierUnsupported, Unreachable
 from lmkv.keys import ChunkKey, split_keys
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
@@ -74,7 +74,12 @@ class Acts:
             achieved.failures.setdefault(keys[index], rest)
 
     async def drop(self, order: pb.DropOrder, achieved: Achieved) -> None:
-        """Forgets what the order selects; pinned chunks stay. Raises `BadChunkKey`, `TierUnsupported`."""
+        """Forgets what the order selects; pinned chunks stay.
+
+        Raises `BadMessage`, `BadChunkKey`, `TierUnsupported`.
+        """
+        if not (order.chunk_keys or order.fingerprint or order.all):
+            raise BadMessage("an order to drop selects by chunk_keys, by fingerprint, or all")
         check_tier(order.tier)
         named = dict.fromkeys(order_keys(order.chunk_keys))
         chunks = [self._tier.get(key) for key in named] if named else list(self._tier)

@@ -373,7 +373,7 @@ def test_chunks_that_a_peer_has_are_fetched_and_loaded(
 def test_what_is_too_little_to_fetch_is_computed_behind_what_is_here(
     make_engine: MakeEngine, asynchronous: bool
 ) -> None:
-    engine = with_peer(make_engine(min_retrieve_tokens=CHUNK + 1, enable_async_loading=asynchronous), own_chunks=2)
+    engine = with_peer(make_engine(min_fetch_tokens=CHUNK + 1, enable_async_loading=asynchronous), own_chunks=2)
     assert engine.serve("a", PROMPT) == CHUNK + HIT
     assert (engine.count("loaded_tokens"), engine.count("peer_bytes")) == (2 * CHUNK, 0)
     engine.check_nothing_is_left()

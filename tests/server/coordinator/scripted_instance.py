@@ -203,6 +203,7 @@ class ScriptedInstance:
         traffic.transferred_bytes += transferred_bytes
 
     async def _drop(self, order: pb.DropOrder, outcome: pb.OrderOutcome) -> None:
+        assert order.chunk_keys or order.fingerprint or order.all, "nodes refuse it"
         named = split_keys(order.chunk_keys) if order.chunk_keys else list(self.chunks)
         if order.fingerprint not in (b"", self.spec.fingerprint) or order.tier not in (0, HOST):
             named = []

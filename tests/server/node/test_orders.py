@@ -328,7 +328,7 @@ async def test_a_chunk_that_is_dropped_meanwhile_is_not_claimed() -> None:
             given = fetch(remote.holder, KEYS[:4], spec=LARGE)
             here.orders.take(given)
             await until(lambda: any(chunk.holds for chunk in reader.tier))
-            assert (await here.carried_out(order(drop=pb.DropOrder()))).chunk_count == 1
+            assert (await here.carried_out(order(drop=pb.DropOrder(all=True)))).chunk_count == 1
             remote.signal(signal.SIGCONT)
             outcome = await here.ended(given)
             assert failed(outcome) == {"CHUNK_NOT_FOUND": [KEYS[3]]}
@@ -554,16 +554,16 @@ async def test_chunks_are_dropped_by_key_and_what_is_not_held_is_not_counted(she
 async def test_chunks_are_dropped_by_spec_or_all(shelf: Shelf) -> None:
     assert (await shelf.drop(fingerprint=OTHER_SPEC.fingerprint, tier=chunk_pb2.TIER_HOST)).chunk_count == 4
     assert shelf.numbers() == [0, 1, 2, 3, 4, 5]
-    assert (await shelf.drop()).chunk_count == 6
+    assert (await shelf.drop(all=True)).chunk_count == 6
     assert shelf.numbers() == []
-    assert (await shelf.drop()).chunk_count == 0
+    assert (await shelf.drop(all=True)).chunk_count == 0
 
 
 async def test_a_dry_run_counts_what_it_would_drop_and_drops_nothing(shelf: Shelf) -> None:
     await shelf.here.carried_out(pin(chunk_keys(0)))
-    dry = await shelf.drop(dry_run=True)
+    dry = await shelf.drop(all=True, dry_run=True)
     assert shelf.numbers() == [0, 1, 2, 3, 4, 5, 10, 11, 12, 13]
-    real = await shelf.drop()
+    real = await shelf.drop(all=True)
     assert (dry.chunk_count, dry.token_count) == (real.chunk_count, real.token_count) == (9, 9 * 32)
 
 
@@ -572,7 +572,7 @@ async def test_pinned_chunks_stay_and_are_failures_if_they_were_named(shelf: She
     named = await shelf.drop(chunk_keys=join_keys(chunk_keys(0, 1, 2)))
     assert (reason(named), named.chunk_count) == ("", 1)
     assert failed(named) == {"CHUNK_PINNED": chunk_keys(0, 1)}
-    everything = await shelf.drop()
+    everything = await shelf.drop(all=True)
     assert (everything.chunk_count, list(everything.failures)) == (7, [])
     assert shelf.numbers() == [0, 1]
 
@@ -592,14 +592,14 @@ async def test_a_large_drop_lets_others_have_a_turn_and_may_be_cancelled() -> No
     for number in range(3 * DROPPED_AT_ONCE):
         admit(tier, SPEC, number)
     async with Orders(instance_id="n", tier=tier, engines=Engines(tier), peers=None) as orders:
-        here, given = Coordinating(orders), order(drop=pb.DropOrder())
+        here, given = Coordinating(orders), order(drop=pb.DropOrder(all=True))
         orders.take(given)
         orders.take(order(cancel=pb.CancelOrder(order_id=given.order_id)))
         outcome = await here.ended(given)
         assert reason(outcome) == "OPERATION_CANCELLED"
         assert outcome.chunk_count == DROPPED_AT_ONCE
         assert len(tier) == 2 * DROPPED_AT_ONCE
-        rest = await here.carried_out(order(drop=pb.DropOrder()))
+        rest = await here.carried_out(order(drop=pb.DropOrder(all=True)))
         assert (rest.chunk_count, len(tier)) == (2 * DROPPED_AT_ONCE, 0)
         tier.check()
 
@@ -651,7 +651,7 @@ async def test_a_pin_ends_by_itself(shelf: Shelf) -> None:
     await until(lambda: pins.expired_count == 1)
     await until(lambda: news > 0)
     assert [listed.pin_id for listed in shelf.here.orders.pin_list().pins] == ["long"]
-    assert (await shelf.drop()).chunk_count == 9
+    assert (await shelf.drop(all=True)).chunk_count == 9
 
 
 # --- What makes no sense -----------------------------------------------------------------------------------------
@@ -666,7 +666,9 @@ async def test_a_pin_ends_by_itself(shelf: Shelf) -> None:
         ({"fetch": pb.FetchOrder(chunk_keys=KEYS[0], tier=chunk_pb2.Tier.ValueType(99))}, "TIER_UNSUPPORTED"),
         ({"fetch": pb.FetchOrder(chunk_keys=KEYS[0])}, "KV_SPEC_MISMATCH"),
         ({"drop": pb.DropOrder(chunk_keys=b"x")}, "BAD_CHUNK_KEY"),
-        ({"drop": pb.DropOrder(tier=chunk_pb2.TIER_REMOTE)}, "TIER_UNSUPPORTED"),
+        ({"drop": pb.DropOrder()}, "BAD_MESSAGE"),
+        ({"drop": pb.DropOrder(tier=chunk_pb2.TIER_HOST)}, "BAD_MESSAGE"),
+        ({"drop": pb.DropOrder(all=True, tier=chunk_pb2.TIER_REMOTE)}, "TIER_UNSUPPORTED"),
         ({"pin": pb.PinOrder(pin_id="p", chunk_keys=b"x", ttl=Duration(seconds=1))}, "BAD_CHUNK_KEY"),
         ({"pin": pb.PinOrder(pin_id="p", chunk_keys=bytes(16))}, "BAD_SELECTION"),
         ({"pin": pb.PinOrder(chunk_keys=bytes(16), ttl=Duration(seconds=1))}, "BAD_MESSAGE"),

@@ -19,11 +19,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lmkv import rpc, telemetry
 from lmkv.errors import LmkvError
 from lmkv.telemetry.spans import TRACEPARENT
-from lmkv_server.coordinator.http import gateway, health, lmcache, openapi
+from lmkv_server.coordinator.http import gateway, health, lmcache, openapi, tokenize
 from lmkv_server.coordinator.http.guard import refuse_foreign
 from lmkv_server.coordinator.http.metrics import Metrics
+from lmkv_server.coordinator.http.paths import routes
 from lmkv_server.coordinator.http.replies import CallAborted, HttpError, json_response, status_of, to_json
 from lmkv_server.coordinator.services import Services
+from lmkv_server.coordinator.tokenizers import Tokenizers
 
 STATIC = Path(__file__).parent / "static"
 ONLY = {"lmkv.v1.RegistryService": ("ListInstances",)}
@@ -43,7 +45,7 @@ HEADERS = {
 ask each time whether a file has changed, so that none outlives an upgrade."""
 
 
-def make_app(services: Services, host: str = "127.0.0.1") -> Guarded:
+def make_app(services: Services, tokenizers: Tokenizers, host: str = "127.0.0.1") -> Guarded:
     """The application of a coordinator that is bound to `host`."""
     metrics = Metrics(services)
     handlers = {
@@ -51,16 +53,16 @@ def make_app(services: Services, host: str = "127.0.0.1") -> Guarded:
         "lmkv.v1.RegistryService": services.registry,
         "google.longrunning.Operations": services.operations,
     }
+    paths = lmcache.paths(services) | tokenize.paths(tokenizers)
     refusals = dict.fromkeys((LmkvError, HttpError, CallAborted, HTTPException), _refusal)
     app = Starlette(
         routes=[
             *gateway.routes(handlers, ONLY),
-            *lmcache.routes(services),
+            *routes(paths),
+            *tokenize.routes(tokenizers),
             *metrics.routes(),
             *health.routes(services.core),
-            Route(
-                "/openapi.json", _constant(openapi.document(gateway.methods(handlers, ONLY), lmcache.paths(services)))
-            ),
+            Route("/openapi.json", _constant(openapi.document(gateway.methods(handlers, ONLY), paths))),
             Route("/", _page("index.html")),
             Route("/docs", _page("docs.html")),
             Mount("/static", StaticFiles(directory=STATIC, check_dir=False)),

@@ -6,30 +6,25 @@ Nothing is decided here: each path turns its body into a request of an RPC, and 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import msgspec
 from google.longrunning import operations_pb2
 from google.protobuf import duration_pb2
 from google.protobuf.message import Message
 from google.rpc import code_pb2
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from lmkv.errors import BadSelection, InstanceNotFound, OperationNotFound
 from lmkv.tiers import parse_tier
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as registry_pb
-from lmkv_server.coordinator.http.bodies import decode, read_body
 from lmkv_server.coordinator.http.gateway import call
-from lmkv_server.coordinator.http.replies import CallAborted, json_response, to_json
-from lmkv_server.coordinator.http.tokens import lift_tokens, token_array
+from lmkv_server.coordinator.http.paths import Body, Path
+from lmkv_server.coordinator.http.replies import CallAborted, to_json
+from lmkv_server.coordinator.http.tokens import token_array
 from lmkv_server.coordinator.services import Services
-
-B = TypeVar("B", bound="Body")
 
 CLEAR_WAIT_SECONDS = 10.0
 """Most time that `/clear` waits, so as to say how much was cleared; the operation goes on after that."""
@@ -41,10 +36,6 @@ TokenIds = Annotated[
     msgspec.Raw, msgspec.Meta(extra_json_schema={"type": "array", "items": {"type": "integer", "minimum": 0}})
 ]
 """Left as text, for `token_array` to read."""
-
-
-class Body(msgspec.Struct, forbid_unknown_fields=True):
-    """What a path takes. An unknown field is refused: a misspelt `copy` would make a move of it."""
 
 
 class Prompt(Body):
@@ -127,32 +118,6 @@ class WorkersBody(Body):
 
     instance_id: str = "all"
     worker_ids: list[int] | None = None
-
-
-class Path(Generic[B]):
-    """One path: the body it takes, what it does with it, and an answer for example."""
-
-    def __init__(
-        self, body: type[B], summary: str, answer: Callable[[B], Awaitable[dict[str, Any]]], example: dict[str, Any]
-    ) -> None:
-        self.body = body
-        self.summary = summary
-        self.answer = answer
-        self.example = example
-        self._decoder = msgspec.json.Decoder(body)
-
-    async def serve(self, request: Request) -> Response:
-        """Answers a request. Raises what `decode` and the handlers raise."""
-        rest, tokens = lift_tokens(await read_body(request))
-        body = decode(rest, self._decoder)
-        if tokens is not None and bytes(body.tokens) == b"[]":  # the last one counts, should tokens stand there twice
-            body.tokens = tokens
-        return json_response(await self.answer(body))
-
-
-def routes(services: Services) -> list[Route]:
-    """A route for each of LMCache's paths."""
-    return [Route(name, path.serve, methods=["POST"]) for name, path in paths(services).items()]
 
 
 def paths(services: Services) -> dict[str, Path[Any]]:

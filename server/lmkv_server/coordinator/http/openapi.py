@@ -11,7 +11,7 @@ from google.rpc import status_pb2
 
 from lmkv import __version__
 from lmkv_server.coordinator.http.gateway import path_of
-from lmkv_server.coordinator.http.lmcache import Path
+from lmkv_server.coordinator.http.paths import Path
 
 SUMMARIES = {
     "lmkv.v1.CacheService.Lookup": "Find how much of a prompt is held, and by whom.",
@@ -29,11 +29,13 @@ SUMMARIES = {
     "google.longrunning.Operations.DeleteOperation": "Forget an operation that is over.",
 }
 """What each RPC does, in a line."""
-PROBES = {
-    "/metrics": ("Metrics in Prometheus's text.", "text/plain"),
-    "/healthz": ("200 while the process is alive.", "application/json"),
-    "/readyz": ("200 once the layout map is whole, else 503 and why.", "application/json"),
+READS = {
+    "/metrics": ("probes", "Metrics in Prometheus's text.", "text/plain"),
+    "/healthz": ("probes", "200 while the process is alive.", "application/json"),
+    "/readyz": ("probes", "200 once the layout map is whole, else 503 and why.", "application/json"),
+    "/tokenizers": ("as in vLLM", "The models whose text /tokenize takes.", "application/json"),
 }
+"""What is asked with GET: whose it is, what it answers, and as what."""
 
 _INTEGER_AS_TEXT = {"type": "string", "pattern": "^-?[0-9]+$"}
 _SCALARS: Mapping[int, dict[str, Any]] = {
@@ -62,12 +64,12 @@ _WELL_KNOWN: Mapping[str, dict[str, Any]] = {
 
 
 def document(methods: Iterable[MethodDescriptor], paths: Mapping[str, Path[Any]]) -> dict[str, Any]:
-    """The description of these RPCs, these paths and the probes."""
+    """The description of these RPCs, these paths, and of what is read."""
     schemas = _Schemas()
     described: dict[str, Any] = {path_of(method): _of_method(method, schemas) for method in methods}
     status = schemas.of_message(status_pb2.Status.DESCRIPTOR)
     described |= {name: _of_path(path) for name, path in paths.items()}
-    described |= {name: {"get": _operation("probes", name, *about)} for name, about in PROBES.items()}
+    described |= {name: {"get": _operation(name, *about)} for name, about in READS.items()}
     _, bodies = msgspec.json.schema_components(
         [path.body for path in paths.values()], ref_template="#/components/schemas/{name}"
     )
@@ -143,7 +145,7 @@ def _of_method(method: MethodDescriptor, schemas: _Schemas) -> dict[str, Any]:
 def _of_path(path: Path[Any]) -> dict[str, Any]:
     operation = {
         "operationId": path.body.__name__.removesuffix("Body"),
-        "tags": ["as in LMCache"],
+        "tags": [path.tag],
         "summary": path.summary,
         "requestBody": _body({"$ref": f"#/components/schemas/{path.body.__name__}"}),
         "responses": {
@@ -154,7 +156,7 @@ def _of_path(path: Path[Any]) -> dict[str, Any]:
     return {"post": operation}
 
 
-def _operation(tag: str, name: str, summary: str, media_type: str) -> dict[str, Any]:
+def _operation(name: str, tag: str, summary: str, media_type: str) -> dict[str, Any]:
     content = {media_type: {"schema": {"type": "string" if media_type == "text/plain" else "object"}}}
     return {
         "operationId": name.strip("/"),

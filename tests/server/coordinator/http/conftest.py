@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import pytest
 
 from lmkv_server.coordinator.coordinator import Coordinator
+from tests.tokenizers import save_tokenizer
 
 
 @pytest.fixture
-async def coordinator(lease_ttl: float) -> AsyncIterator[Coordinator]:
-    ports = {"http_port": 0}
-    async with Coordinator(port=0, http_ports=ports, lease_ttl=lease_ttl, cluster_secret="hush") as serving:
+def tokenizers(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
+    """Tokenizers of the models that a test parametrizes it with: `t7` is token 7. Else none."""
+    folder = save_tokenizer(tmp_path / "model", {f"t{token}": token for token in range(1, 1000)})
+    return dict.fromkeys(getattr(request, "param", ()), str(folder))
+
+
+@pytest.fixture
+async def coordinator(lease_ttl: float, tokenizers: dict[str, str]) -> AsyncIterator[Coordinator]:
+    async with Coordinator(
+        port=0, http_ports={"http_port": 0}, lease_ttl=lease_ttl, cluster_secret="hush", tokenizers=tokenizers
+    ) as serving:
         yield serving
 
 

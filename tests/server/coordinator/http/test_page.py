@@ -48,6 +48,8 @@ PASTED: list[tuple[str, str, Any]] = [
     ('{"prompt":"x"}', "text", '{"prompt":"x"}'),
 ]
 """What people paste, and what it is."""
+TEXT = " ".join(f"t{token}" for token in PROMPT)
+"""What the tokenizer of these tests makes the prompt of."""
 SIZES = ({"width": 1280, "height": 900}, {"width": 390, "height": 844}, {"width": 360, "height": 640})
 REFUSED = "the server responded with a status of 400"
 """What the browser itself logs of a request that is refused, as some tests mean it to be."""
@@ -469,6 +471,44 @@ async def test_text_gets_commands_that_make_tokens_of_it(visitor: Visitor) -> No
     await page.fill("#prompt-input", "")
     await page.get_by_role("button", name="Look up").click()
     await expect(page.locator("#prompt-error")).to_contain_text("Paste a prompt")
+
+
+@pytest.mark.parametrize("tokenizers", [["llama"]], indirect=True)
+async def test_text_is_looked_up_where_the_coordinator_has_the_models_tokenizer(
+    visitor: Visitor, fleet: dict[str, ScriptedInstance]
+) -> None:
+    page = await visitor.open()
+    await page.fill("#prompt-input", f"  {TEXT}\n")
+    await expect(page.locator("#prompt-understood")).to_have_text(f"{len(TEXT)} characters of text")
+    await expect(page.locator("#prompt-text")).to_be_hidden()
+    await page.get_by_role("button", name="Look up").click()
+    await expect(page.locator("#prompt-understood")).to_have_text("40 tokens")
+    await expect(page.locator(".holder .number")).to_have_text(["40 of 40 tokens · 100 %", "32 of 40 tokens · 80 %"])
+    await fleet["b"].evict(KEYS[:1])  # the answer follows the map, as one to tokens does
+    await expect(page.locator(".holder .name")).to_have_text(["a"])
+    await page.get_by_role("button", name="Pin…").click()
+    await expect(page.locator("#dialog .lead")).to_contain_text("40 tokens")
+
+
+@pytest.mark.parametrize("tokenizers", [["llama", "qwen"]], indirect=True)
+async def test_text_for_one_of_several_models_asks_which(visitor: Visitor, make: Make) -> None:
+    visitor.forgiven.append(REFUSED)
+    async with make("a", CHUNKS), make("q", keys_of(PROMPT, QWEN), QWEN):
+        page = await visitor.open()
+        await look_up(page, TEXT)
+        await expect(page.locator("#prompt-error")).to_contain_text("tokenizers of several models")
+        await page.locator("#prompt-offers").get_by_role("button", name="qwen").click()
+        await expect(page.locator(".holder .name")).to_have_text(["q"])
+
+
+@pytest.mark.parametrize("tokenizers", [["another"]], indirect=True)
+async def test_a_tokenizer_of_another_model_does_not_serve(
+    visitor: Visitor, fleet: dict[str, ScriptedInstance]
+) -> None:
+    page = await visitor.open()
+    await expect(page.locator(".instance h3").first).to_have_text("a")
+    await page.fill("#prompt-input", TEXT)
+    await expect(page.locator("#prompt-text")).to_contain_text("no tokenizer of this model")
 
 
 async def test_a_prompt_of_several_models_offers_them(visitor: Visitor, make: Make) -> None:

@@ -35,8 +35,15 @@ export const serverNow = () => Date.now() / 1000 + skewSeconds;
 export const seconds = (timestamp) => (timestamp ? Date.parse(timestamp) / 1000 : null);
 
 /** Calls an RPC. Throws `Refused` or `Lost`. */
-export async function call(rpc, request = {}) {
-  const response = await ask(`/${rpc}`, {
+export const call = (rpc, request = {}) => post(`/${rpc}`, request);
+
+/** The token ids of a text, by the coordinator's tokenizer of a model. Throws `Refused` or `Lost`. */
+export async function tokenize(prompt, model) {
+  return (await post("/tokenize", { prompt, model })).tokens;
+}
+
+async function post(path, request) {
+  const response = await ask(path, {
     method: "POST",
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify(request),
@@ -47,7 +54,7 @@ export async function call(rpc, request = {}) {
   } catch {
     throw new Lost(`What answers is no coordinator (HTTP ${response.status})`);
   }
-  if (!response.ok) throw new Refused(answer);
+  if (!response.ok) throw new Refused(answer.error ?? answer);
   return answer;
 }
 
@@ -61,6 +68,11 @@ export async function list(rpc, field) {
     pageToken = page.nextPageToken ?? "";
   } while (pageToken);
   return entries;
+}
+
+/** The models whose text the coordinator takes. Throws `Lost`. */
+export async function tokenizers() {
+  return (await (await ask("/tokenizers", {})).json()).models;
 }
 
 /** The values of some of the coordinator's metrics that have no labels. */

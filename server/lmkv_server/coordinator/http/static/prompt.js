@@ -1,6 +1,6 @@
 // Who holds a prompt: what was pasted, a bar per holder, and what can be done with the copy that is chosen.
 
-import { RPC, call } from "./api.js";
+import { Lost, RPC, call, tokenize, tokenizers } from "./api.js";
 import { openClear, openMove, openPin } from "./actions.js";
 import { byId, h, keyed, setAttribute, setProperty, setText, show } from "./dom.js";
 import { count, counted, percent, tierName } from "./format.js";
@@ -11,6 +11,7 @@ const MAX_FOLLOWED_TOKENS = 16_384;
 
 export class Prompt {
   #fleet;
+  #tokenizers = [];
   #asked = null;
   #answer = null;
   #chosen = "";
@@ -35,6 +36,16 @@ export class Prompt {
     ]) {
       byId(id).addEventListener("click", () => open(this.#about()));
     }
+    this.#learnTokenizers();
+  }
+
+  async #learnTokenizers() {
+    try {
+      this.#tokenizers = await tokenizers();
+    } catch (error) {
+      if (!(error instanceof Lost)) throw error; // the page says elsewhere that nobody answers
+    }
+    this.#showUnderstood();
   }
 
   /** Brings the models up to date, and the answer if the layout has changed. */
@@ -56,12 +67,19 @@ export class Prompt {
       tokens: () => counted(selection.tokens.length, "token"),
       keys: () => counted(selection.count, "chunk key"),
       wrong: () => selection.why,
-      text: () => "",
+      text: () => (this.#takesText() ? `${counted(selection.text.length, "character")} of text` : ""),
     };
     setText(byId("prompt-understood"), words[selection.kind]());
-    show(byId("prompt-text"), selection.kind === "text");
-    if (selection.kind === "text") setText(byId("prompt-commands"), commandsFor(selection.text, this.#model()));
+    const needsCommands = selection.kind === "text" && !this.#takesText();
+    show(byId("prompt-text"), needsCommands);
+    if (needsCommands) setText(byId("prompt-commands"), commandsFor(selection.text, this.#model()));
     return selection;
+  }
+
+  /** Whether the coordinator has a tokenizer of the model, or of one of those there are. */
+  #takesText() {
+    const model = this.#model();
+    return model ? this.#tokenizers.includes(model) : this.#tokenizers.length > 0;
   }
 
   #model() {
@@ -69,13 +87,18 @@ export class Prompt {
     return models.length === 1 ? models[0] : byId("prompt-model").value;
   }
 
-  #submit() {
-    const selection = this.#showUnderstood();
+  async #submit() {
+    const number = ++this.#number; // what is still on its way is no longer wanted
+    let selection = this.#showUnderstood();
+    if (selection.kind === "text" && this.#takesText()) {
+      selection = await this.#tokensOf(selection.text, number);
+      if (number !== this.#number) return;
+    }
     if (selection.kind !== "tokens" && selection.kind !== "keys") {
       this.#asked = null;
       show(byId("prompt-result"), false);
       const why = { nothing: "Paste a prompt first.", text: "Text needs a tokenizer; see above.", wrong: selection.why };
-      this.#showProblem(why[selection.kind]);
+      this.#showProblem(why[selection.kind], selection.isAboutModel);
       byId("prompt-input").focus();
       return;
     }
@@ -87,6 +110,17 @@ export class Prompt {
     this.#asked = request;
     this.#answer = null;
     this.#look();
+  }
+
+  /** What a text is in tokens, or why that cannot be said. */
+  async #tokensOf(text, number) {
+    try {
+      const tokens = await tokenize(text, this.#model());
+      if (number === this.#number) setText(byId("prompt-understood"), counted(tokens.length, "token"));
+      return { kind: "tokens", tokens };
+    } catch (error) {
+      return { kind: "wrong", why: error.message, isAboutModel: isAboutModel(error) };
+    }
   }
 
   async #look() {
@@ -101,14 +135,14 @@ export class Prompt {
     } catch (error) {
       if (number !== this.#number || (this.#fleet.lost && !error.reason)) return;
       show(byId("prompt-result"), false);
-      this.#showProblem(error.message, ["MODEL_AMBIGUOUS", "MODEL_NOT_FOUND"].includes(error.reason));
+      this.#showProblem(error.message, isAboutModel(error));
     }
   }
 
-  #showProblem(words, isAboutModel = false) {
+  #showProblem(words, mayChoose = false) {
     setText(byId("prompt-error"), words);
     show(byId("prompt-error"), words !== "");
-    const models = isAboutModel ? this.#fleet.models() : [];
+    const models = mayChoose ? this.#fleet.models() : [];
     keyed(byId("prompt-offers"), models, (name) => name, (name) => this.#makeOffer(name));
     show(byId("prompt-offers"), models.length > 0);
   }
@@ -172,6 +206,9 @@ export class Prompt {
     return { fleet: this.#fleet, holder, holders, selection: this.#asked };
   }
 }
+
+/** Whether naming another model would help. */
+const isAboutModel = (error) => ["MODEL_AMBIGUOUS", "MODEL_NOT_FOUND"].includes(error.reason);
 
 /** Length of what was asked: tokens if they are known, else chunks. */
 const lengthOf = (asked) => asked.tokens?.length ?? Math.floor((asked.chunkKeys.replace(/=+$/, "").length * 3) / 4 / 16);
