@@ -5,7 +5,10 @@ file: a key of another process is passed over, a key of none is refused. `docs/c
 """
 
 from lmkv.config.arguments import add_arguments, from_arguments
-from lmkv.config.processes import ClientConfig, ConnectorConfig, CoordinatorConfig, NodeConfig
+from lmkv.config.client import ClientConfig
+from lmkv.config.connector import ConnectorConfig
+from lmkv.config.coordinator import CoordinatorConfig
+from lmkv.config.node import NodeConfig
 from lmkv.config.resolve import load, to_environment
 from lmkv.config.schema import Config, keys
 

@@ -9,7 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lmkv.config.processes import ClientConfig, ConnectorConfig, CoordinatorConfig, NodeConfig
+from lmkv.config.client import ClientConfig
+from lmkv.config.connector import ConnectorConfig
+from lmkv.config.coordinator import CoordinatorConfig
+from lmkv.config.node import NodeConfig
 from lmkv.config.schema import Alias, Config, keys
 from lmkv.config.sources import FILE_VARIABLE, PREFIX, Entry, read_environment, read_file, read_flags, variable
 from lmkv.errors import ConfigError

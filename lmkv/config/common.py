@@ -1,0 +1,43 @@
+"""Keys that several processes have: said once, so that they mean the same everywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmkv.config.kinds import PATH, SECRET, choice
+from lmkv.config.schema import key
+
+COORDINATOR_ALIASES = ("coordinator", "controller_pull_url", "controller_url")
+"""What else `coordinator_address` is called; the latter two by LMCache."""
+LOG_LEVEL = choice("debug", "info", "warning", "error")
+LOG_FORMAT = choice("text", "json")
+
+
+def cluster_secret() -> Any:
+    """The secret in chunk keys."""
+    return key(SECRET, "", "Secret that chunk keys are made with, the same in the whole fleet; no flag takes it.")
+
+
+def tls_ca() -> Any:
+    """Whom a client of the coordinator trusts."""
+    return key(PATH, "", "PEM file of the issuers that the coordinator's certificate must come from; turns on TLS.")
+
+
+def tls_cert() -> Any:
+    """Who the process is."""
+    return key(PATH, "", "PEM file of this process's certificate.")
+
+
+def tls_key() -> Any:
+    """What proves it."""
+    return key(PATH, "", "PEM file of the private key of `tls_cert`.")
+
+
+def log_level() -> Any:
+    """How much is logged."""
+    return key(LOG_LEVEL, "info", "Least severe messages to log.")
+
+
+def log_format() -> Any:
+    """How it is logged."""
+    return key(LOG_FORMAT, "text", "How to log: lines to read, or one JSON object a line.")

@@ -1,0 +1,64 @@
+"""What the connector in an engine is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lmkv.config import common
+from lmkv.config.kinds import FLAG, MILLISECONDS, SECONDS, SOCKET_PATH, TEXT, whole
+from lmkv.config.node import NodeConfig
+from lmkv.config.schema import Alias, key, keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectorConfig(NodeConfig):
+    """What the connector in an engine is told, the keys of the node it starts included."""
+
+    chunk_size: int = key(whole(1, 1 << 20, "a number of tokens above 0"), 256, "Tokens in a chunk.")
+    save_partial_chunks: bool = key(
+        FLAG,
+        True,
+        "Whether the last chunk of a prompt is stored though it is not full.",
+        "save_unfull_chunk",
+        Alias(name="discard_partial_chunks", convert=lambda raw: not FLAG.read(raw)),
+    )
+    save_decode_cache: bool = key(FLAG, True, "Whether chunks that generated tokens fill are stored.")
+    min_retrieve_tokens: int = key(
+        whole(0, 1 << 20, "a number of tokens"),
+        8,
+        "Fewest tokens worth loading: fewer are computed, which is as quick.",
+    )
+    min_fetch_tokens: int = key(
+        whole(0, 1 << 20, "a number of tokens"),
+        16,
+        "Fewest tokens worth fetching from a peer, beyond those that are here.",
+    )
+    enable_async_loading: bool = key(FLAG, True, "Whether other requests run while one loads.")
+    lookup_timeout: float = key(
+        SECONDS,
+        0.1,
+        "Most time a request waits for a lookup, in seconds.",
+        Alias(name="lookup_timeout_ms", convert=lambda raw: MILLISECONDS.read(raw) / 1000),
+    )
+    load_timeout: float = key(SECONDS, 1.0, "Most time a request waits for a load, in seconds; then it computes.")
+    node_address: str = key(
+        SOCKET_PATH,
+        "",
+        "Socket of a node that engines share; empty: the connector starts its own.",
+        shown_default="empty",
+    )
+    node_start_timeout: float = key(SECONDS, 20.0, "Most time the connector's own node may take to start, in seconds.")
+    cluster_secret: str = common.cluster_secret()
+    model_id: str = key(
+        TEXT, "", "Identity of the weights, where the model's files do not tell it.", shown_default="from the model"
+    )
+    copy_threads: int = key(
+        whole(0, 1024, "a number of threads from 0 to 1024 (0: lmkv decides)"),
+        0,
+        "Threads that copy between the engine's memory and the pool; 0: lmkv decides.",
+    )
+    verify_loads: bool = key(FLAG, False, "Whether each chunk's checksum is compared again when it is loaded.")
+
+    def node_config(self) -> NodeConfig:
+        """The configuration of the node that the connector starts."""
+        return NodeConfig(**{name: getattr(self, name) for name in keys(NodeConfig)})

@@ -1,0 +1,73 @@
+"""What a coordinator is told, and which of its ports speaks what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lmkv.config import common
+from lmkv.config.kinds import FOLDERS, HOST, OFF, PATH, PORT, PORT_IF_ANY, PORTS, SECONDS
+from lmkv.config.schema import Alias, Config, key
+from lmkv.tls import Tls
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorConfig(Config):
+    """What a coordinator is told: `lmkv coordinator`."""
+
+    host: str = key(HOST, "127.0.0.1", "Address to bind; 0.0.0.0 for all.")
+    port: int = key(PORT, 9000, "Port to serve gRPC on, or HTTP if `monitor_ports` serve gRPC; 0: a free one.")
+    http_port: int | None = key(
+        PORT_IF_ANY,
+        None,
+        "Port to serve HTTP on; 0: a free one; off: none.",
+        shown_default="`port` + 1, or `port` itself if `monitor_ports` serve gRPC",
+    )
+    monitor_ports: Mapping[str, int] = key(
+        PORTS,
+        dict,
+        "Ports to serve gRPC on, by any name, as LMCache has them: `port` is then left to HTTP, unless `http_port` is "
+        "set.",
+        Alias(name="monitor_port", convert=lambda raw: {"pull": PORT.read(raw)}),
+    )
+    lease_ttl: float = key(SECONDS, 3.0, "How long a node counts as alive after its last report, in seconds.")
+    operation_ttl: float = key(SECONDS, 3600.0, "How long operations that ended can be asked about, in seconds.")
+    cluster_secret: str = common.cluster_secret()
+    tokenizers: Mapping[str, str] = key(
+        FOLDERS,
+        dict,
+        "Folders of the models whose text `/tokenize` and the page take, by the names they are served as.",
+    )
+    tls_cert: str = common.tls_cert()
+    tls_key: str = common.tls_key()
+    tls_client_ca: str = key(
+        PATH, "", "PEM file of the issuers that clients' certificates must come from; empty: clients need none."
+    )
+    log_level: str = common.log_level()
+    log_format: str = common.log_format()
+
+    @property
+    def tls(self) -> Tls:
+        """How to serve. Raises `ConfigError` if a file is not what it should be."""
+        return Tls(cert=self.tls_cert, key=self.tls_key, client_ca=self.tls_client_ca)
+
+    @property
+    def grpc_ports(self) -> Mapping[str, int]:
+        """The ports that speak gRPC, by the key that sets each."""
+        ports = {f"monitor_ports[{name!r}]": port for name, port in self.monitor_ports.items()}
+        return ports if self.port_is_for_http else {"port": self.port, **ports}
+
+    @property
+    def http_ports(self) -> Mapping[str, int]:
+        """The port that speaks HTTP, by the key that sets it; empty if there is none."""
+        if self.port_is_for_http:
+            return {"port": self.port}
+        if self.http_port is None:
+            # Next to `port`; where no port is next to it, as next to 0, a free one.
+            return {"http_port": self.port and (self.port + 1) % 65536}
+        return {} if self.http_port == OFF else {"http_port": self.http_port}
+
+    @property
+    def port_is_for_http(self) -> bool:
+        """Whether the ports mean what they mean to LMCache: monitors for its instances, `port` for HTTP."""
+        return bool(self.monitor_ports) and self.http_port is None

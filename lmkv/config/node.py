@@ -1,0 +1,174 @@
+"""What a node is told, and where its sockets and its lock are."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmkv.config import common
+from lmkv.config.kinds import (
+    ADDRESS,
+    FLAG,
+    GIGABYTES,
+    INSTANCE_ID,
+    NAMES,
+    OFF,
+    PATH,
+    PORT,
+    PORT_IF_ANY,
+    REACHABLE_HOST,
+    SECONDS,
+    SECONDS_OR_ZERO,
+    choice,
+    one_port,
+)
+from lmkv.config.schema import Alias, Config, key
+from lmkv.errors import ConfigError
+from lmkv.tls import Tls
+from lmkv.units import GB
+
+MAX_SOCKET_PATH_BYTES = 100
+"""Unix socket paths end at 107 bytes; the rest is left to those who need a suffix."""
+TRANSFER_CHANNEL = choice("nixl")
+
+
+def _own_instance_id() -> str:
+    """This machine's name, as far as an instance id may hold it."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip(".")[:64] or "node"
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Raises `ConfigError` unless only this user may enter: in /tmp anyone may have made it first."""
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"runtime_dir: {folder} is not this user's alone (mode 700); set runtime_dir to another folder",
+            key="runtime_dir",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConfig(Config):
+    """What a node is told: `lmkv node`."""
+
+    instance_id: str = key(
+        INSTANCE_ID,
+        _own_instance_id,
+        "Name of the node in the fleet, unique there.",
+        "lmcache_instance_id",
+        shown_default="the host's name",
+    )
+    coordinator_address: str = key(
+        ADDRESS,
+        "",
+        "Where the coordinator is; empty: none, the node serves only its own host.",
+        *common.COORDINATOR_ALIASES,
+    )
+    enable_p2p: bool = key(FLAG, True, "Whether nodes fetch chunks from each other.")
+    p2p_host: str = key(
+        REACHABLE_HOST, "127.0.0.1", "Address of this machine that the node binds, and tells its peers."
+    )
+    p2p_port: int = key(
+        PORT,
+        0,
+        "Port for peers; 0: a free one.",
+        Alias(name="p2p_init_ports", convert=one_port),
+    )
+    transfer_channel: str = key(TRANSFER_CHANNEL, "nixl", "What moves bytes between nodes.")
+    nixl_backends: tuple[str, ...] = key(NAMES, ("UCX",), "NIXL backends, best first.")
+    local_cpu: bool = key(FLAG, True, "Whether chunks are kept in host memory.")
+    max_local_cpu_size: float = key(GIGABYTES, 5.0, "Host memory for chunks, in GB unless it says its unit.")
+    pool_path: str = key(
+        PATH, "", "File on tmpfs or hugetlbfs that holds the pool; empty: anonymous memory.", shown_default="empty"
+    )
+    runtime_dir: str = key(
+        PATH,
+        "",
+        "Folder of the node's sockets and lock.",
+        shown_default="$XDG_RUNTIME_DIR/lmkv, else /tmp/lmkv-UID",
+    )
+    node_linger: float = key(SECONDS_OR_ZERO, 60.0, "How long a node outlives its last engine, in seconds.")
+    grant_ttl: float = key(SECONDS, 30.0, "How long a grant on extents lasts, in seconds.")
+    fetch_timeout: float = key(SECONDS, 1.0, "Most time to fetch chunks from a peer, in seconds.")
+    coordinator_timeout: float = key(SECONDS, 0.05, "Most time to wait for the coordinator in a lookup, in seconds.")
+    tls_ca: str = common.tls_ca()
+    tls_cert: str = common.tls_cert()
+    tls_key: str = common.tls_key()
+    metrics_port: int | None = key(
+        PORT_IF_ANY, OFF, "Port on `p2p_host` to serve Prometheus's `/metrics` on; 0: a free one; off: none."
+    )
+    log_level: str = common.log_level()
+    log_format: str = common.log_format()
+
+    @property
+    def tls(self) -> Tls:
+        """How to speak to the coordinator. Raises `ConfigError` if a file is not what it should be."""
+        return Tls(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key)
+
+    @property
+    def max_local_cpu_bytes(self) -> int:
+        """`max_local_cpu_size` in bytes."""
+        return round(self.max_local_cpu_size * GB)
+
+    @property
+    def runtime_path(self) -> Path:
+        """`runtime_dir`, or its default. Depends on the environment; may not exist yet."""
+        if self.runtime_dir:
+            return Path(self.runtime_dir).absolute()
+        user_dir = os.environ.get("XDG_RUNTIME_DIR", "")
+        if user_dir and os.access(user_dir, os.W_OK | os.X_OK):
+            return Path(user_dir, "lmkv")
+        return Path(f"/tmp/lmkv-{os.getuid()}")  # noqa: S108 # make_instance_dir refuses a foreign one
+
+    @property
+    def instance_dir(self) -> Path:
+        """This instance's folder under `runtime_path`."""
+        return self.runtime_path / self.instance_id
+
+    @property
+    def engine_socket(self) -> Path:
+        """Unix socket of `EngineService`. Raises `ConfigError` if its path is too long."""
+        return self._socket("engine.sock")
+
+    @property
+    def pool_socket(self) -> Path:
+        """Unix socket that hands out the pool's memory. Raises `ConfigError` if its path is too long."""
+        return self._socket("pool.sock")
+
+    @property
+    def lock_path(self) -> Path:
+        """File whose lock says that a node of this instance is alive."""
+        return self.instance_dir / "lock"
+
+    def make_instance_dir(self) -> Path:
+        """Makes `instance_dir` and what leads to it, for this user only, and returns it.
+
+        Raises `ConfigError` if it cannot be made, or if the default folder is open to others. A `runtime_dir` that was
+        named may be open: it may be shared on purpose.
+        """
+        try:
+            self.runtime_path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not self.runtime_dir:
+                _refuse_foreign(self.runtime_path)
+            self.instance_dir.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"runtime_dir: cannot make {error.filename}: {error.strerror}; set runtime_dir to a folder that this "
+                "user may write",
+                key="runtime_dir",
+            ) from None
+        return self.instance_dir
+
+    def _socket(self, name: str) -> Path:
+        path = self.instance_dir / name
+        if (size := len(os.fsencode(path))) > MAX_SOCKET_PATH_BYTES:
+            raise ConfigError(
+                f"runtime_dir makes the socket path {path} {size} bytes long; at most {MAX_SOCKET_PATH_BYTES} work: "
+                "set a shorter runtime_dir or instance_id",
+                key="runtime_dir",
+            )
+        return path
