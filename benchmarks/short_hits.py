@@ -70,6 +70,8 @@ def _measure_round(
     own = first.complete(prompt, 1)
     engines.check_hit("from the own pool", own, len(prompt) - 1)
     peer = second.complete(prompt, 1)
+    if len(prompt) in LENGTHS["peer"]:
+        engines.check_hit("from the peer", peer, len(prompt) - 1)
     return Round(computed=before or computed(), own=own.ttft_seconds, peer=peer.ttft_seconds)
 
 
