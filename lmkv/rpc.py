@@ -67,7 +67,7 @@ def to_status(error: LmkvError) -> status_pb2.Status:
         )
     for detail in details:
         packed = any_pb2.Any()
-        packed.Pack(detail)
+        packed.Pack(detail, deterministic=True)  # the same refusal is the same bytes
         status.details.append(packed)
     return status
 
