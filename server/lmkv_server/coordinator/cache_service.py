@@ -29,6 +29,8 @@ from lmkv_server.coordinator.watch import Watch
 
 ANSWER_BYTES = rpc.MAX_MESSAGE_BYTES // 2
 """Answers on a stream share a message until they are this long together: half of what one may have."""
+MAX_ANSWERS = 64
+"""Most answers in a message: about a millisecond's work. Sending it gives others a turn, however many are asked."""
 
 
 class CacheService(pb_grpc.CacheServiceServicer):
@@ -55,7 +57,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
         async for message in request_iterator:
             answer, size_bytes = pb.LookupStreamResponse(), 0
             for request in message.requests:
-                if size_bytes > ANSWER_BYTES:
+                if size_bytes > ANSWER_BYTES or len(answer.results) == MAX_ANSWERS:
                     yield answer
                     answer, size_bytes = pb.LookupStreamResponse(), 0
                 result = answer.results.add()

@@ -24,7 +24,7 @@ class Tokenizers:
                 raise ConfigError(f"tokenizers[{model_name!r}]: {error}", key="tokenizers") from None
         self._folders = dict(folders)
         self._loaded: dict[str, Tokenizer] = {}
-        self._lock = asyncio.Lock()
+        self._turn = asyncio.Lock()  # one text at a time: lookups keep the other processors
 
     @property
     def model_names(self) -> list[str]:
@@ -48,12 +48,8 @@ class Tokenizers:
                 model_name=model_name[:100],
                 known=known,
             )
-        return await asyncio.to_thread(
-            (await self._tokenizer(model_name)).encode, text, add_special_tokens=add_special_tokens
-        )
-
-    async def _tokenizer(self, model_name: str) -> Tokenizer:
-        async with self._lock:
+        async with self._turn:
             if model_name not in self._loaded:
                 self._loaded[model_name] = await asyncio.to_thread(tokenizer.load, self._folders[model_name])
-            return self._loaded[model_name]
+            encode = self._loaded[model_name].encode
+            return await asyncio.to_thread(encode, text, add_special_tokens=add_special_tokens)

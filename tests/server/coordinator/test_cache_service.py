@@ -21,6 +21,7 @@ from lmkv.v1.cache_service_pb2 import (
 )
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.registry_service_pb2 import ChunkChange, Instance, RegisterRequest, ReportRequest
+from lmkv_server.coordinator.cache_service import MAX_ANSWERS
 from tests.server.coordinator.cases import LLAMA, LLAMA_FLOAT, PROMPT, QWEN, keys_of
 
 
@@ -201,6 +202,15 @@ async def test_an_oversized_message_is_refused_and_the_next_one_served(
         await lookup(CacheServiceStub(boundless), chunk_keys=bytes(16 * 65_537))
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert found(await lookup(cache, tokens=PROMPT)) == {"a": (3, 48)}
+
+
+async def test_many_lookups_in_one_message_are_answered_in_parts(cache: Any) -> None:
+    stream = cache.LookupStream(timeout=20)
+    await stream.write(LookupStreamRequest(requests=[LookupRequest()] * 1000))
+    await stream.done_writing()
+    parts = [len(message.results) async for message in stream]
+    assert sum(parts) == 1000
+    assert max(parts) <= MAX_ANSWERS, "the coordinator does nothing else while it makes one"
 
 
 async def test_a_stream_answers_each_lookup_in_turn_and_goes_on_after_an_error(registry: Any, cache: Any) -> None:
