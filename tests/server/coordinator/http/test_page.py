@@ -490,6 +490,25 @@ async def test_text_is_looked_up_where_the_coordinator_has_the_models_tokenizer(
     await expect(page.locator("#dialog .lead")).to_contain_text("40 tokens")
 
 
+@pytest.mark.parametrize("tokenizers", [["llama"]], indirect=True)
+async def test_text_is_looked_up_though_the_map_changes_while_its_tokens_are_made(
+    visitor: Visitor, fleet: dict[str, ScriptedInstance]
+) -> None:
+    page = await visitor.open()
+    await look_up(page)
+    await expect(page.locator(".holder .name")).to_have_text(["a", "b"])
+
+    async def answer_late(route: Any) -> None:
+        await fleet["b"].evict(KEYS[:1])
+        await rounds(page, 3)
+        await route.continue_()
+
+    await page.route("**/tokenize", answer_late)
+    await look_up(page, TEXT)
+    await expect(page.locator("#prompt-understood")).to_have_text("40 tokens")
+    await expect(page.locator(".holder .name")).to_have_text(["a"])
+
+
 @pytest.mark.parametrize("tokenizers", [["llama", "qwen"]], indirect=True)
 async def test_text_for_one_of_several_models_asks_which(visitor: Visitor, make: Make) -> None:
     visitor.forgiven.append(REFUSED)

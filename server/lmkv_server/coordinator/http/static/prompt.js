@@ -91,6 +91,8 @@ export class Prompt {
     const number = ++this.#number; // what is still on its way is no longer wanted
     let selection = this.#showUnderstood();
     if (selection.kind === "text" && this.#takesText()) {
+      this.#asked = null; // what was asked before is followed no longer
+      show(byId("prompt-result"), false);
       selection = await this.#tokensOf(selection.text, number);
       if (number !== this.#number) return;
     }
