@@ -559,13 +559,13 @@ def test_the_documentation_lists_every_key_that_was_replaced() -> None:
         assert f"| `{name}` | {instead} |" in page
 
 
-def test_paths_meet_in_the_runtime_dir(tmp_path: Path) -> None:
-    config = NodeConfig(runtime_dir=str(tmp_path), instance_id="a-1")
-    assert config.runtime_path == tmp_path
-    assert config.engine_socket == tmp_path / "a-1" / "engine.sock"
-    assert config.pool_socket == tmp_path / "a-1" / "pool.sock"
-    assert config.lock_path == tmp_path / "a-1" / "lock"
-    assert not (tmp_path / "a-1").exists()
+def test_paths_meet_in_the_runtime_dir(short_folder: Path) -> None:
+    config = NodeConfig(runtime_dir=str(short_folder), instance_id="a-1")
+    assert config.runtime_path == short_folder
+    assert config.engine_socket == short_folder / "a-1" / "engine.sock"
+    assert config.pool_socket == short_folder / "a-1" / "pool.sock"
+    assert config.lock_path == short_folder / "a-1" / "lock"
+    assert not (short_folder / "a-1").exists()
 
 
 def test_the_runtime_dir_is_for_this_user_only(tmp_path: Path) -> None:

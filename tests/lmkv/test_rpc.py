@@ -281,13 +281,13 @@ async def test_reflection_describes_the_messages(address: str) -> None:
             assert b"LookupRequest" in response.file_descriptor_response.file_descriptor_proto[0]
 
 
-async def test_a_server_listens_on_a_unix_socket_too(cache: Cache, tmp_path: Any) -> None:
+async def test_a_server_listens_on_a_unix_socket_too(cache: Cache, short_folder: Path) -> None:
     server = await make_server(SERVICES)
     add_CacheServiceServicer_to_server(cache, server)
-    server.add_insecure_port(f"unix:{tmp_path}/s")
+    server.add_insecure_port(f"unix:{short_folder}/s")
     await server.start()
     try:
-        async with open_channel(f"unix:{tmp_path}/s") as channel:
+        async with open_channel(f"unix:{short_folder}/s") as channel:
             stub: Any = CacheServiceStub(channel)
             assert (await stub.Lookup(LookupRequest(chunk_keys=b"a"), timeout=DEADLINE)).revision == 1
     finally:

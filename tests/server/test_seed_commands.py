@@ -153,11 +153,12 @@ async def test_the_manuals_copy_and_the_codes_should_copy_both_copy(stored: Manu
 
 
 def test_the_manuals_second_file_has_the_first_ones_id_and_is_refused(manual: Manual, tmp_path: Path) -> None:
+    elsewhere = manual.runtime_dir / "elsewhere"
     impostor = ServerProcess(
         "impostor",
         [sys.executable, "-m", "lmkv", "node"],
         tmp_path / "impostor.log",
-        manual.nodes[0].environment | {"LMKV_RUNTIME_DIR": str(tmp_path / "elsewhere"), "LMKV_P2P_PORT": "0"},
+        manual.nodes[0].environment | {"LMKV_RUNTIME_DIR": str(elsewhere), "LMKV_P2P_PORT": "0"},
     )
     done = subprocess.run(
         impostor.command,

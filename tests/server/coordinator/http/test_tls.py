@@ -63,14 +63,14 @@ async def test_a_strict_coordinator_lets_in_only_whom_its_issuer_knows(certifica
                 await unknown.get("/healthz")
 
 
-async def test_a_node_and_a_tool_come_over_tls(certificates: Certificates, tmp_path: Path) -> None:
+async def test_a_node_and_a_tool_come_over_tls(certificates: Certificates, short_folder: Path) -> None:
     files: dict[str, Any] = {"tls_ca": certificates.ca, "tls_cert": certificates.cert, "tls_key": certificates.key}
     async with make_coordinator(certificates.strict_server) as coordinator:
         config = NodeConfig(
             instance_id="node-1",
             coordinator_address=coordinator.address,
             max_local_cpu_size=0.01,
-            runtime_dir=str(tmp_path),
+            runtime_dir=str(short_folder),
             **files,
         )
         async with Node(config) as node, asyncio.timeout(20):
