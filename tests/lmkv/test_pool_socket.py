@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from lmkv import pool_socket
+from lmkv import handover
 from lmkv.errors import ConfigError, Unreachable
 from lmkv.pool import Pool
 from lmkv.pool_socket import PoolSocket, attach
@@ -162,13 +162,13 @@ async def test_a_hello_that_makes_no_sense_is_refused_and_the_next_worker_served
     try:
         assert b'"error"' in await asyncio.to_thread(greet)
     except ConnectionResetError:  # it had not read all of the line
-        assert len(hello) > pool_socket.MAX_LINE_BYTES
+        assert len(hello) > handover.MAX_LINE_BYTES
     (await asyncio.to_thread(attach, node.path, "e", 0, EPOCH, 5.0)).close()
     await until(lambda: len(node.events) == 2)
 
 
 async def test_a_worker_that_says_nothing_is_dropped(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_socket, "HELLO_SECONDS", 0.05)
+    monkeypatch.setattr(handover, "HELLO_SECONDS", 0.05)
 
     def wait() -> bytes:
         with socket.socket(socket.AF_UNIX) as connection:
@@ -236,7 +236,7 @@ def test_no_node_is_unreachable_at_once(directory: Path) -> None:
         (b"", "cut off"),
         (b"what\n", "Expecting value"),
         (b"[]\n", "not an object"),
-        (b'{"size_bytes": 4096, "epoch": 7}\n', "does not hand over"),
+        (b'{"size_bytes": 4096, "epoch": 7}\n', "brings 0 files"),
         (b"x" * 5000, "too long"),
     ],
 )
