@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from benchmarks import timing
@@ -17,7 +18,7 @@ from benchmarks.rows import Row
 from lmkv.pool import Pool
 from lmkv.spec import KvSpec
 from lmkv.units import GB
-from lmkv_kernels import BlockCopy, Pages, gather, scatter
+from lmkv_kernels import ChunkCopy, Pages, gather, scatter, whole_tiles
 
 PROMPT_TOKENS = 4000
 SPARE_BLOCKS = 10
@@ -42,9 +43,10 @@ def _measure(run: Run, spec: KvSpec, pool: Pool, chunk_count: int) -> None:
     memory, pages = make_pages(spec, chunk_count * blocks + SPARE_BLOCKS)
     order = np.random.default_rng(0).permutation(pages.block_count)
     copies = [
-        BlockCopy(
+        ChunkCopy(
             offset=chunk * spec.chunk_bytes,
-            extent_block_count=blocks,
+            extent_tokens=spec.chunk_size,
+            token_count=spec.chunk_size,
             block_ids=order[chunk * blocks : (chunk + 1) * blocks].tolist(),
         )
         for chunk in range(chunk_count)
@@ -74,18 +76,9 @@ def make_pages(spec: KvSpec, block_count: int) -> tuple[Bytes, Pages]:
     layer_bytes = block_count * spec.kv_head_count * spec.tile_bytes
     memory = np.frombuffer(mmap.mmap(-1, spec.layer_count * layer_bytes), np.uint8)
     memory[:] = 1
-    address = memory.ctypes.data
-    pages = Pages(
-        layer_addresses=tuple(address + layer * layer_bytes for layer in range(spec.layer_count)),
-        block_stride_bytes=spec.kv_head_count * spec.tile_bytes,
-        head_stride_bytes=spec.tile_bytes,
-        tile_bytes=spec.tile_bytes,
-        head_count=spec.kv_head_count,
-        first_head=0,
-        kv_head_count=spec.kv_head_count,
-        block_count=block_count,
-    )
-    return memory, pages
+    content = spec.tile_bytes // spec.block_size
+    shape = (spec.layer_count, block_count, spec.kv_head_count, spec.block_size, content)
+    return memory, whole_tiles(list(torch.from_numpy(memory).view(shape)), 0, spec.kv_head_count)
 
 
 def memcpy(target: Bytes, source: Bytes, threads: int, executor: ThreadPoolExecutor) -> None:

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "block_copy.h"
+#include "chunk_copy.h"
 #include "token_ids.h"
 
 namespace nb = nanobind;
@@ -19,8 +19,8 @@ using Vector = nb::ndarray<Scalar, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using PoolBytes = Vector<std::uint8_t>;
 using ReadOnlyPoolBytes = Vector<const std::uint8_t>;
 using Addresses = Vector<const std::uint64_t>;
-using Geometry = nb::ndarray<const std::int64_t, nb::shape<6>, nb::c_contig, nb::device::cpu>;
-using Copies = nb::ndarray<const std::int64_t, nb::shape<-1, 4>, nb::c_contig, nb::device::cpu>;
+using Geometry = nb::ndarray<const std::int64_t, nb::shape<15>, nb::c_contig, nb::device::cpu>;
+using Copies = nb::ndarray<const std::int64_t, nb::shape<-1, 6>, nb::c_contig, nb::device::cpu>;
 using BlockIds = Vector<const std::int64_t>;
 
 const lmkv::TileKernels& kernels(bool portable) {
@@ -34,17 +34,30 @@ std::span<Scalar> span_of(const Vector<Scalar>& vector) {
 
 lmkv::Pages pages_of(const Addresses& layers, const Geometry& geometry) {
   const std::int64_t* field = geometry.data();
-  return {static_cast<std::int64_t>(layers.size()), field[0], field[1], field[2], field[3], field[4], field[5]};
+  const auto next = [&] { return *field++; };
+  lmkv::Pages pages;
+  pages.layer_count = static_cast<std::int64_t>(layers.size());
+  for (auto* value : {&pages.block_stride_bytes, &pages.head_stride_bytes, &pages.rows_per_block, &pages.row_bytes,
+                      &pages.element_bytes, &pages.head_count, &pages.first_head, &pages.kv_head_count,
+                      &pages.part_count}) {
+    *value = next();
+  }
+  for (lmkv::Part& part : pages.parts) {
+    part.offset = next();
+    part.row_stride = next();
+    part.element_stride = next();
+  }
+  return pages;
 }
 
-std::vector<lmkv::BlockCopy> copies_of(const Copies& copies) {
-  std::vector<lmkv::BlockCopy> rows;
+std::vector<lmkv::ChunkCopy> copies_of(const Copies& copies) {
+  std::vector<lmkv::ChunkCopy> rows;
   rows.reserve(copies.shape(0));
   std::int64_t first_id = 0;
   for (std::size_t row = 0; row < copies.shape(0); ++row) {
-    const std::int64_t* field = copies.data() + 4 * row;
-    rows.push_back({field[0], field[1], field[2], field[3], first_id});
-    first_id += field[3];
+    const std::int64_t* field = copies.data() + 6 * row;
+    rows.push_back({field[0], field[1], field[2], field[3], field[4], first_id});
+    first_id += field[5];
   }
   return rows;
 }

@@ -1,9 +1,12 @@
-// Where tiles lie in pages and in chunks, and how their words are summed: arithmetic that host and device code share.
+// Where KV lies in pages and in chunks, and how its words are summed: arithmetic that host and device code share.
 //
-//   pages of a rank    layer base + block id * block stride + head * head stride      -> tile
-//   chunk              [layer][kv head of the model][block][tile], from its extent's offset in the pool
+//   pages of a rank    layer base + block id * block stride + head * head stride
+//                      + part offset + row of the block * row stride + element * element stride
+//   chunk              [layer][kv head of the model][part][row][element], from its extent's offset in the pool
 //
-// A tile is one KV-cache block of one head and is moved whole. Wrappers have checked every number before it gets here.
+// A row is what one token has in one part of one head: its key, its value, or its MLA latent. Where a block's inside is
+// not to be looked into, a whole block of one head is the one row of its one part. Wrappers have checked every number
+// before it gets here.
 #pragma once
 
 #include <cstdint>
@@ -16,51 +19,89 @@
 
 namespace lmkv {
 
+constexpr int max_parts = 2;
+
+// Where one part's rows lie within a block of one head; bytes.
+struct Part {
+  std::int64_t offset;
+  std::int64_t row_stride;
+  std::int64_t element_stride;
+};
+
 // The KV-cache pages of one tensor-parallel rank; the same in all its layers.
 struct Pages {
   std::int64_t layer_count;
   std::int64_t block_stride_bytes;
   std::int64_t head_stride_bytes;
-  std::int64_t tile_bytes;
+  std::int64_t rows_per_block;
+  std::int64_t row_bytes;
+  std::int64_t element_bytes;
   std::int64_t head_count;     // of this rank
   std::int64_t first_head;     // its first, counted over the model
   std::int64_t kv_head_count;  // of the model
+  std::int64_t part_count;
+  Part parts[max_parts];
 };
 
-// Some blocks between the pages and one chunk. Its block ids are `block_count` of the call's list, from `first_id`.
-struct BlockCopy {
-  std::int64_t offset;              // of the chunk's extent in the pool, bytes
-  std::int64_t extent_block_count;  // blocks of the whole chunk
-  std::int64_t first_block;         // first block of the chunk to copy
-  std::int64_t block_count;
+// Some rows between the pages and one chunk. They lie one after the other in its blocks: `first_row` of the chunk is row
+// `first_slot` of the first block. Its block ids begin at `first_id` of the call's list.
+struct ChunkCopy {
+  std::int64_t offset;       // of the chunk's extent in the pool, bytes
+  std::int64_t extent_rows;  // rows of the whole chunk
+  std::int64_t first_row;    // first row of the chunk to copy
+  std::int64_t row_count;
+  std::int64_t first_slot;
   std::int64_t first_id;
 };
 
-// One tile of a copy, numbered in the order in which the chunk holds them.
-struct TilePlace {
+// One block of one head and layer: the unit of work. Numbered in the order in which a chunk holds them.
+struct Tile {
   std::int64_t layer;
-  std::int64_t head;  // of this rank
+  std::int64_t head;   // of this rank
   std::int64_t block;  // of the copy
 };
 
-LMKV_HOST_DEVICE inline TilePlace tile_place(const Pages& pages, const BlockCopy& copy, std::int64_t tile) {
-  const std::int64_t run = tile / copy.block_count;
-  return {run / pages.head_count, run % pages.head_count, tile % copy.block_count};
+// The rows of a copy that one of its blocks holds.
+struct Rows {
+  std::int64_t in_block;  // the first of them, counted in the block
+  std::int64_t in_chunk;  // and in the chunk
+  std::int64_t count;
+};
+
+LMKV_HOST_DEVICE inline std::int64_t block_count(const Pages& pages, const ChunkCopy& copy) {
+  return (copy.first_slot + copy.row_count + pages.rows_per_block - 1) / pages.rows_per_block;
 }
 
-// Bytes from a layer's base address.
-LMKV_HOST_DEVICE inline std::int64_t page_offset(const Pages& pages, std::int64_t block_id, std::int64_t head) {
-  return block_id * pages.block_stride_bytes + head * pages.head_stride_bytes;
+LMKV_HOST_DEVICE inline Tile tile_at(const Pages& pages, const ChunkCopy& copy, std::int64_t index) {
+  const std::int64_t blocks = block_count(pages, copy);
+  const std::int64_t run = index / blocks;
+  return {run / pages.head_count, run % pages.head_count, index % blocks};
 }
 
-// Bytes from the start of the chunk.
-LMKV_HOST_DEVICE inline std::int64_t chunk_offset(const Pages& pages, const BlockCopy& copy, const TilePlace& place) {
-  const std::int64_t head = place.layer * pages.kv_head_count + pages.first_head + place.head;
-  return (head * copy.extent_block_count + copy.first_block + place.block) * pages.tile_bytes;
+LMKV_HOST_DEVICE inline Rows rows_of(const Pages& pages, const ChunkCopy& copy, std::int64_t block) {
+  const std::int64_t begin = block * pages.rows_per_block;
+  const std::int64_t end = begin + pages.rows_per_block;
+  const std::int64_t last_slot = copy.first_slot + copy.row_count;
+  const std::int64_t first = begin > copy.first_slot ? begin : copy.first_slot;
+  const std::int64_t stop = end < last_slot ? end : last_slot;
+  return {first - begin, copy.first_row + first - copy.first_slot, stop - first};
+}
+
+// Bytes from a layer's base address to a row's first element.
+LMKV_HOST_DEVICE inline std::int64_t page_offset(const Pages& pages, const Part& part, std::int64_t block_id,
+                                                 std::int64_t head, std::int64_t row) {
+  return block_id * pages.block_stride_bytes + head * pages.head_stride_bytes + part.offset + row * part.row_stride;
+}
+
+// Bytes from the start of the chunk to a row.
+LMKV_HOST_DEVICE inline std::int64_t chunk_offset(const Pages& pages, const ChunkCopy& copy, const Tile& tile,
+                                                  std::int64_t part, std::int64_t row) {
+  const std::int64_t head = tile.layer * pages.kv_head_count + pages.first_head + tile.head;
+  return ((head * pages.part_count + part) * copy.extent_rows + row) * pages.row_bytes;
 }
 
 // The two keys of a word by its index in the chunk, one in each half: they are added to the word's halves.
-LMKV_HOST_DEVICE inline std::uint64_t word_key(std::uint64_t index) {
+LMKV_HOST_DEVICE constexpr std::uint64_t word_key(std::uint64_t index) {
   const auto position = static_cast<std::uint32_t>(index + 1);
   return static_cast<std::uint64_t>(position * 0x85EBCA77U) << 32 | (position * 0x9E3779B1U);
 }

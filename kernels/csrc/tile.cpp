@@ -23,27 +23,36 @@ std::uint64_t load_word(const std::byte* source) {
 
 namespace portable {
 
-std::uint64_t checksum(const std::byte* source, std::size_t size_bytes, std::uint64_t first_word) {
+std::uint64_t checksum(const std::byte* chunk, std::size_t size_bytes, std::uint64_t first_word) {
   std::uint64_t sum = 0;
   for (std::size_t word = 0; word < size_bytes / 8; ++word) {
-    sum += word_sum(load_word(source + 8 * word), word_key(first_word + word));
+    sum += word_sum(load_word(chunk + 8 * word), word_key(first_word + word));
   }
   return sum;
 }
 
-std::uint64_t gather(const std::byte* source, std::byte* target, std::size_t size_bytes, std::uint64_t first_word) {
-  constexpr std::size_t step = 8192;  // stays in the first-level cache between copy and sum
+std::uint64_t gather(const std::byte* pages, std::int64_t stride_bytes, std::byte* chunk, std::int64_t row_bytes,
+                     std::int64_t row_count, std::uint64_t first_word) {
+  constexpr std::int64_t step = 8192;  // stays in the first-level cache between copy and sum
   std::uint64_t sum = 0;
-  for (std::size_t done = 0; done < size_bytes; done += step) {
-    const std::size_t size = std::min(step, size_bytes - done);
-    std::memcpy(target + done, source + done, size);
-    sum += checksum(source + done, size, first_word + done / 8);
+  for (std::int64_t row = 0; row < row_count; ++row) {
+    const std::byte* const source = pages + row * stride_bytes;
+    for (std::int64_t done = 0; done < row_bytes; done += step) {
+      const std::int64_t size = std::min(step, row_bytes - done);
+      std::memcpy(chunk, source + done, size);
+      sum += checksum(source + done, size, first_word);
+      chunk += size;
+      first_word += size / 8;
+    }
   }
   return sum;
 }
 
-void scatter(const std::byte* source, std::byte* target, std::size_t size_bytes) {
-  std::memcpy(target, source, size_bytes);
+void scatter(const std::byte* chunk, std::byte* pages, std::int64_t stride_bytes, std::int64_t row_bytes,
+             std::int64_t row_count) {
+  for (std::int64_t row = 0; row < row_count; ++row) {
+    std::memcpy(pages + row * stride_bytes, chunk + row * row_bytes, row_bytes);
+  }
 }
 
 void publish() {}
@@ -56,23 +65,26 @@ constexpr TileKernels kernels{"portable", gather, scatter, checksum, publish};
 namespace avx2 {
 
 #define LMKV_AVX2 __attribute__((target("avx2")))
+#define LMKV_INLINE __attribute__((always_inline)) inline
 
-constexpr std::size_t vector_bytes = 32;
-constexpr std::size_t step_bytes = 4 * vector_bytes;
-constexpr std::size_t prefetch_bytes = 1024;  // ahead of the loads; the best of 0, 512, 1024 and 2048
+constexpr std::int64_t vector_bytes = 32;
+constexpr std::int64_t vector_words = vector_bytes / 8;
+constexpr int vectors = 4;
+constexpr std::int64_t step_bytes = vectors * vector_bytes;
+constexpr std::int64_t prefetch_bytes = 1024;  // ahead of the loads; the best of 0, 512, 1024 and 2048
 
 enum class Store { none, plain, streaming };
 
-// Adds to each half of four words.
-LMKV_AVX2 inline __m256i broadcast_key_step(std::uint32_t words) {
-  const std::uint64_t halves = static_cast<std::uint64_t>(words * 0x85EBCA77U) << 32 | (words * 0x9E3779B1U);
-  return _mm256_set1_epi64x(static_cast<long long>(halves));
+// Keys grow by the same step from word to word, so those of a vector are the first one's plus a constant.
+LMKV_AVX2 LMKV_INLINE __m256i keys_of_four(std::uint64_t first_word) {
+  constexpr auto step = [](std::uint64_t words) { return static_cast<long long>(word_key(words - 1)); };
+  const __m256i first = _mm256_set1_epi64x(static_cast<long long>(word_key(first_word)));
+  return _mm256_add_epi32(first, _mm256_set_epi64x(step(3), step(2), step(1), 0));
 }
 
-LMKV_AVX2 inline __m256i keys_of_four(std::uint64_t first_word) {
-  return _mm256_set_epi64x(
-      static_cast<long long>(word_key(first_word + 3)), static_cast<long long>(word_key(first_word + 2)),
-      static_cast<long long>(word_key(first_word + 1)), static_cast<long long>(word_key(first_word)));
+// What to add to the keys of words for those of the words that many further on.
+LMKV_AVX2 LMKV_INLINE __m256i key_step(std::uint64_t words) {
+  return _mm256_set1_epi64x(static_cast<long long>(word_key(words - 1)));
 }
 
 LMKV_AVX2 inline __m256i sums_of_four(__m256i words, __m256i keys) {
@@ -89,63 +101,132 @@ LMKV_AVX2 inline void put(std::byte* target, __m256i words) {
   }
 }
 
+// Goes through words that follow each other in the chunk, in as many runs as they come in.
 template <Store store, bool summing>
-LMKV_AVX2 std::uint64_t pass(const std::byte* source, std::byte* target, std::size_t size_bytes,
-                             std::uint64_t first_word) {
-  constexpr int vectors = step_bytes / vector_bytes;
-  const __m256i key_step = broadcast_key_step(step_bytes / 8);
-  __m256i keys[vectors];
-  __m256i sums[vectors];
-  for (int v = 0; v < vectors; ++v) {
-    keys[v] = keys_of_four(first_word + 4 * v);
-    sums[v] = _mm256_setzero_si256();
+class Pass {
+ public:
+  LMKV_AVX2 LMKV_INLINE explicit Pass(std::uint64_t first_word) : word_(first_word) {
+    for (auto& sum : sums_) sum = _mm256_setzero_si256();
+    if constexpr (summing) start_keys();
   }
 
-  std::size_t done = 0;
-  for (; done + step_bytes <= size_bytes; done += step_bytes) {
-    const char* ahead = reinterpret_cast<const char*>(source + done) + prefetch_bytes;
-    _mm_prefetch(ahead, _MM_HINT_T0);
-    _mm_prefetch(ahead + 64, _MM_HINT_T0);
-    __m256i words[vectors];
-    for (int v = 0; v < vectors; ++v) {
-      words[v] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + done + v * vector_bytes));
-    }
-    for (int v = 0; v < vectors; ++v) {
-      if constexpr (store != Store::none) put<store>(target + done + v * vector_bytes, words[v]);
-      if constexpr (summing) {
-        sums[v] = _mm256_add_epi64(sums[v], sums_of_four(words[v], keys[v]));
-        keys[v] = _mm256_add_epi32(keys[v], key_step);
+  LMKV_AVX2 LMKV_INLINE void run(const std::byte* source, std::byte* target, std::int64_t size_bytes,
+                                         std::int64_t ahead_bytes = prefetch_bytes) {
+    const __m256i full_step = key_step(step_bytes / 8);
+    std::int64_t done = 0;
+    for (; done + step_bytes <= size_bytes; done += step_bytes) {
+      const char* ahead = reinterpret_cast<const char*>(source + done) + ahead_bytes;
+      _mm_prefetch(ahead, _MM_HINT_T0);
+      _mm_prefetch(ahead + 64, _MM_HINT_T0);
+      __m256i words[vectors];
+      for (int v = 0; v < vectors; ++v) words[v] = load(source + done + v * vector_bytes);
+      for (int v = 0; v < vectors; ++v) {
+        put<store>(target + done + v * vector_bytes, words[v]);
+        if constexpr (summing) {
+          sums_[v] = _mm256_add_epi64(sums_[v], sums_of_four(words[v], keys_[v]));
+          keys_[v] = _mm256_add_epi32(keys_[v], full_step);
+        }
       }
     }
+    if constexpr (summing) word_ += done / 8;
+    if (done < size_bytes) finish(source + done, target + done, size_bytes - done);
   }
 
-  if constexpr (store != Store::none) std::memcpy(target + done, source + done, size_bytes - done);
-  if constexpr (!summing) return 0;
-  alignas(vector_bytes) std::uint64_t lanes[4];
-  _mm256_store_si256(reinterpret_cast<__m256i*>(lanes),
-                     _mm256_add_epi64(_mm256_add_epi64(sums[0], sums[1]), _mm256_add_epi64(sums[2], sums[3])));
-  return lanes[0] + lanes[1] + lanes[2] + lanes[3] +
-         portable::checksum(source + done, size_bytes - done, first_word + done / 8);
-}
+  LMKV_AVX2 LMKV_INLINE std::uint64_t sum() const {
+    alignas(vector_bytes) std::uint64_t lanes[4];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes),
+                       _mm256_add_epi64(_mm256_add_epi64(sums_[0], sums_[1]), _mm256_add_epi64(sums_[2], sums_[3])));
+    return lanes[0] + lanes[1] + lanes[2] + lanes[3] + rest_;
+  }
 
-// Streaming stores save reading the target's lines before they are overwritten, a third of the traffic.
+ private:
+  LMKV_AVX2 static inline __m256i load(const std::byte* source) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
+  }
+
+  LMKV_AVX2 LMKV_INLINE void start_keys() {
+    keys_[0] = keys_of_four(word_);
+    for (int v = 1; v < vectors; ++v) keys_[v] = _mm256_add_epi32(keys_[v - 1], key_step(vector_words));
+  }
+
+  // The end of a run that is no whole step: vectors, then words.
+  LMKV_AVX2 LMKV_INLINE void finish(const std::byte* source, std::byte* target, std::int64_t size_bytes) {
+    const __m256i one_vector = key_step(vector_words);
+    std::int64_t done = 0;
+    for (; done + vector_bytes <= size_bytes; done += vector_bytes) {
+      const __m256i words = load(source + done);
+      put<store>(target + done, words);
+      if constexpr (summing) {
+        sums_[0] = _mm256_add_epi64(sums_[0], sums_of_four(words, keys_[0]));
+        for (auto& keys : keys_) keys = _mm256_add_epi32(keys, one_vector);
+      }
+    }
+    const std::int64_t left = size_bytes - done;
+    if constexpr (summing) word_ += done / 8;
+    if (left == 0) return;
+    if constexpr (store != Store::none) std::memcpy(target + done, source + done, left);
+    if constexpr (summing) {
+      rest_ += portable::checksum(source + done, left, word_);
+      word_ += left / 8;
+      start_keys();
+    }
+  }
+
+  __m256i keys_[vectors];
+  __m256i sums_[vectors];
+  std::uint64_t rest_ = 0;
+  std::uint64_t word_;
+};
+
+// Streaming stores save reading the target's lines before they are overwritten, a third of the traffic. They pay where
+// whole lines are written one after the other, and want targets on a vector's boundary.
 bool may_stream(const std::byte* target) { return reinterpret_cast<std::uintptr_t>(target) % vector_bytes == 0; }
 
-std::uint64_t gather(const std::byte* source, std::byte* target, std::size_t size_bytes, std::uint64_t first_word) {
-  return may_stream(target) ? pass<Store::streaming, true>(source, target, size_bytes, first_word)
-                            : pass<Store::plain, true>(source, target, size_bytes, first_word);
+bool may_stream_rows(const std::byte* target, std::int64_t stride_bytes, std::int64_t row_bytes) {
+  constexpr std::uintptr_t line_bytes = 64;
+  return (reinterpret_cast<std::uintptr_t>(target) | static_cast<std::uintptr_t>(stride_bytes | row_bytes)) %
+             line_bytes == 0;
 }
 
-void scatter(const std::byte* source, std::byte* target, std::size_t size_bytes) {
-  if (may_stream(target)) {
-    pass<Store::streaming, false>(source, target, size_bytes, 0);
-  } else {
-    pass<Store::plain, false>(source, target, size_bytes, 0);
+template <Store store>
+LMKV_AVX2 std::uint64_t gather_by(const std::byte* pages, std::int64_t stride_bytes, std::byte* chunk,
+                                  std::int64_t row_bytes, std::int64_t row_count, std::uint64_t first_word) {
+  Pass<store, true> pass(first_word);
+  const std::int64_t ahead_bytes =
+      row_count == 1 ? prefetch_bytes : stride_bytes * std::max<std::int64_t>(prefetch_bytes / row_bytes, 1);
+  for (std::int64_t row = 0; row < row_count; ++row) {
+    pass.run(pages + row * stride_bytes, chunk + row * row_bytes, row_bytes, ahead_bytes);
+  }
+  return pass.sum();
+}
+
+std::uint64_t gather(const std::byte* pages, std::int64_t stride_bytes, std::byte* chunk, std::int64_t row_bytes,
+                     std::int64_t row_count, std::uint64_t first_word) {
+  const bool whole_vectors = row_count == 1 || row_bytes % vector_bytes == 0;
+  const auto by = may_stream(chunk) && whole_vectors ? gather_by<Store::streaming> : gather_by<Store::plain>;
+  return by(pages, stride_bytes, chunk, row_bytes, row_count, first_word);
+}
+
+template <Store store>
+LMKV_AVX2 void scatter_by(const std::byte* chunk, std::byte* pages, std::int64_t stride_bytes, std::int64_t row_bytes,
+                          std::int64_t row_count) {
+  Pass<store, false> pass(0);
+  for (std::int64_t row = 0; row < row_count; ++row) {
+    pass.run(chunk + row * row_bytes, pages + row * stride_bytes, row_bytes);
   }
 }
 
-std::uint64_t checksum(const std::byte* source, std::size_t size_bytes, std::uint64_t first_word) {
-  return pass<Store::none, true>(source, nullptr, size_bytes, first_word);
+void scatter(const std::byte* chunk, std::byte* pages, std::int64_t stride_bytes, std::int64_t row_bytes,
+             std::int64_t row_count) {
+  const bool streams = row_count == 1 ? may_stream(pages) : may_stream_rows(pages, stride_bytes, row_bytes);
+  const auto by = streams ? scatter_by<Store::streaming> : scatter_by<Store::plain>;
+  by(chunk, pages, stride_bytes, row_bytes, row_count);
+}
+
+LMKV_AVX2 std::uint64_t checksum(const std::byte* chunk, std::size_t size_bytes, std::uint64_t first_word) {
+  Pass<Store::none, true> pass(first_word);
+  pass.run(chunk, nullptr, static_cast<std::int64_t>(size_bytes));
+  return pass.sum();
 }
 
 void publish() { _mm_sfence(); }

@@ -1,4 +1,4 @@
-// Copying and summing one run of bytes, as fast as this processor can.
+// Copying and summing rows of bytes, as fast as this processor can.
 #pragma once
 
 #include <cstddef>
@@ -6,13 +6,16 @@
 
 namespace lmkv {
 
-// One instruction set's way. Sizes are multiples of 8; `first_word` is the index in the chunk of the first word.
-// Stores may bypass the caches: `publish` must come between the last of them and whatever tells others of them.
+// One instruction set's way. Rows are multiples of 8 bytes, and lie side by side in the chunk; `stride_bytes` is from
+// one to the next in the pages. `first_word` is the index in the chunk of the first row's first word. Stores may bypass
+// the caches: `publish` must come between the last of them and whatever tells others of them.
 struct TileKernels {
   const char* isa;
-  std::uint64_t (*gather)(const std::byte* source, std::byte* target, std::size_t size_bytes, std::uint64_t first_word);
-  void (*scatter)(const std::byte* source, std::byte* target, std::size_t size_bytes);
-  std::uint64_t (*checksum)(const std::byte* source, std::size_t size_bytes, std::uint64_t first_word);
+  std::uint64_t (*gather)(const std::byte* pages, std::int64_t stride_bytes, std::byte* chunk, std::int64_t row_bytes,
+                          std::int64_t row_count, std::uint64_t first_word);
+  void (*scatter)(const std::byte* chunk, std::byte* pages, std::int64_t stride_bytes, std::int64_t row_bytes,
+                  std::int64_t row_count);
+  std::uint64_t (*checksum)(const std::byte* chunk, std::size_t size_bytes, std::uint64_t first_word);
   void (*publish)();
 };
 

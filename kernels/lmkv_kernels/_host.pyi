@@ -18,8 +18,9 @@ def gather(
 ) -> None:
     """Pages to pool; fills `checksums` [copies].
 
-    `geometry` is block stride, head stride, tile bytes, head count, first head, heads of the model. A row of `copies`
-    is offset, blocks of the extent, first block, number of block ids. `portable` avoids instruction set extensions.
+    `geometry` is block stride, head stride, rows per block, row bytes, element bytes, head count, first head, heads of
+    the model, number of parts, and of two parts offset, row stride and element stride. A row of `copies` is as in
+    `lmkv_kernels.copies.Rows`. `portable` avoids instruction set extensions.
     """
 
 def scatter(

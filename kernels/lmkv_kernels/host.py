@@ -4,46 +4,46 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lmkv_kernels import _host
-from lmkv_kernels.pages import WORD_BYTES, BlockCopy, Pages
+from lmkv_kernels.copies import ChunkCopy, check, check_written_once
+from lmkv_kernels.pages import MAX_PARTS, WORD_BYTES, Pages
 
 Buffer = bytes | bytearray | memoryview | mmap.mmap | NDArray[Any]
 """Contiguous memory; `lmkv.pool.Pool.buffer` is some."""
 
 
-def gather(pages: Pages, pool: Buffer, copies: Sequence[BlockCopy], *, threads: int = 1) -> list[int]:
-    """Copies blocks of the pages into extents of the pool, and sums them in the same pass.
+def gather(pages: Pages, pool: Buffer, copies: Sequence[ChunkCopy], *, threads: int = 1) -> list[int]:
+    """Copies tokens of the pages into extents of the pool, and sums them in the same pass.
 
     Returns per copy what its words add to its chunk's checksum: the checksum itself where one rank has all heads and
-    copies all blocks, else a part; parts of ranks and copies are added modulo 2^64. Parts of the pool that two copies
+    copies all tokens, else a part; parts of ranks and copies are added modulo 2^64. Parts of the pool that two copies
     of one call write must not overlap. Uses up to `threads` threads (0: as many as help) where the bytes are worth it.
     Raises `ValueError`, before a byte is moved, if a copy does not fit the pages or the pool.
     """
     memory = _bytes_of(pool, "pool")
     if not memory.flags.writeable:
         raise ValueError("pool is read-only")
-    rows, block_ids = _check(pages, memory.size, copies, threads)
+    _check_call(pages, threads)
+    rows, block_ids = check(pages, memory.size, copies)
     checksums = np.empty(len(rows), np.uint64)
     _host.gather(_addresses(pages), _geometry(pages), memory, rows, block_ids, checksums, threads)
     return checksums.tolist()
 
 
-def scatter(pages: Pages, pool: Buffer, copies: Sequence[BlockCopy], *, threads: int = 1) -> None:
-    """Copies blocks of extents of the pool into the pages; the other way of `gather`.
+def scatter(pages: Pages, pool: Buffer, copies: Sequence[ChunkCopy], *, threads: int = 1) -> None:
+    """Copies tokens out of extents of the pool into the pages; the other way of `gather`.
 
-    Raises `ValueError`, before a byte is moved, if a copy does not fit, or two copies write one block of the pages.
+    Raises `ValueError`, before a byte is moved, if a copy does not fit, or two copies write one row of the pages.
     """
     memory = _bytes_of(pool, "pool")
-    rows, block_ids = _check(pages, memory.size, copies, threads)
-    ordered = np.sort(block_ids)
-    if (twice := ordered[1:][ordered[1:] == ordered[:-1]]).size:
-        raise ValueError(f"block_ids: block {twice[0]} would be written twice")
+    _check_call(pages, threads)
+    rows, block_ids = check(pages, memory.size, copies)
+    check_written_once(pages, rows, block_ids)
     _host.scatter(_addresses(pages), _geometry(pages), memory, rows, block_ids, threads)
 
 
@@ -84,54 +84,32 @@ def _addresses(pages: Pages) -> NDArray[np.uint64]:
 
 
 def _geometry(pages: Pages) -> NDArray[np.int64]:
+    """`lmkv::Pages`, field by field."""
+    parts = [(part.offset, part.row_stride, part.element_stride) for part in pages.parts]
+    parts += [(0, 0, 0)] * (MAX_PARTS - len(parts))
     return np.array(
         [
             pages.block_stride_bytes,
             pages.head_stride_bytes,
-            pages.tile_bytes,
+            pages.rows_per_block,
+            pages.row_bytes,
+            pages.element_bytes,
             pages.head_count,
             pages.first_head,
             pages.kv_head_count,
+            len(pages.parts),
+            *(number for part in parts for number in part),
         ],
         np.int64,
     )
 
 
+def _check_call(pages: Pages, threads: int) -> None:
+    if pages.device != "cpu":
+        raise ValueError(f"the pages are on {pages.device}, not in CPU memory")
+    _check_threads(threads)
+
+
 def _check_threads(threads: int) -> None:
     if threads < 0:
         raise ValueError(f"threads must be 0 or more, not {threads}")
-
-
-def _check(
-    pages: Pages, pool_size_bytes: int, copies: Sequence[BlockCopy], threads: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Copies as `[copy, (offset, extent_block_count, first_block, number of block ids)]`, and all their block ids."""
-    _check_threads(threads)
-    bytes_per_block = pages.extent_bytes(1)
-    for index, copy in enumerate(copies):
-        if problem := _problem(copy, bytes_per_block, pool_size_bytes):
-            raise ValueError(f"copies[{index}]: {problem}")
-    rows = [(copy.offset, copy.extent_block_count, copy.first_block, len(copy.block_ids)) for copy in copies]
-    # All ids at once, and compared by numpy: there may be thousands.
-    block_ids = np.fromiter(
-        chain.from_iterable(copy.block_ids for copy in copies), np.int64, sum(row[3] for row in rows)
-    )
-    if (wrong := block_ids[(block_ids < 0) | (block_ids >= pages.block_count)]).size:
-        raise ValueError(f"block_ids: block {wrong[0]} is not among the pages' {pages.block_count}")
-    return np.array(rows, np.int64).reshape(-1, 4), block_ids
-
-
-def _problem(copy: BlockCopy, bytes_per_block: int, pool_size_bytes: int) -> str | None:
-    if copy.extent_block_count < 1:
-        return f"extent_block_count must be positive, not {copy.extent_block_count}"
-    if copy.offset < 0 or copy.offset % WORD_BYTES:
-        return f"offset {copy.offset} is not a multiple of {WORD_BYTES} from 0 up"
-    end = copy.offset + copy.extent_block_count * bytes_per_block
-    if end > pool_size_bytes:
-        return f"the extent from offset {copy.offset} to {end} ends behind the pool of {pool_size_bytes} bytes"
-    if copy.first_block < 0 or copy.first_block + len(copy.block_ids) > copy.extent_block_count:
-        return (
-            f"{len(copy.block_ids)} block_ids from first_block {copy.first_block} on "
-            f"do not fit into {copy.extent_block_count} blocks"
-        )
-    return None

@@ -1,4 +1,8 @@
-"""Where an engine's KV-cache blocks lie in memory, and which of them go to or come from which chunk."""
+"""Where an engine's KV lies in its paged memory: strides, from tensors of any of vLLM's layouts.
+
+A *tile* is one block of one head. What it holds is told in *parts* (keys and values, or one latent) of *rows* (one per
+token); or, where its inside is not to be looked into, as one part of one row. docs/kernels.md draws it.
+"""
 
 from __future__ import annotations
 
@@ -7,80 +11,131 @@ from dataclasses import dataclass
 from typing import Protocol
 
 WORD_BYTES = 8
-"""Checksums are over 8-byte words, so everything lies at multiples of them."""
+"""Checksums are over 8-byte words, so rows are made of them."""
+MAX_PARTS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Where one part's rows begin within a tile, and where their elements lie; in bytes."""
+
+    offset: int
+    row_stride: int
+    element_stride: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pages:
-    """The KV-cache pages of one tensor-parallel rank, for blocks that are moved whole.
+    """The KV-cache pages of one tensor-parallel rank.
 
-    The tile of block `b` and the rank's head `h` is `tile_bytes` long and begins, in each layer, at
-    `layer_address + b * block_stride_bytes + h * head_stride_bytes`. Whoever makes it vouches for the addresses, and
-    keeps the memory alive while it is used. Raises `ValueError` if the fields contradict each other.
+    Element `e` of row `r` of part `p` in block `b` of the rank's head `h` lies, in each layer, at `layer_address +
+    b * block_stride_bytes + h * head_stride_bytes + parts[p].offset + r * parts[p].row_stride +
+    e * parts[p].element_stride`. Whoever makes it vouches for the addresses, and keeps the memory alive while it is
+    used. Raises `ValueError` if the fields contradict each other, or two elements would share memory.
     """
 
     layer_addresses: tuple[int, ...]
     """Address of block 0, head 0 of each layer, in the order of the layers."""
+    block_count: int
+    """Blocks per layer: block ids are below this."""
     block_stride_bytes: int
     head_stride_bytes: int
-    tile_bytes: int
-    """Bytes of one block of one head."""
+    rows_per_block: int
+    row_tokens: int = 1
+    """Tokens per row: 1, or the block size where tiles are moved whole."""
+    row_bytes: int
+    element_bytes: int
+    parts: tuple[Part, ...]
     head_count: int
     """KV heads of this rank."""
     first_head: int
     """The rank's first head, counted over the whole model."""
     kv_head_count: int
     """KV heads of the whole model."""
-    block_count: int
-    """Blocks per layer: block ids are below this."""
+    device: str = "cpu"
+    """Whose memory it is, as torch names it."""
 
     def __post_init__(self) -> None:
         if not self.layer_addresses:
             raise ValueError("layer_addresses is empty")
-        for name in ("tile_bytes", "head_count", "kv_head_count", "block_count"):
+        for name in ("block_count", "rows_per_block", "row_tokens", "row_bytes", "head_count", "kv_head_count"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
-        for name in ("block_stride_bytes", "head_stride_bytes", "tile_bytes"):
-            if getattr(self, name) % WORD_BYTES:
-                raise ValueError(f"{name} must be a multiple of {WORD_BYTES}, not {getattr(self, name)}")
-        for layer, address in enumerate(self.layer_addresses):
-            if address <= 0 or address % WORD_BYTES:
-                raise ValueError(f"layer_addresses[{layer}] is {address:#x}, not a multiple of {WORD_BYTES} above 0")
+        if self.element_bytes not in (1, 2, 4, 8):
+            raise ValueError(f"element_bytes must be 1, 2, 4 or 8, not {self.element_bytes}")
+        if not 1 <= len(self.parts) <= MAX_PARTS:
+            raise ValueError(f"there may be 1 to {MAX_PARTS} parts, not {len(self.parts)}")
         if self.first_head < 0 or self.first_head + self.head_count > self.kv_head_count:
             raise ValueError(
                 f"heads {self.first_head} to {self.first_head + self.head_count - 1} (first_head, head_count) "
                 f"are not among the model's {self.kv_head_count}"
             )
+        self._check_words()
         self._check_apart()
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens per block."""
+        return self.rows_per_block * self.row_tokens
+
+    def row_count(self, token_count: int) -> int:
+        """Rows that so many tokens take."""
+        return -(-token_count // self.row_tokens)
+
+    def extent_bytes(self, token_count: int) -> int:
+        """Bytes of a chunk of so many tokens: all layers, all heads of the model."""
+        rows = self.row_count(token_count)
+        return len(self.layer_addresses) * self.kv_head_count * len(self.parts) * rows * self.row_bytes
+
+    def is_contiguous(self, part: Part) -> bool:
+        """Whether the part's rows are runs of bytes."""
+        return part.element_stride == self.element_bytes
+
+    def _check_words(self) -> None:
+        words = {name: getattr(self, name) for name in ("block_stride_bytes", "head_stride_bytes", "row_bytes")}
+        words |= {f"layer_addresses[{layer}]": address for layer, address in enumerate(self.layer_addresses)}
+        for index, part in enumerate(self.parts):
+            words[f"parts[{index}].offset"] = part.offset
+            if self.is_contiguous(part) and self.rows_per_block > 1:
+                words[f"parts[{index}].row_stride"] = part.row_stride
+        for name, value in words.items():
+            if value < 0 or value % WORD_BYTES or (name.startswith("layer") and not value):
+                raise ValueError(f"{name} is {value}, not a multiple of {WORD_BYTES} from 0 up")
+
     def _check_apart(self) -> None:
-        """No two tiles may overlap, whichever of block and head is the outer dimension."""
-        dimensions = (
+        """No two elements may share memory, whichever of the dimensions is the outer one."""
+        elements = self.row_bytes // self.element_bytes
+        outer = [
             ("block_stride_bytes", self.block_stride_bytes, self.block_count),
             ("head_stride_bytes", self.head_stride_bytes, self.head_count),
-        )
-        span = self.tile_bytes
-        for name, stride, count in sorted(dimensions, key=lambda dimension: dimension[1]):
-            if count > 1 and stride < span:
-                raise ValueError(f"{name} {stride} makes tiles overlap: it must be at least {span}")
-            span += (count - 1) * stride
+        ]
+        inside = [
+            [("element_stride", part.element_stride, elements), ("row_stride", part.row_stride, self.rows_per_block)]
+            for part in self.parts
+        ]
+        first, *others = self.parts
+        if all((o.row_stride, o.element_stride) == (first.row_stride, first.element_stride) for o in others):
+            between = [("parts[1].offset", other.offset - first.offset, 2) for other in others]
+            _span([*inside[0], *between, *outer], self.element_bytes)
+            return
+        end = 0  # packed one after the other
+        for part, dimensions in sorted(zip(self.parts, inside, strict=True), key=lambda pair: pair[0].offset):
+            if part.offset < end:
+                raise ValueError(f"offset {part.offset} makes parts overlap: it must be at least {end}")
+            end = part.offset + _span(dimensions, self.element_bytes)
+        _span(outer, end)
 
-    def extent_bytes(self, block_count: int) -> int:
-        """Bytes of a chunk of so many blocks: all layers, all heads of the model."""
-        return len(self.layer_addresses) * self.kv_head_count * block_count * self.tile_bytes
 
+def _span(dimensions: Sequence[tuple[str, int, int]], size_bytes: int) -> int:
+    """Bytes from the first to the last of things of `size_bytes`, by name, stride and count of each dimension.
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockCopy:
-    """Some blocks of one chunk: the pages' `block_ids` are blocks `first_block`, `first_block + 1`, ... of it."""
-
-    offset: int
-    """Where the chunk's extent begins in the pool, in bytes."""
-    extent_block_count: int
-    """Blocks of the whole chunk."""
-    block_ids: Sequence[int]
-    first_block: int = 0
-    """First block of the chunk to copy; the blocks before it are left alone."""
+    Raises `ValueError` if two of them overlap.
+    """
+    for name, stride, count in sorted(dimensions, key=lambda dimension: dimension[1]):
+        if count > 1 and stride < size_bytes:
+            raise ValueError(f"{name} {stride} makes tiles overlap: it must be at least {size_bytes}")
+        size_bytes += (count - 1) * stride
+    return size_bytes
 
 
 class _Device(Protocol):
@@ -89,7 +144,7 @@ class _Device(Protocol):
 
 
 class PageTensor(Protocol):
-    """What `pages_from_tensors` asks of a tensor; `torch.Tensor` has it."""
+    """What pages are made from; `torch.Tensor` is one."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -100,45 +155,150 @@ class PageTensor(Protocol):
     def stride(self) -> Sequence[int]: ...
 
 
-def pages_from_tensors(tensors: Sequence[PageTensor], first_head: int, kv_head_count: int) -> Pages:
-    """Pages of KV-cache tensors in CPU memory, one per layer, each `[blocks, heads, block size, content]`.
+def whole_tiles(tensors: Sequence[PageTensor], first_head: int, kv_head_count: int) -> Pages:
+    """Pages whose tiles are moved as they are.
 
-    Blocks and heads may have any stride; block size and content must be contiguous. The tensors must outlive the pages.
-    Raises `ValueError` if a tensor cannot be moved by whole tiles, or is not laid out like the first.
+    `tensors` are one per layer, each `[blocks, heads, block size, content]`. Blocks and heads may have any stride; what
+    is in a block of one head must be contiguous. The tensors must outlive the pages. Raises `ValueError` if a tensor
+    cannot be moved so, or is not laid out like the first.
     """
-    if not tensors:
-        raise ValueError("tensors is empty")
-    layouts = [_layout(tensor, layer) for layer, tensor in enumerate(tensors)]
-    for layer, layout in enumerate(layouts):
-        if layout != layouts[0]:
-            raise ValueError(f"tensor {layer} is laid out unlike tensor 0: {layout} and {layouts[0]}")
-    (block_count, head_count, block_size, content), (block_stride, head_stride), element_bytes = layouts[0]
-    return Pages(
-        layer_addresses=tuple(tensor.data_ptr() for tensor in tensors),
-        block_stride_bytes=block_stride * element_bytes,
-        head_stride_bytes=head_stride * element_bytes,
-        tile_bytes=block_size * content * element_bytes,
-        head_count=head_count,
-        first_head=first_head,
-        kv_head_count=kv_head_count,
-        block_count=block_count,
+    layout = _layout(tensors)
+    if not layout.tiles_are_contiguous:
+        raise ValueError(f"the tiles of shape {layout.shape[2:]} are not contiguous: strides {layout.strides}")
+    return layout.pages(
+        first_head,
+        kv_head_count,
+        rows_per_block=1,
+        row_tokens=layout.block_size,
+        row_elements=layout.block_size * layout.content,
+        parts=[(0, layout.block_size * layout.content, 1)],
     )
 
 
-_Layout = tuple[tuple[int, ...], tuple[int, int], int]
+def token_rows(tensors: Sequence[PageTensor], first_head: int, kv_head_count: int, *, part_count: int = 2) -> Pages:
+    """Pages with a token's keys and values side by side: every layout that vLLM has on GPUs.
+
+    `tensors` are one per layer, each `[blocks, heads, block size, content]` with contiguous content: key, then value;
+    or with a `part_count` of 1 one latent (MLA). Raises as `whole_tiles` does.
+    """
+    layout = _layout(tensors)
+    if layout.content % part_count:
+        raise ValueError(f"a content of {layout.content} elements cannot be {part_count} parts")
+    size = layout.content // part_count
+    return layout.pages(
+        first_head,
+        kv_head_count,
+        rows_per_block=layout.block_size,
+        row_elements=size,
+        parts=[(part * size, layout.token_stride, 1) for part in range(part_count)],
+    )
 
 
-def _layout(tensor: PageTensor, layer: int) -> _Layout:
-    """Shape, strides of block and head in elements, bytes per element."""
-    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-    if tensor.device.type != "cpu":
-        raise ValueError(f"tensor {layer} is on {tensor.device.type}, not in CPU memory")
+def packed_rows(tensors: Sequence[PageTensor], first_head: int, kv_head_count: int) -> Pages:
+    """Pages of vLLM's CPU attention with the kernels `vec` and `vec16`: keys with the tokens innermost, then values.
+
+    `tensors` are as for `whole_tiles`, and what is in their tiles is not what the shape says. Raises as it does.
+    """
+    layout = _layout(tensors)
+    if not layout.tiles_are_contiguous or layout.content % 2:
+        raise ValueError(f"tiles of shape {layout.shape[2:]} and strides {layout.strides[2:]} are not packed so")
+    size, tokens = layout.content // 2, layout.block_size
+    return layout.pages(
+        first_head,
+        kv_head_count,
+        rows_per_block=tokens,
+        row_elements=size,
+        parts=[(0, 1, tokens), (tokens * size, size, 1)],
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layout:
+    """How the layers' tensors lie; strides in elements."""
+
+    addresses: tuple[int, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    element_bytes: int
+    device: str
+
+    @property
+    def block_size(self) -> int:
+        return self.shape[2]
+
+    @property
+    def content(self) -> int:
+        return self.shape[3]
+
+    @property
+    def token_stride(self) -> int:
+        return self.strides[2]
+
+    @property
+    def tiles_are_contiguous(self) -> bool:
+        return self.block_size == 1 or self.token_stride == self.content
+
+    def pages(
+        self,
+        first_head: int,
+        kv_head_count: int,
+        *,
+        rows_per_block: int,
+        row_elements: int,
+        parts: Sequence[tuple[int, int, int]],
+        row_tokens: int = 1,
+    ) -> Pages:
+        """The pages, with sizes in elements; a part is offset, row stride and element stride."""
+        size = self.element_bytes
+        return Pages(
+            layer_addresses=self.addresses,
+            block_count=self.shape[0],
+            block_stride_bytes=self.strides[0] * size,
+            head_stride_bytes=self.strides[1] * size,
+            rows_per_block=rows_per_block,
+            row_tokens=row_tokens,
+            row_bytes=row_elements * size,
+            element_bytes=size,
+            parts=tuple(
+                Part(offset=offset * size, row_stride=row * size, element_stride=element * size)
+                for offset, row, element in parts
+            ),
+            head_count=self.shape[1],
+            first_head=first_head,
+            kv_head_count=kv_head_count,
+            device=self.device,
+        )
+
+
+def _layout(tensors: Sequence[PageTensor]) -> _Layout:
+    if not tensors:
+        raise ValueError("tensors is empty")
+    layouts = [
+        (_shape(tensor, layer), tensor.element_size(), str(tensor.device)) for layer, tensor in enumerate(tensors)
+    ]
+    for layer, layout in enumerate(layouts):
+        if layout != layouts[0]:
+            raise ValueError(f"tensor {layer} is laid out unlike tensor 0: {layout} and {layouts[0]}")
+    (shape, strides), element_bytes, device = layouts[0]
+    return _Layout(
+        addresses=tuple(tensor.data_ptr() for tensor in tensors),
+        shape=shape,
+        strides=strides,
+        element_bytes=element_bytes,
+        device=device,
+    )
+
+
+def _shape(tensor: PageTensor, layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides. A dimension of one has no stride worth the name (torch lets it be anything): it gets one."""
+    shape, strides = tuple(tensor.shape), list(tensor.stride())
     if len(shape) != 4:
         raise ValueError(f"tensor {layer} has shape {shape}, not [blocks, heads, block size, content]")
-    block_size, content = shape[2:]
-    if (content > 1 and strides[3] != 1) or (block_size > 1 and strides[2] != content):
-        raise ValueError(f"tensor {layer} has strides {strides}: the tiles of shape {shape[2:]} are not contiguous")
-    # A dimension of one has no stride worth the name: torch lets it be anything.
-    head_stride = strides[1] if shape[1] > 1 else block_size * content
-    block_stride = strides[0] if shape[0] > 1 else shape[1] * head_stride
-    return shape, (block_stride, head_stride), tensor.element_size()
+    if shape[3] > 1 and strides[3] != 1:
+        raise ValueError(f"tensor {layer} has strides {tuple(strides)}: its content is not contiguous")
+    spans = [size * stride for size, stride in zip(shape, strides, strict=True) if size > 1]
+    for dimension, size in enumerate(shape):
+        if size == 1:
+            strides[dimension] = max(spans, default=shape[3])
+    strides[3] = 1
+    return shape, tuple(strides)

@@ -1,22 +1,88 @@
-"""The plain numpy twin of the kernels: slow, obvious, and what they must agree with bit for bit.
+"""The plain torch twin of the kernels: slow, obvious, and what they must agree with bit for bit.
 
-Arguments are as in `lmkv_kernels.host`, unchecked.
+It speaks of tensors where the kernels speak of addresses.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from lmkv_kernels.pages import BlockCopy, Pages
-
-Bytes = NDArray[np.uint8]
+from lmkv_kernels.copies import ChunkCopy
 
 
-def checksum(words: Bytes, first_word: int = 0) -> int:
+@dataclass(frozen=True, kw_only=True)
+class Twin:
+    """One rank's pages."""
+
+    tensors: Sequence[Tensor]
+    """The KV-cache, one per layer, each `[blocks, heads, block size, content]` with whatever strides."""
+    first_head: int
+    kv_head_count: int
+    inside: Literal["whole", "tokens", "packed"]
+    """A tile is opaque; or each token's content is its parts; or the keys come first as `[element, token]`."""
+    part_count: int = 2
+
+    def gather(self, pool: Tensor, copies: Sequence[ChunkCopy]) -> None:
+        """Pages to pool, `uint8`. The copies are not checked."""
+        for copy in copies:
+            chunk, first, stop = self._chunk(pool, copy)
+            for layer, tensor in enumerate(self.tensors):
+                rows = torch.cat([self.unpack(tensor[block_id]) for block_id in copy.block_ids], dim=2)
+                chunk[layer] = rows[:, :, first:stop]
+
+    def scatter(self, pool: Tensor, copies: Sequence[ChunkCopy]) -> None:
+        """Pool to pages."""
+        for copy in copies:
+            chunk, first, stop = self._chunk(pool, copy)
+            for layer, tensor in enumerate(self.tensors):
+                tiles = [self.unpack(tensor[block_id]) for block_id in copy.block_ids]
+                rows = torch.cat(tiles, dim=2)
+                rows[:, :, first:stop] = chunk[layer]
+                for block_id, tile in zip(copy.block_ids, rows.tensor_split(len(tiles), dim=2), strict=True):
+                    tensor[block_id] = self.pack(tile)
+
+    def unpack(self, tile: Tensor) -> Tensor:
+        """A block `[head, block size, content]` as `[head, part, row, element]`."""
+        heads, tokens, content = tile.shape
+        if self.inside == "whole":
+            return tile.reshape(heads, 1, 1, tokens * content)
+        if self.inside == "tokens":
+            return tile.reshape(heads, tokens, self.part_count, -1).transpose(1, 2)
+        keys, values = tile.reshape(heads, 2, -1).unbind(1)
+        return torch.stack([keys.reshape(heads, -1, tokens).transpose(1, 2), values.reshape(heads, tokens, -1)], 1)
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """The other way of `unpack`."""
+        heads, tokens, content = self.tensors[0].shape[1:]
+        if self.inside == "packed":
+            keys, values = rows.unbind(1)
+            rows = torch.stack([keys.transpose(1, 2).reshape(heads, -1), values.reshape(heads, -1)], 1)
+        elif self.inside == "tokens":
+            rows = rows.transpose(1, 2)
+        return rows.reshape(heads, tokens, content)
+
+    def _chunk(self, pool: Tensor, copy: ChunkCopy) -> tuple[Tensor, int, int]:
+        """The copy's part of its chunk, `[layer, head of this rank, part, row, element]`; its rows in the blocks."""
+        tile = self.unpack(self.tensors[0][0])
+        heads, parts, rows, elements = tile.shape
+        row_tokens = self.tensors[0].shape[2] // rows
+        shape = (len(self.tensors), self.kv_head_count, parts, -(-copy.extent_tokens // row_tokens), elements)
+        size_bytes = int(np.prod(shape)) * tile.element_size()
+        chunk = pool[copy.offset : copy.offset + size_bytes].view(tile.dtype).view(shape)
+        first, count = copy.first_token // row_tokens, -(-copy.token_count // row_tokens)
+        slot = copy.first_slot // row_tokens
+        own = slice(self.first_head, self.first_head + heads)
+        return chunk[:, own, :, first : first + count], slot, slot + count
+
+
+def checksum(words: NDArray[np.uint8], first_word: int = 0) -> int:
     """What a run of words, the first of which is word `first_word` of its chunk, adds to the chunk's checksum."""
     word = words.view("<u8")
     position = np.arange(first_word + 1, first_word + 1 + word.size, dtype=np.uint64).astype(np.uint32)
@@ -24,39 +90,3 @@ def checksum(words: Bytes, first_word: int = 0) -> int:
     high = (word >> np.uint64(32)).astype(np.uint32) + position * np.uint32(0x85EBCA77)
     sums = word + low.astype(np.uint64) * high.astype(np.uint64)
     return int(sums.sum(dtype=np.uint64))
-
-
-def gather(pages: Pages, pool: Bytes, copies: Sequence[BlockCopy]) -> list[int]:
-    """Pages to pool; returns per copy what its words add to the chunk's checksum."""
-    sums = []
-    for copy in copies:
-        total = 0
-        for start, tile in _tiles(pages, copy):
-            begin = copy.offset + start
-            pool[begin : begin + pages.tile_bytes] = tile
-            total += checksum(pool[begin : begin + pages.tile_bytes].copy(), start // 8)
-        sums.append(total % 2**64)
-    return sums
-
-
-def scatter(pages: Pages, pool: Bytes, copies: Sequence[BlockCopy]) -> None:
-    """Pool to pages."""
-    for copy in copies:
-        for start, tile in _tiles(pages, copy):
-            begin = copy.offset + start
-            tile[:] = pool[begin : begin + pages.tile_bytes]
-
-
-def _tiles(pages: Pages, copy: BlockCopy) -> Iterator[tuple[int, Bytes]]:
-    """Each tile of a copy: where it begins in the chunk, and the page memory it has."""
-    for layer, address in enumerate(pages.layer_addresses):
-        for head in range(pages.head_count):
-            row = layer * pages.kv_head_count + pages.first_head + head
-            for index, block_id in enumerate(copy.block_ids):
-                start = (row * copy.extent_block_count + copy.first_block + index) * pages.tile_bytes
-                page = address + block_id * pages.block_stride_bytes + head * pages.head_stride_bytes
-                yield start, _memory(page, pages.tile_bytes)
-
-
-def _memory(address: int, size_bytes: int) -> Bytes:
-    return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))

@@ -1,81 +1,116 @@
-"""Pages: made from tensors, and refused where tiles cannot be moved whole."""
+"""Pages: made from tensors, and refused where they contradict themselves."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import pytest
+import torch
 
-import lmkv_kernels
-from lmkv_kernels import BlockCopy, Pages, pages_from_tensors
-from tests.kernels.layouts import random_bytes
-
-torch = pytest.importorskip("torch")
+from lmkv_kernels import Pages, packed_rows, token_rows, whole_tiles
+from lmkv_kernels.pages import Part
+from tests.kernels.layouts import LAYOUTS, kv_cache
 
 PAGES = Pages(
     layer_addresses=(4096, 8192),
-    block_stride_bytes=128,
-    head_stride_bytes=64,
-    tile_bytes=64,
+    block_count=8,
+    block_stride_bytes=256,
+    head_stride_bytes=128,
+    rows_per_block=4,
+    row_bytes=16,
+    element_bytes=2,
+    parts=(Part(offset=0, row_stride=32, element_stride=2), Part(offset=16, row_stride=32, element_stride=2)),
     head_count=2,
     first_head=2,
     kv_head_count=4,
-    block_count=8,
 )
+"""Two heads of four tokens with a key and a value of eight elements each."""
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16", "uint8", "float8_e4m3fn"])
-def test_tensors_of_any_dtype_become_pages(dtype: str) -> None:
+def test_tensors_of_any_dtype_become_whole_tiles(dtype: str) -> None:
     tensors = [torch.zeros(6, 2, 4, 16, dtype=getattr(torch, dtype)) for _ in range(3)]
-    pages = pages_from_tensors(tensors, 2, 4)
     element = tensors[0].element_size()
+    tile = 4 * 16 * element
+    pages = whole_tiles(tensors, 2, 4)
     assert pages == Pages(
         layer_addresses=tuple(tensor.data_ptr() for tensor in tensors),
-        block_stride_bytes=2 * 4 * 16 * element,
-        head_stride_bytes=4 * 16 * element,
-        tile_bytes=4 * 16 * element,
+        block_count=6,
+        block_stride_bytes=2 * tile,
+        head_stride_bytes=tile,
+        rows_per_block=1,
+        row_tokens=4,
+        row_bytes=tile,
+        element_bytes=element,
+        parts=(Part(offset=0, row_stride=tile, element_stride=element),),
         head_count=2,
         first_head=2,
         kv_head_count=4,
-        block_count=6,
     )
+    assert pages.block_tokens == 4
+    assert pages.extent_bytes(5) == 3 * 4 * 2 * tile  # the second block whole
 
 
-def test_layers_of_one_allocation_and_heads_outside_blocks_work() -> None:
-    backing = torch.arange(3 * 2 * 6 * 4 * 16, dtype=torch.int32).view(3, 2, 6, 4, 16)  # [layer, head, block, ...]
-    tensors = [layer.transpose(0, 1) for layer in backing]
-    pages = pages_from_tensors(tensors, 0, 2)
-    assert (pages.block_stride_bytes, pages.head_stride_bytes, pages.tile_bytes) == (256, 6 * 256, 256)
-    pool = random_bytes(1, pages.extent_bytes(2))
-    lmkv_kernels.gather(pages, pool, [BlockCopy(offset=0, extent_block_count=2, block_ids=[5, 1])])
-    expected = backing[:, :, [5, 1]].contiguous().numpy().tobytes()
-    assert pool.tobytes() == expected
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_token_rows_are_found_in_every_layout(layout: str) -> None:
+    _, tensors = kv_cache(0, (3, 6, 2, 4, 16), layout, torch.bfloat16)
+    pages = token_rows(tensors, 0, 2)
+    assert [part.offset for part in pages.parts] == [0, 16]
+    assert (pages.row_bytes, pages.rows_per_block, pages.block_tokens) == (16, 4, 4)
+    base = tensors[1].data_ptr()
+    for block, head, token, element in [(5, 1, 3, 15), (2, 0, 1, 7)]:
+        part, offset = divmod(element, 8)
+        place = pages.layer_addresses[1] + block * pages.block_stride_bytes + head * pages.head_stride_bytes
+        place += pages.parts[part].offset + token * pages.parts[part].row_stride + 2 * offset
+        assert place - base == tensors[1][block, head, token, element].data_ptr() - base
+    assert pages.extent_bytes(5) == 3 * 2 * 2 * 5 * 16
+
+
+def test_a_latent_is_one_part() -> None:
+    pages = token_rows([torch.zeros(4, 1, 8, 72, dtype=torch.bfloat16)], 0, 1, part_count=1)
+    assert (len(pages.parts), pages.row_bytes) == (1, 144)
+
+
+def test_packed_keys_lie_with_the_tokens_innermost() -> None:
+    pages = packed_rows([torch.zeros(4, 2, 32, 16)], 0, 2)
+    assert pages.parts == (
+        Part(offset=0, row_stride=4, element_stride=128),
+        Part(offset=32 * 8 * 4, row_stride=32, element_stride=4),
+    )
+    assert not pages.is_contiguous(pages.parts[0])
+    assert pages.is_contiguous(pages.parts[1])
 
 
 def test_one_head_and_one_block_may_have_any_stride() -> None:
     tensor = torch.zeros(5, 1, 4, 16).as_strided((5, 1, 4, 16), (64, 1, 16, 1))
-    assert pages_from_tensors([tensor], 0, 1).block_stride_bytes == 256
+    assert whole_tiles([tensor], 0, 1).block_stride_bytes == 256
     tensor = torch.zeros(1, 2, 4, 16).as_strided((1, 2, 4, 16), (1, 64, 16, 1))
-    assert pages_from_tensors([tensor], 0, 2).block_count == 1
+    assert whole_tiles([tensor], 0, 2).block_count == 1
 
 
-def test_tensors_that_cannot_be_moved_by_tiles_are_refused() -> None:
+def test_tensors_that_cannot_be_moved_are_refused() -> None:
     good = torch.zeros(4, 2, 8, 16)
     bad = {
-        "tiles of shape": good.transpose(2, 3),
+        "its content is not contiguous": good.transpose(2, 3),
         "shape": good[0],
         "laid out unlike": torch.zeros(4, 2, 8, 32),
-        "on meta": torch.zeros(4, 2, 8, 16, device="meta"),
+        "meta": torch.zeros(4, 2, 8, 16, device="meta"),
     }
     for words, tensor in bad.items():
         with pytest.raises(ValueError, match=words):
-            pages_from_tensors([good, tensor], 0, 2)
+            token_rows([good, tensor], 0, 2)
     with pytest.raises(ValueError, match="empty"):
-        pages_from_tensors([], 0, 2)
+        whole_tiles([], 0, 2)
     with pytest.raises(ValueError, match="not among the model's 2"):
-        pages_from_tensors([good], 1, 2)
-    with pytest.raises(ValueError, match="must be a multiple of 8, not 3"):
-        pages_from_tensors([torch.zeros(4, 1, 3, 1, dtype=torch.uint8)], 0, 1)
+        whole_tiles([good], 1, 2)
+    with pytest.raises(ValueError, match="not a multiple of 8"):
+        whole_tiles([torch.zeros(4, 1, 3, 1, dtype=torch.uint8)], 0, 1)
+    with pytest.raises(ValueError, match="cannot be 2 parts"):
+        token_rows([torch.zeros(4, 1, 8, 15)], 0, 1)
+    by_token = torch.zeros(4, 8, 2, 16).transpose(1, 2)  # heads inside tokens
+    for make in (whole_tiles, packed_rows):
+        with pytest.raises(ValueError, match="strides"):
+            make([by_token], 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -84,16 +119,32 @@ def test_tensors_that_cannot_be_moved_by_tiles_are_refused() -> None:
         ({"layer_addresses": ()}, "layer_addresses is empty"),
         ({"layer_addresses": (4096, 4100)}, r"layer_addresses\[1\]"),
         ({"layer_addresses": (0, 8)}, r"layer_addresses\[0\]"),
-        ({"tile_bytes": 0}, "tile_bytes must be positive"),
-        ({"tile_bytes": 60}, "tile_bytes must be a multiple of 8"),
+        ({"row_bytes": 0}, "row_bytes must be positive"),
+        ({"row_bytes": 12}, "row_bytes is 12, not a multiple of 8"),
+        ({"row_tokens": 0}, "row_tokens must be positive"),
+        ({"element_bytes": 3}, "element_bytes must be 1, 2, 4 or 8, not 3"),
+        ({"parts": ()}, "1 to 2 parts, not 0"),
+        ({"parts": PAGES.parts * 2}, "1 to 2 parts, not 4"),
+        ({"parts": (Part(offset=4, row_stride=32, element_stride=2),)}, r"parts\[0\].offset is 4"),
+        ({"parts": (Part(offset=0, row_stride=20, element_stride=2),)}, r"parts\[0\].row_stride is 20"),
         ({"head_count": 0}, "head_count"),
         ({"first_head": 3}, "heads 3 to 4"),
         ({"first_head": -1}, "heads -1"),
         ({"block_count": 0}, "block_count"),
-        ({"block_stride_bytes": 64}, "overlap"),
-        ({"head_stride_bytes": 56}, "head_stride_bytes 56 makes tiles overlap"),
-        ({"block_stride_bytes": 120}, "block_stride_bytes 120 makes tiles overlap"),
-        ({"block_stride_bytes": -128}, "block_stride_bytes"),
+        ({"block_stride_bytes": 128}, "stride_bytes 128 makes tiles overlap"),
+        ({"head_stride_bytes": 120}, "head_stride_bytes 120 makes tiles overlap"),
+        ({"block_stride_bytes": 248}, "block_stride_bytes 248 makes tiles overlap"),
+        ({"block_stride_bytes": -256}, "block_stride_bytes"),
+        ({"row_bytes": 32}, "overlap"),
+        (
+            {
+                "parts": (
+                    Part(offset=0, row_stride=2, element_stride=8),
+                    Part(offset=32, row_stride=16, element_stride=2),
+                )
+            },
+            "offset 32 makes parts overlap: it must be at least 64",
+        ),
     ],
 )
 def test_pages_that_contradict_themselves_are_refused(change: dict[str, object], words: str) -> None:
@@ -101,5 +152,5 @@ def test_pages_that_contradict_themselves_are_refused(change: dict[str, object],
         dataclasses.replace(PAGES, **change)  # type: ignore[arg-type]
 
 
-def test_an_extent_holds_all_layers_and_all_heads_of_the_model() -> None:
-    assert PAGES.extent_bytes(3) == 2 * 4 * 3 * 64
+def test_an_extent_holds_all_layers_all_heads_of_the_model_and_all_parts() -> None:
+    assert PAGES.extent_bytes(3) == 2 * 4 * 2 * 3 * 16

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from lmkv.telemetry import NO_SPAN, Span
 from lmkv.v1.chunk_pb2 import Extent
+from lmkv_client.connector.copies import blocks_of, prompt_copy
 from lmkv_client.connector.messages import Check, Load, Loaded
-from lmkv_kernels import BlockCopy
+from lmkv_kernels import ChunkCopy
 
 
 class Loading:
@@ -58,7 +59,7 @@ class Loading:
         self._block_size = block_size
         self._missing = set(range(self.first_chunk, self.stop_chunk))
         self._verify = verify
-        self._ready: dict[int, tuple[BlockCopy, Check]] = {}
+        self._ready: dict[int, tuple[ChunkCopy, Check]] = {}
         """By chunk: has arrived, and the workers do not know yet."""
         self._closed = False
 
@@ -111,24 +112,23 @@ class Loading:
     def _high(self, chunk: int) -> int:
         return min(self.end, (chunk + 1) * self._chunk_size)
 
-    def _copy(self, chunk: int, extent: Extent) -> BlockCopy:
+    def _copy(self, chunk: int, extent: Extent) -> ChunkCopy:
         base = chunk * self._chunk_size
-        low, high = self._low(chunk), min(self.end, base + extent.token_count)
-        first, stop = (low - base) // self._block_size, -(-(high - base) // self._block_size)
-        page = base // self._block_size
-        return BlockCopy(
+        return prompt_copy(
+            self._block_ids,
+            self._block_size,
+            chunk_start=base,
+            low=self._low(chunk),
+            high=min(self.end, base + extent.token_count),
             offset=extent.offset,
-            extent_block_count=-(-extent.token_count // self._block_size),
-            first_block=first,
-            block_ids=list(self._block_ids[page + first : page + stop]),
+            extent_tokens=extent.token_count,
         )
 
     def _lost_blocks(self) -> list[int]:
-        lost: list[int] = []
+        lost: dict[int, None] = {}  # two chunks may meet within a block
         for chunk in sorted(self._missing):
-            low, high = self._low(chunk), self._high(chunk)
-            lost.extend(self._block_ids[low // self._block_size : -(-high // self._block_size)])
-        return lost
+            lost |= dict.fromkeys(blocks_of(self._block_ids, self._block_size, self._low(chunk), self._high(chunk)))
+        return list(lost)
 
 
 def check(extent: Extent) -> Check:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from lmkv_kernels import BlockCopy
+from lmkv_kernels import ChunkCopy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class Load:
     """Extents to copy into a request's pages."""
 
     request_id: str
-    copies: list[BlockCopy]
+    copies: list[ChunkCopy]
     sync: bool
     """Whether the step's forward needs the pages."""
     final: bool
@@ -49,7 +49,7 @@ class StepPlan(KVConnectorMetadata):
 
     attachment: Attachment | None = None
     loads: list[Load] = field(default_factory=list)
-    stores: list[BlockCopy] = field(default_factory=list)
+    stores: list[ChunkCopy] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, slots=True)

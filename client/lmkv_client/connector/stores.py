@@ -13,11 +13,12 @@ from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
 from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
+from lmkv_client.connector.copies import prompt_copy
 from lmkv_client.connector.credits import Credits
 from lmkv_client.connector.messages import WorkerReport
 from lmkv_client.connector.prompt import Prompt
 from lmkv_client.connector.stats import Counters
-from lmkv_kernels import BlockCopy
+from lmkv_kernels import ChunkCopy
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -75,12 +76,12 @@ class Stores:
         wanted = sum(prompt.unstored_count for prompt in prompts)
         return self.credits.ask(min(wanted, 2 * self._step_chunks) + len(prompts))
 
-    def plan(self, output: SchedulerOutput, prompts: dict[str, Prompt]) -> list[BlockCopy]:
+    def plan(self, output: SchedulerOutput, prompts: dict[str, Prompt]) -> list[ChunkCopy]:
         """The stores of the chunks that this step completes, and of those that earlier found no credit."""
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        copies: list[BlockCopy] = []
+        copies: list[ChunkCopy] = []
         for request_id, count in output.num_scheduled_tokens.items():
             prompt = prompts.get(request_id)
             if prompt and prompt.store_failures < MAX_FAILURES:
@@ -90,7 +91,7 @@ class Stores:
             self._send(pb.AttachRequest(reserve_count=wanted))
         return copies
 
-    def _plan(self, prompt: Prompt, done_count: int, output: SchedulerOutput, copies: list[BlockCopy]) -> None:
+    def _plan(self, prompt: Prompt, done_count: int, output: SchedulerOutput, copies: list[ChunkCopy]) -> None:
         size = self._spec.chunk_size
         prompt_done = done_count >= prompt.token_count
         if prompt_done and not self._with_decode:
@@ -112,7 +113,7 @@ class Stores:
 
     def _write(
         self, prompt: Prompt, index: int, key: ChunkKey, token_count: int, block_ids: Sequence[int]
-    ) -> BlockCopy | None:
+    ) -> ChunkCopy | None:
         """The store of one chunk; None if there is no credit for it now."""
         offset = self.credits.take()
         if offset is None:
@@ -120,8 +121,16 @@ class Stores:
             return None
         self._writes[offset] = Write(prompt=prompt, key=key, index=index, token_count=token_count)
         chunk = prompt.full_count if index == PARTIAL else index
-        first, count = chunk * self._spec.chunk_size // self._block_size, self._spec.block_count(token_count)
-        return BlockCopy(offset=offset, extent_block_count=count, block_ids=list(block_ids[first : first + count]))
+        start = chunk * self._spec.chunk_size
+        return prompt_copy(
+            block_ids,
+            self._block_size,
+            chunk_start=start,
+            low=start,
+            high=start + token_count,
+            offset=offset,
+            extent_tokens=token_count,
+        )
 
     def written(self, report: WorkerReport) -> None:
         """The workers have written, or not: commits what all ranks have written."""

@@ -20,7 +20,7 @@ from lmkv.errors import LmkvError
 from lmkv.pool_socket import AttachedPool, attach
 from lmkv_client.connector.messages import Attachment, Check, Load, Loaded, StepPlan, WorkerReport, Written
 from lmkv_client.plugin import PROCESSORS
-from lmkv_kernels import BlockCopy, Pages, checksum, gather, pages_from_tensors, scatter
+from lmkv_kernels import ChunkCopy, Pages, checksum, gather, scatter, whole_tiles
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ class WorkerSide:
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Where the pages are. Raises `ValueError` if they cannot be moved by whole tiles."""
         self._tensors = list(kv_caches.values())  # keeps the memory alive
-        self._pages = pages_from_tensors(self._tensors, self._first_head, self._kv_head_count)
+        self._pages = whole_tiles(self._tensors, self._first_head, self._kv_head_count)
 
     def load(self, plan: StepPlan) -> None:
         """Starts the step's loads; those that the forward needs are done on return."""
@@ -145,7 +145,7 @@ class WorkerSide:
             self._pool.close()
             self._pool = None
 
-    def _submit(self, running: Running, part: Sequence[BlockCopy]) -> Future[bool]:
+    def _submit(self, running: Running, part: Sequence[ChunkCopy]) -> Future[bool]:
         """Copies on the loader's thread, or here if that is quicker than waking it up."""
         if not running.parts and self._size_bytes(part) <= INLINE_BYTES:
             done: Future[bool] = Future()
@@ -167,7 +167,7 @@ class WorkerSide:
             failed=failed,
         )
 
-    def _scatter(self, pool: AttachedPool | None, copies: Sequence[BlockCopy]) -> bool:
+    def _scatter(self, pool: AttachedPool | None, copies: Sequence[ChunkCopy]) -> bool:
         """Fills pages; False if that could not be done."""
         if pool is None or self._pages is None:
             return False
@@ -188,12 +188,12 @@ class WorkerSide:
             logger.error("the chunk at offset %d of the pool is damaged; it is computed instead", one.offset)
         return not damaged
 
-    def _size_bytes(self, copies: Sequence[BlockCopy]) -> int:
+    def _size_bytes(self, copies: Sequence[ChunkCopy]) -> int:
         pages = self._pages
         if pages is None:
             return 0
-        per_block = len(pages.layer_addresses) * pages.head_count * pages.tile_bytes
-        return per_block * sum(len(copy.block_ids) for copy in copies)
+        rows = sum(pages.row_count(copy.token_count) for copy in copies)
+        return rows * len(pages.layer_addresses) * pages.head_count * len(pages.parts) * pages.row_bytes
 
     def _reporting(self) -> WorkerReport:
         if self._report is None:
@@ -228,9 +228,9 @@ PART_BLOCKS = 64
 """Pages that one part of a load fills at the most: what a thread does between looks at the queue."""
 
 
-def split(load: Load) -> list[list[BlockCopy]]:
+def split(load: Load) -> list[list[ChunkCopy]]:
     """The load's copies in parts that run one after the other."""
-    parts: list[list[BlockCopy]] = []
+    parts: list[list[ChunkCopy]] = []
     count = PART_BLOCKS
     for copy in load.copies:
         if count >= PART_BLOCKS:

@@ -31,7 +31,7 @@ from lmkv_client.connector.connector import LMKVConnector
 from lmkv_client.connector.messages import Attachment, Load, Loaded, StepPlan, WorkerReport, Written
 from lmkv_client.connector.scheduler import SchedulerSide
 from lmkv_client.connector.stats import Stats
-from lmkv_kernels import BlockCopy
+from lmkv_kernels import ChunkCopy
 from tests.client.connector.scripted_node import SPOILT, Content, Pool, ScriptedNode, Stored
 
 BLOCK = 32
@@ -129,7 +129,7 @@ def answer_of(prompt: Sequence[int], count: int, salt: str = "") -> list[int]:
 class Copying:
     """One rank's load: copies that were not made yet, and what became of the others."""
 
-    copies: list[tuple[Pool, BlockCopy]] = field(default_factory=list)
+    copies: list[tuple[Pool, ChunkCopy]] = field(default_factory=list)
     failed_blocks: list[int] = field(default_factory=list)
     final: bool = False
     failed: bool = False
@@ -189,7 +189,7 @@ class SimulatedWorker:
         """Fills pages from the pool, or fails to."""
         for pool, copy in copying.copies:
             content = pool.get(copy.offset, {}).get(self.rank)
-            for index, block_id in enumerate(copy.block_ids, copy.first_block):
+            for index, block_id in enumerate(copy.block_ids, copy.first_token // BLOCK):
                 block = [SPOILT] * BLOCK if content is None or self.fails_loads else list(content[index])
                 self.pages[block_id] = block
                 if self.fails_loads:
@@ -209,8 +209,9 @@ class SimulatedWorker:
             if self._poisoned or self.skips_stores:
                 report.skipped.add(copy.offset)
                 continue
-            assert copy.first_block == 0
-            assert len(copy.block_ids) == copy.extent_block_count
+            assert copy.first_token == 0
+            assert copy.token_count == copy.extent_tokens
+            assert len(copy.block_ids) == -(-copy.token_count // BLOCK)
             content: Content = [list(self.page(block_id)) for block_id in copy.block_ids]
             self._pool[copy.offset][self.rank] = content
             report.written[copy.offset] = Written(rank_count=1, checksum=sum(map(sum, content)) % 2**64)

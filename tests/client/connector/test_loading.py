@@ -87,14 +87,16 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def filled(loads: list[Load]) -> dict[int, Place]:
+def filled(loads: list[Load], block_size: int) -> dict[int, Place]:
     """For each page that the loads fill: from where. Asserts that none is filled twice."""
     found: dict[int, Place] = {}
     for load in loads:
         for copy in load.copies:
             assert copy.block_ids
-            assert copy.first_block + len(copy.block_ids) <= copy.extent_block_count
-            for index, page in enumerate(copy.block_ids, copy.first_block):
+            assert copy.first_slot == 0
+            assert copy.first_token + copy.token_count <= copy.extent_tokens
+            assert copy.first_token % block_size == 0
+            for index, page in enumerate(copy.block_ids, copy.first_token // block_size):
                 assert page not in found, "a page is filled twice"
                 found[page] = (copy.offset // EXTENT_BYTES, index)
     return found
@@ -120,7 +122,7 @@ def test_every_page_is_filled_from_its_place_or_reported_as_lost(case: Case) -> 
 
     assert loading.take() is None
     assert [load.final for load in loads] == [False] * (len(loads) - 1) + [True]
-    assert filled(loads) == case.pages(arrived)
+    assert filled(loads, case.block_size) == case.pages(arrived)
     assert loading.arrived_tokens == case.tokens(arrived)
     lost = [page for load in loads for page in load.failed_blocks]
     assert len(lost) == len(set(lost))
@@ -146,7 +148,7 @@ def test_when_the_node_is_lost_only_what_the_workers_were_told_counts(case: Case
         loads.append(load)
     assert loads
     assert [load.final for load in loads] == [False] * (len(loads) - 1) + [True]
-    assert filled(loads) == case.pages(told)
+    assert filled(loads, case.block_size) == case.pages(told)
     assert loading.arrived_tokens == case.tokens(told)
     wanted = set(range(loading.first_chunk, loading.stop_chunk))
     assert {page for load in loads for page in load.failed_blocks} == set(case.pages(wanted - told))
@@ -170,8 +172,8 @@ def test_a_load_that_is_complete_at_once_says_so_at_once() -> None:
     assert load
     assert (load.sync, load.final, load.failed_blocks) == (True, True, [])
     assert [copy.block_ids for copy in load.copies] == [[12, 13], [14, 15, 16]]
-    assert [copy.first_block for copy in load.copies] == [2, 0]
-    assert [copy.extent_block_count for copy in load.copies] == [4, 4]
+    assert [(copy.first_token, copy.token_count) for copy in load.copies] == [(16, 16), (0, 24)]
+    assert [copy.extent_tokens for copy in load.copies] == [32, 28]
     assert loading.take() is None
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lmkv_client.connector.messages import Attachment, Check, Load, Loaded, StepPlan, WorkerReport, Written
 from lmkv_client.connector.scheduler import multimodal_extras
-from lmkv_kernels import BlockCopy
+from lmkv_kernels import ChunkCopy
 
 
 def test_parts_of_the_ranks_are_added_modulo_two_to_the_64() -> None:
@@ -60,7 +60,7 @@ def test_what_a_rank_wrote_for_another_attachment_is_void_but_its_loads_have_end
 
 
 def test_plans_and_reports_survive_the_way_between_processes() -> None:
-    copy = BlockCopy(offset=4096, extent_block_count=2, block_ids=[7, 9], first_block=0)
+    copy = ChunkCopy(offset=4096, extent_tokens=32, token_count=32, block_ids=[7, 9])
     plan = StepPlan(
         attachment=Attachment(engine_id="e", pool_socket="/tmp/s", epoch=3),
         loads=[

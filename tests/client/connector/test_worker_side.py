@@ -18,7 +18,7 @@ from lmkv.pool_socket import PoolSocket
 from lmkv_client.connector import worker as worker_module
 from lmkv_client.connector.messages import Attachment, Check, Load, StepPlan
 from lmkv_client.connector.worker import INLINE_BYTES, WorkerSide
-from lmkv_kernels import BlockCopy, checksum
+from lmkv_kernels import ChunkCopy, checksum
 
 LAYERS, HEADS, BLOCK, CONTENT, BLOCKS = 3, 4, 32, 2 * 16, 24
 TILE_BYTES = BLOCK * CONTENT * 4
@@ -106,14 +106,18 @@ def caches(seed: int | None, heads: int = HEADS, blocks: int = BLOCKS) -> Caches
     return {f"model.layers.{layer}.self_attn.attn": memory[layer] for layer in range(LAYERS)}
 
 
-def chunk_copy(number: int, block_ids: list[int], first_block: int = 0, blocks: int = CHUNK_BLOCKS) -> BlockCopy:
-    return BlockCopy(
-        offset=number * CHUNK_BYTES, extent_block_count=blocks, block_ids=block_ids, first_block=first_block
+def chunk_copy(number: int, block_ids: list[int], first_block: int = 0, blocks: int = CHUNK_BLOCKS) -> ChunkCopy:
+    return ChunkCopy(
+        offset=number * CHUNK_BYTES,
+        extent_tokens=blocks * BLOCK,
+        token_count=len(block_ids) * BLOCK,
+        first_token=first_block * BLOCK,
+        block_ids=block_ids,
     )
 
 
 def load_of(
-    copies: list[BlockCopy],
+    copies: list[ChunkCopy],
     *,
     sync: bool = False,
     final: bool = True,
@@ -132,7 +136,7 @@ def load_of(
 
 
 def plan_of(
-    served: ServedPool | Attachment | None, *, loads: list[Load] | None = None, stores: list[BlockCopy] | None = None
+    served: ServedPool | Attachment | None, *, loads: list[Load] | None = None, stores: list[ChunkCopy] | None = None
 ) -> StepPlan:
     attachment = served.attachment() if isinstance(served, ServedPool) else served
     return StepPlan(attachment=attachment, loads=loads or [], stores=stores or [])
@@ -278,7 +282,7 @@ def test_a_load_without_anything_to_copy_ends_too(serve: Serve, make_worker: Mak
     "bad", [chunk_copy(100, [1, 2]), chunk_copy(0, [1, BLOCKS]), chunk_copy(0, [1, 2], first_block=1)]
 )
 def test_a_copy_that_does_not_fit_is_reported_page_by_page(
-    serve: Serve, make_worker: MakeWorker, sync: bool, bad: BlockCopy
+    serve: Serve, make_worker: MakeWorker, sync: bool, bad: ChunkCopy
 ) -> None:
     worker = make_worker(caches(None))
     step(worker, plan_of(serve(), loads=[load_of([bad], sync=sync)]))

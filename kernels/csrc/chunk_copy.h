@@ -12,12 +12,12 @@ namespace lmkv {
 
 // Pages -> pool. Writes to `checksums`, one per copy, what the copied words add to their chunk's checksum.
 void gather(const TileKernels& kernels, const Pages& pages, std::span<const std::uint64_t> layer_addresses,
-            std::byte* pool, std::span<const BlockCopy> copies, std::span<const std::int64_t> block_ids, int threads,
+            std::byte* pool, std::span<const ChunkCopy> copies, std::span<const std::int64_t> block_ids, int threads,
             std::span<std::uint64_t> checksums);
 
 // Pool -> pages.
 void scatter(const TileKernels& kernels, const Pages& pages, std::span<const std::uint64_t> layer_addresses,
-             const std::byte* pool, std::span<const BlockCopy> copies, std::span<const std::int64_t> block_ids,
+             const std::byte* pool, std::span<const ChunkCopy> copies, std::span<const std::int64_t> block_ids,
              int threads);
 
 // Checksum of a whole extent.

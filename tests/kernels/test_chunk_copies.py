@@ -1,0 +1,269 @@
+"""`gather` and `scatter` against their plain twin, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lmkv_kernels
+from lmkv_kernels import ChunkCopy, _host, host, reference, token_rows, whole_tiles
+from lmkv_kernels.copies import check
+from tests.kernels.layouts import DTYPES, LAYOUTS, Case, cases, kv_cache, large_case, random_bytes
+
+COPY_WAYS = ["wrapper", "portable"]
+
+
+def gather(case: Case, way: str, threads: int = 1) -> list[int]:
+    if way == "wrapper":
+        return lmkv_kernels.gather(case.pages, case.pool, case.copies, threads=threads)
+    rows, block_ids = check(case.pages, case.pool.size, case.copies)
+    sums = np.zeros(len(case.copies), np.uint64)
+    pages = host._addresses(case.pages), host._geometry(case.pages)
+    _host.gather(*pages, case.pool, rows, block_ids, sums, threads, portable=True)
+    return list(map(int, sums))
+
+
+def scatter(case: Case, way: str, threads: int = 1) -> None:
+    if way == "wrapper":
+        return lmkv_kernels.scatter(case.pages, case.pool, case.copies, threads=threads)
+    rows, block_ids = check(case.pages, case.pool.size, case.copies)
+    pages = host._addresses(case.pages), host._geometry(case.pages)
+    return _host.scatter(*pages, case.pool, rows, block_ids, threads, portable=True)
+
+
+@pytest.mark.parametrize("way", COPY_WAYS)
+@settings(max_examples=300, deadline=None)
+@given(case=cases())
+def test_gather_writes_the_twins_bytes_and_no_others(way: str, case: Case) -> None:
+    memory, before = case.memory.copy(), case.pool.copy()
+    case.twin.gather(case.pool_tensor, case.copies)
+    expected, sums = case.pool.copy(), case.expected_sums()
+    case.pool[:] = before
+    assert gather(case, way) == sums
+    assert np.array_equal(case.pool, expected)
+    assert np.array_equal(case.memory, memory)
+
+
+@pytest.mark.parametrize("way", COPY_WAYS)
+@settings(max_examples=300, deadline=None)
+@given(case=cases())
+def test_scatter_writes_the_twins_bytes_and_no_others(way: str, case: Case) -> None:
+    before, pool = case.memory.copy(), case.pool.copy()
+    case.twin.scatter(case.pool_tensor, case.copies)
+    expected = case.memory.copy()
+    case.memory[:] = before
+    scatter(case, way)
+    assert np.array_equal(case.memory, expected)
+    assert np.array_equal(case.pool, pool)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    layouts=st.tuples(*[st.sampled_from(sorted(LAYOUTS))] * 2),
+    block_sizes=st.tuples(*[st.integers(1, 40)] * 2),
+    ranks=st.tuples(*[st.sampled_from([1, 2, 4])] * 2),
+    dtype=st.sampled_from(DTYPES),
+    tokens=st.integers(1, 70),
+    latent=st.booleans(),
+    data=st.data(),
+)
+def test_token_rows_go_between_any_two_engines(
+    layouts: tuple[str, str],
+    block_sizes: tuple[int, int],
+    ranks: tuple[int, int],
+    dtype: torch.dtype,
+    tokens: int,
+    latent: bool,
+    data: st.DataObject,
+) -> None:
+    """Of other layouts, block sizes and numbers of ranks: what one has gathered, the other scatters."""
+    layers, kv_heads, parts = 2, 1 if latent else 4, 1 if latent else 2
+    content = 16 * parts
+    truth = torch.from_numpy(random_bytes(1, layers * kv_heads * tokens * content * dtype.itemsize)).view(dtype)
+    truth = truth.view(layers, kv_heads, tokens, content)
+    pool = random_bytes(2, layers * kv_heads * tokens * content * dtype.itemsize)
+    total = 0
+    for writing, layout, block_size, rank_count in zip((True, False), layouts, block_sizes, ranks, strict=True):
+        blocks = -(-tokens // block_size)
+        ids = data.draw(st.permutations(range(blocks + 1)))[:blocks]
+        per_rank = max(1, kv_heads // rank_count)
+        for first_head in range(0, kv_heads, per_rank):
+            shape = (layers, blocks + 1, per_rank, block_size, content)
+            _, tensors = kv_cache(3, shape, layout, dtype)
+            pages = token_rows(tensors, first_head, kv_heads, part_count=parts)
+            own = slice(first_head, first_head + per_rank)
+            slots = [(ids[token // block_size], token % block_size) for token in range(tokens)]
+            copy = ChunkCopy(offset=0, extent_tokens=tokens, token_count=tokens, block_ids=ids)
+            if writing:
+                for layer in range(layers):
+                    for token, (block, slot) in enumerate(slots):
+                        tensors[layer][block, :, slot] = truth[layer, own, token]
+                total += sum(lmkv_kernels.gather(pages, pool, [copy]))
+                continue
+            lmkv_kernels.scatter(pages, pool, [copy])
+            for layer in range(layers):
+                for token, (block, slot) in enumerate(slots):
+                    arrived = tensors[layer][block, :, slot].view(torch.uint8)
+                    assert torch.equal(arrived, truth[layer, own, token].view(torch.uint8)), (layer, token)
+    assert total % 2**64 == lmkv_kernels.checksum(pool) == reference.checksum(pool)
+
+
+def test_a_chunk_holds_layer_head_part_token_and_element_in_this_order() -> None:
+    truth = torch.arange(2 * 3 * 2 * 5 * 4, dtype=torch.int32).view(2, 3, 2, 5, 4)
+    pages_of = truth.permute(0, 3, 1, 2, 4).reshape(2, 5, 3, 1, 8).contiguous()  # blocks of one token
+    pages = token_rows(list(pages_of), 0, 3)
+    pool = np.zeros(pages.extent_bytes(5), np.uint8)
+    copy = ChunkCopy(offset=0, extent_tokens=5, token_count=5, block_ids=range(5))
+    lmkv_kernels.gather(pages, pool, [copy])
+    assert pool.tobytes() == truth.numpy().tobytes()
+
+
+@pytest.mark.parametrize("way", COPY_WAYS)
+@pytest.mark.parametrize("inside", ["whole", "tokens", "packed"])
+def test_any_number_of_threads_gives_the_same_bytes_and_checksums(inside: str, way: str) -> None:
+    case = large_case(inside=inside)
+    case.twin.gather(case.pool_tensor, case.copies)
+    expected_pool, expected = case.pool.copy(), case.expected_sums()
+    for threads in (1, 2, 3, 7, 0):
+        case.pool[:] = 0
+        assert gather(case, way, threads) == expected
+        assert np.array_equal(case.pool, expected_pool)
+        memory = case.memory.copy()
+        case.memory[:] = 0
+        scatter(case, way, threads)
+        assert np.array_equal(case.memory, memory)
+
+
+@pytest.mark.parametrize("inside", ["whole", "tokens", "packed"])
+def test_targets_off_a_vector_boundary_are_written_right(inside: str) -> None:
+    case = large_case(layer_count=1, head_count=1, chunk_count=1, inside=inside)
+    for shift in (8, 16, 24, 32, 40):
+        moved = dataclasses.replace(
+            case,
+            pool=random_bytes(9, case.pool.size + 64),
+            copies=[dataclasses.replace(case.copies[0], offset=shift)],
+        )
+        expected = moved.pool.copy()
+        case.twin.gather(torch.from_numpy(expected), moved.copies)
+        gather(moved, "wrapper")
+        assert np.array_equal(moved.pool, expected)
+
+
+def test_no_copies_copy_nothing() -> None:
+    case = large_case(chunk_count=1)
+    assert lmkv_kernels.gather(case.pages, case.pool, []) == []
+    empty = [dataclasses.replace(case.copies[0], block_ids=(), token_count=0)]
+    assert lmkv_kernels.gather(case.pages, case.pool, empty) == [0]
+    lmkv_kernels.scatter(case.pages, case.pool, [])
+
+
+def test_other_threads_run_while_a_kernel_copies() -> None:
+    case = large_case()
+    wakes: list[float] = []
+    stop = threading.Event()
+
+    def wake() -> None:
+        while not stop.wait(0.0005):
+            wakes.append(time.monotonic())
+
+    thread = threading.Thread(target=wake)
+    thread.start()
+    started = time.monotonic()
+    lmkv_kernels.gather(case.pages, case.pool, case.copies * 100)  # one call that takes some 100 ms
+    ended = time.monotonic()
+    stop.set()
+    thread.join()
+    assert sum(started < moment < ended for moment in wakes) > 5
+
+
+Kernel = Callable[..., object]
+BOTH: list[Kernel] = [lmkv_kernels.gather, lmkv_kernels.scatter]
+
+
+@pytest.mark.parametrize("kernel", BOTH)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"block_ids": (0, 8)}, "block 8 is not among the pages' 8"),
+        ({"block_ids": (-1, 0)}, "block -1"),
+        ({"block_ids": (1, 2, 3)}, "3 block_ids do not hold 256 tokens"),
+        ({"first_token": 128}, "do not fit into 256"),
+        ({"first_token": -128}, "do not fit into 256"),
+        ({"first_token": 64, "token_count": 100, "block_ids": (0,)}, "not where a block begins"),
+        ({"first_slot": 64, "token_count": 100, "block_ids": (0,)}, "not where a block begins"),
+        ({"first_slot": 128}, "first_slot 128 is not in a block of 128"),
+        ({"first_slot": -128}, "first_slot -128"),
+        ({"token_count": -1}, "do not fit"),
+        ({"extent_tokens": 0}, "extent_tokens must be positive"),
+        ({"extent_tokens": 2**62}, "ends behind the pool"),
+        ({"offset": 3 * 2 * 2 * 2 * 32768 + 8}, "ends behind the pool"),
+        ({"offset": 2**70}, "ends behind the pool"),
+        ({"offset": -8}, "offset -8"),
+        ({"offset": 4}, "offset 4 is not a multiple of 8"),
+    ],
+)
+def test_a_copy_that_does_not_fit_is_refused_before_a_byte_moves(
+    kernel: Kernel, change: dict[str, object], words: str
+) -> None:
+    case = large_case(layer_count=2, head_count=2)
+    bad = dataclasses.replace(case.copies[-1], **change)  # type: ignore[arg-type]
+    memory, pool = case.memory.copy(), case.pool.copy()
+    with pytest.raises(ValueError, match=words):
+        kernel(case.pages, case.pool, [*case.copies[:-1], bad])
+    assert np.array_equal(case.memory, memory)
+    assert np.array_equal(case.pool, pool)
+
+
+def test_scatter_refuses_to_write_a_token_twice() -> None:
+    case = large_case(layer_count=1, head_count=1)
+    twice = [case.copies[0], dataclasses.replace(case.copies[1], block_ids=case.copies[0].block_ids)]
+    with pytest.raises(ValueError, match="block 7 would be written twice"):
+        lmkv_kernels.scatter(case.pages, case.pool, twice)
+
+
+def test_two_chunks_may_share_a_block_that_they_meet_in() -> None:
+    case = large_case(layer_count=1, head_count=1, inside="tokens")
+    first = dataclasses.replace(case.copies[0], token_count=100, block_ids=(3,))
+    second = dataclasses.replace(case.copies[1], token_count=60, block_ids=(3, 4), first_slot=100)
+    lmkv_kernels.scatter(case.pages, case.pool, [first, second])
+    with pytest.raises(ValueError, match="block 3 would be written twice"):
+        lmkv_kernels.scatter(case.pages, case.pool, [first, dataclasses.replace(second, first_slot=99)])
+
+
+def test_gather_refuses_memory_that_it_may_not_write() -> None:
+    case = large_case(layer_count=1, head_count=1)
+    with pytest.raises(ValueError, match="pool is read-only"):
+        lmkv_kernels.gather(case.pages, bytes(case.pool), case.copies)
+    lmkv_kernels.scatter(case.pages, bytes(case.pool), case.copies)
+
+
+def test_threads_below_zero_and_pages_elsewhere_are_refused() -> None:
+    case = large_case(layer_count=1, head_count=1)
+    with pytest.raises(ValueError, match="threads"):
+        lmkv_kernels.gather(case.pages, case.pool, case.copies, threads=-1)
+    elsewhere = dataclasses.replace(case.pages, device="cuda:0")
+    with pytest.raises(ValueError, match="on cuda:0, not in CPU memory"):
+        lmkv_kernels.gather(elsewhere, case.pool, case.copies)
+
+
+def test_parts_of_a_chunk_add_up_to_its_checksum() -> None:
+    case = large_case(layer_count=2, head_count=2, chunk_count=1)
+    whole = lmkv_kernels.gather(case.pages, case.pool, case.copies)
+    (copy,) = case.copies
+    halves = [
+        dataclasses.replace(copy, token_count=128, first_token=128 * at, block_ids=[block_id])
+        for at, block_id in enumerate(copy.block_ids)
+    ]
+    assert sum(lmkv_kernels.gather(case.pages, case.pool, halves)) % 2**64 == whole[0] == reference.checksum(case.pool)
+    tensors = case.twin.tensors
+    ranks = [whole_tiles([tensor[:, head : head + 1] for tensor in tensors], head, 2) for head in range(2)]
+    parts = [lmkv_kernels.gather(rank, case.pool, case.copies)[0] for rank in ranks]
+    assert sum(parts) % 2**64 == whole[0]
