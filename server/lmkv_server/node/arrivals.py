@@ -45,7 +45,7 @@ class Progress:
         self.failures: dict[ChunkKey, LmkvError] = {}
         """Why chunks did not come when they were asked for; they may have come since."""
         self.changed = asyncio.Event()
-        """Set whenever a chunk came, or somebody else gave up bringing one."""
+        """Set whenever another fetch brought a chunk, or gave up bringing one."""
         self.size_bytes = 0
         """Bytes of the chunks that came from peers."""
         self.instance_ids: dict[str, None] = {}
@@ -69,7 +69,6 @@ class Progress:
         if due := self._due():
             self.handed_count += len(due)
             self._on_chunks(due)
-        self.changed.set()
 
     def _due(self) -> list[tuple[int, Chunk]]:
         """Takes off what is to be handed out now."""
@@ -107,6 +106,7 @@ class Flights:
 
     def __init__(self) -> None:
         self._waiting: dict[ChunkKey, list[tuple[Progress, int]]] = {}
+        self._bringing: dict[ChunkKey, Progress | None] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -114,18 +114,20 @@ class Flights:
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._waiting
 
-    def start(self, keys: Iterable[ChunkKey]) -> None:
-        """Somebody begins to bring these, and will `land` or `end` each."""
+    def start(self, keys: Iterable[ChunkKey], progress: Progress | None = None) -> None:
+        """Somebody begins to bring these for that fetch, and will `land` or `end` each."""
         for key in keys:
             assert key not in self._waiting, "brought twice"
             self._waiting[key] = []
+            self._bringing[key] = progress
 
     def join(self, progress: Progress) -> bool:
-        """Has the fetch told of what others bring for it; whether that is anything."""
+        """Has the fetch told of what other fetches bring that it misses; whether that is anything."""
         joined = False
         for index in progress.missing:
-            waiting = self._waiting.get(progress.keys[index])
-            if waiting is not None:
+            key = progress.keys[index]
+            waiting = self._waiting.get(key)
+            if waiting is not None and self._bringing[key] is not progress:
                 joined = True
                 if (progress, index) not in waiting:
                     waiting.append((progress, index))
@@ -133,12 +135,15 @@ class Flights:
 
     def land(self, chunk: Chunk, instance_id: str) -> None:
         """The chunk came from a peer and is in the tier: those who wait get it."""
+        self._bringing.pop(chunk.key, None)
         for progress, index in self._waiting.pop(chunk.key, ()):
             progress.add([(index, chunk)], instance_id)
+            progress.changed.set()
 
     def end(self, keys: Iterable[ChunkKey]) -> None:
         """Those that did not land will not be brought: those who wait must see for themselves."""
         for key in keys:
+            self._bringing.pop(key, None)
             for progress, _ in self._waiting.pop(key, ()):
                 progress.changed.set()
 
@@ -160,7 +165,7 @@ class Landing:
 
     def __init__(self, tier: HostTier) -> None:
         self._tier = tier
-        self._offsets: set[int] = set()
+        self._sizes: dict[int, int] = {}  # by offset
         self._writing = False
         self._closed = False
 
@@ -169,11 +174,16 @@ class Landing:
         """Whether extents are kept only because a transfer has not stopped."""
         return self._closed and self._writing
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the extents that were neither committed nor given back."""
+        return sum(self._sizes.values())
+
     def reserve(self, size_bytes: int) -> Reserved | None:
         """An extent to write into; None if there is no room."""
         reserved = self._tier.reserve(size_bytes)
         if reserved:
-            self._offsets.add(reserved.offset)
+            self._sizes[reserved.offset] = reserved.size_bytes
         return reserved
 
     def write(self) -> Callable[[], None]:
@@ -183,7 +193,7 @@ class Landing:
 
     def commit(self, key: ChunkKey, fingerprint: bytes, incoming: Incoming) -> Chunk | None:
         """Makes a chunk visible that has arrived whole; the one that is there if somebody else was faster."""
-        self._offsets.discard(incoming.reserved.offset)
+        self._sizes.pop(incoming.reserved.offset, None)
         chunk = self._tier.commit(
             incoming.reserved.offset,
             key=key,
@@ -206,9 +216,9 @@ class Landing:
             self._give_back()
 
     def _give_back(self) -> None:
-        for offset in self._offsets:
+        for offset in self._sizes:
             self._tier.give_back(offset)
-        self._offsets.clear()
+        self._sizes.clear()
 
 
 def checked_extents(

@@ -64,6 +64,7 @@ class HostTier:
         self._chunks: OrderedDict[ChunkKey, Chunk] = OrderedDict()  # least recently used first
         self._reserved: dict[int, Reserved] = {}
         self._generation = 0
+        self._chunk_bytes = 0
         self.evicted_count = 0
         """Chunks evicted for room since the start."""
 
@@ -76,6 +77,16 @@ class HostTier:
     def used_bytes(self) -> int:
         """Bytes that chunks and reservations take."""
         return self._free.size_bytes - self._free.free_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes that the chunks take which can be found. What is used beyond these is reserved, or kept by holds."""
+        return self._chunk_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that are reserved and neither committed nor given back."""
+        return sum(reserved.size_bytes for reserved in self._reserved.values())
 
     @property
     def reserved_count(self) -> int:
@@ -173,6 +184,7 @@ class HostTier:
             generation=reserved.generation,
         )
         self._chunks[key] = chunk
+        self._chunk_bytes += used
         if self._listener:
             self._listener.admitted(chunk)
         return chunk
@@ -197,6 +209,7 @@ class HostTier:
 
     def _remove(self, chunk: Chunk) -> None:
         del self._chunks[chunk.key]
+        self._chunk_bytes -= align(chunk.size_bytes)
         chunk.dropped = True
         if not chunk.holds:
             self._free.give(chunk.offset, chunk.size_bytes)
@@ -214,3 +227,4 @@ class HostTier:
         for (offset, size), (following, _) in pairwise(taken):
             assert offset + size <= following, "extents overlap"
         assert sum(size for _, size in taken) == self.used_bytes
+        assert sum(align(chunk.size_bytes) for chunk in self) == self.chunk_bytes

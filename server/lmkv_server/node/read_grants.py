@@ -71,6 +71,10 @@ class ReadGrants:
         self._counts[peer_id] = self._counts.get(peer_id, 0) + 1
         return grant
 
+    def get(self, grant_id: str) -> ReadGrant | None:
+        """The grant, if it is in force."""
+        return self._grants.get(grant_id)
+
     def release(self, grant_id: str) -> bool:
         """Ends a grant; whether it was still in force."""
         grant = self._grants.pop(grant_id, None)

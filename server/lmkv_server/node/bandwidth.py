@@ -1,0 +1,65 @@
+"""How fast bytes come from somewhere: measured, averaged, and forgotten when it is old. Pure.
+
+What is not known is None, never a guess: whoever asks decides what that means. That measurements are forgotten makes
+every decision that rests on them one for a while: a peer that was slow is tried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+KEPT = 0.8
+"""What of the earlier measurements stays with each new one."""
+FORGET_SECONDS = 30.0
+"""A measurement that nothing has renewed for so long is forgotten."""
+LEAST_BYTES = 1 << 20
+"""Smaller reads say how long an answer takes, not how fast bytes come."""
+
+
+class Bandwidth:
+    """One way for bytes: from one peer, or from several at once. Times are on any one clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._bytes = 0.0
+        self._seconds = 0.0
+        self._answer_seconds = 0.0
+        self._read_at = self._answered_at = float("-inf")
+        self._connected = False
+
+    def brought(self, size_bytes: int, seconds: float, now: float) -> None:
+        """A read of so many bytes took so long. The first one counts for nothing: it connects, too."""
+        if size_bytes < LEAST_BYTES or seconds <= 0:
+            return
+        if not self._connected:
+            self._connected = True
+            return
+        kept = KEPT if now < self._read_at + FORGET_SECONDS else 0.0
+        self._bytes = kept * self._bytes + size_bytes
+        self._seconds = kept * self._seconds + seconds
+        self._read_at = now
+
+    def answered(self, seconds: float, now: float) -> None:
+        """An answer to a question without bytes took so long."""
+        kept = KEPT if now < self._answered_at + FORGET_SECONDS else 0.0
+        self._answer_seconds = kept * self._answer_seconds + (1 - kept) * seconds
+        self._answered_at = now
+
+    def rate(self, now: float) -> float | None:
+        """Bytes per second."""
+        return self._bytes / self._seconds if now < self._read_at + FORGET_SECONDS else None
+
+    def answer_seconds(self, now: float) -> float:
+        """What it takes before the first byte comes; 0 if that is not known."""
+        return self._answer_seconds if now < self._answered_at + FORGET_SECONDS else 0.0
+
+    def seconds(self, size_bytes: int, now: float) -> float | None:
+        """What it should take to ask for so many bytes and get them."""
+        rate = self.rate(now)
+        return None if rate is None else self.answer_seconds(now) + size_bytes / rate
+
+
+def quickest(bandwidths: Iterable[Bandwidth], size_bytes: int, now: float) -> float | None:
+    """What the best of them should take for so many bytes; None if one is unknown, for that one may be better."""
+    seconds = [bandwidth.seconds(size_bytes, now) for bandwidth in bandwidths]
+    known = [each for each in seconds if each is not None]
+    return min(known) if known and len(known) == len(seconds) else None
