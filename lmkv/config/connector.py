@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lmkv.config import common
-from lmkv.config.kinds import FLAG, MILLISECONDS, SECONDS, SOCKET_PATH, TEXT, whole
+from lmkv.config.kinds import FLAG, MILLISECONDS, SECONDS, SOCKET_PATH, TEXT, choice, whole
 from lmkv.config.node import NodeConfig
 from lmkv.config.schema import Alias, key, keys
 
@@ -15,6 +15,12 @@ class ConnectorConfig(NodeConfig):
     """What the connector in an engine is told, the keys of the node it starts included."""
 
     chunk_size: int = key(whole(1, 1 << 20, "a number of tokens above 0"), 256, "Tokens in a chunk.")
+    kv_format: str = key(
+        choice("auto", "native", "token_major"),
+        "auto",
+        "How chunks are kept: token_major is for engines of any block size, native is quicker on CPUs; auto: native "
+        "there, token_major on GPUs.",
+    )
     save_partial_chunks: bool = key(
         FLAG,
         True,

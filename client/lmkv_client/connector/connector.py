@@ -15,7 +15,9 @@ from vllm.logger import init_logger
 from lmkv import config as configuration
 from lmkv import telemetry
 from lmkv.config import ConnectorConfig
-from lmkv_client.connector.identity import kv_spec
+from lmkv.spec import TOKEN_MAJOR
+from lmkv_client.connector.format import check_packing
+from lmkv_client.connector.identity import Share, attention_isa, kv_spec
 from lmkv_client.connector.link import NodeLink
 from lmkv_client.connector.messages import StepPlan
 from lmkv_client.connector.scheduler import SchedulerSide
@@ -47,6 +49,7 @@ class LMKVConnector(KVConnectorBase_V1):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         parallel = vllm_config.parallel_config
+        cache = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         if role is KVConnectorRole.SCHEDULER:
             telemetry.trace_engine(
                 config.instance_id, engine_traces=bool(vllm_config.observability_config.otlp_traces_endpoint)
@@ -57,21 +60,18 @@ class LMKVConnector(KVConnectorBase_V1):
                 config,
                 spec,
                 self._link,
-                block_size=spec.block_size,
+                block_size=cache.block_size,
                 rank_count=parallel.world_size,
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 may_load=self._kv_transfer_config.is_kv_consumer,
                 may_store=self._kv_transfer_config.is_kv_producer,
             )
         else:
+            if spec.format == TOKEN_MAJOR and vllm_config.device_config.device_type == "cpu":
+                check_packing(attention_isa(vllm_config, cache.head_size, cache.block_size), cache)
             rank = get_tensor_model_parallel_rank()
-            heads = spec.kv_head_count // parallel.tensor_parallel_size
-            self._worker = WorkerSide(
-                rank=rank,
-                first_head=rank * heads,
-                kv_head_count=spec.kv_head_count,
-                threads=config.copy_threads,
-            )
+            share = Share.of_rank(rank, parallel.tensor_parallel_size, spec.kv_head_count)
+            self._worker = WorkerSide(spec, share, rank=rank, threads=config.copy_threads)
 
     def _config(self, vllm_config: VllmConfig) -> ConnectorConfig:
         """The configuration, of which `kv_connector_extra_config` is the last word."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigError
 from lmkv.keys import pack_fields
-from lmkv.spec import NATIVE_TILES, KvSpec
+from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvSpec
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -31,14 +32,19 @@ def kv_spec(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Con
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
     device = vllm_config.device_config.device_type
-    heads = model.get_total_num_kv_heads()
+    heads = 1 if model.use_mla else model.get_total_num_kv_heads()
+    ranks = parallel.tensor_parallel_size
+    native = config.kv_format == "native" or (config.kv_format == "auto" and device == "cpu")
     refusals = {
         f"KV-cache groups: the model has {len(groups)}, this version of lmkv moves 1": len(groups) != 1,
         f"device: KV cache on {device} cannot be moved by this version of lmkv, only on cpu": device != "cpu",
-        "use_mla: the CPU backend packs MLA in a way that this version of lmkv does not know": model.use_mla,
+        "use_mla: the CPU backend packs MLA in a way that this version of lmkv does not know": (
+            model.use_mla and device == "cpu"
+        ),
+        "kv_format: native tiles are for CPUs; use token_major": native and device != "cpu",
         "pipeline_parallel_size: this version of lmkv supports 1": parallel.pipeline_parallel_size != 1,
-        f"tensor_parallel_size: {heads} KV heads cannot be split evenly over {parallel.tensor_parallel_size} ranks": (
-            heads % parallel.tensor_parallel_size != 0
+        f"tensor_parallel_size: {heads} KV heads cannot be split evenly over {ranks} ranks": (
+            heads % ranks != 0 and ranks % heads != 0
         ),
     }
     for reason, refused in refusals.items():
@@ -46,6 +52,15 @@ def kv_spec(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Con
             raise ConfigError(f"LMKVConnector: {reason}; remove --kv-transfer-config or change the engine")
     group = groups[0]
     cache = group.kv_cache_spec
+    tiles = (
+        {
+            "tile_backend": "CPU_ATTN",
+            "tile_isa": tile_isa(vllm_config, cache.head_size, cache.block_size),
+            "block_size": cache.block_size,
+        }
+        if native
+        else {}
+    )
     return KvSpec(
         model_name=served_name(model),
         model_id=config.model_id or model_identity(model),
@@ -54,12 +69,26 @@ def kv_spec(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Con
         kv_head_count=heads,
         head_size=cache.head_size,
         chunk_size=config.chunk_size,
-        format=NATIVE_TILES,
-        tile_backend="CPU_ATTN",
-        tile_isa=tile_isa(vllm_config, cache.head_size, cache.block_size),
-        block_size=cache.block_size,
+        mla=model.use_mla,
+        format=NATIVE_TILES if native else TOKEN_MAJOR,
         vocab_size=model.get_vocab_size(),
+        **tiles,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The KV heads that one rank has. Where ranks outnumber heads, or there is one latent for all, several have one."""
+
+    first_head: int
+    is_writer: bool
+    """Whether the rank is the one that stores them."""
+
+    @classmethod
+    def of_rank(cls, rank: int, rank_count: int, kv_head_count: int) -> Share:
+        """The share of one of `rank_count` ranks."""
+        per_head = max(1, rank_count // kv_head_count)
+        return cls(first_head=rank * kv_head_count // rank_count, is_writer=rank % per_head == 0)
 
 
 def served_name(model: ModelConfig) -> str:
@@ -78,11 +107,19 @@ def kv_dtype(cache_dtype: str, element: str) -> str:
 def tile_isa(vllm_config: VllmConfig, head_size: int, block_size: int) -> str:
     """What decides how vLLM's CPU attention packs a block: its kernel's name, the machine, the vector width."""
     import torch
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    isa = _get_attn_isa(vllm_config.model_config.dtype, block_size, head_size, vllm_config.cache_config.cache_dtype)
+    isa = attention_isa(vllm_config, head_size, block_size)
     width = "avx512" if torch.cpu._is_avx512_supported() else "base"
     return f"{isa}-{platform.machine()}-{width}"
+
+
+def attention_isa(vllm_config: VllmConfig, head_size: int, block_size: int) -> str:
+    """The kernel that vLLM's CPU attention chooses, by its name for it."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
+    isa: str = _get_attn_isa(dtype, block_size, head_size, cache_dtype)
+    return isa
 
 
 def model_identity(model: ModelConfig) -> str:

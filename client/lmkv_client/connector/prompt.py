@@ -139,7 +139,7 @@ class Prompt:
             return request_tokens
         if hit % self.chunk_size:  # a partial chunk counts only when it ends the request
             hit -= hit % self.chunk_size
-        return min(hit, (request_tokens - 1) // block_size * block_size)
+        return min(hit, request_tokens - 1) // block_size * block_size
 
     def found(self, own: Sequence[Extent], peer_count: int, peer_id: str, now: float) -> None:
         """The node has answered."""

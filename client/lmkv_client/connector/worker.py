@@ -18,9 +18,12 @@ from vllm.logger import init_logger
 
 from lmkv.errors import LmkvError
 from lmkv.pool_socket import AttachedPool, attach
+from lmkv.spec import KvSpec
+from lmkv_client.connector.format import make_pages
+from lmkv_client.connector.identity import Share
 from lmkv_client.connector.messages import Attachment, Check, Load, Loaded, StepPlan, WorkerReport, Written
 from lmkv_client.plugin import PROCESSORS
-from lmkv_kernels import ChunkCopy, Pages, checksum, gather, scatter, whole_tiles
+from lmkv_kernels import ChunkCopy, Pages, checksum, gather, scatter
 
 if TYPE_CHECKING:
     import torch
@@ -57,10 +60,10 @@ class Running:
 class WorkerSide:
     """One rank's copies."""
 
-    def __init__(self, *, rank: int, first_head: int, kv_head_count: int, threads: int) -> None:
+    def __init__(self, spec: KvSpec, share: Share, *, rank: int, threads: int) -> None:
+        self._spec = spec
+        self._share = share
         self._rank = rank
-        self._first_head = first_head
-        self._kv_head_count = kv_head_count
         self._threads = threads
         self._pages: Pages | None = None
         self._attachment: Attachment | None = None
@@ -74,9 +77,9 @@ class WorkerSide:
         self._step_is_poisoned = False
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Where the pages are. Raises `ValueError` if they cannot be moved by whole tiles."""
+        """Where the pages are. Raises `ValueError` if they cannot be copied."""
         self._tensors = list(kv_caches.values())  # keeps the memory alive
-        self._pages = whole_tiles(self._tensors, self._first_head, self._kv_head_count)
+        self._pages = make_pages(self._tensors, self._spec, first_head=self._share.first_head)
 
     def load(self, plan: StepPlan) -> None:
         """Starts the step's loads; those that the forward needs are done on return."""
@@ -107,6 +110,9 @@ class WorkerSide:
         if self._pool is None or self._pages is None or self._step_is_poisoned:
             # After a failed synchronous load this step's forward has read pages that were never filled.
             report.skipped.update(copy.offset for copy in plan.stores)
+            return
+        if not self._share.is_writer:
+            report.written.update((copy.offset, Written(rank_count=1, checksum=0)) for copy in plan.stores)
             return
         started = time.perf_counter()
         try:

@@ -16,9 +16,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from lmkv.config import ConnectorConfig
 from lmkv.errors import BadKvSpec, ConfigError
-from lmkv.spec import NATIVE_TILES, KvSpec
+from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvSpec
+from lmkv_client.connector.format import check_packing
 from lmkv_client.connector.identity import (
     SAMPLE_BYTES,
+    Share,
+    attention_isa,
     folder_digest,
     kv_dtype,
     kv_spec,
@@ -27,6 +30,7 @@ from lmkv_client.connector.identity import (
     served_name,
 )
 from lmkv_client.demo.model import make_model
+from lmkv_kernels import token_rows
 from tests.client.connector.conftest import make_vllm_config
 
 LAYERS = 4
@@ -118,10 +122,60 @@ def test_a_hybrid_model_is_refused_in_one_line(tiny_config: VllmConfig) -> None:
         spec_of(tiny_config, cache_config(groups=2))
 
 
-def test_more_ranks_than_heads_is_refused_in_one_line(tiny_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny_config.parallel_config, "tensor_parallel_size", 4)
-    with pytest.raises(ConfigError, match="tensor_parallel_size: 2 KV heads"):
+def test_heads_that_cannot_be_split_are_refused_in_one_line(
+    tiny_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiny_config.parallel_config, "tensor_parallel_size", 3)
+    with pytest.raises(ConfigError, match="tensor_parallel_size: 2 KV heads cannot be split evenly over 3 ranks"):
         spec_of(tiny_config)
+    monkeypatch.setattr(tiny_config.parallel_config, "tensor_parallel_size", 4)
+    assert spec_of(tiny_config).kv_head_count == 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "shares"),
+    [
+        (1, 8, [(0, True)]),
+        (2, 8, [(0, True), (4, True)]),
+        (4, 2, [(0, True), (0, False), (1, True), (1, False)]),
+        (2, 1, [(0, True), (0, False)]),
+    ],
+    ids=["one rank", "two ranks", "more ranks than heads", "one latent for all"],
+)
+def test_every_rank_has_its_heads_and_each_head_one_rank_that_stores_it(
+    ranks: int, heads: int, shares: list[tuple[int, bool]]
+) -> None:
+    found = [Share.of_rank(rank, ranks, heads) for rank in range(ranks)]
+    assert [(share.first_head, share.is_writer) for share in found] == shares
+
+
+def test_token_major_chunks_do_not_tell_the_block_size(tiny_config: VllmConfig) -> None:
+    specs = [
+        spec_of(tiny_config, cache_config(block_size=size), kv_format="token_major", chunk_size=100)
+        for size in (32, 64)
+    ]
+    assert specs[0] == specs[1]
+    assert (specs[0].format, specs[0].block_size, specs[0].tile_isa) == (TOKEN_MAJOR, 0, "")
+    assert specs[0].fingerprint != spec_of(tiny_config).fingerprint
+    assert spec_of(tiny_config, kv_format="native") == spec_of(tiny_config)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("block_size", "head_size"), [(32, 64), (128, 32), (64, 80)])
+def test_how_this_machines_attention_packs_a_block_is_known(
+    tiny_config: VllmConfig, dtype: torch.dtype, block_size: int, head_size: int
+) -> None:
+    cache = FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=head_size, dtype=dtype)
+    check_packing(attention_isa(tiny_config, head_size, block_size), cache)
+
+
+def test_a_packing_that_is_not_as_expected_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"kv_format: .*'mmx'.*use kv_format native"):
+        check_packing("mmx", cache)
+    monkeypatch.setattr("lmkv_client.connector.format.packed_rows", token_rows)  # as if keys were not turned
+    with pytest.raises(ConfigError, match=r"not where they should be.*use kv_format native"):
+        check_packing("vec", cache)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,9 @@ import torch
 
 from lmkv.pool import Pool
 from lmkv.pool_socket import PoolSocket
+from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv_client.connector import worker as worker_module
+from lmkv_client.connector.identity import Share
 from lmkv_client.connector.messages import Attachment, Check, Load, StepPlan
 from lmkv_client.connector.worker import INLINE_BYTES, WorkerSide
 from lmkv_kernels import ChunkCopy, checksum
@@ -28,6 +30,17 @@ POOL_BYTES = 8 * CHUNK_BYTES
 WAIT_SECONDS = 10.0
 
 Caches = dict[str, torch.Tensor]
+SPEC = KvSpec(
+    model_name="m",
+    model_id="m",
+    kv_dtype="float32",
+    layer_count=LAYERS,
+    kv_head_count=HEADS,
+    head_size=CONTENT // 2,
+    chunk_size=CHUNK_BLOCKS * BLOCK,
+    format=NATIVE_TILES,
+    block_size=BLOCK,
+)
 
 
 class ServedPool:
@@ -85,8 +98,8 @@ def make_worker() -> Iterator[Callable[..., WorkerSide]]:
     made: list[WorkerSide] = []
 
     def make(caches: Caches, rank: int = 0, ranks: int = 1, threads: int = 1) -> WorkerSide:
-        heads = HEADS // ranks
-        made.append(WorkerSide(rank=rank, first_head=rank * heads, kv_head_count=HEADS, threads=threads))
+        share = Share.of_rank(rank, ranks, HEADS)
+        made.append(WorkerSide(SPEC, share, rank=rank, threads=threads))
         made[-1].register(caches)
         return made[-1]
 
@@ -439,10 +452,39 @@ def test_a_load_that_runs_while_the_node_changes_reads_the_pool_that_it_began_wi
 
 
 def test_tensors_that_cannot_be_moved_by_whole_tiles_are_refused() -> None:
-    worker = WorkerSide(rank=0, first_head=0, kv_head_count=HEADS, threads=1)
+    worker = WorkerSide(SPEC, Share.of_rank(0, 1, HEADS), rank=0, threads=1)
     with pytest.raises(ValueError, match="not contiguous"):
         worker.register({"layer": torch.zeros(BLOCKS, HEADS, CONTENT, BLOCK).transpose(2, 3)})
     worker.close()
+
+
+def test_pages_of_another_size_than_the_specs_are_refused() -> None:
+    worker = WorkerSide(SPEC, Share.of_rank(0, 1, HEADS), rank=0, threads=1)
+    with pytest.raises(ValueError, match="its KvSpec says"):
+        worker.register({"layer": torch.zeros(BLOCKS, HEADS, BLOCK, CONTENT)})  # one layer of three
+    worker.close()
+
+
+def test_of_the_ranks_that_have_one_head_one_stores_it(serve: Serve, make_worker: MakeWorker) -> None:
+    served = serve()
+    source = caches(1)
+    sums = 0
+    for rank in range(2 * HEADS):
+        head = {name: tensor[:, rank // 2 : rank // 2 + 1] for name, tensor in source.items()}
+        worker = make_worker(head, rank=rank, ranks=2 * HEADS)
+        step(worker, plan_of(served, stores=[chunk_copy(0, [3, 5])]))
+        report = worker.take_report()
+        assert report
+        assert report.written[0].rank_count == 1
+        assert bool(report.written[0].checksum) == (rank % 2 == 0)
+        sums += report.written[0].checksum
+    assert sums % 2**64 == checksum(served.pool.buffer, 0, CHUNK_BYTES)
+    target = caches(None)
+    worker = make_worker({name: tensor[:, 1:2] for name, tensor in target.items()}, rank=3, ranks=2 * HEADS)
+    step(worker, plan_of(served, loads=[load_of([chunk_copy(0, [7, 8])])]))
+    finished(worker)
+    for name, tensor in target.items():
+        assert torch.equal(tensor[7:9, 1], source[name][[3, 5], 1])
 
 
 def test_closing_tells_the_node(serve: Serve, make_worker: MakeWorker) -> None:
