@@ -67,7 +67,7 @@ def test_peers_share_whatever_their_blocks_and_ranks(
 def test_a_longer_prompt_continues_within_a_block(fleet: Fleet) -> None:
     """What is stored of a prompt that shares its beginning starts in the middle of a block."""
     prompt = make_prompt(7, 250)
-    longer = make_prompt(8, 700, prefix=prompt)
+    longer = make_prompt(8, 710, prefix=prompt)
     expected = fleet.engines["coarse"].compute(longer)
     fleet.engines["fine"].ask(prompt)
     fleet.coordinator.wait_for_holder(prompt, "fine", 200, REPORT_TIMEOUT_SECONDS)
