@@ -25,7 +25,7 @@ from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.pool import Pool
 from lmkv.spec import KvSpec
-from lmkv.transfer import nixl_api, open_channel
+from lmkv.transfer import Channels, End, nixl_api
 from lmkv.v1 import peer_service_pb2_grpc
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_kernels import checksum
@@ -72,16 +72,15 @@ class Node:
         self.tier = HostTier(self.pool.size_bytes)
         engines_here = Engines(self.tier)
         engines_here.attach("engine", self.spec)
-        channel = open_channel(
-            "nixl", f"{self.instance_id}:{self.epoch}", self.pool.address, self.pool.size_bytes, ["UCX"]
-        )
-        self._stack.push_async_callback(channel.aclose)
+        channels = Channels("nixl", End(name=f"{self.instance_id}:{self.epoch}", pool=self.pool))
+        self._stack.push_async_callback(channels.aclose)
+        await channels.start()
         service = PeerService(
             instance_id=self.instance_id,
             epoch=self.epoch,
             tier=self.tier,
             specs=engines_here,
-            channel=channel,
+            channels=channels,
             region_address=self.pool.address,
             grant_ttl_seconds=READ_SECONDS,
         )
@@ -92,7 +91,7 @@ class Node:
         await server.start()
         self._stack.push_async_callback(server.stop, 0.1)
         self.peers = await self._stack.enter_async_context(
-            Peers(instance_id=self.instance_id, epoch=self.epoch, tier=self.tier, channel=channel, pool=self.pool)
+            Peers(instance_id=self.instance_id, epoch=self.epoch, tier=self.tier, channels=channels, pool=self.pool)
         )
 
     def fill(self, keys: list[ChunkKey]) -> list[int]:

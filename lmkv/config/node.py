@@ -33,7 +33,7 @@ from lmkv.units import GB
 
 MAX_SOCKET_PATH_BYTES = 100
 """Unix socket paths end at 107 bytes; the rest is left to those who need a suffix."""
-TRANSFER_CHANNEL = choice("nixl")
+TRANSFER_CHANNEL = choice("auto", "shm", "nixl", "tcp", "ucx", "mooncake")
 
 
 def _own_instance_id() -> str:
@@ -78,7 +78,12 @@ class NodeConfig(Config):
         "Port for peers; 0: a free one.",
         Alias(name="p2p_init_ports", convert=one_port),
     )
-    transfer_channel: str = key(TRANSFER_CHANNEL, "nixl", "What moves bytes between nodes.")
+    transfer_channel: str = key(
+        TRANSFER_CHANNEL,
+        "auto",
+        "What moves bytes between nodes: auto (shm, else nixl, else tcp), or shm, nixl, tcp, ucx or mooncake.",
+    )
+    transfer_port: int = key(PORT, 0, "Port that tcp, ucx or mooncake listens on; 0: a free one.")
     nixl_backends: tuple[str, ...] = key(NAMES, ("UCX",), "NIXL backends, best first.")
     local_cpu: bool = key(FLAG, True, "Whether chunks are kept in host memory.")
     max_local_cpu_size: float = key(GIGABYTES, 5.0, "Host memory for chunks, in GB unless it says its unit.")
@@ -138,6 +143,11 @@ class NodeConfig(Config):
     def pool_socket(self) -> Path:
         """Unix socket that hands out the pool's memory. Raises `ConfigError` if its path is too long."""
         return self._socket("pool.sock")
+
+    @property
+    def transfer_socket(self) -> Path:
+        """Unix socket that hands the pool out to peers, to be read. Raises `ConfigError` if its path is too long."""
+        return self._socket("peers.sock")
 
     @property
     def lock_path(self) -> Path:

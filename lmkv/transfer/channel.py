@@ -1,13 +1,47 @@
-"""The seam between a node and whatever moves its bytes."""
+"""The seam between a node and whatever moves its bytes: what a channel stands on, and what it can do."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
-from lmkv.errors import ConfigError
+from lmkv.errors import Unreachable
+from lmkv.pool import Pool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Region:
+    """Memory that bytes are copied from or to."""
+
+    address: int
+    size_bytes: int
+
+    def holds(self, address: int, size_bytes: int) -> bool:
+        """Whether all of these bytes lie in it."""
+        return size_bytes >= 0 and self.address <= address <= self.address + self.size_bytes - size_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    """One node's end, which a channel is opened over. The pool must stay mapped until the channel is closed."""
+
+    name: str
+    """What peers call it; nobody else in the fleet may have it, or ever have had it."""
+    pool: Pool
+    host: str = "127.0.0.1"
+    """Address of this machine that peers reach."""
+    port: int = 0
+    """Where a channel that listens does so; 0: at a free one."""
+    socket_path: Path | None = None
+    """Where processes of this host are given the pool; None: they are not."""
+    nixl_backends: tuple[str, ...] = ("UCX",)
+
+    @property
+    def region(self) -> Region:
+        """The pool's memory."""
+        return Region(address=self.pool.address, size_bytes=self.pool.size_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +54,7 @@ class Copy:
 
 
 class Channel(Protocol):
-    """One node's end: its registered memory, and the peers whose memory it may read. Belongs to one event loop."""
+    """One way for bytes into one node's pool, out of those of its peers. Belongs to one event loop."""
 
     @property
     def name(self) -> str:
@@ -33,8 +67,8 @@ class Channel(Protocol):
     async def add_peer(self, peer_name: str, metadata: bytes) -> None:
         """Makes a peer's memory readable. Repeating it is safe.
 
-        Raises `ChannelUnsupported` if the metadata is not of this channel, `WrongInstance` if it is another peer's,
-        `Unreachable` if the peer does not answer.
+        Raises `ChannelUnsupported` if the metadata is not of this channel or the peer is out of its reach,
+        `WrongInstance` if it is another peer's, `Unreachable` if the peer does not answer or refuses.
         """
 
     async def remove_peer(self, peer_name: str) -> None:
@@ -45,28 +79,25 @@ class Channel(Protocol):
     ) -> None:
         """Copies bytes out of a peer's memory. All of them are there when it returns.
 
-        Raises `Unreachable` if that takes longer than `timeout_seconds`, or the peer is gone or was never added.
+        Raises `Unreachable` if that takes longer than `timeout_seconds`, the peer is gone or was never added, or bytes
+        lie outside of its pool or of the own one: then none of them is written.
 
         However the call ends, returning, raising or cancelled, `on_stopped` is called exactly once, on the loop, when
         no more bytes can arrive: before a return, but perhaps long after an error or a cancellation, since nobody can
         call back bytes that a frozen peer has yet to send. Until then the memory of `copies` must not be used.
         """
 
-    def serving(self) -> AbstractContextManager[None]:
-        """While any such context is open, peers may read this memory: a read needs the owner to make progress too."""
+    def serve(self, needed: bool) -> None:
+        """Says whether a peer may read this memory now: some channels make progress for it only then."""
 
     async def aclose(self) -> None:
         """Ends every read, then lets go of the memory and all peers. Idempotent."""
 
 
-def open_channel(name: str, agent_name: str, address: int, size_bytes: int, backends: Sequence[str]) -> Channel:
-    """The channel called `name` over the memory at `address`, which must stay mapped until it is closed.
-
-    `agent_name` must be one that nobody else in the fleet has or ever had. Raises `ConfigError` if there is no such
-    channel, or it cannot start.
-    """
-    if name != "nixl":
-        raise ConfigError(f"transfer_channel: {name!r} is unknown; use 'nixl'", key="transfer_channel")
-    from lmkv.transfer.nixl import NixlChannel  # NIXL stays out of processes that do not transfer
-
-    return NixlChannel(agent_name, address, size_bytes, backends)
+def check_copies(peer_name: str, copies: Sequence[Copy], peer: Region, own: Region) -> None:
+    """Raises `Unreachable` if bytes would come from outside a peer's memory, or land outside the own."""
+    for copy in copies:
+        if not peer.holds(copy.remote_address, copy.size_bytes):
+            raise Unreachable(f"{peer_name} has no such memory: {copy}", peer=peer_name)
+        if not own.holds(copy.local_address, copy.size_bytes):
+            raise Unreachable(f"what is read from {peer_name} would land outside of the own pool: {copy}")

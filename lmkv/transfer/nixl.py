@@ -1,4 +1,4 @@
-"""The NIXL channel, as its event loop sees it. Opened by `lmkv.transfer.open_channel`; docs/transfer.md tells why."""
+"""The NIXL channel, as its event loop sees it. Opened by `Channels`; docs/transfer.md tells why."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import atexit
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from typing import Self
 
 from lmkv.errors import LmkvError, Unreachable
-from lmkv.transfer.channel import Copy
+from lmkv.transfer.channel import Copy, End, Region, check_copies
+from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.nixl_agent import STALL_SECONDS, AgentThread
-from lmkv.transfer.nixl_api import unwrap_metadata
 from lmkv.transfer.nixl_read import Outcome, Read
 
 logger = logging.getLogger(__name__)
@@ -23,31 +23,45 @@ CLOSE_SECONDS = 3.0
 
 
 class NixlChannel:
-    """See `Channel`. Raises `ConfigError` if NIXL is missing or does not start."""
+    """See `Channel`. `open` makes one."""
 
     name = "nixl"
 
-    def __init__(self, agent_name: str, address: int, size_bytes: int, backends: Sequence[str]) -> None:
-        self._thread = AgentThread(agent_name, address, size_bytes, backends)
-        self.metadata = self._thread.start()
+    def __init__(self, end: End) -> None:
+        """Raises `ConfigError` if NIXL is missing or does not start, which takes half a second of work."""
+        self._own = end.region
+        self._peers: dict[str, Region] = {}
+        self._thread = AgentThread(end.name, end.region, end.nixl_backends)
+        self.metadata = wrap(self.name, end, self._thread.start())
         self._pid = os.getpid()
         atexit.register(self._exit)  # inside NIXL when the interpreter ends, the thread would crash it
 
+    @classmethod
+    async def open(cls, end: End) -> Self:
+        """The channel over this end, started beside the loop. Raises `ConfigError` as the constructor does."""
+        return await asyncio.to_thread(cls, end)
+
     async def add_peer(self, peer_name: str, metadata: bytes) -> None:
         """See `Channel`."""
-        own_metadata = unwrap_metadata(metadata)
-        await self._call(lambda: self._thread.add_peer(peer_name, own_metadata))
+        region, agent_metadata = unwrap(self.name, peer_name, metadata)
+        await self._call(lambda: self._thread.add_peer(peer_name, agent_metadata))
+        self._peers[peer_name] = region
 
     async def remove_peer(self, peer_name: str) -> None:
         """See `Channel`."""
+        self._peers.pop(peer_name, None)
         await self._call(lambda: self._thread.lose_peer(peer_name))
 
     async def read(
         self, peer_name: str, copies: Sequence[Copy], timeout_seconds: float, on_stopped: Callable[[], None]
     ) -> None:
         """See `Channel`."""
-        read = Read(peer_name, copies, on_stopped)
         try:
+            region = self._peers.get(peer_name)
+            if region is None:
+                raise Unreachable(f"{peer_name} is not connected", peer=peer_name)
+            check_copies(peer_name, copies, region, self._own)
+            read = Read(peer_name, copies, on_stopped)
             self._thread.submit(lambda: self._thread.begin(read))
         except LmkvError:
             on_stopped()
@@ -64,15 +78,10 @@ class NixlChannel:
             read.abandoned_at = time.monotonic()
             raise
 
-    @contextmanager
-    def serving(self) -> Iterator[None]:
+    def serve(self, needed: bool) -> None:
         """See `Channel`."""
-        self._thread.serving_count += 1
+        self._thread.serving = needed
         self._thread.wake()
-        try:
-            yield
-        finally:
-            self._thread.serving_count -= 1
 
     async def aclose(self) -> None:
         """See `Channel`."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from lmkv.errors import ConfigError, Full, Unreachable, WrongInstance
 from lmkv.transfer import nixl_api
+from lmkv.transfer.channel import Region
 from lmkv.transfer.nixl_read import Read
 
 logger = logging.getLogger(__name__)
@@ -43,13 +44,13 @@ class _Peer:
 
 
 class AgentThread:
-    """The thread, and its agent over the memory at `address`."""
+    """The thread, and its agent over one region of memory."""
 
-    def __init__(self, agent_name: str, address: int, size_bytes: int, backends: Sequence[str]) -> None:
-        self.serving_count = 0
-        """Reasons to make progress for peers; set on the loop."""
+    def __init__(self, agent_name: str, region: Region, backends: Sequence[str]) -> None:
+        self.serving = False
+        """Whether to make progress for peers; set on the loop."""
         self._agent_name = agent_name
-        self._region = [(address, size_bytes, 0, "")]
+        self._region = [(region.address, region.size_bytes, 0, "")]
         self._backends = list(backends)
         self._jobs: queue.Queue[Job] = queue.Queue(QUEUE_SIZE)
         self._stopping = False
@@ -170,7 +171,7 @@ class AgentThread:
             for backend in self._backends:
                 self._agent.create_backend(backend)
             self._agent.register_memory(self._region, "DRAM")
-            return nixl_api.wrap_metadata(self._agent.get_agent_metadata())
+            return bytes(self._agent.get_agent_metadata())
         except self._errors as error:
             raise ConfigError(
                 f"nixl_backends: {', '.join(self._backends)} did not start: {error}; UCX_TLS, if set, must name tcp",
@@ -201,14 +202,14 @@ class AgentThread:
                     job()
         except queue.Empty:
             pass
-        if self._reads or self.serving_count:
+        if self._reads or self.serving:
             self._agent.get_new_notifs()  # makes progress
         for read in tuple(self._reads):
             self._advance(read)
 
     def _pause(self) -> float | None:
         """How long to wait for a job before the next poll, in seconds; None: there is nothing to poll."""
-        if not self._reads and not self.serving_count:
+        if not self._reads and not self.serving:
             return None
         quiet = time.monotonic() - self._busy_at
         if any(read.abandoned_at is None and read.settled_at is None for read in self._reads):

@@ -1,4 +1,4 @@
-"""What lmkv needs of NIXL besides an agent: the import, protected metadata, descriptors. For the NIXL channel only."""
+"""What lmkv needs of NIXL besides an agent: the import, and descriptors. For the NIXL channel only."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import importlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from hashlib import sha256
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lmkv.errors import ChannelUnsupported, ConfigError
+from lmkv.errors import ConfigError
 from lmkv.transfer.channel import Copy
 
 PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
@@ -25,9 +24,6 @@ ENVIRONMENT = {
 """Defaults for variables that NIXL and UCX read when they are loaded."""
 BATCH_BYTES = 64 << 20
 """Most bytes posted at a time: on one host the post itself copies, and nothing else is polled meanwhile."""
-
-_MARK = b"lmkv.nixl.1"
-_DIGEST_BYTES = 8
 
 Descriptors = NDArray[np.uint64]
 """Rows of address, size in bytes and device, which is 0."""
@@ -59,19 +55,6 @@ def load() -> Any:
         "pip install 'lmkv[nixl]', or set enable_p2p to false",
         key="transfer_channel",
     )
-
-
-def wrap_metadata(metadata: bytes) -> bytes:
-    """An agent's metadata, protected: one that is fed damaged metadata may never accept the good one again."""
-    return _MARK + sha256(metadata).digest()[:_DIGEST_BYTES] + metadata
-
-
-def unwrap_metadata(wrapped: bytes) -> bytes:
-    """What `wrap_metadata` was given. Raises `ChannelUnsupported` if this is not its work."""
-    metadata = wrapped[len(_MARK) + _DIGEST_BYTES :]
-    if wrapped != wrap_metadata(metadata):
-        raise ChannelUnsupported("the channel metadata is damaged, or of another version of lmkv", channel="nixl")
-    return metadata
 
 
 def descriptor_batches(copies: Sequence[Copy]) -> Iterator[tuple[Descriptors, Descriptors]]:

@@ -31,8 +31,7 @@ class InitRequest(_message.Message):
     PEER_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     PEER_EPOCH_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
-    CHANNEL_FIELD_NUMBER: _builtins.int
-    CHANNEL_METADATA_FIELD_NUMBER: _builtins.int
+    CHANNELS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The caller."""
     epoch: _builtins.int
@@ -41,13 +40,13 @@ class InitRequest(_message.Message):
     """Whom the caller means to reach."""
     peer_epoch: _builtins.int
     """The epoch it means to reach."""
-    channel: _builtins.str
-    """Transfer channel: `nixl`."""
-    channel_metadata: _builtins.bytes
-    """The caller's opaque channel metadata; a secret, since it opens its memory."""
     @_builtins.property
     def spec(self) -> _chunk_pb2.KvSpec:
         """What the chunks to be exchanged are compatible with."""
+
+    @_builtins.property
+    def channels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Transfer channels that the caller could use, best first: `shm`, `nixl`, `tcp`, `ucx`, `mooncake`."""
 
     def __init__(
         self,
@@ -57,12 +56,11 @@ class InitRequest(_message.Message):
         peer_instance_id: _builtins.str = ...,
         peer_epoch: _builtins.int = ...,
         spec: _chunk_pb2.KvSpec | None = ...,
-        channel: _builtins.str = ...,
-        channel_metadata: _builtins.bytes = ...,
+        channels: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["channel", b"channel", "channel_metadata", b"channel_metadata", "epoch", b"epoch", "instance_id", b"instance_id", "peer_epoch", b"peer_epoch", "peer_instance_id", b"peer_instance_id", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["channels", b"channels", "epoch", b"epoch", "instance_id", b"instance_id", "peer_epoch", b"peer_epoch", "peer_instance_id", b"peer_instance_id", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -74,10 +72,13 @@ class InitResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    CHANNEL_FIELD_NUMBER: _builtins.int
     CHANNEL_METADATA_FIELD_NUMBER: _builtins.int
     REGIONS_FIELD_NUMBER: _builtins.int
+    channel: _builtins.str
+    """The first of the caller's transfer channels that the node has too."""
     channel_metadata: _builtins.bytes
-    """The answering node's opaque channel metadata; a secret, since it opens its memory."""
+    """The node's opaque metadata of this channel; a secret, since it opens its memory."""
     @_builtins.property
     def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Region]:
         """Its regions; `Extent.region` is an index into them."""
@@ -85,12 +86,13 @@ class InitResponse(_message.Message):
     def __init__(
         self,
         *,
+        channel: _builtins.str = ...,
         channel_metadata: _builtins.bytes = ...,
         regions: _abc.Iterable[Global___Region] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["channel_metadata", b"channel_metadata", "regions", b"regions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["channel", b"channel", "channel_metadata", b"channel_metadata", "regions", b"regions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -341,16 +343,24 @@ class ReleaseRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GRANT_ID_FIELD_NUMBER: _builtins.int
+    DAMAGED_FIELD_NUMBER: _builtins.int
     grant_id: _builtins.str
     """The grant."""
+    @_builtins.property
+    def damaged(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Indices of the grant's extents whose bytes did not match their checksum when they had come. The owner looks for
+        itself, and drops what is damaged in its own memory; indices that cannot be are ignored.
+        """
+
     def __init__(
         self,
         *,
         grant_id: _builtins.str = ...,
+        damaged: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant_id", b"grant_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged", b"damaged", "grant_id", b"grant_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

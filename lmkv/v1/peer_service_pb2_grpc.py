@@ -75,16 +75,16 @@ class PeerServiceServicer:
     def Init(self, request, context):
         """Gets to know each other; once per pair of nodes and epoch. Repeating it is safe.
 
-        The specs are compared before the channel metadata is looked at.
+        The specs are compared first. The node then answers with the first of the caller's channels that it has too; a
+        caller that cannot use it after all, such as shared memory of another host, calls again without it.
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields.
         * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the node has engines of this model but of another spec; the metadata
         names the first field that differs.
-        * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): another instance, or another epoch of it, answers at this address, or
-        the channel metadata is another's.
-        * `FAILED_PRECONDITION` (`CHANNEL_UNSUPPORTED`): the node does not speak this transfer channel, or its metadata is
-        damaged.
+        * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): another instance, or another epoch of it, answers at this address.
+        * `FAILED_PRECONDITION` (`CHANNEL_UNSUPPORTED`): the node has none of these transfer channels; the metadata names
+        those of both sides.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

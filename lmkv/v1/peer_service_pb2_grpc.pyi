@@ -40,16 +40,16 @@ class PeerServiceStub:
     Init: _grpc.UnaryUnaryMultiCallable[_peer_service_pb2.InitRequest, _peer_service_pb2.InitResponse]
     """Gets to know each other; once per pair of nodes and epoch. Repeating it is safe.
 
-    The specs are compared before the channel metadata is looked at.
+    The specs are compared first. The node then answers with the first of the caller's channels that it has too; a
+    caller that cannot use it after all, such as shared memory of another host, calls again without it.
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields.
     * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the node has engines of this model but of another spec; the metadata
       names the first field that differs.
-    * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): another instance, or another epoch of it, answers at this address, or
-      the channel metadata is another's.
-    * `FAILED_PRECONDITION` (`CHANNEL_UNSUPPORTED`): the node does not speak this transfer channel, or its metadata is
-      damaged.
+    * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): another instance, or another epoch of it, answers at this address.
+    * `FAILED_PRECONDITION` (`CHANNEL_UNSUPPORTED`): the node has none of these transfer channels; the metadata names
+      those of both sides.
     """
     Acquire: _grpc.UnaryUnaryMultiCallable[_peer_service_pb2.AcquireRequest, _peer_service_pb2.AcquireResponse]
     """Holds chunks in place so that the caller can read them.
@@ -93,16 +93,16 @@ class PeerServiceAsyncStub(PeerServiceStub):
     Init: _aio.UnaryUnaryMultiCallable[_peer_service_pb2.InitRequest, _peer_service_pb2.InitResponse]  # type: ignore[assignment]
     """Gets to know each other; once per pair of nodes and epoch. Repeating it is safe.
 
-    The specs are compared before the channel metadata is looked at.
+    The specs are compared first. The node then answers with the first of the caller's channels that it has too; a
+    caller that cannot use it after all, such as shared memory of another host, calls again without it.
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields.
     * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the node has engines of this model but of another spec; the metadata
       names the first field that differs.
-    * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): another instance, or another epoch of it, answers at this address, or
-      the channel metadata is another's.
-    * `FAILED_PRECONDITION` (`CHANNEL_UNSUPPORTED`): the node does not speak this transfer channel, or its metadata is
-      damaged.
+    * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): another instance, or another epoch of it, answers at this address.
+    * `FAILED_PRECONDITION` (`CHANNEL_UNSUPPORTED`): the node has none of these transfer channels; the metadata names
+      those of both sides.
     """
     Acquire: _aio.UnaryUnaryMultiCallable[_peer_service_pb2.AcquireRequest, _peer_service_pb2.AcquireResponse]  # type: ignore[assignment]
     """Holds chunks in place so that the caller can read them.
@@ -149,16 +149,16 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_peer_service_pb2.InitResponse, _abc.Awaitable[_peer_service_pb2.InitResponse]]:
         """Gets to know each other; once per pair of nodes and epoch. Repeating it is safe.
 
-        The specs are compared before the channel metadata is looked at.
+        The specs are compared first. The node then answers with the first of the caller's channels that it has too; a
+        caller that cannot use it after all, such as shared memory of another host, calls again without it.
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields.
         * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the node has engines of this model but of another spec; the metadata
           names the first field that differs.
-        * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): another instance, or another epoch of it, answers at this address, or
-          the channel metadata is another's.
-        * `FAILED_PRECONDITION` (`CHANNEL_UNSUPPORTED`): the node does not speak this transfer channel, or its metadata is
-          damaged.
+        * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): another instance, or another epoch of it, answers at this address.
+        * `FAILED_PRECONDITION` (`CHANNEL_UNSUPPORTED`): the node has none of these transfer channels; the metadata names
+          those of both sides.
         """
 
     @_abc_1.abstractmethod

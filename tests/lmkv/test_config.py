@@ -79,7 +79,7 @@ def refusal(cls: type[Config] = ConnectorConfig, **places: Any) -> str:
 def test_the_defaults_are_those_of_the_documentation() -> None:
     config = load(ConnectorConfig, env=EMPTY)
     assert config == ConnectorConfig()
-    assert (config.p2p_host, config.p2p_port, config.transfer_channel) == ("127.0.0.1", 0, "nixl")
+    assert (config.p2p_host, config.p2p_port, config.transfer_channel) == ("127.0.0.1", 0, "auto")
     assert config.nixl_backends == ("UCX",)
     assert config.max_local_cpu_bytes == 5 << 30
     assert (config.node_linger, config.grant_ttl, config.fetch_timeout) == (60.0, 30.0, 1.0)
@@ -295,7 +295,7 @@ def test_what_kubernetes_says_of_services_is_no_configuration() -> None:
         ("p2p_host: 0.0.0.0", "p2p_host must be an address that peers can reach, not 0.0.0.0: name one of"),
         (
             "transfer_channel: carrier-pigeon",
-            "transfer_channel must be 'nixl', the only one so far, not 'carrier-pigeon'",
+            "transfer_channel must be one of auto, shm, nixl, tcp, ucx, mooncake, not 'carrier-pigeon'",
         ),
         ("log_level: loud", "log_level must be one of debug, info, warning, error, not 'loud'"),
         ("max_local_cpu_size: 0", 'max_local_cpu_size must be a size above 0 such as 5 (GB) or "512MB"'),

@@ -272,7 +272,7 @@ class Fetch:
             for chunk in incoming
         ]
         started = time.monotonic()
-        await self._peers.channel.read(source.peer.name, copies, self._step_seconds(source), landing.write())
+        await self._peers.channels.read(source.peer.name, copies, self._step_seconds(source), landing.write())
         seconds = time.monotonic() - started
         if seconds < FAST_SECONDS:
             self._batch_bytes = min(2 * self._batch_bytes, MAX_BATCH_BYTES)

@@ -24,7 +24,7 @@ from lmkv.errors import ConfigError
 from lmkv.pool import Pool
 from lmkv.pool_socket import PoolSocket
 from lmkv.telemetry.calls import Calls
-from lmkv.transfer import open_channel
+from lmkv.transfer import Channels, End
 from lmkv.units import format_bytes
 from lmkv.v1 import chunk_pb2, engine_service_pb2, engine_service_pb2_grpc, peer_service_pb2_grpc, registry_service_pb2
 from lmkv_server.node.engine_service import EngineService
@@ -166,22 +166,27 @@ class Node:
         )
 
     async def _start_peers(self) -> Peers:
-        """Opens the channel and serves `PeerService`."""
+        """Makes the channels and serves `PeerService`."""
         config = self.config
-        channel = open_channel(
+        channels = Channels(
             config.transfer_channel,
-            f"{config.instance_id}:{self.epoch}",
-            self.pool.address,
-            self.pool.size_bytes,
-            config.nixl_backends,
+            End(
+                name=f"{config.instance_id}:{self.epoch}",
+                pool=self.pool,
+                host=config.p2p_host,
+                port=config.transfer_port,
+                socket_path=config.transfer_socket,
+                nixl_backends=config.nixl_backends,
+            ),
         )
-        self._stack.push_async_callback(channel.aclose)
+        self._stack.push_async_callback(channels.aclose)
+        await channels.start()
         service = PeerService(
             instance_id=config.instance_id,
             epoch=self.epoch,
             tier=self.tier,
             specs=self.engines,
-            channel=channel,
+            channels=channels,
             region_address=self.pool.address,
             grant_ttl_seconds=config.grant_ttl,
         )
@@ -197,7 +202,7 @@ class Node:
             instance_id=config.instance_id,
             epoch=self.epoch,
             tier=self.tier,
-            channel=channel,
+            channels=channels,
             pool=self.pool,
         )
         return await self._stack.enter_async_context(peers)

@@ -11,13 +11,14 @@ from typing import Any
 from google.protobuf import duration_pb2
 
 from lmkv import rpc
-from lmkv.errors import KvSpecMismatch, LmkvError, Unreachable
+from lmkv.errors import ChannelUnsupported, KvSpecMismatch, LmkvError, Unreachable
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.spec import KvSpec
-from lmkv.transfer import Channel
+from lmkv.transfer import Channels
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
 from lmkv.v1.cache_service_pb2 import Holder
+from lmkv_server.node.bandwidth import Bandwidth
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class PeerConnection:
         self,
         instance_id: str,
         epoch: int,
-        channel: Channel,
+        channels: Channels,
         holder: Holder,
         on_mismatch: Callable[[str, KvSpecMismatch], None],
     ) -> None:
@@ -46,9 +47,11 @@ class PeerConnection:
         """By fingerprint: the specs that it shares nothing with, and why. Does not change within an epoch."""
         self.regions: Sequence[pb.Region] = ()
         """Its registered memory, once agreed."""
+        self.bandwidth = Bandwidth()
+        """How fast bytes have come from it."""
         self._own_instance_id = instance_id
         self._own_epoch = epoch
-        self._channel = channel
+        self._channels = channels
         self._on_mismatch = on_mismatch
         self._agreed: set[bytes] = set()
         self._agreeing = asyncio.Lock()
@@ -85,24 +88,38 @@ class PeerConnection:
     async def _introduce(self, spec: KvSpec, timeout_seconds: float) -> None:
         if known := self.mismatches.get(spec.fingerprint):
             raise known
+        wanted = self._channels.names
+        while True:
+            self._channels.prepare(wanted[:1])
+            response = await self._init(spec, wanted, timeout_seconds)
+            try:
+                await self._channels.add_peer(self.name, response.channel, response.channel_metadata)
+                break
+            except (ChannelUnsupported, Unreachable) as error:
+                wanted = wanted[wanted.index(response.channel) + 1 :] if response.channel in wanted else ()
+                if not wanted:
+                    raise
+                logger.debug("bytes of %s do not come by %s: %s", self.name, response.channel, error)
+        logger.info("bytes of %s come by %s", self.name, response.channel)
+        self.regions = tuple(response.regions)
+        self._agreed.add(spec.fingerprint)
+
+    async def _init(self, spec: KvSpec, wanted: Sequence[str], timeout_seconds: float) -> pb.InitResponse:
         request = pb.InitRequest(
             instance_id=self._own_instance_id,
             epoch=self._own_epoch,
             peer_instance_id=self.instance_id,
             peer_epoch=self.epoch,
             spec=spec.to_proto(),
-            channel=self._channel.name,
-            channel_metadata=self._channel.metadata,
+            channels=wanted,
         )
         try:
-            response = await self._call("Init", request, timeout_seconds)
+            response: pb.InitResponse = await self._call("Init", request, timeout_seconds)
         except KvSpecMismatch as error:
             self.mismatches[spec.fingerprint] = error
             self._on_mismatch(self.instance_id, error)
             raise
-        await self._channel.add_peer(self.name, response.channel_metadata)
-        self.regions = tuple(response.regions)
-        self._agreed.add(spec.fingerprint)
+        return response
 
     async def acquire(
         self, spec: KvSpec, keys: Sequence[ChunkKey], ttl_seconds: float, timeout_seconds: float
@@ -120,10 +137,10 @@ class PeerConnection:
         response: pb.AcquireResponse = await self._call("Acquire", request, timeout_seconds)
         return response
 
-    async def release(self, grant_id: str, timeout_seconds: float) -> None:
-        """Gives a grant back. If that fails the grant expires by itself."""
+    async def release(self, grant_id: str, timeout_seconds: float, damaged: Sequence[int] = ()) -> None:
+        """Gives a grant back, and says which of its extents came damaged. If it fails the grant expires by itself."""
         try:
-            await self._call("Release", pb.ReleaseRequest(grant_id=grant_id), timeout_seconds)
+            await self._call("Release", pb.ReleaseRequest(grant_id=grant_id, damaged=damaged), timeout_seconds)
         except LmkvError as error:
             logger.debug("grant %s of %s is left to expire: %s", grant_id, self.name, error)
 

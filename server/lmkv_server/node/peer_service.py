@@ -1,6 +1,6 @@
-"""PeerService: translates between peers and this node's tier, grants and channel. Every node serves it.
+"""PeerService: translates between peers and this node's tier, grants and channels. Every node serves it.
 
-While a peer has a grant, or has just been introduced and is connecting, the channel makes progress for it.
+While a peer has a grant, and for a while before and after, the channels make progress for it.
 """
 
 from __future__ import annotations
@@ -8,32 +8,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import Any
 
 import grpc
 from google.protobuf import timestamp_pb2
 
-from lmkv.errors import ChannelUnsupported, KvSpecMismatch, Unreachable, WrongInstance
+from lmkv.errors import KvSpecMismatch, WrongInstance
 from lmkv.keys import split_keys
 from lmkv.spec import KvSpec
-from lmkv.transfer import Channel
+from lmkv.transfer import Channels
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.host_tier import HostTier
+from lmkv_server.node.inspector import Inspector
 from lmkv_server.node.read_grants import ReadGrants
 from lmkv_server.node.wire import extent
 
 logger = logging.getLogger(__name__)
 
 MAX_ACQUIRE_KEYS = 4096
-MAX_CALLERS = 1024
-"""Peers that may read from here; beyond these the one that came first is forgotten, and must `Init` again."""
-CONNECT_SECONDS = 1.0
-"""How long after `Init` the channel makes progress for the caller's connection."""
+LINGER_SECONDS = 1.0
+"""So long after `Init` the channels make progress for the caller's connection, and after a grant for what it may have
+left behind: a reader that gave up on a frozen owner is still owed the bytes, and keeps room for them."""
 
 
 class PeerService(pb_grpc.PeerServiceServicer):
@@ -46,21 +45,21 @@ class PeerService(pb_grpc.PeerServiceServicer):
         epoch: int,
         tier: HostTier,
         specs: Engines,
-        channel: Channel,
+        channels: Channels,
         region_address: int,
         grant_ttl_seconds: float,
+        inspector: Inspector,
     ) -> None:
         self.grants = ReadGrants(tier)
         self._instance_id = instance_id
         self._epoch = epoch
         self._tier = tier
         self._engines = specs
-        self._channel = channel
+        self._channels = channels
         self._region = pb.Region(address=region_address, size_bytes=tier.size_bytes)
         self._grant_ttl_seconds = grant_ttl_seconds
-        self._callers: OrderedDict[str, int] = OrderedDict()  # instance id: epoch
-        self._connecting_until = 0.0
-        self._serving: AbstractContextManager[None] | None = None
+        self._inspector = inspector
+        self._serve_until = 0.0
         self._changed = asyncio.Event()
         self._expiry: asyncio.Task[None] | None = None
 
@@ -78,23 +77,16 @@ class PeerService(pb_grpc.PeerServiceServicer):
             with suppress(asyncio.CancelledError):
                 await self._expiry
         self.grants.clear()
-        self._connecting_until = 0.0
+        self._serve_until = 0.0
         self._serve()
 
     async def Init(self, request: pb.InitRequest, _context: Any) -> pb.InitResponse:
         """See the proto."""
         self._check_epoch(request.peer_epoch, request.peer_instance_id)
         self._check_spec(KvSpec.from_proto(request.spec))
-        if request.channel != self._channel.name:
-            raise ChannelUnsupported(
-                f"{self._instance_id} transfers by {self._channel.name!r}, not by {request.channel!r}; "
-                "set transfer_channel alike on both",
-                channel=self._channel.name,
-            )
-        self._connecting_until = time.monotonic() + CONNECT_SECONDS
-        self._serve()
-        await self._introduce(request.instance_id, request.epoch, request.channel_metadata)
-        return pb.InitResponse(channel_metadata=self._channel.metadata, regions=[self._region])
+        channel = await self._channels.offer(request.channels)
+        self._linger()
+        return pb.InitResponse(channel=channel.name, channel_metadata=channel.metadata, regions=[self._region])
 
     async def Acquire(self, request: pb.AcquireRequest, _context: Any) -> pb.AcquireResponse:
         """See the proto."""
@@ -128,8 +120,11 @@ class PeerService(pb_grpc.PeerServiceServicer):
 
     async def Release(self, request: pb.ReleaseRequest, _context: Any) -> pb.ReleaseResponse:
         """See the proto."""
-        self.grants.release(request.grant_id)
-        self._serve()
+        if grant := self.grants.get(request.grant_id):
+            places = {place for place in request.damaged if 0 <= place < len(grant.chunks)}
+            self._inspector.suspect([grant.chunks[place] for place in sorted(places)], grant.peer_id)
+        if self.grants.release(request.grant_id):
+            self._linger()
         return pb.ReleaseResponse()
 
     def _check_epoch(self, epoch: int, instance_id: str | None = None) -> None:
@@ -157,29 +152,14 @@ class PeerService(pb_grpc.PeerServiceServicer):
                     other_value=other_value,
                 )
 
-    async def _introduce(self, instance_id: str, epoch: int, metadata: bytes) -> None:
-        """Adds the caller to the channel, in place of its earlier epochs."""
-        try:
-            await self._channel.add_peer(f"{instance_id}:{epoch}", metadata)
-        except Unreachable as error:  # it may still be able to read from here
-            logger.info("%s cannot be reached from here: %s", instance_id, error)
-        earlier = self._callers.pop(instance_id, epoch)
-        self._callers[instance_id] = epoch
-        if earlier != epoch:
-            await self._channel.remove_peer(f"{instance_id}:{earlier}")
-        if len(self._callers) > MAX_CALLERS:
-            forgotten, epoch = self._callers.popitem(last=False)
-            await self._channel.remove_peer(f"{forgotten}:{epoch}")
+    def _linger(self) -> None:
+        """Has the channels make progress for a while whoever needs it."""
+        self._serve_until = time.monotonic() + LINGER_SECONDS
+        self._serve()
 
     def _serve(self) -> None:
-        """Has the channel make progress exactly while somebody may need it."""
-        needed = len(self.grants) > 0 or time.monotonic() < self._connecting_until
-        if needed and self._serving is None:
-            self._serving = self._channel.serving()
-            self._serving.__enter__()
-        elif not needed and self._serving is not None:
-            self._serving.__exit__(None, None, None)
-            self._serving = None
+        """Has the channels make progress exactly while somebody may need it."""
+        self._channels.serve(len(self.grants) > 0 or time.monotonic() < self._serve_until)
         self._changed.set()
 
     async def _expire(self) -> None:
@@ -188,9 +168,10 @@ class PeerService(pb_grpc.PeerServiceServicer):
             now = time.monotonic()
             if count := self.grants.expire(now):
                 logger.warning("%d read grants expired: their readers are gone, or too slow", count)
+                self._linger()
             self._serve()
             self._changed.clear()
-            times = [self._connecting_until] if now < self._connecting_until else []
+            times = [self._serve_until] if now < self._serve_until else []
             if (expiry := self.grants.next_expiry()) is not None:
                 times.append(expiry)
             with suppress(TimeoutError):

@@ -15,7 +15,7 @@ from lmkv.errors import KvSpecMismatch, LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.pool import Pool
 from lmkv.spec import KvSpec
-from lmkv.transfer import Channel
+from lmkv.transfer import Channels
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv.v1.registry_service_pb2 import PeerTraffic
@@ -52,7 +52,7 @@ class Fetched:
 class Peers:
     """All peers that this node fetches from. One event loop owns it; to be used as an async context manager."""
 
-    def __init__(self, *, instance_id: str, epoch: int, tier: HostTier, channel: Channel, pool: Pool) -> None:
+    def __init__(self, *, instance_id: str, epoch: int, tier: HostTier, channels: Channels, pool: Pool) -> None:
         self.fetched_chunks = 0
         """Chunks brought in whole since the start."""
         self.fetched_bytes = 0
@@ -66,7 +66,7 @@ class Peers:
         self.unreachable = 0
         """Times that a peer failed."""
         self.tier = tier
-        self.channel = channel
+        self.channels = channels
         self.address = pool.address
         """Where the own pool begins."""
         self.flights = Flights()
@@ -144,7 +144,7 @@ class Peers:
             return known
         if known:
             self._leave(known)
-        connection = PeerConnection(self._instance_id, self._epoch, self.channel, holder, self._note_mismatch)
+        connection = PeerConnection(self._instance_id, self._epoch, self.channels, holder, self._note_mismatch)
         self._connections[holder.instance_id] = connection
         if len(self._connections) > MAX_CONNECTIONS:
             self._leave(self._connections.popitem(last=False)[1])
@@ -207,9 +207,9 @@ class Peers:
     async def _left(self, connection: PeerConnection) -> None:
         await connection.close()
         try:
-            await self.channel.remove_peer(connection.name)
+            await self.channels.remove_peer(connection.name)
         except LmkvError as error:
-            logger.debug("%s is not forgotten by the channel: %s", connection.name, error)
+            logger.debug("%s is not forgotten by its channel: %s", connection.name, error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -137,11 +137,18 @@ def test_this_host_makes_the_golden_keys(monkeypatch: pytest.MonkeyPatch) -> Non
 # --- Transfer ----------------------------------------------------------------------------------------------------
 
 
-def test_nixl_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_channel_that_may_be_chosen_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
-    level, text = the_only(check_transfer(NodeConfig()))
-    assert level == "ok", text
-    assert text.startswith("nixl with UCX, UCX_TLS=tcp started in ")
+    findings = list(check_transfer(NodeConfig()))
+    assert [finding.level for finding in findings] == ["ok"] * 3, findings
+    starts = ("shm started in ", "nixl with UCX, UCX_TLS=tcp started in ", "tcp started in ")
+    assert all(finding.text.startswith(start) for finding, start in zip(findings, starts, strict=True))
+
+
+def test_what_does_not_start_is_no_failure_where_others_do() -> None:
+    _, nixl, _ = check_transfer(NodeConfig(nixl_backends=("NONE",)))
+    assert nixl.level == "warn"
+    assert nixl.text.endswith("; without it bytes travel by shm or tcp")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +162,7 @@ def test_a_backend_that_does_not_start_fails_with_what_nixl_says(
     backends: tuple[str, ...], ucx_tls: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UCX_TLS", ucx_tls)
-    level, text = the_only(check_transfer(NodeConfig(nixl_backends=backends)))
+    level, text = the_only(check_transfer(NodeConfig(transfer_channel="nixl", nixl_backends=backends)))
     assert level == "fail"
     assert message in text
 

@@ -8,10 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -21,12 +23,13 @@ from lmkv import rpc
 from lmkv.keys import ChunkKey
 from lmkv.pool import Pool
 from lmkv.spec import KvSpec
-from lmkv.transfer import open_channel
+from lmkv.transfer import Channels, End
 from lmkv.v1 import peer_service_pb2_grpc
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_kernels import checksum
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.host_tier import Chunk, HostTier, Listener
+from lmkv_server.node.inspector import Inspector
 from lmkv_server.node.peer_service import PeerService
 from lmkv_server.node.peers import Peers
 
@@ -68,6 +71,8 @@ class Parts:
         chunk_count: int = 32,
         grant_ttl_seconds: float = 30.0,
         listener: Listener | None = None,
+        transfer_channel: str = "nixl",
+        verify_transfers: bool = True,
     ) -> None:
         self.instance_id = instance_id
         self.spec = spec
@@ -76,6 +81,8 @@ class Parts:
         self._size_bytes = chunk_count * spec.chunk_bytes
         self._grant_ttl_seconds = grant_ttl_seconds
         self._listener = listener
+        self._transfer_channel = transfer_channel
+        self._verify_transfers = verify_transfers
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -84,18 +91,21 @@ class Parts:
         self.tier = HostTier(self.pool.size_bytes, self._listener)
         self.engines = Engines(self.tier)
         self.engines.attach("engine", self.spec)
-        self.channel = open_channel(
-            "nixl", f"{self.instance_id}:{self.epoch}", self.pool.address, self.pool.size_bytes, ["UCX"]
-        )
-        self._stack.push_async_callback(self.channel.aclose)
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp"))
+        end = End(name=f"{self.instance_id}:{self.epoch}", pool=self.pool, socket_path=Path(folder, "peers.sock"))
+        self.channels = Channels(self._transfer_channel, end)
+        self._stack.push_async_callback(self.channels.aclose)
+        await self.channels.start()
+        inspector = self.inspector = await self._stack.enter_async_context(Inspector(self.tier, self.pool))
         self.service = PeerService(
             instance_id=self.instance_id,
             epoch=self.epoch,
             tier=self.tier,
             specs=self.engines,
-            channel=self.channel,
+            channels=self.channels,
             region_address=self.pool.address,
             grant_ttl_seconds=self._grant_ttl_seconds,
+            inspector=inspector,
         )
         await self._stack.enter_async_context(self.service)
         server = await rpc.make_server([SERVICE])
@@ -104,7 +114,14 @@ class Parts:
         await server.start()
         self._stack.push_async_callback(server.stop, 0.1)
         self.peers = await self._stack.enter_async_context(
-            Peers(instance_id=self.instance_id, epoch=self.epoch, tier=self.tier, channel=self.channel, pool=self.pool)
+            Peers(
+                instance_id=self.instance_id,
+                epoch=self.epoch,
+                tier=self.tier,
+                channels=self.channels,
+                pool=self.pool,
+                verify_transfers=self._verify_transfers,
+            )
         )
         return self
 

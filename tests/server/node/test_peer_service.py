@@ -27,7 +27,6 @@ from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
 from tests.server.node.peer_parts import SMALL, Parts, keys_of
 
 KEYS = keys_of(8)
-DAMAGED = b"not metadata at all"
 
 
 @pytest.fixture
@@ -52,8 +51,7 @@ def introduction(owner: Parts, **changes: object) -> pb.InitRequest:
         "peer_instance_id": owner.instance_id,
         "peer_epoch": owner.epoch,
         "spec": SMALL.to_proto(),
-        "channel": "nixl",
-        "channel_metadata": DAMAGED,
+        "channels": ["smoke", "nixl"],
     }
     return pb.InitRequest(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -80,27 +78,16 @@ async def error_of(call: Awaitable[object]) -> LmkvError:
     return rpc.from_rpc_error(raised.value)
 
 
-async def test_init_answers_with_metadata_and_the_pool_as_region_and_may_be_repeated(
+async def test_init_answers_with_the_first_channel_that_is_shared_and_the_pool_as_region_and_may_be_repeated(
     owner: Parts, stub: pb_grpc.PeerServiceAsyncStub
 ) -> None:
-    async with Parts("reader") as reader:
-        for _ in range(2):
-            response = await stub.Init(
-                introduction(owner, epoch=reader.epoch, channel_metadata=reader.channel.metadata), timeout=5
-            )
-        assert response.channel_metadata == owner.channel.metadata
-        assert [(region.address, region.size_bytes) for region in response.regions] == [
-            (owner.pool.address, owner.pool.size_bytes)
-        ]
-
-
-async def test_a_caller_that_cannot_be_reached_back_is_answered_all_the_same(
-    owner: Parts, stub: pb_grpc.PeerServiceAsyncStub
-) -> None:
-    async with Parts("reader") as reader:
-        metadata, epoch = reader.channel.metadata, reader.epoch
-    response = await stub.Init(introduction(owner, epoch=epoch, channel_metadata=metadata), timeout=5)
-    assert response.regions
+    for _ in range(2):
+        response = await stub.Init(introduction(owner), timeout=5)
+    assert response.channel == "nixl"
+    assert response.channel_metadata == (await owner.channels.offer(["nixl"])).metadata
+    assert [(region.address, region.size_bytes) for region in response.regions] == [
+        (owner.pool.address, owner.pool.size_bytes)
+    ]
 
 
 @pytest.mark.parametrize("changes", [{"peer_instance_id": "another"}, {"peer_epoch": 1}])
@@ -124,7 +111,7 @@ async def test_another_spec_of_the_same_model_is_refused_by_field_before_the_met
     owner: Parts, stub: pb_grpc.PeerServiceAsyncStub
 ) -> None:
     other = replace(SMALL, kv_dtype="bfloat16")
-    error = await error_of(stub.Init(introduction(owner, spec=other.to_proto(), channel="smoke"), timeout=5))
+    error = await error_of(stub.Init(introduction(owner, spec=other.to_proto(), channels=["smoke"]), timeout=5))
     assert isinstance(error, KvSpecMismatch)
     assert error.metadata == {
         "model_name": "m",
@@ -138,14 +125,16 @@ async def test_a_spec_of_a_model_that_is_not_here_is_no_mismatch(
     owner: Parts, stub: pb_grpc.PeerServiceAsyncStub
 ) -> None:
     other = replace(SMALL, model_name="another", layer_count=3)
-    error = await error_of(stub.Init(introduction(owner, spec=other.to_proto()), timeout=5))
-    assert isinstance(error, ChannelUnsupported)  # it came as far as the metadata
+    assert (await stub.Init(introduction(owner, spec=other.to_proto()), timeout=5)).regions
 
 
-async def test_a_channel_that_is_not_spoken_here_is_refused(owner: Parts, stub: pb_grpc.PeerServiceAsyncStub) -> None:
-    error = await error_of(stub.Init(introduction(owner, channel="smoke"), timeout=5))
+async def test_without_a_shared_channel_both_sides_channels_are_named(
+    owner: Parts, stub: pb_grpc.PeerServiceAsyncStub
+) -> None:
+    error = await error_of(stub.Init(introduction(owner, channels=["smoke", "drums"]), timeout=5))
     assert isinstance(error, ChannelUnsupported)
-    assert error.metadata == {"channel": "nixl"}
+    assert error.metadata == {"channels": "nixl", "wanted": "smoke, drums"}
+    assert "set transfer_channel alike on both" in str(error)
 
 
 async def test_acquire_lists_what_is_held_and_keeps_it_in_place_until_release(

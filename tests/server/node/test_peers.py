@@ -12,7 +12,7 @@ import pytest
 
 from lmkv.errors import KvSpecMismatch, NoFreeExtents, Unreachable
 from lmkv.v1.cache_service_pb2 import Holder
-from tests.lmkv.transfer_ends import in_new_process
+from tests.lmkv.transfer.ends import in_new_process
 from tests.server.node.peer_parts import LARGE, SMALL, Parts, Remote, Taken, keys_of
 
 KEYS = keys_of(16)

@@ -1,0 +1,150 @@
+"""The channels of one node: opened when they are first needed, and one chosen for each peer (docs/transfer.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import import_module
+
+from lmkv.errors import ChannelUnsupported, ConfigError, LmkvError, Unreachable
+from lmkv.transfer.channel import Channel, Copy, End
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+CLASSES = {
+    "shm": ("lmkv.transfer.shm", "ShmChannel"),
+    "nixl": ("lmkv.transfer.nixl", "NixlChannel"),
+    "tcp": ("lmkv.transfer.tcp", "TcpChannel"),
+    "ucx": ("lmkv.transfer.ucx", "UcxChannel"),
+    "mooncake": ("lmkv.transfer.mooncake", "MooncakeChannel"),
+}
+"""Where each channel is: a library stays out of processes that do not use it."""
+AUTO_NAMES = ("shm", "nixl", "tcp")
+"""What `auto` means, best first."""
+
+
+def names_of(transfer_channel: str) -> tuple[str, ...]:
+    """The channels that a value of `transfer_channel` stands for, best first."""
+    return AUTO_NAMES if transfer_channel == AUTO else (transfer_channel,)
+
+
+async def open_channel(name: str, end: End) -> Channel:
+    """The channel called `name` over an end. Raises `ConfigError` if it is unknown or cannot start."""
+    if name not in CLASSES:
+        raise ConfigError(f"transfer_channel: {name!r} is unknown; use {', '.join((AUTO, *CLASSES))}")
+    module, kind = CLASSES[name]
+    channel: Channel = await getattr(import_module(module), kind).open(end)
+    return channel
+
+
+class Channels:
+    """One node's channels over one end, and which of them each peer is read by. Belongs to one event loop."""
+
+    def __init__(self, transfer_channel: str, end: End) -> None:
+        self.names = names_of(transfer_channel)
+        """What the node reads by and offers, best first. What does not start is taken out."""
+        self._end = end
+        self._opening: dict[str, asyncio.Task[Channel]] = {}
+        self._peers: dict[str, Channel] = {}
+        self._serving = False
+        self._closed = False
+
+    async def start(self) -> None:
+        """Opens the only channel if there is but one; of several, each waits until it is needed.
+
+        Raises `ConfigError` if that does not start.
+        """
+        if len(self.names) == 1:
+            await self._open(self.names[0])
+
+    async def offer(self, wanted: Sequence[str]) -> Channel:
+        """The first channel of `wanted` that is here and starts. Raises `ChannelUnsupported` if there is none."""
+        for name in wanted:
+            with suppress(ConfigError):
+                if name in self.names:
+                    return await self._open(name)
+        have, want = ", ".join(self.names), ", ".join(wanted)
+        raise ChannelUnsupported(
+            f"{self._end.name} transfers by {have or 'nothing'}, not by {want or 'nothing'}; "
+            "set transfer_channel alike on both",
+            channels=have,
+            wanted=want,
+        )
+
+    def prepare(self, names: Sequence[str]) -> None:
+        """Begins to open channels that are likely to be needed."""
+        for name in names:
+            self._begin(name)
+
+    async def add_peer(self, peer_name: str, name: str, metadata: bytes) -> None:
+        """Makes a peer's memory readable by the channel called `name`. Raises as `Channel.add_peer` does."""
+        try:
+            channel = await self._open(name)
+        except ConfigError as error:
+            raise ChannelUnsupported(str(error), channel=name) from None
+        await channel.add_peer(peer_name, metadata)
+        before = self._peers.get(peer_name)
+        self._peers[peer_name] = channel
+        if before not in (None, channel):
+            await before.remove_peer(peer_name)
+
+    def of(self, peer_name: str) -> str:
+        """The name of the channel by which a peer is read; empty if it was never added."""
+        channel = self._peers.get(peer_name)
+        return channel.name if channel else ""
+
+    async def remove_peer(self, peer_name: str) -> None:
+        """See `Channel`."""
+        if channel := self._peers.pop(peer_name, None):
+            await channel.remove_peer(peer_name)
+
+    async def read(
+        self, peer_name: str, copies: Sequence[Copy], timeout_seconds: float, on_stopped: Callable[[], None]
+    ) -> None:
+        """See `Channel`."""
+        channel = self._peers.get(peer_name)
+        if channel is None:
+            on_stopped()
+            raise Unreachable(f"{peer_name} is not connected", peer=peer_name)
+        await channel.read(peer_name, copies, timeout_seconds, on_stopped)
+
+    def serve(self, needed: bool) -> None:
+        """See `Channel`; goes for channels that are opened later too."""
+        if needed != self._serving:
+            self._serving = needed
+            for task in self._opening.values():
+                if task.done() and not task.exception():
+                    task.result().serve(needed)
+
+    async def aclose(self) -> None:
+        """Closes every channel. Idempotent."""
+        self._closed = True
+        for task in self._opening.values():
+            with suppress(LmkvError):
+                await (await task).aclose()
+        self._peers.clear()
+
+    def _begin(self, name: str) -> asyncio.Task[Channel]:
+        if self._closed:
+            raise Unreachable("the transfer channels are closed")
+        if name not in self._opening:
+            task = self._opening[name] = asyncio.create_task(self._start(name), name=f"open {name}")
+            task.add_done_callback(lambda task: task.exception())  # whoever needs the channel is told
+        return self._opening[name]
+
+    async def _open(self, name: str) -> Channel:
+        return await asyncio.shield(self._begin(name))
+
+    async def _start(self, name: str) -> Channel:
+        try:
+            channel = await open_channel(name, self._end)
+        except ConfigError as error:
+            self.names = tuple(other for other in self.names if other != name)
+            if self.names:
+                logger.info("bytes will not travel by %s: %s", name, error)
+            raise
+        channel.serve(self._serving)
+        return channel

@@ -1,0 +1,197 @@
+"""The shared-memory channel: peers on one host map each other's pools read-only, and copy once (docs/transfer.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import mmap
+import os
+import secrets
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Self
+
+import numpy as np
+
+from lmkv.errors import ChannelUnsupported, ConfigError, Unreachable
+from lmkv.handover import Fields, Gift, Handover, take
+from lmkv.transfer.channel import Copy, End, Region, check_copies
+from lmkv.transfer.metadata import unwrap, wrap
+from lmkv.transfer.threads import Job, Threads
+
+COPY_THREADS = 2
+"""One thread does not reach the memory's bandwidth; more than two hardly gain anything."""
+STEP_BYTES = 2 << 20
+"""What a thread copies before it looks whether it should go on: a fraction of a millisecond."""
+TAKE_SECONDS = 1.0
+TOKEN_BYTES = 32
+
+
+class ShmChannel:
+    """See `Channel`. `open` makes one."""
+
+    name = "shm"
+
+    def __init__(self, end: End) -> None:
+        if end.socket_path is None:
+            raise ConfigError("transfer_channel: 'shm' needs a socket to hand the pool over at", key="transfer_channel")
+        self._own = end.region
+        self._token = secrets.token_hex(TOKEN_BYTES)
+        words = {"socket": str(end.socket_path), "token": self._token}
+        self.metadata = wrap(self.name, end, json.dumps(words).encode())
+        # Opened anew: whoever gets this file description cannot write, while the pool's own one can.
+        self._read_only_fd = os.open(f"/proc/self/fd/{end.pool.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        self._handover = Handover(end.socket_path, self._welcome, "transfer socket")
+        self._peers: dict[str, _Peer] = {}
+        self._threads = Threads("lmkv-shm", COPY_THREADS)
+
+    @classmethod
+    async def open(cls, end: End) -> Self:
+        """The channel over this end. Raises `ConfigError` if its socket cannot be had."""
+        channel = cls(end)
+        try:
+            await channel._handover.start()
+        except BaseException:
+            await channel.aclose()
+            raise
+        return channel
+
+    async def add_peer(self, peer_name: str, metadata: bytes) -> None:
+        """See `Channel`."""
+        region, payload = unwrap(self.name, peer_name, metadata)
+        known = self._peers.get(peer_name)
+        if known and known.metadata == metadata and not known.gone:
+            return
+        try:
+            peer = await asyncio.to_thread(_map, metadata, region, json.loads(payload))
+        except (Unreachable, OSError, ValueError) as error:
+            raise ChannelUnsupported(f"{peer_name} shares no memory with this node: {error}", peer=peer_name) from None
+        await self.remove_peer(peer_name)
+        self._peers[peer_name] = peer
+        asyncio.get_running_loop().add_reader(peer.connection, self._lose, peer_name)
+
+    async def remove_peer(self, peer_name: str) -> None:
+        """See `Channel`."""
+        self._lose(peer_name)
+
+    async def read(
+        self, peer_name: str, copies: Sequence[Copy], timeout_seconds: float, on_stopped: Callable[[], None]
+    ) -> None:
+        """See `Channel`."""
+        try:
+            peer = self._peers.get(peer_name)
+            if peer is None:
+                raise Unreachable(f"{peer_name} is not connected", peer=peer_name)
+            check_copies(peer_name, copies, peer.region, self._own)
+        except Unreachable:
+            on_stopped()
+            raise
+        steps = deque(_steps(copies))
+        parts = [partial(_copy, peer, steps)] * min(COPY_THREADS, len(steps))
+        peer.read_count += 1
+
+        def stopped() -> None:
+            peer.read_count -= 1
+            peer.close_if_done()
+            on_stopped()
+
+        await self._threads.carry_out(peer_name, parts, timeout_seconds, stopped)
+
+    def serve(self, needed: bool) -> None:
+        """See `Channel`. Readers need no help."""
+
+    async def aclose(self) -> None:
+        """See `Channel`."""
+        await self._threads.aclose()
+        for peer_name in tuple(self._peers):
+            self._lose(peer_name)
+        await self._handover.aclose()
+        if self._read_only_fd >= 0:
+            os.close(self._read_only_fd)
+            self._read_only_fd = -1
+
+    def _welcome(self, hello: Fields) -> Gift:
+        token = hello.get("token")
+        if not isinstance(token, str) or not secrets.compare_digest(token.encode(), self._token.encode()):
+            raise Unreachable("the token is wrong")
+        return Gift(fd=self._read_only_fd, fields={})
+
+    def _lose(self, peer_name: str) -> None:
+        """Forgets a peer; its memory is unmapped as soon as no read needs it."""
+        if peer := self._peers.pop(peer_name, None):
+            asyncio.get_running_loop().remove_reader(peer.connection)
+            peer.forgotten = True
+            peer.close_if_done()
+
+
+class _Peer:
+    """A peer's pool, mapped until it is forgotten and nothing is read from it."""
+
+    def __init__(self, metadata: bytes, connection: socket.socket, region: Region, fd: int) -> None:
+        """Raises `OSError` or `ValueError` if it cannot be mapped."""
+        self.metadata = metadata
+        self.connection = connection
+        connection.setblocking(False)
+        self.region = region
+        """Where it is in the peer's process."""
+        self.read_count = 0
+        """Reads that run."""
+        self.forgotten = False
+        if os.fstat(fd).st_size < region.size_bytes:  # beyond its end the memory would kill whoever reads it
+            raise ValueError(f"the file is shorter than {region.size_bytes} bytes")
+        self._memory = [np.frombuffer(mmap.mmap(fd, region.size_bytes, prot=mmap.PROT_READ), np.uint8)]
+        self.address = self._memory[0].ctypes.data
+        """Where it is in this process."""
+
+    def close_if_done(self) -> None:
+        """Lets go of a forgotten peer once nothing is read from it."""
+        if self.forgotten and not self.read_count:
+            self._memory.clear()
+            self.connection.close()
+
+    @property
+    def gone(self) -> bool:
+        """Whether its process has closed its end."""
+        try:
+            return self.connection.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+
+def _map(metadata: bytes, region: Region, words: dict[str, str]) -> _Peer:
+    taken = take(words["socket"], {"token": words["token"]}, TAKE_SECONDS)
+    try:
+        return _Peer(metadata, taken.connection, region, taken.fd)
+    except BaseException:
+        taken.connection.close()
+        raise
+    finally:
+        os.close(taken.fd)  # the mapping needs none
+
+
+def _steps(copies: Sequence[Copy]) -> Iterator[Copy]:
+    """The same bytes in runs of at most `STEP_BYTES`."""
+    for copy in copies:
+        for at in range(0, copy.size_bytes, STEP_BYTES):
+            yield Copy(
+                remote_address=copy.remote_address + at,
+                local_address=copy.local_address + at,
+                size_bytes=min(STEP_BYTES, copy.size_bytes - at),
+            )
+
+
+def _copy(peer: _Peer, steps: deque[Copy], job: Job) -> None:
+    """Takes steps until there are none. The interpreter's lock is free while bytes are copied."""
+    shift = peer.address - peer.region.address
+    with suppress(IndexError):
+        while step := steps.popleft():
+            job.check()
+            ctypes.memmove(step.local_address, step.remote_address + shift, step.size_bytes)
+    if peer.gone:  # the memory is there all the same, but nobody vouches for what is in it
+        raise Unreachable(f"{job.peer_name} is gone", peer=job.peer_name)

@@ -1,0 +1,153 @@
+"""A node's channels: which are opened when, which one is chosen, and what happens when one cannot be used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmkv.errors import ChannelUnsupported, ConfigError, Unreachable
+from lmkv.transfer import Channels, open_channel
+from lmkv.transfer.channels import AUTO_NAMES, CLASSES
+from tests.lmkv.transfer.ends import MIB, Memory, Owner, Stops, content, environment, whole
+
+LIBRARIES = {
+    "nixl": ("lmkv[nixl]", ("nixl_cu12", "nixl_cu13", "nixl")),
+    "ucx": ("lmkv[ucx]", ("ucxx",)),
+    "mooncake": ("lmkv[mooncake]", ("mooncake",)),
+}
+"""The extra that brings what a channel needs, and the packages that are it."""
+
+Make = Callable[..., Channels]
+
+
+@pytest.fixture
+def memory() -> Iterator[Memory]:
+    memory = Memory(8 * MIB)
+    yield memory
+    memory.close()
+
+
+@pytest.fixture
+async def make(memory: Memory, short_folder: Path) -> AsyncIterator[Make]:
+    """Makes channels over the memory; the folder for their sockets may be None."""
+    async with AsyncExitStack() as stack:
+
+        def make_one(transfer_channel: str, folder: Path | None = short_folder, name: str = "reader:1") -> Channels:
+            channels = Channels(transfer_channel, memory.end(name, folder))
+            stack.push_async_callback(channels.aclose)
+            return channels
+
+        yield make_one
+
+
+def owner(kind: str, folder: Path) -> Owner:
+    return Owner(kind, "owner:1", folder, size_bytes=8 * MIB)
+
+
+def sockets(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+async def test_nothing_is_opened_before_it_is_needed(make: Make, short_folder: Path) -> None:
+    channels = make("auto")
+    await channels.start()
+    assert channels.names == AUTO_NAMES
+    assert sockets(short_folder) == []
+    assert (await channels.offer(["tcp", "shm"])).name == "tcp"
+    assert sockets(short_folder) == []
+    assert (await channels.offer(["shm"])).name == "shm"
+    assert sockets(short_folder) == ["reader:1.sock"]
+
+
+async def test_a_channel_that_is_named_is_opened_at_the_start_and_must_be_there(make: Make) -> None:
+    with pytest.raises(ConfigError, match="needs a socket"):
+        await make("shm", None).start()
+
+
+async def test_the_first_channel_of_the_caller_that_is_here_is_offered(make: Make) -> None:
+    channels = make("tcp")
+    assert (await channels.offer(["shm", "nixl", "tcp"])).name == "tcp"
+    with pytest.raises(ChannelUnsupported) as raised:
+        await channels.offer(["shm", "nixl"])
+    assert raised.value.metadata == {"channels": "tcp", "wanted": "shm, nixl"}
+
+
+async def test_what_does_not_start_is_not_offered_and_the_next_one_is(make: Make) -> None:
+    channels = make("auto", None)  # without a place for its socket
+    assert (await channels.offer(["shm", "tcp"])).name == "tcp"
+    assert channels.names == ("nixl", "tcp")
+
+
+async def test_bytes_come_by_the_channel_that_a_peer_was_added_by_last(
+    make: Make, memory: Memory, short_folder: Path
+) -> None:
+    channels = make("auto")
+    assert channels.of("owner:1") == ""
+    for kind in ("shm", "tcp"):
+        with owner(kind, short_folder) as peer:
+            await channels.add_peer(peer.name, kind, peer.metadata)
+            assert channels.of(peer.name) == kind
+            stops = Stops()
+            await channels.read(peer.name, whole(peer, memory, 8 * MIB), 20.0, stops)
+            assert np.array_equal(memory.words, content(1, 8 * MIB))
+            memory.words[:] = 0
+    await channels.remove_peer(peer.name)
+    assert channels.of("owner:1") == ""
+    stops = Stops()
+    with pytest.raises(Unreachable):
+        await channels.read(peer.name, whole(peer, memory, 8 * MIB), 20.0, stops)
+    assert stops.count == 1
+
+
+async def test_memory_that_is_not_shared_with_this_host_is_out_of_reach(make: Make, short_folder: Path) -> None:
+    channels = make("auto")
+    with owner("shm", short_folder) as peer:
+        (short_folder / "owner:1.sock").rename(short_folder / "elsewhere")  # as from within another container
+        with pytest.raises(ChannelUnsupported, match="shares no memory"):
+            await channels.add_peer(peer.name, "shm", peer.metadata)
+        assert channels.of(peer.name) == ""
+
+
+async def test_closed_channels_offer_nothing_and_read_nothing(make: Make) -> None:
+    channels = make("tcp")
+    await channels.start()
+    await channels.aclose()
+    await channels.aclose()
+    with pytest.raises(Unreachable):
+        await channels.offer(["tcp"])
+    with pytest.raises(Unreachable):
+        await channels.add_peer("owner:1", "tcp", b"")
+
+
+async def test_an_unknown_channel_is_refused_by_key(memory: Memory) -> None:
+    with pytest.raises(ConfigError, match="transfer_channel: 'smoke' is unknown; use auto, shm, nixl"):
+        await open_channel("smoke", memory.end("reader:1"))
+    assert set(AUTO_NAMES) < set(CLASSES)
+
+
+@pytest.mark.parametrize("kind", LIBRARIES)
+def test_without_its_library_a_channel_says_what_to_install(kind: str) -> None:
+    extra, packages = LIBRARIES[kind]
+    program = f"""
+import asyncio, sys
+from lmkv.errors import ConfigError
+from lmkv.transfer import open_channel
+from tests.lmkv.transfer.ends import Memory
+for package in {packages!r}:
+    sys.modules[package] = None
+try:
+    asyncio.run(open_channel({kind!r}, Memory(4096).end("reader:1")))
+except ConfigError as error:
+    sys.exit(str(error))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False, env=environment()
+    )
+    assert "transfer_channel" in done.stderr
+    assert extra in done.stderr

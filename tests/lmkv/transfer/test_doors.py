@@ -1,0 +1,95 @@
+"""Who is let into a pool: only those who know the token, only to read, and only as many as there is room for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from lmkv.errors import ChannelUnsupported, ConfigError, LmkvError, Unreachable
+from lmkv.handover import take
+from lmkv.transfer import End
+from lmkv.transfer.metadata import unwrap, wrap
+from lmkv.transfer.shm import ShmChannel
+from lmkv.transfer.tcp import TcpChannel
+from lmkv.transfer.tcp_wire import COUNT, GRANTED, MAX_RANGES, hello, request
+from tests.lmkv.transfer.ends import MIB, Memory
+
+
+def with_another_token(kind: str, end: End, metadata: bytes) -> bytes:
+    """The same metadata, but for its token."""
+    words = json.loads(unwrap(kind, end.name, metadata)[1])
+    words["token"] = "00" * (len(words["token"]) // 2)
+    return wrap(kind, end, json.dumps(words).encode())
+
+
+@pytest.mark.parametrize(("kind", "error"), [("shm", ChannelUnsupported), ("tcp", Unreachable)])
+async def test_a_wrong_token_opens_nothing(
+    kind: str, error: type[LmkvError], short_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, other = Memory(MIB), Memory(MIB)
+    owner, reader = await own.open(kind, "owner:1", short_folder), await other.open(kind, "reader:1", short_folder)
+    with pytest.raises(error):
+        await reader.add_peer("owner:1", with_another_token(kind, own.end("owner:1"), owner.metadata))
+    assert "refused" in caplog.text
+    await reader.add_peer("owner:1", owner.metadata)
+    await reader.aclose()
+    await owner.aclose()
+
+
+async def test_shared_memory_is_handed_out_to_be_read_only(short_folder: Path) -> None:
+    own = Memory(MIB)
+    owner = await ShmChannel.open(own.end("owner:1", short_folder))
+    token = json.loads(unwrap("shm", "owner:1", owner.metadata)[1])["token"]
+    taken = await asyncio.to_thread(take, short_folder / "owner:1.sock", {"token": token}, 5.0)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(taken.fd, b"x", 0)
+    os.close(taken.fd)
+    taken.connection.close()
+    assert (short_folder / "owner:1.sock").stat().st_mode & 0o777 == 0o600
+    await owner.aclose()
+
+
+async def test_a_port_that_is_taken_is_refused_by_key() -> None:
+    memory = Memory(MIB)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match="transfer_port: cannot listen on"):
+            await TcpChannel.open(End(name="owner:1", pool=memory.pool, port=port))
+    channel = await TcpChannel.open(End(name="owner:1", pool=memory.pool, port=port))
+    await channel.aclose()
+
+
+async def test_a_tcp_owner_refuses_what_it_did_not_agree_on_and_serves_the_next(short_folder: Path) -> None:
+    memory = Memory(MIB)
+    channel = await TcpChannel.open(memory.end("owner:1"))
+    words = json.loads(unwrap("tcp", "owner:1", channel.metadata)[1])
+    greeting = hello(bytes.fromhex(words["token"]))
+
+    def answer_to(said: bytes) -> bytes:
+        with socket.create_connection((words["host"], words["port"]), 5.0) as connection:
+            connection.sendall(said)
+            connection.shutdown(socket.SHUT_WR)
+            answer = b""
+            while data := connection.recv(4096):
+                answer += data
+            return answer
+
+    for said, answer in (
+        (b"", b""),
+        (greeting[:-1], b""),
+        (b"x" * len(greeting), b""),
+        (greeting, GRANTED),
+        (greeting + COUNT.pack(0), GRANTED),
+        (greeting + COUNT.pack(MAX_RANGES + 1), GRANTED),
+        (greeting + request([(memory.address, 8)])[:-1], GRANTED),
+        (greeting + request([(memory.address + MIB - 4, 8)]), GRANTED),
+        (greeting + request([(memory.address, 8), (1 << 63, 1 << 63)]), GRANTED),
+        (greeting + request([(memory.address, 8), (memory.address, 0)]), 2 * GRANTED + bytes(8)),
+    ):
+        assert await asyncio.to_thread(answer_to, said) == answer
+    await channel.aclose()
