@@ -117,6 +117,7 @@ void gather(const TileKernels& kernels, const Pages& pages, std::span<const std:
             std::span<std::uint64_t> checksums) {
   const Call call{pages, layer_addresses, copies, block_ids};
   const int parts = thread_count(threads, call.size_bytes());
+  const auto gather_rows = checksums.empty() ? kernels.gather_unsummed : kernels.gather;
   std::vector<std::uint64_t> sums(copies.size() * parts);  // [part][copy]
   run_parts(parts, call.tile_count(), [&](int part, std::int64_t first, std::int64_t last) {
     std::uint64_t* const own = sums.data() + copies.size() * part;
@@ -124,21 +125,21 @@ void gather(const TileKernels& kernels, const Pages& pages, std::span<const std:
       std::byte* target = pool + copies[strip.copy].offset + strip.chunk_offset;
       std::uint64_t first_word = strip.chunk_offset / 8;
       if (strip.element_stride == pages.element_bytes) {
-        own[strip.copy] += kernels.gather(strip.page, strip.row_stride, target, strip.row_bytes, strip.row_count,
-                                          first_word);
+        own[strip.copy] +=
+            gather_rows(strip.page, strip.row_stride, target, strip.row_bytes, strip.row_count, first_word);
         return;
       }
-      const Transposed columns{strip.page, strip.row_stride, strip.element_stride, pages.element_bytes};
+      const Transposed columns{strip.page, strip.element_stride, pages.element_bytes};
       for_each_piece(strip.row_bytes, strip.row_count, [&](std::byte* piece, std::int64_t row, std::int64_t count) {
         read_rows(columns, row, count, strip.row_bytes, piece);
-        own[strip.copy] += kernels.gather(piece, 0, target, count * strip.row_bytes, 1, first_word);
+        own[strip.copy] += gather_rows(piece, 0, target, count * strip.row_bytes, 1, first_word);
         target += count * strip.row_bytes;
         first_word += count * strip.row_bytes / 8;
       });
     });
     kernels.publish();
   });
-  for (std::size_t index = 0; index < copies.size(); ++index) {
+  for (std::size_t index = 0; index < checksums.size(); ++index) {
     checksums[index] = 0;
     for (int part = 0; part < parts; ++part) checksums[index] += sums[copies.size() * part + index];
   }
@@ -153,9 +154,9 @@ void scatter(const TileKernels& kernels, const Pages& pages, std::span<const std
     call.visit_strips(first, last, [&](const Strip& strip) {
       const std::byte* source = pool + copies[strip.copy].offset + strip.chunk_offset;
       if (strip.element_stride == pages.element_bytes) {
-        kernels.scatter(source, strip.page, strip.row_stride, strip.row_bytes, strip.row_count);
+        kernels.copy(source, strip.row_bytes, strip.page, strip.row_stride, strip.row_bytes, strip.row_count);
       } else {
-        write_rows({strip.page, strip.row_stride, strip.element_stride, pages.element_bytes}, strip.row_count,
+        write_rows({strip.page, strip.element_stride, pages.element_bytes}, strip.row_count,
                    strip.row_bytes, source);
       }
     });

@@ -10,7 +10,8 @@
 
 namespace lmkv {
 
-// Pages -> pool. Writes to `checksums`, one per copy, what the copied words add to their chunk's checksum.
+// Pages -> pool. Writes to `checksums`, one per copy, what the copied words add to their chunk's checksum; nothing is
+// summed where it is empty.
 void gather(const TileKernels& kernels, const Pages& pages, std::span<const std::uint64_t> layer_addresses,
             std::byte* pool, std::span<const ChunkCopy> copies, std::span<const std::int64_t> block_ids, int threads,
             std::span<std::uint64_t> checksums);

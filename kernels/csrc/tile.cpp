@@ -21,6 +21,14 @@ std::uint64_t load_word(const std::byte* source) {
   return word;
 }
 
+// A copy in the shape of a gather.
+template <decltype(TileKernels::copy) copy>
+std::uint64_t unsummed(const std::byte* pages, std::int64_t stride_bytes, std::byte* chunk, std::int64_t row_bytes,
+                       std::int64_t row_count, std::uint64_t) {
+  copy(pages, stride_bytes, chunk, row_bytes, row_bytes, row_count);
+  return 0;
+}
+
 namespace portable {
 
 std::uint64_t checksum(const std::byte* chunk, std::size_t size_bytes, std::uint64_t first_word) {
@@ -48,16 +56,16 @@ std::uint64_t gather(const std::byte* pages, std::int64_t stride_bytes, std::byt
   return sum;
 }
 
-void scatter(const std::byte* chunk, std::byte* pages, std::int64_t stride_bytes, std::int64_t row_bytes,
-             std::int64_t row_count) {
+void copy(const std::byte* source, std::int64_t source_stride, std::byte* target, std::int64_t target_stride,
+          std::int64_t row_bytes, std::int64_t row_count) {
   for (std::int64_t row = 0; row < row_count; ++row) {
-    std::memcpy(pages + row * stride_bytes, chunk + row * row_bytes, row_bytes);
+    std::memcpy(target + row * target_stride, source + row * source_stride, row_bytes);
   }
 }
 
 void publish() {}
 
-constexpr TileKernels kernels{"portable", gather, scatter, checksum, publish};
+constexpr TileKernels kernels{"portable", gather, unsummed<copy>, copy, checksum, publish};
 
 }  // namespace portable
 
@@ -188,12 +196,16 @@ bool may_stream_rows(const std::byte* target, std::int64_t stride_bytes, std::in
              line_bytes == 0;
 }
 
+// How far ahead of a row's bytes to look for those of a later one.
+std::int64_t ahead_of(std::int64_t stride_bytes, std::int64_t row_bytes, std::int64_t row_count) {
+  return row_count == 1 ? prefetch_bytes : stride_bytes * std::max<std::int64_t>(prefetch_bytes / row_bytes, 1);
+}
+
 template <Store store>
 LMKV_AVX2 std::uint64_t gather_by(const std::byte* pages, std::int64_t stride_bytes, std::byte* chunk,
                                   std::int64_t row_bytes, std::int64_t row_count, std::uint64_t first_word) {
   Pass<store, true> pass(first_word);
-  const std::int64_t ahead_bytes =
-      row_count == 1 ? prefetch_bytes : stride_bytes * std::max<std::int64_t>(prefetch_bytes / row_bytes, 1);
+  const std::int64_t ahead_bytes = ahead_of(stride_bytes, row_bytes, row_count);
   for (std::int64_t row = 0; row < row_count; ++row) {
     pass.run(pages + row * stride_bytes, chunk + row * row_bytes, row_bytes, ahead_bytes);
   }
@@ -208,19 +220,20 @@ std::uint64_t gather(const std::byte* pages, std::int64_t stride_bytes, std::byt
 }
 
 template <Store store>
-LMKV_AVX2 void scatter_by(const std::byte* chunk, std::byte* pages, std::int64_t stride_bytes, std::int64_t row_bytes,
-                          std::int64_t row_count) {
+LMKV_AVX2 void copy_by(const std::byte* source, std::int64_t source_stride, std::byte* target,
+                       std::int64_t target_stride, std::int64_t row_bytes, std::int64_t row_count) {
   Pass<store, false> pass(0);
+  const std::int64_t ahead_bytes = ahead_of(source_stride, row_bytes, row_count);
   for (std::int64_t row = 0; row < row_count; ++row) {
-    pass.run(chunk + row * row_bytes, pages + row * stride_bytes, row_bytes);
+    pass.run(source + row * source_stride, target + row * target_stride, row_bytes, ahead_bytes);
   }
 }
 
-void scatter(const std::byte* chunk, std::byte* pages, std::int64_t stride_bytes, std::int64_t row_bytes,
-             std::int64_t row_count) {
-  const bool streams = row_count == 1 ? may_stream(pages) : may_stream_rows(pages, stride_bytes, row_bytes);
-  const auto by = streams ? scatter_by<Store::streaming> : scatter_by<Store::plain>;
-  by(chunk, pages, stride_bytes, row_bytes, row_count);
+void copy(const std::byte* source, std::int64_t source_stride, std::byte* target, std::int64_t target_stride,
+          std::int64_t row_bytes, std::int64_t row_count) {
+  const bool streams = row_count == 1 ? may_stream(target) : may_stream_rows(target, target_stride, row_bytes);
+  const auto by = streams ? copy_by<Store::streaming> : copy_by<Store::plain>;
+  by(source, source_stride, target, target_stride, row_bytes, row_count);
 }
 
 LMKV_AVX2 std::uint64_t checksum(const std::byte* chunk, std::size_t size_bytes, std::uint64_t first_word) {
@@ -231,7 +244,7 @@ LMKV_AVX2 std::uint64_t checksum(const std::byte* chunk, std::size_t size_bytes,
 
 void publish() { _mm_sfence(); }
 
-constexpr TileKernels kernels{"avx2", gather, scatter, checksum, publish};
+constexpr TileKernels kernels{"avx2", gather, unsummed<copy>, copy, checksum, publish};
 
 }  // namespace avx2
 #endif

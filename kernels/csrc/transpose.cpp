@@ -1,36 +1,101 @@
 #include "transpose.h"
 
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace lmkv {
 namespace {
 
-// A square of elements at a time, so that each cache line that is touched is used whole before it is left.
-template <typename Element, typename Copy>
-void visit(std::int64_t row_count, std::int64_t element_count, Copy copy) {
-  constexpr std::int64_t side = 64 / sizeof(Element);
-  for (std::int64_t row = 0; row < row_count; row += side) {
-    const std::int64_t row_end = std::min(row + side, row_count);
-    for (std::int64_t element = 0; element < element_count; element += side) {
-      const std::int64_t element_end = std::min(element + side, element_count);
-      for (std::int64_t e = element; e < element_end; ++e) {
-        for (std::int64_t r = row; r < row_end; ++r) copy(r, e);
-      }
+// A matrix as its lines lie in memory: `stride` bytes from one to the next.
+struct Source {
+  const std::byte* first;
+  std::int64_t stride;
+};
+struct Target {
+  std::byte* first;
+  std::int64_t stride;
+};
+
+#if defined(__x86_64__)
+// Every x86-64 processor has these instructions.
+void transpose_square(std::uint16_t, const std::byte* source, std::int64_t source_stride, std::byte* target,
+                      std::int64_t target_stride) {
+  __m128i a[8], b[8];
+  for (int i = 0; i < 8; ++i) a[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i * source_stride));
+  for (int i = 0; i < 4; ++i) {
+    b[2 * i] = _mm_unpacklo_epi16(a[i], a[i + 4]);
+    b[2 * i + 1] = _mm_unpackhi_epi16(a[i], a[i + 4]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    a[2 * i] = _mm_unpacklo_epi16(b[i], b[i + 4]);
+    a[2 * i + 1] = _mm_unpackhi_epi16(b[i], b[i + 4]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    b[2 * i] = _mm_unpacklo_epi16(a[i], a[i + 4]);
+    b[2 * i + 1] = _mm_unpackhi_epi16(a[i], a[i + 4]);
+  }
+  for (int i = 0; i < 8; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(target + i * target_stride), b[i]);
+}
+
+void transpose_square(std::uint32_t, const std::byte* source, std::int64_t source_stride, std::byte* target,
+                      std::int64_t target_stride) {
+  __m128i a[4], b[4];
+  for (int i = 0; i < 4; ++i) a[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i * source_stride));
+  for (int i = 0; i < 2; ++i) {
+    b[2 * i] = _mm_unpacklo_epi32(a[i], a[i + 2]);
+    b[2 * i + 1] = _mm_unpackhi_epi32(a[i], a[i + 2]);
+  }
+  for (int i = 0; i < 2; ++i) {
+    a[2 * i] = _mm_unpacklo_epi32(b[i], b[i + 2]);
+    a[2 * i + 1] = _mm_unpackhi_epi32(b[i], b[i + 2]);
+  }
+  for (int i = 0; i < 4; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(target + i * target_stride), a[i]);
+}
+#endif
+
+template <typename Element>
+void transpose_square(Element, const std::byte* source, std::int64_t source_stride, std::byte* target,
+                      std::int64_t target_stride) {
+  constexpr int side = 16 / sizeof(Element);
+  for (int line = 0; line < side; ++line) {
+    for (int i = 0; i < side; ++i) {
+      std::memcpy(target + i * target_stride + line * sizeof(Element),
+                  source + line * source_stride + i * sizeof(Element), sizeof(Element));
     }
   }
 }
 
+// Line `l` of the source, of `width` elements, becomes column `l` of the target.
 template <typename Element>
-Element* at(const Transposed& rows, std::int64_t row, std::int64_t element) {
-  return reinterpret_cast<Element*>(rows.first + row * rows.row_stride + element * rows.element_stride);
+void transpose(const Source& source, const Target& target, std::int64_t lines, std::int64_t width) {
+  constexpr std::int64_t side = 16 / sizeof(Element);
+  constexpr std::int64_t size = sizeof(Element);
+  const std::int64_t whole_lines = lines - lines % side;
+  const std::int64_t whole_width = width - width % side;
+  for (std::int64_t i = 0; i < whole_width; i += side) {
+    for (std::int64_t line = 0; line < whole_lines; line += side) {
+      transpose_square(Element{}, source.first + line * source.stride + i * size, source.stride,
+                       target.first + i * target.stride + line * size, target.stride);
+    }
+  }
+  for (std::int64_t line = 0; line < lines; ++line) {  // what is left at the ends
+    for (std::int64_t i = line < whole_lines ? whole_width : 0; i < width; ++i) {
+      std::memcpy(target.first + i * target.stride + line * size, source.first + line * source.stride + i * size,
+                  size);
+    }
+  }
 }
 
-// Calls `work` with an element's type in place of its size.
-template <typename Work>
-void with_element(std::int64_t element_bytes, Work work) {
+void transpose(std::int64_t element_bytes, const Source& source, const Target& target, std::int64_t lines,
+               std::int64_t width) {
   switch (element_bytes) {
-    case 1: return work(std::uint8_t{});
-    case 2: return work(std::uint16_t{});
-    case 4: return work(std::uint32_t{});
-    default: return work(std::uint64_t{});
+    case 1: return transpose<std::uint8_t>(source, target, lines, width);
+    case 2: return transpose<std::uint16_t>(source, target, lines, width);
+    case 4: return transpose<std::uint32_t>(source, target, lines, width);
+    default: return transpose<std::uint64_t>(source, target, lines, width);
   }
 }
 
@@ -38,25 +103,14 @@ void with_element(std::int64_t element_bytes, Work work) {
 
 void read_rows(const Transposed& rows, std::int64_t first_row, std::int64_t row_count, std::int64_t row_bytes,
                std::byte* target) {
-  with_element(rows.element_bytes, [&](auto type) {
-    using Element = decltype(type);
-    const std::int64_t width = row_bytes / static_cast<std::int64_t>(sizeof(Element));
-    auto* const out = reinterpret_cast<Element*>(target);
-    visit<Element>(row_count, width, [&](std::int64_t row, std::int64_t element) {
-      out[row * width + element] = *at<const Element>(rows, first_row + row, element);
-    });
-  });
+  const std::byte* const first = rows.first + first_row * rows.element_bytes;
+  transpose(rows.element_bytes, {first, rows.element_stride}, {target, row_bytes}, row_bytes / rows.element_bytes,
+            row_count);
 }
 
 void write_rows(const Transposed& rows, std::int64_t row_count, std::int64_t row_bytes, const std::byte* source) {
-  with_element(rows.element_bytes, [&](auto type) {
-    using Element = decltype(type);
-    const std::int64_t width = row_bytes / static_cast<std::int64_t>(sizeof(Element));
-    const auto* const in = reinterpret_cast<const Element*>(source);
-    visit<Element>(row_count, width, [&](std::int64_t row, std::int64_t element) {
-      *at<Element>(rows, row, element) = in[row * width + element];
-    });
-  });
+  transpose(rows.element_bytes, {source, row_bytes}, {rows.first, rows.element_stride}, row_count,
+            row_bytes / rows.element_bytes);
 }
 
 }  // namespace lmkv

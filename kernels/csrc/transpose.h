@@ -7,10 +7,9 @@
 
 namespace lmkv {
 
-// Rows and their elements, each at a stride; bytes.
+// Rows whose first elements lie side by side, as do their second ones, at a stride; bytes.
 struct Transposed {
   std::byte* first;
-  std::int64_t row_stride;
   std::int64_t element_stride;
   std::int64_t element_bytes;  // 1, 2, 4 or 8
 };

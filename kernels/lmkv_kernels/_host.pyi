@@ -16,7 +16,7 @@ def gather(
     threads: int,
     portable: bool = False,
 ) -> None:
-    """Pages to pool; fills `checksums` [copies].
+    """Pages to pool; fills `checksums` [copies], or sums nothing if it is empty.
 
     `geometry` is block stride, head stride, rows per block, row bytes, element bytes, head count, first head, heads of
     the model, number of parts, and of two parts offset, row stride and element stride. A row of `copies` is as in

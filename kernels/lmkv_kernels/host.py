@@ -17,11 +17,13 @@ Buffer = bytes | bytearray | memoryview | mmap.mmap | NDArray[Any]
 """Contiguous memory; `lmkv.pool.Pool.buffer` is some."""
 
 
-def gather(pages: Pages, pool: Buffer, copies: Sequence[ChunkCopy], *, threads: int = 1) -> list[int]:
-    """Copies tokens of the pages into extents of the pool, and sums them in the same pass.
+def gather(
+    pages: Pages, pool: Buffer, copies: Sequence[ChunkCopy], *, threads: int = 1, summed: bool = True
+) -> list[int]:
+    """Copies tokens of the pages into extents of the pool, and sums them in the same pass unless told not to.
 
     Returns per copy what its words add to its chunk's checksum: the checksum itself where one rank has all heads and
-    copies all tokens, else a part; parts of ranks and copies are added modulo 2^64. Parts of the pool that two copies
+    copies all tokens, else a part; parts of ranks and copies are added modulo 2^64. 0 for each that was not summed. Parts of the pool that two copies
     of one call write must not overlap. Uses up to `threads` threads (0: as many as help) where the bytes are worth it.
     Raises `ValueError`, before a byte is moved, if a copy does not fit the pages or the pool.
     """
@@ -30,9 +32,9 @@ def gather(pages: Pages, pool: Buffer, copies: Sequence[ChunkCopy], *, threads: 
         raise ValueError("pool is read-only")
     _check_call(pages, threads)
     rows, block_ids = check(pages, memory.size, copies)
-    checksums = np.empty(len(rows), np.uint64)
+    checksums = np.empty(len(rows) if summed else 0, np.uint64)
     _host.gather(_addresses(pages), _geometry(pages), memory, rows, block_ids, checksums, threads)
-    return checksums.tolist()
+    return checksums.tolist() if summed else [0] * len(rows)
 
 
 def scatter(pages: Pages, pool: Buffer, copies: Sequence[ChunkCopy], *, threads: int = 1) -> None:

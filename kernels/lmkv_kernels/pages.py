@@ -96,8 +96,10 @@ class Pages:
         words |= {f"layer_addresses[{layer}]": address for layer, address in enumerate(self.layer_addresses)}
         for index, part in enumerate(self.parts):
             words[f"parts[{index}].offset"] = part.offset
-            if self.is_contiguous(part) and self.rows_per_block > 1:
-                words[f"parts[{index}].row_stride"] = part.row_stride
+            if self.is_contiguous(part):
+                words[f"parts[{index}].row_stride"] = part.row_stride if self.rows_per_block > 1 else 0
+            elif part.row_stride != self.element_bytes:
+                raise ValueError(f"parts[{index}] has gaps between elements both along a row and from row to row")
         for name, value in words.items():
             if value < 0 or value % WORD_BYTES or (name.startswith("layer") and not value):
                 raise ValueError(f"{name} is {value}, not a multiple of {WORD_BYTES} from 0 up")

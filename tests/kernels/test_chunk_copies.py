@@ -143,6 +143,16 @@ def test_any_number_of_threads_gives_the_same_bytes_and_checksums(inside: str, w
 
 
 @pytest.mark.parametrize("inside", ["whole", "tokens", "packed"])
+def test_what_is_not_summed_is_copied_all_the_same(inside: str) -> None:
+    case = large_case(inside=inside)
+    case.twin.gather(case.pool_tensor, case.copies)
+    expected = case.pool.copy()
+    case.pool[:] = 0
+    assert lmkv_kernels.gather(case.pages, case.pool, case.copies, summed=False) == [0] * len(case.copies)
+    assert np.array_equal(case.pool, expected)
+
+
+@pytest.mark.parametrize("inside", ["whole", "tokens", "packed"])
 def test_targets_off_a_vector_boundary_are_written_right(inside: str) -> None:
     case = large_case(layer_count=1, head_count=1, chunk_count=1, inside=inside)
     for shift in (8, 16, 24, 32, 40):

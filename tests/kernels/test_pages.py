@@ -127,6 +127,7 @@ def test_tensors_that_cannot_be_moved_are_refused() -> None:
         ({"parts": PAGES.parts * 2}, "1 to 2 parts, not 4"),
         ({"parts": (Part(offset=4, row_stride=32, element_stride=2),)}, r"parts\[0\].offset is 4"),
         ({"parts": (Part(offset=0, row_stride=20, element_stride=2),)}, r"parts\[0\].row_stride is 20"),
+        ({"parts": (Part(offset=0, row_stride=64, element_stride=4),)}, r"parts\[0\] has gaps between elements both"),
         ({"head_count": 0}, "head_count"),
         ({"first_head": 3}, "heads 3 to 4"),
         ({"first_head": -1}, "heads -1"),
