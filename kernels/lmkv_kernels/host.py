@@ -23,9 +23,10 @@ def gather(
     """Copies tokens of the pages into extents of the pool, and sums them in the same pass unless told not to.
 
     Returns per copy what its words add to its chunk's checksum: the checksum itself where one rank has all heads and
-    copies all tokens, else a part; parts of ranks and copies are added modulo 2^64. 0 for each that was not summed. Parts of the pool that two copies
-    of one call write must not overlap. Uses up to `threads` threads (0: as many as help) where the bytes are worth it.
-    Raises `ValueError`, before a byte is moved, if a copy does not fit the pages or the pool.
+    copies all tokens, else a part; parts of ranks and copies are added modulo 2^64. What was not summed adds 0. Parts
+    of the pool that two copies of one call write must not overlap. Uses up to `threads` threads (0: as many as help)
+    where the bytes are worth it. Raises `ValueError`, before a byte is moved, if a copy does not fit the pages or the
+    pool.
     """
     memory = _bytes_of(pool, "pool")
     if not memory.flags.writeable:
