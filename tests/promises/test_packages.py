@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from lmkv_kernels.cuda import images
+
 if TYPE_CHECKING:
     from tests.promises.conftest import Run
 
@@ -94,6 +96,8 @@ def test_the_wheel_holds_all_four_packages_with_types_stubs_kernels_and_nothing_
     assert not sources - held, "missing in the wheel"
     compiled = {name for name in held if name.endswith(".so")}
     assert {name.partition(".")[0] for name in compiled} == {"lmkv_kernels/_host", "lmkv_kernels/_chunk_table"}
-    own = {name for name in held if not name.startswith("lmkv-")} - compiled
+    device_sources = {f"lmkv_kernels/csrc/{name}" for name in (images.NAME, *images.HEADERS)}
+    assert not device_sources - held, "CUDA could not be compiled at first use"
+    own = {name for name in held if not name.startswith("lmkv-")} - compiled - device_sources
     assert not own - sources, "not wanted in the wheel"
     assert any(name.endswith("licenses/LICENSE") for name in held)

@@ -1,0 +1,199 @@
+"""The CUDA driver's library and its devices. Only what copies need of it; nothing has to be installed for it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from functools import cache
+
+from lmkv_kernels.cuda.errors import CudaError, NoCuda
+
+LIBRARY = "libcuda.so.1"
+NOT_READY = 600
+_COMPUTE_MAJOR, _COMPUTE_MINOR, _PROCESSORS = 75, 76, 16
+_HOST, _DEVICE = 1, 2
+
+
+class Rectangle(Structure):
+    """`CUDA_MEMCPY2D`: rows of bytes from one memory to another, each side with a pitch of its own."""
+
+    _fields_ = [
+        (f"{side}_{name}", kind)
+        for side in ("source", "target")
+        for name, kind in (
+            ("x", c_size_t),
+            ("y", c_size_t),
+            ("memory", c_int),
+            ("host", c_void_p),
+            ("device", c_uint64),
+            ("array", c_void_p),
+            ("pitch", c_size_t),
+        )
+    ] + [("width", c_size_t), ("height", c_size_t)]
+
+
+_FUNCTIONS = {
+    "cuInit": (c_uint,),
+    "cuDriverGetVersion": (POINTER(c_int),),
+    "cuDeviceGetCount": (POINTER(c_int),),
+    "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDeviceGetName": (c_char_p, c_int, c_int),
+    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDeviceGetPCIBusId": (c_char_p, c_int, c_int),
+    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuDevicePrimaryCtxRelease_v2": (c_int,),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
+    "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
+    "cuModuleUnload": (c_void_p,),
+    "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
+    "cuLaunchKernel": (c_void_p, *[c_uint] * 7, c_void_p, POINTER(c_void_p), c_void_p),
+    "cuStreamCreate": (POINTER(c_void_p), c_uint),
+    "cuStreamDestroy_v2": (c_void_p,),
+    "cuStreamSynchronize": (c_void_p,),
+    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
+    "cuEventCreate": (POINTER(c_void_p), c_uint),
+    "cuEventDestroy_v2": (c_void_p,),
+    "cuEventRecord": (c_void_p, c_void_p),
+    "cuEventQuery": (c_void_p,),
+    "cuEventSynchronize": (c_void_p,),
+    "cuEventElapsedTime": (POINTER(c_float), c_void_p, c_void_p),
+    "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
+    "cuMemFree_v2": (c_uint64,),
+    "cuMemHostAlloc": (POINTER(c_void_p), c_size_t, c_uint),
+    "cuMemFreeHost": (c_void_p,),
+    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
+    "cuMemHostUnregister": (c_void_p,),
+    "cuMemHostGetDevicePointer_v2": (POINTER(c_uint64), c_void_p, c_uint),
+    "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
+    "cuMemcpy2DAsync_v2": (POINTER(Rectangle), c_void_p),
+}
+
+
+class Driver:
+    """The library, ready. Raises `NoCuda` with the reason if there is no driver or no device."""
+
+    def __init__(self, path: str = LIBRARY) -> None:
+        try:
+            self._library = ctypes.CDLL(path)
+            for name, types in _FUNCTIONS.items():
+                getattr(self._library, name).argtypes = types
+        except (OSError, AttributeError) as error:
+            raise NoCuda(f"no CUDA driver: {error}") from None
+        self._library.cuGetErrorName.argtypes = (c_int, POINTER(c_char_p))
+        self._library.cuGetErrorString.argtypes = (c_int, POINTER(c_char_p))
+        if status := self._library.cuInit(0):
+            raise NoCuda(f"no CUDA device: cuInit: {self._reason(status)}")
+        number = self.integer("cuDriverGetVersion")
+        self.version = (number // 1000, number % 1000 // 10)
+        """Major and minor version of CUDA that it supports."""
+        self.device_count = self.integer("cuDeviceGetCount")
+        if not self.device_count:
+            raise NoCuda("no CUDA device: the driver finds none")
+
+    def call(self, function: str, *arguments: object) -> None:
+        """Raises `CudaError` with the driver's words if it refuses."""
+        if status := getattr(self._library, function)(*arguments):
+            raise CudaError(f"{function}: {self._reason(status)}")
+
+    def integer(self, function: str, *arguments: object) -> int:
+        """What a function gives through its first parameter, an int."""
+        result = c_int()
+        self.call(function, ctypes.byref(result), *arguments)
+        return result.value
+
+    def address(self, function: str, *arguments: object) -> int:
+        """What a function gives through its first parameter, a device address."""
+        result = c_uint64()
+        self.call(function, ctypes.byref(result), *arguments)
+        return result.value
+
+    def handle(self, function: str, *arguments: object) -> c_void_p:
+        """What a function gives through its first parameter, a handle or a host address."""
+        result = c_void_p()
+        self.call(function, ctypes.byref(result), *arguments)
+        return result
+
+    def text(self, function: str, *arguments: object) -> str:
+        """What a function writes through its first parameter, a string."""
+        buffer = ctypes.create_string_buffer(256)
+        self.call(function, buffer, len(buffer), *arguments)
+        return buffer.value.decode()
+
+    def ready(self, event: c_void_p) -> bool:
+        """Whether all before an event is done. Raises `CudaError` if something before it failed."""
+        status = self._library.cuEventQuery(event)
+        if status not in (0, NOT_READY):
+            raise CudaError(f"cuEventQuery: {self._reason(status)}")
+        return bool(status == 0)
+
+    def _reason(self, status: int) -> str:
+        words = []
+        for function in (self._library.cuGetErrorName, self._library.cuGetErrorString):
+            text = c_char_p()
+            function(status, ctypes.byref(text))
+            words.append((text.value or b"?").decode())
+        return f"{words[0]} ({words[1]})"
+
+
+@cache
+def driver() -> Driver:
+    """This machine's driver. Raises `NoCuda`."""
+    return Driver()
+
+
+class Device:
+    """One device and its primary context, the one that torch uses. Whoever makes one closes it."""
+
+    def __init__(self, driver: Driver, ordinal: int = 0) -> None:
+        self.driver = driver
+        self.ordinal = driver.integer("cuDeviceGet", ordinal)
+        self.name = driver.text("cuDeviceGetName", self.ordinal)
+        major, minor = (self._attribute(which) for which in (_COMPUTE_MAJOR, _COMPUTE_MINOR))
+        self.architecture = 10 * major + minor
+        """As 90 for sm_90."""
+        self.processor_count = self._attribute(_PROCESSORS)
+        """Its streaming multiprocessors."""
+        self.pci_address = driver.text("cuDeviceGetPCIBusId", self.ordinal).lower()
+        """As /sys/bus/pci/devices names it."""
+        self._context: c_void_p | None = driver.handle("cuDevicePrimaryCtxRetain", self.ordinal)
+
+    def _attribute(self, which: int) -> int:
+        return self.driver.integer("cuDeviceGetAttribute", which, self.ordinal)
+
+    @contextmanager
+    def current(self) -> Iterator[Driver]:
+        """The driver, with this device as the calling thread's own for as long as it lasts."""
+        self.driver.call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield self.driver
+        finally:
+            self.driver.handle("cuCtxPopCurrent_v2")
+
+    def close(self) -> None:
+        """Lets go of the context. Idempotent."""
+        if self._context is not None:
+            self._context = None
+            self.driver.call("cuDevicePrimaryCtxRelease_v2", self.ordinal)
+
+
+def rectangle(
+    *, source: int, source_pitch: int, target: int, target_pitch: int, width: int, height: int, to_host: bool
+) -> Rectangle:
+    """Rows of `width` bytes between host and device. Addresses are of the first row, pitches of the rows after it."""
+    host, device = ("target", "source") if to_host else ("source", "target")
+    addresses = {"source": source, "target": target}
+    return Rectangle(
+        **{
+            f"{host}_memory": _HOST,
+            f"{host}_host": addresses[host],
+            f"{device}_memory": _DEVICE,
+            f"{device}_device": addresses[device],
+        },
+        source_pitch=source_pitch,
+        target_pitch=target_pitch,
+        width=width,
+        height=height,
+    )

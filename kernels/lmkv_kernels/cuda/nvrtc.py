@@ -1,0 +1,155 @@
+"""NVRTC, the compiler that comes with CUDA builds of torch: finds the library and compiles with it. Needs no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import importlib.util
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from lmkv_kernels.cuda.errors import CompileError, NoCompiler
+
+STDINT = "namespace std { using int64_t = long; using uint32_t = unsigned int; using uint64_t = unsigned long; }\n"
+"""What the kernels need of `<cstdint>`: NVRTC has no standard headers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compiled:
+    """What a compiler made."""
+
+    image: bytes
+    """A cubin, or PTX where the compiler does not know the architecture yet; the driver loads either."""
+    log: str
+    """With registers and spills per kernel."""
+
+
+class Nvrtc:
+    """One NVRTC library. Raises `NoCompiler` if it cannot be loaded."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            # It looks for these by name alone, and finds them where they are loaded already.
+            for builtins in Path(path).parent.glob("libnvrtc-builtins.so.*"):
+                ctypes.CDLL(str(builtins))
+            self._library = ctypes.CDLL(path)
+        except OSError as error:
+            raise NoCompiler(f"NVRTC at {path} cannot be loaded: {error}") from None
+        self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        self.path = path
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._check("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+        self.version = f"{major.value}.{minor.value}"
+
+    def architectures(self) -> tuple[int, ...]:
+        """What it compiles for, as 90 for sm_90, in rising order."""
+        count = ctypes.c_int()
+        self._check("nvrtcGetNumSupportedArchs", ctypes.byref(count))
+        numbers = (ctypes.c_int * count.value)()
+        self._check("nvrtcGetSupportedArchs", numbers)
+        return tuple(sorted(numbers))
+
+    def compile(self, name: str, source: str, headers: Mapping[str, str], architecture: int) -> Compiled:
+        """Compiles for an architecture, or PTX for the newest one known if that is newer.
+
+        Raises `CompileError` with the compiler's words.
+        """
+        known = self.architectures()
+        if architecture in known:
+            target = f"sm_{architecture}"
+        elif architecture > known[-1]:
+            target = f"compute_{known[-1]}"
+        else:
+            raise CompileError(
+                f"NVRTC {self.version} does not compile for sm_{architecture}, only from sm_{known[0]} on"
+            )
+        options = [f"--gpu-architecture={target}", "--std=c++17", "--ptxas-options=-v"]
+        return self._compile(name, source, {"cstdint": STDINT, **headers}, options)
+
+    def _compile(self, name: str, source: str, headers: Mapping[str, str], options: list[str]) -> Compiled:
+        program = ctypes.c_void_p()
+        self._check(
+            "nvrtcCreateProgram",
+            ctypes.byref(program),
+            source.encode(),
+            name.encode(),
+            len(headers),
+            _strings(headers.values()),
+            _strings(headers),
+        )
+        try:
+            failed = self._library.nvrtcCompileProgram(program, len(options), _strings(options))
+            log = self._text(program, "ProgramLog").decode(errors="replace")
+            if failed:
+                raise CompileError(f"NVRTC {self.version} cannot compile {name} with {options[0]}: {log.strip()}")
+            kind = "CUBIN" if options[0].startswith("--gpu-architecture=sm_") else "PTX"
+            return Compiled(image=self._text(program, kind), log=log)
+        finally:
+            self._library.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _text(self, program: ctypes.c_void_p, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._check(f"nvrtcGet{what}Size", program, ctypes.byref(size))
+        text = ctypes.create_string_buffer(size.value)
+        self._check(f"nvrtcGet{what}", program, text)
+        return text.raw if what == "CUBIN" else text.raw.rstrip(b"\0") + b"\0"
+
+    def _check(self, function: str, *arguments: object) -> None:
+        if status := getattr(self._library, function)(*arguments):
+            reason = self._library.nvrtcGetErrorString(status).decode()
+            raise CompileError(f"{function} of NVRTC at {self.path}: {reason}")
+
+
+def _strings(texts: object) -> ctypes.Array[ctypes.c_char_p]:
+    encoded = [text.encode() for text in texts]  # type: ignore[attr-defined]
+    return (ctypes.c_char_p * len(encoded))(*encoded)
+
+
+@cache
+def find(newest_major: int | None = None) -> Nvrtc:
+    """The NVRTC of this installation, no newer than the driver's major version if that is given.
+
+    torch's own comes first: what works for the engine works here. Raises `NoCompiler` that says what to install.
+    """
+    tried = []
+    for path in _candidates():
+        major = _major(path)
+        if newest_major is not None and major is not None and major > newest_major:
+            tried.append(f"{path} is newer than the driver")
+            continue
+        try:
+            return Nvrtc(path)
+        except NoCompiler as error:
+            tried.append(str(error))
+    raise NoCompiler("no NVRTC: " + ("; ".join(tried) or "install nvidia-cuda-nvrtc; torch's CUDA builds bring it"))
+
+
+def packaged(pattern: str) -> list[Path]:
+    """What NVIDIA's packages from PyPI have, by a pattern below their common folder."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = spec.submodule_search_locations or () if spec else ()
+    return [path for folder in folders for path in sorted(Path(folder).glob(pattern), reverse=True)]
+
+
+def _candidates() -> Iterator[str]:
+    """Paths of libraries, newest first within each place."""
+    yield from _newest(packaged("*/lib/libnvrtc.so.*"))
+    for home in filter(None, (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")):
+        yield from _newest(Path(home, "lib64").glob("libnvrtc.so*"))
+    if name := ctypes.util.find_library("nvrtc"):
+        yield name
+
+
+def _newest(files: Iterable[Path]) -> list[str]:
+    return [
+        str(file) for file in sorted(files, key=lambda file: (_major(file.name) or 0, -len(file.name)), reverse=True)
+    ]
+
+
+def _major(path: str) -> int | None:
+    found = re.search(r"\.so\.(\d+)", path)
+    return int(found[1]) if found else None

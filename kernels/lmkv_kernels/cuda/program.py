@@ -1,0 +1,103 @@
+"""The compiled kernels on a device, and how they are launched."""
+
+from __future__ import annotations
+
+from ctypes import c_void_p
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from lmkv_kernels.cuda import images
+from lmkv_kernels.cuda.driver import Device, Driver
+from lmkv_kernels.cuda.errors import CudaError
+from lmkv_kernels.host import _geometry
+from lmkv_kernels.pages import Pages
+
+Operation = Literal["gather", "gather_sum", "scatter"]
+OPERATIONS: tuple[Operation, ...] = ("gather", "gather_sum", "scatter")
+THREADS = 128
+"""Per thread block; the kernels are compiled for no more."""
+WIDTHS = (16, 8)
+"""Bytes that a thread moves at a time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arguments:
+    """Device addresses of what one launch is told, and where its chunks are."""
+
+    layer_addresses: int
+    copies: int
+    block_ids: int
+    copy_of_id: int
+    staging_offsets: int
+    """0: `chunks` is the pool."""
+    chunks: int
+    sums: int
+    id_count: int
+
+
+class Program:
+    """Kernels that a device has loaded. Whoever makes one closes it, with the device current."""
+
+    def __init__(self, driver: Driver, image: bytes) -> None:
+        self._driver = driver
+        self._module: c_void_p | None = driver.handle("cuModuleLoadData", image)
+        self._functions = {
+            (operation, width): driver.handle("cuModuleGetFunction", self._module, f"{operation}_{width}".encode())
+            for operation in OPERATIONS
+            for width in WIDTHS
+        }
+
+    @classmethod
+    def load(cls, device: Device) -> Program:
+        """The kernels for a device, compiled now if need be. Raises `CudaError`."""
+        with device.current() as driver:
+            try:
+                return cls(driver, images.load(device.architecture, driver.version[0]))
+            except CudaError:
+                if not images.forget(device.architecture):
+                    raise
+                return cls(driver, images.load(device.architecture, driver.version[0]))
+
+    def launch(
+        self, operation: Operation, pages: Pages, width: int, arguments: Arguments, *, blocks: int, stream: int
+    ) -> None:
+        """Puts one launch of at most so many thread blocks on a stream."""
+        tiles = arguments.id_count * len(pages.layer_addresses) * pages.head_count
+        if tiles >= 1 << 31:
+            raise ValueError(f"{tiles} tiles are too many for one launch: copy less at a time")
+        words = np.array(  # `lmkv::Launch`, field by field
+            [
+                len(pages.layer_addresses),
+                *_geometry(pages).tolist(),
+                arguments.layer_addresses,
+                arguments.copies,
+                arguments.block_ids,
+                arguments.copy_of_id,
+                arguments.staging_offsets,
+                arguments.chunks,
+                arguments.sums,
+                arguments.id_count,
+            ],
+            np.int64,
+        )
+        parameters = (c_void_p * 1)(words.ctypes.data)
+        function = self._functions[operation, width]
+        self._driver.call(
+            "cuLaunchKernel", function, min(blocks, tiles), 1, 1, THREADS, 1, 1, 0, stream, parameters, None
+        )
+
+    def close(self) -> None:
+        """Idempotent. Nothing on any stream may still run."""
+        if self._module is not None:
+            module, self._module = self._module, None
+            self._driver.call("cuModuleUnload", module)
+
+
+def width_of(pages: Pages, *addresses: int) -> int:
+    """The most bytes at a time that pages and these addresses allow: 16, or 8, for rows are made of 8-byte words."""
+    numbers = [*pages.layer_addresses, pages.block_stride_bytes, pages.head_stride_bytes, pages.row_bytes, *addresses]
+    for part in pages.parts:
+        numbers += [part.offset, part.row_stride]
+    return WIDTHS[0] if all(number % WIDTHS[0] == 0 for number in numbers) else WIDTHS[1]

@@ -1,0 +1,72 @@
+"""Small memory in pairs, pinned and on the device: what each call tells its kernels, and the sums they hand back."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmkv_kernels.cuda.driver import Driver
+from lmkv_kernels.cuda.errors import Busy
+from lmkv_kernels.cuda.memory import DeviceMemory, PinnedMemory
+
+SLOT_COUNT = 8
+"""Made at the start, for making more may hold up the device."""
+SLOT_WORDS = 32 << 10
+"""Of 8 bytes: enough for some 15 000 blocks."""
+MAX_SLOTS = 64
+
+
+class Slot:
+    """Words on both sides."""
+
+    def __init__(self, driver: Driver, word_count: int) -> None:
+        self._driver = driver
+        self.pinned = PinnedMemory(driver, 8 * word_count)
+        self.device = DeviceMemory(driver, 8 * word_count)
+        self.words: NDArray[np.int64] = self.pinned.bytes.view(np.int64)
+        """Those in host memory."""
+
+    def upload(self, word_count: int, stream: int) -> None:
+        """Copies the first words to the device."""
+        self._driver.call("cuMemcpyAsync", self.device.address, self.pinned.address, 8 * word_count, stream)
+
+    def download(self, word_count: int, stream: int) -> None:
+        """Copies the first words back."""
+        self._driver.call("cuMemcpyAsync", self.pinned.address, self.device.address, 8 * word_count, stream)
+
+    def close(self) -> None:
+        """Idempotent. Nothing on any stream may still use it."""
+        self.pinned.close()
+        self.device.close()
+
+
+class Slots:
+    """The slots of one copier. Whoever makes them closes them, with the device current."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._all = [Slot(driver, SLOT_WORDS) for _ in range(SLOT_COUNT)]
+        self._free = list(self._all)
+
+    def take(self, word_count: int) -> Slot:
+        """A slot for so many words. Raises `Busy` if too many are in use."""
+        for slot in self._free:
+            if slot.words.size >= word_count:
+                self._free.remove(slot)
+                return slot
+        if len(self._all) >= MAX_SLOTS:
+            raise Busy(f"{len(self._all) - len(self._free)} copies are under way already")
+        slot = Slot(self._driver, max(SLOT_WORDS, 1 << (word_count - 1).bit_length()))
+        self._all.append(slot)
+        return slot
+
+    def put_back(self, slot: Slot) -> None:
+        """The device is done with a slot."""
+        self._free.append(slot)
+
+    def close(self) -> None:
+        """Idempotent. Nothing on any stream may still use one."""
+        for slot in self._all:
+            slot.close()
+        self._all.clear()
+        self._free.clear()
