@@ -1,11 +1,15 @@
-"""Stores and loads: the kernels between pages and pool, against memcpy of the same bytes into the same memory."""
+"""Stores and loads as an engine's worker makes them, against memcpy of the same bytes into the same memory."""
 
 from __future__ import annotations
 
+import asyncio
+import math
 import mmap
 import statistics
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -16,15 +20,19 @@ from benchmarks import timing
 from benchmarks.command import Run
 from benchmarks.rows import Row
 from lmkv.pool import Pool
+from lmkv.pool_socket import PoolSocket
 from lmkv.spec import KvSpec
 from lmkv.units import GB
-from lmkv_kernels import ChunkCopy, Pages, gather, scatter, whole_tiles
+from lmkv_client.connector.identity import Share
+from lmkv_client.connector.messages import Attachment, Load, StepPlan
+from lmkv_client.connector.worker import WorkerSide
+from lmkv_kernels import ChunkCopy
 
 PROMPT_TOKENS = 4000
 SPARE_BLOCKS = 10
 """Pages besides those of the prompt, so that its own lie apart."""
-
 THREADS = (1, 2)
+WAIT_SECONDS = 10.0
 
 Bytes = NDArray[np.uint8]
 
@@ -32,17 +40,87 @@ Bytes = NDArray[np.uint8]
 def measure(run: Run, spec: KvSpec) -> None:
     """Adds rows for the chunks of one prompt, with one thread and with two."""
     chunk_count = PROMPT_TOKENS // spec.chunk_size
-    size_bytes = chunk_count * spec.chunk_bytes
-    with Pool.create(size_bytes) as pool:
+    memory, tensors = kv_cache(spec, chunk_count * spec.chunk_size // spec.block_size + SPARE_BLOCKS)
+    run.logs.parent.mkdir(parents=True, exist_ok=True)
+    with Pool.create(chunk_count * spec.chunk_bytes) as pool, ThreadPoolExecutor(max(THREADS)) as executor:
         pool.populate()
-        _measure(run, spec, pool, chunk_count)
+        with served(run, pool) as attachment:
+            for threads in THREADS:
+                worker = WorkerSide(spec, Share.of_rank(0, 1, spec.kv_head_count), rank=0, threads=threads)
+                try:
+                    worker.register({str(layer): tensor for layer, tensor in enumerate(tensors)})
+                    acts = Acts(worker, attachment, scattered_copies(spec, chunk_count, spec.block_size))
+                    _measure(run, pool, memory, acts, threads, executor)
+                finally:
+                    worker.close()
 
 
-def _measure(run: Run, spec: KvSpec, pool: Pool, chunk_count: int) -> None:
-    blocks = spec.chunk_size // spec.block_size
-    memory, pages = make_pages(spec, chunk_count * blocks + SPARE_BLOCKS)
-    order = np.random.default_rng(0).permutation(pages.block_count)
-    copies = [
+class Acts:
+    """One worker's store and load of all the chunks, each a whole step's work."""
+
+    def __init__(self, worker: WorkerSide, attachment: Attachment, copies: list[ChunkCopy]) -> None:
+        self._worker = worker
+        self._store = StepPlan(attachment=attachment, stores=copies)
+        load = Load(request_id="r", copies=copies, sync=True, final=True, checks=[], failed_blocks=[])
+        self._load = StepPlan(attachment=attachment, loads=[load])
+        worker.load(StepPlan(attachment=attachment))  # maps the pool
+
+    def store(self) -> None:
+        """Pages to pool."""
+        self._worker.store(self._store)
+        report = self._worker.take_report()
+        assert report
+        assert len(report.written) == len(self._store.stores)
+
+    def load(self) -> None:
+        """Pool to pages."""
+        self._worker.load(self._load)
+        report = self._worker.take_report()
+        assert report
+        assert not report.loaded["r"].failed
+
+
+def _measure(run: Run, pool: Pool, memory: Bytes, acts: Acts, threads: int, executor: ThreadPoolExecutor) -> None:
+    pool_bytes = np.frombuffer(pool.buffer, np.uint8)
+    pages_bytes = memory[: pool.size_bytes]
+    calls: list[Callable[[], object]] = [
+        acts.store,
+        partial(memcpy, pool_bytes, pages_bytes, threads, executor),
+        acts.load,
+        partial(memcpy, pages_bytes, pool_bytes, threads, executor),
+    ]
+    store, store_memcpy, load, load_memcpy = timing.in_turns(calls, 10 if run.quick else 40)
+    suffix = "" if threads == 1 else f"_{threads}_threads"
+    baseline = "memcpy" if threads == 1 else f"memcpy, {threads} threads"
+    run.add(
+        rate_row(f"store{suffix}_vs_memcpy", pool.size_bytes, store, baseline, store_memcpy),
+        rate_row(f"load{suffix}_vs_memcpy", pool.size_bytes, load, baseline, load_memcpy),
+    )
+
+
+@contextmanager
+def served(run: Run, pool: Pool) -> Iterator[Attachment]:
+    """The pool, as a node hands it to workers."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    path = run.folder / "pool.sock"
+    socket = PoolSocket(path, pool, 1, on_worker=lambda *_: None, on_worker_gone=lambda *_: None)
+    try:
+        asyncio.run_coroutine_threadsafe(socket.start(), loop).result(WAIT_SECONDS)
+        yield Attachment(engine_id="benchmark", pool_socket=str(path), epoch=1)
+        asyncio.run_coroutine_threadsafe(socket.aclose(), loop).result(WAIT_SECONDS)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def scattered_copies(spec: KvSpec, chunk_count: int, block_size: int) -> list[ChunkCopy]:
+    """One prompt's chunks, one after the other in the pool, and all over the place in the pages."""
+    blocks = spec.chunk_size // block_size
+    order = np.random.default_rng(0).permutation(chunk_count * blocks + SPARE_BLOCKS)
+    return [
         ChunkCopy(
             offset=chunk * spec.chunk_bytes,
             extent_tokens=spec.chunk_size,
@@ -51,34 +129,21 @@ def _measure(run: Run, spec: KvSpec, pool: Pool, chunk_count: int) -> None:
         )
         for chunk in range(chunk_count)
     ]
-    pool_bytes = np.frombuffer(pool.buffer, np.uint8)
-    source = memory[: pool.size_bytes]
-    rounds = 10 if run.quick else 40
-    with ThreadPoolExecutor(max(THREADS)) as executor:
-        for threads in THREADS:
-            acts: list[Callable[[], object]] = [
-                partial(gather, pages, pool.buffer, copies, threads=threads),
-                partial(memcpy, pool_bytes, source, threads, executor),
-                partial(scatter, pages, pool.buffer, copies, threads=threads),
-                partial(memcpy, source, pool_bytes, threads, executor),
-            ]
-            store, store_memcpy, load, load_memcpy = timing.in_turns(acts, rounds)
-            suffix = "" if threads == 1 else f"_{threads}_threads"
-            baseline = "memcpy" if threads == 1 else f"memcpy, {threads} threads"
-            run.add(
-                rate_row(f"store{suffix}_vs_memcpy", pool.size_bytes, store, baseline, store_memcpy),
-                rate_row(f"load{suffix}_vs_memcpy", pool.size_bytes, load, baseline, load_memcpy),
-            )
 
 
-def make_pages(spec: KvSpec, block_count: int) -> tuple[Bytes, Pages]:
-    """Memory as vLLM's CPU backend lays its KV cache out, touched, and the pages in it."""
-    layer_bytes = block_count * spec.kv_head_count * spec.tile_bytes
-    memory = np.frombuffer(mmap.mmap(-1, spec.layer_count * layer_bytes), np.uint8)
-    memory[:] = 1
+def kv_cache(spec: KvSpec, block_count: int) -> tuple[Bytes, list[torch.Tensor]]:
+    """Memory as vLLM's CPU backend lays its KV cache out, touched; and the tensors in it, one per layer."""
     content = spec.tile_bytes // spec.block_size
     shape = (spec.layer_count, block_count, spec.kv_head_count, spec.block_size, content)
-    return memory, whole_tiles(list(torch.from_numpy(memory).view(shape)), 0, spec.kv_head_count)
+    memory = touched_memory(math.prod(shape))
+    return memory, list(torch.from_numpy(memory).view(shape))
+
+
+def touched_memory(size_bytes: int) -> Bytes:
+    """Memory from the start of a page on, as a pool's is: off it, memcpy into it may take four times as long."""
+    memory = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)
+    memory[:] = 1
+    return memory
 
 
 def memcpy(target: Bytes, source: Bytes, threads: int, executor: ThreadPoolExecutor) -> None:
