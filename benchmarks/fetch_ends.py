@@ -1,4 +1,4 @@
-"""The two ends of a fetch, each in a process of its own: a node's parts for peers, and a bare NIXL agent beside them.
+"""The two ends of a fetch, each in a process of its own: a node's parts for peers, and the channel's limit beside them.
 
 Both ends have both, over the same memory, so that the same bytes go either way. `fetches` runs the reading end;
 `python -m benchmarks.fetch_ends` is the owning end, which obeys the lines that it reads.
@@ -10,7 +10,7 @@ import asyncio
 import json
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -20,21 +20,23 @@ from typing import Any, Self
 import numpy as np
 
 from benchmarks import engines
+from benchmarks.bare_ends import bare_owner
 from lmkv import rpc
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.pool import Pool
 from lmkv.spec import KvSpec
-from lmkv.transfer import Channels, End, nixl_api
+from lmkv.transfer import Channels, End
 from lmkv.v1 import peer_service_pb2_grpc
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_kernels import checksum
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.host_tier import HostTier
+from lmkv_server.node.inspector import Inspector
 from lmkv_server.node.peer_service import PeerService
 from lmkv_server.node.peers import Peers
+from lmkv_server.node.read_grants import SHARE
 
-BARE_POLL_SECONDS = 0.0001
 ANSWER_SECONDS = 60.0
 READ_SECONDS = 30.0
 
@@ -47,11 +49,12 @@ def keys_of(count: int) -> list[ChunkKey]:
 class Node:
     """What a node has for its peers: pool, tier, channel, `Peers`, and `PeerService` on a free port."""
 
-    def __init__(self, instance_id: str, spec: KvSpec, chunk_count: int) -> None:
+    def __init__(self, instance_id: str, spec: KvSpec, chunk_count: int, transfer_channel: str) -> None:
         self.spec = spec
         self.epoch = time.time_ns()
         self.instance_id = instance_id
         self._chunk_count = chunk_count
+        self._transfer_channel = transfer_channel
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -72,9 +75,12 @@ class Node:
         self.tier = HostTier(self.pool.size_bytes)
         engines_here = Engines(self.tier)
         engines_here.attach("engine", self.spec)
-        channels = Channels("nixl", End(name=f"{self.instance_id}:{self.epoch}", pool=self.pool))
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp"))
+        end = End(name=f"{self.instance_id}:{self.epoch}", pool=self.pool, socket_path=Path(folder, "s"))
+        channels = Channels(self._transfer_channel, end)
         self._stack.push_async_callback(channels.aclose)
         await channels.start()
+        inspector = await self._stack.enter_async_context(Inspector(self.tier, self.pool))
         service = PeerService(
             instance_id=self.instance_id,
             epoch=self.epoch,
@@ -83,6 +89,7 @@ class Node:
             channels=channels,
             region_address=self.pool.address,
             grant_ttl_seconds=READ_SECONDS,
+            inspector=inspector,
         )
         await self._stack.enter_async_context(service)
         server = await rpc.make_server(["lmkv.v1.PeerService"])
@@ -114,45 +121,6 @@ class Node:
         return offsets
 
 
-class BareAgent:
-    """A NIXL agent as its own documentation uses it, without a progress thread, over a pool."""
-
-    def __init__(self, name: str, pool: Pool) -> None:
-        api = nixl_api.load()
-        self.name = name
-        self._agent: Any = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
-        self._agent.register_memory([(pool.address, pool.size_bytes, 0, "")], "DRAM")
-
-    @property
-    def metadata(self) -> bytes:
-        """What the other end must know."""
-        metadata: bytes = self._agent.get_agent_metadata()
-        return metadata
-
-    def connect(self, metadata: bytes) -> None:
-        """Makes the other end's memory readable."""
-        self._agent.add_remote_agent(metadata)
-
-    def progress(self) -> None:
-        """Lets the other end's reads go on."""
-        self._agent.get_new_notifs()
-
-    def read(self, peer: str, remote: list[int], local: list[int], size_bytes: int) -> None:
-        """Reads runs of `size_bytes` at `remote` addresses into `local` ones, in one transfer."""
-        descriptors = [
-            self._agent.get_xfer_descs([(address, size_bytes, 0) for address in addresses], "DRAM")
-            for addresses in (local, remote)
-        ]
-        handle = self._agent.initialize_xfer("READ", *descriptors, peer)
-        state = self._agent.transfer(handle)
-        deadline = time.monotonic() + READ_SECONDS
-        while state == "PROC" and time.monotonic() < deadline:
-            state = self._agent.check_xfer_state(handle)
-        self._agent.release_xfer_handle(handle)
-        if state != "DONE":
-            raise LmkvError(f"NIXL ended a read in state {state}")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Said:
     """What the owning end says of itself."""
@@ -161,7 +129,7 @@ class Said:
     address: str
     pool_address: int
     offsets: list[int]
-    metadata: str
+    bare: str
 
 
 class Owner:
@@ -169,8 +137,8 @@ class Owner:
 
     NAME = "owner"
 
-    def __init__(self, dtype: str, chunk_count: int, log: Path) -> None:
-        command = [sys.executable, "-m", "benchmarks.fetch_ends", dtype, str(chunk_count)]
+    def __init__(self, transfer_channel: str, dtype: str, chunk_count: int, log: Path) -> None:
+        command = [sys.executable, "-m", "benchmarks.fetch_ends", transfer_channel, dtype, str(chunk_count)]
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
@@ -205,12 +173,17 @@ class Owner:
         """Where its first chunks lie."""
         return [self.said.pool_address + offset for offset in self.said.offsets[:chunk_count]]
 
-    def serve_bare(self, metadata: bytes) -> None:
-        """Has its bare agent know the reader's, and make progress until `rest_bare`."""
-        self._order(f"serve {metadata.hex()}")
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
+    def serve_bare(self) -> None:
+        """Has its bare end serve until `rest_bare`."""
+        self._order("serve")
 
     def rest_bare(self) -> None:
-        """Has its bare agent sleep."""
+        """Has its bare end sleep."""
         self._order("rest")
 
     def _order(self, line: str) -> None:
@@ -228,63 +201,27 @@ class Owner:
         return answer
 
 
-class Progress:
-    """A thread that makes progress for a bare agent while it is wanted."""
-
-    def __init__(self, agent: BareAgent) -> None:
-        self._agent = agent
-        self._wanted = threading.Event()
-        self._ending = False
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def begin(self) -> None:
-        """Starts, or goes on."""
-        self._wanted.set()
-
-    def pause(self) -> None:
-        """Stops until `begin`."""
-        self._wanted.clear()
-
-    def end(self) -> None:
-        """Ends the thread, which must be before the interpreter does."""
-        self._ending = True
-        self._wanted.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while self._wanted.wait() and not self._ending:
-            self._agent.progress()
-            time.sleep(BARE_POLL_SECONDS)
-
-
-async def own(dtype: str, chunk_count: int) -> None:
+async def own(transfer_channel: str, dtype: str, chunk_count: int) -> None:
     """What the owning end does."""
-    async with Node(Owner.NAME, engines.kv_spec(dtype), chunk_count + 1) as node:
+    async with Node(Owner.NAME, engines.kv_spec(dtype), SHARE * chunk_count, transfer_channel) as node:
         offsets = node.fill(keys_of(chunk_count))
-        agent = BareAgent("bare-owner", node.pool)
-        progress = Progress(agent)
+        bare = bare_owner(transfer_channel, node.pool)
         try:
             _say(
                 epoch=node.epoch,
                 address=node.address,
                 pool_address=node.pool.address,
                 offsets=offsets,
-                metadata=agent.metadata.hex(),
+                bare=bare.metadata.hex(),
             )
-            known = False
-            while line := await asyncio.to_thread(sys.stdin.readline):
-                order, _, metadata = line.strip().partition(" ")
-                if order == "serve":
-                    if not known:
-                        agent.connect(bytes.fromhex(metadata))
-                        known = True
-                    progress.begin()
+            while order := await asyncio.to_thread(sys.stdin.readline):
+                if order.strip() == "serve":
+                    bare.begin()
                 else:
-                    progress.pause()
+                    bare.pause()
                 _say()
         finally:
-            progress.end()
+            bare.close()
 
 
 def _say(**fields: object) -> None:
@@ -292,4 +229,4 @@ def _say(**fields: object) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(own(sys.argv[1], int(sys.argv[2])))
+    asyncio.run(own(sys.argv[1], sys.argv[2], int(sys.argv[3])))

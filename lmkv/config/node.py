@@ -99,6 +99,9 @@ class NodeConfig(Config):
     node_linger: float = key(SECONDS_OR_ZERO, 60.0, "How long a node outlives its last engine, in seconds.")
     grant_ttl: float = key(SECONDS, 30.0, "How long a grant on extents lasts, in seconds.")
     fetch_timeout: float = key(SECONDS, 1.0, "Most time to fetch chunks from a peer, in seconds.")
+    verify_transfers: bool = key(
+        FLAG, True, "Whether the checksum of each chunk that comes from a peer is compared before it is of use."
+    )
     coordinator_timeout: float = key(SECONDS, 0.05, "Most time to wait for the coordinator in a lookup, in seconds.")
     tls_ca: str = common.tls_ca()
     tls_cert: str = common.tls_cert()

@@ -288,6 +288,7 @@ class LookupChunks(_message.Message):
     CHUNK_KEYS_FIELD_NUMBER: _builtins.int
     RESERVE_COUNT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names this lookup and all that follows from it; unique on the stream."""
     chunk_keys: _builtins.bytes
@@ -296,6 +297,10 @@ class LookupChunks(_message.Message):
     """Write credits wanted if nothing is held; each chunk that is found makes it one fewer."""
     traceparent: _builtins.str
     """W3C `traceparent` of the engine's span for this lookup; empty if it does not trace."""
+    prefill_tokens_per_second: _builtins.int
+    """Tokens of prompts that the engine computes per second, measured; 0 if it has computed none yet. What would take
+    longer to fetch than to compute is then not offered.
+    """
     def __init__(
         self,
         *,
@@ -303,10 +308,11 @@ class LookupChunks(_message.Message):
         chunk_keys: _builtins.bytes = ...,
         reserve_count: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        prefill_tokens_per_second: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "request_id", b"request_id", "reserve_count", b"reserve_count", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "prefill_tokens_per_second", b"prefill_tokens_per_second", "request_id", b"request_id", "reserve_count", b"reserve_count", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -322,12 +328,15 @@ class FoundChunks(_message.Message):
     OWN_FIELD_NUMBER: _builtins.int
     PEER_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     PEER_INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    REFUSED_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The engine's request."""
     peer_chunk_count: _builtins.int
     """Chunks after those that peers hold, without a gap."""
     peer_instance_id: _builtins.str
     """Who holds most of them."""
+    refused_chunk_count: _builtins.int
+    """Chunks that peers hold and that are not offered, for to fetch them would take longer than to compute them."""
     @_builtins.property
     def own(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.Extent]:
         """The first chunks, held in the node's own pool."""
@@ -339,10 +348,11 @@ class FoundChunks(_message.Message):
         own: _abc.Iterable[_chunk_pb2.Extent] | None = ...,
         peer_chunk_count: _builtins.int = ...,
         peer_instance_id: _builtins.str = ...,
+        refused_chunk_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["own", b"own", "peer_chunk_count", b"peer_chunk_count", "peer_instance_id", b"peer_instance_id", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["own", b"own", "peer_chunk_count", b"peer_chunk_count", "peer_instance_id", b"peer_instance_id", "refused_chunk_count", b"refused_chunk_count", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

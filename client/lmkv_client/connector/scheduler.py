@@ -24,6 +24,7 @@ from lmkv_client.connector.identity import lora_identity
 from lmkv_client.connector.link import Lost, NodeLink
 from lmkv_client.connector.loads import Loads
 from lmkv_client.connector.messages import Attachment, StepPlan, WorkerReport
+from lmkv_client.connector.prefill import PrefillRate
 from lmkv_client.connector.prompt import Prompt, Search
 from lmkv_client.connector.searches import Searches
 from lmkv_client.connector.stats import SPEC_CONFLICTS, Counters, Stats
@@ -68,7 +69,8 @@ class SchedulerSide:
         self._attachment: Attachment | None = None
         self._prompts: dict[str, Prompt] = {}
         self._counters = Counters()
-        self._searches = Searches(config, self._send, self._counters, clock)
+        self._prefill = PrefillRate(spec.chunk_size)
+        self._searches = Searches(config, self._send, self._counters, clock, self._prefill)
         self._loads = Loads(config, self._searches, self._counters, clock, block_size=block_size, rank_count=rank_count)
         self._stores = Stores(
             spec,
@@ -150,6 +152,7 @@ class SchedulerSide:
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """What the workers shall do in this step."""
         self.pump()
+        self._prefill.planned(output.total_num_scheduled_tokens, self._clock())
         plan = StepPlan(attachment=self._attachment)
         if self._loads:
             plan.loads = self._loads.plan()
@@ -159,6 +162,7 @@ class SchedulerSide:
 
     def reported(self, output: KVConnectorOutput) -> None:
         """What the workers did in a step."""
+        self._prefill.ended(self._clock())
         self.pump()  # the step may have taken long: what is said now must not go to a node that knows nothing of it
         report = output.kv_connector_worker_meta
         if not isinstance(report, WorkerReport):

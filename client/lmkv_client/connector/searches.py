@@ -9,6 +9,7 @@ from lmkv.config import ConnectorConfig
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.telemetry import Kind
 from lmkv.v1 import engine_service_pb2 as pb
+from lmkv_client.connector.prefill import PrefillRate
 from lmkv_client.connector.prompt import Prompt, Search
 from lmkv_client.connector.stats import Counters
 
@@ -32,11 +33,13 @@ class Searches:
         send: Callable[[pb.AttachRequest], None],
         counters: Counters,
         clock: Callable[[], float],
+        prefill: PrefillRate,
     ) -> None:
         self._config = config
         self._send = send
         self._counters = counters
         self._clock = clock
+        self._prefill = prefill
         self._prompts: dict[str, Prompt] = {}
         """By ticket, for as long as the node may say something about it."""
         self._ticket_number = 0
@@ -67,6 +70,7 @@ class Searches:
             chunk_keys=join_keys(prompt.keys),
             reserve_count=reserve_count(),
             traceparent=prompt.asking.traceparent,
+            prefill_tokens_per_second=self._prefill.tokens_per_second,
         )
         self._send(pb.AttachRequest(lookups=[lookup]))
 
@@ -80,6 +84,7 @@ class Searches:
                 prompt.held(len(found.own))
             self.release_ticket(found.request_id)
             return
+        self._counters.add("refused_fetch_tokens", found.refused_chunk_count * prompt.chunk_size)
         prompt.found(found.own, found.peer_chunk_count, found.peer_instance_id, self._clock())
 
     def waits(self, prompt: Prompt) -> bool:

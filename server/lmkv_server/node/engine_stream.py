@@ -166,12 +166,14 @@ class EngineStream:
             self._answer(lookup, ticket, span)
 
     def _answer(self, lookup: pb.LookupChunks, ticket: Ticket, span: Span) -> None:
+        refused_count = self._refuse_slow(lookup, ticket)
         best = ticket.holders[0] if ticket.holders else None
         found = pb.FoundChunks(
             request_id=lookup.request_id,
             own=[extent(chunk) for chunk in ticket.chunks],
             peer_chunk_count=best.matched_chunk_count if best else 0,
             peer_instance_id=best.instance_id if best else "",
+            refused_chunk_count=refused_count,
         )
         self.outbox.put(pb.AttachResponse(found=[found]))
         self._lookups.note(asked=len(ticket.keys), own=ticket.own_count, peer=found.peer_chunk_count)
@@ -184,6 +186,19 @@ class EngineStream:
         self._reserve(lookup.reserve_count - held, settled=max(0, lookup.reserve_count))
         if not ticket.chunks and best is None:
             self._session.release(lookup.request_id)
+
+    def _refuse_slow(self, lookup: pb.LookupChunks, ticket: Ticket) -> int:
+        """Forgets who holds the rest if to compute it is quicker, as far as that is known; the chunks of it."""
+        count = ticket.holders[0].matched_chunk_count if ticket.holders else 0
+        rate, spec = lookup.prefill_tokens_per_second, self._session.spec
+        if not count or rate <= 0:
+            return 0
+        seconds = self._sources.fetch_seconds(ticket.holders, count * spec.chunk_bytes)
+        if seconds is None or seconds <= count * spec.chunk_size / rate:
+            return 0
+        ticket.holders = ()
+        self._lookups.refused_slower += 1
+        return count
 
     async def _load(self, load: pb.LoadChunks) -> None:
         with telemetry.follow("lmkv.fetch", load.traceparent, asked_chunks=load.chunk_count) as span:

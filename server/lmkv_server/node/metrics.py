@@ -17,6 +17,7 @@ from lmkv.telemetry.calls import Calls
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.fleet import Fleet
 from lmkv_server.node.host_tier import HostTier
+from lmkv_server.node.inspector import Inspector
 from lmkv_server.node.orders import Orders
 from lmkv_server.node.peers import Peers
 from lmkv_server.node.read_grants import ReadGrants
@@ -33,7 +34,9 @@ class LookupCounts:
     own_chunks: int = 0
     """Chunks that the node held itself."""
     peer_chunks: int = 0
-    """Chunks after those that one peer held."""
+    """Chunks after those that one peer held, and were offered."""
+    refused_slower: int = 0
+    """Lookups after which nothing of peers was offered, for to compute it is quicker."""
 
     def note(self, *, asked: int, own: int, peer: int) -> None:
         """Counts one."""
@@ -55,6 +58,7 @@ class Metrics(Collector):
         fleet: Fleet,
         peers: Peers | None,
         grants: ReadGrants | None,
+        inspector: Inspector | None,
         lookups: LookupCounts,
         calls: Calls,
     ) -> None:
@@ -64,6 +68,7 @@ class Metrics(Collector):
         self._fleet = fleet
         self._peers = peers
         self._grants = grants
+        self._inspector = inspector
         self._lookups = lookups
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -81,6 +86,8 @@ class Metrics(Collector):
     def _holdings(self) -> Iterator[Metric]:
         yield _gauge("pool_capacity_bytes", "Bytes of the pool.", self._tier.size_bytes)
         yield _gauge("pool_used_bytes", "Bytes of the pool that chunks and grants take.", self._tier.used_bytes)
+        yield _gauge("pool_chunk_bytes", "Bytes of it that chunks take which can be found.", self._tier.chunk_bytes)
+        yield _gauge("pool_reserved_bytes", "Bytes of it that somebody may write to.", self._tier.reserved_bytes)
         yield _gauge("chunks", "Chunks held.", len(self._tier))
         yield _counter("evicted_chunks", "Chunks evicted to make room.", self._tier.evicted_count)
 
@@ -92,6 +99,9 @@ class Metrics(Collector):
         found.add_metric(["own"], self._lookups.own_chunks)
         found.add_metric(["peer"], self._lookups.peer_chunks)
         yield found
+        yield _counter(
+            "fetches_refused_slower", "Fetches not offered: to compute is quicker.", self._lookups.refused_slower
+        )
         yield _gauge("coordinator_connected", "1 while the coordinator answers.", int(self._fleet.connected))
         yield _counter(
             "lookup_failures", "Lookups that the coordinator did not answer, or refused.", self._fleet.lookup_failures
@@ -103,12 +113,17 @@ class Metrics(Collector):
     def _fetching(self) -> Iterator[Metric]:
         if self._grants is not None:
             yield _gauge("read_grants", "Grants that peers have on chunks here.", len(self._grants))
+        if self._inspector is not None:
+            yield _counter(
+                "damaged_chunks", "Chunks dropped as damaged in the own memory.", self._inspector.damaged_count
+            )
         if peers := self._peers:
             yield _counter("fetched_chunks", "Chunks fetched from peers.", peers.fetched_chunks)
             yield _counter("fetched_bytes", "Bytes of these.", peers.fetched_bytes)
             yield _counter("checksum_mismatches", "Chunks that came damaged.", peers.checksum_mismatches)
             yield _counter("peer_failures", "Times that a peer failed.", peers.unreachable)
             yield _gauge("quarantined_batches", "Batches whose transfer has not stopped.", peers.quarantined_count)
+            yield _gauge("quarantined_bytes", "Bytes of the pool that these may write to.", peers.quarantined_bytes)
 
     def _ordered(self) -> Iterator[Metric]:
         orders = self._orders

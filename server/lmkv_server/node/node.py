@@ -31,6 +31,7 @@ from lmkv_server.node.engine_service import EngineService
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.fleet import Fleet, Held
 from lmkv_server.node.host_tier import Chunk, HostTier
+from lmkv_server.node.inspector import Inspector
 from lmkv_server.node.metrics import Metrics
 from lmkv_server.node.metrics_server import MetricsServer
 from lmkv_server.node.orders import Orders
@@ -79,6 +80,7 @@ class Node:
         """The port of `/metrics`, once started, if it is served."""
         self._calls = Calls()
         self._grants: ReadGrants | None = None
+        self._inspector: Inspector | None = None
         self._stack = AsyncExitStack()
         self._reporting = Reporting()
         self._idle_since = time.monotonic() + FIRST_ENGINE_SECONDS
@@ -148,6 +150,7 @@ class Node:
             fleet=self.fleet,
             peers=peers,
             grants=self._grants,
+            inspector=self._inspector,
             lookups=service.lookups,
             calls=self._calls,
         )
@@ -181,6 +184,7 @@ class Node:
         )
         self._stack.push_async_callback(channels.aclose)
         await channels.start()
+        inspector = self._inspector = await self._stack.enter_async_context(Inspector(self.tier, self.pool))
         service = PeerService(
             instance_id=config.instance_id,
             epoch=self.epoch,
@@ -189,6 +193,7 @@ class Node:
             channels=channels,
             region_address=self.pool.address,
             grant_ttl_seconds=config.grant_ttl,
+            inspector=inspector,
         )
         await self._stack.enter_async_context(service)
         self._grants = service.grants
@@ -204,6 +209,8 @@ class Node:
             tier=self.tier,
             channels=channels,
             pool=self.pool,
+            host=config.p2p_host,
+            verify_transfers=config.verify_transfers,
         )
         return await self._stack.enter_async_context(peers)
 

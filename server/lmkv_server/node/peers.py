@@ -21,6 +21,7 @@ from lmkv.v1.cache_service_pb2 import Holder
 from lmkv.v1.registry_service_pb2 import PeerTraffic
 from lmkv_kernels import checksum
 from lmkv_server.node.arrivals import Flights, Incoming, Landing, OnChunks, Progress
+from lmkv_server.node.bandwidth import Bandwidth, quickest
 from lmkv_server.node.fetch import Fetch
 from lmkv_server.node.host_tier import Chunk, HostTier
 from lmkv_server.node.peer_connection import PeerConnection
@@ -31,7 +32,10 @@ MAX_CONNECTIONS = 256
 """Peers to stay connected with; beyond these the one that was not used for longest is left."""
 MAX_TRAFFIC = 1024
 """Peers whose traffic is counted."""
+LOOPBACK = ("127.0.0.1", "[::1]", "localhost")
 RELEASE_SECONDS = 0.5
+VERIFY_THREADS = 2
+"""So that the last chunks, after which nothing is read any more, are not verified one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +56,18 @@ class Fetched:
 class Peers:
     """All peers that this node fetches from. One event loop owns it; to be used as an async context manager."""
 
-    def __init__(self, *, instance_id: str, epoch: int, tier: HostTier, channels: Channels, pool: Pool) -> None:
+    def __init__(
+        self,
+        *,
+        instance_id: str,
+        epoch: int,
+        tier: HostTier,
+        channels: Channels,
+        pool: Pool,
+        host: str = "127.0.0.1",
+        verify_transfers: bool = True,
+    ) -> None:
+        """`host` is what peers know this machine by."""
         self.fetched_chunks = 0
         """Chunks brought in whole since the start."""
         self.fetched_bytes = 0
@@ -70,18 +85,27 @@ class Peers:
         self.address = pool.address
         """Where the own pool begins."""
         self.flights = Flights()
+        self.together = Bandwidth()
+        """What several peers at once have given."""
         self._instance_id = instance_id
         self._epoch = epoch
         self._pool = pool
         self._connections: OrderedDict[str, PeerConnection] = OrderedDict()  # least recently used first
         self._quarantine: set[Landing] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._verifier = ThreadPoolExecutor(1, "lmkv-verify")
+        self._host = host
+        self._verifies = verify_transfers
+        self._verifier = ThreadPoolExecutor(VERIFY_THREADS, "lmkv-verify")
 
     @property
     def quarantined_count(self) -> int:
         """Batches whose extents are kept only because their transfer has not stopped."""
         return sum(landing.quarantined for landing in self._quarantine)
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Bytes of these extents."""
+        return sum(landing.size_bytes for landing in self._quarantine if landing.quarantined)
 
     async def __aenter__(self) -> Peers:
         return self
@@ -133,6 +157,12 @@ class Peers:
             error=fetch.error if progress.missing else None,
         )
 
+    def expected_seconds(self, holders: Sequence[Holder], size_bytes: int) -> float | None:
+        """What the best of the holders should take for so many bytes; None if one of them is unknown."""
+        known = [self._connections.get(holder.instance_id) for holder in holders]
+        bandwidths = [connection.bandwidth if connection else Bandwidth() for connection in known]
+        return quickest(bandwidths, size_bytes, time.monotonic())
+
     def connection(self, holder: Holder) -> PeerConnection | None:
         """The connection to a holder; None if that is this node, has no address, or is an earlier epoch of a peer."""
         known = self._connections.get(holder.instance_id)
@@ -150,9 +180,13 @@ class Peers:
             self._leave(self._connections.popitem(last=False)[1])
         return connection
 
-    def release(self, connection: PeerConnection, grant_id: str) -> None:
-        """Gives a grant back, behind the caller's back."""
-        self._spawn(connection.release(grant_id, RELEASE_SECONDS))
+    def is_near(self, connection: PeerConnection) -> bool:
+        """Whether the peer is on this host."""
+        return connection.address.rpartition(":")[0] in {self._host, *LOOPBACK}
+
+    def release(self, connection: PeerConnection, grant_id: str, damaged: Sequence[int] = ()) -> asyncio.Task[None]:
+        """Gives a grant back, behind the caller's back, and says which of its extents came damaged. Soon done."""
+        return self._spawn(connection.release(grant_id, RELEASE_SECONDS, damaged))
 
     def release_once_granted(self, connection: PeerConnection, acquiring: asyncio.Task[pb.AcquireResponse]) -> None:
         """Gives back the grant of a call that nobody waits for any more."""
@@ -183,7 +217,9 @@ class Peers:
         self._quarantine = {*filter(lambda earlier: earlier.quarantined, self._quarantine), landing}
 
     async def intact(self, incoming: Sequence[Incoming]) -> list[bool]:
-        """Which of the chunks in the pool are what their owner committed."""
+        """Which of the chunks in the pool are what their owner committed; all, unless transfers are verified."""
+        if not self._verifies or not incoming:
+            return [True] * len(incoming)
         return await asyncio.get_running_loop().run_in_executor(self._verifier, self._compare, incoming)
 
     def _compare(self, incoming: Sequence[Incoming]) -> list[bool]:
@@ -211,7 +247,8 @@ class Peers:
         except LmkvError as error:
             logger.debug("%s is not forgotten by its channel: %s", connection.name, error)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task

@@ -40,6 +40,10 @@ class Sources:
             return ()
         return await self._fleet.lookup(keys, self._locate_timeout_seconds)
 
+    def fetch_seconds(self, holders: Sequence[Holder], size_bytes: int) -> float | None:
+        """How long it should take to bring so many bytes from the best of these; None if that is not known."""
+        return self._peers.expected_seconds(holders, size_bytes) if self._peers else None
+
     async def fetch(
         self,
         spec: KvSpec,

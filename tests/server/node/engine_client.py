@@ -91,9 +91,16 @@ class EngineClient:
         assert isinstance(answer, pb.AttachResponse), "the node ended the stream"
         return answer
 
-    async def lookup(self, ticket: str, keys: list[ChunkKey], reserve_count: int = 0) -> pb.FoundChunks:
+    async def lookup(
+        self, ticket: str, keys: list[ChunkKey], reserve_count: int = 0, *, prefill_tokens_per_second: int = 0
+    ) -> pb.FoundChunks:
         """Looks a prompt up."""
-        lookup = pb.LookupChunks(request_id=ticket, chunk_keys=join_keys(keys), reserve_count=reserve_count)
+        lookup = pb.LookupChunks(
+            request_id=ticket,
+            chunk_keys=join_keys(keys),
+            reserve_count=reserve_count,
+            prefill_tokens_per_second=prefill_tokens_per_second,
+        )
         await self.say(lookups=[lookup])
         (found,) = await self.hear("found")
         assert found.request_id == ticket
