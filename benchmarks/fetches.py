@@ -1,72 +1,123 @@
-"""Fetches from node to node, against a bare NIXL read of the same bytes and against memcpy."""
+"""Fetches from node to node by each channel, against the channel's limit and against memcpy of the same bytes."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from benchmarks import engines
+from benchmarks import engines, machine
+from benchmarks.bare_ends import LIMITS, Memcpy, bare_reader
 from benchmarks.command import Run
 from benchmarks.copies import rate_row
-from benchmarks.fetch_ends import BareAgent, Node, Owner, keys_of
+from benchmarks.fetch_ends import Node, Owner, keys_of
+from benchmarks.rows import Row
+from benchmarks.timing import seconds_of
 from lmkv.errors import LmkvError
+from lmkv.transfer import Copy
+from lmkv.units import GB
 from lmkv_server.node.host_tier import Chunk
 
 PROMPT_TOKENS = {4000: "", 2000: "_2000", 512: "_512"}
 """Lengths of prompts, and what rows of that length end with."""
 SPARE_CHUNKS = 1
 FETCH_SECONDS = 30.0
+IDLE_SECONDS = 2.0
+SHORT = {"memcpy": "memcpy", "bare NIXL read": "raw", "plain socket loop": "socket"}
+"""What the limits are called in the names of rows."""
 
 
-def measure(run: Run, dtype: str) -> None:
-    """Adds rows: a fetch is `Acquire`, read, checksum and commit; a bare read is none of these."""
-    asyncio.run(_measure(run, dtype))
+def measure(run: Run, dtype: str, channels: Sequence[str] = ("nixl",), *, closely: bool = False) -> None:
+    """Adds rows for each channel: a fetch is `Acquire`, read, checksum and commit; its limit is none of these.
+
+    `closely` adds the channel's own read, and the processor time of both ends.
+    """
+    run.logs.mkdir(parents=True, exist_ok=True)
+    for channel in channels:
+        asyncio.run(_measure(run, dtype, channel, closely))
 
 
-async def _measure(run: Run, dtype: str) -> None:
+async def _measure(run: Run, dtype: str, channel: str, closely: bool) -> None:
     spec = engines.kv_spec(dtype)
     most = max(PROMPT_TOKENS) // spec.chunk_size
-    run.logs.mkdir(parents=True, exist_ok=True)
-    with Owner(dtype, most, run.logs / "fetch-owner.log") as owner:
-        async with Node("reader", spec, most + SPARE_CHUNKS) as node:
-            ends = Ends(node, owner)
-            for token_count, suffix in PROMPT_TOKENS.items():
-                await ends.measure(run, token_count // spec.chunk_size, suffix)
+    with Owner(channel, dtype, most, run.logs / f"fetch-owner-{channel}.log") as owner:
+        async with Node("reader", spec, most + SPARE_CHUNKS, channel) as node:
+            ends = Ends(node, owner, channel)
+            try:
+                for token_count, suffix in PROMPT_TOKENS.items():
+                    await ends.measure(run, token_count // spec.chunk_size, suffix)
+                if closely:
+                    await ends.measure_closely(run, most)
+            finally:
+                ends.close()
 
 
 class Ends:
-    """Both ends, and the three ways that bytes get from one to the other."""
+    """Both ends, and the ways that bytes get from one to the other."""
 
-    def __init__(self, node: Node, owner: Owner) -> None:
+    def __init__(self, node: Node, owner: Owner, channel: str) -> None:
         self._node = node
         self._owner = owner
-        self._agent = BareAgent("bare-reader", node.pool)
-        self._agent.connect(bytes.fromhex(owner.said.metadata))
-        self._source = np.ones(node.pool.size_bytes, np.uint8)
-        self._target = np.frombuffer(node.pool.buffer, np.uint8)
+        self._channel = channel
+        self._limit = LIMITS[channel]
+        self._bare = bare_reader(channel, node.pool, bytes.fromhex(owner.said.bare))
+        self._memcpy = Memcpy(node.pool, b"")
+
+    def close(self) -> None:
+        """Lets go of the memory."""
+        self._bare.close()
+        self._memcpy.close()
 
     async def measure(self, run: Run, chunk_count: int, suffix: str) -> None:
         """Adds the rows for prompts of so many chunks."""
-        fetched: list[float] = []
-        read: list[float] = []
+        fetched, read, copied = await self._in_turns(run, chunk_count, self._fetch)
+        name, size_bytes = f"{self._channel}_fetch{suffix}", chunk_count * self._node.spec.chunk_bytes
+        run.add(rate_row(f"{name}_vs_{SHORT[self._limit]}", size_bytes, fetched, self._limit, read))
+        if self._limit != "memcpy":
+            run.add(rate_row(f"{name}_vs_memcpy", size_bytes, fetched, "memcpy", copied))
+
+    async def measure_closely(self, run: Run, chunk_count: int) -> None:
+        """Adds the row of the channel's own read, and those of processor time."""
+        size_bytes = chunk_count * self._node.spec.chunk_bytes
+        read, bare, _ = await self._in_turns(run, chunk_count, self._read)
+        name = f"{self._channel}_read_vs_{SHORT[self._limit]}"
+        run.add(rate_row(name, size_bytes, read, self._limit, bare))
+        rounds = 5 if run.quick else 20
+        before = self._cpu_seconds()
+        for _ in range(rounds):
+            await self._fetch(chunk_count)
+        cpu_seconds = self._cpu_seconds() - before
+        run.add(
+            Row(name=f"{self._channel}_cpu_s_per_gb", value=cpu_seconds / (rounds * size_bytes / GB), unit="s/GB"),
+        )
+        await asyncio.sleep(1.5)  # what makes progress for a connection that is being made rests by then
+        pids = [os.getpid(), self._owner.pid]
+        before = machine.cpu_seconds(pids)
+        await asyncio.sleep(IDLE_SECONDS)
+        idle = (machine.cpu_seconds(pids) - before) / IDLE_SECONDS
+        run.add(Row(name=f"{self._channel}_idle_cpu_percent", value=100 * idle, unit="% of a core"))
+
+    async def _in_turns(
+        self, run: Run, chunk_count: int, act: Callable[[int], object]
+    ) -> tuple[list[float], list[float], list[float]]:
+        """Seconds of an act, of the channel's limit and of memcpy, taken in turns; the first round connects."""
+        acted: list[float] = []
+        limited: list[float] = []
         copied: list[float] = []
         for number in range((10 if run.quick else 60) + 1):
             if number % 2:
                 copied.append(self._copy(chunk_count))
-                fetched.append(await self._fetch(chunk_count))
-                read.append(self._read(chunk_count))
+                acted.append(await act(chunk_count))  # type: ignore[misc]
+                limited.append(self._read_bare(chunk_count))
             else:
-                read.append(self._read(chunk_count))
-                fetched.append(await self._fetch(chunk_count))
+                limited.append(self._read_bare(chunk_count))
+                acted.append(await act(chunk_count))  # type: ignore[misc]
                 copied.append(self._copy(chunk_count))
-        size_bytes = chunk_count * self._node.spec.chunk_bytes
-        fetched, read, copied = fetched[1:], read[1:], copied[1:]  # the first connects
-        run.add(
-            rate_row(f"nixl_fetch{suffix}_vs_raw", size_bytes, fetched, "bare NIXL read", read),
-            rate_row(f"nixl_fetch{suffix}_vs_memcpy", size_bytes, fetched, "memcpy", copied),
-        )
+        return acted[1:], limited[1:], copied[1:]
+
+    def _cpu_seconds(self) -> float:
+        return machine.process_seconds([os.getpid(), self._owner.pid])
 
     async def _fetch(self, chunk_count: int) -> float:
         """Seconds of a fetch into an empty tier."""
@@ -86,20 +137,34 @@ class Ends:
             raise LmkvError(f"a fetch brought {fetched.chunk_count} of {chunk_count} chunks: {fetched.error}")
         return seconds
 
-    def _read(self, chunk_count: int) -> float:
-        """Seconds of a bare read into the same memory."""
-        size_bytes, address = self._node.spec.chunk_bytes, self._node.pool.address
-        local = [address + index * size_bytes for index in range(chunk_count)]
-        self._owner.serve_bare(self._agent.metadata)
+    async def _read(self, chunk_count: int) -> float:
+        """Seconds of the channel's read into the same memory, with no words around it."""
+        copies = [
+            Copy(remote_address=remote, local_address=local, size_bytes=self._node.spec.chunk_bytes)
+            for remote, local in zip(self._owner.addresses(chunk_count), self._local(chunk_count), strict=True)
+        ]
+        holder = self._owner.holder(chunk_count)
+        self._owner.serve_bare()  # for what needs the owner's progress; the channel's own is not on without a grant
         started = time.perf_counter()
-        self._agent.read("bare-owner", self._owner.addresses(chunk_count), local, size_bytes)
+        peer_name = f"{holder.instance_id}:{holder.epoch}"
+        await self._node.peers.channels.read(peer_name, copies, FETCH_SECONDS, lambda: None)
         seconds = time.perf_counter() - started
+        self._owner.rest_bare()
+        return seconds
+
+    def _local(self, chunk_count: int) -> list[int]:
+        address, size_bytes = self._node.pool.address, self._node.spec.chunk_bytes
+        return [address + index * size_bytes for index in range(chunk_count)]
+
+    def _read_bare(self, chunk_count: int) -> float:
+        """Seconds of the channel's limit, into the same memory."""
+        remote, local = self._owner.addresses(chunk_count), self._local(chunk_count)
+        self._owner.serve_bare()
+        seconds = seconds_of(lambda: self._bare.read(remote, local, self._node.spec.chunk_bytes))
         self._owner.rest_bare()
         return seconds
 
     def _copy(self, chunk_count: int) -> float:
         """Seconds of a memcpy into the same memory."""
-        size_bytes = chunk_count * self._node.spec.chunk_bytes
-        started = time.perf_counter()
-        np.copyto(self._target[:size_bytes], self._source[:size_bytes])
-        return time.perf_counter() - started
+        local = self._local(chunk_count)
+        return seconds_of(lambda: self._memcpy.read(local, local, self._node.spec.chunk_bytes))

@@ -66,6 +66,15 @@ def cpu_seconds(pids: Iterable[int]) -> float:
     return sum(_thread_nanoseconds(task) for pid in pids for task in _tasks(pid)) / 1e9
 
 
+def process_seconds(pids: Iterable[int]) -> float:
+    """Processor time of these processes so far, threads that have ended included, to the hundredth of a second."""
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])  # in user and in kernel mode
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def _tasks(pid: int) -> list[Path]:
     try:
         return list(Path(f"/proc/{pid}/task").iterdir())

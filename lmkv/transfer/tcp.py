@@ -22,7 +22,7 @@ from lmkv.transfer.threads import Job, Threads
 
 READ_THREADS = 8
 """Reads that run at a time; others wait for their turn."""
-MAX_IDLE = 2
+MAX_IDLE = 4
 """Connections kept to a peer that is not read from."""
 CONNECT_SECONDS = 2.0
 

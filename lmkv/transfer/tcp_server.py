@@ -16,7 +16,7 @@ from lmkv.transfer.tcp_wire import COUNT, GRANTED, HELLO_BYTES, MAX_RANGES, RANG
 
 logger = logging.getLogger(__name__)
 
-MAX_READERS = 64
+MAX_READERS = 256
 """Connections at a time; a further one is closed at once."""
 HELLO_SECONDS = 5.0
 STUCK_SECONDS = 30.0
