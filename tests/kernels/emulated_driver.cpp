@@ -78,8 +78,8 @@ int cuDeviceGetAttribute(int* value, int which, int) { return *value = which == 
 int cuDeviceGetPCIBusId(char* name, int size, int) { return std::strncpy(name, "0000:AB:00.0", size), ok; }
 int cuDevicePrimaryCtxRetain(void** context, int) { return *context = &default_stream, ok; }
 int cuDevicePrimaryCtxRelease_v2(int) { return ok; }
-int cuCtxPushCurrent_v2(void*) { return ++context_depth, ok; }
-int cuCtxPopCurrent_v2(void**) { return --context_depth, ok; }
+int cuCtxPushCurrent_v2(void* context) { return context == nullptr ? invalid_value : (++context_depth, ok); }
+int cuCtxPopCurrent_v2(void**) { return context_depth == 0 ? invalid_value : (--context_depth, ok); }
 int cuGetErrorName(int status, const char** name) { return *name = status == 1 ? "INVALID_VALUE" : "ERROR", ok; }
 int cuGetErrorString(int, const char** text) { return *text = "emulated", ok; }
 

@@ -1,0 +1,200 @@
+"""One rank's copies while its pages are on a CUDA device: begun in a step, done some time later, never waited for.
+
+The worker side calls it where it would call the host's `gather` and `scatter`. docs/cuda.md draws the order of things.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+from vllm.logger import init_logger
+
+from lmkv.errors import LmkvError
+from lmkv.pool import Pool
+from lmkv_kernels import ChunkCopy, Pages
+from lmkv_kernels.cuda import Copier, Copying, CudaError, Device, Program, Registration, driver
+from lmkv_kernels.cuda.measure import fastest_ways
+
+logger = init_logger("vllm.lmkv")
+
+
+class PoolNotReady(CudaError):
+    """The pool is not registered with CUDA: not yet, or it could not be."""
+
+
+class DeviceCopies:
+    """Copies between the pages and whichever pool is open. For the worker's main thread.
+
+    Making one takes some 20 ms, and a second where the kernels must be compiled; it must be before the first forward.
+    Raises `CudaError` or `ValueError` if the pages cannot be copied.
+    """
+
+    def __init__(
+        self,
+        pages: Pages,
+        *,
+        model_stream: Callable[[], int] | None = None,
+        open_device: Callable[[int], tuple[Device, Program]] | None = None,
+        prepare_thread: Callable[[], object] = lambda: None,
+    ) -> None:
+        ordinal = int(pages.device.partition(":")[2] or 0)
+        self._model_stream = model_stream or (lambda: torch_stream(ordinal))
+        self._device, self._program = (open_device or open_cuda)(ordinal)
+        self._pages = pages
+        self._running: list[Copying] = []
+        self._reading: list[Copying] = []
+        self._opening: Future[_Open] | None = None
+        self._closed = False
+        # Registering a pool takes seconds: one thread, for a pool must be let go of before the next comes.
+        self._thread = ThreadPoolExecutor(1, "lmkv-cuda", initializer=prepare_thread)
+        try:
+            self._ways = fastest_ways(self._device, self._program, pages)
+        except BaseException:
+            self.close()
+            raise
+        logger.info(
+            "KV cache on %s (%s): stores go %s, loads go %s",
+            pages.device,
+            self._device.name,
+            self._ways.gather,
+            self._ways.scatter,
+        )
+
+    def open(self, pool: Pool) -> None:
+        """Takes and registers a pool in the background; until that is done copies raise `PoolNotReady`.
+
+        The pool must not be closed before `let_go` says so.
+        """
+        assert self._opening is None, "let go of the old pool first"
+        self._opening = self._thread.submit(self._open, pool)
+
+    def let_go(self, then: Callable[[], object]) -> None:
+        """Waits for the copies under way, and calls `then` once the pool may be unmapped, from another thread.
+
+        Without a pool it calls it at once.
+        """
+        self._settle()
+        opening, self._opening = self._opening, None
+        if opening is None:
+            then()
+        else:
+            self._thread.submit(_close, opening, then)
+
+    def before_forward(self) -> None:
+        """Has the model's stream wait until the gathers under way have read their pages, which may change after this.
+
+        Nothing waits where they have been read already. Called once a step, before anything else.
+        """
+        self._reading = [copying for copying in self._reading if not copying.read()]
+        if self._reading:
+            stream = self._model_stream()
+            for copying in self._reading:
+                copying.hold_until_read(stream)
+
+    def gather(self, copies: Sequence[ChunkCopy]) -> Copying:
+        """Begins to copy pages, as the forward that was put on the model's stream last will leave them.
+
+        Raises `ValueError` if a copy does not fit, `CudaError` if it cannot be made now.
+        """
+        copying = self._copier().gather(copies, after=self._model_stream())
+        self._running.append(copying)
+        self._reading.append(copying)
+        return copying
+
+    def scatter(self, copies: Sequence[ChunkCopy], *, sync: bool) -> Copying:
+        """Begins to copy into pages, which those forwards may still read that are on the model's stream by now.
+
+        With `sync` the next forward waits for it, on the device. Raises as `gather` does.
+        """
+        stream = self._model_stream()
+        copying = self._copier().scatter(copies, after=stream)
+        if sync:
+            copying.hold(stream)
+        self._running.append(copying)
+        return copying
+
+    def close(self) -> None:
+        """Waits for the copies under way, then for the pool to be let go of. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.let_go(lambda: None)
+        self._thread.shutdown()
+        with self._device.current():
+            self._program.close()
+        self._device.close()
+
+    def _copier(self) -> Copier:
+        if self._opening is None or not self._opening.done():
+            raise PoolNotReady("the pool is not registered with CUDA yet")
+        self._running = [copying for copying in self._running if not copying.done()]
+        if error := self._opening.exception():
+            raise PoolNotReady(f"the pool is not registered with CUDA: {error}")
+        return self._opening.result().copier
+
+    def _settle(self) -> None:
+        """Waits for the copies under way. If the device has failed, they are over as well."""
+        for copying in self._running:
+            try:
+                copying.wait()
+            except CudaError as error:
+                logger.error("a copy was lost: %s", error)
+        self._running.clear()
+        self._reading.clear()
+
+    def _open(self, pool: Pool) -> _Open:
+        with ExitStack() as stack:
+            try:
+                pool.populate()
+                with self._device.current() as cuda:
+                    registration = Registration(cuda, pool.address, pool.size_bytes)
+                stack.callback(self._unregister, registration)
+                copier = Copier(self._device, self._program, self._pages, registration, ways=self._ways)
+                stack.callback(copier.close)
+            except (CudaError, LmkvError) as error:
+                logger.warning("cannot register the node's pool with CUDA, so nothing is loaded or stored: %s", error)
+                raise
+            return _Open(copier, stack.pop_all())
+
+    def _unregister(self, registration: Registration) -> None:
+        with self._device.current():
+            registration.close()
+
+
+class _Open:
+    """A pool that is registered."""
+
+    def __init__(self, copier: Copier, stack: ExitStack) -> None:
+        self.copier = copier
+        self.stack = stack
+
+
+def _close(opening: Future[_Open], then: Callable[[], object]) -> None:
+    try:
+        if opening.exception() is None:
+            opening.result().stack.close()
+    except CudaError as error:
+        logger.error("cannot let go of the old pool: %s", error)
+    finally:
+        then()
+
+
+def open_cuda(ordinal: int) -> tuple[Device, Program]:
+    """A device by its number, and the kernels on it. Raises `CudaError`."""
+    device = Device(driver(), ordinal)
+    try:
+        return device, Program.load(device)
+    except BaseException:
+        device.close()
+        raise
+
+
+def torch_stream(ordinal: int) -> int:
+    """The stream that torch puts work on now."""
+    import torch
+
+    stream: Any = torch.cuda.current_stream(ordinal)
+    return int(stream.cuda_stream)
