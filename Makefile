@@ -10,7 +10,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test protos verify \
+.PHONY: help setup demo test soak protos verify \
 	verify-format verify-lint verify-types verify-protos verify-floors fix-format fix-lint fix-protos
 
 help: ## list the targets
@@ -28,6 +28,9 @@ demo: $(STAMP) ## start a coordinator and two engines here and watch them share 
 
 test: $(STAMP) ## run the tests, those with real engines last
 	@$(BIN)/python -m pytest $(ARGS)
+
+soak: $(STAMP) ## kill and freeze nodes for ten minutes and see that nothing is lost or left
+	@LMKV_SOAK_SECONDS=$${LMKV_SOAK_SECONDS:-600} $(BIN)/python -m pytest -q tests/soak $(ARGS)
 
 protos: fix-protos ## generate the Python stubs in lmkv/v1 from protos/
 

@@ -46,7 +46,7 @@ class EngineClient:
             engine_id=self.engine_id, spec=self.spec.to_proto(), worker_count=1, expected_config=self._config
         )
         await self.say(hello=hello)
-        await self.welcome()
+        self.welcomed = await self.welcome()
         return self
 
     async def __aexit__(

@@ -12,6 +12,7 @@ import pytest
 
 from lmkv.errors import KvSpecMismatch, NoFreeExtents, Unreachable
 from lmkv.v1.cache_service_pb2 import Holder
+from lmkv_server.node.peers import Peers
 from tests.lmkv.transfer.ends import in_new_process
 from tests.server.node.peer_parts import LARGE, SMALL, Parts, Remote, Taken, keys_of
 
@@ -134,6 +135,48 @@ async def test_behind_a_hole_that_nobody_fills_nothing_is_handed_out(owner: Part
     assert (fetched.chunk_count, fetched.error) == (6, None)
     assert taken.keys() == KEYS[:6]
     taken.let_go()
+
+
+async def test_a_long_prompt_is_split_over_those_who_hold_it(large_reader: Parts) -> None:
+    with Remote("one") as one, Remote("other") as other:
+        taken = Taken(large_reader)
+        fetched = await large_reader.peers.fetch(LARGE, KEYS, [one.holder, other.holder], 10.0, taken)
+        assert taken.keys() == KEYS
+        assert (fetched.error, set(fetched.instance_ids)) == (None, {"one", "other"})
+        counts = {name: traffic.chunk_count for name, traffic in large_reader.peers.traffic.items()}
+        assert sum(counts.values()) == 16, "nothing was brought twice"
+        taken.let_go()
+        for owner in (one, other):
+            for _ in range(100):
+                if not owner.ask("holds"):
+                    break
+                await asyncio.sleep(0.02)
+            assert owner.ask("grants") == owner.ask("holds") == 0
+
+
+async def test_a_short_prompt_is_asked_of_one_holder_alone(owner: Parts, reader: Parts) -> None:
+    async with Parts("second") as second:
+        for key in KEYS:
+            second.put(key)
+        taken = Taken(reader)
+        fetched = await reader.peers.fetch(SMALL, KEYS, [owner.holder(16), second.holder(16)], 5.0, taken)
+        assert (fetched.chunk_count, len(fetched.instance_ids)) == (16, 1)
+        taken.let_go()
+
+
+async def test_a_peer_at_the_own_address_or_at_loopback_is_near(reader: Parts) -> None:
+    def is_near(address: str) -> bool:
+        holder = Holder(instance_id=address, epoch=1, peer_address=address, matched_chunk_count=1)
+        connection = peers.connection(holder)
+        assert connection
+        return peers.is_near(connection)
+
+    async with Peers(
+        instance_id="here", epoch=1, tier=reader.tier, channels=reader.channels, pool=reader.pool, host="10.0.0.7"
+    ) as peers:
+        assert is_near("10.0.0.7:9000")
+        assert is_near("127.0.0.1:9000")
+        assert not is_near("10.0.0.70:9000")
 
 
 async def test_when_the_best_holder_is_killed_midway_the_next_one_goes_on(large_reader: Parts) -> None:
