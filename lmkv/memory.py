@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
@@ -24,12 +25,32 @@ def available_bytes(proc: Path = Path("/proc"), cgroup_root: Path = _CGROUP_ROOT
     return max(0, min(limits))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HugePages:
+    """The huge pages that the machine has set apart."""
+
+    page_bytes: int
+    free_bytes: int
+    """Of those that nobody has, or has a claim on."""
+
+
+def huge_pages(proc: Path = Path("/proc")) -> HugePages:
+    """What there is of huge pages of the default size; none where the kernel has none."""
+    numbers = _meminfo(proc)
+    page_bytes = numbers.get("Hugepagesize", 0) * 1024
+    count = numbers.get("HugePages_Free", 0) - numbers.get("HugePages_Rsvd", 0)
+    return HugePages(page_bytes=page_bytes, free_bytes=max(0, count) * page_bytes)
+
+
 def _machine_bytes(proc: Path) -> int:
-    for line in (proc / "meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    return 1 << 62  # a kernel that does not say
+    available = _meminfo(proc).get("MemAvailable")
+    return 1 << 62 if available is None else available * 1024  # a kernel that does not say
+
+
+def _meminfo(proc: Path) -> dict[str, int]:
+    """Numbers by name; those of memory in KiB."""
+    lines = (line.partition(":") for line in (proc / "meminfo").read_text().splitlines())
+    return {name: int(value.split()[0]) for name, _, value in lines if value.split()}
 
 
 def _cgroups(proc: Path, root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Self
 
 from lmkv.errors import ConfigError
-from lmkv.memory import available_bytes
+from lmkv.memory import available_bytes, huge_pages
+from lmkv.numa import prefer
 
 POPULATE_STEP_BYTES = 16 << 20
 """`Pool.populate` can be stopped between steps of this size, some 10 ms each."""
 
 _MADV_HUGEPAGE = 14
+_MADV_NOHUGEPAGE = 15
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -43,33 +45,74 @@ class Pool:
         """Where the memory begins. Means nothing once the pool is closed."""
         del anchor  # it would keep the memory mapped
         self.closed = False
+        self.huge_page_bytes = 0
+        """Size of the huge pages that it is made of, set apart for it; 0: of whatever the kernel gives."""
+        self.numa_node: int | None = None
+        """The NUMA node that it prefers, if any."""
         # A wish: it does nothing where huge pages are off for shared memory.
         _libc.madvise(self.address, size_bytes, _MADV_HUGEPAGE)
 
     @classmethod
-    def create(cls, size_bytes: int, path: Path | None = None) -> Self:
+    def create(
+        cls, size_bytes: int, path: Path | None = None, *, huge_pages: str = "auto", numa_node: int | None = None
+    ) -> Self:
         """A new pool, all zeros: anonymous memory, or a file on the tmpfs or hugetlbfs that `path` is on.
 
         A file that is already at `path` is removed, and the new one loses its name as soon as it is open, so nothing is
-        left behind however this process ends. On hugetlbfs the size is rounded down to whole huge pages. Memory is
-        taken when it is first touched; see `populate`. Raises `ConfigError` if it would not fit.
+        left behind however this process ends. Memory is taken when it is first touched; see `populate`. It comes from
+        `numa_node` as long as that has any.
+
+        Anonymous memory is made of huge pages that the machine has set apart: with `huge_pages` of `auto` if there are
+        enough, with `always` in any case, with `never` not. Then, and on hugetlbfs, the size is rounded down to whole
+        ones. Raises `ConfigError` if it would not fit.
         """
         if size_bytes <= 0:
             raise ConfigError(f"max_local_cpu_size: the pool must have a size, not {size_bytes} bytes", size=size_bytes)
-        if path is None:
+        pool = cls._of_huge_pages(size_bytes, huge_pages) if path is None and huge_pages != "never" else None
+        if pool is None and path is None:
             _check_fits(size_bytes, available_bytes(), "of memory")
-            fd = os.memfd_create("lmkv-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        else:
+            pool = cls._sized(os.memfd_create("lmkv-pool", _MEMFD), size_bytes, "max_local_cpu_size")
+        elif pool is None and path is not None:
             fd, size_bytes = _open_nameless(path, size_bytes)
+            pool = cls._sized(fd, size_bytes, "pool_path")
+        assert pool is not None
+        if huge_pages == "never":
+            _libc.madvise(pool.address, pool.size_bytes, _MADV_NOHUGEPAGE)
+        if numa_node is not None and prefer(pool.address, pool.size_bytes, numa_node):
+            pool.numa_node = numa_node
+        return pool
+
+    @classmethod
+    def _of_huge_pages(cls, size_bytes: int, wanted: str) -> Self | None:
+        """A pool of huge pages; None if there are too few and it need not be one."""
+        there = huge_pages()
+        size = size_bytes - size_bytes % there.page_bytes if there.page_bytes else 0
+        if 0 < size <= there.free_bytes:
+            try:
+                pool = cls._sized(os.memfd_create("lmkv-pool", _MEMFD | os.MFD_HUGETLB), size, "max_local_cpu_size")
+                pool.huge_page_bytes = there.page_bytes
+                return pool
+            except (ConfigError, OSError):  # taken by others since, or beyond what this process may have
+                if wanted == "always":
+                    raise
+        elif wanted == "always":
+            raise ConfigError(
+                f"pool_huge_pages: {_gb(there.free_bytes)} of huge pages are free, the pool is to have "
+                f"{_gb(size_bytes)}; raise vm.nr_hugepages, lower max_local_cpu_size, or set pool_huge_pages to auto"
+            )
+        return None
+
+    @classmethod
+    def _sized(cls, fd: int, size_bytes: int, key: str) -> Self:
+        """The pool in a new file, which it owns. Raises `ConfigError` about `key` if it cannot be so large."""
         try:
             os.ftruncate(fd, size_bytes)
-            if path is None:
+            if key != "pool_path":
                 # Nobody can pull the memory from under those who have it mapped.
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             return cls(fd, size_bytes)
         except OSError as error:
             os.close(fd)
-            key = "max_local_cpu_size" if path is None else "pool_path"
             raise ConfigError(f"{key}: a pool of {_gb(size_bytes)} cannot be had: {error.strerror}; {_HINT}") from None
 
     @classmethod
@@ -84,12 +127,15 @@ class Pool:
             os.close(fd)
             raise
 
-    def populate(self, start: int = 0, stop: int | None = None) -> None:
+    def populate(self, start: int = 0, stop: int | None = None, *, leave_bytes: int = 0) -> None:
         """Takes the memory of `[start, stop)` now, so that later stores do not wait for page faults.
 
         For a thread: it holds no GIL, changes no byte, may run while others use the pool, and ends early when the pool
-        is closed. Page tables belong to a process, so a worker gains from it too. Raises `ConfigError` if the memory is
-        not there after all.
+        is closed. Page tables belong to a process, so a worker gains from it too.
+
+        Raises `ConfigError` if the memory is not there after all, or if taking it would leave the machine, or a cgroup
+        of this process, less than `leave_bytes`, so that the kernel would rather kill somebody than give it. Its
+        `populated_bytes` say how far it came; what is before that stays.
         """
         stop = self.size_bytes if stop is None else min(stop, self.size_bytes)
         start -= start % mmap.PAGESIZE
@@ -97,7 +143,17 @@ class Pool:
             with self._lock:
                 if self.closed:
                     return
-                self._populate_step(begin, min(POPULATE_STEP_BYTES, stop - begin))
+                step = min(POPULATE_STEP_BYTES, stop - begin)
+                if leave_bytes and not self.huge_page_bytes and available_bytes() < step + leave_bytes:
+                    raise self._ended(begin, f"less than {_gb(leave_bytes)} would be left")
+                self._populate_step(begin, step)
+
+    def _ended(self, populated_bytes: int, reason: str | None) -> ConfigError:
+        return ConfigError(
+            f"max_local_cpu_size: memory for a pool of {_gb(self.size_bytes)} ended at {_gb(populated_bytes)}: "
+            f"{reason}; {_HINT}",
+            populated_bytes=populated_bytes,
+        )
 
     def _populate_step(self, start: int, size_bytes: int) -> None:
         try:
@@ -110,10 +166,7 @@ class Pool:
             # An older kernel. Touching each page would undo what another process writes there; this takes only holes.
             os.posix_fallocate(self.fd, start, size_bytes)
         except OSError as error:
-            raise ConfigError(
-                f"max_local_cpu_size: memory for a pool of {_gb(self.size_bytes)} ended at {_gb(start)}: "
-                f"{error.strerror}; {_HINT}"
-            ) from None
+            raise self._ended(start, error.strerror) from None
 
     def close(self) -> None:
         """Unmaps the memory, unless views of `buffer` still need it, and closes `fd`. Others keep it; idempotent.
@@ -140,6 +193,7 @@ class Pool:
         self.close()
 
 
+_MEMFD = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
 _HINT = "lower max_local_cpu_size, or free some"
 
 

@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 OFF = -1
 """The port of what is not served."""
+MAX_NUMA_NODE = 1023
 MAX_SECONDS = 31_536_000.0
 """A year: every wait has a bound."""
 MAX_GIGABYTES = float(1 << 20)
@@ -160,6 +161,13 @@ def one_port(raw: object) -> object:
     return raw[0]
 
 
+def _numa_node(raw: object) -> str:
+    if isinstance(raw, int):
+        return str(_whole(raw, 0, MAX_NUMA_NODE))
+    word = _text(raw).lower()
+    return word if word in ("auto", "none") else str(_whole(word, 0, MAX_NUMA_NODE))
+
+
 def choice(*values: str) -> Kind[str]:
     """One of some lower-case words, written in any case."""
     return Kind(
@@ -219,6 +227,7 @@ NAMES = Kind(
     parse=_names,
     write=lambda names: json.dumps(list(names)),
 )
+NUMA_NODE = Kind(metavar="NODE", expects="auto, none or the number of a NUMA node", parse=_numa_node)
 FLAG = Kind(metavar="BOOL", expects="true or false", parse=_flag, write=lambda value: "true" if value else "false")
 MILLISECONDS = Kind(metavar="N", expects="a number of milliseconds above 0", parse=_milliseconds)
 GIGABYTES = Kind(

@@ -16,6 +16,7 @@ from lmkv.config.kinds import (
     GIGABYTES,
     INSTANCE_ID,
     NAMES,
+    NUMA_NODE,
     OFF,
     PATH,
     PORT,
@@ -89,6 +90,14 @@ class NodeConfig(Config):
     max_local_cpu_size: float = key(GIGABYTES, 5.0, "Host memory for chunks, in GB unless it says its unit.")
     pool_path: str = key(
         PATH, "", "File on tmpfs or hugetlbfs that holds the pool; empty: anonymous memory.", shown_default="empty"
+    )
+    pool_huge_pages: str = key(
+        choice("auto", "always", "never"),
+        "auto",
+        "Whether anonymous memory is made of huge pages that the machine has set apart; auto: if there are enough.",
+    )
+    numa_node: str = key(
+        NUMA_NODE, "auto", "NUMA node whose memory the pool prefers; auto: that of the GPUs, else of the RDMA cards."
     )
     runtime_dir: str = key(
         PATH,

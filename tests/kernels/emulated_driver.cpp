@@ -35,7 +35,7 @@ struct Event {
 };
 
 Stream default_stream;
-int context_depth = 0;
+thread_local int context_depth = 0;
 std::map<std::uint64_t, std::size_t> reachable;  // what device and DMA may touch: address -> bytes
 
 Stream* stream_of(void* handle) { return handle == nullptr ? &default_stream : static_cast<Stream*>(handle); }

@@ -187,6 +187,9 @@ def test_notices_do_not_make_configurations_differ(tmp_path: Path) -> None:
         ("transfer_channel: NIXL", "transfer_channel", "nixl"),
         ("local_cpu: 0", "local_cpu", False),
         ("pool_path: null", "pool_path", ""),
+        ("pool_huge_pages: Always", "pool_huge_pages", "always"),
+        ("numa_node: 1", "numa_node", "1"),
+        ("numa_node: None", "numa_node", "none"),
         ("", "chunk_size", 256),
     ],
 )
@@ -433,6 +436,8 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "nixl_backends": st.lists(text.filter(bool), min_size=1, max_size=3).map(tuple),
     "max_local_cpu_size": st.floats(min_value=2**-30, max_value=2**20),
     "pool_path": text,
+    "pool_huge_pages": st.sampled_from(["auto", "always", "never"]),
+    "numa_node": st.sampled_from(["auto", "none", "0", "1023"]),
     "runtime_dir": text,
     "node_linger": st.floats(min_value=0, max_value=31_536_000.0),
     "grant_ttl": seconds,

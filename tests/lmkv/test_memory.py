@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lmkv.memory import available_bytes
+from lmkv.memory import HugePages, available_bytes, huge_pages
 
 GB = 1 << 30
 
@@ -65,3 +65,10 @@ def test_a_path_that_is_not_mounted_here_means_the_top_of_the_mount(proc: Path, 
     (proc / "self" / "cgroup").write_text("0::/kubepods/pod1/container\n")
     cgroup(tmp_path / "cgroup", str(5 * GB), 1 * GB)
     assert available_bytes(proc, tmp_path / "cgroup") == 4 * GB
+
+
+def test_huge_pages_that_are_promised_are_not_free(proc: Path) -> None:
+    assert huge_pages(proc) == HugePages(page_bytes=0, free_bytes=0)
+    with (proc / "meminfo").open("a") as file:
+        file.write("HugePages_Total: 12\nHugePages_Free: 10\nHugePages_Rsvd: 3\nHugepagesize: 2048 kB\n")
+    assert huge_pages(proc) == HugePages(page_bytes=2 << 20, free_bytes=14 << 20)

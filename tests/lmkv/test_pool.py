@@ -16,8 +16,9 @@ import pytest
 
 from lmkv import pool as pool_module
 from lmkv.errors import ConfigError
-from lmkv.memory import available_bytes
+from lmkv.memory import HugePages, available_bytes, huge_pages
 from lmkv.pool import POPULATE_STEP_BYTES, Pool
+from tests.lmkv.small_tmpfs import on_small_tmpfs
 
 MB = 1 << 20
 
@@ -186,3 +187,72 @@ def test_importing_the_pool_needs_neither_kernels_nor_numpy() -> None:
         "import lmkv.pool, lmkv.pool_socket, sys; print(sorted({'numpy', 'lmkv_kernels', 'torch'} & set(sys.modules)))"
     )
     assert subprocess.check_output([sys.executable, "-c", script], text=True) == "[]\n"
+
+
+def test_a_pool_is_made_of_huge_pages_where_enough_are_free() -> None:
+    there = huge_pages()
+    if there.free_bytes < 2 * there.page_bytes or not there.page_bytes:
+        pytest.skip("this machine has set no huge pages apart (vm.nr_hugepages)")
+    size = 2 * there.page_bytes
+    for wanted in ("auto", "always"):
+        with Pool.create(size - 1, huge_pages=wanted) as pool:
+            assert pool.huge_page_bytes == pool.size_bytes == there.page_bytes
+            pool.populate()
+            pool.buffer[pool.size_bytes - 1] = 7
+            with Pool.attach(os.dup(pool.fd), pool.size_bytes) as other:
+                assert other.buffer[pool.size_bytes - 1] == 7
+    with Pool.create(size, huge_pages="never") as pool:
+        assert pool.huge_page_bytes == 0
+
+
+def test_without_enough_huge_pages_a_pool_is_of_small_ones_or_refused() -> None:
+    size = huge_pages().free_bytes + 4 * MB
+    with Pool.create(size) as pool:
+        assert pool.huge_page_bytes == 0
+        assert pool.size_bytes == size
+    with pytest.raises(ConfigError, match=r"^pool_huge_pages: .* of huge pages are free, .*; raise vm.nr_hugepages, "):
+        Pool.create(size, huge_pages="always")
+
+
+def test_huge_pages_that_are_gone_when_they_are_asked_for_are_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = huge_pages().page_bytes or 2 * MB
+    size = huge_pages().free_bytes + page
+    monkeypatch.setattr(pool_module, "huge_pages", lambda: HugePages(page_bytes=page, free_bytes=size))
+    files = open_files()
+    with Pool.create(size) as pool:
+        assert pool.huge_page_bytes == 0
+    with pytest.raises((ConfigError, OSError)):
+        Pool.create(size, huge_pages="always")
+    assert open_files() == files
+
+
+def test_populating_leaves_others_what_it_is_told_to() -> None:
+    with Pool.create(2 * POPULATE_STEP_BYTES) as pool:
+        with pytest.raises(ConfigError, match=r"^max_local_cpu_size: .* ended at 0\.0 GB: less than ") as raised:
+            pool.populate(leave_bytes=1 << 60)
+        assert raised.value.metadata == {"populated_bytes": "0"}
+        assert resident_bytes(pool) == 0
+        pool.populate(leave_bytes=1)
+        assert resident_bytes(pool) >= pool.size_bytes
+
+
+SHORT = """
+import sys
+from pathlib import Path
+from lmkv.errors import ConfigError
+from lmkv.pool import POPULATE_STEP_BYTES, Pool
+folder = Path(sys.argv[1])
+ours, theirs = (Pool.create(3 * POPULATE_STEP_BYTES, folder / name) for name in "ab")
+theirs.populate(0, 2 * POPULATE_STEP_BYTES)
+try:
+    ours.populate()
+except ConfigError as error:
+    print(error.metadata["populated_bytes"], error, sep=": ")
+ours.buffer[2 * POPULATE_STEP_BYTES - 1] = 7
+"""
+
+
+def test_memory_that_ends_while_it_is_taken_is_an_error_that_says_how_far_it_came(tmp_path: Path) -> None:
+    printed = on_small_tmpfs(tmp_path, 4 * POPULATE_STEP_BYTES, SHORT)
+    assert printed.startswith(f"{2 * POPULATE_STEP_BYTES}: max_local_cpu_size: memory for a pool of 0.0 GB ended at ")
+    assert "no more memory; lower max_local_cpu_size" in printed

@@ -22,9 +22,11 @@ class FreeList:
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes // ALIGNMENT * ALIGNMENT
+        """Of all runs, free or taken."""
         self.free_bytes = self.size_bytes
         self._sizes: dict[int, int] = {0: self.size_bytes} if self.size_bytes else {}
         self._starts: list[int] = list(self._sizes)
+        self._end = self.size_bytes
 
     def take(self, size_bytes: int) -> int | None:
         """Offset of a run of at least so many bytes, now taken; None if no run is long enough."""
@@ -39,6 +41,9 @@ class FreeList:
     def give(self, offset: int, size_bytes: int) -> None:
         """Makes a taken run, or a part of one, free again."""
         size = align(size_bytes)
+        beyond = min(size, max(0, offset + size - self._end))
+        self.size_bytes -= beyond
+        size -= beyond
         if not size:
             return
         self.free_bytes += size
@@ -50,6 +55,15 @@ class FreeList:
             return
         insort(self._starts, offset)
         self._sizes[offset] = size
+
+    def end_at(self, offset: int) -> None:
+        """Gives up what is behind `offset`: what is free at once, what is taken when it is given back."""
+        self._end = min(self._end, offset // ALIGNMENT * ALIGNMENT)
+        for start in [start for start in self._starts if start + self._sizes[start] > self._end]:
+            size = self._sizes[start]
+            self._remove(start, rest=size)
+            self.free_bytes -= size
+            self.give(start, size)
 
     def _remove(self, start: int, rest: int) -> None:
         """Takes the first `rest` bytes out of the run at `start`."""
@@ -69,4 +83,4 @@ class FreeList:
         for start in self._starts:
             assert start > end, "runs overlap or were not merged"
             end = start + self._sizes[start]
-        assert end <= self.size_bytes
+        assert end <= self._end

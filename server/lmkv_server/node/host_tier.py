@@ -196,6 +196,10 @@ class HostTier:
             raise GrantNotFound(f"nothing is reserved at offset {offset}", offset=offset)
         self._free.give(offset, reserved.size_bytes)
 
+    def end_at(self, offset: int) -> None:
+        """The pool's memory ended at `offset`: nothing more is put behind it. What is there stays."""
+        self._free.end_at(offset)
+
     def drop(self, keys: Iterable[ChunkKey]) -> int:
         """Forgets the chunks, pinned or not; the count of those that were there. Bytes on hold stay until it ends."""
         chunks = [chunk for key in keys if (chunk := self._chunks.get(key))]

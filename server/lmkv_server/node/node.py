@@ -17,7 +17,7 @@ import grpc
 
 import lmkv
 from lmkv import config as configuration
-from lmkv import rpc
+from lmkv import numa, rpc
 from lmkv.config import NodeConfig
 from lmkv.config.kinds import OFF
 from lmkv.errors import ConfigError
@@ -47,6 +47,10 @@ PEER_SERVICE = "lmkv.v1.PeerService"
 STOP_GRACE_SECONDS = 0.5
 MAX_TRAFFIC = 64
 """Peers whose traffic the fleet is told of."""
+LEFT_BYTES = 256 << 20
+"""Memory that the pool does not take even though it was promised: without it the kernel ends processes."""
+MIN_POOL_SHARE = 8
+"""A node whose memory ends before this share of the pool, one so many-th, does not go on."""
 FIRST_ENGINE_SECONDS = 20.0
 """A node that an engine has started waits so long for it, whatever `node_linger` says."""
 
@@ -103,7 +107,12 @@ class Node:
         config.make_instance_dir()
         self._stack.enter_context(lock(config.lock_path, config.instance_id))
         pool_path = Path(config.pool_path) if config.pool_path else None
-        self.pool = Pool.create(config.max_local_cpu_bytes, pool_path)
+        self.pool = Pool.create(
+            config.max_local_cpu_bytes,
+            pool_path,
+            huge_pages=config.pool_huge_pages,
+            numa_node=numa.node_for(config.numa_node),
+        )
         self._stack.callback(self.pool.close)
         self.tier = HostTier(self.pool.size_bytes, self._reporting)
         self.engines = Engines(self.tier)
@@ -230,11 +239,26 @@ class Node:
         self._stack.push_async_callback(server.stop, STOP_GRACE_SECONDS)
 
     async def _populate(self) -> None:
-        """Touches the pool's pages ahead of the first stores, beside everything else."""
-        started = time.monotonic()
-        await asyncio.to_thread(self.pool.populate, 0, self.pool.size_bytes)
+        """Touches the pool's pages ahead of the first stores, beside everything else.
+
+        Where memory ends on the way the node goes on with what it has. Raises `ConfigError` if that is next to nothing.
+        """
+        started, size_bytes = time.monotonic(), self.pool.size_bytes
+        try:
+            await asyncio.to_thread(self.pool.populate, 0, size_bytes, leave_bytes=LEFT_BYTES)
+        except ConfigError as error:
+            size_bytes = int(error.metadata["populated_bytes"])
+            if size_bytes < self.pool.size_bytes // MIN_POOL_SHARE:
+                raise
+            logger.error("%s; going on with %s", error, format_bytes(size_bytes))
+            self.tier.end_at(size_bytes)
+            self.fleet.refresh()
         logger.info(
-            "pool of %s is resident after %.1f s", format_bytes(self.pool.size_bytes), time.monotonic() - started
+            "pool of %s is resident after %.1f s%s%s",
+            format_bytes(size_bytes),
+            time.monotonic() - started,
+            f", in huge pages of {format_bytes(self.pool.huge_page_bytes)}" if self.pool.huge_page_bytes else "",
+            "" if self.pool.numa_node is None else f", on NUMA node {self.pool.numa_node}",
         )
 
     def describe(self) -> registry_service_pb2.Instance:

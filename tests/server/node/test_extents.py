@@ -19,6 +19,7 @@ class FreeListAgainstPages(RuleBasedStateMachine):
         super().__init__()
         self.free = FreeList(PAGES * ALIGNMENT + 1)
         self.is_free = [True] * PAGES
+        self.end = PAGES
         self.taken: list[tuple[int, int]] = []
         """First page and page count of what is taken."""
 
@@ -43,12 +44,20 @@ class FreeListAgainstPages(RuleBasedStateMachine):
         self.free.give(
             (start + kept) * ALIGNMENT, (count - kept) * ALIGNMENT - data.draw(st.integers(0, ALIGNMENT - 1))
         )
-        self.is_free[start + kept : start + count] = [True] * (count - kept)
+        self.is_free[start + kept : start + count] = [page < self.end for page in range(start + kept, start + count)]
+
+    @precondition(lambda self: self.end > PAGES // 2)
+    @rule(pages=st.integers(1, PAGES + 2))
+    def end_at(self, pages: int) -> None:
+        self.free.end_at(pages * ALIGNMENT + 5)
+        self.end = min(self.end, pages)
+        self.is_free[self.end :] = [False] * (PAGES - self.end)
 
     @invariant()
     def adds_up(self) -> None:
         self.free.check()
         assert self.free.free_bytes == sum(self.is_free) * ALIGNMENT
+        assert self.free.size_bytes == (sum(self.is_free) + sum(count for _, count in self.taken)) * ALIGNMENT
 
 
 TestFreeListAgainstPages = FreeListAgainstPages.TestCase

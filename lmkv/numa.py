@@ -1,0 +1,90 @@
+"""Which NUMA node the pool's memory should be on, and putting it there. A machine of one node needs neither."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from pathlib import Path
+
+from lmkv.errors import ConfigError
+
+_SYS = Path("/sys")
+_NVIDIA, _DISPLAY = "0x10de", "0x03"  # PCI vendor, and how the class of every kind of GPU begins
+_MBIND = {"x86_64": 237, "aarch64": 235}
+_PREFERRED = 1
+_MASK_BITS = 1024  # nodes that a mask names
+
+
+def node_for(setting: str, sys: Path = _SYS) -> int | None:
+    """The node that `numa_node` asks for: `auto`, `none` or a number. None: wherever the kernel likes.
+
+    Raises `ConfigError` if a node is named that is not there.
+    """
+    if setting == "none":
+        return None
+    online = _online(sys)
+    if setting == "auto":
+        return nearest_node(sys) if len(online) > 1 else None
+    if int(setting) not in online:
+        known = ", ".join(map(str, online))
+        raise ConfigError(f"numa_node: there is no node {setting}, only {known}; name one of those, or auto")
+    return int(setting)
+
+
+def nearest_node(sys: Path = _SYS) -> int | None:
+    """The node that all GPUs are on; where there is none, or they are spread, that of all RDMA cards."""
+    gpus = {
+        _node_of(device)
+        for device in (sys / "bus/pci/devices").glob("*")
+        if _read(device / "vendor") == _NVIDIA and _read(device / "class").startswith(_DISPLAY)
+    }
+    cards = {_node_of(card / "device") for card in (sys / "class/infiniband").glob("*")}
+    for nodes in (gpus, cards):
+        if len(nodes) == 1 and (node := nodes.pop()) >= 0:
+            return node
+    return None
+
+
+def prefer(address: int, size_bytes: int, node: int) -> bool:
+    """Has the memory of a shared mapping, whoever touches it first, come from a node as long as that has any.
+
+    `address` is where a page begins. Only memory that was not touched yet moves. False if the kernel does not allow it,
+    as in some containers.
+    """
+    number = _MBIND.get(platform.machine())
+    if number is None:
+        return False
+    mask = (ctypes.c_ulong * (_MASK_BITS // 64))()
+    mask[node // 64] = 1 << node % 64
+    libc = ctypes.CDLL(None, use_errno=True)
+    status = libc.syscall(
+        ctypes.c_long(number),
+        ctypes.c_void_p(address),
+        ctypes.c_size_t(size_bytes),
+        ctypes.c_int(_PREFERRED),
+        mask,
+        ctypes.c_ulong(_MASK_BITS + 1),  # the kernel takes one off
+        ctypes.c_uint(0),
+    )
+    return bool(status == 0)
+
+
+def _online(sys: Path) -> list[int]:
+    """Numbers of the nodes, from a list such as `0-1,4`."""
+    nodes: list[int] = []
+    for part in filter(None, _read(sys / "devices/system/node/online").split(",")):
+        first, _, last = part.partition("-")
+        nodes += range(int(first), int(last or first) + 1)
+    return nodes or [0]
+
+
+def _node_of(device: Path) -> int:
+    """The node of a PCI device; below 0 if the machine does not say."""
+    return int(_read(device / "numa_node") or -1)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

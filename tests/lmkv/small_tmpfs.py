@@ -1,0 +1,22 @@
+"""Python on a tmpfs of a size of its own, where memory ends for real and nobody else is harmed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_MOUNT = 'mount -t tmpfs -o size="$1" tmpfs "$2" && exec "$3" -c "$4" "$2"'
+
+
+def on_small_tmpfs(folder: Path, size_bytes: int, script: str) -> str:
+    """What a script prints; its argument is the folder, which only it sees as a tmpfs of that size."""
+    unshare = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if subprocess.run([*unshare, "mount -t tmpfs tmpfs /mnt"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine does not let tests mount a tmpfs (user namespaces)")
+    command = [*unshare, _MOUNT, "sh", str(size_bytes), str(folder), sys.executable, script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
