@@ -66,6 +66,8 @@ class ScriptedNode:
         self.generous = True
         """Whether credits are granted."""
         self.fetches_at_once = True
+        self.refuses_fetches = False
+        """Whether what peers have is not offered, as if to compute it were quicker."""
         self.refuses_commits = False
         self.attached = False
         self.attach_count = 0
@@ -207,11 +209,13 @@ class ScriptedNode:
         keys = split_keys(lookup.chunk_keys)
         own = self._prefix(keys, self.chunks)
         peer = self._prefix(keys[len(own) :], self.peer_chunks)
+        refused, peer = (peer, []) if self.refuses_fetches else ([], peer)
         found = pb.FoundChunks(
             request_id=lookup.request_id,
             own=[self._extent(chunk) for chunk in own],
             peer_chunk_count=len(peer),
             peer_instance_id="peer" if peer else "",
+            refused_chunk_count=len(refused),
         )
         if own or peer:
             for chunk in own:

@@ -379,6 +379,24 @@ def test_what_is_too_little_to_fetch_is_computed_behind_what_is_here(
     engine.check_nothing_is_left()
 
 
+def test_the_node_is_told_how_fast_prompts_are_computed_once_that_is_known(make_engine: MakeEngine) -> None:
+    engine = filled(make_engine())
+    engine.serve("a", PROMPT)
+    first, second = engine.node.lookups
+    assert first.prefill_tokens_per_second == 0
+    assert second.prefill_tokens_per_second > 0
+
+
+def test_what_the_node_does_not_offer_is_computed_and_stored_and_counted(make_engine: MakeEngine) -> None:
+    engine = with_peer(make_engine())
+    engine.node.refuses_fetches = True
+    assert engine.serve("a", PROMPT) == COLD
+    assert len(engine.node.chunks) == 3
+    assert engine.count("refused_fetch_tokens") == 3 * CHUNK
+    assert engine.count("peer_tokens") == 0
+    engine.check_nothing_is_left()
+
+
 def test_chunks_of_a_peer_are_loaded_as_they_arrive(make_engine: MakeEngine) -> None:
     engine = with_peer(make_engine())
     engine.node.fetches_at_once = False
