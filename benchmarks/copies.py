@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,10 +24,11 @@ from lmkv.pool import Pool
 from lmkv.pool_socket import PoolSocket
 from lmkv.spec import KvSpec
 from lmkv.units import GB
-from lmkv_client.connector.identity import Share
-from lmkv_client.connector.messages import Attachment, Load, StepPlan
-from lmkv_client.connector.worker import WorkerSide
 from lmkv_kernels import ChunkCopy
+
+if TYPE_CHECKING:  # importing vLLM takes seconds
+    from lmkv_client.connector.messages import Attachment
+    from lmkv_client.connector.worker import WorkerSide
 
 PROMPT_TOKENS = 4000
 SPARE_BLOCKS = 10
@@ -39,6 +41,9 @@ Bytes = NDArray[np.uint8]
 
 def measure(run: Run, spec: KvSpec) -> None:
     """Adds rows for the chunks of one prompt, with one thread and with two."""
+    from lmkv_client.connector.identity import Share
+    from lmkv_client.connector.worker import WorkerSide
+
     chunk_count = PROMPT_TOKENS // spec.chunk_size
     memory, tensors = kv_cache(spec, chunk_count * spec.chunk_size // spec.block_size + SPARE_BLOCKS)
     run.logs.parent.mkdir(parents=True, exist_ok=True)
@@ -59,6 +64,8 @@ class Acts:
     """One worker's store and load of all the chunks, each a whole step's work."""
 
     def __init__(self, worker: WorkerSide, attachment: Attachment, copies: list[ChunkCopy]) -> None:
+        from lmkv_client.connector.messages import Load, StepPlan
+
         self._worker = worker
         self._store = StepPlan(attachment=attachment, stores=copies)
         load = Load(request_id="r", copies=copies, sync=True, final=True, checks=[], failed_blocks=[])
@@ -101,6 +108,8 @@ def _measure(run: Run, pool: Pool, memory: Bytes, acts: Acts, threads: int, exec
 @contextmanager
 def served(run: Run, pool: Pool) -> Iterator[Attachment]:
     """The pool, as a node hands it to workers."""
+    from lmkv_client.connector.messages import Attachment
+
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -1,4 +1,4 @@
-"""Puts the committed results into the pages that show them: `python -m benchmarks.tables`.
+"""Puts the committed results into the pages that show them, and draws the picture: `python -m benchmarks.tables`.
 
 A page marks the place of a table by a pair of comments; what is between them is made here:
 
@@ -14,12 +14,14 @@ import re
 import sys
 from pathlib import Path
 
+from benchmarks import picture
 from benchmarks.meanings import meaning_of
 from benchmarks.rows import Report, markdown_table, read_report
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+PICTURE = ROOT / "docs" / "ttft-steps.svg"
 
 _PLACE = re.compile(
     r"(?P<open><!-- benchmark (?P<name>[a-z_]+)(?:: (?P<rows>[a-z0-9_ ]+?))? -->\n)"
@@ -40,6 +42,14 @@ def fill(page: str, results: Path = RESULTS) -> str:
         return f"{place['open']}\n{render(report, names)}\n\n{place['close']}"
 
     return _PLACE.sub(table, page)
+
+
+def draw(results: Path = RESULTS) -> str:
+    """The picture, as the results say. Raises `ValueError` if a row is missing."""
+    try:
+        return picture.draw(read_report(results / "data_path.json"))
+    except KeyError as missing:
+        raise ValueError(f"data_path has no row {missing}") from None
 
 
 def render(report: Report, names: list[str]) -> str:
@@ -78,10 +88,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a page is not up to date")
     args = parser.parse_args(arguments)
     stale = 0
-    for file in PAGES:
-        page = file.read_text()
+    for file in (*PAGES, PICTURE):
+        page = file.read_text() if file.exists() else ""
         try:
-            filled = fill(page)
+            filled = draw() if file == PICTURE else fill(page)
         except ValueError as error:
             print(f"{file.name}: {error}", file=sys.stderr)
             return 1

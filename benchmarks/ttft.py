@@ -6,10 +6,11 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from benchmarks import engines
+from benchmarks import engines, steps
 from benchmarks.command import Run
 from benchmarks.engines import Prompts
 from benchmarks.rows import Row, compare
+from benchmarks.steps import Steps, Watch
 from lmkv_client.demo.cluster import Coordinator
 from lmkv_client.demo.engine import Engine
 
@@ -29,6 +30,8 @@ class Round:
     own: float
     peer: float
     identical: bool
+    steps: dict[str, Steps]
+    """Of the hits."""
 
 
 def measure(run: Run, coordinator: Coordinator, first: Engine, second: Engine) -> None:
@@ -51,13 +54,19 @@ def measure_round(coordinator: Coordinator, first: Engine, second: Engine, promp
     engines.check_miss("cold", cold)
     # vLLM's own cache keeps whole blocks. The prompt is cut behind its last one, where lmkv has nothing to add.
     in_blocks = (len(prompt) - 1) // engines.BLOCK_SIZE * engines.BLOCK_SIZE
+    watch = Watch(first)
     prefix_hit = first.complete(prompt[: in_blocks + 1], OUTPUT_TOKENS)
+    prefix_steps = watch.steps(prefix_hit)
     engines.check_hit("vLLM's prefix cache", prefix_hit, in_blocks)
     held = coordinator.wait_for_holder(prompt, first.name, len(prompt), STORE_SECONDS)
+    watch = Watch(second)
     peer = second.complete(prompt, OUTPUT_TOKENS)
+    peer_steps = watch.steps(peer)
     engines.check_hit("from the peer", peer, held - 1)
     first.reset_prefix_cache()
+    watch = Watch(first)
     own = first.complete(prompt, OUTPUT_TOKENS)
+    own_steps = watch.steps(own)
     engines.check_hit("from the own pool", own, held - 1)
     return Round(
         cold=cold.ttft_seconds,
@@ -65,6 +74,7 @@ def measure_round(coordinator: Coordinator, first: Engine, second: Engine, promp
         own=own.ttft_seconds,
         peer=peer.ttft_seconds,
         identical=cold.token_ids == own.token_ids == peer.token_ids,
+        steps={"prefix": prefix_steps, "own": own_steps, "peer": peer_steps},
     )
 
 
@@ -87,6 +97,7 @@ def rows_of(rounds: Sequence[Round], token_count: int) -> Iterator[Row]:
     for name in ("own", "peer"):
         value_ms = _median_ms(rounds, name)
         yield compare(f"ttft_{name}_ms_{token_count}", value_ms, "ms", "vLLM's own prefix hit", prefix_ms)
+    yield from steps.rows_of({kind: [round_.steps[kind] for round_ in rounds] for kind in rounds[0].steps}, suffix)
     identical = sum(round_.identical for round_ in rounds) / len(rounds)
     yield Row(name=f"ttft_identical_{token_count}", value=100 * identical, unit="%")
 

@@ -7,19 +7,22 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
-from benchmarks import doc_qa, machine, tables, timing, ttft
+from benchmarks import doc_qa, machine, picture, tables, timing, ttft
 from benchmarks.meanings import meaning_of
 from benchmarks.rows import Report, Row, compare, make_table, markdown_table, number, read_report
+from benchmarks.steps import Steps
 from lmkv_client.demo.completion import Completion
 
 ROOT = Path(__file__).parents[2]
-BENCHMARKS = ("data_path", "control_plane", "doc_qa", "rivals")
+BENCHMARKS = ("data_path", "kernels_cpu", "control_plane", "doc_qa", "rivals")
 ROW_FIELDS = ["name", "value", "unit", "baseline", "baseline_value", "ratio"]
 RESULTS = sorted(tables.RESULTS.glob("*.json"))
 
@@ -129,7 +132,9 @@ def test_processor_time_is_counted_and_the_dead_have_none() -> None:
 
 
 def make_round(*, cold: float = 2.0) -> ttft.Round:
-    return ttft.Round(cold=cold, prefix_hit=0.1, own=0.2, peer=0.4, identical=True)
+    parts = Steps(lookup=0.01, fetch=0.1, load=0.02, compute=0.05, rest=0.02)
+    steps = {"prefix": replace(parts, fetch=0.0, load=0.0), "own": replace(parts, fetch=0.0), "peer": parts}
+    return ttft.Round(cold=cold, prefix_hit=0.1, own=0.2, peer=0.4, identical=True, steps=steps)
 
 
 def test_the_rows_asked_for_by_name_say_hit_over_cold() -> None:
@@ -140,7 +145,22 @@ def test_the_rows_asked_for_by_name_say_hit_over_cold() -> None:
     assert rows["ttft_own_ms_4000"].baseline_value == pytest.approx(100)
     assert rows["ttft_identical_4000"].value == 100
     assert all(meaning_of(name) for name in rows)
+    assert rows["step_peer_fetch_ms"].value == pytest.approx(100)
+    assert rows["step_peer_fetch_ms"].ratio == pytest.approx(0.5)
+    assert "step_own_fetch_ms" not in rows, "what takes no time is no step"
     assert "peer_ttft_ratio_2000" in {row.name for row in ttft.rows_of([make_round()], 2000)}
+
+
+def test_the_picture_has_a_bar_for_every_step() -> None:
+    report = make_report()
+    with pytest.raises(KeyError):
+        picture.draw(report)
+    for row in ttft.rows_of([make_round()], 4000):
+        report.add(row)
+    drawn = ElementTree.fromstring(picture.draw(report))
+    bars = [title.text for title in drawn.iter("{http://www.w3.org/2000/svg}title")]
+    assert len(bars) == 3 + 4 + 5
+    assert "fetch from the peer, verified: 100.0 ms" in bars
 
 
 def make_answers(ttft_seconds: float, round_seconds: float) -> doc_qa.Round:

@@ -84,6 +84,7 @@ class Searches:
                 prompt.held(len(found.own))
             self.release_ticket(found.request_id)
             return
+        self._counters.add("lookup_seconds", self._clock() - prompt.asked_at)
         self._counters.add("refused_fetch_tokens", found.refused_chunk_count * prompt.chunk_size)
         prompt.found(found.own, found.peer_chunk_count, found.peer_instance_id, self._clock())
 
@@ -93,6 +94,7 @@ class Searches:
             if self._clock() < prompt.asked_at + self._config.lookup_timeout:
                 return True
             self._counters.add("lookup_timeouts")
+            self._counters.add("lookup_seconds", self._clock() - prompt.asked_at)
             self._timeouts += 1
             if self._timeouts >= TIMEOUTS_UNTIL_SUSPECT:
                 self._suspect_until = self._clock() + SUSPECT_SECONDS

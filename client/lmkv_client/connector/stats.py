@@ -18,6 +18,7 @@ COUNTERS = {
     "peer_bytes": "Bytes fetched from peers into the node's pool.",
     "peer_seconds": "Seconds that fetches from peers took.",
     "lookups": "Prompts looked up.",
+    "lookup_seconds": "Seconds that prompts waited for their lookups.",
     "refused_fetch_tokens": "Tokens that peers hold and that were computed, for fetching them would have been slower.",
     "lookup_timeouts": "Lookups that the node did not answer in time.",
     "load_failures": "Loads that brought less than was found; the rest was computed.",
