@@ -237,7 +237,7 @@ def test_a_call_of_no_copies_is_done() -> None:
 def test_sums_may_be_left_out() -> None:
     case = whole_chunks(2)
     with copier_of(case, WAYS[Way.STAGED]) as copier:
-        copying = copier.gather(case.copies, after=0, summing=False)
+        copying = copier.gather(case.copies, after=0, summed=False)
         copying.wait()
         assert copying.checksums == [0, 0]
     pool = case.pool.copy()

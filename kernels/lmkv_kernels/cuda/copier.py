@@ -135,6 +135,7 @@ class Copier:
         *,
         ways: Ways = Ways(),  # a value
         staging_bytes: int = STAGING_BYTES,
+        direct_blocks: int = DIRECT_BLOCKS,
     ) -> None:
         if not pages.device.startswith("cuda"):
             raise ValueError(f"the pages are on {pages.device}, not on a CUDA device")
@@ -143,6 +144,7 @@ class Copier:
         self.device = device
         self.pages = pages
         self.ways = ways
+        self._direct_blocks = direct_blocks
         self._program = program
         self._pool = pool
         with ExitStack() as stack, device.current() as driver:
@@ -155,7 +157,7 @@ class Copier:
             self._tell_layers()
             self._stack = stack.pop_all()
 
-    def gather(self, copies: Sequence[ChunkCopy], *, after: int, summing: bool = True) -> Copying:
+    def gather(self, copies: Sequence[ChunkCopy], *, after: int, summed: bool = True) -> Copying:
         """Begins to copy tokens of the pages, as the stream `after` will leave them, into extents of the pool.
 
         In all else as `lmkv_kernels.gather`. The pages must not change before the copying has read them. Raises `Busy`
@@ -167,20 +169,20 @@ class Copier:
             call = self._begin(lane, rows, block_ids, after)
             for batch, arguments in call.launches:
                 if batch.staging_offsets is None:
-                    self._launch("gather_sum" if summing else "gather", arguments, batch, lane, rows)
+                    self._launch("gather_sum" if summed else "gather", arguments, batch, lane, rows)
                     continue
                 half = lane.next()
                 half.free.hold(lane.kernels.handle)
                 staged = call.through(arguments, half)
-                self._launch("gather_sum" if summing else "gather", staged, batch, lane, rows)
+                self._launch("gather_sum" if summed else "gather", staged, batch, lane, rows)
                 half.filled.record(lane.kernels.handle)
                 half.filled.hold(lane.dma.handle)
                 self._move(driver, rows, batch, half, lane.dma, to_host=True)
                 half.free.record(lane.dma.handle)
             read = lane.kernels.event()
             call.slot.download(len(rows), lane.kernels.handle)
-            with _closing(lane.kernels.event()) as summed:
-                summed.hold(lane.dma.handle)
+            with _closing(lane.kernels.event()) as added_up:
+                added_up.hold(lane.dma.handle)
             return Copying(self, call.slot, call.order, read, lane.dma.event())
 
     def scatter(self, copies: Sequence[ChunkCopy], *, after: int) -> Copying:
@@ -268,7 +270,7 @@ class Copier:
             self.pages,
             width_of(self.pages, arguments.chunks, *offsets),
             arguments,
-            blocks=DIRECT_BLOCKS if direct else BLOCKS_PER_PROCESSOR * self.device.processor_count,
+            blocks=self._direct_blocks if direct else BLOCKS_PER_PROCESSOR * self.device.processor_count,
             stream=lane.kernels.handle,
         )
 

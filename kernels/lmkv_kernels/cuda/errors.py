@@ -10,7 +10,7 @@ CudaError               the driver refused a call
 from __future__ import annotations
 
 
-class CudaError(Exception):
+class CudaError(RuntimeError):
     """The driver refused a call."""
 
 
