@@ -220,7 +220,10 @@ class Peers:
         """Which of the chunks in the pool are what their owner committed; all, unless transfers are verified."""
         if not self._verifies or not incoming:
             return [True] * len(incoming)
-        return await asyncio.get_running_loop().run_in_executor(self._verifier, self._compare, incoming)
+        loop, middle = asyncio.get_running_loop(), (len(incoming) + 1) // VERIFY_THREADS
+        halves = [half for half in (incoming[:middle], incoming[middle:]) if half]
+        found = await asyncio.gather(*(loop.run_in_executor(self._verifier, self._compare, half) for half in halves))
+        return [intact for half in found for intact in half]
 
     def _compare(self, incoming: Sequence[Incoming]) -> list[bool]:
         return [

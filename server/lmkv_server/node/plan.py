@@ -36,6 +36,8 @@ MAX_WORKING = 4
 """Most holders that work for one fetch at a time."""
 BATCH_SECONDS = 0.005
 """A batch is what should come in that time: little, so that chunks come one after the other and are soon verified."""
+FIRST_BATCH_BYTES = 2 << 20
+"""A batch of a holder whose bandwidth is not known."""
 MIN_BATCH_BYTES = 1 << 20
 MAX_BATCH_BYTES = 32 << 20
 
@@ -127,7 +129,9 @@ class Plan:
     def batch(self, source: Source) -> list[int]:
         """Takes off what a holder shall read next."""
         rate = source.bandwidth.rate(self._clock())
-        size_bytes = PROBE_BYTES if rate is None else min(max(rate * BATCH_SECONDS, MIN_BATCH_BYTES), MAX_BATCH_BYTES)
+        size_bytes = (
+            FIRST_BATCH_BYTES if rate is None else min(max(rate * BATCH_SECONDS, MIN_BATCH_BYTES), MAX_BATCH_BYTES)
+        )
         count = max(1, int(size_bytes // self._chunk_bytes))
         return [source.pending.popleft() for _ in range(min(count, len(source.pending)))]
 

@@ -9,11 +9,21 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lmkv.spec import KvSpec
 from lmkv_server.node.arrivals import Flights, Progress
 from lmkv_server.node.bandwidth import Bandwidth
 from lmkv_server.node.host_tier import Chunk, HostTier
-from lmkv_server.node.plan import MAX_WORKING, PROBE_BYTES, Plan, Source
-from tests.server.node.peer_parts import LARGE, keys_of
+from lmkv_server.node.plan import (
+    BATCH_SECONDS,
+    FIRST_BATCH_BYTES,
+    MAX_BATCH_BYTES,
+    MAX_WORKING,
+    MIN_BATCH_BYTES,
+    PROBE_BYTES,
+    Plan,
+    Source,
+)
+from tests.server.node.peer_parts import LARGE, SMALL, keys_of
 from tests.server.node.test_bandwidth import known
 
 CHUNK_BYTES = LARGE.chunk_bytes
@@ -29,6 +39,7 @@ class World:
     sources: Sequence[Source]
     in_order: bool = True
     own_rate: float = float("inf")
+    spec: KvSpec = LARGE
     now: float = 0.0
     brought: list[tuple[int, Source]] = field(default_factory=list)
     handed: list[int] = field(default_factory=list)
@@ -36,7 +47,7 @@ class World:
     def __post_init__(self) -> None:
         self.tier = HostTier(self.count * CHUNK_BYTES)
         self.flights = Flights()
-        self.progress = Progress(self.tier, LARGE, keys_of(self.count), 0, self._hand, in_order=self.in_order)
+        self.progress = Progress(self.tier, self.spec, keys_of(self.count), 0, self._hand, in_order=self.in_order)
         self.together = Bandwidth()
         self.plan = Plan(self.progress, self.flights, self.sources, self.together, lambda: self.now)
 
@@ -246,6 +257,19 @@ def test_what_a_failed_holder_had_taken_the_others_bring() -> None:
     it = world(30, *sources)
     it.run({0: GB, 1: GB}, {}, {0: 2})
     assert it.handed == list(range(30))
+
+
+def test_batches_are_small_until_it_is_known_how_fast_bytes_come() -> None:
+    for bandwidth, size_bytes in (
+        (Bandwidth(), FIRST_BATCH_BYTES),
+        (known(0.01 * GB), MIN_BATCH_BYTES),
+        (known(1 * GB), GB * BATCH_SECONDS),
+        (known(90 * GB), MAX_BATCH_BYTES),
+    ):
+        source = Source(matched_count=1000, bandwidth=bandwidth)
+        it = World(1000, [source], spec=SMALL)
+        assert it.plan.join() == [source]
+        assert len(it.plan.batch(source)) == int(size_bytes // SMALL.chunk_bytes)
 
 
 def test_beside_others_only_what_sharing_does_not_explain_is_held_against_a_holder() -> None:
