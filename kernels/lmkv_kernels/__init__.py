@@ -6,7 +6,7 @@ coordinator's layout map; `token_ids` reads what it is asked for.
 """
 
 from lmkv_kernels._chunk_table import ChunkTable
-from lmkv_kernels.copies import ChunkCopy
+from lmkv_kernels.copies import ChunkCopy, copied_bytes
 from lmkv_kernels.host import checksum, gather, scatter, token_ids
 from lmkv_kernels.pages import Pages, packed_rows, token_rows, whole_tiles
 
@@ -15,6 +15,7 @@ __all__ = [
     "ChunkTable",
     "Pages",
     "checksum",
+    "copied_bytes",
     "gather",
     "packed_rows",
     "scatter",

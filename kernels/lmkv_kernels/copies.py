@@ -30,6 +30,12 @@ class ChunkCopy:
     first_slot: int = 0
 
 
+def copied_bytes(pages: Pages, copies: Sequence[ChunkCopy]) -> int:
+    """Bytes that the copies move: this rank's heads only."""
+    rows = sum(pages.row_count(copy.token_count) for copy in copies)
+    return rows * len(pages.layer_addresses) * pages.head_count * len(pages.parts) * pages.row_bytes
+
+
 Rows = NDArray[np.int64]
 """Per copy: offset, rows of the extent, first row, rows to copy, row of the first block, number of block ids."""
 

@@ -166,6 +166,10 @@ class LMKVConnector(KVConnectorBase_V1):
         self.scheduler.finished(request)
         return False, None
 
+    def has_pending_push_work(self) -> bool:
+        """See vLLM, which goes on with its steps meanwhile: a store from a device is done some steps after it began."""
+        return self._scheduler is not None and self._scheduler.is_storing
+
     def reset_cache(self) -> bool:
         """See vLLM."""
         return self.scheduler.reset()

@@ -37,7 +37,9 @@ def kv_spec(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Con
     native = config.kv_format == "native" or (config.kv_format == "auto" and device == "cpu")
     refusals = {
         f"KV-cache groups: the model has {len(groups)}, this version of lmkv moves 1": len(groups) != 1,
-        f"device: KV cache on {device} cannot be moved by this version of lmkv, only on cpu": device != "cpu",
+        f"device: KV cache on {device} cannot be moved by this version of lmkv, only on cpu and cuda": (
+            device not in ("cpu", "cuda")
+        ),
         "use_mla: the CPU backend packs MLA in a way that this version of lmkv does not know": (
             model.use_mla and device == "cpu"
         ),

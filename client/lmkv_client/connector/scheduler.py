@@ -184,6 +184,11 @@ class SchedulerSide:
         if not self._prompts:
             self._stores.idle()
 
+    @property
+    def is_storing(self) -> bool:
+        """Whether workers have yet to say that something is stored."""
+        return len(self._stores) > 0
+
     def reset(self) -> bool:
         """Forgets every chunk of this engine's spec on its node. Waits for the answer, for an operator waits for us."""
         self.pump()

@@ -1,17 +1,18 @@
 """The connector's worker side: copies bytes between one rank's pages and the pool. No gRPC, no lookup, no lock.
 
-vLLM calls it on the worker's main thread; asynchronous loads run on one thread of its own.
+vLLM calls it on the worker's main thread. Copies run beside that: on threads where the pages are in host memory, on
+streams where they are on a device.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -19,11 +20,11 @@ from vllm.logger import init_logger
 from lmkv.errors import LmkvError
 from lmkv.pool_socket import AttachedPool, attach
 from lmkv.spec import KvSpec
+from lmkv_client.connector.copying import Copies, Copying, HostCopies, Task, use_processors
 from lmkv_client.connector.format import make_pages
 from lmkv_client.connector.identity import Share
 from lmkv_client.connector.messages import Attachment, Check, Load, Loaded, StepPlan, WorkerReport, Written
-from lmkv_client.plugin import PROCESSORS
-from lmkv_kernels import ChunkCopy, Pages, checksum, gather, scatter
+from lmkv_kernels import ChunkCopy, Pages, checksum, copied_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -33,28 +34,62 @@ logger = init_logger("vllm.lmkv")
 ATTACH_TIMEOUT_SECONDS = 0.5
 ATTACH_RETRY_SECONDS = 5.0
 """So long after a pool could not be mapped it is tried again, for each try may hold up a step."""
-INLINE_BYTES = 4 << 20
-"""A copy of at most so many bytes takes well below a millisecond: less than handing it to another thread."""
+COPY_ERRORS = (ValueError, RuntimeError)
+"""What a copy may fail by."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Running:
-    """A load in progress: the parts still running, and what they made of it."""
+    """A load in progress."""
 
-    parts: list[Future[bool]]
+    sync: bool
+    """Whether the forward of its step needed it; vLLM asks nothing about it afterwards."""
     started_at: float
+    parts: list[Copying] = field(default_factory=list)
     size_bytes: int = 0
-    failed_blocks: list[int]
-    copied_blocks: list[int]
+    failed_blocks: list[int] = field(default_factory=list)
+    copied_blocks: list[int] = field(default_factory=list)
     final: bool = False
+    failed: bool = False
 
-    def done(self) -> bool:
+    def begin(self, act: Callable[[], Copying]) -> None:
+        """Begins a part."""
+        try:
+            self.parts.append(act())
+        except COPY_ERRORS as error:
+            self.fail(error)
+
+    def over(self) -> bool:
         """Whether nothing runs and nothing more will come."""
-        return self.final and all(part.done() for part in self.parts)
+        self.parts = [part for part in self.parts if not self._part_is_over(part)]
+        return self.final and not self.parts
 
-    def failed(self) -> bool:
-        """Whether a copy could not be made. Only once done."""
-        return not all(part.result() for part in self.parts)
+    def wait(self) -> None:
+        """Waits for what runs."""
+        for part in self.parts:
+            with suppress(*COPY_ERRORS):
+                part.wait()
+
+    def fail(self, error: Exception) -> None:
+        """Something of it could not be copied."""
+        logger.error("cannot load: %s", error)
+        self.failed = True
+
+    def _part_is_over(self, part: Copying) -> bool:
+        try:
+            return part.done()
+        except COPY_ERRORS as error:
+            self.fail(error)
+            return True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Storing:
+    """A store in progress."""
+
+    copies: Sequence[ChunkCopy]
+    copying: Copying
+    started_at: float
 
 
 class WorkerSide:
@@ -65,49 +100,52 @@ class WorkerSide:
         self._share = share
         self._rank = rank
         self._threads = threads
-        self._pages: Pages | None = None
+        self._copies: Copies | None = None
         self._attachment: Attachment | None = None
         self._pool: AttachedPool | None = None
         self._retry_at = 0.0
-        self._loader = ThreadPoolExecutor(1, "lmkv-load", initializer=use_processors)
+        self._checker = ThreadPoolExecutor(1, "lmkv-check", initializer=use_processors)
         self._running: dict[str, Running] = {}
+        self._storing: list[Storing] = []
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._report: WorkerReport | None = None
         self._step_is_poisoned = False
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Where the pages are. Raises `ValueError` if they cannot be copied."""
+        """Where the pages are. Raises `ValueError` or `RuntimeError` if they cannot be copied."""
         self._tensors = list(kv_caches.values())  # keeps the memory alive
         self._pages = make_pages(self._tensors, self._spec, first_head=self._share.first_head)
+        self._copies = make_copies(self._pages, self._threads)
 
     def load(self, plan: StepPlan) -> None:
-        """Starts the step's loads; those that the forward needs are done on return."""
+        """Starts the step's loads; a forward that needs them comes after them."""
         self._follow(plan.attachment)
         self._step_is_poisoned = False
         for load in plan.loads:
-            running = self._running.setdefault(
-                load.request_id,
-                Running(parts=[], started_at=time.monotonic(), failed_blocks=[], copied_blocks=[]),
-            )
+            running = self._running.setdefault(load.request_id, Running(sync=load.sync, started_at=time.monotonic()))
             running.final |= load.final
             running.failed_blocks += load.failed_blocks
             if load.checks:
-                running.parts.append(self._loader.submit(self._verify, self._pool, load.checks))
-            for part in split(load):
-                running.copied_blocks += [block for copy in part for block in copy.block_ids]
-                running.size_bytes += self._size_bytes(part)
-                running.parts.append(self._submit(running, part))
+                running.parts.append(Task([self._checker.submit(verify, self._pool, load.checks)]))
+            if load.copies:
+                running.copied_blocks += [block for copy in load.copies for block in copy.block_ids]
+                running.begin(partial(self._scatter, running, load))
             if load.sync:
-                self._finish(load.request_id, running)
-                self._step_is_poisoned |= running.failed() or bool(running.failed_blocks)
+                if load.checks:
+                    running.wait()
+                if running.over():
+                    self._finish(load.request_id, running)
+                self._step_is_poisoned |= running.failed or bool(running.failed_blocks)
+        if self._copies:
+            self._copies.before_forward()
 
     def store(self, plan: StepPlan) -> None:
         """Copies what the step has completed into the pool, before its pages can change."""
         if not plan.stores:
             return
         report = self._reporting()
-        if self._pool is None or self._pages is None or self._step_is_poisoned:
+        if self._pool is None or self._copies is None or self._step_is_poisoned:
             # After a failed synchronous load this step's forward has read pages that were never filled.
             report.skipped.update(copy.offset for copy in plan.stores)
             return
@@ -116,21 +154,20 @@ class WorkerSide:
             return
         started = time.perf_counter()
         try:
-            checksums = gather(self._pages, self._pool.pool.buffer, plan.stores, threads=self._threads)
-        except ValueError as error:
+            copying = self._copies.gather(plan.stores)
+        except COPY_ERRORS as error:
             logger.error("cannot store: %s", error)
             report.skipped.update(copy.offset for copy in plan.stores)
             return
-        report.store_seconds = time.perf_counter() - started
-        for copy, part in zip(plan.stores, checksums, strict=True):
-            report.written[copy.offset] = Written(rank_count=1, checksum=part)
+        self._storing.append(Storing(copies=plan.stores, copying=copying, started_at=started))
 
     def take_finished(self) -> set[str]:
         """Requests whose asynchronous loads have ended since the last call, well or not."""
         for request_id, running in list(self._running.items()):
-            if running.done():
+            if running.over():
                 self._finish(request_id, running)
-                self._finished.add(request_id)
+                if not running.sync:
+                    self._finished.add(request_id)
         finished, self._finished = self._finished, set()
         return finished
 
@@ -141,65 +178,50 @@ class WorkerSide:
 
     def take_report(self) -> WorkerReport | None:
         """What was copied since the last call."""
+        self._storing = [storing for storing in self._storing if not self._stored(storing)]
         report, self._report = self._report, None
         return report
 
     def close(self) -> None:
         """Waits for running copies, then lets go of the pool."""
-        self._loader.shutdown(cancel_futures=True)
-        if self._pool:
-            self._pool.close()
-            self._pool = None
+        self._checker.shutdown(cancel_futures=True)
+        if self._copies:
+            self._let_go()
+            self._copies.close()
 
-    def _submit(self, running: Running, part: Sequence[ChunkCopy]) -> Future[bool]:
-        """Copies on the loader's thread, or here if that is quicker than waking it up."""
-        if not running.parts and self._size_bytes(part) <= INLINE_BYTES:
-            done: Future[bool] = Future()
-            done.set_result(self._scatter(self._pool, part))
-            return done
-        return self._loader.submit(self._scatter, self._pool, part)
+    def _scatter(self, running: Running, load: Load) -> Copying:
+        if self._pool is None or self._copies is None:
+            raise RuntimeError("the pool is not mapped")
+        running.size_bytes += copied_bytes(self._pages, load.copies)
+        return self._copies.scatter(load.copies, sync=load.sync)
+
+    def _stored(self, storing: Storing) -> bool:
+        """Whether a store is over; then it is in the report."""
+        try:
+            if not storing.copying.done():
+                return False
+        except COPY_ERRORS as error:
+            logger.error("cannot store: %s", error)
+            self._reporting().skipped.update(copy.offset for copy in storing.copies)
+            return True
+        report = self._reporting()
+        report.store_seconds = time.perf_counter() - storing.started_at
+        for copy, part in zip(storing.copies, storing.copying.checksums, strict=True):
+            report.written[copy.offset] = Written(rank_count=1, checksum=part)
+        return True
 
     def _finish(self, request_id: str, running: Running) -> None:
-        """Waits for what runs, and reports it."""
+        """Reports a load that is over."""
         del self._running[request_id]
-        failed = running.failed()
         self._failed_blocks.update(running.failed_blocks)
-        if failed:
+        if running.failed:
             self._failed_blocks.update(running.copied_blocks)
         self._reporting().loaded[request_id] = Loaded(
             rank_count=1,
-            size_bytes=0 if failed else running.size_bytes,
+            size_bytes=0 if running.failed else running.size_bytes,
             seconds=time.monotonic() - running.started_at,
-            failed=failed,
+            failed=running.failed,
         )
-
-    def _scatter(self, pool: AttachedPool | None, copies: Sequence[ChunkCopy]) -> bool:
-        """Fills pages; False if that could not be done."""
-        if pool is None or self._pages is None:
-            return False
-        try:
-            scatter(self._pages, pool.pool.buffer, copies, threads=self._threads)
-        except ValueError as error:
-            logger.error("cannot load: %s", error)
-            return False
-        return True
-
-    def _verify(self, pool: AttachedPool | None, checks: Sequence[Check]) -> bool:
-        """Whether extents are what their checksums say."""
-        if pool is None:
-            return False
-        buffer = pool.pool.buffer
-        damaged = [one for one in checks if checksum(buffer, one.offset, one.size_bytes) != one.checksum]
-        for one in damaged:
-            logger.error("the chunk at offset %d of the pool is damaged; it is computed instead", one.offset)
-        return not damaged
-
-    def _size_bytes(self, copies: Sequence[ChunkCopy]) -> int:
-        pages = self._pages
-        if pages is None:
-            return 0
-        rows = sum(pages.row_count(copy.token_count) for copy in copies)
-        return rows * len(pages.layer_addresses) * pages.head_count * len(pages.parts) * pages.row_bytes
 
     def _reporting(self) -> WorkerReport:
         if self._report is None:
@@ -211,13 +233,9 @@ class WorkerSide:
         settled = self._pool is not None or time.monotonic() < self._retry_at
         if attachment is None or (attachment == self._attachment and settled):
             return
-        for running in self._running.values():
-            for part in running.parts:
-                part.exception()  # waits: a copy takes milliseconds
-        old, self._pool = self._pool, None
-        if old:
-            old.close()
+        self._let_go()
         self._attachment = attachment
+        self._storing.clear()
         self._report = None  # of the old attachment: void
         try:
             self._pool = attach(
@@ -227,24 +245,35 @@ class WorkerSide:
             self._retry_at = time.monotonic() + ATTACH_RETRY_SECONDS
             logger.warning("cannot map the node's pool, so nothing is loaded or stored: %s", error)
             return
+        if self._copies:
+            self._copies.open(self._pool.pool)
         threading.Thread(target=populate, args=(self._pool,), name="lmkv-populate", daemon=True).start()
 
+    def _let_go(self) -> None:
+        """Unmaps the pool once nothing is being copied."""
+        for running in self._running.values():
+            running.wait()
+        pool, self._pool = self._pool, None
+        if pool and self._copies:
+            self._copies.let_go(pool.close)
 
-PART_BLOCKS = 64
-"""Pages that one part of a load fills at the most: what a thread does between looks at the queue."""
+
+def make_copies(pages: Pages, threads: int) -> Copies:
+    """Copies for pages where they are. Raises `RuntimeError` if they cannot be made there."""
+    if pages.device == "cpu":
+        return HostCopies(pages, threads)
+    from lmkv_client.connector.device import DeviceCopies
+
+    return DeviceCopies(pages, prepare_thread=use_processors)
 
 
-def split(load: Load) -> list[list[ChunkCopy]]:
-    """The load's copies in parts that run one after the other."""
-    parts: list[list[ChunkCopy]] = []
-    count = PART_BLOCKS
-    for copy in load.copies:
-        if count >= PART_BLOCKS:
-            parts.append([])
-            count = 0
-        parts[-1].append(copy)
-        count += len(copy.block_ids)
-    return parts
+def verify(pool: AttachedPool | None, checks: Sequence[Check]) -> None:
+    """Compares extents with their checksums. Raises `ValueError` if one is not what it should be."""
+    if pool is None:
+        raise ValueError("the pool is not mapped")
+    for one in checks:
+        if checksum(pool.pool.buffer, one.offset, one.size_bytes) != one.checksum:
+            raise ValueError(f"the chunk at offset {one.offset} of the pool is damaged; it is computed instead")
 
 
 def populate(pool: AttachedPool) -> None:
@@ -254,9 +283,3 @@ def populate(pool: AttachedPool) -> None:
         pool.pool.populate(0, pool.pool.size_bytes)
     except LmkvError as error:
         logger.warning("cannot touch the node's pool ahead of its first use: %s", error)
-
-
-def use_processors() -> None:
-    """Frees the calling thread from the processors that vLLM has pinned its own to."""
-    with suppress(OSError):
-        os.sched_setaffinity(0, PROCESSORS)

@@ -160,6 +160,16 @@ def test_token_major_chunks_do_not_tell_the_block_size(tiny_config: VllmConfig) 
     assert spec_of(tiny_config, kv_format="native") == spec_of(tiny_config)
 
 
+def test_on_a_gpu_chunks_are_token_major(tiny_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny_config.device_config, "device_type", "cuda")
+    assert spec_of(tiny_config, cache_config(block_size=16)).format == TOKEN_MAJOR
+    with pytest.raises(ConfigError, match="native tiles are for CPUs; use token_major"):
+        spec_of(tiny_config, kv_format="native")
+    monkeypatch.setattr(tiny_config.device_config, "device_type", "xpu")
+    with pytest.raises(ConfigError, match="KV cache on xpu cannot be moved"):
+        spec_of(tiny_config)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("block_size", "head_size"), [(32, 64), (128, 32), (64, 80)])
 def test_how_this_machines_attention_packs_a_block_is_known(

@@ -17,9 +17,10 @@ from lmkv.pool import Pool
 from lmkv.pool_socket import PoolSocket
 from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv_client.connector import worker as worker_module
+from lmkv_client.connector.copying import INLINE_BYTES
 from lmkv_client.connector.identity import Share
 from lmkv_client.connector.messages import Attachment, Check, Load, StepPlan
-from lmkv_client.connector.worker import INLINE_BYTES, WorkerSide
+from lmkv_client.connector.worker import WorkerSide
 from lmkv_kernels import ChunkCopy, checksum
 
 LAYERS, HEADS, BLOCK, CONTENT, BLOCKS = 3, 4, 32, 2 * 16, 24
