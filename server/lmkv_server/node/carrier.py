@@ -88,11 +88,9 @@ class Carrier:
             await self._bring({window[at]: (at, address, extent) for at, address, extent in offers}, damaged)
         finally:
             self._plan.give_back(self._source, window)
-            if response.grant.grant_id:
-                places = {window[at]: place for place, at in enumerate(response.present)}
-                self._releasing = self._peers.release(
-                    self._peer, response.grant.grant_id, [places[index] for index in damaged]
-                )
+            if grant_id := response.grant.grant_id:
+                places = [place for place, at in enumerate(response.present) if damaged and window[at] in damaged]
+                self._releasing = self._peers.release(self._peer, grant_id, places)
 
     async def _acquire(self, window: Sequence[int]) -> pb.AcquireResponse:
         keys = [self._progress.keys[index] for index in window]
@@ -112,7 +110,7 @@ class Carrier:
     def _refuse(self, window: Sequence[int], granted: Sequence[int]) -> None:
         """Notes what the holder has lost. What comes after all it grants may be more than it grants at a time."""
         until = granted[-1] if granted else len(window)
-        lost = [window[at] for at in range(until) if at not in granted]
+        lost = [window[at] for at in sorted({*range(until)} - {*granted})]
         self._source.refused.update(lost)
         instance_id = self._peer.instance_id
         absent = ChunkNotFound(f"{instance_id} does not hold it", instance_id=instance_id)
