@@ -45,6 +45,12 @@ def nearest_node(sys: Path = _SYS) -> int | None:
     return None
 
 
+def node_of_pci(address: str, sys: Path = _SYS) -> int | None:
+    """The node of a device by its PCI address, such as `0000:3b:00.0`; None if the machine does not say."""
+    node = _node_of(sys / "bus/pci/devices" / address)
+    return node if node >= 0 else None
+
+
 def prefer(address: int, size_bytes: int, node: int) -> bool:
     """Has the memory of a shared mapping, whoever touches it first, come from a node as long as that has any.
 

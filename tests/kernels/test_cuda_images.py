@@ -16,6 +16,7 @@ from lmkv_kernels.cuda.nvrtc import Compiled
 class Counting:
     """A compiler that counts what it is asked for."""
 
+    path = "counting"
     version = "0.0"
 
     def __init__(self) -> None:
@@ -108,3 +109,9 @@ def test_kernels_can_be_built_ahead_from_the_command_line(tmp_path: Path) -> Non
         image = images.read(file)
         assert image is not None
         assert image.startswith(b"\x7fELF")
+
+
+def test_a_folder_can_be_written_if_what_leads_to_it_can(tmp_path: Path) -> None:
+    assert images.can_write(tmp_path / "a" / "b")
+    (tmp_path / "file").write_text("")
+    assert not images.can_write(tmp_path / "file" / "b")

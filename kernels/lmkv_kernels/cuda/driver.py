@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
@@ -145,7 +146,10 @@ def driver() -> Driver:
 
 
 class Device:
-    """One device and its primary context, the one that torch uses. Whoever makes one closes it."""
+    """One device and its primary context, the one that torch uses; taken when first needed, for it takes memory there.
+
+    Whoever makes one closes it.
+    """
 
     def __init__(self, driver: Driver, ordinal: int = 0) -> None:
         self.driver = driver
@@ -158,7 +162,8 @@ class Device:
         """Its streaming multiprocessors."""
         self.pci_address = driver.text("cuDeviceGetPCIBusId", self.ordinal).lower()
         """As /sys/bus/pci/devices names it."""
-        self._context: c_void_p | None = driver.handle("cuDevicePrimaryCtxRetain", self.ordinal)
+        self._context: c_void_p | None = None
+        self._lock = threading.Lock()
 
     def _attribute(self, which: int) -> int:
         return self.driver.integer("cuDeviceGetAttribute", which, self.ordinal)
@@ -166,6 +171,9 @@ class Device:
     @contextmanager
     def current(self) -> Iterator[Driver]:
         """The driver, with this device as the calling thread's own for as long as it lasts."""
+        with self._lock:
+            if self._context is None:
+                self._context = self.driver.handle("cuDevicePrimaryCtxRetain", self.ordinal)
         self.driver.call("cuCtxPushCurrent_v2", self._context)
         try:
             yield self.driver
@@ -174,9 +182,10 @@ class Device:
 
     def close(self) -> None:
         """Lets go of the context. Idempotent."""
-        if self._context is not None:
-            self._context = None
-            self.driver.call("cuDevicePrimaryCtxRelease_v2", self.ordinal)
+        with self._lock:
+            if self._context is not None:
+                self._context = None
+                self.driver.call("cuDevicePrimaryCtxRelease_v2", self.ordinal)
 
 
 def rectangle(

@@ -25,6 +25,7 @@ _DIGEST_BYTES = 32
 class Compiler(Protocol):
     """What `Nvrtc` and `Nvcc` have in common."""
 
+    path: str
     version: str
 
     def compile(self, name: str, source: str, headers: dict[str, str], architecture: int) -> Compiled: ...
@@ -117,6 +118,12 @@ def load(architecture: int, driver_major: int | None = None) -> bytes:
         except OSError:
             pass
     return image
+
+
+def can_write(folder: Path) -> bool:
+    """Whether files could be put into a folder, if need be after it was made."""
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
 def forget(architecture: int) -> bool:

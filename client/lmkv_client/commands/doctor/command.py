@@ -18,6 +18,7 @@ from lmkv_client.commands.doctor.certificates import check_tls
 from lmkv_client.commands.doctor.finding import Finding, Level, fail, ok, warn
 from lmkv_client.commands.doctor.fleet import check_fleet, check_keys
 from lmkv_client.commands.doctor.host import check_coordinator_ports, check_folder, check_memory, check_peer_port
+from lmkv_client.commands.doctor.kernels import check_kernels, check_pool
 from lmkv_client.commands.doctor.transfer import check_transfer
 
 EXAMPLES = """\
@@ -78,6 +79,8 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
         return
     assert isinstance(config, ConnectorConfig)
     yield from check_memory(config)
+    yield from check_pool(config)
+    yield from check_kernels(config)
     yield from check_folder(config)
     yield from check_peer_port(config)
     yield from check_transfer(config)
