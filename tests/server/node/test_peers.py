@@ -7,11 +7,14 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from lmkv.errors import KvSpecMismatch, NoFreeExtents, Unreachable
+from lmkv.errors import BadMessage, KvSpecMismatch, NoFreeExtents, Unreachable
+from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
+from lmkv_server.node.peer_connection import PeerConnection
 from lmkv_server.node.peers import Peers
 from tests.lmkv.transfer.ends import in_new_process
 from tests.server.node.peer_parts import LARGE, SMALL, Parts, Remote, Taken, keys_of
@@ -388,3 +391,22 @@ async def frozen_while_read_over_tcp() -> None:
 
 def test_extents_that_a_frozen_owner_may_still_write_to_are_kept_until_it_has() -> None:
     in_new_process(frozen_while_read_over_tcp, UCX_TLS="tcp")
+
+
+@pytest.mark.parametrize("present", [[99], [-1], [1, 0], [0, 0]])
+async def test_a_peer_that_grants_what_nobody_asked_for_has_failed_and_gets_its_grant_back(
+    owner: Parts, reader: Parts, present: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acquire = PeerConnection.acquire
+
+    async def twisted(*args: Any) -> pb.AcquireResponse:
+        response = await acquire(*args)
+        del response.grant.extents[len(present) :]
+        response.present[:] = present
+        return response
+
+    monkeypatch.setattr(PeerConnection, "acquire", twisted)
+    fetched = await reader.peers.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, Taken(reader))
+    assert (fetched.chunk_count, reader.peers.unreachable) == (0, 1)
+    assert isinstance(fetched.error, BadMessage)
+    await no_grants(owner)
