@@ -144,20 +144,20 @@ class WorkerSide:
         """Copies what the step has completed into the pool, before its pages can change."""
         if not plan.stores:
             return
-        report = self._reporting()
         if self._pool is None or self._copies is None or self._step_is_poisoned:
             # After a failed synchronous load this step's forward has read pages that were never filled.
-            report.skipped.update(copy.offset for copy in plan.stores)
+            self._skip(plan.stores)
             return
         if not self._share.is_writer:
-            report.written.update((copy.offset, Written(rank_count=1, checksum=0)) for copy in plan.stores)
+            nothing = {copy.offset: Written(rank_count=1, checksum=0) for copy in plan.stores}
+            self._reporting().written.update(nothing)
             return
         started = time.perf_counter()
         try:
             copying = self._copies.gather(plan.stores)
         except COPY_ERRORS as error:
             logger.error("cannot store: %s", error)
-            report.skipped.update(copy.offset for copy in plan.stores)
+            self._skip(plan.stores)
             return
         self._storing.append(Storing(copies=plan.stores, copying=copying, started_at=started))
 
@@ -202,13 +202,16 @@ class WorkerSide:
                 return False
         except COPY_ERRORS as error:
             logger.error("cannot store: %s", error)
-            self._reporting().skipped.update(copy.offset for copy in storing.copies)
+            self._skip(storing.copies)
             return True
         report = self._reporting()
         report.store_seconds = time.perf_counter() - storing.started_at
         for copy, part in zip(storing.copies, storing.copying.checksums, strict=True):
             report.written[copy.offset] = Written(rank_count=1, checksum=part)
         return True
+
+    def _skip(self, copies: Sequence[ChunkCopy]) -> None:
+        self._reporting().skipped.update(copy.offset for copy in copies)
 
     def _finish(self, request_id: str, running: Running) -> None:
         """Reports a load that is over."""
