@@ -5,6 +5,7 @@ The worker side calls it where it would call the host's `gather` and `scatter`. 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,6 +20,10 @@ from lmkv_kernels.cuda import Copier, Copying, CudaError, Device, Program, Regis
 from lmkv_kernels.cuda.measure import fastest_ways
 
 logger = init_logger("vllm.lmkv")
+
+
+POPULATE_BYTES = 1 << 30
+"""A pool that is being taken can be let go of between steps of this size, some 0.2 s each."""
 
 
 class PoolNotReady(CudaError):
@@ -69,7 +74,8 @@ class DeviceCopies:
         The pool must not be closed before `let_go` says so.
         """
         assert self._opening is None, "let go of the old pool first"
-        self._opening = self._thread.submit(self._open, pool)
+        self._unwanted = threading.Event()
+        self._opening = self._thread.submit(self._open, pool, self._unwanted)
 
     def let_go(self, then: Callable[[], object]) -> None:
         """Waits for the copies under way, and calls `then` once the pool may be unmapped, from another thread.
@@ -81,6 +87,7 @@ class DeviceCopies:
         if opening is None:
             then()
         else:
+            self._unwanted.set()
             self._thread.submit(_close, opening, then)
 
     def before_forward(self) -> None:
@@ -145,10 +152,13 @@ class DeviceCopies:
         self._running.clear()
         self._reading.clear()
 
-    def _open(self, pool: Pool) -> _Open:
+    def _open(self, pool: Pool, unwanted: threading.Event) -> _Open:
         with ExitStack() as stack:
             try:
-                pool.populate()
+                for start in range(0, pool.size_bytes, POPULATE_BYTES):
+                    if unwanted.is_set():
+                        raise PoolNotReady("it was let go of before")
+                    pool.populate(start, start + POPULATE_BYTES)
                 with self._device.current() as cuda:
                     registration = Registration(cuda, pool.address, pool.size_bytes)
                 stack.callback(self._unregister, registration)

@@ -148,6 +148,21 @@ def test_a_pool_that_cannot_be_registered_is_said_and_let_go_of() -> None:
             taken.close()
 
 
+def test_a_pool_can_be_let_go_of_before_it_is_registered() -> None:
+    case = whole_chunks(1)
+    with running(case) as (_, copies), Pool.create(case.pool.size) as pool:
+        busy = threading.Event()
+        copies._thread.submit(busy.wait, 10.0)
+        copies.open(pool)
+        opening = copies._opening
+        gone = threading.Event()
+        copies.let_go(gone.set)
+        busy.set()
+        assert gone.wait(10.0)
+        assert opening is not None
+        assert isinstance(opening.exception(), PoolNotReady)
+
+
 def test_another_pool_can_be_opened_while_copies_from_the_old_one_run() -> None:
     case = whole_chunks(4)
     with running(case) as (_, copies), Pool.create(case.pool.size) as old, Pool.create(case.pool.size) as new:
