@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lmkv.config import NodeConfig
 from lmkv.keys import join_keys
 from lmkv.v1 import engine_service_pb2 as pb
+from lmkv.v1.cache_service_pb2 import Holder
+from lmkv_client.demo.process import ServerProcess
 from lmkv_kernels import checksum
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
@@ -40,12 +47,27 @@ class Pair:
         self.ticket += 1
         return await self.engine.lookup(str(self.ticket), KEYS, reserve_count, prefill_tokens_per_second=rate)
 
+    async def told(self) -> None:
+        """Waits until the coordinator knows, again, what the holder has."""
+        deadline = time.monotonic() + TOLD_SECONDS
+        while (await self.ask(0)).peer_chunk_count < len(KEYS):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+
     async def fetch(self) -> None:
         """Brings everything, and forgets it again."""
         request = pb.LoadRequest(fingerprint=SPEC.fingerprint, chunk_keys=join_keys(KEYS))
         answer = await self.engine.stub.Load(request, timeout=30.0)
         assert answer.transferred_bytes == len(KEYS) * SPEC.chunk_bytes
         assert self.node.tier.drop(KEYS) == len(KEYS)
+
+    def expected_seconds(self) -> float:
+        """How long the node believes a fetch to take."""
+        peers = self.node._peers
+        assert peers
+        seconds = peers.expected_seconds([Holder(instance_id="holder")], len(KEYS) * SPEC.chunk_bytes)
+        assert seconds
+        return seconds
 
     def refused(self) -> float:
         """How often the node says that it refused."""
@@ -54,36 +76,65 @@ class Pair:
         return value
 
 
+async def store(engine: EngineClient) -> None:
+    """Stores `KEYS`, all zeros."""
+    of_zeros = checksum(bytearray(SPEC.chunk_bytes), 0, SPEC.chunk_bytes)
+    extents = await engine.reserve(len(KEYS))
+    await engine.say(
+        commits=[engine.commit(key, one, checksum=of_zeros) for key, one in zip(KEYS, extents, strict=True)]
+    )
+
+
+def config(name: str, runtime_dir: Path, coordinator: Coordinator, **settings: str) -> dict[str, str]:
+    """What a node of these tests is told."""
+    return {
+        "instance_id": name,
+        "runtime_dir": str(runtime_dir),
+        "max_local_cpu_size": "256MiB",
+        "coordinator_address": coordinator.address,
+        "coordinator_timeout": "5",
+        **settings,
+    }
+
+
+@asynccontextmanager
+async def asking(runtime_dir: Path, coordinator: Coordinator, **settings: str) -> AsyncIterator[Pair]:
+    """An engine and its node, as soon as these know what the holder has."""
+    values: dict[str, Any] = config("asker", runtime_dir, coordinator, **settings)
+    async with Node(NodeConfig(**values)) as node, EngineClient(node, "asking", SPEC) as engine:
+        pair = Pair(engine, node)
+        await pair.told()
+        yield pair
+
+
+@asynccontextmanager
+async def mostly_frozen(pid: int) -> AsyncIterator[None]:
+    """While it is open the process has little of its time."""
+
+    async def freeze() -> None:
+        while True:
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(0.25)
+            os.kill(pid, signal.SIGCONT)
+            await asyncio.sleep(0.005)
+
+    freezing = asyncio.create_task(freeze())
+    try:
+        yield
+    finally:
+        freezing.cancel()
+        await asyncio.wait([freezing])
+        os.kill(pid, signal.SIGCONT)
+
+
 @pytest.fixture
 async def pair(runtime_dir: Path) -> AsyncIterator[Pair]:
     async with Coordinator(port=0) as coordinator:
-
-        def node(name: str) -> Node:
-            return Node(
-                NodeConfig(
-                    instance_id=name,
-                    runtime_dir=str(runtime_dir),
-                    max_local_cpu_size="256MiB",  # type: ignore[arg-type]  # as people write it
-                    coordinator_address=coordinator.address,
-                )
-            )
-
-        async with (
-            node("holder") as holder,
-            node("asker") as asker,
-            EngineClient(holder, "storing", SPEC) as storing,
-            EngineClient(asker, "asking", SPEC) as asking,
-        ):
-            of_zeros = checksum(bytearray(SPEC.chunk_bytes), 0, SPEC.chunk_bytes)
-            extents = await storing.reserve(len(KEYS))
-            commits = [storing.commit(key, one, checksum=of_zeros) for key, one in zip(KEYS, extents, strict=True)]
-            await storing.say(commits=commits)
-            pair = Pair(asking, asker)
-            deadline = time.monotonic() + TOLD_SECONDS
-            while (await pair.ask(0)).peer_chunk_count < len(KEYS):
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.02)
-            yield pair
+        values: dict[str, Any] = config("holder", runtime_dir, coordinator)
+        async with Node(NodeConfig(**values)) as holder, EngineClient(holder, "storing", SPEC) as storing:
+            await store(storing)
+            async with asking(runtime_dir, coordinator) as pair:
+                yield pair
 
 
 async def test_what_nothing_is_known_of_is_offered_however_fast_the_engine_is(pair: Pair) -> None:
@@ -104,3 +155,31 @@ async def test_once_measured_a_fetch_that_is_slower_than_computing_is_not_offere
 async def test_an_engine_that_has_computed_nothing_yet_is_offered_everything(pair: Pair) -> None:
     await pair.fetch()
     assert (await pair.ask(0)).peer_chunk_count == len(KEYS)
+
+
+async def test_a_peer_that_becomes_slow_is_refused_by_an_engine_that_it_was_quick_enough_for(
+    runtime_dir: Path, tmp_path: Path
+) -> None:
+    async with Coordinator(port=0) as coordinator:
+        settings = config("holder", runtime_dir, coordinator, transfer_channel="tcp")
+        environment = {f"LMKV_{name.upper()}": value for name, value in settings.items()}
+        command = [sys.executable, "-m", "lmkv", "node"]
+        with ServerProcess("holder", command, tmp_path / "holder.log", environment) as process:
+            process.start()
+            socket = runtime_dir / "holder" / "engine.sock"
+            await asyncio.to_thread(process.wait_until, socket.exists, "ready", 30.0)
+            async with EngineClient(socket, "storing", SPEC) as storing:
+                await store(storing)
+                async with asking(runtime_dir, coordinator, transfer_channel="tcp") as pair:
+                    for _ in range(2):
+                        await pair.fetch()
+                    seconds = 2 * pair.expected_seconds()
+                    rate = round(len(KEYS) * SPEC.chunk_size / seconds)
+                    assert (await pair.ask(rate)).peer_chunk_count == len(KEYS)
+                    async with mostly_frozen(process.pid):
+                        await pair.fetch()
+                    assert pair.expected_seconds() > seconds
+                    await pair.told()  # frozen for so long it may have been given up
+                    found = await pair.ask(rate)
+                    assert (found.peer_chunk_count, found.refused_chunk_count) == (0, len(KEYS))
+                    assert pair.refused() == 1
