@@ -18,6 +18,9 @@ from lmkv.numa import prefer
 POPULATE_STEP_BYTES = 16 << 20
 """`Pool.populate` can be stopped between steps of this size, some 10 ms each."""
 
+LEFT_BYTES = 256 << 20
+"""Memory that a pool does not take even though it was promised: without it the kernel ends processes."""
+
 _MADV_HUGEPAGE = 14
 _MADV_NOHUGEPAGE = 15
 _MADV_POPULATE_WRITE = 23  # Linux 5.14

@@ -13,8 +13,8 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from lmkv.errors import LmkvError
-from lmkv.pool import Pool
+from lmkv.errors import ConfigError
+from lmkv.pool import LEFT_BYTES, Pool
 from lmkv_kernels import ChunkCopy, Pages
 from lmkv_kernels.cuda import Copier, Copying, CudaError, Device, Program, Registration, driver
 from lmkv_kernels.cuda.measure import fastest_ways
@@ -155,16 +155,13 @@ class DeviceCopies:
     def _open(self, pool: Pool, unwanted: threading.Event) -> _Open:
         with ExitStack() as stack:
             try:
-                for start in range(0, pool.size_bytes, POPULATE_BYTES):
-                    if unwanted.is_set():
-                        raise PoolNotReady("it was let go of before")
-                    pool.populate(start, start + POPULATE_BYTES)
+                size_bytes = populate(pool, unwanted)
                 with self._device.current() as cuda:
-                    registration = Registration(cuda, pool.address, pool.size_bytes)
+                    registration = Registration(cuda, pool.address, size_bytes)
                 stack.callback(self._unregister, registration)
                 copier = Copier(self._device, self._program, self._pages, registration, ways=self._ways)
                 stack.callback(copier.close)
-            except (CudaError, LmkvError) as error:
+            except CudaError as error:
                 logger.warning("cannot register the node's pool with CUDA, so nothing is loaded or stored: %s", error)
                 raise
             return _Open(copier, stack.pop_all())
@@ -180,6 +177,25 @@ class _Open:
     def __init__(self, copier: Copier, stack: ExitStack) -> None:
         self.copier = copier
         self.stack = stack
+
+
+def populate(pool: Pool, unwanted: threading.Event) -> int:
+    """Takes the pool, and returns how much of it there is: the node uses no more either, once memory has ended.
+
+    Raises `PoolNotReady` if that is nothing, or if the pool is unwanted meanwhile.
+    """
+    try:
+        for start in range(0, pool.size_bytes, POPULATE_BYTES):
+            if unwanted.is_set():
+                raise PoolNotReady("it was let go of before")
+            pool.populate(start, start + POPULATE_BYTES, leave_bytes=LEFT_BYTES)
+    except ConfigError as error:
+        size_bytes = int(error.metadata["populated_bytes"])
+        if not size_bytes:
+            raise PoolNotReady(str(error)) from None
+        logger.warning("only %d of the pool's %d bytes can be used: %s", size_bytes, pool.size_bytes, error)
+        return size_bytes
+    return pool.size_bytes
 
 
 def _close(opening: Future[_Open], then: Callable[[], object]) -> None:

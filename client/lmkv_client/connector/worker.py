@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from lmkv.errors import LmkvError
+from lmkv.pool import LEFT_BYTES
 from lmkv.pool_socket import AttachedPool, attach
 from lmkv.spec import KvSpec
 from lmkv_client.connector.copying import Copies, Copying, HostCopies, Task, use_processors
@@ -283,6 +284,6 @@ def populate(pool: AttachedPool) -> None:
     """Fills this process's page table ahead of the first copies."""
     use_processors()
     try:
-        pool.pool.populate(0, pool.pool.size_bytes)
+        pool.pool.populate(leave_bytes=LEFT_BYTES)
     except LmkvError as error:
         logger.warning("cannot touch the node's pool ahead of its first use: %s", error)

@@ -21,7 +21,7 @@ from lmkv import numa, rpc
 from lmkv.config import NodeConfig
 from lmkv.config.kinds import OFF
 from lmkv.errors import ConfigError
-from lmkv.pool import Pool
+from lmkv.pool import LEFT_BYTES, Pool
 from lmkv.pool_socket import PoolSocket
 from lmkv.telemetry.calls import Calls
 from lmkv.transfer import Channels, End
@@ -47,8 +47,6 @@ PEER_SERVICE = "lmkv.v1.PeerService"
 STOP_GRACE_SECONDS = 0.5
 MAX_TRAFFIC = 64
 """Peers whose traffic the fleet is told of."""
-LEFT_BYTES = 256 << 20
-"""Memory that the pool does not take even though it was promised: without it the kernel ends processes."""
 MIN_POOL_SHARE = 8
 """A node whose memory ends before this share of the pool, one so many-th, does not go on."""
 FIRST_ENGINE_SECONDS = 20.0

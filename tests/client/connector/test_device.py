@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from lmkv.pool import Pool
+from lmkv.pool import LEFT_BYTES, Pool
 from lmkv_client.connector.device import DeviceCopies, PoolNotReady
 from lmkv_kernels.cuda import CudaError, Device, Program, Registration, Stream
 from tests.kernels.emulation import IMAGE, emulated_driver
@@ -146,6 +146,32 @@ def test_a_pool_that_cannot_be_registered_is_said_and_let_go_of() -> None:
         let_go(copies)
         with model.device.current():
             taken.close()
+
+
+class ShortPool(Pool):
+    """Memory ends after so many bytes."""
+
+    there_bytes = 0
+
+    def populate(self, start: int = 0, stop: int | None = None, *, leave_bytes: int = 0) -> None:
+        assert leave_bytes == LEFT_BYTES
+        raise self._ended(self.there_bytes, "no more memory")
+
+
+def test_of_a_pool_whose_memory_ended_only_the_rest_is_used() -> None:
+    case = whole_chunks(4)
+    with running(case) as (_, copies), ShortPool.create(case.pool.size) as pool:
+        pool.there_bytes = case.pool.size // 2
+        opened(copies, pool)
+        copies.gather(case.copies[:2]).wait()
+        with pytest.raises(ValueError, match="ends behind the pool"):
+            copies.gather(case.copies[2:])
+        let_go(copies)
+        pool.there_bytes = 0
+        copies.open(pool)
+        assert copies._opening is not None
+        assert isinstance(copies._opening.exception(10.0), PoolNotReady)
+        let_go(copies)
 
 
 def test_a_pool_can_be_let_go_of_before_it_is_registered() -> None:
