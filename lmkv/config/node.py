@@ -34,6 +34,7 @@ from lmkv.units import GB
 
 MAX_SOCKET_PATH_BYTES = 100
 """Unix socket paths end at 107 bytes; the rest is left to those who need a suffix."""
+MOONCAKE_PROTOCOL = choice("tcp", "rdma")
 TRANSFER_CHANNEL = choice("auto", "shm", "nixl", "tcp", "ucx", "mooncake")
 
 
@@ -84,8 +85,9 @@ class NodeConfig(Config):
         "auto",
         "What moves bytes between nodes: auto (shm, else nixl, else tcp), or shm, nixl, tcp, ucx or mooncake.",
     )
-    transfer_port: int = key(PORT, 0, "Port that tcp, ucx or mooncake listens on; 0: a free one.")
+    transfer_port: int = key(PORT, 0, "Port that tcp or ucx listens on; 0: a free one.")
     nixl_backends: tuple[str, ...] = key(NAMES, ("UCX",), "NIXL backends, best first.")
+    mooncake_protocol: str = key(MOONCAKE_PROTOCOL, "tcp", "What Mooncake moves bytes by: tcp or rdma.")
     local_cpu: bool = key(FLAG, True, "Whether chunks are kept in host memory.")
     max_local_cpu_size: float = key(GIGABYTES, 5.0, "Host memory for chunks, in GB unless it says its unit.")
     pool_path: str = key(

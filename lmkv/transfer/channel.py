@@ -37,6 +37,7 @@ class End:
     socket_path: Path | None = None
     """Where processes of this host are given the pool; None: they are not."""
     nixl_backends: tuple[str, ...] = ("UCX",)
+    mooncake_protocol: str = "tcp"
 
     @property
     def region(self) -> Region:

@@ -22,8 +22,7 @@ class Job:
         self.peer_name = peer_name
         self.abandoned = False
         """Whether nobody waits for it any more: its threads should end."""
-        self.error: BaseException | None = None
-        """What went wrong first."""
+        self._error: BaseException | None = None
         self._interrupt: Callable[[], None] | None = None
 
     def abandon(self) -> None:
@@ -31,6 +30,16 @@ class Job:
         self.abandoned = True
         if self._interrupt:
             self._interrupt()
+
+    def fail(self, error: BaseException) -> None:
+        """Notes what went wrong first, and ends the other threads."""
+        self._error = self._error or error
+        self.abandon()
+
+    def take_error(self) -> BaseException | None:
+        """What went wrong, if anything did; forgotten here, or the two would keep each other alive."""
+        error, self._error = self._error, None
+        return error
 
     def blocks(self, interrupt: Callable[[], None]) -> None:
         """Says, on a thread, how to end what it is about to wait for. Raises `Unreachable` if it need not begin."""
@@ -62,7 +71,7 @@ class Threads:
 
         Raises `Full` if too many wait already.
         """
-        job = Job(peer_name)
+        job, left = Job(peer_name), False
         try:
             if self._closed:
                 raise Unreachable("the transfer channel is closed")
@@ -82,6 +91,8 @@ class Threads:
 
         def stopped(_: object) -> None:
             self._jobs.discard(job)
+            if left:
+                job.take_error()
             on_stopped()
 
         ended.add_done_callback(stopped)
@@ -89,15 +100,20 @@ class Threads:
             async with asyncio.timeout(timeout_seconds):
                 await asyncio.shield(ended)
         except TimeoutError:
+            left = True
             job.abandon()
             raise Unreachable(
                 f"{peer_name} did not deliver within {timeout_seconds:.3g} s", peer=peer_name, quarantined=True
             ) from None
         except asyncio.CancelledError:
+            left = True
             job.abandon()
             raise
-        if job.error:
-            raise job.error
+        if error := job.take_error():
+            try:
+                raise error
+            finally:
+                del error
 
     async def aclose(self) -> None:
         """Ends every read. Idempotent."""
@@ -116,6 +132,4 @@ def _run(part: Part, job: Job) -> None:
         job.check()
         part(job)
     except BaseException as error:
-        job.error = job.error or error
-        job.abandon()  # the other parts are of no use
-        raise
+        job.fail(error)

@@ -20,6 +20,8 @@ HOMES = {
     "vllm": ("client/lmkv_client/connector/", "client/lmkv_client/plugin.py"),
     "nixl": ("lmkv/transfer/",),
     "nixl_cu12": ("lmkv/transfer/",),
+    "ucxx": ("lmkv/transfer/",),
+    "mooncake": ("lmkv/transfer/",),
     "opentelemetry": ("lmkv/telemetry/",),
     "transformers": (),
     "starlette": ("server/lmkv_server/coordinator/http/",),

@@ -187,6 +187,7 @@ class Node:
                 port=config.transfer_port,
                 socket_path=config.transfer_socket,
                 nixl_backends=config.nixl_backends,
+                mooncake_protocol=config.mooncake_protocol,
             ),
         )
         self._stack.push_async_callback(channels.aclose)

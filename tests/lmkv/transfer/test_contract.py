@@ -17,6 +17,8 @@ KINDS: dict[str, tuple[str, dict[str, str]]] = {
     "tcp": ("tcp", {}),
     "nixl": ("nixl", {}),
     "nixl_over_tcp": ("nixl", {"UCX_TLS": "tcp"}),
+    "ucx": ("ucx", {}),
+    "mooncake": ("mooncake", {}),
 }
 """Name of the channel, and the environment of both ends."""
 

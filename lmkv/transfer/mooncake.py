@@ -1,0 +1,159 @@
+"""The Mooncake channel: Mooncake's transfer engine, by TCP, or by RDMA where it finds any (docs/transfer.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any, Self
+
+import numpy as np
+
+from lmkv.errors import ConfigError, Unreachable
+from lmkv.transfer.channel import Copy, End, Region, check_copies
+from lmkv.transfer.metadata import unwrap, wrap
+from lmkv.transfer.threads import Job, Threads
+
+ENVIRONMENT = {
+    "MC_LOG_LEVEL": "ERROR",
+    "GLOG_minloglevel": "3",  # lmkv tells once more what matters
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "2",
+}
+"""Defaults for variables that Mooncake reads when it starts. By the last two it gives up frozen peers."""
+READ_THREADS = 4
+STEP_BYTES = 32 << 20
+"""Read before a thread looks whether it should go on."""
+CONNECT_SECONDS = 4.0
+SCRATCH_BYTES = 4096
+
+
+class MooncakeChannel:
+    """See `Channel`. `open` makes one."""
+
+    name = "mooncake"
+
+    def __init__(self, end: End) -> None:
+        """Raises `ConfigError` if Mooncake is missing or does not start."""
+        self._own = end.region
+        self._engine: Any = _load().TransferEngine()
+        if self._engine.initialize(end.host, "P2PHANDSHAKE", end.mooncake_protocol, ""):
+            raise ConfigError(
+                f"mooncake_protocol: Mooncake did not start by {end.mooncake_protocol} at {end.host}; set another",
+                key="mooncake_protocol",
+            )
+        if self._engine.register_memory(self._own.address, self._own.size_bytes):
+            raise ConfigError("transfer_channel: Mooncake did not register the pool", key="transfer_channel")
+        # Where a peer that is added shows that it answers; one byte of its pool is read.
+        self._scratch = np.zeros(SCRATCH_BYTES, np.uint8)
+        self._engine.register_memory(self._scratch.ctypes.data, SCRATCH_BYTES)
+        words = {"target": f"{end.host}:{self._engine.get_rpc_port()}"}
+        self.metadata = wrap(self.name, end, json.dumps(words).encode())
+        self._peers: dict[str, tuple[Region, str]] = {}
+        self._threads = Threads("lmkv-mooncake", READ_THREADS)
+
+    @classmethod
+    async def open(cls, end: End) -> Self:
+        """The channel over this end, started beside the loop. Raises `ConfigError` as the constructor does."""
+        return await asyncio.to_thread(cls, end)
+
+    async def add_peer(self, peer_name: str, metadata: bytes) -> None:
+        """See `Channel`."""
+        region, payload = unwrap(self.name, peer_name, metadata)
+        target = json.loads(payload)["target"]
+        probe = Copy(remote_address=region.address, local_address=self._scratch.ctypes.data, size_bytes=1)
+        part = partial(self._read, target, [probe])
+        await self._threads.carry_out(peer_name, [part], CONNECT_SECONDS, lambda: None)
+        self._peers[peer_name] = region, target
+
+    async def remove_peer(self, peer_name: str) -> None:
+        """See `Channel`."""
+        self._peers.pop(peer_name, None)
+
+    async def read(
+        self, peer_name: str, copies: Sequence[Copy], timeout_seconds: float, on_stopped: Callable[[], None]
+    ) -> None:
+        """See `Channel`."""
+        try:
+            if peer_name not in self._peers:
+                raise Unreachable(f"{peer_name} is not connected", peer=peer_name)
+            region, target = self._peers[peer_name]
+            check_copies(peer_name, copies, region, self._own)
+        except Unreachable:
+            on_stopped()
+            raise
+        parts = [partial(self._read, target, copies)] if copies else []
+        await self._threads.carry_out(peer_name, parts, timeout_seconds, on_stopped)
+
+    def serve(self, needed: bool) -> None:
+        """See `Channel`. Mooncake serves readers by threads of its own."""
+
+    async def aclose(self) -> None:
+        """See `Channel`."""
+        await self._threads.aclose()
+        self._peers.clear()
+        engine, self._engine = self._engine, None
+        if engine:
+            await asyncio.to_thread(_close, engine, [self._own.address, self._scratch.ctypes.data])
+
+    def _read(self, target: str, copies: Sequence[Copy], job: Job) -> None:
+        """Reads on a thread. One run at a time: of several, some might go on after another has failed."""
+        for step in _steps(copies):
+            job.check()
+            if self._engine.transfer_sync_read(target, step.local_address, step.remote_address, step.size_bytes):
+                raise Unreachable(f"{job.peer_name} refused to be read, or is gone", peer=job.peer_name)
+
+
+def _steps(copies: Sequence[Copy]) -> Iterator[Copy]:
+    """The same bytes in runs of at most `STEP_BYTES`, neighbours merged."""
+    merged: list[Copy] = []
+    for copy in copies:
+        last = merged[-1] if merged else None
+        if (
+            last
+            and last.local_address + last.size_bytes == copy.local_address
+            and last.remote_address + last.size_bytes == copy.remote_address
+        ):
+            merged.pop()
+            copy = Copy(
+                remote_address=last.remote_address,
+                local_address=last.local_address,
+                size_bytes=last.size_bytes + copy.size_bytes,
+            )
+        merged.append(copy)
+    for copy in merged:
+        for at in range(0, copy.size_bytes, STEP_BYTES):
+            yield Copy(
+                remote_address=copy.remote_address + at,
+                local_address=copy.local_address + at,
+                size_bytes=min(STEP_BYTES, copy.size_bytes - at),
+            )
+
+
+def _close(engine: Any, addresses: list[int]) -> None:
+    for address in addresses:
+        engine.unregister_memory(address)
+    del engine  # ends its threads and connections
+
+
+def _load() -> Any:
+    """Mooncake's engine. Raises `ConfigError` if it is not installed, or lacks a system library."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        return import_module("mooncake.engine")
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "transfer_channel: 'mooncake' needs Mooncake's transfer engine, which is not installed; "
+            "pip install 'lmkv[mooncake]'",
+            key="transfer_channel",
+        ) from None
+    except ImportError as error:
+        raise ConfigError(
+            f"transfer_channel: Mooncake cannot be loaded: {error}; it needs the system's RDMA library also for TCP "
+            "(Debian's libibverbs1)",
+            key="transfer_channel",
+        ) from None
