@@ -39,6 +39,9 @@ class ConnectorConfig(NodeConfig):
         16,
         "Fewest tokens worth fetching from a peer, beyond those that are here.",
     )
+    refuse_slow_fetches: bool = key(
+        FLAG, True, "Whether a prompt is computed where fetching it should take longer, by what both were measured."
+    )
     enable_async_loading: bool = key(FLAG, True, "Whether other requests run while one loads.")
     lookup_timeout: float = key(
         SECONDS,

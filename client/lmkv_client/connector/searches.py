@@ -70,7 +70,7 @@ class Searches:
             chunk_keys=join_keys(prompt.keys),
             reserve_count=reserve_count(),
             traceparent=prompt.asking.traceparent,
-            prefill_tokens_per_second=self._prefill.tokens_per_second,
+            prefill_tokens_per_second=self._prefill.tokens_per_second if self._config.refuse_slow_fetches else 0,
         )
         self._send(pb.AttachRequest(lookups=[lookup]))
 

@@ -387,6 +387,12 @@ def test_the_node_is_told_how_fast_prompts_are_computed_once_that_is_known(make_
     assert second.prefill_tokens_per_second > 0
 
 
+def test_a_node_that_shall_refuse_nothing_is_not_told(make_engine: MakeEngine) -> None:
+    engine = filled(make_engine(refuse_slow_fetches=False))
+    engine.serve("a", PROMPT)
+    assert [lookup.prefill_tokens_per_second for lookup in engine.node.lookups] == [0, 0]
+
+
 def test_what_the_node_does_not_offer_is_computed_and_stored_and_counted(make_engine: MakeEngine) -> None:
     engine = with_peer(make_engine())
     engine.node.refuses_fetches = True
