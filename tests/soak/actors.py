@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 import grpc
+import httpx
 from google.longrunning import operations_pb2, operations_pb2_grpc
 
 from lmkv import rpc
@@ -22,7 +23,7 @@ from lmkv.v1 import cache_service_pb2 as cache_pb
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import Position
-from tests.soak.fleet import PROMPTS, Engine, SoakNode
+from tests.soak.fleet import PROMPTS, Engine, SoakNode, WrongBytes
 
 TROUBLE = (LmkvError, grpc.RpcError, TimeoutError, OSError, AssertionError, asyncio.InvalidStateError)
 """What an engine may see of a node that is killed or frozen; `EngineClient` asserts that its stream goes on."""
@@ -192,3 +193,27 @@ class Reaper(Actor):
             await asyncio.sleep(seconds)
         finally:
             node.thaw()
+
+
+class Watcher(Actor):
+    """Somebody who looks at all metrics all the time. Raises `WrongBytes` if a node found damage in its own pool."""
+
+    def __init__(self, nodes: Sequence[SoakNode], seed: int, counts: Counter[str]) -> None:
+        super().__init__("watcher", seed, counts)
+        self._nodes = nodes
+
+    async def run(self) -> None:
+        """See `Actor`."""
+        while True:
+            await asyncio.sleep(0.05)
+            for node in self._nodes:
+                if not node.frozen and node.process.alive:
+                    with suppress(httpx.HTTPError):
+                        self._look(node, await node.metrics())
+
+    def _look(self, node: SoakNode, metrics: dict[str, float]) -> None:
+        for name in ("quarantined_bytes", "read_grants"):
+            most = f"{name} at most"
+            self.counts[most] = max(self.counts[most], round(metrics[name]))
+        if metrics["damaged_chunks_total"]:
+            raise WrongBytes(f"{node.name} found chunks damaged in its own memory")

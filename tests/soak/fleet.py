@@ -32,6 +32,8 @@ PROMPTS = [
     [ChunkKey(prompt.to_bytes(8, "big") + index.to_bytes(8, "big")) for index in range(PROMPT_CHUNKS)]
     for prompt in range(1, 37)
 ]
+UCX = {"UCX_TLS": "tcp"}
+"""Where NIXL reads need their owner, as between hosts: what a frozen one owes is quarantined."""
 SCRAPE_SECONDS = 5.0
 ATTACH_SECONDS = 5.0
 
@@ -90,7 +92,7 @@ class SoakNode:
             name,
             [sys.executable, "-m", "lmkv", "node"],
             logs / f"{name}.log",
-            {f"LMKV_{key}": value for key, value in settings.items()},
+            {f"LMKV_{key}": value for key, value in settings.items()} | UCX,
         )
 
     def start(self) -> None:

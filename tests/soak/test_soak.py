@@ -18,7 +18,7 @@ import pytest
 
 from lmkv_client.demo.cluster import Coordinator
 from lmkv_kernels import checksum
-from tests.soak.actors import TROUBLE, Actor, EngineActor, MoveActor, Reaper
+from tests.soak.actors import TROUBLE, Actor, EngineActor, MoveActor, Reaper, Watcher
 from tests.soak.fleet import PROMPTS, SPEC, SoakNode, words_of
 
 SECONDS = float(os.environ.get("LMKV_SOAK_SECONDS", "20"))
@@ -50,7 +50,8 @@ async def test_whoever_dies_or_freezes_no_byte_is_wrong_and_nothing_is_left(
             for node in nodes:
                 await ready(node)
             engines = [EngineActor(node, number, SEED, counts) for node in nodes for number in range(ENGINES)]
-            await act([*engines, MoveActor(nodes, coordinator.address, SEED, counts), Reaper(nodes, SEED, counts)])
+            others = [MoveActor(nodes, coordinator.address, SEED, counts), Reaper(nodes, SEED, counts)]
+            await act([*engines, *others, Watcher(nodes, SEED, counts)])
             for node in nodes:
                 node.thaw()
                 if not node.process.alive:
