@@ -72,9 +72,11 @@ class Carrier:
 
     async def _bring_window(self, window: Sequence[int]) -> None:
         """Acquires a window and brings what is granted of it, as far as nobody steals it."""
+        if self._releasing:  # one grant at a time: it may take all that this node may have
+            await asyncio.wait([self._releasing], timeout=max(self._fetch.left(), 0))
+            if self._fetch.is_over:
+                return
         try:
-            if self._releasing:  # one grant at a time: it may take all that this node may have
-                await asyncio.wait([self._releasing])
             response = await self._acquire(window)
         except Full as error:  # earlier grants will end
             self._fetch.error = error

@@ -142,11 +142,10 @@ class Plan:
 
     def give_back(self, source: Source, indices: Iterable[int]) -> None:
         """It does not bring these after all."""
-        mine = source.taken.intersection(indices)
-        source.taken -= mine
-        source.pending = deque(index for index in source.pending if index not in mine)
-        self._flights.end(self._progress.keys[index] for index in mine)
-        if mine:
+        if mine := source.taken.intersection(indices):
+            source.taken -= mine
+            source.pending = deque(index for index in source.pending if index not in mine)
+            self._flights.end(self._progress.keys[index] for index in mine)
             self.changed.set()
 
     def leave(self, source: Source) -> None:

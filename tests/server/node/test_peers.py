@@ -307,6 +307,27 @@ async def test_a_cancelled_fetch_leaves_nothing_behind(owner: Parts, reader: Par
     assert reader.peers.quarantined_count == 0
 
 
+async def test_a_cancelled_fetch_from_several_holders_leaves_nothing_behind(large_reader: Parts) -> None:
+    with Remote("one") as one, Remote("other") as other:
+        for step in range(12):
+            taken = Taken(large_reader)
+            fetching = large_reader.peers.fetch(LARGE, KEYS, [one.holder, other.holder], 10.0, taken)
+            fetch = asyncio.create_task(fetching)
+            await asyncio.sleep(step * 0.005)
+            fetch.cancel()
+            await asyncio.wait([fetch])
+            taken.let_go()
+            await until(lambda: large_reader.tier.reserved_count == 0)
+            large_reader.check_nothing_left()
+            large_reader.tier.drop(KEYS)
+        for owner in (one, other):
+            for _ in range(100):
+                if not owner.ask("grants"):
+                    break
+                await asyncio.sleep(0.02)
+            assert owner.ask("grants") == owner.ask("holds") == 0
+
+
 async def test_what_was_read_before_a_peer_failed_is_kept(large_reader: Parts) -> None:
     with Remote("owner") as owner:
         taken = Taken(large_reader, then=lambda: owner.signal(signal.SIGKILL))
