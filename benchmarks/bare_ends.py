@@ -1,6 +1,6 @@
 """The limits of channels: what moves the same bytes between the same processes with nothing of lmkv around it.
 
-For `shm` that is memcpy, for `nixl` an agent as its own documentation uses it, for `tcp` a loop over plain sockets.
+For `shm` that is memcpy, for `nixl` an agent as its own documentation uses it, for the others a loop over sockets.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from lmkv.transfer import nixl_api
 
 POLL_SECONDS = 0.0001
 READ_SECONDS = 30.0
-LIMITS = {"shm": "memcpy", "nixl": "bare NIXL read", "tcp": "plain socket loop"}
+MEMCPY, NIXL, SOCKET = "memcpy", "bare NIXL read", "plain socket loop"
+LIMITS = {"shm": MEMCPY, "nixl": NIXL, "tcp": SOCKET, "ucx": SOCKET, "mooncake": SOCKET}
 """What each channel is compared with."""
+SHORT_NAMES = {MEMCPY: "memcpy", NIXL: "raw", SOCKET: "socket"}
+"""What the limits are called in the names of rows."""
 
 
 class BareOwner(Protocol):
@@ -51,16 +54,16 @@ class BareReader(Protocol):
 
 def bare_owner(transfer_channel: str, pool: Pool) -> BareOwner:
     """The owning end of a channel's limit."""
-    kinds: dict[str, type[BareOwner]] = {"nixl": NixlOwner, "tcp": SocketOwner}
-    kind: Any = kinds.get(transfer_channel, Nobody)
+    kinds: dict[str, type[BareOwner]] = {MEMCPY: Nobody, NIXL: NixlOwner, SOCKET: SocketOwner}
+    kind: Any = kinds[LIMITS[transfer_channel]]
     owner: BareOwner = kind(pool)
     return owner
 
 
 def bare_reader(transfer_channel: str, pool: Pool, metadata: bytes) -> BareReader:
     """The reading end of a channel's limit."""
-    kinds: dict[str, type[BareReader]] = {"nixl": NixlReader, "tcp": SocketReader}
-    kind: Any = kinds.get(transfer_channel, Memcpy)
+    kinds: dict[str, type[BareReader]] = {MEMCPY: Memcpy, NIXL: NixlReader, SOCKET: SocketReader}
+    kind: Any = kinds[LIMITS[transfer_channel]]
     reader: BareReader = kind(pool, metadata)
     return reader
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from benchmarks import engines, machine
-from benchmarks.bare_ends import LIMITS, Memcpy, bare_reader
+from benchmarks.bare_ends import LIMITS, MEMCPY, SHORT_NAMES, Memcpy, bare_reader
 from benchmarks.command import Run
 from benchmarks.copies import rate_row
 from benchmarks.fetch_ends import Node, Owner, keys_of
@@ -24,8 +24,6 @@ PROMPT_TOKENS = {4000: "", 2000: "_2000", 512: "_512"}
 SPARE_CHUNKS = 1
 FETCH_SECONDS = 30.0
 IDLE_SECONDS = 2.0
-SHORT = {"memcpy": "memcpy", "bare NIXL read": "raw", "plain socket loop": "socket"}
-"""What the limits are called in the names of rows."""
 
 
 def measure(run: Run, dtype: str, channels: Sequence[str] = ("nixl",), *, closely: bool = False) -> None:
@@ -73,15 +71,15 @@ class Ends:
         """Adds the rows for prompts of so many chunks."""
         fetched, read, copied = await self._in_turns(run, chunk_count, self._fetch)
         name, size_bytes = f"{self._channel}_fetch{suffix}", chunk_count * self._node.spec.chunk_bytes
-        run.add(rate_row(f"{name}_vs_{SHORT[self._limit]}", size_bytes, fetched, self._limit, read))
-        if self._limit != "memcpy":
-            run.add(rate_row(f"{name}_vs_memcpy", size_bytes, fetched, "memcpy", copied))
+        run.add(rate_row(f"{name}_vs_{SHORT_NAMES[self._limit]}", size_bytes, fetched, self._limit, read))
+        if self._limit != MEMCPY:
+            run.add(rate_row(f"{name}_vs_memcpy", size_bytes, fetched, MEMCPY, copied))
 
     async def measure_closely(self, run: Run, chunk_count: int) -> None:
         """Adds the row of the channel's own read, and those of processor time."""
         size_bytes = chunk_count * self._node.spec.chunk_bytes
         read, bare, _ = await self._in_turns(run, chunk_count, self._read)
-        name = f"{self._channel}_read_vs_{SHORT[self._limit]}"
+        name = f"{self._channel}_read_vs_{SHORT_NAMES[self._limit]}"
         run.add(rate_row(name, size_bytes, read, self._limit, bare))
         rounds = 5 if run.quick else 20
         before = self._cpu_seconds()

@@ -22,6 +22,8 @@ CLASSES = {
     "mooncake": ("lmkv.transfer.mooncake", "MooncakeChannel"),
 }
 """Where each channel is: a library stays out of processes that do not use it."""
+MAX_NAMES_CHARACTERS = 200
+"""Of what a caller wants, so much is said back to it."""
 AUTO_NAMES = ("shm", "nixl", "tcp")
 """What `auto` means, best first."""
 
@@ -66,7 +68,7 @@ class Channels:
             with suppress(ConfigError):
                 if name in self.names:
                     return await self._open(name)
-        have, want = ", ".join(self.names), ", ".join(wanted)
+        have, want = ", ".join(self.names), ", ".join(wanted)[:MAX_NAMES_CHARACTERS]
         raise ChannelUnsupported(
             f"{self._end.name} transfers by {have or 'nothing'}, not by {want or 'nothing'}; "
             "set transfer_channel alike on both",

@@ -21,6 +21,8 @@ MAX_READERS = 256
 """Connections at a time; a further one is closed at once."""
 START_SECONDS = 10.0
 CLOSE_SECONDS = 3.0
+TICK_MILLISECONDS = 200
+"""How long the thread sleeps, if nothing happens, before it looks whether it should end."""
 Dialogue = Iterator[list[Pending]]
 """What is done for one reader; each step gives the requests of UCX that must end before the next."""
 
@@ -65,7 +67,7 @@ class UcxServer:
         self._started.set_result(int(listener.port))
         try:
             while not self._stopping:
-                worker.progress_worker_event(ucx_api.TICK_MILLISECONDS if self._dialogues else 50)
+                worker.progress_worker_event(TICK_MILLISECONDS)
                 for endpoint in list(self._dialogues):
                     self._go_on(endpoint)
         except Exception:
