@@ -7,7 +7,7 @@
 
 namespace lmkv {
 
-// Everything a launch is told. All fields are 8 bytes: lmkv_kernels/cuda/launch.py packs them in this order.
+// Everything a launch is told. All fields are 8 bytes: lmkv_kernels/cuda/program.py packs them in this order.
 struct Launch {
   Pages pages;
   const std::uint64_t* layer_addresses;
@@ -25,6 +25,9 @@ template <int bytes>
 struct alignas(bytes) Piece {
   std::uint64_t words[bytes / 8];
 };
+
+// Pieces that a thread reads before it writes the first of them: memory is far away.
+constexpr std::uint32_t in_flight = 2;
 
 enum class Way { to_chunks, to_pages };
 
@@ -52,7 +55,7 @@ __device__ std::uint64_t copy_tile(const Launch& launch, const ChunkCopy& copy, 
   auto* const layer = reinterpret_cast<unsigned char*>(launch.layer_addresses[tile.layer]);
   const auto pieces_per_row = static_cast<std::uint32_t>(pages.row_bytes / bytes);
   const auto piece_count = static_cast<std::uint32_t>(rows.count) * pieces_per_row;
-  // So far each step takes a thread; it saves a division per piece.
+  // How far each step takes a thread; it saves a division per piece.
   const std::uint32_t row_step = blockDim.x / pieces_per_row;
   const std::uint32_t piece_step = blockDim.x % pieces_per_row;
 
@@ -68,20 +71,33 @@ __device__ std::uint64_t copy_tile(const Launch& launch, const ChunkCopy& copy, 
     }
     std::uint32_t row = threadIdx.x / pieces_per_row;
     std::uint32_t piece = threadIdx.x % pieces_per_row;
-    for (std::uint32_t index = threadIdx.x; index < piece_count; index += blockDim.x) {
-      auto* const in_page = reinterpret_cast<Piece<bytes>*>(page + row * row_stride) + piece;
-      auto* const in_chunk = reinterpret_cast<Piece<bytes>*>(chunk) + index;
-      const Piece<bytes> moved = way == Way::to_chunks ? *in_page : *in_chunk;
-      *(way == Way::to_chunks ? in_chunk : in_page) = moved;
-      if constexpr (summing) {
-        const std::uint64_t first_word = offset / 8 + static_cast<std::uint64_t>(index) * (bytes / 8);
-        for (int word = 0; word < bytes / 8; ++word) sum += word_sum(moved.words[word], word_key(first_word + word));
+    for (std::uint32_t first = threadIdx.x; first < piece_count; first += in_flight * blockDim.x) {
+      Piece<bytes> moved[in_flight] = {};
+      Piece<bytes>* targets[in_flight] = {};
+      for (std::uint32_t each = 0; each < in_flight; ++each) {
+        const std::uint32_t index = first + each * blockDim.x;
+        if (index >= piece_count) break;
+        auto* const in_page = reinterpret_cast<Piece<bytes>*>(page + row * row_stride) + piece;
+        auto* const in_chunk = reinterpret_cast<Piece<bytes>*>(chunk) + index;
+        moved[each] = way == Way::to_chunks ? *in_page : *in_chunk;
+        targets[each] = way == Way::to_chunks ? in_chunk : in_page;
+        row += row_step;
+        piece += piece_step;
+        if (piece >= pieces_per_row) {
+          piece -= pieces_per_row;
+          ++row;
+        }
       }
-      row += row_step;
-      piece += piece_step;
-      if (piece >= pieces_per_row) {
-        piece -= pieces_per_row;
-        ++row;
+      for (std::uint32_t each = 0; each < in_flight; ++each) {
+        const std::uint32_t index = first + each * blockDim.x;
+        if (index >= piece_count) break;
+        *targets[each] = moved[each];
+        if constexpr (summing) {
+          const std::uint64_t first_word = offset / 8 + static_cast<std::uint64_t>(index) * (bytes / 8);
+          for (int word = 0; word < bytes / 8; ++word) {
+            sum += word_sum(moved[each].words[word], word_key(first_word + word));
+          }
+        }
       }
     }
   }

@@ -84,6 +84,34 @@ def whole_chunks(chunk_count: int, *, layout: str = "LBHNC", first_head: int = 0
     return Case(pages=pages, twin=twin, memory=memory, pool=random_bytes(4, chunk_count * extent), copies=copies)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("block_size", "content", "part_count"), [(16, 576, 1), (65, 160, 2), (33, 8, 2), (3, 4096, 1)]
+)
+def test_tiles_of_many_more_pieces_than_threads(layout: str, block_size: int, content: int, part_count: int) -> None:
+    memory, tensors = kv_cache(3, (2, 4, 2, block_size, content), layout, torch.bfloat16)
+    pages = token_rows(tensors, 1, 4, part_count=part_count)
+    tokens = 3 * block_size - 2
+    copy = ChunkCopy(offset=0, extent_tokens=tokens, token_count=tokens - 1, first_slot=1, block_ids=(3, 0, 2))
+    twin = Twin(tensors=tensors, first_head=1, kv_head_count=4, inside="tokens", part_count=part_count)
+    case = Case(pages=pages, twin=twin, memory=memory, pool=random_bytes(4, pages.extent_bytes(tokens)), copies=[copy])
+    with copier_of(case, WAYS[Way.DIRECT]) as copier:
+        copying = copier.gather(case.copies, after=0)
+        copying.wait()
+        pool = case.pool.copy()
+        case.twin.gather(case.pool_tensor, case.copies)
+        assert np.array_equal(pool, case.pool)
+        assert copying.checksums == case.expected_sums()
+        gathered = case.memory.copy()
+        case.memory[:] = 0xEE
+        copier.scatter(case.copies, after=0).wait()
+    scattered = case.memory.copy()
+    case.memory[:] = 0xEE
+    case.twin.scatter(case.pool_tensor, case.copies)
+    assert np.array_equal(scattered, case.memory)
+    assert (scattered == gathered).any()
+
+
 @pytest.mark.parametrize("way", Way)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_was_gathered_from_one_layout_is_scattered_into_another(layout: str, way: Way) -> None:
