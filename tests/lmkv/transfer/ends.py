@@ -20,7 +20,7 @@ from lmkv.pool import Pool
 from lmkv.transfer import Channel, Copy, End, open_channel
 
 MIB = 1 << 20
-SIZE = 128 * MIB
+SIZE = 64 * MIB
 
 
 def environment(**more: str) -> dict[str, str]:
