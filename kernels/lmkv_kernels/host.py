@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lmkv_kernels import _host
 from lmkv_kernels.copies import ChunkCopy, check, check_written_once
-from lmkv_kernels.pages import MAX_PARTS, WORD_BYTES, Pages
+from lmkv_kernels.pages import WORD_BYTES, Pages
 
 Buffer = bytes | bytearray | memoryview | mmap.mmap | NDArray[Any]
 """Contiguous memory; `lmkv.pool.Pool.buffer` is some."""
@@ -87,24 +87,7 @@ def _addresses(pages: Pages) -> NDArray[np.uint64]:
 
 
 def _geometry(pages: Pages) -> NDArray[np.int64]:
-    """`lmkv::Pages`, field by field."""
-    parts = [(part.offset, part.row_stride, part.element_stride) for part in pages.parts]
-    parts += [(0, 0, 0)] * (MAX_PARTS - len(parts))
-    return np.array(
-        [
-            pages.block_stride_bytes,
-            pages.head_stride_bytes,
-            pages.rows_per_block,
-            pages.row_bytes,
-            pages.element_bytes,
-            pages.head_count,
-            pages.first_head,
-            pages.kv_head_count,
-            len(pages.parts),
-            *(number for part in parts for number in part),
-        ],
-        np.int64,
-    )
+    return np.array(pages.geometry(), np.int64)
 
 
 def _check_call(pages: Pages, threads: int) -> None:

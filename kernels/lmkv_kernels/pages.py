@@ -87,6 +87,23 @@ class Pages:
         rows = self.row_count(token_count)
         return len(self.layer_addresses) * self.kv_head_count * len(self.parts) * rows * self.row_bytes
 
+    def geometry(self) -> tuple[int, ...]:
+        """All of `lmkv::Pages` but the count of layers, field by field."""
+        parts = [(part.offset, part.row_stride, part.element_stride) for part in self.parts]
+        parts += [(0, 0, 0)] * (MAX_PARTS - len(parts))
+        return (
+            self.block_stride_bytes,
+            self.head_stride_bytes,
+            self.rows_per_block,
+            self.row_bytes,
+            self.element_bytes,
+            self.head_count,
+            self.first_head,
+            self.kv_head_count,
+            len(self.parts),
+            *(number for part in parts for number in part),
+        )
+
     def is_contiguous(self, part: Part) -> bool:
         """Whether the part's rows are runs of bytes."""
         return part.element_stride == self.element_bytes

@@ -41,8 +41,8 @@ class Copies(Protocol):
     def let_go(self, then: Callable[[], object]) -> None:
         """Waits for what is under way and calls `then` once the pool may be closed, perhaps from another thread."""
 
-    def before_forward(self) -> None:
-        """The step's forward is about to be begun."""
+    def begin_step(self) -> None:
+        """Before a step's loads and its forward, both of which change pages."""
 
     def gather(self, copies: Sequence[ChunkCopy]) -> Copying:
         """Begins to copy pages into the pool, as the last forward leaves them.
@@ -96,7 +96,7 @@ class HostCopies:
         self._pool = None
         then()
 
-    def before_forward(self) -> None:
+    def begin_step(self) -> None:
         """See `Copies`. What was gathered is in the pool already."""
 
     def gather(self, copies: Sequence[ChunkCopy]) -> Copying:

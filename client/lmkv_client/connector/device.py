@@ -90,7 +90,7 @@ class DeviceCopies:
             self._unwanted.set()
             self._thread.submit(_close, opening, then)
 
-    def before_forward(self) -> None:
+    def begin_step(self) -> None:
         """Has the model's stream wait until the gathers under way have read their pages, which may change after this.
 
         Nothing waits where they have been read already. Called once a step, before anything else.

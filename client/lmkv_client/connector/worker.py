@@ -122,6 +122,8 @@ class WorkerSide:
     def load(self, plan: StepPlan) -> None:
         """Starts the step's loads; a forward that needs them comes after them."""
         self._follow(plan.attachment)
+        if self._copies:
+            self._copies.begin_step()
         self._step_is_poisoned = False
         for load in plan.loads:
             running = self._running.setdefault(load.request_id, Running(sync=load.sync, started_at=time.monotonic()))
@@ -138,8 +140,6 @@ class WorkerSide:
                 if running.over():
                     self._finish(load.request_id, running)
                 self._step_is_poisoned |= running.failed or bool(running.failed_blocks)
-        if self._copies:
-            self._copies.before_forward()
 
     def store(self, plan: StepPlan) -> None:
         """Copies what the step has completed into the pool, before its pages can change."""

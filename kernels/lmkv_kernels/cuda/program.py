@@ -11,7 +11,6 @@ import numpy as np
 from lmkv_kernels.cuda import images
 from lmkv_kernels.cuda.driver import Device, Driver
 from lmkv_kernels.cuda.errors import CudaError
-from lmkv_kernels.host import _geometry
 from lmkv_kernels.pages import Pages
 
 Operation = Literal["gather", "gather_sum", "scatter"]
@@ -70,7 +69,7 @@ class Program:
         words = np.array(  # `lmkv::Launch`, field by field
             [
                 len(pages.layer_addresses),
-                *_geometry(pages).tolist(),
+                *pages.geometry(),
                 arguments.layer_addresses,
                 arguments.copies,
                 arguments.block_ids,

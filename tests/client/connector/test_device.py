@@ -85,7 +85,7 @@ def test_a_store_reads_what_the_forward_wrote_and_the_next_forward_does_not_dist
         model.forward(case.memory, now)
         storing = copies.gather(case.copies)
         assert not storing.done()
-        copies.before_forward()
+        copies.begin_step()
         model.forward(case.memory, later)
         model.run()
         storing.wait()
@@ -108,7 +108,7 @@ def test_a_load_waits_for_the_forward_before_it_and_a_forward_that_needs_it_wait
         opened(copies, pool)
         model.forward(read, case.memory)
         loading = copies.scatter(case.copies, sync=sync)
-        copies.before_forward()
+        copies.begin_step()
         model.forward(seen, case.memory)
         model.run()
         assert loading.done() == sync  # else the forward has not waited
