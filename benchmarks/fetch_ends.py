@@ -29,7 +29,7 @@ from lmkv.spec import KvSpec
 from lmkv.transfer import Channels, End
 from lmkv.v1 import peer_service_pb2_grpc
 from lmkv.v1.cache_service_pb2 import Holder
-from lmkv_kernels import checksum
+from lmkv_kernels import checksum, summed_copy
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.host_tier import HostTier
 from lmkv_server.node.inspector import Inspector
@@ -76,7 +76,12 @@ class Node:
         engines_here = Engines(self.tier)
         engines_here.attach("engine", self.spec)
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp"))
-        end = End(name=f"{self.instance_id}:{self.epoch}", pool=self.pool, socket_path=Path(folder, "s"))
+        end = End(
+            name=f"{self.instance_id}:{self.epoch}",
+            pool=self.pool,
+            socket_path=Path(folder, "s"),
+            summed_copy=summed_copy,
+        )
         channels = Channels(self._transfer_channel, end)
         self._stack.push_async_callback(channels.aclose)
         await channels.start()

@@ -85,6 +85,16 @@ std::uint64_t checksum(const ReadOnlyPoolBytes& pool, std::size_t offset, std::s
                         threads);
 }
 
+std::uint64_t summed_copy(std::uint64_t target, std::uint64_t source, std::int64_t size_bytes, std::uint64_t first_word,
+                          bool portable) {
+  nb::gil_scoped_release unlocked;
+  const lmkv::TileKernels& with = kernels(portable);
+  const std::uint64_t sum = with.gather(reinterpret_cast<const std::byte*>(source), 0,
+                                        reinterpret_cast<std::byte*>(target), size_bytes, 1, first_word);
+  with.publish();
+  return sum;
+}
+
 nb::bytes token_ids(const ReadOnlyPoolBytes& json) {
   const std::string_view text{reinterpret_cast<const char*>(json.data()), json.size()};
   std::vector<std::uint32_t> ids;
@@ -105,5 +115,7 @@ NB_MODULE(_host, module) {
   module.def("scatter", &scatter, "layer_addresses"_a, "geometry"_a, "pool"_a, "copies"_a, "block_ids"_a, "threads"_a,
              "portable"_a = false);
   module.def("checksum", &checksum, "pool"_a, "offset"_a, "size_bytes"_a, "threads"_a, "portable"_a = false);
+  module.def("summed_copy", &summed_copy, "target"_a, "source"_a, "size_bytes"_a, "first_word"_a,
+             "portable"_a = false);
   module.def("token_ids", &token_ids, "json"_a);
 }

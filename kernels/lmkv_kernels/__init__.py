@@ -7,7 +7,7 @@ coordinator's layout map; `token_ids` reads what it is asked for.
 
 from lmkv_kernels._chunk_table import ChunkTable
 from lmkv_kernels.copies import ChunkCopy, copied_bytes
-from lmkv_kernels.host import checksum, gather, scatter, token_ids
+from lmkv_kernels.host import checksum, gather, scatter, summed_copy, token_ids
 from lmkv_kernels.pages import Pages, packed_rows, token_rows, whole_tiles
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "gather",
     "packed_rows",
     "scatter",
+    "summed_copy",
     "token_ids",
     "token_rows",
     "whole_tiles",

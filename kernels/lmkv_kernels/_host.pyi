@@ -37,5 +37,8 @@ def scatter(
 def checksum(pool: NDArray[np.uint8], offset: int, size_bytes: int, threads: int, portable: bool = False) -> int:
     """Checksum of one extent."""
 
+def summed_copy(target: int, source: int, size_bytes: int, first_word: int, portable: bool = False) -> int:
+    """Copies a run of bytes between addresses; what its words, of which `first_word` is the first, add to the sum."""
+
 def token_ids(json: NDArray[np.uint8]) -> bytes:
     """The numbers of a JSON list as u32. Raises `ValueError` if it is no list of numbers from 0 to 2^32 - 1."""

@@ -66,6 +66,17 @@ def checksum(buffer: Buffer, offset: int = 0, size_bytes: int | None = None, *, 
     return _host.checksum(memory, offset, size_bytes, threads)
 
 
+def summed_copy(target: int, source: int, size_bytes: int, first_word: int) -> int:
+    """Copies a run of bytes of a chunk between two addresses, which the caller vouches for.
+
+    Returns what they add to the chunk's checksum: `first_word` is the index of their first word in it. Raises
+    `ValueError` if the run is not made of words.
+    """
+    if size_bytes < 0 or size_bytes % WORD_BYTES:
+        raise ValueError(f"size_bytes must be a multiple of {WORD_BYTES}, not {size_bytes}")
+    return _host.summed_copy(target, source, size_bytes, first_word)
+
+
 def token_ids(json: Buffer) -> NDArray[np.uint32]:
     """The token ids in a JSON list, read-only, at a tenth of what a list of Python's integers costs.
 

@@ -23,6 +23,11 @@ class Region:
         return size_bytes >= 0 and self.address <= address <= self.address + self.size_bytes - size_bytes
 
 
+SummedCopy = Callable[[int, int, int, int], int]
+"""Copies a run of a chunk's words: to this address, from that one, so many bytes, the first of them the word of this
+index. Returns what they add to the chunk's checksum."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class End:
     """One node's end, which a channel is opened over. The pool must stay mapped until the channel is closed."""
@@ -36,6 +41,8 @@ class End:
     """Where a channel that listens does so; 0: at a free one."""
     socket_path: Path | None = None
     """Where processes of this host are given the pool; None: they are not."""
+    summed_copy: SummedCopy | None = None
+    """How a channel copies that does so itself, so that nobody need go over the bytes once more; None: plainly."""
     nixl_backends: tuple[str, ...] = ("UCX",)
     mooncake_protocol: str = "tcp"
 
@@ -77,8 +84,10 @@ class Channel(Protocol):
 
     async def read(
         self, peer_name: str, copies: Sequence[Copy], timeout_seconds: float, on_stopped: Callable[[], None]
-    ) -> None:
+    ) -> list[int] | None:
         """Copies bytes out of a peer's memory. All of them are there when it returns.
+
+        Returns the checksum of each copy, a whole chunk, where the channel has summed on the way.
 
         Raises `Unreachable` if that takes longer than `timeout_seconds`, the peer is gone or was never added, or bytes
         lie outside of its pool or of the own one: then none of them is written.

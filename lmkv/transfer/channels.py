@@ -105,13 +105,13 @@ class Channels:
 
     async def read(
         self, peer_name: str, copies: Sequence[Copy], timeout_seconds: float, on_stopped: Callable[[], None]
-    ) -> None:
+    ) -> list[int] | None:
         """See `Channel`."""
         channel = self._peers.get(peer_name)
         if channel is None:
             on_stopped()
             raise Unreachable(f"{peer_name} is not connected", peer=peer_name)
-        await channel.read(peer_name, copies, timeout_seconds, on_stopped)
+        return await channel.read(peer_name, copies, timeout_seconds, on_stopped)
 
     def serve(self, needed: bool) -> None:
         """See `Channel`; goes for channels that are opened later too."""

@@ -12,6 +12,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from lmkv.errors import ChannelUnsupported, ConfigError, Unreachable
 from lmkv.handover import Fields, Gift, Handover, take
-from lmkv.transfer.channel import Copy, End, Region, check_copies
+from lmkv.transfer.channel import Copy, End, Region, SummedCopy, check_copies
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.threads import Job, Threads
 
@@ -29,6 +30,9 @@ STEP_BYTES = 2 << 20
 """What a thread copies before it looks whether it should go on: a fraction of a millisecond."""
 TAKE_SECONDS = 1.0
 TOKEN_BYTES = 32
+WORD_BYTES = 8
+CHECKSUMS = 1 << 64
+"""How many checksums there are: parts of one are added modulo that."""
 
 
 class ShmChannel:
@@ -40,6 +44,8 @@ class ShmChannel:
         if end.socket_path is None:
             raise ConfigError("transfer_channel: 'shm' needs a socket to hand the pool over at", key="transfer_channel")
         self._own = end.region
+        self._copy = end.summed_copy or _plain_copy
+        self._sums = end.summed_copy is not None
         self._token = secrets.token_hex(TOKEN_BYTES)
         words = {"socket": str(end.socket_path), "token": self._token}
         self.metadata = wrap(self.name, end, json.dumps(words).encode())
@@ -80,7 +86,7 @@ class ShmChannel:
 
     async def read(
         self, peer_name: str, copies: Sequence[Copy], timeout_seconds: float, on_stopped: Callable[[], None]
-    ) -> None:
+    ) -> list[int] | None:
         """See `Channel`."""
         try:
             peer = self._peers.get(peer_name)
@@ -91,7 +97,8 @@ class ShmChannel:
             on_stopped()
             raise
         steps = deque(_steps(copies))
-        parts = [partial(_copy, peer, steps)] * min(COPY_THREADS, len(steps))
+        summed: deque[tuple[int, int]] = deque()
+        parts = [partial(_take_steps, peer, steps, self._copy, summed)] * min(COPY_THREADS, len(steps))
         peer.read_count += 1
 
         def stopped() -> None:
@@ -100,6 +107,12 @@ class ShmChannel:
             on_stopped()
 
         await self._threads.carry_out(peer_name, parts, timeout_seconds, stopped)
+        if not self._sums:
+            return None
+        sums = [0] * len(copies)
+        for index, part in summed:
+            sums[index] = (sums[index] + part) % CHECKSUMS
+        return sums
 
     def serve(self, needed: bool) -> None:
         """See `Channel`. Readers need no help."""
@@ -175,23 +188,41 @@ def _map(metadata: bytes, region: Region, words: dict[str, str]) -> _Peer:
         os.close(taken.fd)  # the mapping needs none
 
 
-def _steps(copies: Sequence[Copy]) -> Iterator[Copy]:
-    """The same bytes in runs of at most `STEP_BYTES`."""
-    for copy in copies:
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A run of at most `STEP_BYTES` of one copy."""
+
+    index: int
+    """Of the copy."""
+    at: int
+    """Bytes of it before this run."""
+    copy: Copy
+
+    @property
+    def size_bytes(self) -> int:
+        return min(STEP_BYTES, self.copy.size_bytes - self.at)
+
+
+def _steps(copies: Sequence[Copy]) -> Iterator[_Step]:
+    for index, copy in enumerate(copies):
         for at in range(0, copy.size_bytes, STEP_BYTES):
-            yield Copy(
-                remote_address=copy.remote_address + at,
-                local_address=copy.local_address + at,
-                size_bytes=min(STEP_BYTES, copy.size_bytes - at),
-            )
+            yield _Step(index, at, copy)
 
 
-def _copy(peer: _Peer, steps: deque[Copy], job: Job) -> None:
+def _take_steps(
+    peer: _Peer, steps: deque[_Step], copy_bytes: SummedCopy, summed: deque[tuple[int, int]], job: Job
+) -> None:
     """Takes steps until there are none. The interpreter's lock is free while bytes are copied."""
     shift = peer.address - peer.region.address
     with suppress(IndexError):
         while step := steps.popleft():
             job.check()
-            ctypes.memmove(step.local_address, step.remote_address + shift, step.size_bytes)
+            target, source = step.copy.local_address + step.at, step.copy.remote_address + step.at + shift
+            summed.append((step.index, copy_bytes(target, source, step.size_bytes, step.at // WORD_BYTES)))
     if peer.gone:  # the memory is there all the same, but nobody vouches for what is in it
         raise Unreachable(f"{job.peer_name} is gone", peer=job.peer_name)
+
+
+def _plain_copy(target: int, source: int, size_bytes: int, _first_word: int) -> int:
+    ctypes.memmove(target, source, size_bytes)
+    return 0

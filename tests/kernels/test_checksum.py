@@ -108,3 +108,16 @@ def test_what_is_not_a_run_of_words_inside_the_buffer_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         lmkv_kernels.checksum(bytes(64), offset, size_bytes)
+
+
+@settings(max_examples=100, deadline=None)
+@given(words=st.integers(0, 300), first_word=st.integers(0, 1 << 20), shift=st.integers(0, 9))
+def test_a_summed_copy_copies_and_says_what_its_words_add(words: int, first_word: int, shift: int) -> None:
+    source, memory = random_bytes(1, 8 * words), random_bytes(2, 8 * (words + 20))
+    expected = memory.copy()
+    expected[8 * shift :][: source.size] = source
+    total = lmkv_kernels.summed_copy(memory.ctypes.data + 8 * shift, source.ctypes.data, source.size, first_word)
+    assert total == reference.checksum(source, first_word)
+    assert np.array_equal(memory, expected)
+    with pytest.raises(ValueError, match="multiple of 8, not 7"):
+        lmkv_kernels.summed_copy(memory.ctypes.data, source.ctypes.data, 7, 0)

@@ -141,11 +141,10 @@ class Carrier:
         try:
             try:
                 incoming = self._reserve(offers, batch, landing)
-                if incoming:
-                    await self._read(incoming, landing)
+                sums = await self._read(incoming, landing) if incoming else None
             finally:
                 ahead.release()
-            await self._verify(incoming, landing, damaged)
+            await self._verify(incoming, sums, landing, damaged)
         except LmkvError as error:  # what other batches bring is still good
             self._failure = error
         finally:
@@ -175,7 +174,8 @@ class Carrier:
             )
         return incoming
 
-    async def _read(self, incoming: Sequence[Incoming], landing: Landing) -> None:
+    async def _read(self, incoming: Sequence[Incoming], landing: Landing) -> list[int] | None:
+        """Reads into what was reserved; returns the chunks' checksums if they were made on the way."""
         copies = [
             Copy(
                 remote_address=chunk.remote_address,
@@ -186,17 +186,20 @@ class Carrier:
         ]
         started = time.monotonic()
         step_seconds = self._fetch.step_seconds(self._source)
-        await self._peers.channels.read(self._peer.name, copies, step_seconds, landing.write())
+        sums = await self._peers.channels.read(self._peer.name, copies, step_seconds, landing.write())
         now = time.monotonic()
         seconds = now - max(started, self._free_at)
         self._free_at = now
         self._plan.measured(self._source, sum(chunk.size_bytes for chunk in incoming), seconds)
+        return sums
 
-    async def _verify(self, incoming: Sequence[Incoming], landing: Landing, damaged: list[int]) -> None:
+    async def _verify(
+        self, incoming: Sequence[Incoming], sums: Sequence[int] | None, landing: Landing, damaged: list[int]
+    ) -> None:
         """Commits what is what its owner committed, and hands it on."""
         instance_id = self._peer.instance_id
         arrived: list[tuple[int, Chunk]] = []
-        for chunk, intact in zip(incoming, await self._peers.intact(incoming), strict=True):
+        for chunk, intact in zip(incoming, await self._peers.intact(incoming, sums), strict=True):
             if not intact:
                 damaged.append(chunk.index)
                 self._reject(chunk)

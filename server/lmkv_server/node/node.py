@@ -27,6 +27,7 @@ from lmkv.telemetry.calls import Calls
 from lmkv.transfer import Channels, End
 from lmkv.units import format_bytes
 from lmkv.v1 import chunk_pb2, engine_service_pb2, engine_service_pb2_grpc, peer_service_pb2_grpc, registry_service_pb2
+from lmkv_kernels import summed_copy
 from lmkv_server.node.engine_service import EngineService
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.fleet import Fleet, Held
@@ -186,6 +187,7 @@ class Node:
                 host=config.p2p_host,
                 port=config.transfer_port,
                 socket_path=config.transfer_socket,
+                summed_copy=summed_copy if config.verify_transfers else None,
                 nixl_backends=config.nixl_backends,
                 mooncake_protocol=config.mooncake_protocol,
             ),

@@ -216,10 +216,15 @@ class Peers:
         """Counts extents that a transfer may still write to."""
         self._quarantine = {*filter(lambda earlier: earlier.quarantined, self._quarantine), landing}
 
-    async def intact(self, incoming: Sequence[Incoming]) -> list[bool]:
-        """Which of the chunks in the pool are what their owner committed; all, unless transfers are verified."""
+    async def intact(self, incoming: Sequence[Incoming], sums: Sequence[int] | None) -> list[bool]:
+        """Which of the chunks in the pool are what their owner committed; all, unless transfers are verified.
+
+        `sums` are their checksums if these are known already.
+        """
         if not self._verifies or not incoming:
             return [True] * len(incoming)
+        if sums is not None:
+            return [made == chunk.checksum for made, chunk in zip(sums, incoming, strict=True)]
         loop, middle = asyncio.get_running_loop(), (len(incoming) + 1) // 2
         halves = [half for half in (incoming[:middle], incoming[middle:]) if half]
         found = await asyncio.gather(*(loop.run_in_executor(self._verifier, self._compare, half) for half in halves))

@@ -26,7 +26,7 @@ from lmkv.spec import KvSpec
 from lmkv.transfer import Channels, End
 from lmkv.v1 import peer_service_pb2_grpc
 from lmkv.v1.cache_service_pb2 import Holder
-from lmkv_kernels import checksum
+from lmkv_kernels import checksum, summed_copy
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.host_tier import Chunk, HostTier, Listener
 from lmkv_server.node.inspector import Inspector
@@ -93,7 +93,12 @@ class Parts:
         self.engines.attach("engine", self.spec)
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp"))
         self.transfer_socket = Path(folder, "peers.sock")
-        end = End(name=f"{self.instance_id}:{self.epoch}", pool=self.pool, socket_path=self.transfer_socket)
+        end = End(
+            name=f"{self.instance_id}:{self.epoch}",
+            pool=self.pool,
+            socket_path=self.transfer_socket,
+            summed_copy=summed_copy,
+        )
         self.channels = Channels(self._transfer_channel, end)
         self._stack.push_async_callback(self.channels.aclose)
         await self.channels.start()
