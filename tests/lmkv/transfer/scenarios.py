@@ -49,7 +49,7 @@ class Reader:
         assert stops.count == 1
         return stops
 
-    async def begin(self, owner: Owner, timeout_seconds: float = PATIENCE) -> tuple[asyncio.Task[None], Stops]:
+    async def begin(self, owner: Owner, timeout_seconds: float = PATIENCE) -> tuple[asyncio.Task[list[int] | None], Stops]:
         """A read of all its memory, under way: the first bytes have landed."""
         stops = Stops()
         self.memory.words[:] = 0
@@ -58,7 +58,7 @@ class Reader:
             await asyncio.sleep(0)
         return reading, stops
 
-    async def ends_soundly(self, reading: asyncio.Task[None], stops: Stops, seed: int = 1) -> bool:
+    async def ends_soundly(self, reading: asyncio.Task[list[int] | None], stops: Stops, seed: int = 1) -> bool:
         """Whether a read succeeded; asserts that its bytes are right then, and that nothing lands after either end."""
         try:
             await reading
