@@ -49,7 +49,9 @@ class Reader:
         assert stops.count == 1
         return stops
 
-    async def begin(self, owner: Owner, timeout_seconds: float = PATIENCE) -> tuple[asyncio.Task[list[int] | None], Stops]:
+    async def begin(
+        self, owner: Owner, timeout_seconds: float = PATIENCE
+    ) -> tuple[asyncio.Task[list[int] | None], Stops]:
         """A read of all its memory, under way: the first bytes have landed."""
         stops = Stops()
         self.memory.words[:] = 0
