@@ -91,7 +91,7 @@ class Parts:
         self.tier = HostTier(self.pool.size_bytes, self._listener)
         self.engines = Engines(self.tier)
         self.engines.attach("engine", self.spec)
-        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp"))
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-"))
         self.transfer_socket = Path(folder, "peers.sock")
         end = End(
             name=f"{self.instance_id}:{self.epoch}",
@@ -219,7 +219,10 @@ class Remote:
 
     def __init__(self, instance_id: str, *, spec: str = "large", chunk_count: int = 16) -> None:
         program = f"from tests.server.node.peer_parts import serve; serve({instance_id!r}, {spec!r}, {chunk_count})"
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        # Its own would stay if it is killed.
+        self._folder = tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp")
+        paths = os.pathsep.join(path for path in sys.path if path)
+        environment = {**os.environ, "PYTHONPATH": paths, "TMPDIR": self._folder.name}
         self._process = subprocess.Popen(
             [sys.executable, "-c", program],
             stdin=subprocess.PIPE,
@@ -260,6 +263,8 @@ class Remote:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()
+        finally:
+            self._folder.cleanup()
 
 
 def serve(instance_id: str, spec: str, chunk_count: int) -> None:
