@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from lmkv.errors import Unreachable
 from lmkv.pool import Pool
@@ -102,6 +102,34 @@ class Channel(Protocol):
 
     async def aclose(self) -> None:
         """Ends every read, then lets go of the memory and all peers. Idempotent."""
+
+
+class Peer(Protocol):
+    """What a channel knows of a peer, at the least."""
+
+    @property
+    def region(self) -> Region:
+        """Its pool, where it is in its own process."""
+
+
+P = TypeVar("P", bound=Peer)
+
+
+def find_peer(
+    peers: Mapping[str, P], peer_name: str, copies: Sequence[Copy], own: Region, on_stopped: Callable[[], None]
+) -> P:
+    """The peer that a read may begin from.
+
+    Raises `Unreachable`, and says that the read has stopped, if there is no such peer, or as `check_copies` does.
+    """
+    try:
+        if peer_name not in peers:
+            raise Unreachable(f"{peer_name} is not connected", peer=peer_name)
+        check_copies(peer_name, copies, peers[peer_name].region, own)
+    except Unreachable:
+        on_stopped()
+        raise
+    return peers[peer_name]
 
 
 def check_copies(peer_name: str, copies: Sequence[Copy], peer: Region, own: Region) -> None:

@@ -8,12 +8,12 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from lmkv.errors import ConfigError, Unreachable
-from lmkv.transfer.channel import Copy, End, Region, check_copies
+from lmkv.transfer.channel import Copy, End, Region, find_peer
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.threads import Job, Threads
 
@@ -29,6 +29,12 @@ STEP_BYTES = 32 << 20
 """Read before a thread looks whether it should go on."""
 CONNECT_SECONDS = 4.0
 SCRATCH_BYTES = 4096
+
+
+class _Peer(NamedTuple):
+    region: Region
+    target: str
+    """What Mooncake calls it."""
 
 
 class MooncakeChannel:
@@ -52,7 +58,7 @@ class MooncakeChannel:
         self._engine.register_memory(self._scratch.ctypes.data, SCRATCH_BYTES)
         words = {"target": f"{end.host}:{self._engine.get_rpc_port()}"}
         self.metadata = wrap(self.name, end, json.dumps(words).encode())
-        self._peers: dict[str, tuple[Region, str]] = {}
+        self._peers: dict[str, _Peer] = {}
         self._threads = Threads("lmkv-mooncake", READ_THREADS)
 
     @classmethod
@@ -67,7 +73,7 @@ class MooncakeChannel:
         probe = Copy(remote_address=region.address, local_address=self._scratch.ctypes.data, size_bytes=1)
         part = partial(self._read, target, [probe])
         await self._threads.carry_out(peer_name, [part], CONNECT_SECONDS, lambda: None)
-        self._peers[peer_name] = region, target
+        self._peers[peer_name] = _Peer(region, target)
 
     async def remove_peer(self, peer_name: str) -> None:
         """See `Channel`."""
@@ -77,15 +83,8 @@ class MooncakeChannel:
         self, peer_name: str, copies: Sequence[Copy], timeout_seconds: float, on_stopped: Callable[[], None]
     ) -> None:
         """See `Channel`."""
-        try:
-            if peer_name not in self._peers:
-                raise Unreachable(f"{peer_name} is not connected", peer=peer_name)
-            region, target = self._peers[peer_name]
-            check_copies(peer_name, copies, region, self._own)
-        except Unreachable:
-            on_stopped()
-            raise
-        parts = [partial(self._read, target, copies)] if copies else []
+        peer = find_peer(self._peers, peer_name, copies, self._own, on_stopped)
+        parts = [partial(self._read, peer.target, copies)] if copies else []
         await self._threads.carry_out(peer_name, parts, timeout_seconds, on_stopped)
 
     def serve(self, needed: bool) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from lmkv.errors import ChannelUnsupported, ConfigError, Unreachable
 from lmkv.handover import Fields, Gift, Handover, take
-from lmkv.transfer.channel import Copy, End, Region, SummedCopy, check_copies
+from lmkv.transfer.channel import Copy, End, Region, SummedCopy, find_peer
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.threads import Job, Threads
 
@@ -88,14 +88,7 @@ class ShmChannel:
         self, peer_name: str, copies: Sequence[Copy], timeout_seconds: float, on_stopped: Callable[[], None]
     ) -> list[int] | None:
         """See `Channel`."""
-        try:
-            peer = self._peers.get(peer_name)
-            if peer is None:
-                raise Unreachable(f"{peer_name} is not connected", peer=peer_name)
-            check_copies(peer_name, copies, peer.region, self._own)
-        except Unreachable:
-            on_stopped()
-            raise
+        peer = find_peer(self._peers, peer_name, copies, self._own, on_stopped)
         steps = deque(_steps(copies))
         summed: deque[tuple[int, int]] = deque()
         parts = [partial(_take_steps, peer, steps, self._copy, summed)] * min(COPY_THREADS, len(steps))

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Self
 
 from lmkv.errors import Unreachable
-from lmkv.transfer.channel import Copy, End, Region, check_copies
+from lmkv.transfer.channel import Copy, End, Region, find_peer
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.tcp_server import TcpServer
 from lmkv.transfer.tcp_wire import GRANTED, MAX_RANGES, TOKEN_BYTES, hello, request
@@ -70,14 +70,7 @@ class TcpChannel:
         self, peer_name: str, copies: Sequence[Copy], timeout_seconds: float, on_stopped: Callable[[], None]
     ) -> None:
         """See `Channel`."""
-        try:
-            peer = self._peers.get(peer_name)
-            if peer is None:
-                raise Unreachable(f"{peer_name} is not connected", peer=peer_name)
-            check_copies(peer_name, copies, peer.region, self._own)
-        except Unreachable:
-            on_stopped()
-            raise
+        peer = find_peer(self._peers, peer_name, copies, self._own, on_stopped)
         connections = [connection] if (connection := peer.take()) else []
         part = partial(self._receive, peer, connections, copies)
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from lmkv.errors import Unreachable
 from lmkv.transfer import ucx_api
-from lmkv.transfer.channel import Copy, End, Region, check_copies
+from lmkv.transfer.channel import Copy, End, Region, find_peer
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.threads import Job, Threads
 from lmkv.transfer.ucx_api import Pending
@@ -68,14 +68,7 @@ class UcxChannel:
         self, peer_name: str, copies: Sequence[Copy], timeout_seconds: float, on_stopped: Callable[[], None]
     ) -> None:
         """See `Channel`."""
-        try:
-            peer = self._peers.get(peer_name)
-            if peer is None:
-                raise Unreachable(f"{peer_name} is not connected", peer=peer_name)
-            check_copies(peer_name, copies, peer.region, self._own)
-        except Unreachable:
-            on_stopped()
-            raise
+        peer = find_peer(self._peers, peer_name, copies, self._own, on_stopped)
         await self._carry_out(peer_name, peer, copies, timeout_seconds, on_stopped)
 
     def serve(self, needed: bool) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -33,7 +34,7 @@ ATTACHED_ACTS = 60
 """After so many acts an engine leaves and comes back."""
 
 
-class Actor:
+class Actor(ABC):
     """Something that acts until the test ends."""
 
     def __init__(self, name: str, seed: int, counts: Counter[str]) -> None:
@@ -42,9 +43,9 @@ class Actor:
         self.counts = counts
         """How often each thing was done, for the report."""
 
+    @abstractmethod
     async def run(self) -> None:
         """Acts until it is cancelled."""
-        raise NotImplementedError
 
 
 class EngineActor(Actor):
