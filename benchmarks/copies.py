@@ -24,7 +24,7 @@ from lmkv.pool import Pool
 from lmkv.pool_socket import PoolSocket
 from lmkv.spec import KvSpec
 from lmkv.units import GB
-from lmkv_kernels import ChunkCopy
+from lmkv_kernels import ChunkCopy, Pages, whole_tiles
 
 if TYPE_CHECKING:  # importing vLLM takes seconds
     from lmkv_client.connector.messages import Attachment
@@ -46,7 +46,7 @@ def measure(run: Run, spec: KvSpec) -> None:
 
     chunk_count = PROMPT_TOKENS // spec.chunk_size
     memory, tensors = kv_cache(spec, chunk_count * spec.chunk_size // spec.block_size + SPARE_BLOCKS)
-    run.logs.parent.mkdir(parents=True, exist_ok=True)
+    copies = scattered_copies(whole_tiles(tensors, 0, spec.kv_head_count), spec.chunk_size, chunk_count)
     with Pool.create(chunk_count * spec.chunk_bytes) as pool, ThreadPoolExecutor(max(THREADS)) as executor:
         pool.populate()
         with served(run, pool) as attachment:
@@ -54,7 +54,7 @@ def measure(run: Run, spec: KvSpec) -> None:
                 worker = WorkerSide(spec, Share.of_rank(0, 1, spec.kv_head_count), rank=0, threads=threads)
                 try:
                     worker.register({str(layer): tensor for layer, tensor in enumerate(tensors)})
-                    acts = Acts(worker, attachment, scattered_copies(spec, chunk_count, spec.block_size))
+                    acts = Acts(worker, attachment, copies)
                     _measure(run, pool, memory, acts, threads, executor)
                 finally:
                     worker.close()
@@ -125,16 +125,16 @@ def served(run: Run, pool: Pool) -> Iterator[Attachment]:
         loop.close()
 
 
-def scattered_copies(spec: KvSpec, chunk_count: int, block_size: int) -> list[ChunkCopy]:
+def scattered_copies(pages: Pages, chunk_size: int, chunk_count: int) -> list[ChunkCopy]:
     """One prompt's chunks, one after the other in the pool, and all over the place in the pages."""
-    blocks = spec.chunk_size // block_size
-    order = np.random.default_rng(0).permutation(chunk_count * blocks + SPARE_BLOCKS)
+    extent_bytes, blocks = pages.extent_bytes(chunk_size), chunk_size // pages.block_tokens
+    order = np.random.default_rng(0).permutation(pages.block_count).tolist()
     return [
         ChunkCopy(
-            offset=chunk * spec.chunk_bytes,
-            extent_tokens=spec.chunk_size,
-            token_count=spec.chunk_size,
-            block_ids=order[chunk * blocks : (chunk + 1) * blocks].tolist(),
+            offset=chunk * extent_bytes,
+            extent_tokens=chunk_size,
+            token_count=chunk_size,
+            block_ids=order[chunk * blocks : (chunk + 1) * blocks],
         )
         for chunk in range(chunk_count)
     ]

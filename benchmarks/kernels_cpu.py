@@ -14,10 +14,10 @@ import torch
 
 from benchmarks import timing
 from benchmarks.command import Benchmark, Run
-from benchmarks.copies import rate_row, touched_memory
+from benchmarks.copies import rate_row, scattered_copies, touched_memory
 from benchmarks.rows import Row
 from lmkv.pool import Pool
-from lmkv_kernels import ChunkCopy, Pages, gather, packed_rows, scatter, token_rows, whole_tiles
+from lmkv_kernels import Pages, gather, packed_rows, scatter, token_rows, whole_tiles
 
 TOKENS = 4096
 CHUNK_SIZE = 256
@@ -74,19 +74,8 @@ def measure(run: Run) -> None:
 def _measure(run: Run, layout: Layout) -> None:
     tensors = layout.tensors()
     pages = layout.make(tensors, 0, layout.head_count)
-    chunk_bytes = pages.extent_bytes(CHUNK_SIZE)
-    blocks = CHUNK_SIZE // layout.block_size
-    order = np.random.default_rng(0).permutation(pages.block_count).tolist()
-    copies = [
-        ChunkCopy(
-            offset=chunk * chunk_bytes,
-            extent_tokens=CHUNK_SIZE,
-            token_count=CHUNK_SIZE,
-            block_ids=order[chunk * blocks : (chunk + 1) * blocks],
-        )
-        for chunk in range(TOKENS // CHUNK_SIZE)
-    ]
-    with Pool.create(len(copies) * chunk_bytes) as pool:
+    copies = scattered_copies(pages, CHUNK_SIZE, TOKENS // CHUNK_SIZE)
+    with Pool.create(len(copies) * pages.extent_bytes(CHUNK_SIZE)) as pool:
         pool.populate()
         pool_bytes = np.frombuffer(pool.buffer, np.uint8)
         source = touched_memory(pool.size_bytes)

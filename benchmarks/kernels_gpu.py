@@ -13,12 +13,11 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 
 from benchmarks import timing
 from benchmarks.command import Benchmark, Run
-from benchmarks.copies import rate_row
+from benchmarks.copies import rate_row, scattered_copies
 from benchmarks.rows import Row
 from lmkv_kernels import ChunkCopy, Pages, token_rows
 from lmkv_kernels.cuda import (
@@ -232,18 +231,8 @@ def _case(gpu: Gpu, layout: Layout, token_count: int) -> tuple[list[torch.Tensor
     """Pages, copies of all their tokens in blocks that lie apart, and the bytes of these."""
     tensors, pages = layout.pages(token_count, gpu.memory)
     pages = dataclasses.replace(pages, device="cuda:0")
-    extent, blocks = pages.extent_bytes(CHUNK_SIZE), CHUNK_SIZE // layout.block_size
-    order = np.random.default_rng(0).permutation(pages.block_count).tolist()
-    copies = [
-        ChunkCopy(
-            offset=chunk * extent,
-            extent_tokens=CHUNK_SIZE,
-            token_count=CHUNK_SIZE,
-            block_ids=order[chunk * blocks : (chunk + 1) * blocks],
-        )
-        for chunk in range(token_count // CHUNK_SIZE)
-    ]
-    return tensors, pages, copies, len(copies) * extent
+    copies = scattered_copies(pages, CHUNK_SIZE, token_count // CHUNK_SIZE)
+    return tensors, pages, copies, len(copies) * pages.extent_bytes(CHUNK_SIZE)
 
 
 @contextmanager

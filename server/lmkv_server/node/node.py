@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import time
@@ -11,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
 
 import grpc
 
@@ -33,6 +31,7 @@ from lmkv_server.node.engines import Engines
 from lmkv_server.node.fleet import Fleet, Held
 from lmkv_server.node.host_tier import Chunk, HostTier
 from lmkv_server.node.inspector import Inspector
+from lmkv_server.node.instance_lock import InstanceLock
 from lmkv_server.node.metrics import Metrics
 from lmkv_server.node.metrics_server import MetricsServer
 from lmkv_server.node.orders import Orders
@@ -104,7 +103,7 @@ class Node:
     async def _start(self) -> None:
         config = self.config
         config.make_instance_dir()
-        self._stack.enter_context(lock(config.lock_path, config.instance_id))
+        self._stack.enter_context(InstanceLock(config.lock_path, config.instance_id))
         pool_path = Path(config.pool_path) if config.pool_path else None
         self.pool = Pool.create(
             config.max_local_cpu_bytes,
@@ -340,31 +339,6 @@ def bind(server: grpc.aio.Server, address: str, key: str) -> int:
         raise ConfigError(
             f"{key}: cannot listen on {address}; is it in use? choose another, or 0 for any free port"
         ) from None
-
-
-class lock:  # noqa: N801
-    """Holds the instance id on this host. The kernel lets go of it however the process ends."""
-
-    def __init__(self, path: Path, instance_id: str) -> None:
-        self._file: TextIO = path.open("a+")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.seek(0)
-            pid = self._file.read().strip() or "unknown"
-            self._file.close()
-            raise ConfigError(
-                f"instance_id: {instance_id!r} is already run by process {pid} on this host; "
-                "give each node its own instance_id"
-            ) from None
-        self._file.truncate(0)
-        self._file.write(str(os.getpid()))
-        self._file.flush()
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
 
 async def stopped(task: asyncio.Task[None]) -> None:
