@@ -99,10 +99,11 @@ async def test_nothing_at_all_is_exit_code_1(fleet: Fleet, run_command: RunComma
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["move", "--from", "a", "--to", "nowhere", "--tokens", "1"], "nowhere"),
+        (["move", "--from", "a", "--to", "nowhere", "--tokens", "1"], "error: --to: instance 'nowhere'"),
+        (["move", "--from", "nowhere", "--to", "a", "--tokens", "1"], "error: --from: instance 'nowhere'"),
         (["move", "--from", "a", "--to", "a", "--tokens", "1"], "the same"),
         (["move", "--from", "a", "--to", "b/disk", "--tokens", "1"], "TIER_DISK"),
-        (["pin", "--at", "nowhere", "--tokens", "1"], "nowhere"),
+        (["pin", "--at", "nowhere", "--tokens", "1"], "error: --at: instance 'nowhere'"),
         (["clear", "--instance", "nowhere", "--all"], "nowhere"),
         (["ops", "show", "move-nowhere"], "there is no operation 'move-nowhere'"),
         (["watch", "--model", "qwen"], "no instance serves 'qwen'; served are: llama"),

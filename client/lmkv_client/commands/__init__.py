@@ -18,7 +18,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from lmkv import tiers
 from lmkv.config import ClientConfig, load
-from lmkv.errors import BadRequest, Unreachable
+from lmkv.errors import BadRequest, LmkvError, Unreachable
 from lmkv.units import parse_seconds
 from lmkv.v1.chunk_pb2 import Position, Tier
 from lmkv_client.coordinator import Coordinator
@@ -59,6 +59,18 @@ def ask(args: argparse.Namespace, question: Callable[[Coordinator], Awaitable[An
             "--coordinator HOST:PORT",
             address=address,
         ) from error
+    except LmkvError as error:
+        raise in_flags(error) from None
+
+
+FLAGS = {"old_position": "--from", "new_position": "--to", "position": "--at"}
+"""Flags whose name is not that of the request's field."""
+
+
+def in_flags(error: LmkvError) -> LmkvError:
+    """The error, naming what was typed instead of the field that it went into."""
+    field, colon, rest = str(error).partition(":")
+    return type(error)(f"{FLAGS[field]}{colon}{rest}", **error.metadata) if field in FLAGS else error
 
 
 def read_position(text: str) -> Position:
