@@ -35,7 +35,7 @@ _EMPTY = sha256()
 _NO_EXTRAS: Mapping[int, bytes] = {}
 
 
-def as_tokens(tokens: Sequence[int] | Tokens, vocab_size: int = 0) -> Tokens:
+def as_tokens(tokens: Sequence[int] | NDArray[np.integer], vocab_size: int = 0) -> Tokens:
     """Token ids as a contiguous little-endian u32 array of shape `[n]`.
 
     Raises `BadTokens` if an id is negative, not below `vocab_size` (0: unknown), or does not fit.
@@ -44,7 +44,7 @@ def as_tokens(tokens: Sequence[int] | Tokens, vocab_size: int = 0) -> Tokens:
         array = np.asarray(tokens)
         if array.size and array.dtype.kind not in "iu":
             raise TypeError(f"{array.dtype} is no integer type")
-        if array.size and int(array.min()) < 0:
+        if array.size and array.dtype.kind == "i" and int(array.min()) < 0:
             raise ValueError(f"{int(array.min())} is negative")
     except (OverflowError, ValueError, TypeError) as error:
         raise BadTokens(f"tokens must be integers from 0 to 2^32-2: {error}") from None

@@ -3,10 +3,12 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
 #include "chunk_copy.h"
+#include "chunk_keys.h"
 #include "token_ids.h"
 
 namespace nb = nanobind;
@@ -95,6 +97,18 @@ std::uint64_t summed_copy(std::uint64_t target, std::uint64_t source, std::int64
   return sum;
 }
 
+nb::bytes chunk_keys(const Vector<const std::uint32_t>& tokens, const ReadOnlyPoolBytes& root, std::size_t chunk_size,
+                     bool portable) {
+  lmkv::KeyBytes first;
+  std::copy_n(root.data(), first.size(), first.begin());
+  std::vector<lmkv::KeyBytes> keys;
+  {
+    nb::gil_scoped_release unlocked;
+    keys = lmkv::chunk_keys(span_of(tokens), first, chunk_size, portable);
+  }
+  return nb::bytes(keys.data(), keys.size() * sizeof(lmkv::KeyBytes));
+}
+
 nb::bytes token_ids(const ReadOnlyPoolBytes& json) {
   const std::string_view text{reinterpret_cast<const char*>(json.data()), json.size()};
   std::vector<std::uint32_t> ids;
@@ -117,5 +131,6 @@ NB_MODULE(_host, module) {
   module.def("checksum", &checksum, "pool"_a, "offset"_a, "size_bytes"_a, "threads"_a, "portable"_a = false);
   module.def("summed_copy", &summed_copy, "target"_a, "source"_a, "size_bytes"_a, "first_word"_a,
              "portable"_a = false);
+  module.def("chunk_keys", &chunk_keys, "tokens"_a, "root"_a, "chunk_size"_a, "portable"_a = false);
   module.def("token_ids", &token_ids, "json"_a);
 }

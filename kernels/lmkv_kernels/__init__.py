@@ -2,12 +2,12 @@
 
 Moves KV between an engine's pages and chunks in the pool, and sums chunks, for the connector and the node; `reference`
 is the plain torch twin of every such kernel: it defines what they must do, bit for bit. `ChunkTable` keeps the
-coordinator's layout map; `token_ids` reads what it is asked for.
+coordinator's layout map; `token_ids` reads what it is asked for, and `chunk_keys` makes the keys of that.
 """
 
 from lmkv_kernels._chunk_table import ChunkTable
 from lmkv_kernels.copies import ChunkCopy, copied_bytes
-from lmkv_kernels.host import checksum, gather, scatter, summed_copy, token_ids
+from lmkv_kernels.host import checksum, chunk_keys, gather, scatter, summed_copy, token_ids
 from lmkv_kernels.pages import Pages, packed_rows, token_rows, whole_tiles
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "ChunkTable",
     "Pages",
     "checksum",
+    "chunk_keys",
     "copied_bytes",
     "gather",
     "packed_rows",

@@ -40,5 +40,8 @@ def checksum(pool: NDArray[np.uint8], offset: int, size_bytes: int, threads: int
 def summed_copy(target: int, source: int, size_bytes: int, first_word: int, portable: bool = False) -> int:
     """Copies a run of bytes between addresses; what its words, of which `first_word` is the first, add to the sum."""
 
+def chunk_keys(tokens: NDArray[np.uint32], root: NDArray[np.uint8], chunk_size: int, portable: bool = False) -> bytes:
+    """Keys of the chunks of `chunk_size` tokens and of what is left after them, 16 bytes each. `root` has 16 bytes."""
+
 def token_ids(json: NDArray[np.uint8]) -> bytes:
     """The numbers of a JSON list as u32. Raises `ValueError` if it is no list of numbers from 0 to 2^32 - 1."""

@@ -77,6 +77,21 @@ def summed_copy(target: int, source: int, size_bytes: int, first_word: int) -> i
     return _host.summed_copy(target, source, size_bytes, first_word)
 
 
+def chunk_keys(tokens: NDArray[np.uint32], root: bytes, chunk_size: int) -> bytes:
+    """Keys of a prompt's full chunks and of what is left after them, 16 bytes each.
+
+    The chain of `lmkv.keys`, for chunks without extras, at half of what it costs there. Raises `ValueError` if the
+    tokens are no flat contiguous array of u32, the root is no key, or a chunk has no token.
+    """
+    if tokens.dtype != np.dtype("<u4") or tokens.ndim != 1 or not tokens.flags.c_contiguous:
+        raise ValueError("tokens must be a flat contiguous array of u32")
+    if len(root) != 16:
+        raise ValueError(f"root must be a key of 16 bytes, not {len(root)}")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be 1 or more, not {chunk_size}")
+    return _host.chunk_keys(tokens, _bytes_of(root, "root"), chunk_size)
+
+
 def token_ids(json: Buffer) -> NDArray[np.uint32]:
     """The token ids in a JSON list, read-only, at a tenth of what a list of Python's integers costs.
 

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv.errors import BadTokens
-from lmkv.keys import KEY_BYTES, MAX_KEYS, as_tokens, check_keys, chunk_keys, join_keys, root_key
+from lmkv.keys import KEY_BYTES, MAX_KEYS, Tokens, as_tokens, check_keys, root_key
 from lmkv.spec import KvSpec
+from lmkv_kernels import chunk_keys
 from lmkv_server.coordinator.instances import Instances
 
 
@@ -70,16 +71,14 @@ class Selector:
         """The keys of a prompt under each spec that it can be meant under; none without tokens. Raises as `select`."""
         if not tokens.size:
             return []
-        if tokens.min() < 0:
-            raise BadTokens(f"token id {tokens.min()} is negative", token=tokens.min())
-        unsigned = tokens.astype(np.uint32)
+        unsigned = as_tokens(tokens)
         return [
             Selection(keys=self._keys(unsigned, spec, cache_salt, lora_name), fingerprint=spec.fingerprint)
             for spec in self._instances.specs(model_name)
         ]
 
-    def _keys(self, tokens: NDArray[np.uint32], spec: KvSpec, cache_salt: str, lora_name: str) -> bytes:
+    def _keys(self, tokens: Tokens, spec: KvSpec, cache_salt: str, lora_name: str) -> bytes:
         if tokens.size > MAX_KEYS * spec.chunk_size:
             raise BadTokens(f"{tokens.size} tokens make more than {MAX_KEYS} chunks", limit=MAX_KEYS)
         root = root_key(spec.fingerprint, cache_salt=cache_salt, lora=lora_name, secret=self._secret)
-        return join_keys(chunk_keys(as_tokens(tokens, spec.vocab_size), root, spec.chunk_size, partial=True))
+        return chunk_keys(as_tokens(tokens, spec.vocab_size), root, spec.chunk_size)

@@ -1,0 +1,17 @@
+// The keys of a prompt's chunks: the chain that lmkv/keys.py defines, for chunks without extras.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace lmkv {
+
+using KeyBytes = std::array<std::uint8_t, 16>;
+
+// One key a chunk of `chunk_size` tokens, and one for what is left after the full ones.
+std::vector<KeyBytes> chunk_keys(std::span<const std::uint32_t> tokens, const KeyBytes& root, std::size_t chunk_size,
+                                 bool portable);
+
+}  // namespace lmkv
