@@ -25,8 +25,21 @@ def test_whole_numbers_are_read_as_json_reads_them(
 
 
 @settings(deadline=None, max_examples=500)
+@given(st.lists(IDS, min_size=20), st.integers(0, 400), st.sampled_from(list('0 ,-.x]"\n')), st.booleans())
+def test_one_wrong_character_among_many_ids_is_noticed_wherever_it_stands(
+    ids: list[int], place: int, character: str, spaced: bool
+) -> None:
+    text = json.dumps(ids, separators=(", " if spaced else ",", ":"))
+    check_reads_like_json((text[:place] + character + text[place + 1 :]).encode())
+
+
+@settings(deadline=None, max_examples=500)
 @given(st.one_of(st.binary(max_size=40), st.text(alphabet='[]0123456789,. -+eE"{}:tx\n', max_size=40).map(str.encode)))
 def test_it_takes_a_text_exactly_if_it_is_a_json_list_of_such_numbers(text: bytes) -> None:
+    check_reads_like_json(text)
+
+
+def check_reads_like_json(text: bytes) -> None:
     try:
         value: Any = json.loads(text.decode("ascii"))
     except ValueError:
