@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import logging
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 
 from lmkv import telemetry
 from lmkv.cli import Command
@@ -17,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "lmkv-coordinator"
 """What it is called where it exports to, unless `OTEL_SERVICE_NAME` says otherwise."""
+LARGE_REQUEST_BYTES = 4 << 20
+"""Buffers of requests are smaller. What the largest takes is kept for the next one."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,9 +41,19 @@ def _run(args: argparse.Namespace) -> int:
             config.port,
             monitors,
         )
+    _keep_freed_memory()
     with telemetry.trace_process(SERVICE_NAME, ""), asyncio.Runner(loop_factory=_fast_loop()) as runner:
         runner.run(serve(config))
     return 0
+
+
+def _keep_freed_memory() -> None:
+    """Has malloc keep what one large request needs, where it is glibc's: by default each would get its pages anew."""
+    m_trim_threshold, m_mmap_threshold = -1, -3  # malloc.h
+    with suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(m_mmap_threshold, LARGE_REQUEST_BYTES)
+        mallopt(m_trim_threshold, 8 * LARGE_REQUEST_BYTES)
 
 
 def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
