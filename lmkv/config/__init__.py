@@ -9,6 +9,7 @@ from lmkv.config.client import ClientConfig
 from lmkv.config.connector import ConnectorConfig
 from lmkv.config.coordinator import CoordinatorConfig
 from lmkv.config.node import NodeConfig
+from lmkv.config.proxy import ProxyConfig
 from lmkv.config.resolve import load, to_environment
 from lmkv.config.schema import Config, keys
 
@@ -18,6 +19,7 @@ __all__ = [
     "ConnectorConfig",
     "CoordinatorConfig",
     "NodeConfig",
+    "ProxyConfig",
     "add_arguments",
     "from_arguments",
     "keys",

@@ -30,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Config]) -> None:
     for name, declared in keys(cls).items():
         if not declared.kind.secret:
             _add(group, name, declared)
+    for name in cls.replaced_flags:
+        group.add_argument(flag(name), dest=_DEST + name, help=argparse.SUPPRESS)
 
 
 def from_arguments(args: argparse.Namespace, cls: type[C], *, env: Mapping[str, str] = os.environ) -> C:
@@ -53,4 +55,5 @@ def _add_spelling(group: Any, name: str, declared: Key, shown: str) -> None:
         metavar=declared.kind.metavar,
         help=shown,
         **({"nargs": "?", "const": "true"} if is_switch else {}),
+        **({"action": "append"} if declared.kind.repeatable else {}),
     )

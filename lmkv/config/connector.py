@@ -50,6 +50,9 @@ class ConnectorConfig(NodeConfig):
         Alias(name="lookup_timeout_ms", convert=lambda raw: MILLISECONDS.read(raw) / 1000),
     )
     load_timeout: float = key(SECONDS, 1.0, "Most time a request waits for a load, in seconds; then it computes.")
+    pd_load_timeout: float = key(
+        SECONDS, 30.0, "Most time a request waits for a prompt that is handed to it, in seconds; then it computes."
+    )
     node_address: str = key(
         SOCKET_PATH,
         "",

@@ -43,6 +43,8 @@ class Kind(Generic[T]):
     """A value as text for the environment."""
     secret: bool = False
     """Whether values stay out of messages, flags and representations."""
+    repeatable: bool = False
+    """Whether the flag may be given several times; `parse` then gets a list."""
 
     def read(self, raw: object) -> T:
         """The value that was written. Raises `ValueError` with a message that follows the key's name."""
@@ -91,6 +93,12 @@ def _flag(raw: object) -> bool:
 
 def _gigabytes(raw: object) -> float:
     return size if 1 / GB <= (size := parse_gigabytes(raw)) <= MAX_GIGABYTES else _refuse()
+
+
+def _buffer_bytes(raw: object) -> int:
+    text = str(raw).strip()
+    size = float(text) if text.replace(".", "", 1).isdigit() else parse_gigabytes(raw) * GB
+    return round(size) if 0 <= size <= MAX_GIGABYTES * GB else _refuse()
 
 
 def _seconds_or_zero(raw: object) -> float:
@@ -232,6 +240,9 @@ FLAG = Kind(metavar="BOOL", expects="true or false", parse=_flag, write=lambda v
 MILLISECONDS = Kind(metavar="N", expects="a number of milliseconds above 0", parse=_milliseconds)
 GIGABYTES = Kind(
     metavar="SIZE", expects='a size above 0 such as 5 (GB) or "512MB", at most 1024TB', parse=_gigabytes, write=repr
+)
+BUFFER_BYTES = Kind(
+    metavar="SIZE", expects='a number of bytes, or a size with its unit such as "1GB"', parse=_buffer_bytes, write=repr
 )
 SECONDS = Kind(
     metavar="TIME",

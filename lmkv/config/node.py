@@ -12,6 +12,7 @@ from pathlib import Path
 from lmkv.config import common
 from lmkv.config.kinds import (
     ADDRESS,
+    BUFFER_BYTES,
     FLAG,
     GIGABYTES,
     INSTANCE_ID,
@@ -72,13 +73,17 @@ class NodeConfig(Config):
     )
     enable_p2p: bool = key(FLAG, True, "Whether nodes fetch chunks from each other.")
     p2p_host: str = key(
-        REACHABLE_HOST, "127.0.0.1", "Address of this machine that the node binds, and tells its peers."
+        REACHABLE_HOST,
+        "127.0.0.1",
+        "Address of this machine that the node binds, and tells its peers.",
+        "pd_peer_host",
     )
     p2p_port: int = key(
         PORT,
         0,
         "Port for peers; 0: a free one.",
         Alias(name="p2p_init_ports", convert=one_port),
+        Alias(name="pd_peer_init_port", convert=one_port),
     )
     transfer_channel: str = key(
         TRANSFER_CHANNEL,
@@ -110,6 +115,28 @@ class NodeConfig(Config):
     node_linger: float = key(SECONDS_OR_ZERO, 60.0, "How long a node outlives its last engine, in seconds.")
     grant_ttl: float = key(SECONDS, 30.0, "How long a grant on extents lasts, in seconds.")
     fetch_timeout: float = key(SECONDS, 1.0, "Most time to fetch chunks from a peer, in seconds.")
+    enable_pd: bool = key(
+        FLAG,
+        True,
+        "Whether prompts are handed from prefill to decode engines where a request says so; needs enable_p2p.",
+    )
+    pd_role: str = key(
+        choice("both", "sender", "receiver"),
+        "both",
+        "Which side of handoffs the node takes: sender (of a prefill), receiver (of a decode), or both.",
+    )
+    pd_buffer_size: int = key(
+        BUFFER_BYTES,
+        0,
+        "Most bytes of the pool that prompts take which are handed here and not loaded yet; 0: half of the pool.",
+        shown_default="0",
+    )
+    pd_timeout: float = key(
+        SECONDS, 5.0, "How long the receiver of a handoff waits for a word from its sender, in seconds."
+    )
+    pd_abandon_timeout: float = key(
+        SECONDS, 60.0, "How long a handed prompt is kept for a request that does not come, in seconds."
+    )
     verify_transfers: bool = key(
         FLAG, True, "Whether the checksum of each chunk that comes from a peer is compared before it is of use."
     )
@@ -129,9 +156,15 @@ class NodeConfig(Config):
         return Tls(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key)
 
     @property
-    def max_local_cpu_bytes(self) -> int:
-        """`max_local_cpu_size` in bytes."""
-        return round(self.max_local_cpu_size * GB)
+    def pool_bytes(self) -> int:
+        """Size of the pool. Without a cache in host memory it is the buffer of handoffs alone, if that has a size."""
+        cache = round(self.max_local_cpu_size * GB)
+        return cache if self.local_cpu or not self.enable_pd else self.pd_buffer_size or cache
+
+    @property
+    def pd_buffer_bytes(self) -> int:
+        """What `pd_buffer_size` stands for."""
+        return min(self.pd_buffer_size or self.pool_bytes // 2, self.pool_bytes)
 
     @property
     def runtime_path(self) -> Path:

@@ -13,6 +13,7 @@ from lmkv.config.client import ClientConfig
 from lmkv.config.connector import ConnectorConfig
 from lmkv.config.coordinator import CoordinatorConfig
 from lmkv.config.node import NodeConfig
+from lmkv.config.proxy import ProxyConfig
 from lmkv.config.schema import Alias, Config, keys
 from lmkv.config.sources import FILE_VARIABLE, PREFIX, Entry, read_environment, read_file, read_flags, variable
 from lmkv.errors import ConfigError
@@ -21,6 +22,7 @@ C = TypeVar("C", bound=Config)
 
 REPLACED = {
     "controller_reply_url": "one connection to coordinator_address carries both directions",
+    "decoder_alloc_port": "the node that decoder_init_port names hands out memory, too",
     "distributed_url": "peers meet at p2p_host and p2p_port",
     "enable_controller": "a coordinator is used if coordinator_address is set",
     "extra_config": "lmkv reads its keys at the top level only",
@@ -30,6 +32,13 @@ REPLACED = {
     "lmcache_worker_ports": "one node serves all ranks, at p2p_port",
     "lookup_backoff_time": "lookups wait for their answer, at most lookup_timeout",
     "p2p_lookup_ports": "p2p_port serves lookups too",
+    "pd_buffer_device": "what is handed over goes through the node's pool in host memory, which is pinned for a GPU",
+    "pd_peer_alloc_port": "the port of pd_peer_init_port hands out memory, too",
+    "pd_peer_query_port": "the port of pd_peer_init_port answers everything",
+    "pd_proxy_host": "a decode waits for what it was promised; nobody tells the proxy",
+    "pd_proxy_port": "a decode waits for what it was promised; nobody tells the proxy",
+    "proxy_host": "prefill engines answer the proxy's requests, they do not call it",
+    "proxy_port": "prefill engines answer the proxy's requests, they do not call it",
 }
 """LMCache's keys that have no counterpart, and what is in their place. They are accepted, with a notice."""
 
@@ -81,7 +90,7 @@ def spellings(cls: type[Config]) -> Mapping[str, tuple[str, Alias]]:
 @cache
 def known_spellings() -> frozenset[str]:
     """Every spelling of every key of every process, and the keys that were replaced."""
-    processes = (NodeConfig, ConnectorConfig, CoordinatorConfig, ClientConfig)
+    processes = (NodeConfig, ConnectorConfig, CoordinatorConfig, ProxyConfig, ClientConfig)
     return frozenset(REPLACED).union(*(spellings(cls) for cls in processes))
 
 

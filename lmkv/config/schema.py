@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from lmkv.config.kinds import Kind
 from lmkv.errors import ConfigError
@@ -49,6 +49,9 @@ def keys(cls: type[Config]) -> Mapping[str, Key]:
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """What configurations share. Raises `ConfigError` if a value is none of its key's kind."""
+
+    replaced_flags: ClassVar[Sequence[str]] = ()
+    """Keys in `REPLACED` that people give this process as flags."""
 
     notices: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """What whoever wrote the configuration should know; the process logs each on a line of its own."""

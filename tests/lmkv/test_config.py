@@ -18,6 +18,7 @@ from lmkv.config import (
     ConnectorConfig,
     CoordinatorConfig,
     NodeConfig,
+    ProxyConfig,
     add_arguments,
     from_arguments,
     keys,
@@ -27,7 +28,7 @@ from lmkv.config import (
 from lmkv.config.resolve import REPLACED
 from lmkv.errors import ConfigError
 
-PROCESSES = (NodeConfig, ConnectorConfig, CoordinatorConfig, ClientConfig)
+PROCESSES = (NodeConfig, ConnectorConfig, CoordinatorConfig, ProxyConfig, ClientConfig)
 EMPTY: Mapping[str, str] = {}
 
 SEED_P2P = """\
@@ -81,7 +82,7 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
     assert config == ConnectorConfig()
     assert (config.p2p_host, config.p2p_port, config.transfer_channel) == ("127.0.0.1", 0, "auto")
     assert config.nixl_backends == ("UCX",)
-    assert config.max_local_cpu_bytes == 5 << 30
+    assert config.pool_bytes == 5 << 30
     assert (config.node_linger, config.grant_ttl, config.fetch_timeout) == (60.0, 30.0, 1.0)
     assert (config.lookup_timeout, config.load_timeout, config.coordinator_timeout) == (0.1, 1.0, 0.05)
     assert (config.chunk_size, config.save_partial_chunks, config.save_decode_cache) == (256, True, True)
@@ -126,7 +127,7 @@ def test_the_p2p_configuration_of_lmcache_works_as_it_stands(tmp_path: Path) -> 
     assert config.instance_id == "lmcache_instance_1"
     assert (config.p2p_host, config.p2p_port) == ("localhost", 8200)
     assert config.coordinator_address == "localhost:8300"
-    assert config.max_local_cpu_bytes == 100 << 30
+    assert config.pool_bytes == 100 << 30
     assert {notice.split()[0] for notice in config.notices} == {
         "p2p_lookup_ports",
         "enable_controller",

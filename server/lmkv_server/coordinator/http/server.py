@@ -1,4 +1,4 @@
-"""uvicorn, as one more server in the coordinator's event loop."""
+"""uvicorn, as one more server in the event loop of a coordinator or a proxy."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lmkv.tls import Tls
 from lmkv_server.coordinator.ports import listen
 
 MAX_CONCURRENT_REQUESTS = 1_000
-"""Further ones are refused with 503."""
+"""Further ones are refused with 503, as are further connections; unless somebody says otherwise."""
 KEEP_ALIVE_SECONDS = 30
 STOP_GRACE_SECONDS = 0.1
-"""Time to answer what was asked before the stop."""
+"""Time to answer what was asked before the stop, unless somebody says otherwise."""
 
 logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
@@ -31,7 +31,19 @@ class HttpServer:
     It speaks HTTPS if `tls` has a certificate. Raises `ConfigError` if the port cannot be had.
     """
 
-    def __init__(self, host: str, port: int, key: str, app: ASGIApp, tls: Tls = PLAINTEXT) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        key: str,
+        app: ASGIApp,
+        tls: Tls = PLAINTEXT,
+        *,
+        name: str = "lmkv-coordinator-http",
+        max_concurrent_requests: int = MAX_CONCURRENT_REQUESTS,
+        grace_seconds: float = STOP_GRACE_SECONDS,
+    ) -> None:
+        self._name = name
         self._listener = listen(host, port, key)
         self.port: int = self._listener.getsockname()[1]
         self._server = _Server(
@@ -43,20 +55,21 @@ class HttpServer:
                 ws="none",
                 server_header=False,
                 proxy_headers=False,
-                limit_concurrency=MAX_CONCURRENT_REQUESTS,
+                limit_concurrency=max_concurrent_requests,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=1,
                 ssl_certfile=tls.cert or None,
                 ssl_keyfile=tls.key or None,
                 ssl_ca_certs=tls.client_ca or None,
                 ssl_cert_reqs=ssl.CERT_REQUIRED if tls.client_ca else ssl.CERT_NONE,
-            )
+            ),
+            grace_seconds,
         )
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begins to serve. Raises what keeps uvicorn from it."""
-        self._task = asyncio.create_task(self._server.serve([self._listener]), name="lmkv-coordinator-http")
+        self._task = asyncio.create_task(self._server.serve([self._listener]), name=self._name)
         ready = asyncio.create_task(self._server.ready.wait())
         await asyncio.wait({self._task, ready}, return_when=asyncio.FIRST_COMPLETED)
         if not self._server.ready.is_set():
@@ -75,8 +88,9 @@ class HttpServer:
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers, for the process has its own, and with a word when it serves."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, grace_seconds: float) -> None:
         super().__init__(config)
+        self._grace_seconds = grace_seconds
         self.ready = asyncio.Event()
 
     @contextmanager
@@ -89,7 +103,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if tasks := self.server_state.tasks:
-            await asyncio.wait(tasks, timeout=STOP_GRACE_SECONDS)
+            await asyncio.wait(tasks, timeout=self._grace_seconds)
         for connection in list(self.server_state.connections):  # streams end when their client goes, or so it seems
             connection.transport.close()
         await super().shutdown(sockets)

@@ -1,0 +1,242 @@
+"""What a proxy is told, and which engines that makes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from lmkv.config import common
+from lmkv.config.kinds import (
+    ADDRESS,
+    GIGABYTES,
+    HOST,
+    MILLISECONDS,
+    PORT,
+    SECONDS,
+    SECONDS_OR_ZERO,
+    SECRET,
+    Kind,
+    choice,
+    whole,
+)
+from lmkv.config.schema import Alias, Config, key
+from lmkv.errors import ConfigError
+from lmkv.tls import Tls
+from lmkv.units import GB
+
+
+def _items(raw: object) -> list[Any]:
+    """What a list holds, whether it is one, JSON, or separated by commas; also a flag that was given several times."""
+    if isinstance(raw, str):
+        return json.loads(raw) if raw.lstrip().startswith("[") else [item.strip() for item in raw.split(",")]
+    if isinstance(raw, list | tuple):
+        return [item for each in raw for item in (_items(each) if isinstance(each, str) else [each])]
+    return [raw]
+
+
+def _hosts(raw: object) -> tuple[str, ...]:
+    return tuple(HOST.parse(item) for item in _items(raw))
+
+
+def _ports(raw: object) -> tuple[int, ...]:
+    ports = tuple(PORT.parse(item) for item in _items(raw) if item != "")
+    if 0 in ports:
+        raise ValueError
+    return ports
+
+
+def _urls(raw: object) -> tuple[str, ...]:
+    return tuple(_url(item) for item in _items(raw) if item != "")
+
+
+def _url(raw: object) -> str:
+    if not isinstance(raw, str):
+        raise TypeError
+    address = re.fullmatch(r"(?:http://)?([^/]+)/*", raw)
+    if address is None or not ADDRESS.parse(address[1]):
+        raise ValueError
+    return f"http://{address[1]}"
+
+
+def _header(raw: object) -> str:
+    if not isinstance(raw, str) or not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", raw):
+        raise ValueError
+    return raw.lower()
+
+
+HOSTS = Kind(metavar="HOSTS", expects="host names or addresses, without ports", parse=_hosts, write=",".join)
+PORTS = Kind(
+    metavar="PORTS",
+    expects="ports from 1 to 65535",
+    parse=_ports,
+    write=lambda ports: ",".join(map(str, ports)),
+)
+URLS = Kind(
+    metavar="URL",
+    expects="engines such as http://10.0.0.7:8000",
+    parse=_urls,
+    write=",".join,
+    repeatable=True,
+)
+ENGINE_COUNT = whole(0, 1024, "a number of engines from 0 to 1024 (0: as many as hosts or ports are named)")
+_POLICY = choice("round_robin", "least_loaded", "kv_aware")
+POLICY = Kind(
+    metavar=_POLICY.metavar,
+    expects=_POLICY.expects,
+    parse=lambda raw: _POLICY.parse(raw.replace("-", "_") if isinstance(raw, str) else raw),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProxyConfig(Config):
+    """What a proxy is told: `lmkv proxy`."""
+
+    replaced_flags: ClassVar[Sequence[str]] = ("proxy_host", "proxy_port", "decoder_alloc_port")
+
+    host: str = key(HOST, "127.0.0.1", "Address to bind; 0.0.0.0 for all.")
+    port: int = key(PORT, 9100, "Port to serve the OpenAI API on; 0: a free one.")
+    mode: str = key(
+        choice("pd", "route"),
+        "pd",
+        "What stands behind the proxy: pd (prefill engines and decode engines), or route (engines that do both).",
+    )
+    prefiller_host: tuple[str, ...] = key(HOSTS, ("127.0.0.1",), "Hosts of the prefill engines.")
+    prefiller_port: tuple[int, ...] = key(
+        PORTS, (7100,), "Ports of the prefill engines; one for several on one host: the first of consecutive ones."
+    )
+    num_prefillers: int = key(
+        ENGINE_COUNT, 0, "Number of prefill engines.", shown_default="as many as hosts or ports are named"
+    )
+    decoder_host: tuple[str, ...] = key(HOSTS, ("127.0.0.1",), "Hosts of the decode engines.")
+    decoder_port: tuple[int, ...] = key(
+        PORTS, (7200,), "Ports of the decode engines; one for several on one host: the first of consecutive ones."
+    )
+    num_decoders: int = key(
+        ENGINE_COUNT, 0, "Number of decode engines.", shown_default="as many as hosts or ports are named"
+    )
+    decoder_init_port: tuple[int, ...] = key(
+        PORTS,
+        (),
+        "Ports where the decode engines' nodes meet their peers, for engines that do not tell it themselves.",
+    )
+    engines: tuple[str, ...] = key(URLS, (), "Engines in mode route; the flag may be repeated.", "engine")
+    policy: str = key(
+        POLICY,
+        "least_loaded",
+        "Which engine takes a request: round_robin, least_loaded, or kv_aware (who holds most of the prompt).",
+    )
+    coordinator_address: str = key(
+        ADDRESS, "", "Where the coordinator is, for kv_aware; empty: none.", *common.COORDINATOR_ALIASES
+    )
+    lookup_timeout: float = key(
+        SECONDS,
+        0.1,
+        "Most time a request waits for a lookup, in seconds.",
+        Alias(name="lookup_timeout_ms", convert=lambda raw: MILLISECONDS.read(raw) / 1000),
+    )
+    load_tokens: int = key(
+        whole(0, 1 << 20, "a number of tokens"),
+        512,
+        "Tokens of the prompt that an engine must hold to make up for one more request it has in flight; for kv_aware.",
+    )
+    session_header: str = key(
+        Kind(metavar="NAME", expects="the name of a header", parse=_header),
+        "x-session-id",
+        "Header whose requests with the same value go to the same engine; without it OpenAI's `user` counts.",
+    )
+    session_ttl: float = key(
+        SECONDS_OR_ZERO, 600.0, "How long a session stays with its engine without a request, in seconds; 0: not at all."
+    )
+    request_timeout: float = key(SECONDS, 600.0, "Most time for one request, its whole answer included, in seconds.")
+    health_interval: float = key(SECONDS, 1.0, "Time between two looks at an engine's health, in seconds.")
+    health_timeout: float = key(
+        SECONDS, 2.0, "Most time for an engine to say that it is well; after three silences it is out, in seconds."
+    )
+    max_concurrent_requests: int = key(
+        whole(1, 1 << 20, "a number of requests above 0"), 1024, "Most requests at a time; more are answered 503."
+    )
+    max_body_size: float = key(GIGABYTES, 32 / 1024, "Largest request, in GB unless it says its unit.")
+    stop_timeout: float = key(
+        SECONDS_OR_ZERO, 5.0, "How long requests under way may go on when the proxy is stopped, in seconds."
+    )
+    stats_interval: float = key(
+        SECONDS, 5.0, "Time between two tables of latencies on the log while there is traffic, in seconds."
+    )
+    engine_api_key: str = key(
+        SECRET, "", "Key that the engines ask for, for the proxy's own questions to them; no flag takes it."
+    )
+    tls_ca: str = common.tls_ca()
+    tls_cert: str = common.tls_cert()
+    tls_key: str = common.tls_key()
+    log_level: str = common.log_level()
+    log_format: str = common.log_format()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mode == "route" and not self.engines:
+            raise ConfigError("mode is route, but no engine is named; set engine to http://HOST:PORT", key="engines")
+        if self.mode == "pd" and self.engines:
+            raise ConfigError(
+                "engine is for mode route, but mode is pd; set mode to route, or name prefill and decode engines by "
+                "prefiller_port and decoder_port",
+                key="engines",
+            )
+        if self.policy == "kv_aware" and not self.coordinator_address:
+            raise ConfigError(
+                "policy is kv_aware, but nobody knows who holds what; set coordinator_address",
+                key="coordinator_address",
+            )
+        if self.mode == "pd":
+            _ = self.prefillers, self.decoders, self.decoder_addresses
+
+    @property
+    def tls(self) -> Tls:
+        """How to speak to the coordinator. Raises `ConfigError` if a file is not what it should be."""
+        return Tls(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key)
+
+    @property
+    def max_body_bytes(self) -> int:
+        """`max_body_size` in bytes."""
+        return round(self.max_body_size * GB)
+
+    @property
+    def prefillers(self) -> tuple[str, ...]:
+        """`host:port` of each prefill engine. Raises `ConfigError` if hosts and ports do not match."""
+        return _places("prefiller", self.prefiller_host, self.prefiller_port, self.num_prefillers)
+
+    @property
+    def decoders(self) -> tuple[str, ...]:
+        """`host:port` of each decode engine. Raises `ConfigError` if hosts and ports do not match."""
+        return _places("decoder", self.decoder_host, self.decoder_port, self.num_decoders)
+
+    @property
+    def decoder_addresses(self) -> tuple[str, ...]:
+        """`host:port` of the node of each decode engine by `decoder_init_port`; empty texts if that is not set."""
+        count = len(self.decoders)
+        if not self.decoder_init_port:
+            return ("",) * count
+        return _places("decoder", self.decoder_host, self.decoder_init_port, count, "init_port")
+
+
+def _places(role: str, hosts: Sequence[str], ports: Sequence[int], count: int, port: str = "port") -> tuple[str, ...]:
+    """As many places as are asked for: one host or one for each, one port or one for each.
+
+    One host and one port are the first of consecutive ports.
+    """
+    count = count or max(len(hosts), len(ports))
+    for name, given in (("host", hosts), (port, ports)):
+        if len(given) not in (1, count):
+            raise ConfigError(
+                f"{role}_{name} names {len(given)}, but there are {count} {role}s; name one, or {count}",
+                key=f"{role}_{name}",
+            )
+    if len(hosts) == 1 and len(ports) == 1:
+        ports = range(ports[0], ports[0] + count)
+        if ports[-1] > 65535:
+            raise ConfigError(f"{role}_{port} {ports[0]} leaves no room for {count} ports", key=f"{role}_{port}")
+    spread = list(ports) * (1 if len(ports) == count else count)
+    named = list(hosts) * (1 if len(hosts) == count else count)
+    return tuple(f"{host}:{number}" for host, number in zip(named, spread, strict=True))

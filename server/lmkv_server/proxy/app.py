@@ -1,0 +1,85 @@
+"""All that the proxy serves over HTTP, put together. Handlers translate only."""
+
+from __future__ import annotations
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from lmkv_server.proxy import page
+from lmkv_server.proxy.door import Door, Refusal, Visit
+from lmkv_server.proxy.engines import Fleet
+from lmkv_server.proxy.exchange import Call, Exchange
+from lmkv_server.proxy.metrics import Metrics
+from lmkv_server.proxy.reply import error_body
+from lmkv_server.proxy.statistics import Statistics
+from lmkv_server.proxy.ways import CHAT, COMPLETIONS, without_hand_over
+
+PASSED_ON = {"/v1/models": "GET", "/tokenize": "POST", "/detokenize": "POST"}
+"""What all engines answer alike."""
+
+
+def make_app(door: Door, exchange: Exchange, fleet: Fleet, statistics: Statistics, metrics: Metrics) -> Starlette:
+    """The application of a proxy."""
+
+    async def complete(visit: Visit) -> None:
+        await exchange.serve(_call(visit), visit.reply)
+
+    async def pass_on(visit: Visit) -> None:
+        body = visit.body if visit.method == "POST" else None
+        await visit.reply.answer(await exchange.pass_on(visit.method, visit.path, visit.headers, body))
+
+    async def alive(_: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def ready(_: Request) -> Response:
+        missing = "it is about to stop" if door.is_closing else fleet.missing()
+        return _json({"status": "not ready", "detail": missing}, 503) if missing else _json({"status": "ok"})
+
+    async def show_metrics(_: Request) -> Response:
+        return Response(generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    return Starlette(
+        routes=[
+            *(Route(path, door.before(complete), methods=["POST"]) for path in (COMPLETIONS, CHAT)),
+            *(Route(path, door.before(pass_on), methods=[method]) for path, method in PASSED_ON.items()),
+            *page.routes(fleet, statistics),
+            Route("/health", ready),
+            Route("/healthz", alive),
+            Route("/readyz", ready),
+            Route("/metrics", show_metrics),
+        ],
+        exception_handlers={HTTPException: _no_route},
+    )
+
+
+def _call(visit: Visit) -> Call:
+    """What a client asks for. Raises `Refusal` if it is no JSON object."""
+    try:
+        body = msgspec.json.decode(visit.body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Refusal(400, f"the body is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise Refusal(400, "the body must be a JSON object")
+    user = body.get("user")
+    session = visit.session or (user if isinstance(user, str) else "")
+    return Call(path=visit.path, body=without_hand_over(body), headers=visit.headers, session=session)
+
+
+def _json(content: dict[str, str], status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        message = f"{request.url.path} takes {(error.headers or {}).get('Allow', '')}, not {request.method}"
+    else:
+        message = f"there is no {request.url.path} here"
+    return Response(
+        error_body(error.status_code, message), error.status_code, error.headers, media_type="application/json"
+    )

@@ -1,0 +1,79 @@
+"""`lmkv proxy`: runs a proxy until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+
+from lmkv import telemetry
+from lmkv.cli import Command
+from lmkv.config import ProxyConfig, add_arguments, from_arguments
+from lmkv_server.proxy.proxy import Proxy
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = "lmkv-proxy"
+"""What it is called where it exports to, unless `OTEL_SERVICE_NAME` says otherwise."""
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_arguments(parser, ProxyConfig)
+
+
+def _run(args: argparse.Namespace) -> int:
+    config = from_arguments(args, ProxyConfig)
+    telemetry.set_up_logging(
+        config.log_level, config.log_format, "%(asctime)s %(levelname)s %(message)s", service=SERVICE_NAME
+    )
+    for notice in config.notices:
+        logger.warning(notice)
+    with telemetry.trace_process(SERVICE_NAME, ""), asyncio.Runner(loop_factory=_fast_loop()) as runner:
+        runner.run(serve(config))
+    return 0
+
+
+def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's loop, where there is uvloop."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+async def serve(config: ProxyConfig) -> None:
+    """Serves until SIGTERM or SIGINT. Raises `ConfigError` if the port cannot be had."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    proxy = Proxy(config)
+    async with proxy, telemetry.export_metrics(proxy.metrics, SERVICE_NAME, ""):
+        logger.info("lmkv proxy ready on %s", proxy.url)
+        stopped = asyncio.create_task(stop.wait())
+        failed = asyncio.create_task(proxy.wait())
+        try:
+            done, _ = await asyncio.wait({stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+            failed.cancel()
+        if failed in done:
+            failed.result()
+    logger.info("lmkv proxy stopped")
+
+
+command = Command(
+    name="proxy",
+    help="serve the OpenAI API over prefill and decode engines, or route by who holds the prompt",
+    add_arguments=_add_arguments,
+    run=_run,
+    examples=(
+        "  lmkv proxy --prefiller-port 7100 --decoder-port 7200     one prefill and one decode engine, on this host\n"
+        "  lmkv proxy --num-prefillers 2 --num-decoders 3           at ports 7100, 7101 and 7200, 7201, 7202\n"
+        "  lmkv proxy --mode route --policy kv_aware --coordinator HOST:9000 \\\n"
+        "      --engine http://10.0.0.7:8000 --engine http://10.0.0.8:8000"
+    ),
+)

@@ -1,0 +1,98 @@
+"""Who holds how much of a prompt, as the coordinator knows it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from lmkv import rpc
+from lmkv.errors import LmkvError
+from lmkv.tls import Tls
+from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
+from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
+from lmkv_server.proxy.metrics import Metrics
+from lmkv_server.proxy.upstream import EngineFailed, Refused, Upstream
+from lmkv_server.proxy.ways import CHAT
+
+logger = logging.getLogger(__name__)
+
+TOKENIZE_TIMEOUT_SECONDS = 1.0
+"""A prompt that takes longer is served without a lookup."""
+_LOOKUP = "lmkv.v1.CacheService/Lookup"
+_FOR_COMPLETION = ("model", "add_special_tokens")
+_FOR_CHAT = (
+    *("model", "messages", "add_generation_prompt", "continue_final_message", "add_special_tokens"),
+    *("chat_template", "chat_template_kwargs", "mm_processor_kwargs", "tools"),
+)
+"""What an engine's `/tokenize` takes of a request."""
+
+
+class Lookups:
+    """Asks the coordinator. A lookup that fails is no more than a request that is routed by load alone."""
+
+    def __init__(self, address: str, tls: Tls, timeout_seconds: float, metrics: Metrics) -> None:
+        self._address = address
+        self._channel = rpc.open_channel(address, tls)
+        self._cache: Any = CacheServiceStub(self._channel)
+        self._timeout_seconds = timeout_seconds
+        self._metrics = metrics
+
+    async def aclose(self) -> None:
+        """Closes the connection."""
+        await self._channel.close(None)
+
+    async def held(
+        self, upstream: Upstream, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> Mapping[str, int]:
+        """Tokens of the prompt that each instance holds, from the first; empty if nobody does, or nobody knows.
+
+        `upstream` makes tokens of text.
+        """
+        try:
+            tokens = await self._tokens(upstream, path, body, headers)
+            model = upstream.engine.model(body.get("model"))
+            request = LookupRequest(
+                tokens=tokens,
+                model_name=model.parent or model.name,
+                lora_name=model.name if model.parent else "",
+                cache_salt=body.get("cache_salt") or "",
+            )
+            response: LookupResponse = await rpc.call(
+                self._cache.Lookup, _LOOKUP, self._address, request, self._timeout_seconds
+            )
+        except (
+            LmkvError,
+            EngineFailed,
+            Refused,
+            TimeoutError,
+            msgspec.DecodeError,
+            KeyError,
+            TypeError,
+            ValueError,
+        ) as e:
+            logger.debug("routed without a lookup: %s", e or type(e).__name__)
+            self._metrics.lookups.labels("failed").inc()
+            return {}
+        self._metrics.asked_tokens.inc(len(tokens))
+        self._metrics.lookups.labels("hit" if response.holders else "miss").inc()
+        return {holder.instance_id: holder.matched_token_count for holder in response.holders}
+
+    async def _tokens(
+        self, upstream: Upstream, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> list[int]:
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+            prompt = prompt[0]
+        if isinstance(prompt, list):
+            return prompt
+        asked = {name: body[name] for name in (_FOR_CHAT if path == CHAT else _FOR_COMPLETION) if name in body}
+        if path != CHAT:
+            asked["prompt"] = prompt
+        async with asyncio.timeout(TOKENIZE_TIMEOUT_SECONDS):
+            answer = await upstream.ask("POST", "/tokenize", headers, msgspec.json.encode(asked))
+        tokens: list[int] = msgspec.json.decode(answer.body)["tokens"]
+        return tokens

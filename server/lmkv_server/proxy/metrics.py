@@ -1,0 +1,95 @@
+"""`/metrics`: what the proxy knows and has done, in Prometheus's text. `docs/proxy.md` lists the names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from lmkv_server.proxy.engines import Engine
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class Metrics(Collector):
+    """The proxy's metrics, in a registry of their own."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = engines
+        self.registry = CollectorRegistry()
+        """What `/metrics` shows, and OTLP exports."""
+        self.requests = Counter(
+            "lmkv_proxy_requests",
+            "Requests by path, by how they went through the engines, and by how they ended.",
+            ["path", "way", "outcome"],
+            registry=self.registry,
+        )
+        self.repeats = Counter(
+            "lmkv_proxy_repeats",
+            "Requests of which the decode engine generated the first token again, by the parameter that demands it.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.retries = Counter(
+            "lmkv_proxy_retries",
+            "Requests that another engine was asked after one had failed, by the role of the one that failed.",
+            ["role"],
+            registry=self.registry,
+        )
+        self.lookups = Counter(
+            "lmkv_proxy_lookups", "Lookups at the coordinator, by outcome.", ["outcome"], registry=self.registry
+        )
+        self.asked_tokens = Counter(
+            "lmkv_proxy_lookup_asked_tokens", "Tokens of the prompts that were looked up.", registry=self.registry
+        )
+        self.hit_tokens = Counter(
+            "lmkv_proxy_lookup_hit_tokens",
+            "Of these, tokens that the chosen engine's instance held.",
+            registry=self.registry,
+        )
+        self.first_token_seconds = Histogram(
+            "lmkv_proxy_time_to_first_token_seconds",
+            "Time from a request to its first token.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.prefill_seconds = Histogram(
+            "lmkv_proxy_prefill_seconds",
+            "Time that prefill engines took to answer.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.inter_token_seconds = Histogram(
+            "lmkv_proxy_inter_token_seconds",
+            "Time from one event of a stream to the next.",
+            buckets=_TOKEN_SECONDS,
+            registry=self.registry,
+        )
+        self.request_seconds = Histogram(
+            "lmkv_proxy_request_seconds",
+            "Time from a request to the end of its answer.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+
+    def describe(self) -> list[Metric]:
+        """Nothing, so that the registry does not collect to find out."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """The engines as they are now."""
+        labels = ["engine", "role"]
+        healthy = GaugeMetricFamily("lmkv_proxy_engine_healthy", "1 while requests go to the engine.", labels=labels)
+        load = GaugeMetricFamily(
+            "lmkv_proxy_engine_requests_in_flight", "Requests that the engine has now.", labels=labels
+        )
+        for engine in self._engines:
+            healthy.add_metric([engine.url, engine.role], engine.is_healthy)
+            load.add_metric([engine.url, engine.role], engine.in_flight_count)
+        yield healthy
+        yield load

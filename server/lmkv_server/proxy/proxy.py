@@ -1,0 +1,150 @@
+"""The proxy: an HTTP server over an exchange, the watch over its engines, and the table on the log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Self
+
+from lmkv.config import ProxyConfig
+from lmkv_server.coordinator.http.server import HttpServer
+from lmkv_server.coordinator.ports import address
+from lmkv_server.proxy.affinity import Sessions
+from lmkv_server.proxy.app import make_app
+from lmkv_server.proxy.door import Door
+from lmkv_server.proxy.engines import BOTH, DECODE, PREFILL, Engine, Fleet, Pool
+from lmkv_server.proxy.exchange import Exchange
+from lmkv_server.proxy.health import HealthWatch
+from lmkv_server.proxy.lookups import Lookups
+from lmkv_server.proxy.metrics import Metrics
+from lmkv_server.proxy.policies import cost_by
+from lmkv_server.proxy.statistics import Statistics
+from lmkv_server.proxy.upstream import Upstream, open_session
+
+logger = logging.getLogger(__name__)
+
+IDLE_CONNECTIONS = 1_000
+"""Connections beyond those of the requests that are let in: for probes, pages, and clients between two requests."""
+
+
+class Proxy:
+    """Serves the OpenAI API while it is entered. Entering raises `ConfigError` if the port cannot be had."""
+
+    def __init__(self, config: ProxyConfig) -> None:
+        self.port = config.port
+        """The real one once it is entered."""
+        self.fleet = _fleet(config)
+        self.statistics = Statistics()
+        self._metrics = Metrics(self.fleet.engines)
+        self.metrics = self._metrics.registry
+        """What it knows and has done."""
+        self._config = config
+        self._stack = AsyncExitStack()
+        self._chores: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it serves."""
+        return f"http://{address(self._config.host, self.port)}"
+
+    async def __aenter__(self) -> Self:
+        config = self._config
+        async with AsyncExitStack() as stack:
+            session = await stack.enter_async_context(open_session())
+            upstreams = {engine: Upstream(engine, session) for engine in self.fleet.engines}
+            lookups = None
+            if config.policy == "kv_aware":
+                lookups = Lookups(config.coordinator_address, config.tls, config.lookup_timeout, self._metrics)
+                stack.push_async_callback(lookups.aclose)
+            exchange = Exchange(
+                fleet=self.fleet,
+                upstreams=upstreams,
+                lookups=lookups,
+                statistics=self.statistics,
+                metrics=self._metrics,
+            )
+            door = Door(
+                self.statistics,
+                self._metrics,
+                limit=config.max_concurrent_requests,
+                max_body_bytes=config.max_body_bytes,
+                timeout_seconds=config.request_timeout,
+                session_header=config.session_header,
+            )
+            app = make_app(door, exchange, self.fleet, self.statistics, self._metrics)
+            http = HttpServer(
+                config.host,
+                config.port,
+                "port",
+                app,
+                name="lmkv-proxy-http",
+                max_concurrent_requests=config.max_concurrent_requests + IDLE_CONNECTIONS,
+                grace_seconds=config.stop_timeout,
+            )
+            stack.push_async_callback(self._stop_chores)  # after the last request: they are what ends calls that hang
+            stack.push_async_callback(http.aclose)
+            stack.callback(setattr, door, "is_closing", True)
+            self.port = http.port
+            await http.start()
+            watch = HealthWatch(
+                list(upstreams.values()),
+                interval_seconds=config.health_interval,
+                timeout_seconds=config.health_timeout,
+                api_key=config.engine_api_key,
+            )
+            self._chores = asyncio.create_task(self._do_chores(watch), name="lmkv-proxy-chores")
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def wait(self) -> None:
+        """Lasts as long as the proxy serves. Raises whatever, against all expectation, stopped its watch."""
+        if self._chores is not None:
+            await asyncio.shield(self._chores)
+
+    async def aclose(self) -> None:
+        """Stops serving; requests under way get `stop_timeout`. Repeating it is safe."""
+        await self._stack.aclose()
+
+    async def _stop_chores(self) -> None:
+        chores, self._chores = self._chores, None
+        if chores is not None:
+            chores.cancel()
+            await asyncio.gather(chores, return_exceptions=True)
+
+    async def _do_chores(self, watch: HealthWatch) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(watch.run())
+            group.create_task(self._tell_latencies())
+
+    async def _tell_latencies(self) -> None:
+        """Logs the table while there is traffic, for ever, and once more in the end."""
+        told = 0
+        try:
+            while True:
+                await asyncio.sleep(self._config.stats_interval)
+                if self.statistics.request_count != told:
+                    told = self.statistics.request_count
+                    logger.info("latencies\n%s", self.statistics.table())
+        finally:
+            if self.statistics.request_count != told:
+                logger.info("latencies\n%s", self.statistics.table())
+
+
+def _fleet(config: ProxyConfig) -> Fleet:
+    def pool(engines: list[Engine]) -> Pool:
+        return Pool(engines, cost_by(config.policy, config.load_tokens), Sessions(config.session_ttl))
+
+    if config.mode == "route":
+        return Fleet(pool([Engine(url, BOTH) for url in config.engines]), None)
+    decoders = zip(config.decoders, config.decoder_addresses, strict=True)
+    return Fleet(
+        pool([Engine(f"http://{place}", DECODE, peer) for place, peer in decoders]),
+        pool([Engine(f"http://{place}", PREFILL) for place in config.prefillers]),
+    )

@@ -1,0 +1,154 @@
+"""Asking engines over HTTP: the only place that knows the client library."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from lmkv_server.proxy.engines import Engine
+from lmkv_server.proxy.events import EventTooLong, Splitter
+
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 2.0
+KEEP_ALIVE_SECONDS = 2.0
+"""vLLM closes connections that were idle for 5 s; one that is older might be gone when it is used."""
+_DROPPED = frozenset(
+    {
+        *("accept-encoding", "connection", "content-length", "content-type", "expect", "host", "keep-alive"),
+        *("proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding", "upgrade"),
+    }
+)
+"""Headers that are between two ends of one connection, or that the proxy sets itself."""
+_RETURNED = ("content-type", "retry-after", "www-authenticate", "x-request-id")
+"""Headers of an engine's answer that the client gets."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What an engine, or the proxy, says to a request."""
+
+    status: int
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=lambda: {"content-type": "application/json"})
+
+
+class EngineFailed(Exception):
+    """An engine did not do what it was asked; another may."""
+
+    def __init__(self, message: str, answer: Answer | None = None) -> None:
+        super().__init__(message)
+        self.answer = answer
+        """What it said, if it said anything."""
+        self.is_final = False
+        """Whether it is too late for another."""
+
+
+class Refused(Exception):
+    """An engine says that the request is wrong; every engine would."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(f"status {answer.status}")
+        self.answer = answer
+
+
+def open_session() -> aiohttp.ClientSession:
+    """The connections to all engines. Their number has a bound: that of the requests that are let in."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, ttl_dns_cache=10)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)  # each request has its own deadline
+    return aiohttp.ClientSession(
+        connector=connector, timeout=timeout, cookie_jar=aiohttp.DummyCookieJar(), trust_env=False
+    )
+
+
+def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
+    """A client's headers as an engine gets them: who asks, as part of which trace, under which id."""
+    return {name: value for name, value in headers.items() if name.lower() not in _DROPPED}
+
+
+class Upstream:
+    """One engine to ask. Leaving a call, by whatever way, closes its connection unless the answer was read whole."""
+
+    def __init__(self, engine: Engine, session: aiohttp.ClientSession) -> None:
+        self.engine = engine
+        self._session = session
+        self._limits: set[asyncio.Timeout] = set()
+
+    def cut(self) -> None:
+        """Ends all calls under way: who asked gets `EngineFailed`, and can ask another engine."""
+        now = asyncio.get_running_loop().time()
+        for limit in self._limits:
+            if not limit.expired():
+                limit.reschedule(now)
+
+    def lose(self, trouble: str) -> None:
+        """No further request goes to it until it is admitted again."""
+        if self.engine.exclude(trouble):
+            logger.warning("%s engine %s is out: %s", self.engine.role, self.engine.url, trouble)
+
+    async def ask(self, method: str, path: str, headers: Mapping[str, str], body: bytes | None = None) -> Answer:
+        """Its whole answer. Raises `Refused` or `EngineFailed`."""
+        async with self._opened(method, path, headers, body) as response:
+            return _answer(response, await response.read())
+
+    @asynccontextmanager
+    async def stream(self, path: str, headers: Mapping[str, str], body: bytes) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The events of its answer, as they come. Raises `Refused` or `EngineFailed`, also between events."""
+        async with self._opened("POST", path, headers, body) as response:
+            yield _events(response)
+
+    @asynccontextmanager
+    async def _opened(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        own = {"Accept-Encoding": "identity"} | ({"Content-Type": "application/json"} if body is not None else {})
+        load = self.engine.busy() if method == "POST" else nullcontext()  # the rest costs an engine nothing
+        with load, self._failures():
+            async with asyncio.timeout(None) as limit:
+                self._limits.add(limit)
+                try:
+                    async with self._session.request(
+                        method, self.engine.url + path, data=body, headers={**headers, **own}, allow_redirects=False
+                    ) as response:
+                        if response.status != 200:
+                            await self._refuse(response)
+                        yield response
+                finally:
+                    self._limits.discard(limit)
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Says of the engine what the library says of its connections."""
+        try:
+            yield
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            trouble = f"it cannot be reached ({getattr(error, 'strerror', None) or 'no answer'})"
+            self.lose(trouble)
+            raise EngineFailed(f"{self.engine.url} is out: {trouble}") from None
+        except TimeoutError:
+            raise EngineFailed(f"{self.engine.url} is out: {self.engine.trouble}") from None
+        except (aiohttp.ClientError, OSError, EventTooLong) as error:
+            raise EngineFailed(f"{self.engine.url} broke off: {error or type(error).__name__}") from None
+
+    async def _refuse(self, response: aiohttp.ClientResponse) -> None:
+        answer = _answer(response, await response.read())
+        if response.status >= 500 or response.status == 429:
+            raise EngineFailed(f"{self.engine.url} answered {response.status}", answer)
+        raise Refused(answer)
+
+
+def _answer(response: aiohttp.ClientResponse, body: bytes) -> Answer:
+    headers = {name: response.headers[name] for name in _RETURNED if name in response.headers}
+    return Answer(status=response.status, body=body, headers=headers)
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    splitter = Splitter()
+    async for received in response.content.iter_any():
+        for event in splitter.feed(received):
+            yield event
