@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lmkv_server.proxy import page
-from lmkv_server.proxy.door import Door, Refusal, Visit
+from lmkv_server.proxy.door import Door, Entrance, Refusal, Visit
 from lmkv_server.proxy.engines import Fleet
 from lmkv_server.proxy.exchange import Call, Exchange
 from lmkv_server.proxy.metrics import Metrics
@@ -45,8 +45,8 @@ def make_app(door: Door, exchange: Exchange, fleet: Fleet, statistics: Statistic
 
     return Starlette(
         routes=[
-            *(Route(path, door.before(complete), methods=["POST"]) for path in (COMPLETIONS, CHAT)),
-            *(Route(path, door.before(pass_on), methods=[method]) for path, method in PASSED_ON.items()),
+            *(Route(path, Entrance(door, complete), methods=["POST"]) for path in (COMPLETIONS, CHAT)),
+            *(Route(path, Entrance(door, pass_on), methods=[method]) for path, method in PASSED_ON.items()),
             *page.routes(fleet, statistics),
             Route("/health", ready),
             Route("/healthz", alive),

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from lmkv import telemetry
 from lmkv.telemetry.spans import TRACEPARENT
@@ -46,6 +46,9 @@ class Visit:
     reply: Reply
 
 
+Serve = Callable[[Visit], Awaitable[None]]
+
+
 class Door:
     """Counts who is in. At most `limit` are, each for `timeout_seconds`, with a body of `max_body_bytes`."""
 
@@ -69,23 +72,17 @@ class Door:
         self._timeout_seconds = timeout_seconds
         self._session_header = session_header
 
-    def before(self, serve: Callable[[Visit], Awaitable[None]]) -> ASGIApp:
-        """An application that answers the requests that are let in. What `serve` raises is told to the client."""
+    async def admit(self, serve: Serve, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request by `serve`, if it is let in. What `serve` raises is told to the client."""
+        request = Request(scope, receive)
+        path = request.url.path
+        reply = Reply(send, self._statistics, self._metrics)
+        with telemetry.serve_http(request.method, path, request.headers.get(TRACEPARENT, "")) as span:
+            outcome = await self._answer(serve, request, reply, span.traceparent)
+            span.responded(reply.status)
+        self._metrics.requests.labels(path, reply.way, outcome).inc()
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            request = Request(scope, receive)
-            path = request.url.path
-            reply = Reply(send, self._statistics, self._metrics)
-            with telemetry.serve_http(request.method, path, request.headers.get(TRACEPARENT, "")) as span:
-                outcome = await self._answer(serve, request, reply, span.traceparent)
-                span.responded(reply.status)
-            self._metrics.requests.labels(path, reply.way, outcome).inc()
-
-        return app
-
-    async def _answer(
-        self, serve: Callable[[Visit], Awaitable[None]], request: Request, reply: Reply, traceparent: str
-    ) -> str:
+    async def _answer(self, serve: Serve, request: Request, reply: Reply, traceparent: str) -> str:
         """Returns how it ended, in a word."""
         if self.is_closing or self._count >= self._limit:
             why = "it is about to stop" if self.is_closing else "it has as many requests as it may have"
@@ -137,6 +134,17 @@ class Door:
         except ClientDisconnect:
             raise ClientGone from None
         return b"".join(chunks)
+
+
+class Entrance:
+    """An ASGI application behind the door. It is no function: Starlette would take that for a plain handler."""
+
+    def __init__(self, door: Door, serve: Serve) -> None:
+        self._door = door
+        self._serve = serve
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._door.admit(self._serve, scope, receive, send)
 
 
 async def _while_connected(work: Awaitable[None], receive: Receive) -> None:

@@ -1,0 +1,105 @@
+"""Scripted engines, and proxies in front of them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import httpx
+import pytest
+
+from lmkv.config import ProxyConfig
+from lmkv_server.proxy.proxy import Proxy
+from tests.server.coordinator.scripted_instance import until
+from tests.server.proxy.scripted_engine import ScriptedEngine
+
+MakeEngine = Callable[..., Awaitable[ScriptedEngine]]
+MakeProxy = Callable[..., Awaitable["Front"]]
+
+QUICK = {"health_interval": 0.05, "stats_interval": 3600.0, "stop_timeout": 0.0}
+
+
+class Front:
+    """A proxy, and a client of it."""
+
+    def __init__(self, proxy: Proxy, client: httpx.AsyncClient) -> None:
+        self.proxy = proxy
+        self.client = client
+
+    async def ask(self, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
+        """One request."""
+        return await self.client.post(path, json=body, headers=headers)
+
+    async def counts(self, name: str, value: float, **labels: str) -> None:
+        """Waits until the sum of a metric's samples that have these labels is `value`: it is counted after the fact."""
+        await until(lambda: self.metric(name, **labels) == value)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that have these labels."""
+        return sum(
+            sample.value
+            for family in self.proxy.metrics.collect()
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    async def all_in(self) -> None:
+        """Waits until all engines are in."""
+        await until(lambda: all(engine.is_healthy for engine in self.proxy.fleet.engines))
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[AsyncExitStack]:
+    async with AsyncExitStack() as opened:
+        yield opened
+
+
+@pytest.fixture
+def make_engine(stack: AsyncExitStack) -> MakeEngine:
+    """Starts a scripted engine; with an id it has a node."""
+
+    async def make(instance_id: str = "", peer_address: str = "") -> ScriptedEngine:
+        return await stack.enter_async_context(ScriptedEngine(instance_id, peer_address))
+
+    return make
+
+
+@pytest.fixture
+def make_proxy(stack: AsyncExitStack) -> MakeProxy:
+    """Starts a proxy before the given engines, and waits until all are in."""
+
+    async def make(
+        prefillers: list[ScriptedEngine] | None = None,
+        decoders: list[ScriptedEngine] | None = None,
+        engines: list[ScriptedEngine] | None = None,
+        **settings: Any,
+    ) -> Front:
+        if engines is not None:
+            settings |= {"mode": "route", "engines": [engine.url for engine in engines]}
+        else:
+            settings["prefiller_port"] = [engine.port for engine in prefillers or ()]
+            settings["decoder_port"] = [engine.port for engine in decoders or ()]
+        proxy = await stack.enter_async_context(Proxy(ProxyConfig(port=0, **(QUICK | settings))))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=proxy.url, trust_env=False, timeout=20))
+        front = Front(proxy, client)
+        await front.all_in()
+        return front
+
+    return make
+
+
+@pytest.fixture
+async def prefiller(make_engine: MakeEngine) -> ScriptedEngine:
+    return await make_engine("p-1", "127.0.0.1:7001")
+
+
+@pytest.fixture
+async def decoder(make_engine: MakeEngine) -> ScriptedEngine:
+    return await make_engine("d-1", "127.0.0.1:7002")
+
+
+@pytest.fixture
+async def front(prefiller: ScriptedEngine, decoder: ScriptedEngine, make_proxy: MakeProxy) -> Front:
+    """One prefill engine and one decode engine behind a proxy."""
+    return await make_proxy([prefiller], [decoder])

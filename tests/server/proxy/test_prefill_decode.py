@@ -1,0 +1,248 @@
+"""Requests through a prefill engine and a decode engine: as one engine would answer them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.server.proxy.conftest import Front, MakeEngine, MakeProxy
+from tests.server.proxy.scripted_engine import EOS, MAX_MODEL_LEN, MODEL, ScriptedEngine, answer_to, next_token
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def completion(prompt: Any, **parameters: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": prompt, "temperature": 0, **parameters}
+
+
+def chat(text: str, **parameters: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": text}], "temperature": 0, **parameters}
+
+
+def told(response: httpx.Response) -> Any:
+    """What a response says, but for its id and time; of a stream the events, which must share both."""
+    assert response.status_code == 200, response.text
+    if not response.headers["content-type"].startswith("text/event-stream"):
+        return plain(response.json())
+    *events, done, rest = response.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
+    return [plain(chunk) for chunk in chunks]
+
+
+def plain(answer: dict[str, Any]) -> dict[str, Any]:
+    assert answer.pop("id").startswith(("cmpl-", "chatcmpl-"))
+    assert answer.pop("created")
+    return answer
+
+
+async def alone(engine: ScriptedEngine, path: str, body: dict[str, Any]) -> Any:
+    """What one engine answers by itself; it is not remembered that it was asked."""
+    async with httpx.AsyncClient(base_url=engine.url, trust_env=False) as client:
+        said = told(await client.post(path, json=body))
+    engine.asked.pop()
+    return said
+
+
+def prompt_whose_answer(begins: int, at_least: int = 4) -> str:
+    """A prompt whose answer begins with a token of this kind: 0xC3 within a character, EOS at once, 0 otherwise."""
+    for number in range(10_000):
+        prompt = f"prompt {number}"
+        tokens = list(prompt.encode())
+        first = next_token(tokens)
+        kind = first if first in (0xC3, EOS) else 0
+        if kind == begins and (begins == EOS or len(answer_to(tokens, {"max_tokens": 50})) >= at_least):
+            return prompt
+    raise AssertionError("there is none")
+
+
+PLAIN = prompt_whose_answer(0, at_least=20)
+WITHIN_A_CHARACTER = prompt_whose_answer(0xC3)
+ENDS_AT_ONCE = prompt_whose_answer(EOS)
+
+USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, completion(PLAIN, max_tokens=20)),
+        (COMPLETIONS, completion(PLAIN)),
+        (COMPLETIONS, completion(list(PLAIN.encode()), max_tokens=20)),
+        (COMPLETIONS, completion([PLAIN], max_tokens=20)),
+        (COMPLETIONS, completion(PLAIN, max_tokens=1)),
+        (COMPLETIONS, completion(ENDS_AT_ONCE, max_tokens=20)),
+        (COMPLETIONS, completion(WITHIN_A_CHARACTER, max_tokens=20)),
+        (COMPLETIONS, completion(ENDS_AT_ONCE, max_tokens=20, min_tokens=5)),
+        (COMPLETIONS, completion(ENDS_AT_ONCE, max_tokens=200, ignore_eos=True)),
+        (COMPLETIONS, completion(PLAIN, max_tokens=20, return_token_ids=True)),
+        (COMPLETIONS, completion(PLAIN, max_tokens=20, truncate_prompt_tokens=5)),
+        (COMPLETIONS, completion(PLAIN, max_tokens=20, presence_penalty=1.5)),
+        (COMPLETIONS, completion(PLAIN, max_tokens=20, logprobs=0)),
+        (COMPLETIONS, completion(PLAIN, max_tokens=20, repetition_penalty=1.0, logprobs=None)),
+        (COMPLETIONS, completion(PLAIN, max_tokens=20, something_new=1)),
+        (COMPLETIONS, completion([PLAIN, "another"], max_tokens=20)),
+        (CHAT, chat("hello", max_tokens=20)),
+        (CHAT, chat("hello", max_completion_tokens=20, max_tokens=500)),
+        (CHAT, chat("hello")),
+        (CHAT, chat("hello", max_tokens=1)),
+        (CHAT, chat("hello", max_tokens=20, return_token_ids=True)),
+        (CHAT, chat("hello", max_tokens=20, presence_penalty=0.5)),
+        (CHAT, chat("hello", max_tokens=20, seed=1, temperature=0.0)),
+    ],
+)
+async def test_the_answer_is_that_of_one_engine(
+    front: Front, decoder: ScriptedEngine, path: str, body: dict[str, Any]
+) -> None:
+    for stream in ({}, {"stream": True}, USAGE):
+        asked = body | stream
+        assert told(await front.ask(path, asked)) == await alone(decoder, path, asked)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    prompt=st.text("abcé", min_size=1, max_size=6),
+    max_tokens=st.integers(1, 40),
+    min_tokens=st.integers(0, 3),
+    stream=st.sampled_from([{}, USAGE]),
+    is_chat=st.booleans(),
+)
+async def test_any_answer_is_that_of_one_engine(
+    front: Front,
+    decoder: ScriptedEngine,
+    prompt: str,
+    max_tokens: int,
+    min_tokens: int,
+    stream: dict[str, Any],
+    is_chat: bool,
+) -> None:
+    path, body = (CHAT, chat(prompt)) if is_chat else (COMPLETIONS, completion(prompt))
+    body |= {"max_tokens": max_tokens, "min_tokens": min(min_tokens, max_tokens), **stream}
+    assert told(await front.ask(path, body)) == await alone(decoder, path, body)
+
+
+async def test_the_first_token_is_the_prefill_engines_and_nothing_is_generated_twice(
+    front: Front, prefiller: ScriptedEngine, decoder: ScriptedEngine
+) -> None:
+    await front.ask(COMPLETIONS, completion(PLAIN, max_tokens=20, min_tokens=2))
+    (first,), (rest,) = prefiller.bodies(), decoder.bodies()
+    tokens = list(PLAIN.encode())
+    hand_over = first["kv_transfer_params"]["lmkv"]
+    assert (first["max_tokens"], first["min_tokens"], first["stream"]) == (1, 1, False)
+    assert hand_over["decode_address"] == "127.0.0.1:7002"
+    assert rest["prompt"] == [*tokens, next_token(tokens)]
+    assert (rest["max_tokens"], rest["min_tokens"]) == (19, 1)
+    assert rest["kv_transfer_params"]["lmkv"] == {
+        "request_id": hand_over["request_id"],
+        "prompt_token_count": len(tokens),
+    }
+    await front.counts("lmkv_proxy_requests_total", 1, way="continue", outcome="ok")
+
+
+async def test_every_hand_over_has_a_name_of_its_own(front: Front, prefiller: ScriptedEngine) -> None:
+    for _ in range(3):
+        await front.ask(COMPLETIONS, completion(PLAIN), **{"x-request-id": "same"})
+    names = {body["kv_transfer_params"]["lmkv"]["request_id"] for body in prefiller.bodies()}
+    assert len(names) == 3
+    assert all(len(name) == 32 for name in names)
+
+
+async def test_a_chat_goes_on_in_a_chat_by_tokens(front: Front, decoder: ScriptedEngine) -> None:
+    await front.ask(CHAT, chat("hello", max_completion_tokens=20))
+    (rest,) = decoder.bodies()
+    tokens = list(b"user: hello\nassistant: ")
+    assert rest["kv_transfer_params"]["prompt_token_ids"] == [*tokens, next_token(tokens)]
+    assert rest["max_completion_tokens"] == 19
+
+
+async def test_a_request_that_cannot_go_on_is_generated_by_the_decode_engine_alone(
+    front: Front, prefiller: ScriptedEngine, decoder: ScriptedEngine
+) -> None:
+    body = completion(PLAIN, max_tokens=20, presence_penalty=1.0, n=1, stop=["zzz"])
+    await front.ask(COMPLETIONS, body)
+    (rest,) = decoder.bodies()
+    told_decoder = rest.pop("kv_transfer_params")["lmkv"]
+    assert rest == body
+    assert told_decoder["prompt_token_count"] == len(PLAIN)
+    assert prefiller.bodies()[0]["max_tokens"] == 1
+    await front.counts("lmkv_proxy_requests_total", 1, way="repeat", outcome="ok")
+    await front.counts("lmkv_proxy_repeats_total", 1, reason="presence_penalty")
+
+
+async def test_a_first_token_within_a_character_is_not_shown(front: Front) -> None:
+    await front.ask(COMPLETIONS, completion(WITHIN_A_CHARACTER))
+    await front.counts("lmkv_proxy_repeats_total", 1, reason="first_token")
+
+
+async def test_reasoning_is_left_to_one_engine(
+    front: Front, prefiller: ScriptedEngine, decoder: ScriptedEngine
+) -> None:
+    prefiller.thinks = decoder.thinks = True
+    body = chat("hello", max_tokens=20)
+    assert told(await front.ask(CHAT, body)) == await alone(decoder, CHAT, body)
+    await front.counts("lmkv_proxy_requests_total", 1, way="repeat")
+
+
+async def test_no_parameter_that_clients_make_up_becomes_a_label(front: Front) -> None:
+    await front.ask(COMPLETIONS, completion(PLAIN, made_up=1))
+    await front.counts("lmkv_proxy_repeats_total", 1, reason="other")
+
+
+async def test_a_prompt_that_fills_the_model_ends_after_one_token(front: Front, decoder: ScriptedEngine) -> None:
+    body = chat("x" * (MAX_MODEL_LEN - len("user: \nassistant: ") - 1))
+    assert told(await front.ask(CHAT, body)) == await alone(decoder, CHAT, body)
+    assert decoder.bodies() == []
+
+
+async def test_a_limit_beyond_the_model_is_refused_in_the_engines_words(front: Front) -> None:
+    response = await front.ask(COMPLETIONS, completion(PLAIN, max_tokens=MAX_MODEL_LEN, stream=True))
+    assert (response.status_code, response.json()["error"]["message"]) == (
+        400,
+        "This model's maximum context length is exceeded.",
+    )
+
+
+async def test_clients_steer_no_hand_over_and_see_none(
+    front: Front, prefiller: ScriptedEngine, decoder: ScriptedEngine
+) -> None:
+    forged = {"request_id": "mine", "decode_address": "10.6.6.6:1"}
+    for more in ({}, {"presence_penalty": 1.0}):
+        body = completion(PLAIN, **more)
+        response = await front.ask(COMPLETIONS, body | {"kv_transfer_params": {"lmkv": forged}})
+        assert response.json()["kv_transfer_params"] is None
+    assert "10.6.6.6" not in json.dumps(prefiller.bodies() + decoder.bodies())
+    assert "mine" not in json.dumps(prefiller.bodies() + decoder.bodies())
+
+
+async def test_headers_reach_both_engines(front: Front, prefiller: ScriptedEngine, decoder: ScriptedEngine) -> None:
+    sent = {"authorization": "Bearer key", "x-request-id": "r-1", "traceparent": "00-1-2-01"}
+    await front.ask(COMPLETIONS, completion(PLAIN), **sent)
+    for engine in (prefiller, decoder):
+        ((_, _, headers),) = engine.asked
+        assert sent.items() <= headers.items()
+        assert headers["host"] == f"127.0.0.1:{engine.port}"
+
+
+async def test_without_an_address_the_decode_engine_does_it_all(
+    prefiller: ScriptedEngine, make_engine: MakeEngine, make_proxy: MakeProxy
+) -> None:
+    decoder = await make_engine()
+    front = await make_proxy([prefiller], [decoder])
+    body = completion(PLAIN)
+    assert told(await front.ask(COMPLETIONS, body)) == await alone(decoder, COMPLETIONS, body)
+    assert prefiller.bodies() == []
+    await front.counts("lmkv_proxy_requests_total", 1, way="alone", outcome="ok")
+
+
+async def test_an_address_may_be_configured(
+    prefiller: ScriptedEngine, make_engine: MakeEngine, make_proxy: MakeProxy
+) -> None:
+    front = await make_proxy([prefiller], [await make_engine()], decoder_init_port=7300)
+    await front.ask(COMPLETIONS, completion(PLAIN))
+    assert prefiller.bodies()[0]["kv_transfer_params"]["lmkv"]["decode_address"] == "127.0.0.1:7300"
