@@ -24,7 +24,7 @@ async def test_the_pages_of_a_peer_are_mapped_before_anybody_reads_them(short_fo
     assert mapped_bytes() == []
     await reader.add_peer("owner:1", owner.metadata)
     async with asyncio.timeout(MAPPED_SECONDS):
-        while mapped_bytes() != [64 * MIB]:
+        while mapped_bytes() != [64 * MIB]:  # noqa: ASYNC110 # only the kernel knows
             await asyncio.sleep(0.005)
     await reader.aclose()
     await owner.aclose()
