@@ -37,6 +37,8 @@ class AttachRequest(_message.Message):
     RESERVE_COUNT_FIELD_NUMBER: _builtins.int
     RESET_FIELD_NUMBER: _builtins.int
     DAMAGED_KEYS_FIELD_NUMBER: _builtins.int
+    HANDOFFS_FIELD_NUMBER: _builtins.int
+    ENDED_HANDOFFS_FIELD_NUMBER: _builtins.int
     reserve_count: _builtins.int
     """Write credits wanted besides those that lookups ask for."""
     reset: _builtins.bool
@@ -69,6 +71,14 @@ class AttachRequest(_message.Message):
     def damaged_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Keys of chunks whose bytes did not match their checksum: to be forgotten."""
 
+    @_builtins.property
+    def handoffs(self) -> _containers.RepeatedCompositeFieldContainer[Global___HandChunks]:
+        """Prompts to hand to the node of a decode engine, chunk by chunk as they are committed."""
+
+    @_builtins.property
+    def ended_handoffs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Handoffs by their `request_id` of which no chunk will be committed any more."""
+
     def __init__(
         self,
         *,
@@ -81,10 +91,12 @@ class AttachRequest(_message.Message):
         reserve_count: _builtins.int = ...,
         reset: _builtins.bool = ...,
         damaged_keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        handoffs: _abc.Iterable[Global___HandChunks] | None = ...,
+        ended_handoffs: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "damaged_keys", b"damaged_keys", "hello", b"hello", "loads", b"loads", "lookups", b"lookups", "releases", b"releases", "reserve_count", b"reserve_count", "reset", b"reset", "returned_credits", b"returned_credits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "damaged_keys", b"damaged_keys", "ended_handoffs", b"ended_handoffs", "handoffs", b"handoffs", "hello", b"hello", "loads", b"loads", "lookups", b"lookups", "releases", b"releases", "reserve_count", b"reserve_count", "reset", b"reset", "returned_credits", b"returned_credits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -104,6 +116,7 @@ class AttachResponse(_message.Message):
     RESET_COUNTS_FIELD_NUMBER: _builtins.int
     SETTLED_RESERVE_COUNT_FIELD_NUMBER: _builtins.int
     CONFLICTS_FIELD_NUMBER: _builtins.int
+    HANDED_FIELD_NUMBER: _builtins.int
     settled_reserve_count: _builtins.int
     """Write credits asked for, by lookups or by themselves, that this message settles, whether granted or not."""
     @_builtins.property
@@ -134,6 +147,10 @@ class AttachResponse(_message.Message):
     def conflicts(self) -> Global___SpecConflicts:
         """Instances of the engine's model whose chunks it cannot share, and why; sent whole when that changes."""
 
+    @_builtins.property
+    def handed(self) -> _containers.RepeatedCompositeFieldContainer[Global___HandedChunks]:
+        """Handoffs that have ended."""
+
     def __init__(
         self,
         *,
@@ -145,10 +162,11 @@ class AttachResponse(_message.Message):
         reset_counts: _abc.Iterable[_builtins.int] | None = ...,
         settled_reserve_count: _builtins.int = ...,
         conflicts: Global___SpecConflicts | None = ...,
+        handed: _abc.Iterable[Global___HandedChunks] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "credits", b"credits", "found", b"found", "loaded", b"loaded", "rejected_commits", b"rejected_commits", "reset_counts", b"reset_counts", "settled_reserve_count", b"settled_reserve_count", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "credits", b"credits", "found", b"found", "handed", b"handed", "loaded", b"loaded", "rejected_commits", b"rejected_commits", "reset_counts", b"reset_counts", "settled_reserve_count", b"settled_reserve_count", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -248,6 +266,7 @@ class Welcome(_message.Message):
     POOL_SIZE_BYTES_FIELD_NUMBER: _builtins.int
     CREDIT_LIMIT_FIELD_NUMBER: _builtins.int
     NODE_PID_FIELD_NUMBER: _builtins.int
+    PEER_ADDRESS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The node."""
     epoch: _builtins.int
@@ -260,6 +279,8 @@ class Welcome(_message.Message):
     """Most write credits the engine may hold at a time."""
     node_pid: _builtins.int
     """Process id of the node."""
+    peer_address: _builtins.str
+    """`host:port` where the node serves `PeerService`; empty if it serves none."""
     def __init__(
         self,
         *,
@@ -269,10 +290,11 @@ class Welcome(_message.Message):
         pool_size_bytes: _builtins.int = ...,
         credit_limit: _builtins.int = ...,
         node_pid: _builtins.int = ...,
+        peer_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_limit", b"credit_limit", "epoch", b"epoch", "instance_id", b"instance_id", "node_pid", b"node_pid", "pool_size_bytes", b"pool_size_bytes", "pool_socket", b"pool_socket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_limit", b"credit_limit", "epoch", b"epoch", "instance_id", b"instance_id", "node_pid", b"node_pid", "peer_address", b"peer_address", "pool_size_bytes", b"pool_size_bytes", "pool_socket", b"pool_socket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -289,6 +311,7 @@ class LookupChunks(_message.Message):
     RESERVE_COUNT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    HANDOFF_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names this lookup and all that follows from it; unique on the stream."""
     chunk_keys: _builtins.bytes
@@ -301,6 +324,10 @@ class LookupChunks(_message.Message):
     """Tokens of prompts that the engine computes per second, measured; 0 if it has computed none yet. What would take
     longer to fetch than to compute is then not offered.
     """
+    handoff_id: _builtins.str
+    """The handoff that this prompt comes by, if it comes by one: chunks that are on their way count as held by a peer, and
+    the handoff ends with this lookup's release. It may be announced later.
+    """
     def __init__(
         self,
         *,
@@ -309,14 +336,95 @@ class LookupChunks(_message.Message):
         reserve_count: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         prefill_tokens_per_second: _builtins.int = ...,
+        handoff_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "prefill_tokens_per_second", b"prefill_tokens_per_second", "request_id", b"request_id", "reserve_count", b"reserve_count", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "handoff_id", b"handoff_id", "prefill_tokens_per_second", b"prefill_tokens_per_second", "request_id", b"request_id", "reserve_count", b"reserve_count", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LookupChunks: _TypeAlias = LookupChunks  # noqa: Y015
+
+@_typing.final
+class HandChunks(_message.Message):
+    """A prompt to hand to the node of a decode engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    DECODE_ADDRESS_FIELD_NUMBER: _builtins.int
+    CHUNK_KEYS_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Names the handoff to both engines."""
+    decode_address: _builtins.str
+    """`host:port` of that node's `PeerService`."""
+    chunk_keys: _builtins.bytes
+    """Keys of all chunks of the prompt, 16 bytes each, in prompt order."""
+    token_count: _builtins.int
+    """Tokens of the prompt: all chunks but the last are full."""
+    traceparent: _builtins.str
+    """W3C `traceparent` of the request's span; empty if the engine does not trace it."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        decode_address: _builtins.str = ...,
+        chunk_keys: _builtins.bytes = ...,
+        token_count: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "decode_address", b"decode_address", "request_id", b"request_id", "token_count", b"token_count", "traceparent", b"traceparent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandChunks: _TypeAlias = HandChunks  # noqa: Y015
+
+@_typing.final
+class HandedChunks(_message.Message):
+    """How a handoff went."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    TRANSFERRED_BYTES_FIELD_NUMBER: _builtins.int
+    TRANSFER_DURATION_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The handoff."""
+    chunk_count: _builtins.int
+    """Chunks that the other node has now, those that it had before included."""
+    transferred_bytes: _builtins.int
+    """Bytes that it took for that."""
+    @_builtins.property
+    def transfer_duration(self) -> _duration_pb2.Duration:
+        """Time that took, without waiting for chunks to be computed."""
+
+    @_builtins.property
+    def status(self) -> _status_pb2.Status:
+        """Why chunks were not handed over, if that was an error."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        chunk_count: _builtins.int = ...,
+        transferred_bytes: _builtins.int = ...,
+        transfer_duration: _duration_pb2.Duration | None = ...,
+        status: _status_pb2.Status | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status", "transfer_duration", b"transfer_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "request_id", b"request_id", "status", b"status", "transfer_duration", b"transfer_duration", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandedChunks: _TypeAlias = HandedChunks  # noqa: Y015
 
 @_typing.final
 class FoundChunks(_message.Message):

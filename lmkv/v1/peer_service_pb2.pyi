@@ -37,16 +37,18 @@ class InitRequest(_message.Message):
     epoch: _builtins.int
     """The caller's epoch."""
     peer_instance_id: _builtins.str
-    """Whom the caller means to reach."""
+    """Whom the caller means to reach; empty: whoever answers."""
     peer_epoch: _builtins.int
-    """The epoch it means to reach."""
+    """The epoch it means to reach; 0: any."""
     @_builtins.property
     def spec(self) -> _chunk_pb2.KvSpec:
         """What the chunks to be exchanged are compatible with."""
 
     @_builtins.property
     def channels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Transfer channels that the caller could use, best first: `shm`, `nixl`, `tcp`, `ucx`, `mooncake`."""
+        """Transfer channels that the caller could use, best first: `shm`, `nixl`, `tcp`, `ucx`, `mooncake`. None
+        if it will read nothing.
+        """
 
     def __init__(
         self,
@@ -75,10 +77,16 @@ class InitResponse(_message.Message):
     CHANNEL_FIELD_NUMBER: _builtins.int
     CHANNEL_METADATA_FIELD_NUMBER: _builtins.int
     REGIONS_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     channel: _builtins.str
-    """The first of the caller's transfer channels that the node has too."""
+    """The first of the caller's transfer channels that the node has too; empty if it named none."""
     channel_metadata: _builtins.bytes
     """The node's opaque metadata of this channel; a secret, since it opens its memory."""
+    instance_id: _builtins.str
+    """Who answers."""
+    epoch: _builtins.int
+    """Its epoch."""
     @_builtins.property
     def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Region]:
         """Its regions; `Extent.region` is an index into them."""
@@ -89,10 +97,12 @@ class InitResponse(_message.Message):
         channel: _builtins.str = ...,
         channel_metadata: _builtins.bytes = ...,
         regions: _abc.Iterable[Global___Region] | None = ...,
+        instance_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["channel", b"channel", "channel_metadata", b"channel_metadata", "regions", b"regions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["channel", b"channel", "channel_metadata", b"channel_metadata", "epoch", b"epoch", "instance_id", b"instance_id", "regions", b"regions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -201,42 +211,44 @@ class AllocateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    PEER_ADDRESS_FIELD_NUMBER: _builtins.int
     PEER_EPOCH_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     CHUNK_KEYS_FIELD_NUMBER: _builtins.int
-    SIZES_BYTES_FIELD_NUMBER: _builtins.int
-    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The caller."""
+    epoch: _builtins.int
+    """The caller's epoch."""
+    peer_address: _builtins.str
+    """Where the caller serves `PeerService`: the node will read from it."""
     peer_epoch: _builtins.int
     """The epoch of the node that is called."""
     request_id: _builtins.str
-    """Names the hand-over; a repeat returns the first call's grant."""
+    """Names the handoff to both engines; a repeat returns the first call's answer."""
     fingerprint: _builtins.bytes
     """Fingerprint of the chunks' spec."""
     chunk_keys: _builtins.bytes
-    """Keys of the chunks it will write now, 16 bytes each, in prompt order."""
-    total_bytes: _builtins.int
-    """Bytes that the whole hand-over will need, for admission."""
-    @_builtins.property
-    def sizes_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Bytes of each of them."""
-
+    """Keys of all chunks of the prompt, 16 bytes each, in prompt order, at most 4,096."""
+    token_count: _builtins.int
+    """Tokens of the prompt: all chunks but the last are full."""
     def __init__(
         self,
         *,
         instance_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        peer_address: _builtins.str = ...,
         peer_epoch: _builtins.int = ...,
         request_id: _builtins.str = ...,
         fingerprint: _builtins.bytes = ...,
         chunk_keys: _builtins.bytes = ...,
-        sizes_bytes: _abc.Iterable[_builtins.int] | None = ...,
-        total_bytes: _builtins.int = ...,
+        token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "fingerprint", b"fingerprint", "instance_id", b"instance_id", "peer_epoch", b"peer_epoch", "request_id", b"request_id", "sizes_bytes", b"sizes_bytes", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "epoch", b"epoch", "fingerprint", b"fingerprint", "instance_id", b"instance_id", "peer_address", b"peer_address", "peer_epoch", b"peer_epoch", "request_id", b"request_id", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -248,25 +260,29 @@ class AllocateResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    GRANT_FIELD_NUMBER: _builtins.int
+    GRANT_ID_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def grant(self) -> _chunk_pb2.Grant:
-        """Extents for the chunks in `missing`."""
-
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    grant_id: _builtins.str
+    """The grant, by which the caller names the handoff from now on."""
     @_builtins.property
     def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Indices of the keys that are not held yet; only these need writing."""
+        """Indices of the keys that are not held yet; only these are wanted."""
+
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """Without a word from the caller for so long the handoff expires."""
 
     def __init__(
         self,
         *,
-        grant: _chunk_pb2.Grant | None = ...,
+        grant_id: _builtins.str = ...,
         missing: _abc.Iterable[_builtins.int] | None = ...,
+        timeout: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "missing", b"missing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant_id", b"grant_id", "missing", b"missing", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -279,34 +295,28 @@ class CommitRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GRANT_ID_FIELD_NUMBER: _builtins.int
-    WRITTEN_FIELD_NUMBER: _builtins.int
-    CHECKSUMS_FIELD_NUMBER: _builtins.int
-    TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    INDICES_FIELD_NUMBER: _builtins.int
+    EXTENTS_FIELD_NUMBER: _builtins.int
     grant_id: _builtins.str
     """The grant."""
     @_builtins.property
-    def written(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Indices into the grant's extents that are written."""
+    def indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Indices of the handoff's keys that are computed."""
 
     @_builtins.property
-    def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Checksum of each of them."""
-
-    @_builtins.property
-    def token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens of each of them."""
+    def extents(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.Extent]:
+        """Where each of them is in the caller's memory, and its checksum. They stay there until the answer."""
 
     def __init__(
         self,
         *,
         grant_id: _builtins.str = ...,
-        written: _abc.Iterable[_builtins.int] | None = ...,
-        checksums: _abc.Iterable[_builtins.int] | None = ...,
-        token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        indices: _abc.Iterable[_builtins.int] | None = ...,
+        extents: _abc.Iterable[_chunk_pb2.Extent] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "grant_id", b"grant_id", "token_counts", b"token_counts", "written", b"written"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extents", b"extents", "grant_id", b"grant_id", "indices", b"indices"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -318,19 +328,19 @@ class CommitResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REJECTED_FIELD_NUMBER: _builtins.int
+    DAMAGED_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def rejected(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+    def damaged(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Indices whose bytes did not match their checksum and were thrown away."""
 
     def __init__(
         self,
         *,
-        rejected: _abc.Iterable[_builtins.int] | None = ...,
+        damaged: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rejected", b"rejected"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged", b"damaged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -28,8 +28,9 @@ if _version_not_supported:
 class PeerServiceStub:
     """How two nodes agree on a transfer. Served by every node; called by other nodes.
 
-    The bytes never pass through here: the reader (`Acquire`) or the writer (`Allocate`) moves them itself over the
-    channel that `Init` agreed on.
+    The bytes never pass through here. Whoever wants bytes reads them from the other's memory, over the channel that `Init`
+    agreed on: chunks that a peer holds (`Acquire`), and chunks that a prefill hands to a decode (`Allocate`, `Commit`). So
+    a node's memory is written to by nobody but itself, and when a transfer has stopped is its own knowledge.
     """
 
     def __init__(self, channel):
@@ -68,15 +69,17 @@ class PeerServiceStub:
 class PeerServiceServicer:
     """How two nodes agree on a transfer. Served by every node; called by other nodes.
 
-    The bytes never pass through here: the reader (`Acquire`) or the writer (`Allocate`) moves them itself over the
-    channel that `Init` agreed on.
+    The bytes never pass through here. Whoever wants bytes reads them from the other's memory, over the channel that `Init`
+    agreed on: chunks that a peer holds (`Acquire`), and chunks that a prefill hands to a decode (`Allocate`, `Commit`). So
+    a node's memory is written to by nobody but itself, and when a transfer has stopped is its own knowledge.
     """
 
     def Init(self, request, context):
         """Gets to know each other; once per pair of nodes and epoch. Repeating it is safe.
 
         The specs are compared first. The node then answers with the first of the caller's channels that it has too; a
-        caller that cannot use it after all, such as shared memory of another host, calls again without it.
+        caller that cannot use it after all, such as shared memory of another host, calls again without it. A caller that
+        will read nothing names no channel, and is told who answers.
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields.
@@ -105,29 +108,38 @@ class PeerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Allocate(self, request, context):
-        """Reserves extents that the caller will write chunks into. Idempotent by `request_id`.
+        """Announces a handoff: the caller computes these chunks, and a request that continues them will come to this node's
+        engine. The node makes room for all of them at once, and reads each as soon as `Commit` says where it is. Idempotent
+        by `request_id`. See `docs/prefill-decode.md` for its states and deadlines.
 
         Errors:
+        * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `token_counts` does not fit the keys or the spec.
         * `RESOURCE_EXHAUSTED` (`NO_FREE_EXTENTS`): no room now; retry after the attached `RetryInfo`.
-        * `FAILED_PRECONDITION` (`REQUEST_TOO_LARGE`): the request will never fit.
-        * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): the epoch is not this node's.
+        * `FAILED_PRECONDITION` (`REQUEST_TOO_LARGE`): the handoff will never fit.
+        * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): the epoch is not this node's; `Init` again.
+        * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): no engine here shares chunks of this fingerprint.
+        * `NOT_FOUND` (`GRANT_NOT_FOUND`): the handoff has ended already, perhaps because the decode's request was aborted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Makes written chunks visible. Repeating it is safe.
+        """Says which chunks of a handoff are computed, and where. Answers when they have been read, verified and made visible.
+        With no chunks it says only that the caller is still at work. Repeating it is safe.
 
         Errors:
-        * `NOT_FOUND` (`GRANT_NOT_FOUND`): the grant has ended or never was.
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): an index or extent that cannot be.
+        * `NOT_FOUND` (`GRANT_NOT_FOUND`): the handoff has ended or never was.
+        * `UNAVAILABLE` (`UNREACHABLE`): the node could not read from the caller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Gives a grant back before it expires. A grant that has ended is no error.
+        """Gives a grant back before it expires, or ends a handoff: no chunk will come any more. One that has ended is no error.
 
         Errors: none.
         """
@@ -174,8 +186,9 @@ def add_PeerServiceServicer_to_server(servicer, server):
 class PeerService:
     """How two nodes agree on a transfer. Served by every node; called by other nodes.
 
-    The bytes never pass through here: the reader (`Acquire`) or the writer (`Allocate`) moves them itself over the
-    channel that `Init` agreed on.
+    The bytes never pass through here. Whoever wants bytes reads them from the other's memory, over the channel that `Init`
+    agreed on: chunks that a peer holds (`Acquire`), and chunks that a prefill hands to a decode (`Allocate`, `Commit`). So
+    a node's memory is written to by nobody but itself, and when a transfer has stopped is its own knowledge.
     """
 
     @staticmethod

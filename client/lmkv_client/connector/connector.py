@@ -162,9 +162,9 @@ class LMKVConnector(KVConnectorBase_V1):
         self.scheduler.reported(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See vLLM. Pages are never needed after their request."""
+        """See vLLM. Pages are never needed after their request. Who asks for it is told which node is beside us."""
         self.scheduler.finished(request)
-        return False, None
+        return False, self.scheduler.identity(request)
 
     def has_pending_push_work(self) -> bool:
         """See vLLM, which goes on with its steps meanwhile: a store from a device is done some steps after it began."""

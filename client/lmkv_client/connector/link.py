@@ -243,7 +243,18 @@ def next_message(outbox: deque[pb.AttachRequest]) -> pb.AttachRequest:
     return message
 
 
-FIELD_ORDER = ("releases", "commits", "damaged_keys", "returned_credits", "lookups", "loads", "reserve_count", "reset")
+FIELD_ORDER = (
+    "releases",
+    "commits",
+    "damaged_keys",
+    "returned_credits",
+    "lookups",
+    "loads",
+    "reserve_count",
+    "handoffs",
+    "ended_handoffs",
+    "reset",
+)
 """Order in which the node carries out the acts of one message."""
 
 

@@ -61,7 +61,7 @@ class Loads:
             block_size=self._block_size,
             sync=not self._config.enable_async_loading,
             started_at=now,
-            deadline=now + self._config.load_timeout,
+            deadline=now + prompt.load_timeout,
             verify=self._config.verify_loads,
             span=telemetry.follow("lmkv.load", prompt.traceparent, kind=Kind.CLIENT, asked_tokens=token_count),
         )
@@ -76,7 +76,7 @@ class Loads:
         elif not loading.complete:
             loading.peer_id = prompt.peer_id
             first = max(len(prompt.own), loading.first_chunk)
-            self._searches.order(loading.ticket, first, loading.stop_chunk - first, loading.span.traceparent)
+            self._searches.order(prompt, first, loading.stop_chunk - first, loading.span.traceparent)
 
     def arrived(self, loaded: pb.LoadedChunks) -> bool:
         """Chunks have come from a peer; False if no load waits for them."""

@@ -38,7 +38,10 @@ class Prompt:
         "computed_count",
         "fetched_count",
         "found_at",
+        "handoff_id",
+        "is_kept",
         "keys",
+        "load_timeout",
         "own",
         "partial_is_stored",
         "partial_key",
@@ -65,7 +68,11 @@ class Prompt:
         *,
         partial: bool,
         traceparent: str = "",
+        handoff_id: str = "",
+        load_timeout: float = 1.0,
+        is_kept: bool = True,
     ) -> None:
+        """`tokens` are the prompt's, or the first of them if only those are handed over."""
         chain.extend(tokens)
         self.all_tokens = all_tokens
         """Prompt and output, a view that grows with the request."""
@@ -80,6 +87,12 @@ class Prompt:
         """What the request's spans belong under; empty if nobody traces it."""
         self.asking: Span = NO_SPAN
         """The lookup that is under way."""
+        self.handoff_id = handoff_id
+        """The handoff that brings the prompt, if one does."""
+        self.load_timeout = load_timeout
+        """Most seconds that the request waits for a load."""
+        self.is_kept = is_kept
+        """Whether its chunks are to be stored."""
         self.search = Search.OVER
         self.ticket = ""
         """Names the lookup to the node; empty if the node keeps nothing for us."""
@@ -117,7 +130,7 @@ class Prompt:
     @property
     def unstored_count(self) -> int:
         """Chunks of the prompt that may still need storing."""
-        return max(0, self.full_count - self.stored_count) + (not self.partial_is_stored)
+        return (max(0, self.full_count - self.stored_count) + (not self.partial_is_stored)) * self.is_kept
 
     def held(self, chunk_count: int) -> None:
         """The node holds the prompt's first so many chunks."""
@@ -131,12 +144,14 @@ class Prompt:
     def hit_tokens(self, chunk_count: int, request_tokens: int, block_size: int, *, sync: bool) -> int:
         """How many tokens to offer to vLLM when so many chunks can be had.
 
-        Whole blocks, unless all of the request is covered, which only an asynchronous load may do: vLLM must compute
-        at least one token in a step that needs the pages at once.
+        Whole blocks, unless all of the request is covered, or all that was handed to it, which only an asynchronous
+        load may do: vLLM must compute at least one token in a step that needs the pages at once.
         """
         hit = self.tokens_in(chunk_count)
         if hit >= request_tokens and not sync:
             return request_tokens
+        if self.handoff_id and hit == self.token_count and not sync:
+            return hit
         if hit % self.chunk_size:  # a partial chunk counts only when it ends the request
             hit -= hit % self.chunk_size
         return min(hit, request_tokens - 1) // block_size * block_size

@@ -20,6 +20,8 @@ from lmkv.spec import KvSpec
 from lmkv.telemetry.spans import TRACEPARENT
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.credits import Credits
+from lmkv_client.connector.handoff import PARAMS, Handoff, handoff_of, is_addressed
+from lmkv_client.connector.handoffs import Handoffs
 from lmkv_client.connector.identity import lora_identity
 from lmkv_client.connector.link import Lost, NodeLink
 from lmkv_client.connector.loads import Loads
@@ -61,7 +63,7 @@ class SchedulerSide:
     ) -> None:
         self._config = config
         self._may_load = may_load
-        self._may_store = may_store and config.local_cpu
+        self._may_store = may_store
         self._spec = spec
         self._link = link
         self._block_size = block_size
@@ -81,7 +83,10 @@ class SchedulerSide:
             step_tokens=step_tokens,
             with_decode=config.save_decode_cache,
         )
+        self._handoffs = Handoffs(self._send, self._counters, self._stores.is_writing)
         self._resets_done = 0
+        self._node = pb.Welcome()
+        """What the node said of itself, last."""
 
     # ---- hooks of vLLM, in the order of a request's life
 
@@ -91,13 +96,16 @@ class SchedulerSide:
             return
         self.pump()
         try:
-            prompt = self._prompt(request)
-        except (LmkvError, OSError) as error:  # an adapter's folder may vanish
+            handoff = handoff_of(request.kv_transfer_params) if self._config.enable_pd else None
+            prompt = self._prompt(request, handoff)
+        except (LmkvError, OSError, ValueError) as error:  # an adapter's folder may vanish
             logger.warning("[%s] goes without cache: %s", request.request_id, error)
             return
         self._prompts[request.request_id] = prompt
         if not request.skip_reading_prefix_cache:
             self._ask(prompt)
+        if handoff and handoff.decode_address and self._attachment and prompt.keys:
+            self._handoffs.begin(handoff.request_id, handoff.decode_address, prompt)
 
     def matched_tokens(self, request: Request, computed_count: int) -> tuple[int | None, bool]:
         """Tokens that can be had beyond those computed, and whether by an asynchronous load; None: not known yet."""
@@ -169,6 +177,7 @@ class SchedulerSide:
             return
         if self._attachment and report.engine_id == self._attachment.engine_id:
             self._stores.written(report)
+        self._handoffs.settle()
         for request_id, loaded in report.loaded.items():
             self._loads.copied(request_id, loaded, self._prompts.get(request_id))
 
@@ -181,8 +190,16 @@ class SchedulerSide:
         if not self._loads.finished(prompt):
             self._searches.release(prompt)
         self._stores.finished(prompt)
+        self._handoffs.finished(prompt)
         if not self._prompts:
             self._stores.idle()
+
+    def identity(self, request: Request) -> dict[str, Any] | None:
+        """Which node is beside this engine, for the answer to a request that speaks to lmkv."""
+        if not is_addressed(request.kv_transfer_params):
+            return None
+        attached = self._node if self._attachment else pb.Welcome()
+        return {PARAMS: {"instance_id": attached.instance_id, "peer_address": attached.peer_address}}
 
     @property
     def is_storing(self) -> bool:
@@ -223,6 +240,7 @@ class SchedulerSide:
     def _take_in(self, message: pb.AttachResponse) -> None:
         if message.HasField("welcome"):
             self._stores.credits = Credits(limit=message.welcome.credit_limit)
+            self._node = message.welcome
         self._stores.credits.settle(message.settled_reserve_count, [extent.offset for extent in message.credits])
         for found in message.found:
             self._searches.found(found)
@@ -231,6 +249,8 @@ class SchedulerSide:
             self._counters.add("peer_seconds", loaded.transfer_duration.ToNanoseconds() / 1e9)
             if not self._loads.arrived(loaded):
                 self._searches.arrived(loaded)
+        for handed in message.handed:
+            self._handoffs.ended(handed)
         for rejected in message.rejected_commits:
             logger.warning("the node refused chunk %s: %s", rejected.chunk_key.hex(), rejected.status.message)
         self._resets_done += len(message.reset_counts)
@@ -253,6 +273,7 @@ class SchedulerSide:
         self._attachment = None
         self._searches.lost()
         self._stores.lost()
+        self._handoffs.lost()
         self._loads.lost()
         for prompt in self._prompts.values():
             prompt.over()
@@ -270,7 +291,7 @@ class SchedulerSide:
         if self._attachment is not None:
             self._link.send(self._attachment, message)
 
-    def _prompt(self, request: Request) -> Prompt:
+    def _prompt(self, request: Request, handoff: Handoff | None) -> Prompt:
         root = root_key(
             self._spec.fingerprint,
             cache_salt=request.cache_salt or "",
@@ -278,13 +299,18 @@ class SchedulerSide:
             secret=self._config.cluster_secret.encode(),
         )
         chain = KeyChain(root, self._spec.chunk_size, multimodal_extras(request.mm_features, self._spec.chunk_size))
+        config, tokens = self._config, as_tokens(request.prompt_token_ids)
+        handed_count = handoff.prompt_token_count if handoff else 0
         return Prompt(
             request.request_id,
-            as_tokens(request.prompt_token_ids),
+            tokens[:handed_count] if handed_count else tokens,
             request.all_token_ids,
             chain,
-            partial=self._config.save_partial_chunks,
+            partial=config.save_partial_chunks,
             traceparent=(request.trace_headers or {}).get(TRACEPARENT, ""),
+            handoff_id=handoff.request_id if handoff and handed_count else "",
+            load_timeout=config.pd_load_timeout if handed_count else config.load_timeout,
+            is_kept=config.local_cpu or handoff is not None,
         )
 
 

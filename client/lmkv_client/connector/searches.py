@@ -71,6 +71,7 @@ class Searches:
             reserve_count=reserve_count(),
             traceparent=prompt.asking.traceparent,
             prefill_tokens_per_second=self._prefill.tokens_per_second if self._config.refuse_slow_fetches else 0,
+            handoff_id=prompt.handoff_id,
         )
         self._send(pb.AttachRequest(lookups=[lookup]))
 
@@ -102,7 +103,7 @@ class Searches:
             prompt.answered()
             prompt.search = Search.OVER  # its ticket stays known, for the answer may still come
         elif prompt.search is Search.FETCHING:
-            if self._clock() < prompt.found_at + self._config.load_timeout:
+            if self._clock() < prompt.found_at + prompt.load_timeout:
                 return True
             self._counters.add("load_failures")
             self._fetched(prompt)
@@ -122,7 +123,7 @@ class Searches:
         prompt.search = Search.FETCHING
         prompt.found_at = self._clock()
         self._prompts[prompt.ticket] = prompt
-        self.order(prompt.ticket, len(prompt.own), prompt.peer_count, prompt.traceparent)
+        self.order(prompt, len(prompt.own), prompt.peer_count, prompt.traceparent)
 
     def arrived(self, loaded: pb.LoadedChunks) -> None:
         """Chunks of a fetch are in the pool."""
@@ -136,12 +137,12 @@ class Searches:
         if loaded.done:
             self._fetched(prompt)
 
-    def order(self, ticket: str, first_chunk: int, chunk_count: int, traceparent: str) -> None:
+    def order(self, prompt: Prompt, first_chunk: int, chunk_count: int, traceparent: str) -> None:
         """Has the node bring chunks of a prompt into its pool."""
         load = pb.LoadChunks(
-            request_id=ticket, first_chunk=first_chunk, chunk_count=chunk_count, traceparent=traceparent
+            request_id=prompt.ticket, first_chunk=first_chunk, chunk_count=chunk_count, traceparent=traceparent
         )
-        load.timeout.FromNanoseconds(int(self._config.load_timeout * 1e9))
+        load.timeout.FromNanoseconds(int(prompt.load_timeout * 1e9))
         self._send(pb.AttachRequest(loads=[load]))
 
     def damaged(self, keys: Sequence[ChunkKey]) -> None:

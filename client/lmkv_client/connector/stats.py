@@ -23,6 +23,10 @@ COUNTERS = {
     "lookup_timeouts": "Lookups that the node did not answer in time.",
     "load_failures": "Loads that brought less than was found; the rest was computed.",
     "skipped_chunks": "Chunks that were not stored for want of write credits or of a node.",
+    "handed_tokens": "Tokens whose KV decode engines have from this one by handoffs.",
+    "handed_bytes": "Bytes that their nodes read for that.",
+    "handed_seconds": "Seconds that these reads took.",
+    "handoff_failures": "Handoffs that ended by an error; the decode computes what it has not.",
     "node_losses": "Times that the node was lost.",
 }
 """Counters by name; Prometheus knows them as `lmkv:NAME_total`."""

@@ -71,6 +71,10 @@ class Stores:
     def __len__(self) -> int:
         return len(self._writes)
 
+    def is_writing(self, prompt: Prompt) -> bool:
+        """Whether workers have yet to say that chunks of this prompt are stored."""
+        return any(write.prompt is prompt for write in self._writes.values())
+
     def reserve_count(self, prompts: Collection[Prompt]) -> int:
         """How many credits to ask for: enough for two steps of these prompts, and for a decoded chunk of each."""
         wanted = sum(prompt.unstored_count for prompt in prompts)
@@ -84,7 +88,7 @@ class Stores:
         copies: list[ChunkCopy] = []
         for request_id, count in output.num_scheduled_tokens.items():
             prompt = prompts.get(request_id)
-            if prompt and prompt.store_failures < MAX_FAILURES:
+            if prompt and prompt.is_kept and prompt.store_failures < MAX_FAILURES:
                 self._plan(prompt, computed[request_id] + count, output, copies)
         if (copies or self._starving) and (wanted := self.reserve_count(prompts.values())):
             self._starving = False

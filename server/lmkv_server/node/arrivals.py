@@ -183,8 +183,12 @@ class Landing:
         """An extent to write into; None if there is no room."""
         reserved = self._tier.reserve(size_bytes)
         if reserved:
-            self._sizes[reserved.offset] = reserved.size_bytes
+            self.adopt(reserved)
         return reserved
+
+    def adopt(self, reserved: Reserved) -> None:
+        """Takes over an extent that was reserved already."""
+        self._sizes[reserved.offset] = reserved.size_bytes
 
     def write(self) -> Callable[[], None]:
         """A transfer begins; the result is to be called when it has stopped."""

@@ -16,6 +16,7 @@ from lmkv_server.node.engine_stream import EngineStream
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.host_tier import HostTier
 from lmkv_server.node.metrics import LookupCounts
+from lmkv_server.node.sender import Senders
 from lmkv_server.node.sources import Sources
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         tier: HostTier,
         engines: Engines,
         sources: Sources,
+        senders: Senders | None = None,
         welcome: pb.Welcome,
         config: dict[str, str],
         on_attach: Callable[[], None],
@@ -42,6 +44,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         self._tier = tier
         self._engines = engines
         self._sources = sources
+        self._senders = senders
         self._welcome = welcome
         self._config = config
         self._on_attach = on_attach
@@ -66,7 +69,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             raise BadMessage("the first message must carry hello")
         self._check_config(dict(first.hello.expected_config))
         session = self._engines.attach(first.hello.engine_id, KvSpec.from_proto(first.hello.spec))
-        stream = EngineStream(self._tier, session, self._sources, self.lookups)
+        stream = EngineStream(self._tier, session, self._sources, self.lookups, self._senders)
         self._streams.add(stream)
         self._on_attach()
         logger.info("engine %s attached: %s", session.engine_id, session.spec.model_name)

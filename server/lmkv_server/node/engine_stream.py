@@ -15,9 +15,11 @@ from lmkv.errors import BadChunkKey, BadMessage, GrantNotFound, LmkvError, Unrea
 from lmkv.keys import KEY_BYTES, ChunkKey, split_keys
 from lmkv.telemetry import Span
 from lmkv.v1 import engine_service_pb2 as pb
+from lmkv_server.node.engine_handoffs import EngineHandoffs
 from lmkv_server.node.engines import EngineSession, Ticket
 from lmkv_server.node.host_tier import Chunk, HostTier
 from lmkv_server.node.metrics import LookupCounts
+from lmkv_server.node.sender import Senders
 from lmkv_server.node.sources import Sources
 from lmkv_server.node.wire import credit, extent
 
@@ -73,8 +75,16 @@ class Outbox:
 class EngineStream:
     """One engine's stream: carries out its acts, in the order they came, and collects the answers."""
 
-    def __init__(self, tier: HostTier, session: EngineSession, sources: Sources, lookups: LookupCounts) -> None:
+    def __init__(
+        self,
+        tier: HostTier,
+        session: EngineSession,
+        sources: Sources,
+        lookups: LookupCounts,
+        senders: Senders | None = None,
+    ) -> None:
         self.outbox = Outbox()
+        self._handoffs = EngineHandoffs(session.spec, senders, self.outbox.put)
         self._tier = tier
         self._session = session
         self._sources = sources
@@ -107,6 +117,10 @@ class EngineStream:
             self._start(load.request_id, self._load(load))
         if message.reserve_count > 0:
             self._reserve(message.reserve_count, settled=message.reserve_count)
+        for handoff in message.handoffs:
+            self._handoffs.begin(handoff)
+        for request_id in message.ended_handoffs:
+            self._handoffs.end(request_id)
         if message.reset:
             self.outbox.put(pb.AttachResponse(reset_counts=[self._tier.clear(self._session.spec.fingerprint)]))
 
@@ -114,6 +128,7 @@ class EngineStream:
         """Stops everything that still runs for the engine."""
         for task in self._tasks.values():
             task.cancel()
+        self._handoffs.close()
 
     def _start(self, request_id: str, work: Any) -> None:
         task = asyncio.create_task(work)
@@ -153,8 +168,10 @@ class EngineStream:
 
     def _lookup(self, lookup: pb.LookupChunks) -> None:
         ticket = self._session.open(lookup.request_id, split_keys(lookup.chunk_keys))
+        ticket.handoff_id = lookup.handoff_id
+        ticket.on_release = self._sources.claim(lookup.handoff_id)
         span = telemetry.follow("lmkv.lookup", lookup.traceparent, asked_chunks=len(ticket.keys))
-        if ticket.own_count == len(ticket.keys) or not self._sources.connected:
+        if ticket.own_count == len(ticket.keys) or not self._sources.connected or self._promised(ticket)[0]:
             with span:
                 self._answer(lookup, ticket, span)
         else:
@@ -167,12 +184,14 @@ class EngineStream:
 
     def _answer(self, lookup: pb.LookupChunks, ticket: Ticket, span: Span) -> None:
         refused_count = self._refuse_slow(lookup, ticket)
-        best = ticket.holders[0] if ticket.holders else None
+        peer_count, peer_id = self._promised(ticket)
+        if not peer_count and ticket.holders:
+            peer_count, peer_id = ticket.holders[0].matched_chunk_count, ticket.holders[0].instance_id
         found = pb.FoundChunks(
             request_id=lookup.request_id,
             own=[extent(chunk) for chunk in ticket.chunks],
-            peer_chunk_count=best.matched_chunk_count if best else 0,
-            peer_instance_id=best.instance_id if best else "",
+            peer_chunk_count=peer_count,
+            peer_instance_id=peer_id,
             refused_chunk_count=refused_count,
         )
         self.outbox.put(pb.AttachResponse(found=[found]))
@@ -184,8 +203,12 @@ class EngineStream:
         )
         held = ticket.own_count + found.peer_chunk_count
         self._reserve(lookup.reserve_count - held, settled=max(0, lookup.reserve_count))
-        if not ticket.chunks and best is None:
+        if not ticket.chunks and not peer_count:
             self._session.release(lookup.request_id)
+
+    def _promised(self, ticket: Ticket) -> tuple[int, str]:
+        """Chunks that are on their way by a handoff, and whose they are."""
+        return self._sources.promised(ticket.handoff_id, ticket.own_count, len(ticket.keys))
 
     def _refuse_slow(self, lookup: pb.LookupChunks, ticket: Ticket) -> int:
         """Forgets who holds the rest if to compute it is quicker, as far as that is known; the chunks of it."""
@@ -226,6 +249,7 @@ class EngineStream:
             [holder for holder in holders if holder.matched_chunk_count > 0],
             load.timeout.ToNanoseconds() / 1e9,
             on_chunks,
+            ticket.handoff_id,
         )
         error = fetched.error
         if error is None and fetched.chunk_count < load.chunk_count:

@@ -8,7 +8,7 @@ keeps what it has, which is bounded.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lmkv.errors import BadKvSpec, BadMessage, EngineNotFound, GrantNotFound
@@ -34,6 +34,10 @@ class Ticket:
     holders: Sequence[Holder] = ()
     """Peers that hold the keys from `own_count` on."""
     own_count: int = 0
+    handoff_id: str = ""
+    """The handoff that brings the rest, if one does."""
+    on_release: Callable[[], None] | None = None
+    """To be called when the ticket is released."""
 
 
 class EngineSession:
@@ -99,6 +103,8 @@ class EngineSession:
             return 0
         self._tier.unhold(ticket.chunks)
         self._held_bytes -= sum(chunk.size_bytes for chunk in ticket.chunks)
+        if ticket.on_release:
+            ticket.on_release()
         return len(ticket.chunks)
 
     def reserve(self, count: int) -> list[Reserved]:

@@ -17,10 +17,8 @@ from lmkv.telemetry.calls import Calls
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.fleet import Fleet
 from lmkv_server.node.host_tier import HostTier
-from lmkv_server.node.inspector import Inspector
 from lmkv_server.node.orders import Orders
-from lmkv_server.node.peers import Peers
-from lmkv_server.node.read_grants import ReadGrants
+from lmkv_server.node.peer_side import PeerSide
 
 PREFIX = "lmkv_node_"
 
@@ -56,9 +54,7 @@ class Metrics(Collector):
         engines: Engines,
         orders: Orders,
         fleet: Fleet,
-        peers: Peers | None,
-        grants: ReadGrants | None,
-        inspector: Inspector | None,
+        side: PeerSide | None,
         lookups: LookupCounts,
         calls: Calls,
     ) -> None:
@@ -66,9 +62,7 @@ class Metrics(Collector):
         self._engines = engines
         self._orders = orders
         self._fleet = fleet
-        self._peers = peers
-        self._grants = grants
-        self._inspector = inspector
+        self._side = side
         self._lookups = lookups
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -81,7 +75,8 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All of it as it is now."""
-        return chain(self._holdings(), self._serving(), self._fetching(), self._ordered())
+        sides = [self._fetching(self._side), self._handing(self._side)] if self._side else []
+        return chain(self._holdings(), self._serving(), *sides, self._ordered())
 
     def _holdings(self) -> Iterator[Metric]:
         yield _gauge("pool_capacity_bytes", "Bytes of the pool.", self._tier.size_bytes)
@@ -110,20 +105,36 @@ class Metrics(Collector):
             "spec_conflicts", "Instances of the same models to share nothing with.", len(self._fleet.conflicts)
         )
 
-    def _fetching(self) -> Iterator[Metric]:
-        if self._grants is not None:
-            yield _gauge("read_grants", "Grants that peers have on chunks here.", len(self._grants))
-        if self._inspector is not None:
-            yield _counter(
-                "damaged_chunks", "Chunks dropped as damaged in the own memory.", self._inspector.damaged_count
-            )
-        if peers := self._peers:
-            yield _counter("fetched_chunks", "Chunks fetched from peers.", peers.fetched_chunks)
-            yield _counter("fetched_bytes", "Bytes of these.", peers.fetched_bytes)
-            yield _counter("checksum_mismatches", "Chunks that came damaged.", peers.checksum_mismatches)
-            yield _counter("peer_failures", "Times that a peer failed.", peers.unreachable)
-            yield _gauge("quarantined_batches", "Batches whose transfer has not stopped.", peers.quarantined_count)
-            yield _gauge("quarantined_bytes", "Bytes of the pool that these may write to.", peers.quarantined_bytes)
+    def _fetching(self, side: PeerSide) -> Iterator[Metric]:
+        peers = side.peers
+        yield _gauge("read_grants", "Grants that peers have on chunks here.", len(side.service.grants))
+        yield _counter("damaged_chunks", "Chunks dropped as damaged in the own memory.", side.inspector.damaged_count)
+        yield _counter("fetched_chunks", "Chunks fetched from peers.", peers.fetched_chunks)
+        yield _counter("fetched_bytes", "Bytes of these.", peers.fetched_bytes)
+        yield _counter("checksum_mismatches", "Chunks that came damaged.", peers.checksum_mismatches)
+        yield _counter("peer_failures", "Times that a peer failed.", peers.unreachable)
+        yield _gauge("quarantined_batches", "Batches whose transfer has not stopped.", peers.quarantined_count)
+        yield _gauge("quarantined_bytes", "Bytes of the pool that these may write to.", peers.quarantined_bytes)
+
+    def _handing(self, side: PeerSide) -> Iterator[Metric]:
+        """Both sides of handoffs from prefill to decode."""
+        senders, receiver, handoffs = side.senders, side.receiver, side.receiver.handoffs
+        yield _gauge("handoffs_sending", "Handoffs that engines here give away now.", len(senders))
+        yield _counter("handoffs_sent", "Handoffs given away whole.", senders.done_count)
+        yield _counter(
+            "handoffs_unsent", "Handoffs that failed, or were ended before they were whole.", senders.failed_count
+        )
+        yield _counter("handoff_sent_bytes", "Bytes that other nodes read for handoffs.", senders.sent_bytes)
+        yield _gauge("handoffs_receiving", "Handoffs that are kept here now.", len(handoffs))
+        yield _gauge("handoff_buffer_bytes", "Bytes of the pool that these take.", handoffs.used_bytes)
+        yield _gauge("handoff_buffer_limit_bytes", "Most bytes of the pool that they may take.", handoffs.buffer_bytes)
+        yield _counter("handoff_received_bytes", "Bytes read for handoffs.", receiver.received_bytes)
+        ended = CounterMetricFamily(f"{PREFIX}handoffs_received", "Handoffs that are over, by end.", labels=["end"])
+        for state, count in handoffs.ended_counts.items():
+            ended.add_metric([state.value], count)
+        yield ended
+        yield _counter("handoffs_abandoned", "Those of them that no request came for.", handoffs.abandoned_count)
+        yield _counter("handoffs_refused", "Handoffs that there was no room for.", handoffs.refused_count)
 
     def _ordered(self) -> Iterator[Metric]:
         orders = self._orders

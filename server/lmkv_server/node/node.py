@@ -11,8 +11,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
 
-import grpc
-
 import lmkv
 from lmkv import config as configuration
 from lmkv import numa, rpc
@@ -22,29 +20,23 @@ from lmkv.errors import ConfigError
 from lmkv.pool import LEFT_BYTES, Pool
 from lmkv.pool_socket import PoolSocket
 from lmkv.telemetry.calls import Calls
-from lmkv.transfer import Channels, End
 from lmkv.units import format_bytes
-from lmkv.v1 import chunk_pb2, engine_service_pb2, engine_service_pb2_grpc, peer_service_pb2_grpc, registry_service_pb2
-from lmkv_kernels import summed_copy
+from lmkv.v1 import chunk_pb2, engine_service_pb2, engine_service_pb2_grpc, registry_service_pb2
 from lmkv_server.node.engine_service import EngineService
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.fleet import Fleet, Held
 from lmkv_server.node.host_tier import Chunk, HostTier
-from lmkv_server.node.inspector import Inspector
 from lmkv_server.node.instance_lock import InstanceLock
 from lmkv_server.node.metrics import Metrics
 from lmkv_server.node.metrics_server import MetricsServer
 from lmkv_server.node.orders import Orders
-from lmkv_server.node.peer_service import PeerService
-from lmkv_server.node.peers import Peers
-from lmkv_server.node.read_grants import ReadGrants
+from lmkv_server.node.peer_side import STOP_GRACE_SECONDS, PeerSide, bind
+from lmkv_server.node.sender import Senders
 from lmkv_server.node.sources import Sources
 
 logger = logging.getLogger(__name__)
 
 ENGINE_SERVICE = "lmkv.v1.EngineService"
-PEER_SERVICE = "lmkv.v1.PeerService"
-STOP_GRACE_SECONDS = 0.5
 MAX_TRAFFIC = 64
 """Peers whose traffic the fleet is told of."""
 MIN_POOL_SHARE = 8
@@ -54,13 +46,16 @@ FIRST_ENGINE_SECONDS = 20.0
 
 
 class Reporting:
-    """Tells the fleet what the tier gains and loses."""
+    """Tells the fleet, and handoffs under way, what the tier gains and loses."""
 
     def __init__(self) -> None:
         self.fleet: Fleet | None = None
+        self.senders: Senders | None = None
 
     def admitted(self, chunk: Chunk) -> None:
         """See `Listener`."""
+        if self.senders:
+            self.senders.admitted(chunk)
         if self.fleet:
             self.fleet.admitted(chunk_pb2.TIER_HOST, chunk.fingerprint, chunk.key, chunk.token_count)
 
@@ -76,16 +71,18 @@ class Node:
     def __init__(self, config: NodeConfig) -> None:
         self.config = config
         self.epoch = time.time_ns()
-        self.peer_address = ""
-        """`host:port` of its `PeerService`, once started; empty without P2P."""
         self.metrics_port: int | None = None
         """The port of `/metrics`, once started, if it is served."""
         self._calls = Calls()
-        self._grants: ReadGrants | None = None
-        self._inspector: Inspector | None = None
+        self._peer_side: PeerSide | None = None
         self._stack = AsyncExitStack()
         self._reporting = Reporting()
         self._idle_since = time.monotonic() + FIRST_ENGINE_SECONDS
+
+    @property
+    def peer_address(self) -> str:
+        """`host:port` of its `PeerService`, once started; empty without P2P."""
+        return self._peer_side.address if self._peer_side else ""
 
     async def __aenter__(self) -> Node:
         try:
@@ -106,7 +103,7 @@ class Node:
         self._stack.enter_context(InstanceLock(config.lock_path, config.instance_id))
         pool_path = Path(config.pool_path) if config.pool_path else None
         self.pool = Pool.create(
-            config.max_local_cpu_bytes,
+            config.pool_bytes,
             pool_path,
             huge_pages=config.pool_huge_pages,
             numa_node=numa.node_for(config.numa_node),
@@ -114,7 +111,15 @@ class Node:
         self._stack.callback(self.pool.close)
         self.tier = HostTier(self.pool.size_bytes, self._reporting)
         self.engines = Engines(self.tier)
-        peers = self._peers = await self._start_peers() if config.enable_p2p else None
+        if config.enable_p2p:
+            self._peer_side = await self._stack.enter_async_context(
+                PeerSide(
+                    config, epoch=self.epoch, tier=self.tier, pool=self.pool, engines=self.engines, calls=self._calls
+                )
+            )
+            self._reporting.senders = self._peer_side.senders
+        side = self._peer_side
+        peers = side.peers if side else None
         self.orders = await self._stack.enter_async_context(
             Orders(instance_id=config.instance_id, tier=self.tier, engines=self.engines, peers=peers)
         )
@@ -137,13 +142,15 @@ class Node:
         service = EngineService(
             tier=self.tier,
             engines=self.engines,
-            sources=Sources(self.fleet, peers, config.coordinator_timeout),
+            sources=Sources(self.fleet, peers, side.receiver if side else None, config.coordinator_timeout),
+            senders=side.senders if side else None,
             welcome=engine_service_pb2.Welcome(
                 instance_id=config.instance_id,
                 epoch=self.epoch,
                 pool_socket=str(config.pool_socket),
                 pool_size_bytes=self.pool.size_bytes,
                 node_pid=os.getpid(),
+                peer_address=self.peer_address,
             ),
             config=configuration.to_environment(config),
             on_attach=self._engines_changed,
@@ -155,9 +162,7 @@ class Node:
             engines=self.engines,
             orders=self.orders,
             fleet=self.fleet,
-            peers=peers,
-            grants=self._grants,
-            inspector=self._inspector,
+            side=side,
             lookups=service.lookups,
             calls=self._calls,
         )
@@ -174,54 +179,6 @@ class Node:
             config.engine_socket,
             self.peer_address or "none (enable_p2p is off)",
         )
-
-    async def _start_peers(self) -> Peers:
-        """Makes the channels and serves `PeerService`."""
-        config = self.config
-        channels = Channels(
-            config.transfer_channel,
-            End(
-                name=f"{config.instance_id}:{self.epoch}",
-                pool=self.pool,
-                host=config.p2p_host,
-                port=config.transfer_port,
-                socket_path=config.transfer_socket,
-                summed_copy=summed_copy if config.verify_transfers else None,
-                nixl_backends=config.nixl_backends,
-                mooncake_protocol=config.mooncake_protocol,
-            ),
-        )
-        self._stack.push_async_callback(channels.aclose)
-        await channels.start()
-        inspector = self._inspector = await self._stack.enter_async_context(Inspector(self.tier, self.pool))
-        service = PeerService(
-            instance_id=config.instance_id,
-            epoch=self.epoch,
-            tier=self.tier,
-            specs=self.engines,
-            channels=channels,
-            region_address=self.pool.address,
-            grant_ttl_seconds=config.grant_ttl,
-            inspector=inspector,
-        )
-        await self._stack.enter_async_context(service)
-        self._grants = service.grants
-        server = await rpc.make_server([PEER_SERVICE], self._calls)
-        peer_service_pb2_grpc.add_PeerServiceServicer_to_server(service, server)
-        port = bind(server, f"{config.p2p_host}:{config.p2p_port}", "p2p_port")
-        await server.start()
-        self._stack.push_async_callback(server.stop, STOP_GRACE_SECONDS)
-        self.peer_address = f"{config.p2p_host}:{port}"
-        peers = Peers(
-            instance_id=config.instance_id,
-            epoch=self.epoch,
-            tier=self.tier,
-            channels=channels,
-            pool=self.pool,
-            host=config.p2p_host,
-            verify_transfers=config.verify_transfers,
-        )
-        return await self._stack.enter_async_context(peers)
 
     async def _serve_metrics(self) -> None:
         """Serves `/metrics` if it has a port."""
@@ -282,7 +239,7 @@ class Node:
         )
 
     def _stats(self) -> registry_service_pb2.InstanceStats:
-        traffic = self._peers.traffic.values() if self._peers else ()
+        traffic = self._peer_side.peers.traffic.values() if self._peer_side else ()
         return registry_service_pb2.InstanceStats(
             asked_chunks=self._lookups.asked_chunks,
             own_chunks=self._lookups.own_chunks,
@@ -329,16 +286,6 @@ class Node:
                 logger.info("no engine for %.0f s (node_linger): ending", self.config.node_linger)
                 return
             await asyncio.sleep(min(max(left, 0.1), 5.0))
-
-
-def bind(server: grpc.aio.Server, address: str, key: str) -> int:
-    """The port that the server now listens on. Raises `ConfigError` naming `key` if it is taken."""
-    try:
-        return int(server.add_insecure_port(address))
-    except RuntimeError:
-        raise ConfigError(
-            f"{key}: cannot listen on {address}; is it in use? choose another, or 0 for any free port"
-        ) from None
 
 
 async def stopped(task: asyncio.Task[None]) -> None:

@@ -137,6 +137,16 @@ class PeerConnection:
         response: pb.AcquireResponse = await self._call("Acquire", request, timeout_seconds)
         return response
 
+    async def allocate(self, request: pb.AllocateRequest, timeout_seconds: float) -> pb.AllocateResponse:
+        """Announces a handoff to the peer."""
+        response: pb.AllocateResponse = await self._call("Allocate", request, timeout_seconds)
+        return response
+
+    async def commit(self, request: pb.CommitRequest, timeout_seconds: float) -> pb.CommitResponse:
+        """Has the peer read chunks of a handoff."""
+        response: pb.CommitResponse = await self._call("Commit", request, timeout_seconds)
+        return response
+
     async def release(self, grant_id: str, timeout_seconds: float, damaged: Sequence[int] = ()) -> None:
         """Gives a grant back, and says which of its extents came damaged. If it fails the grant expires by itself."""
         try:

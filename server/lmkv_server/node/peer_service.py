@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
-import grpc
 from google.protobuf import timestamp_pb2
 
 from lmkv.errors import KvSpecMismatch, WrongInstance
@@ -25,6 +25,7 @@ from lmkv_server.node.engines import Engines
 from lmkv_server.node.host_tier import HostTier
 from lmkv_server.node.inspector import Inspector
 from lmkv_server.node.read_grants import ReadGrants
+from lmkv_server.node.receiver import Receiver
 from lmkv_server.node.wire import extent
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class PeerService(pb_grpc.PeerServiceServicer):
         region_address: int,
         grant_ttl_seconds: float,
         inspector: Inspector,
+        receiver: Receiver,
     ) -> None:
         self.grants = ReadGrants(tier)
         self._instance_id = instance_id
@@ -59,6 +61,8 @@ class PeerService(pb_grpc.PeerServiceServicer):
         self._region = pb.Region(address=region_address, size_bytes=tier.size_bytes)
         self._grant_ttl_seconds = grant_ttl_seconds
         self._inspector = inspector
+        self._receiver = receiver
+        self._lent_count = 0
         self._serve_until = 0.0
         self._changed = asyncio.Event()
         self._expiry: asyncio.Task[None] | None = None
@@ -82,11 +86,16 @@ class PeerService(pb_grpc.PeerServiceServicer):
 
     async def Init(self, request: pb.InitRequest, _context: Any) -> pb.InitResponse:
         """See the proto."""
-        self._check_epoch(request.peer_epoch, request.peer_instance_id)
+        if request.peer_instance_id or request.peer_epoch:
+            self._check_epoch(request.peer_epoch, request.peer_instance_id)
         self._check_spec(KvSpec.from_proto(request.spec))
-        channel = await self._channels.offer(request.channels)
-        self._linger()
-        return pb.InitResponse(channel=channel.name, channel_metadata=channel.metadata, regions=[self._region])
+        response = pb.InitResponse(instance_id=self._instance_id, epoch=self._epoch)
+        if request.channels:
+            channel = await self._channels.offer(request.channels)
+            self._linger()
+            response.channel, response.channel_metadata = channel.name, channel.metadata
+            response.regions.append(self._region)
+        return response
 
     async def Acquire(self, request: pb.AcquireRequest, _context: Any) -> pb.AcquireResponse:
         """See the proto."""
@@ -108,15 +117,14 @@ class PeerService(pb_grpc.PeerServiceServicer):
             present=[index for index, _ in held[: len(grant.chunks)]],
         )
 
-    async def Allocate(self, _request: pb.AllocateRequest, context: Any) -> pb.AllocateResponse:
+    async def Allocate(self, request: pb.AllocateRequest, _context: Any) -> pb.AllocateResponse:
         """See the proto."""
-        await _refuse(context, "Allocate")
-        return pb.AllocateResponse()
+        self._check_epoch(request.peer_epoch)
+        return self._receiver.allocate(request)
 
-    async def Commit(self, _request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
+    async def Commit(self, request: pb.CommitRequest, _context: Any) -> pb.CommitResponse:
         """See the proto."""
-        await _refuse(context, "Commit")
-        return pb.CommitResponse()
+        return await self._receiver.commit(request)
 
     async def Release(self, request: pb.ReleaseRequest, _context: Any) -> pb.ReleaseResponse:
         """See the proto."""
@@ -125,7 +133,20 @@ class PeerService(pb_grpc.PeerServiceServicer):
             self._inspector.suspect([grant.chunks[place] for place in sorted(places)], grant.peer_id)
         if self.grants.release(request.grant_id):
             self._linger()
+        else:
+            self._receiver.release(request.grant_id)
         return pb.ReleaseResponse()
+
+    @contextmanager
+    def lending(self) -> Iterator[None]:
+        """While this lasts the channels make progress for a peer that reads here without a grant."""
+        self._lent_count += 1
+        self._serve()
+        try:
+            yield
+        finally:
+            self._lent_count -= 1
+            self._linger()
 
     def _check_epoch(self, epoch: int, instance_id: str | None = None) -> None:
         if epoch != self._epoch or instance_id not in (None, self._instance_id):
@@ -159,7 +180,8 @@ class PeerService(pb_grpc.PeerServiceServicer):
 
     def _serve(self) -> None:
         """Has the channels make progress exactly while somebody may need it."""
-        self._channels.serve(len(self.grants) > 0 or time.monotonic() < self._serve_until)
+        is_needed = len(self.grants) > 0 or self._lent_count > 0 or time.monotonic() < self._serve_until
+        self._channels.serve(is_needed)
         self._changed.set()
 
     async def _expire(self) -> None:
@@ -177,9 +199,3 @@ class PeerService(pb_grpc.PeerServiceServicer):
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(times) - now if times else None):
                     await self._changed.wait()
-
-
-async def _refuse(context: Any, rpc: str) -> None:
-    await context.abort(
-        grpc.StatusCode.UNIMPLEMENTED, f"{rpc} is not implemented by this version of lmkv: peers cannot write here"
-    )

@@ -11,12 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from lmkv import rpc
 from lmkv.errors import KvSpecMismatch, LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.pool import Pool
 from lmkv.spec import KvSpec
 from lmkv.transfer import Channels
 from lmkv.v1 import peer_service_pb2 as pb
+from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv.v1.registry_service_pb2 import PeerTraffic
 from lmkv_kernels import checksum
@@ -179,6 +181,30 @@ class Peers:
         if len(self._connections) > MAX_CONNECTIONS:
             self._leave(self._connections.popitem(last=False)[1])
         return connection
+
+    async def identify(self, address: str, spec: KvSpec, timeout_seconds: float) -> PeerConnection | None:
+        """The peer whose node serves at this address; None if that is this node.
+
+        Raises `Unreachable`, or `KvSpecMismatch` if the two share no chunks of this spec.
+        """
+        async with rpc.open_channel(address) as channel:
+            request = pb.InitRequest(instance_id=self._instance_id, epoch=self._epoch, spec=spec.to_proto())
+            method: Any = pb_grpc.PeerServiceStub(channel).Init
+            answer: pb.InitResponse = await rpc.call(
+                method, "lmkv.v1.PeerService/Init", address, request, timeout_seconds
+            )
+        holder = Holder(instance_id=answer.instance_id, epoch=answer.epoch, peer_address=address)
+        return self.connection(holder)
+
+    def introduce(self, connection: PeerConnection, spec: KvSpec, timeout_seconds: float) -> None:
+        """Agrees with a peer ahead of the first read, behind the caller's back."""
+        self._spawn(self._introduced(connection, spec, timeout_seconds))
+
+    async def _introduced(self, connection: PeerConnection, spec: KvSpec, timeout_seconds: float) -> None:
+        try:
+            await connection.agree(spec, timeout_seconds)
+        except LmkvError as error:  # whoever reads will be told
+            logger.warning("cannot agree with %s: %s", connection.name, error)
 
     def is_near(self, connection: PeerConnection) -> bool:
         """Whether the peer is on this host."""

@@ -84,6 +84,9 @@ class ScriptedNode:
         self.unanswered: deque[pb.AttachRequest] = deque()
         self.lookups: list[pb.LookupChunks] = []
         self.commits: list[ChunkKey] = []
+        self.handoffs: list[pb.HandChunks] = []
+        self.ended_handoffs: dict[str, list[ChunkKey]] = {}
+        """By name: what had been committed when it was ended."""
         self.on_commit: Callable[[ChunkKey, Stored], None] = lambda _key, _chunk: None
         self._next_offset = 0
 
@@ -116,7 +119,10 @@ class ScriptedNode:
             self.orphans.clear()
             self._next_offset = 0
         self.inbox.append(Attachment(engine_id=f"engine-{self.attach_count}", pool_socket="", epoch=self.epoch))
-        self.inbox.append(pb.AttachResponse(welcome=pb.Welcome(epoch=self.epoch, credit_limit=self.credit_limit)))
+        self.inbox.append(pb.AttachResponse(welcome=self._welcome()))
+
+    def _welcome(self) -> pb.Welcome:
+        return pb.Welcome(instance_id="node", peer_address="node:1", epoch=self.epoch, credit_limit=self.credit_limit)
 
     def lose(self) -> None:
         """The line is broken."""
@@ -197,6 +203,10 @@ class ScriptedNode:
             self._load(load)
         if message.reserve_count:
             self._reserve(message.reserve_count, message.reserve_count)
+        self.handoffs += message.handoffs
+        for request_id in message.ended_handoffs:
+            assert request_id not in self.ended_handoffs, "a handoff is ended twice"
+            self.ended_handoffs[request_id] = list(self.commits)
         if message.reset:
             count = len(self.chunks)
             self.evict()

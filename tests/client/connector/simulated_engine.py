@@ -270,6 +270,8 @@ class SimulatedEngine:
         self.side: SchedulerSide = connector.scheduler
         self.workers = [SimulatedWorker(rank, self.node) for rank in range(rank_count)]
         self.said: dict[str, list[int]] = {}
+        self.told: dict[str, dict[str, Any]] = {}
+        """The `kv_transfer_params` of answers."""
         self.requests: dict[str, Request] = {}
         self.scheduled_tokens: dict[str, int] = {}
         """Tokens computed for each request, not loaded."""
@@ -290,10 +292,22 @@ class SimulatedEngine:
         return count
 
     def add(
-        self, request_id: str, prompt: Sequence[int], *, output: int = 2, salt: str = "", reads_caches: bool = True
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        *,
+        output: int = 2,
+        salt: str = "",
+        reads_caches: bool = True,
+        transfer: object = None,
     ) -> Request:
-        """A request has arrived."""
-        params = SamplingParams(max_tokens=output, ignore_eos=True, skip_reading_prefix_cache=not reads_caches)
+        """A request has arrived; `transfer` is its `kv_transfer_params`."""
+        params = SamplingParams(
+            max_tokens=output,
+            ignore_eos=True,
+            skip_reading_prefix_cache=not reads_caches,
+            extra_args={"kv_transfer_params": transfer} if transfer is not None else None,
+        )
         params.update_from_generation_config({}, 1)
         request = Request(request_id, list(prompt), params, None, cache_salt=salt or None, block_hasher=self._hasher)
         self.requests[request_id] = request
@@ -323,6 +337,8 @@ class SimulatedEngine:
         for outputs in self.scheduler.update_from_output(output, result).values():
             for one in outputs.outputs:
                 self.said[one.request_id] += one.new_token_ids
+                if one.kv_transfer_params is not None:
+                    self.told[one.request_id] = one.kv_transfer_params
         return output
 
     def run(self, *request_ids: str) -> None:
@@ -365,6 +381,7 @@ class SimulatedEngine:
         assert not any(worker.load_count for worker in self.workers)
         side = self.side
         assert (len(side._prompts), len(side._searches), len(side._loads), len(side._stores)) == (0, 0, 0, 0)
+        assert not side._handoffs._finished
         in_hand = side._stores.credits
         assert (in_hand.asked_count, in_hand.writing_count) == (0, 0)
         if self.node.attached:
@@ -438,10 +455,11 @@ class SimulatedEngine:
                 count = (chain.keys.index(key) + 1) * CHUNK
                 return list(kv_values(tokens.tolist(), salt))[:count]
             prompt = as_tokens(request.prompt_token_ids or [])
-            chain = KeyChain(root_key(SPEC.fingerprint, cache_salt=salt), CHUNK)
-            chain.extend(prompt)
-            if chain.partial(prompt) == key:
-                return list(kv_values(prompt.tolist(), salt))
+            for handed in (prompt, prompt[:-1]):  # a decode's prompt goes on behind the prefill's
+                chain = KeyChain(root_key(SPEC.fingerprint, cache_salt=salt), CHUNK)
+                chain.extend(handed)
+                if chain.partial(handed) == key:
+                    return list(kv_values(handed.tolist(), salt))
         raise AssertionError("a key that is nobody's")
 
 

@@ -263,7 +263,7 @@ def acts(message: pb.AttachRequest) -> list[tuple[str, object]]:
         if name in ("reserve_count", "reset"):
             done += [(name, value)] * bool(value)
         else:
-            done += [(name, one if isinstance(one, int | bytes) else one.SerializeToString()) for one in value]
+            done += [(name, one if isinstance(one, int | bytes | str) else one.SerializeToString()) for one in value]
     return done
 
 
@@ -290,6 +290,8 @@ def messages(draw: st.DrawFn) -> pb.AttachRequest:
         "lookups": [pb.LookupChunks(request_id=str(number))],
         "loads": [pb.LoadChunks(request_id=str(number), chunk_count=1)],
         "reserve_count": number,
+        "handoffs": [pb.HandChunks(request_id=str(number))],
+        "ended_handoffs": [str(number)],
         "reset": True,
     }
     return pb.AttachRequest(**{name: values[name] for name in names})  # type: ignore[arg-type]

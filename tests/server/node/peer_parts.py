@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from asyncio import Future
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -28,10 +29,13 @@ from lmkv.v1 import peer_service_pb2_grpc
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_kernels import checksum, summed_copy
 from lmkv_server.node.engines import Engines
+from lmkv_server.node.handoffs import Handoffs
 from lmkv_server.node.host_tier import Chunk, HostTier, Listener
 from lmkv_server.node.inspector import Inspector
 from lmkv_server.node.peer_service import PeerService
 from lmkv_server.node.peers import Peers
+from lmkv_server.node.receiver import Receiver
+from lmkv_server.node.sender import Handed, Senders
 
 SERVICE = "lmkv.v1.PeerService"
 SMALL = KvSpec(
@@ -73,6 +77,7 @@ class Parts:
         listener: Listener | None = None,
         transfer_channel: str = "nixl",
         verify_transfers: bool = True,
+        handoff_deadlines: Mapping[str, float] | None = None,
     ) -> None:
         self.instance_id = instance_id
         self.spec = spec
@@ -83,6 +88,7 @@ class Parts:
         self._listener = listener
         self._transfer_channel = transfer_channel
         self._verify_transfers = verify_transfers
+        self._handoff_deadlines = dict(handoff_deadlines or {})
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -103,6 +109,18 @@ class Parts:
         self._stack.push_async_callback(self.channels.aclose)
         await self.channels.start()
         inspector = self.inspector = await self._stack.enter_async_context(Inspector(self.tier, self.pool))
+        self.peers = await self._stack.enter_async_context(
+            Peers(
+                instance_id=self.instance_id,
+                epoch=self.epoch,
+                tier=self.tier,
+                channels=self.channels,
+                pool=self.pool,
+                verify_transfers=self._verify_transfers,
+            )
+        )
+        handoffs = Handoffs(self.tier, buffer_bytes=self.pool.size_bytes // 2, **self._handoff_deadlines)
+        self.receiver = await self._stack.enter_async_context(Receiver(handoffs, self.peers, self.engines))
         self.service = PeerService(
             instance_id=self.instance_id,
             epoch=self.epoch,
@@ -112,6 +130,7 @@ class Parts:
             region_address=self.pool.address,
             grant_ttl_seconds=self._grant_ttl_seconds,
             inspector=inspector,
+            receiver=self.receiver,
         )
         await self._stack.enter_async_context(self.service)
         server = await rpc.make_server([SERVICE])
@@ -119,14 +138,14 @@ class Parts:
         self.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         self._stack.push_async_callback(server.stop, 0.1)
-        self.peers = await self._stack.enter_async_context(
-            Peers(
+        self.senders = await self._stack.enter_async_context(
+            Senders(
                 instance_id=self.instance_id,
                 epoch=self.epoch,
-                tier=self.tier,
-                channels=self.channels,
-                pool=self.pool,
-                verify_transfers=self._verify_transfers,
+                peer_address=lambda: self.address,
+                peers=self.peers,
+                lending=self.service.lending,
+                suspect=inspector.suspect,
             )
         )
         return self
@@ -162,7 +181,21 @@ class Parts:
             token_count=token_count,
         )
         assert chunk
+        self.senders.admitted(chunk)
         return chunk
+
+    def hand(self, request_id: str, address: str, keys: Sequence[ChunkKey], token_count: int = 0) -> Future[Handed]:
+        """Hands a prompt to the node at this address; how that went."""
+        ended: Future[Handed] = asyncio.get_running_loop().create_future()
+        self.senders.start(
+            self.spec,
+            request_id=request_id,
+            address=address,
+            keys=keys,
+            token_count=token_count or len(keys) * self.spec.chunk_size,
+            on_end=ended.set_result,
+        )
+        return ended
 
     def damage(self, key: ChunkKey) -> None:
         """Changes a committed chunk's bytes."""
@@ -178,6 +211,8 @@ class Parts:
     def check_nothing_left(self) -> None:
         """Asserts that nothing is reserved, held or granted, and that every chunk is what it should be."""
         self.tier.check()
+        self.receiver.handoffs.check()
+        assert len(self.receiver.handoffs) == 0
         assert self.tier.reserved_count == 0
         assert not any(chunk.holds for chunk in self.tier)
         assert len(self.peers.flights) == 0
@@ -287,6 +322,12 @@ def _obey(node: Parts, order: Sequence[str]) -> Any:
             node.damage(keys_of(int(index) + 1)[-1])
         case ["drop", index]:
             node.tier.drop(keys_of(int(index) + 1)[-1:])
+        case ["hand", request_id, address, count]:
+            node.hand(request_id, address, keys_of(int(count)))
+        case ["put", index]:
+            node.put(keys_of(int(index) + 1)[-1])
+        case ["sending"]:
+            return len(node.senders)
         case ["grants"]:
             return len(node.service.grants)
         case ["holds"]:

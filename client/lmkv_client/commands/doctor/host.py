@@ -29,7 +29,7 @@ def node_runs(config: NodeConfig) -> bool:
 
 def check_memory(config: NodeConfig) -> Iterator[Finding]:
     """Whether the pool fits."""
-    wanted = config.max_local_cpu_bytes
+    wanted = config.pool_bytes
     if not config.local_cpu:
         yield ok("memory", "none is wanted: local_cpu is false")
         return

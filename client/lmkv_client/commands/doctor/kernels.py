@@ -63,7 +63,7 @@ def check_pool(config: NodeConfig) -> Iterator[Finding]:
     if not config.local_cpu or node_runs(config):
         return
     there = huge_pages()
-    wanted = config.max_local_cpu_bytes
+    wanted = config.pool_bytes
     enough = there.page_bytes and there.page_bytes <= wanted <= there.free_bytes + there.page_bytes - 1
     free = f"{format_bytes(there.free_bytes)} of huge pages are free"
     if config.pool_path:

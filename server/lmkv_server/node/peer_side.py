@@ -1,0 +1,141 @@
+"""What of a node peers have to do with, put together: channels, `PeerService`, fetching, and both sides of handoffs."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+import grpc
+
+from lmkv import rpc
+from lmkv.config import NodeConfig
+from lmkv.errors import ConfigError
+from lmkv.pool import Pool
+from lmkv.telemetry.calls import Calls
+from lmkv.transfer import Channels, End
+from lmkv.v1 import peer_service_pb2_grpc
+from lmkv_kernels import summed_copy
+from lmkv_server.node.engines import Engines
+from lmkv_server.node.handoffs import Handoffs
+from lmkv_server.node.host_tier import HostTier
+from lmkv_server.node.inspector import Inspector
+from lmkv_server.node.peer_service import PeerService
+from lmkv_server.node.peers import Peers
+from lmkv_server.node.receiver import Receiver
+from lmkv_server.node.sender import MAX_SENDERS, Senders
+
+PEER_SERVICE = "lmkv.v1.PeerService"
+STOP_GRACE_SECONDS = 0.5
+
+
+class PeerSide:
+    """To be used as an async context manager. Raises `ConfigError` from `__aenter__` if it cannot start as configured.
+
+    Without `enable_pd`, or in the other role, handoffs are refused: there is no room for one.
+    """
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        *,
+        epoch: int,
+        tier: HostTier,
+        pool: Pool,
+        engines: Engines,
+        calls: Calls | None = None,
+    ) -> None:
+        self.address = ""
+        """`host:port` of `PeerService`, once started."""
+        receives = config.enable_pd and config.pd_role != "sender"
+        self.channels = Channels(
+            config.transfer_channel,
+            End(
+                name=f"{config.instance_id}:{epoch}",
+                pool=pool,
+                host=config.p2p_host,
+                port=config.transfer_port,
+                socket_path=config.transfer_socket,
+                summed_copy=summed_copy if config.verify_transfers else None,
+                nixl_backends=config.nixl_backends,
+                mooncake_protocol=config.mooncake_protocol,
+            ),
+        )
+        self.inspector = Inspector(tier, pool)
+        self.peers = Peers(
+            instance_id=config.instance_id,
+            epoch=epoch,
+            tier=tier,
+            channels=self.channels,
+            pool=pool,
+            host=config.p2p_host,
+            verify_transfers=config.verify_transfers,
+        )
+        self.receiver = Receiver(
+            Handoffs(
+                tier,
+                buffer_bytes=config.pd_buffer_bytes if receives else 0,
+                silence_seconds=config.pd_timeout,
+                abandon_seconds=config.pd_abandon_timeout,
+            ),
+            self.peers,
+            engines,
+        )
+        self.service = PeerService(
+            instance_id=config.instance_id,
+            epoch=epoch,
+            tier=tier,
+            specs=engines,
+            channels=self.channels,
+            region_address=pool.address,
+            grant_ttl_seconds=config.grant_ttl,
+            inspector=self.inspector,
+            receiver=self.receiver,
+        )
+        self.senders = Senders(
+            instance_id=config.instance_id,
+            epoch=epoch,
+            peer_address=lambda: self.address,
+            peers=self.peers,
+            limit=MAX_SENDERS if config.enable_pd and config.pd_role != "receiver" else 0,
+            lending=self.service.lending,
+            suspect=self.inspector.suspect,
+        )
+        self._config = config
+        self._calls = calls
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> PeerSide:
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def _start(self) -> None:
+        stack, config = self._stack, self._config
+        stack.push_async_callback(self.channels.aclose)
+        await self.channels.start()
+        await stack.enter_async_context(self.inspector)
+        await stack.enter_async_context(self.peers)
+        await stack.enter_async_context(self.receiver)
+        await stack.enter_async_context(self.service)
+        server = await rpc.make_server([PEER_SERVICE], self._calls)
+        peer_service_pb2_grpc.add_PeerServiceServicer_to_server(self.service, server)
+        port = bind(server, f"{config.p2p_host}:{config.p2p_port}", "p2p_port")
+        await server.start()
+        stack.push_async_callback(server.stop, STOP_GRACE_SECONDS)
+        self.address = f"{config.p2p_host}:{port}"
+        await stack.enter_async_context(self.senders)
+
+
+def bind(server: grpc.aio.Server, address: str, key: str) -> int:
+    """The port that the server now listens on. Raises `ConfigError` naming `key` if it is taken."""
+    try:
+        return int(server.add_insecure_port(address))
+    except RuntimeError:
+        raise ConfigError(
+            f"{key}: cannot listen on {address}; is it in use? choose another, or 0 for any free port"
+        ) from None

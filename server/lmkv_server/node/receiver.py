@@ -1,0 +1,297 @@
+"""The decode's side of handoffs: reads what prefills hand over, and hands it on to the requests that come for it.
+
+`Allocate`, `Commit` and `Release` of `PeerService` end here, and so do lookups and loads that name a handoff.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+
+from google.protobuf import duration_pb2
+
+from lmkv.errors import BadMessage, GrantNotFound, KvSpecMismatch, LmkvError
+from lmkv.keys import split_keys
+from lmkv.transfer import Copy
+from lmkv.v1 import peer_service_pb2 as pb
+from lmkv.v1.cache_service_pb2 import Holder
+from lmkv_server.node.arrivals import Incoming, Landing, Progress
+from lmkv_server.node.engines import Engines
+from lmkv_server.node.handoff import Giver, Handoff, State
+from lmkv_server.node.handoffs import Handoffs
+from lmkv_server.node.peer_connection import PeerConnection
+from lmkv_server.node.peers import Peers
+
+logger = logging.getLogger(__name__)
+
+MAX_KEYS = 4096
+PIECE_BYTES = 32 << 20
+"""One read is about this large: while it runs, the one before it is verified."""
+READS_AHEAD = 2
+READ_SECONDS = 10.0
+"""A prefill's node whose bytes take longer has failed."""
+ANNOUNCE_SECONDS = 1.0
+"""A request that comes before its handoff was announced waits for that so long."""
+
+
+class Receiver:
+    """The handoffs of one decode's node. One event loop owns it; to be used as an async context manager."""
+
+    def __init__(self, handoffs: Handoffs, peers: Peers, engines: Engines) -> None:
+        self.handoffs = handoffs
+        self.received_chunks = 0
+        """Chunks that were read, verified and made visible since the start."""
+        self.received_bytes = 0
+        """Bytes of these."""
+        self._peers = peers
+        self._tier = peers.tier
+        self._engines = engines
+        self._announced: dict[str, asyncio.Event] = {}
+        self._changed = asyncio.Event()
+        self._expiry: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Receiver:
+        self._expiry = asyncio.create_task(self._expire())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Ends every handoff. Idempotent."""
+        if self._expiry:
+            self._expiry.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._expiry
+        self.handoffs.clear()
+
+    # --- What prefills say ---------------------------------------------------------------------------------------
+
+    def allocate(self, request: pb.AllocateRequest) -> pb.AllocateResponse:
+        """See the proto; the epoch was checked."""
+        spec = self._engines.spec(request.fingerprint)
+        if spec is None:
+            raise KvSpecMismatch("no engine here shares chunks of this spec", fingerprint=request.fingerprint.hex())
+        giver = Giver(instance_id=request.instance_id, epoch=request.epoch, address=request.peer_address)
+        connection = self._connection(giver)
+        keys = split_keys(request.chunk_keys, limit=MAX_KEYS)
+        now = time.monotonic()
+        handoff = self.handoffs.allocate(request.request_id, giver, spec, keys, request.token_count, now)
+        self._changed.set()
+        if handoff.is_open:
+            self._peers.introduce(connection, spec, READ_SECONDS)
+        if announced := self._announced.get(handoff.request_id):
+            announced.set()
+        timeout = duration_pb2.Duration()
+        timeout.FromNanoseconds(round(self.handoffs.silence_seconds * 1e9))
+        return pb.AllocateResponse(grant_id=handoff.grant_id, missing=handoff.missing, timeout=timeout)
+
+    async def commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
+        """See the proto. Cancelled, it leaves no room reserved but of memory that a transfer may still write to."""
+        handoff = self.handoffs.get(request.grant_id)
+        if handoff.state in (State.ABORTED, State.EXPIRED):
+            raise GrantNotFound(f"handoff {handoff.request_id!r} is {handoff.state.value}", state=handoff.state.value)
+        if len(request.indices) != len(request.extents):
+            raise BadMessage("indices and extents differ in number", field="extents")
+        damaged: list[int] = []
+        self.handoffs.heard(handoff, time.monotonic() + (2 * READ_SECONDS if request.indices else 0))
+        try:
+            if request.indices:
+                connection = self._connection(handoff.giver)
+                await connection.agree(handoff.spec, READ_SECONDS)
+                await self._read_all(handoff, connection, self._incoming(handoff, request, connection), damaged)
+        finally:
+            self.handoffs.heard(handoff, time.monotonic())
+            self._changed.set()
+        return pb.CommitResponse(damaged=damaged)
+
+    def release(self, grant_id: str) -> bool:
+        """The prefill will send nothing more; whether the grant is that of a handoff."""
+        found = self.handoffs.end(grant_id, time.monotonic())
+        self._changed.set()
+        return found
+
+    def _connection(self, giver: Giver) -> PeerConnection:
+        holder = Holder(instance_id=giver.instance_id, epoch=giver.epoch, peer_address=giver.address)
+        connection = self._peers.connection(holder)
+        if connection is None:
+            raise BadMessage(
+                f"{giver.instance_id!r} of epoch {giver.epoch} at {giver.address!r} is no peer to read from",
+                field="peer_address",
+            )
+        return connection
+
+    def _incoming(self, handoff: Handoff, request: pb.CommitRequest, connection: PeerConnection) -> list[Incoming]:
+        """What is to be read: the chunks that are still wanted. Raises `BadMessage` if an offer makes no sense."""
+        regions = connection.regions
+        for index, extent in zip(request.indices, request.extents, strict=True):
+            if not (
+                0 <= index < len(handoff.keys)
+                and 0 <= extent.region < len(regions)
+                and extent.token_count == handoff.tokens_of(index)
+                and extent.size_bytes == handoff.size_of(index)
+                and 0 <= extent.offset <= regions[extent.region].size_bytes - extent.size_bytes
+            ):
+                raise BadMessage(f"a handoff cannot have chunk {index} at {extent}", field="extents")
+        offers = dict(zip(request.indices, request.extents, strict=True))
+        return [
+            Incoming(
+                index=index,
+                remote_address=regions[offers[index].region].address + offers[index].offset,
+                checksum=offers[index].checksum,
+                token_count=offers[index].token_count,
+                size_bytes=offers[index].size_bytes,
+                reserved=reserved,
+            )
+            for index, reserved in handoff.begin(offers, self._tier).items()
+        ]
+
+    async def _read_all(
+        self, handoff: Handoff, connection: PeerConnection, incoming: Sequence[Incoming], damaged: list[int]
+    ) -> None:
+        """Reads in pieces. Raises why one failed, after the others have ended."""
+        ahead = asyncio.Semaphore(READS_AHEAD)
+        failures: list[LmkvError] = []
+
+        async def read(piece: Sequence[Incoming], landing: Landing) -> None:
+            try:
+                async with ahead:
+                    sums = await self._read(connection, piece, landing)
+                damaged.extend(await self._verify(handoff, connection, piece, sums, landing))
+            except LmkvError as error:
+                failures.append(error)
+
+        landings = [(piece, self._landing(piece)) for piece in pieces(incoming)]
+        try:
+            async with asyncio.TaskGroup() as reads:
+                for piece, landing in landings:
+                    reads.create_task(read(piece, landing))
+        finally:
+            handoff.lose((chunk.index for chunk in incoming), self._tier)
+            for _, landing in landings:
+                landing.close()
+                if landing.quarantined:
+                    self._peers.quarantine(landing)
+        if failures:
+            raise failures[0]
+
+    def _landing(self, piece: Sequence[Incoming]) -> Landing:
+        landing = Landing(self._tier)
+        for chunk in piece:
+            landing.adopt(chunk.reserved)
+        return landing
+
+    async def _read(
+        self, connection: PeerConnection, piece: Sequence[Incoming], landing: Landing
+    ) -> Sequence[int] | None:
+        """Reads into what was reserved; returns the chunks' checksums if they were made on the way."""
+        copies = [
+            Copy(
+                remote_address=chunk.remote_address,
+                local_address=self._peers.address + chunk.reserved.offset,
+                size_bytes=chunk.size_bytes,
+            )
+            for chunk in piece
+        ]
+        return await self._peers.channels.read(connection.name, copies, READ_SECONDS, landing.write())
+
+    async def _verify(
+        self,
+        handoff: Handoff,
+        connection: PeerConnection,
+        piece: Sequence[Incoming],
+        sums: Sequence[int] | None,
+        landing: Landing,
+    ) -> list[int]:
+        """Commits what is what the prefill committed; returns what came damaged."""
+        damaged = []
+        for chunk, intact in zip(piece, await self._peers.intact(piece, sums), strict=True):
+            if not intact:
+                damaged.append(chunk.index)
+                self._peers.checksum_mismatches += 1
+                logger.warning("chunk %d of handoff %s came damaged", chunk.index, handoff.request_id)
+            elif committed := landing.commit(handoff.keys[chunk.index], handoff.spec.fingerprint, chunk):
+                handoff.land(chunk.index, committed, self._tier)
+                self._peers.count(connection.instance_id, committed)
+                self.received_chunks += 1
+                self.received_bytes += committed.size_bytes
+        return damaged
+
+    # --- What the decode's requests want -------------------------------------------------------------------------
+
+    def claim(self, request_id: str) -> Callable[[], None]:
+        """A request has come for a handoff; the result is to be called when it lets go."""
+        self.handoffs.claim(request_id)
+
+        def unclaim() -> None:
+            self.handoffs.unclaim(request_id)
+            self._changed.set()
+
+        return unclaim
+
+    def promised(self, request_id: str, first: int, total: int) -> tuple[int, str]:
+        """Of a prompt of `total` chunks, those from `first` on that may come without a gap, and whose they are."""
+        handoff = self.handoffs.find(request_id)
+        if handoff is None:
+            return (0 if self.handoffs.is_over(request_id) else total - first), ""
+        return min(handoff.promised(first), total - first), handoff.giver.instance_id
+
+    async def follow(self, request_id: str, progress: Progress, timeout_seconds: float) -> None:
+        """Takes chunks as they come, until all are there, the handoff has ended, or the time is up."""
+        deadline = time.monotonic() + timeout_seconds
+        handoff = await self._announcement(request_id, min(timeout_seconds, ANNOUNCE_SECONDS))
+        while handoff and (left := deadline - time.monotonic()) > 0:
+            handoff.changed.clear()
+            progress.find_own()
+            if not progress.missing or not handoff.is_open:
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await handoff.changed.wait()
+
+    async def _announcement(self, request_id: str, timeout_seconds: float) -> Handoff | None:
+        """The handoff, which may be announced while this waits; None if it is not, or is over."""
+        if not self.handoffs.find(request_id) and not self.handoffs.is_over(request_id):
+            announced = self._announced.setdefault(request_id, asyncio.Event())
+            try:
+                async with asyncio.timeout(timeout_seconds):
+                    await announced.wait()
+            except TimeoutError:
+                logger.warning("handoff %s was not announced within %.3g s", request_id, timeout_seconds)
+            finally:
+                self._announced.pop(request_id, None)
+        return self.handoffs.find(request_id)
+
+    async def _expire(self) -> None:
+        """Ends what its time has come for."""
+        while True:
+            now = time.monotonic()
+            for handoff in self.handoffs.expire(now):
+                logger.warning(
+                    "handoff %s expired: no word from %s for %.3g s",
+                    handoff.request_id,
+                    handoff.giver.instance_id,
+                    self.handoffs.silence_seconds,
+                )
+            self._changed.clear()
+            expiry = self.handoffs.next_expiry()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if expiry is None else expiry - now):
+                    await self._changed.wait()
+
+
+def pieces(incoming: Sequence[Incoming]) -> Iterator[list[Incoming]]:
+    """The chunks in runs of about `PIECE_BYTES`."""
+    piece: list[Incoming] = []
+    size_bytes = 0
+    for chunk in incoming:
+        piece.append(chunk)
+        size_bytes += chunk.size_bytes
+        if size_bytes >= PIECE_BYTES:
+            yield piece
+            piece, size_bytes = [], 0
+    if piece:
+        yield piece

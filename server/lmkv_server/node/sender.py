@@ -1,0 +1,295 @@
+"""The prefill's side of handoffs: tells a decode's node of each chunk once it is committed here.
+
+announce (`Allocate`) ──► say what is committed (`Commit`) ──► ... ──► all is there, or nothing more comes (`Release`)
+
+The other node reads the bytes while `Commit` is under way. Between chunks an empty `Commit` says that the prefill is
+still at work. Nothing is kept in place for a handoff but what a running `Commit` names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from lmkv.errors import Full, LmkvError, Unreachable
+from lmkv.keys import ChunkKey, join_keys
+from lmkv.spec import KvSpec
+from lmkv.v1 import peer_service_pb2 as pb
+from lmkv_server.node.host_tier import Chunk, HostTier
+from lmkv_server.node.peer_connection import PeerConnection
+from lmkv_server.node.peers import Peers
+from lmkv_server.node.wire import extent
+
+logger = logging.getLogger(__name__)
+
+MAX_SENDERS = 1024
+ANSWER_SECONDS = 10.0
+"""A decode's node that takes longer to answer has failed."""
+ADMISSION_SECONDS = 30.0
+"""So long a prefill tries to announce a handoff that there is no room for."""
+COMMIT_BYTES = 256 << 20
+"""One `Commit` names about so much."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Handed:
+    """How a handoff went."""
+
+    request_id: str
+    chunk_count: int = 0
+    """Chunks that the decode's node has now, those that it had before included."""
+    size_bytes: int = 0
+    """Bytes that it read."""
+    seconds: float = 0.0
+    """Time that took, without waiting for chunks to be computed."""
+    error: LmkvError | None = None
+    """Why it is not whole, if there was an error."""
+
+
+class Sender:
+    """One handoff."""
+
+    def __init__(
+        self,
+        senders: Senders,
+        *,
+        request_id: str,
+        address: str,
+        spec: KvSpec,
+        keys: Sequence[ChunkKey],
+        token_count: int,
+    ) -> None:
+        self._senders = senders
+        self._request_id = request_id
+        self._address = address
+        self._spec = spec
+        self._keys = keys
+        self._token_count = token_count
+        self._missing: dict[ChunkKey, int] = {}
+        """What the other node has not yet, by key: the index."""
+        self._ready: dict[ChunkKey, int] = {}
+        """Those of them that are committed here."""
+        self._is_ended = False
+        self._changed = asyncio.Event()
+        self._size_bytes = 0
+        self._seconds = 0.0
+
+    def admitted(self, key: ChunkKey) -> None:
+        """A chunk was committed here."""
+        if key in self._missing:
+            self._ready[key] = self._missing[key]
+            self._changed.set()
+
+    def end(self) -> None:
+        """No chunk will be committed any more."""
+        self._is_ended = True
+        self._changed.set()
+
+    async def run(self) -> Handed:
+        """Returns when everything is handed over, nothing more will come, or it has failed. Raises nothing."""
+        error: LmkvError | None = None
+        try:
+            await self._hand_over()
+        except LmkvError as failure:
+            error = failure
+        except TimeoutError:
+            error = Unreachable(f"{self._address} does not answer", address=self._address)
+        return Handed(
+            request_id=self._request_id,
+            chunk_count=len(self._keys) - len(self._missing),
+            size_bytes=self._size_bytes,
+            seconds=self._seconds,
+            error=error,
+        )
+
+    async def _hand_over(self) -> None:
+        self._missing = {key: index for index, key in enumerate(self._keys)}
+        peers = self._senders.peers
+        peer = await peers.identify(self._address, self._spec, ANSWER_SECONDS)
+        if peer is None:  # both engines share this node: what is committed is there
+            self._missing.clear()
+            return
+        answer = await self._announce(peer)
+        self._missing = {self._keys[index]: index for index in answer.missing if 0 <= index < len(self._keys)}
+        try:
+            tier = self._senders.tier
+            self._ready = {key: index for key, index in self._missing.items() if tier.get(key)}
+            await self._send_all(peer, answer)
+        finally:
+            if self._missing:
+                peers.release(peer, answer.grant_id)
+
+    async def _announce(self, peer: PeerConnection) -> pb.AllocateResponse:
+        """Asks for room until there is some. Raises why there is none."""
+        request = pb.AllocateRequest(
+            instance_id=self._senders.instance_id,
+            epoch=self._senders.epoch,
+            peer_address=self._senders.peer_address,
+            peer_epoch=peer.epoch,
+            request_id=self._request_id,
+            fingerprint=self._spec.fingerprint,
+            chunk_keys=join_keys(self._keys),
+            token_count=self._token_count,
+        )
+        give_up_at = time.monotonic() + ADMISSION_SECONDS
+        while True:
+            try:
+                return await peer.allocate(request, ANSWER_SECONDS)
+            except Full as error:
+                if self._is_ended or time.monotonic() > give_up_at:
+                    raise
+                await asyncio.sleep(float(error.metadata.get("retry_seconds", 0.05)))
+
+    async def _send_all(self, peer: PeerConnection, answer: pb.AllocateResponse) -> None:
+        sign_of_life_seconds = answer.timeout.ToNanoseconds() / 1e9 / 3
+        while self._missing:
+            self._changed.clear()
+            if not self._ready:
+                if self._is_ended:
+                    return
+                try:
+                    async with asyncio.timeout(sign_of_life_seconds):
+                        await self._changed.wait()
+                except TimeoutError:
+                    await peer.commit(pb.CommitRequest(grant_id=answer.grant_id), ANSWER_SECONDS)
+                continue
+            if not await self._send(peer, answer.grant_id):
+                return
+
+    async def _send(self, peer: PeerConnection, grant_id: str) -> bool:
+        """Has the other node read what is ready, as much as one call may name; whether all of it came whole."""
+        tier = self._senders.tier
+        batch: dict[int, Chunk] = {}
+        size_bytes = 0
+        while self._ready and size_bytes < COMMIT_BYTES:
+            key = next(iter(self._ready))
+            index = self._ready.pop(key)
+            if chunk := tier.get(key):  # it may be evicted again
+                batch[index] = chunk
+                size_bytes += chunk.size_bytes
+        if not batch:
+            return True
+        request = pb.CommitRequest(grant_id=grant_id, indices=batch, extents=map(extent, batch.values()))
+        tier.hold(batch.values())
+        began = time.monotonic()
+        try:
+            with self._senders.lending():
+                response = await peer.commit(request, ANSWER_SECONDS)
+        finally:
+            tier.unhold(batch.values())
+        self._seconds += time.monotonic() - began
+        self._senders.suspect([batch[index] for index in response.damaged if index in batch], peer.instance_id)
+        for index, chunk in batch.items():
+            if index not in response.damaged:
+                self._missing.pop(chunk.key, None)
+                self._size_bytes += chunk.size_bytes
+        return not response.damaged
+
+
+class Senders:
+    """The handoffs that a node's engines give away. One event loop owns it; to be used as an async context manager."""
+
+    def __init__(
+        self,
+        *,
+        instance_id: str,
+        epoch: int,
+        peer_address: Callable[[], str],
+        peers: Peers,
+        limit: int = MAX_SENDERS,
+        lending: Callable[[], AbstractContextManager[None]],
+        suspect: Callable[[Sequence[Chunk], str], None],
+    ) -> None:
+        """`lending` lasts while a peer reads here; `suspect` is told of chunks that came damaged from here to whom."""
+        self.instance_id = instance_id
+        self.epoch = epoch
+        self.peers = peers
+        self.lending = lending
+        self.suspect = suspect
+        self.done_count = 0
+        """Handoffs that brought everything, since the start."""
+        self.failed_count = 0
+        """Those that did not."""
+        self.sent_bytes = 0
+        """Bytes that decodes' nodes have read."""
+        self._peer_address = peer_address
+        self._limit = limit
+        self._running: dict[str, tuple[Sender, asyncio.Task[None]]] = {}
+
+    @property
+    def tier(self) -> HostTier:
+        """Where the chunks are."""
+        return self.peers.tier
+
+    @property
+    def peer_address(self) -> str:
+        """Where others read them from."""
+        return self._peer_address()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    async def __aenter__(self) -> Senders:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Ends every handoff. Idempotent."""
+        tasks = [task for _, task in self._running.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=1.0)
+
+    def admitted(self, chunk: Chunk) -> None:
+        """A chunk was committed here."""
+        for sender, _ in self._running.values():
+            sender.admitted(chunk.key)
+
+    def start(
+        self,
+        spec: KvSpec,
+        *,
+        request_id: str,
+        address: str,
+        keys: Sequence[ChunkKey],
+        token_count: int,
+        on_end: Callable[[Handed], None],
+    ) -> None:
+        """Begins a handoff, which tells `on_end` how it went. A repeat is no error and changes nothing."""
+        if request_id in self._running:
+            return
+        if len(self._running) >= self._limit:
+            error = Full(f"{self._limit} handoffs are all that this node may give at a time", limit=self._limit)
+            on_end(Handed(request_id=request_id, error=error))
+            return
+        sender = Sender(self, request_id=request_id, address=address, spec=spec, keys=keys, token_count=token_count)
+        task = asyncio.create_task(self._run(sender, request_id, address, on_end), name=f"lmkv-handoff-{request_id}")
+        self._running[request_id] = sender, task
+        task.add_done_callback(lambda _: self._running.pop(request_id, None))
+
+    def end(self, request_id: str) -> None:
+        """No chunk of this handoff will be committed any more. One that has ended is no error."""
+        if known := self._running.get(request_id):
+            known[0].end()
+
+    def cancel(self, request_id: str) -> None:
+        """Stops a handoff: its engine is gone."""
+        if known := self._running.get(request_id):
+            known[1].cancel()
+
+    async def _run(self, sender: Sender, request_id: str, address: str, on_end: Callable[[Handed], None]) -> None:
+        handed = await sender.run()
+        self.sent_bytes += handed.size_bytes
+        if handed.error:
+            self.failed_count += 1
+            logger.warning("handoff %s to %s failed: %s", request_id, address, handed.error)
+        else:
+            self.done_count += 1
+        on_end(handed)

@@ -1,0 +1,410 @@
+"""Handoffs from a prefill's node to a decode's: over real sockets and channels, between processes of which one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from lmkv import rpc
+from lmkv.errors import BadMessage, GrantNotFound, KvSpecMismatch, NoFreeExtents, RequestTooLarge, Unreachable
+from lmkv.keys import ChunkKey, join_keys
+from lmkv.v1 import chunk_pb2
+from lmkv.v1 import peer_service_pb2 as pb
+from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
+from lmkv_server.node.arrivals import Progress
+from lmkv_server.node.handoff import State
+from tests.server.node.peer_parts import LARGE, SMALL, Parts, Remote, Taken, keys_of
+
+KEYS = keys_of(8)
+
+
+@pytest.fixture(params=["shm", "nixl", "tcp"])
+def transfer_channel(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+async def prefill() -> AsyncIterator[Parts]:
+    async with Parts("prefill", chunk_count=64, transfer_channel="shm") as parts:
+        yield parts
+        await until(lambda: len(parts.senders) == 0)
+        parts.check_nothing_left()
+
+
+@pytest.fixture
+async def decode() -> AsyncIterator[Parts]:
+    async with Parts("decode", chunk_count=32, transfer_channel="shm") as parts:
+        yield parts
+        await finish(parts)
+
+
+async def finish(decode: Parts) -> None:
+    """Every request is over."""
+    for handoff in list(decode.receiver.handoffs):
+        decode.receiver.handoffs.unclaim(handoff.request_id)
+    await until(lambda: decode.tier.reserved_count == 0)
+    decode.check_nothing_left()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for something, five seconds at most."""
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it never came true")
+
+
+def state_of(decode: Parts, name: str = "r") -> State | None:
+    """How far a handoff is."""
+    handoff = decode.receiver.handoffs.find(name)
+    return handoff.state if handoff else None
+
+
+async def follow(decode: Parts, name: str, keys: list[ChunkKey], seconds: float = 10.0) -> Taken:
+    """A request of the decode comes for a handoff, and takes what it brings."""
+    taken = Taken(decode)
+    progress = Progress(decode.tier, decode.spec, keys, 0, taken)
+    try:
+        await decode.receiver.follow(name, progress, seconds)
+    finally:
+        progress.close()
+    return taken
+
+
+# ---- chunk by chunk ---------------------------------------------------------------------------------------------
+
+
+async def test_a_prompt_arrives_bit_for_bit_over_every_channel(transfer_channel: str) -> None:
+    async with (
+        Parts("prefill", spec=LARGE, chunk_count=16, transfer_channel=transfer_channel) as prefill,
+        Parts("decode", spec=LARGE, chunk_count=24, transfer_channel=transfer_channel) as decode,
+    ):
+        for key in KEYS:
+            prefill.put(key)
+        handed = await prefill.hand("r", decode.address, KEYS)
+        assert (handed.error, handed.chunk_count, handed.size_bytes) == (None, 8, 8 * LARGE.chunk_bytes)
+        assert state_of(decode) is State.COMMITTED
+        assert decode.receiver.received_bytes == prefill.senders.sent_bytes == 8 * LARGE.chunk_bytes
+        taken = await follow(decode, "r", KEYS)
+        assert taken.keys() == KEYS
+        taken.let_go()
+        await finish(decode)
+
+
+async def test_early_chunks_arrive_while_later_ones_are_still_computed(prefill: Parts, decode: Parts) -> None:
+    ended = prefill.hand("r", decode.address, KEYS)
+    await until(lambda: state_of(decode) is State.ALLOCATED)
+    for index, key in enumerate(KEYS):
+        assert not ended.done()
+        prefill.put(key)
+        await until(lambda key=key: decode.tier.get(key) is not None)  # type: ignore[misc]
+        assert state_of(decode) is (State.TRANSFERRING if index < 7 else State.COMMITTED)
+    assert (await ended).chunk_count == 8
+
+
+async def test_a_partial_last_chunk_arrives(prefill: Parts, decode: Parts) -> None:
+    prefill.put(KEYS[0])
+    prefill.put(KEYS[1], token_count=9)
+    handed = await prefill.hand("r", decode.address, KEYS[:2], token_count=SMALL.chunk_size + 9)
+    assert handed.error is None
+    chunk = decode.tier.get(KEYS[1])
+    assert chunk
+    assert chunk.token_count == 9
+    assert decode.holds_right(chunk)
+
+
+async def test_what_the_decode_holds_is_not_sent_again(prefill: Parts, decode: Parts) -> None:
+    for key in KEYS:
+        prefill.put(key)
+    for key in KEYS[:5]:
+        decode.put(key)
+    handed = await prefill.hand("r", decode.address, KEYS)
+    assert (handed.chunk_count, handed.size_bytes) == (8, 3 * SMALL.chunk_bytes)
+
+
+async def test_two_engines_of_one_node_need_no_transfer(prefill: Parts) -> None:
+    handed = await prefill.hand("r", prefill.address, KEYS)
+    assert (handed.error, handed.chunk_count, handed.size_bytes) == (None, 8, 0)
+
+
+# ---- the decode's request ----------------------------------------------------------------------------------------
+
+
+async def test_a_request_that_comes_first_waits_for_the_bytes(prefill: Parts, decode: Parts) -> None:
+    let_go = decode.receiver.claim("r")
+    assert decode.receiver.promised("r", 0, 8) == (8, "")
+    following = asyncio.create_task(follow(decode, "r", KEYS))
+    await asyncio.sleep(0)
+    ended = prefill.hand("r", decode.address, KEYS)
+    await until(lambda: state_of(decode) is State.ALLOCATED)
+    assert decode.receiver.promised("r", 0, 8) == (8, "prefill")
+    for key in KEYS:
+        prefill.put(key)
+    taken = await following
+    assert taken.keys() == KEYS
+    assert (await ended).error is None
+    taken.let_go()
+    let_go()
+    decode.check_nothing_left()
+
+
+async def test_a_request_takes_what_there_is_when_the_prefill_ends_early(prefill: Parts, decode: Parts) -> None:
+    for key in KEYS[:3]:
+        prefill.put(key)
+    ended = prefill.hand("r", decode.address, KEYS)
+    following = asyncio.create_task(follow(decode, "r", KEYS))
+    await until(lambda: decode.tier.get(KEYS[2]) is not None)
+    assert not following.done()
+    prefill.senders.end("r")
+    taken = await following
+    assert taken.keys() == KEYS[:3]
+    taken.let_go()
+    handed = await ended
+    assert (handed.error, handed.chunk_count) == (None, 3)
+    assert state_of(decode) is State.ABORTED
+    assert decode.receiver.promised("r", 0, 8) == (3, "prefill")
+
+
+async def test_a_request_does_not_wait_longer_than_it_may(prefill: Parts, decode: Parts) -> None:
+    prefill.put(KEYS[0])
+    ended = prefill.hand("r", decode.address, KEYS)
+    await until(lambda: decode.tier.get(KEYS[0]) is not None)
+    began = time.monotonic()
+    taken = await follow(decode, "r", KEYS, seconds=0.2)
+    assert 0.2 <= time.monotonic() - began < 2.0
+    assert taken.keys() == KEYS[:1]
+    taken.let_go()
+    prefill.senders.end("r")
+    await ended
+
+
+async def test_a_handoff_that_nobody_announces_is_not_waited_for_long(
+    decode: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmkv_server.node.receiver.ANNOUNCE_SECONDS", 0.05)
+    began = time.monotonic()
+    assert (await follow(decode, "never", KEYS)).chunks == []
+    assert time.monotonic() - began < 5.0
+
+
+async def test_the_prefill_stops_when_the_decodes_request_is_gone(prefill: Parts, decode: Parts) -> None:
+    let_go = decode.receiver.claim("r")
+    ended = prefill.hand("r", decode.address, KEYS)
+    prefill.put(KEYS[0])
+    await until(lambda: decode.tier.get(KEYS[0]) is not None)
+    let_go()
+    prefill.put(KEYS[1])
+    handed = await ended
+    assert isinstance(handed.error, GrantNotFound)
+    decode.check_nothing_left()
+
+
+# ---- refusals ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_prompt_larger_than_the_buffer_is_refused_at_once(prefill: Parts, decode: Parts) -> None:
+    handed = await prefill.hand("r", decode.address, keys_of(17))
+    assert isinstance(handed.error, RequestTooLarge)
+    assert "pd_buffer_size" in str(handed.error)
+
+
+async def test_a_full_buffer_is_waited_for_and_then_used(prefill: Parts, decode: Parts) -> None:
+    first = prefill.hand("first", decode.address, keys_of(16))
+    await until(lambda: state_of(decode, "first") is State.ALLOCATED)
+    second = prefill.hand("second", decode.address, keys_of(24)[16:])
+    await until(lambda: decode.receiver.handoffs.refused_count > 1)
+    assert not second.done()
+    prefill.senders.end("first")
+    await first
+    decode.receiver.handoffs.unclaim("first")
+    await until(lambda: state_of(decode, "second") is State.ALLOCATED)
+    prefill.senders.end("second")
+    await second
+
+
+async def test_a_full_buffer_is_given_up_when_the_request_ends(prefill: Parts, decode: Parts) -> None:
+    first = prefill.hand("first", decode.address, keys_of(16))
+    await until(lambda: state_of(decode, "first") is State.ALLOCATED)
+    second = prefill.hand("second", decode.address, keys_of(24)[16:])
+    await until(lambda: decode.receiver.handoffs.refused_count > 0)
+    prefill.senders.end("second")
+    assert isinstance((await second).error, NoFreeExtents)
+    prefill.senders.end("first")
+    await first
+
+
+async def test_engines_that_share_nothing_are_told_so_before_anything_is_opened(prefill: Parts) -> None:
+    async with Parts("other", spec=replace(SMALL, kv_dtype="float16")) as other:
+        handed = await prefill.hand("r", other.address, KEYS)
+        assert isinstance(handed.error, KvSpecMismatch)
+        assert "kv_dtype" in str(handed.error)
+
+
+async def test_nobody_at_the_address_is_an_error(prefill: Parts) -> None:
+    handed = await prefill.hand("r", "127.0.0.1:1", KEYS)
+    assert isinstance(handed.error, Unreachable)
+
+
+# ---- damage, silence, death --------------------------------------------------------------------------------------
+
+
+async def test_damaged_chunks_are_thrown_away_and_dropped_at_their_source(prefill: Parts, decode: Parts) -> None:
+    for key in KEYS:
+        prefill.put(key)
+    prefill.damage(KEYS[2])
+    handed = await prefill.hand("r", decode.address, KEYS)
+    assert handed.chunk_count == 7
+    assert decode.tier.get(KEYS[2]) is None
+    assert state_of(decode) is State.ABORTED
+    assert decode.peers.checksum_mismatches == 1
+    await until(lambda: prefill.tier.get(KEYS[2]) is None)
+
+
+async def test_a_silent_prefill_expires_and_one_at_work_does_not() -> None:
+    deadlines = {"silence_seconds": 0.3, "abandon_seconds": 0.3}
+    async with Parts("decode", chunk_count=32, handoff_deadlines=deadlines) as decode:
+        with Remote("prefill", spec="small", chunk_count=1) as prefill:
+            prefill.ask(f"hand r {decode.address} 8")
+            await until(lambda: decode.tier.get(KEYS[0]) is not None)
+            await asyncio.sleep(1.0)
+            assert state_of(decode) is State.TRANSFERRING  # it computes for longer than that, and says so
+            prefill.signal(signal.SIGSTOP)
+            following = asyncio.create_task(follow(decode, "r", KEYS))
+            await until(lambda: state_of(decode) is State.EXPIRED)
+            taken = await following
+            assert taken.keys() == KEYS[:1]
+            taken.let_go()
+            await until(lambda: len(decode.receiver.handoffs) == 0)
+            assert decode.receiver.handoffs.abandoned_count == 1
+            prefill.signal(signal.SIGCONT)  # its late word is harmless
+            await until(lambda: prefill.ask("sending") == 0)
+        decode.check_nothing_left()
+
+
+async def test_a_prefill_that_is_killed_leaves_nothing() -> None:
+    deadlines = {"silence_seconds": 0.3, "abandon_seconds": 0.3}
+    async with Parts("decode", spec=LARGE, chunk_count=32, handoff_deadlines=deadlines) as decode:
+        with Remote("prefill", chunk_count=12) as prefill:
+            prefill.ask(f"hand r {decode.address} 16")
+            await until(lambda: state_of(decode) in (State.ALLOCATED, State.TRANSFERRING))
+            prefill.signal(signal.SIGKILL)
+        await until(lambda: len(decode.receiver.handoffs) == 0)
+        await until(lambda: decode.tier.reserved_count == 0)
+        decode.check_nothing_left()
+
+
+async def test_a_decode_that_is_killed_ends_the_prefills_handoff(prefill: Parts) -> None:
+    prefill.put(KEYS[0])
+    with Remote("decode", spec="small", chunk_count=1) as decode:
+        ended = prefill.hand("r", decode.holder.peer_address, KEYS)
+        await until(lambda: prefill.senders.sent_bytes == 0 and not ended.done())
+        decode.signal(signal.SIGKILL)
+        await asyncio.sleep(0.05)
+        prefill.put(KEYS[1])
+        assert isinstance((await ended).error, Unreachable)
+
+
+async def test_a_frozen_decode_ends_the_prefills_handoff(prefill: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmkv_server.node.sender.ANSWER_SECONDS", 0.3)
+    with Remote("decode", spec="small", chunk_count=1) as decode:
+        ended = prefill.hand("r", decode.holder.peer_address, KEYS)
+        await until(lambda: len(prefill.senders) == 1)
+        decode.signal(signal.SIGSTOP)
+        prefill.put(KEYS[1])
+        assert isinstance((await ended).error, Unreachable)
+        assert not any(chunk.holds for chunk in prefill.tier)
+
+
+async def test_a_prefill_whose_engine_is_gone_lets_go(prefill: Parts, decode: Parts) -> None:
+    prefill.put(KEYS[0])
+    prefill.hand("r", decode.address, KEYS)
+    await until(lambda: decode.tier.get(KEYS[0]) is not None)
+    prefill.senders.cancel("r")
+    await until(lambda: state_of(decode) is State.ABORTED)
+
+
+# ---- what makes no sense -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def stub(decode: Parts) -> AsyncIterator[pb_grpc.PeerServiceAsyncStub]:
+    async with rpc.open_channel(decode.address) as channel:
+        yield pb_grpc.PeerServiceStub(channel)
+
+
+def announcement(decode: Parts, prefill: Parts, **changes: object) -> pb.AllocateRequest:
+    """A sound `Allocate`, but for the changes."""
+    fields: dict[str, object] = {
+        "instance_id": "prefill",
+        "epoch": prefill.epoch,
+        "peer_address": prefill.address,
+        "peer_epoch": decode.epoch,
+        "request_id": "r",
+        "fingerprint": SMALL.fingerprint,
+        "chunk_keys": join_keys(KEYS),
+        "token_count": 8 * SMALL.chunk_size,
+    }
+    return pb.AllocateRequest(**(fields | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"peer_epoch": 1}, "WRONG_INSTANCE"),
+        ({"request_id": ""}, "BAD_MESSAGE"),
+        ({"token_count": 1}, "BAD_MESSAGE"),
+        ({"token_count": -5}, "BAD_MESSAGE"),
+        ({"chunk_keys": b"123"}, "BAD_CHUNK_KEY"),
+        ({"chunk_keys": b""}, "BAD_MESSAGE"),
+        ({"fingerprint": b"?" * 16}, "KV_SPEC_MISMATCH"),
+        ({"peer_address": ""}, "BAD_MESSAGE"),
+        ({"instance_id": "decode"}, "BAD_MESSAGE"),
+    ],
+)
+async def test_an_announcement_that_makes_no_sense_is_refused(
+    decode: Parts, prefill: Parts, stub: pb_grpc.PeerServiceAsyncStub, changes: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(grpc.RpcError) as refusal:
+        await stub.Allocate(announcement(decode, prefill, **changes))
+    assert rpc.from_rpc_error(refusal.value).reason == reason
+
+
+@pytest.mark.parametrize(
+    "offer",
+    [
+        pb.CommitRequest(indices=[8], extents=[chunk_pb2.Extent(size_bytes=SMALL.chunk_bytes, token_count=256)]),
+        pb.CommitRequest(indices=[-1], extents=[chunk_pb2.Extent(size_bytes=SMALL.chunk_bytes, token_count=256)]),
+        pb.CommitRequest(indices=[0], extents=[chunk_pb2.Extent(size_bytes=SMALL.chunk_bytes, token_count=255)]),
+        pb.CommitRequest(indices=[0], extents=[chunk_pb2.Extent(size_bytes=64, token_count=256)]),
+        pb.CommitRequest(
+            indices=[0], extents=[chunk_pb2.Extent(offset=1 << 40, size_bytes=SMALL.chunk_bytes, token_count=256)]
+        ),
+        pb.CommitRequest(
+            indices=[0], extents=[chunk_pb2.Extent(region=1, size_bytes=SMALL.chunk_bytes, token_count=256)]
+        ),
+        pb.CommitRequest(indices=[0]),
+    ],
+)
+async def test_an_offer_that_makes_no_sense_is_refused_and_the_handoff_lives(
+    decode: Parts, prefill: Parts, stub: pb_grpc.PeerServiceAsyncStub, offer: pb.CommitRequest
+) -> None:
+    answer = await stub.Allocate(announcement(decode, prefill))
+    offer.grant_id = answer.grant_id
+    with pytest.raises(grpc.RpcError) as refusal:
+        await stub.Commit(offer)
+    assert rpc.from_rpc_error(refusal.value).reason == BadMessage.reason
+    assert state_of(decode) is State.ALLOCATED
+
+
+async def test_an_unknown_grant_cannot_be_committed(stub: pb_grpc.PeerServiceAsyncStub) -> None:
+    with pytest.raises(grpc.RpcError) as refusal:
+        await stub.Commit(pb.CommitRequest(grant_id="h99"))
+    assert rpc.from_rpc_error(refusal.value).reason == GrantNotFound.reason
+    await stub.Release(pb.ReleaseRequest(grant_id="h99"))
