@@ -21,20 +21,16 @@ import numpy as np
 
 from benchmarks import engines
 from benchmarks.bare_ends import bare_owner
-from lmkv import rpc
+from lmkv.config import NodeConfig
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.pool import Pool
 from lmkv.spec import KvSpec
-from lmkv.transfer import Channels, End
-from lmkv.v1 import peer_service_pb2_grpc
 from lmkv.v1.cache_service_pb2 import Holder
-from lmkv_kernels import checksum, summed_copy
+from lmkv_kernels import checksum
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.host_tier import HostTier
-from lmkv_server.node.inspector import Inspector
-from lmkv_server.node.peer_service import PeerService
-from lmkv_server.node.peers import Peers
+from lmkv_server.node.peer_side import PeerSide
 from lmkv_server.node.read_grants import SHARE
 
 ANSWER_SECONDS = 60.0
@@ -76,35 +72,17 @@ class Node:
         engines_here = Engines(self.tier)
         engines_here.attach("engine", self.spec)
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp"))
-        end = End(
-            name=f"{self.instance_id}:{self.epoch}",
-            pool=self.pool,
-            socket_path=Path(folder, "s"),
-            summed_copy=summed_copy,
-        )
-        channels = Channels(self._transfer_channel, end)
-        self._stack.push_async_callback(channels.aclose)
-        await channels.start()
-        inspector = await self._stack.enter_async_context(Inspector(self.tier, self.pool))
-        service = PeerService(
+        config = NodeConfig(
             instance_id=self.instance_id,
-            epoch=self.epoch,
-            tier=self.tier,
-            specs=engines_here,
-            channels=channels,
-            region_address=self.pool.address,
-            grant_ttl_seconds=READ_SECONDS,
-            inspector=inspector,
+            runtime_dir=folder,
+            transfer_channel=self._transfer_channel,
+            grant_ttl=READ_SECONDS,
         )
-        await self._stack.enter_async_context(service)
-        server = await rpc.make_server(["lmkv.v1.PeerService"])
-        peer_service_pb2_grpc.add_PeerServiceServicer_to_server(service, server)
-        self.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        await server.start()
-        self._stack.push_async_callback(server.stop, 0.1)
-        self.peers = await self._stack.enter_async_context(
-            Peers(instance_id=self.instance_id, epoch=self.epoch, tier=self.tier, channels=channels, pool=self.pool)
-        )
+        config.make_instance_dir()
+        side = PeerSide(config, epoch=self.epoch, tier=self.tier, pool=self.pool, engines=engines_here)
+        await self._stack.enter_async_context(side)
+        self.address = side.address
+        self.peers = side.peers
 
     def fill(self, keys: list[ChunkKey]) -> list[int]:
         """Commits a chunk for each key; their offsets in the pool."""

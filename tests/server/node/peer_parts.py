@@ -11,31 +11,24 @@ import sys
 import tempfile
 import time
 from asyncio import Future
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lmkv import rpc
+from lmkv.config import NodeConfig
 from lmkv.keys import ChunkKey
 from lmkv.pool import Pool
 from lmkv.spec import KvSpec
-from lmkv.transfer import Channels, End
-from lmkv.v1 import peer_service_pb2_grpc
 from lmkv.v1.cache_service_pb2 import Holder
-from lmkv_kernels import checksum, summed_copy
+from lmkv_kernels import checksum
 from lmkv_server.node.engines import Engines
-from lmkv_server.node.handoffs import Handoffs
 from lmkv_server.node.host_tier import Chunk, HostTier, Listener
-from lmkv_server.node.inspector import Inspector
-from lmkv_server.node.peer_service import PeerService
-from lmkv_server.node.peers import Peers
-from lmkv_server.node.receiver import Receiver
-from lmkv_server.node.sender import Handed, Senders
+from lmkv_server.node.peer_side import PeerSide
+from lmkv_server.node.sender import Handed
 
 SERVICE = "lmkv.v1.PeerService"
 SMALL = KvSpec(
@@ -77,8 +70,9 @@ class Parts:
         listener: Listener | None = None,
         transfer_channel: str = "nixl",
         verify_transfers: bool = True,
-        handoff_deadlines: Mapping[str, float] | None = None,
+        **config: Any,
     ) -> None:
+        """`config` are further keys of the node's configuration."""
         self.instance_id = instance_id
         self.spec = spec
         self.epoch = time.time_ns()
@@ -88,7 +82,7 @@ class Parts:
         self._listener = listener
         self._transfer_channel = transfer_channel
         self._verify_transfers = verify_transfers
-        self._handoff_deadlines = dict(handoff_deadlines or {})
+        self._config = {"pd_buffer_size": self._size_bytes // 2} | config
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -98,56 +92,25 @@ class Parts:
         self.engines = Engines(self.tier)
         self.engines.attach("engine", self.spec)
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-"))
-        self.transfer_socket = Path(folder, "peers.sock")
-        end = End(
-            name=f"{self.instance_id}:{self.epoch}",
-            pool=self.pool,
-            socket_path=self.transfer_socket,
-            summed_copy=summed_copy,
-        )
-        self.channels = Channels(self._transfer_channel, end)
-        self._stack.push_async_callback(self.channels.aclose)
-        await self.channels.start()
-        inspector = self.inspector = await self._stack.enter_async_context(Inspector(self.tier, self.pool))
-        self.peers = await self._stack.enter_async_context(
-            Peers(
-                instance_id=self.instance_id,
-                epoch=self.epoch,
-                tier=self.tier,
-                channels=self.channels,
-                pool=self.pool,
-                verify_transfers=self._verify_transfers,
-            )
-        )
-        handoffs = Handoffs(self.tier, buffer_bytes=self.pool.size_bytes // 2, **self._handoff_deadlines)
-        self.receiver = await self._stack.enter_async_context(Receiver(handoffs, self.peers, self.engines))
-        self.service = PeerService(
+        config = NodeConfig(
             instance_id=self.instance_id,
-            epoch=self.epoch,
-            tier=self.tier,
-            specs=self.engines,
-            channels=self.channels,
-            region_address=self.pool.address,
-            grant_ttl_seconds=self._grant_ttl_seconds,
-            inspector=inspector,
-            receiver=self.receiver,
+            runtime_dir=folder,
+            transfer_channel=self._transfer_channel,
+            grant_ttl=self._grant_ttl_seconds,
+            verify_transfers=self._verify_transfers,
+            **self._config,
         )
-        await self._stack.enter_async_context(self.service)
-        server = await rpc.make_server([SERVICE])
-        peer_service_pb2_grpc.add_PeerServiceServicer_to_server(self.service, server)
-        self.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        await server.start()
-        self._stack.push_async_callback(server.stop, 0.1)
-        self.senders = await self._stack.enter_async_context(
-            Senders(
-                instance_id=self.instance_id,
-                epoch=self.epoch,
-                peer_address=lambda: self.address,
-                peers=self.peers,
-                lending=self.service.lending,
-                suspect=inspector.suspect,
-            )
-        )
+        config.make_instance_dir()
+        self.transfer_socket = config.transfer_socket
+        side = PeerSide(config, epoch=self.epoch, tier=self.tier, pool=self.pool, engines=self.engines)
+        await self._stack.enter_async_context(side)
+        self.address = side.address
+        self.channels = side.channels
+        self.inspector = side.inspector
+        self.peers = side.peers
+        self.receiver = side.receiver
+        self.senders = side.senders
+        self.service = side.service
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -268,8 +268,7 @@ async def test_damaged_chunks_are_thrown_away_and_dropped_at_their_source(prefil
 
 
 async def test_a_silent_prefill_expires_and_one_at_work_does_not() -> None:
-    deadlines = {"silence_seconds": 0.3, "abandon_seconds": 0.3}
-    async with Parts("decode", chunk_count=32, handoff_deadlines=deadlines) as decode:
+    async with Parts("decode", chunk_count=32, pd_timeout=0.3, pd_abandon_timeout=0.3) as decode:
         with Remote("prefill", spec="small", chunk_count=1) as prefill:
             prefill.ask(f"hand r {decode.address} 8")
             await until(lambda: decode.tier.get(KEYS[0]) is not None)
@@ -289,8 +288,7 @@ async def test_a_silent_prefill_expires_and_one_at_work_does_not() -> None:
 
 
 async def test_a_prefill_that_is_killed_leaves_nothing() -> None:
-    deadlines = {"silence_seconds": 0.3, "abandon_seconds": 0.3}
-    async with Parts("decode", spec=LARGE, chunk_count=32, handoff_deadlines=deadlines) as decode:
+    async with Parts("decode", spec=LARGE, chunk_count=32, pd_timeout=0.3, pd_abandon_timeout=0.3) as decode:
         with Remote("prefill", chunk_count=12) as prefill:
             prefill.ask(f"hand r {decode.address} 16")
             await until(lambda: state_of(decode) in (State.ALLOCATED, State.TRANSFERRING))

@@ -1,0 +1,163 @@
+"""A server of the OpenAI API on this host, be it an engine or the proxy: what the demo and the tests ask of it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from lmkv.errors import LmkvError, Unreachable
+from lmkv_client.demo.completion import Completion, Token, make_completion, read_token
+
+REQUEST_TIMEOUT_SECONDS = 300.0
+
+
+class Endpoint:
+    """Questions to one server. Synchronous and safe to ask from several threads, each on a connection of its own."""
+
+    def __init__(self, name: str, port: int, model_name: str) -> None:
+        self.name = name
+        self.port = port
+        self.model_name = model_name
+
+    def complete(
+        self,
+        prompt: Sequence[int] | str,
+        max_tokens: int = 16,
+        *,
+        stream: bool = True,
+        logprobs: bool = False,
+        extra: Mapping[str, object] | None = None,
+        timeout_seconds: float = REQUEST_TIMEOUT_SECONDS,
+    ) -> Completion:
+        """Completes a prompt greedily, `max_tokens` tokens whatever they are.
+
+        `extra` goes into the request's body (`cache_salt`, `kv_transfer_params`, ...). Without `stream` the time to
+        the first token is the total time. Raises `Unreachable` if the engine is gone or does not answer in time,
+        `LmkvError` if it refuses the request.
+        """
+        body = self._body(prompt, max_tokens, logprobs, extra)
+        return self._complete_stream(body, timeout_seconds) if stream else self._complete_whole(body, timeout_seconds)
+
+    def stream(
+        self,
+        prompt: Sequence[int] | str,
+        max_tokens: int = 16,
+        *,
+        extra: Mapping[str, object] | None = None,
+        timeout_seconds: float = REQUEST_TIMEOUT_SECONDS,
+    ) -> Iterator[Token]:
+        """Yields the completion as it comes. Closing the iterator closes the connection: the engine aborts the request.
+
+        The request is sent when the first token is asked for. Raises as `complete` does.
+        """
+        for event, seconds in self._events(self._body(prompt, max_tokens, False, extra), timeout_seconds):
+            for choice in event["choices"]:
+                if choice.get("token_ids"):
+                    yield read_token(choice, seconds)
+
+    def metrics(self, **labels: str) -> dict[str, float]:
+        """Current values at /metrics by sample name, summed over all samples that carry these labels."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        values: dict[str, float] = {}
+        for family in text_string_to_metric_families(self._request("GET", "/metrics", timeout_seconds=10.0).decode()):
+            for sample in family.samples:
+                if labels.items() <= sample.labels.items():
+                    values[sample.name] = values.get(sample.name, 0.0) + sample.value
+        return values
+
+    def answers(self, path: str) -> bool:
+        """Whether a GET of this path is answered with 200 right now."""
+        try:
+            self._request("GET", path, timeout_seconds=2.0)
+        except LmkvError:
+            return False
+        return True
+
+    def _body(
+        self, prompt: Sequence[int] | str, max_tokens: int, logprobs: bool, extra: Mapping[str, object] | None
+    ) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self.model_name,
+            "prompt": prompt if isinstance(prompt, str) else [int(token) for token in prompt],
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        if logprobs:
+            body["logprobs"] = 0  # only those of the chosen tokens
+        return body | dict(extra or {})
+
+    def _complete_whole(self, body: dict[str, Any], timeout_seconds: float) -> Completion:
+        begin = time.perf_counter()
+        answer = json.loads(self._request("POST", "/v1/completions", body, timeout_seconds))
+        seconds = time.perf_counter() - begin
+        choice = answer["choices"][0]
+        return make_completion([read_token(choice, seconds)], choice, answer["usage"], seconds)
+
+    def _complete_stream(self, body: dict[str, Any], timeout_seconds: float) -> Completion:
+        begin = time.perf_counter()
+        tokens: list[Token] = []
+        last: dict[str, Any] = {}
+        usage: dict[str, Any] = {}
+        for event, seconds in self._events(body, timeout_seconds):
+            usage = event.get("usage") or usage
+            for choice in event["choices"]:
+                last = choice
+                if choice.get("token_ids"):
+                    tokens.append(read_token(choice, seconds))
+        return make_completion(tokens, last, usage, time.perf_counter() - begin)
+
+    def _events(self, body: dict[str, Any], timeout_seconds: float) -> Iterator[tuple[dict[str, Any], float]]:
+        """Events of a streamed completion, with seconds since the request was sent."""
+        body = body | {"stream": True, "stream_options": {"include_usage": True}}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_seconds)
+        begin = time.perf_counter()
+        finished = False
+        try:
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            if response.status != 200:
+                raise self._refused("/v1/completions", response.status, response.read())
+            for line in response:
+                seconds = time.perf_counter() - begin
+                if line.startswith(b"data: [DONE]"):
+                    finished = True
+                elif line.startswith(b"data: "):
+                    event = json.loads(line.removeprefix(b"data: "))
+                    if "error" in event:
+                        raise self._refused("/v1/completions", 200, line)
+                    yield event, seconds
+        except (OSError, http.client.HTTPException) as error:
+            raise Unreachable(f"{self.name} did not answer: {error!r}", address=f"127.0.0.1:{self.port}") from error
+        finally:
+            connection.close()
+        if not finished:
+            raise Unreachable(f"{self.name} broke off its answer", address=f"127.0.0.1:{self.port}")
+
+    def _request(
+        self, method: str, path: str, body: Mapping[str, object] | None = None, timeout_seconds: float = 30.0
+    ) -> bytes:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_seconds)
+        try:
+            connection.request(
+                method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"}
+            )
+            response = connection.getresponse()
+            answer = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise Unreachable(f"{self.name} did not answer: {error!r}", address=f"127.0.0.1:{self.port}") from error
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise self._refused(path, response.status, answer)
+        return answer
+
+    def _refused(self, path: str, status: int, answer: bytes) -> LmkvError:
+        return LmkvError(
+            f"{self.name} refused {path} with HTTP {status}: {answer.decode(errors='replace').strip()}", status=status
+        )
