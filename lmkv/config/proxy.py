@@ -31,7 +31,11 @@ from lmkv.units import GB
 def _items(raw: object) -> list[Any]:
     """What a list holds, whether it is one, JSON, or separated by commas; also a flag that was given several times."""
     if isinstance(raw, str):
-        return json.loads(raw) if raw.lstrip().startswith("[") else [item.strip() for item in raw.split(",")]
+        try:
+            content = json.loads(raw)
+        except ValueError:  # an IPv6 address has brackets, too
+            content = None
+        return content if isinstance(content, list) else [item.strip() for item in raw.split(",")]
     if isinstance(raw, list | tuple):
         return [item for each in raw for item in (_items(each) if isinstance(each, str) else [each])]
     return [raw]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,21 +36,24 @@ class HealthWatch:
         async with asyncio.TaskGroup() as group:
             for upstream in self._upstreams:
                 group.create_task(self._watch(upstream))
+                group.create_task(self._stay_acquainted(upstream))
 
     async def _watch(self, upstream: Upstream) -> None:
         engine = upstream.engine
-        probed = 0.0
         while True:
-            if await self._is_well(upstream) and (
-                not engine.is_healthy or time.monotonic() - probed > PROBE_INTERVAL_SECONDS
-            ):
+            if await self._is_well(upstream) and not engine.is_healthy:
                 await self._get_to_know(upstream)
-                probed = time.monotonic()
-                if not engine.is_healthy:
-                    engine.admit()
-                    where = f", instance {engine.instance_id}" if engine.instance_id else ", without lmkv"
-                    logger.info("%s engine %s is in%s", engine.role, engine.url, where)
+                engine.admit()
+                where = f", instance {engine.instance_id}" if engine.instance_id else ", without lmkv"
+                logger.info("%s engine %s is in%s", engine.role, engine.url, where)
             await asyncio.sleep(self._interval_seconds)
+
+    async def _stay_acquainted(self, upstream: Upstream) -> None:
+        """Asks an engine that is in who it is, for ever; beside the watch, which must not wait for that."""
+        while True:
+            await asyncio.sleep(PROBE_INTERVAL_SECONDS)
+            if upstream.engine.is_healthy:
+                await self._get_to_know(upstream)
 
     async def _is_well(self, upstream: Upstream) -> bool:
         engine = upstream.engine

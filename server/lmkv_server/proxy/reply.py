@@ -67,7 +67,7 @@ class Reply:
         if not self.status:
             await self.answer(answer)
             return
-        for event in (event_of(answer.body), DONE):
+        for event in (event_of(answer.body.replace(b"\n", b" ")), DONE):
             await self._send({"type": "http.response.body", "body": event, "more_body": True})
         await self._send({"type": "http.response.body", "body": b""})
 

@@ -94,7 +94,8 @@ def why_repeat(body: Mapping[str, Any], path: str) -> str:
         return name
     if _has_media(body.get("messages")):
         return "messages"
-    if (body.get("stream_options") or {}).get("continuous_usage_stats"):
+    options = body.get("stream_options") or {}
+    if not isinstance(options, dict) or options.get("continuous_usage_stats"):
         return "stream_options"
     limit = token_limit(body, path)
     if not (_is_count(limit, 1) or (limit is None and path == CHAT)):
@@ -137,7 +138,7 @@ def decode_body(
         asked["prompt"] = tokens
         asked.setdefault("max_tokens", COMPLETION_TOKENS)
     for name in ("max_tokens", "max_completion_tokens"):
-        if asked.get(name) is not None:
+        if _is_count(asked.get(name), 1):
             asked[name] -= len(taken)
     if asked.get("min_tokens"):
         asked["min_tokens"] = max(asked["min_tokens"] - len(taken), 0)
@@ -150,9 +151,10 @@ def decode_body(
 
 def with_hand_over(body: Mapping[str, Any], hand_over: Mapping[str, Any] | None) -> dict[str, Any]:
     """The request with lmkv's part of its `kv_transfer_params`."""
-    if hand_over is None:
+    parameters = body.get("kv_transfer_params") or {}
+    if hand_over is None or not isinstance(parameters, dict):  # of the latter the engine has something to say
         return dict(body)
-    return {**body, "kv_transfer_params": {**(body.get("kv_transfer_params") or {}), "lmkv": dict(hand_over)}}
+    return {**body, "kv_transfer_params": {**parameters, "lmkv": dict(hand_over)}}
 
 
 def without_hand_over(body: Mapping[str, Any]) -> dict[str, Any]:

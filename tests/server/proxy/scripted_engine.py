@@ -144,10 +144,7 @@ class ScriptedEngine:
         return _Streamed(self._events(body, request))
 
     async def _run(self, body: Json, request: Request) -> list[int]:
-        tokens = []
-        async for token in self._tokens(body, request):
-            tokens.append(token)
-        return tokens
+        return [token async for token in self._tokens(body, request)]
 
     async def _tokens(self, body: Json, request: Request) -> AsyncIterator[int]:
         """The answer's tokens. Waits while it is held back, and sees whether its asker goes."""
@@ -184,7 +181,7 @@ class ScriptedEngine:
         answer: Json = {**_head(path, body), "choices": []}
         prompt_ids = prompt if body.get("return_token_ids") else None
         if "chat" in path:
-            message = {"role": "assistant", "content": text, "reasoning": None, "tool_calls": []}
+            message: Json = {"role": "assistant", "content": text, "reasoning": None, "tool_calls": []}
             if self.thinks:
                 message |= {"content": None, "reasoning": text}
             choice: Json = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}

@@ -1,0 +1,74 @@
+"""The page at `/`, and what is beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from lmkv_server.proxy.engines import DECODE, Engine
+from lmkv_server.proxy.page import _engine
+from tests.server.coordinator.scripted_instance import until
+from tests.server.proxy.conftest import Front
+from tests.server.proxy.scripted_engine import ScriptedEngine
+from tests.server.proxy.test_prefill_decode import COMPLETIONS, PLAIN, completion
+
+
+async def test_it_shows_latencies_and_engines(front: Front, prefiller: ScriptedEngine, decoder: ScriptedEngine) -> None:
+    assert "No request yet." in (await front.client.get("/")).text
+    await front.ask(COMPLETIONS, completion(PLAIN, max_tokens=20, stream=True))
+    page = (await front.client.get("/")).text
+    rows = re.findall(r'<th scope="row">(.*?)</th><td>([\d.,]+)</td><td>([\d.,]+)</td><td>([\d.,]+)</td>', page)
+    assert [name for name, *_ in rows] == ["Prefill", "Time to first token", "Between tokens", "Whole answer"]
+    assert all(float(value) > 0 for _, *values in rows[:2] for value in values)
+    assert "2 of 2" in page
+    for url in (prefiller.url, decoder.url):
+        assert url in page
+
+
+async def test_it_shows_that_an_engine_is_busy_or_out(front: Front, decoder: ScriptedEngine) -> None:
+    decoder.going.clear()
+    asking = asyncio.create_task(front.ask(COMPLETIONS, completion(PLAIN)))
+    await until(lambda: decoder.waiting_count == 1)
+    assert "1 in flight" in (await front.client.get("/")).text
+    decoder.going.set()
+    await asking
+    await decoder.stop()
+    await until(lambda: not front.proxy.fleet.decode.engines[0].is_healthy)
+    page = (await front.client.get("/")).text
+    assert "1 of 2" in page
+    assert "No engine can answer" in page
+
+
+async def test_the_page_finds_all_it_is_made_of_and_nothing_elsewhere(front: Front) -> None:
+    page = await front.client.get("/")
+    parts = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+    assert {"/static/page.css", "/static/theme.js", "/static/proxy.js", "/static/proxy.css"} <= set(parts)
+    for part in parts:
+        assert part.startswith("/")
+        assert (await front.client.get(part)).status_code == 200
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    assert "<script>" not in page.text
+
+
+def test_what_engines_say_is_shown_as_text() -> None:
+    engine = Engine("http://e:1", DECODE)
+    engine.admit()
+    engine.learn("<script>alert(1)</script>", "")
+    assert "<script>" not in _engine(engine)
+
+
+async def test_metrics_are_prometheus_text(front: Front) -> None:
+    await front.ask(COMPLETIONS, completion(PLAIN))
+    response = await front.client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    families = {family.name: family for family in text_string_to_metric_families(response.text)}
+    healthy = families["lmkv_proxy_engine_healthy"]
+    assert {sample.labels["role"]: sample.value for sample in healthy.samples} == {"prefill": 1.0, "decode": 1.0}
+    assert families["lmkv_proxy_prefill_seconds"].samples[-2].value == 1
+
+
+async def test_probes_are_answered(front: Front) -> None:
+    for path in ("/health", "/healthz", "/readyz"):
+        assert (await front.client.get(path)).json() == {"status": "ok"}

@@ -1,0 +1,47 @@
+"""Averages, medians and percentiles, in the unit they name."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmkv_server.proxy.statistics import MAX_SAMPLES, Statistics, Summary, summarize
+
+
+@given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=300))
+def test_summaries_are_those_of_the_standard_library(seconds: list[float]) -> None:
+    summary = summarize(seconds)
+    ordered = sorted(seconds)
+    assert summary.average_ms == pytest.approx(1000 * statistics.fmean(seconds))
+    assert summary.median_ms == pytest.approx(1000 * statistics.median_low(seconds))
+    assert summary.p99_ms >= summary.median_ms
+    below = sum(1000 * each <= summary.p99_ms for each in ordered)
+    assert below >= 0.99 * len(ordered)
+
+
+def test_nothing_is_zero() -> None:
+    assert summarize([]) == Summary(average_ms=0.0, median_ms=0.0, p99_ms=0.0)
+
+
+def test_the_table_is_in_the_unit_that_it_names() -> None:
+    told = Statistics()
+    for seconds in (0.1, 0.2, 0.3):
+        told.prefilled(seconds)
+        told.first(seconds + 0.001)
+    told.between(0.004)
+    table = told.table()
+    assert "Num requests: 3" in table
+    assert "Prefill node TTFT stats:\n- Average (ms): 200.00\n- Median (ms): 200.00\n" in table
+    assert "ITL stats:\n- Average (ms): 4.00\n" in table
+    assert "Total" not in table, "of which there is nothing"
+
+
+def test_only_so_many_samples_are_kept() -> None:
+    told = Statistics()
+    for number in range(MAX_SAMPLES + 10):
+        told.first(float(number))
+    assert told.request_count == MAX_SAMPLES + 10
+    assert told.summaries()["TTFT"].average_ms == 1000 * (10 + (MAX_SAMPLES - 1) / 2)
