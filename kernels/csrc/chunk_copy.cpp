@@ -72,8 +72,9 @@ struct Call {
     return rows * pages.layer_count * pages.head_count * pages.part_count * pages.row_bytes;
   }
 
-  // Calls `visit(strip)` for the strips of the tiles [first, last), counted over all copies in their order.
-  template <typename Visit>
+  // Calls `visit(strip)` for the strips of the tiles [first, last), counted over all copies in their order. Those of a
+  // copy should come as they lie where they are read: what is written past the caches may jump.
+  template <Tile (*tile_at)(const Pages&, const ChunkCopy&, std::int64_t), typename Visit>
   void visit_strips(std::int64_t first, std::int64_t last, Visit visit) const {
     const std::int64_t tiles_per_id = pages.layer_count * pages.head_count;
     for (std::size_t index = 0; index < copies.size(); ++index) {
@@ -121,7 +122,7 @@ void gather(const TileKernels& kernels, const Pages& pages, std::span<const std:
   std::vector<std::uint64_t> sums(copies.size() * parts);  // [part][copy]
   run_parts(parts, call.tile_count(), [&](int part, std::int64_t first, std::int64_t last) {
     std::uint64_t* const own = sums.data() + copies.size() * part;
-    call.visit_strips(first, last, [&](const Strip& strip) {
+    call.visit_strips<tile_in_pages>(first, last, [&](const Strip& strip) {
       std::byte* target = pool + copies[strip.copy].offset + strip.chunk_offset;
       std::uint64_t first_word = strip.chunk_offset / 8;
       if (strip.element_stride == pages.element_bytes) {
@@ -151,7 +152,7 @@ void scatter(const TileKernels& kernels, const Pages& pages, std::span<const std
   const Call call{pages, layer_addresses, copies, block_ids};
   const int parts = thread_count(threads, call.size_bytes());
   run_parts(parts, call.tile_count(), [&](int, std::int64_t first, std::int64_t last) {
-    call.visit_strips(first, last, [&](const Strip& strip) {
+    call.visit_strips<tile_in_chunk>(first, last, [&](const Strip& strip) {
       const std::byte* source = pool + copies[strip.copy].offset + strip.chunk_offset;
       if (strip.element_stride == pages.element_bytes) {
         kernels.copy(source, strip.row_bytes, strip.page, strip.row_stride, strip.row_bytes, strip.row_count);

@@ -72,10 +72,18 @@ LMKV_HOST_DEVICE inline std::int64_t block_count(const Pages& pages, const Chunk
   return (copy.first_slot + copy.row_count + pages.rows_per_block - 1) / pages.rows_per_block;
 }
 
-LMKV_HOST_DEVICE inline Tile tile_at(const Pages& pages, const ChunkCopy& copy, std::int64_t index) {
+// The tiles of a copy by number, as they follow each other in the chunk.
+LMKV_HOST_DEVICE inline Tile tile_in_chunk(const Pages& pages, const ChunkCopy& copy, std::int64_t index) {
   const std::int64_t blocks = block_count(pages, copy);
   const std::int64_t run = index / blocks;
   return {run / pages.head_count, run % pages.head_count, index % blocks};
+}
+
+// And as they follow each other in most pages.
+LMKV_HOST_DEVICE inline Tile tile_in_pages(const Pages& pages, const ChunkCopy& copy, std::int64_t index) {
+  const std::int64_t blocks = block_count(pages, copy);
+  const std::int64_t run = index / pages.head_count;
+  return {run / blocks, index % pages.head_count, run % blocks};
 }
 
 LMKV_HOST_DEVICE inline Rows rows_of(const Pages& pages, const ChunkCopy& copy, std::int64_t block) {

@@ -79,7 +79,9 @@ constexpr std::int64_t vector_bytes = 32;
 constexpr std::int64_t vector_words = vector_bytes / 8;
 constexpr int vectors = 4;
 constexpr std::int64_t step_bytes = vectors * vector_bytes;
-constexpr std::int64_t prefetch_bytes = 1024;  // ahead of the loads; the best of 0, 512, 1024 and 2048
+
+// How far ahead of the loads to look, the best of 0 to 4096: what is summed too takes longer to come to.
+constexpr std::int64_t ahead_when(bool summing) { return summing ? 1024 : 512; }
 
 enum class Store { none, plain, streaming };
 
@@ -119,7 +121,7 @@ class Pass {
   }
 
   LMKV_AVX2 LMKV_INLINE void run(const std::byte* source, std::byte* target, std::int64_t size_bytes,
-                                         std::int64_t ahead_bytes = prefetch_bytes) {
+                                 std::int64_t ahead_bytes = ahead_when(summing)) {
     const __m256i full_step = key_step(step_bytes / 8);
     std::int64_t done = 0;
     for (; done + step_bytes <= size_bytes; done += step_bytes) {
@@ -197,15 +199,16 @@ bool may_stream_rows(const std::byte* target, std::int64_t stride_bytes, std::in
 }
 
 // How far ahead of a row's bytes to look for those of a later one.
-std::int64_t ahead_of(std::int64_t stride_bytes, std::int64_t row_bytes, std::int64_t row_count) {
-  return row_count == 1 ? prefetch_bytes : stride_bytes * std::max<std::int64_t>(prefetch_bytes / row_bytes, 1);
+std::int64_t ahead_of(std::int64_t stride_bytes, std::int64_t row_bytes, std::int64_t row_count, bool summing) {
+  const std::int64_t ahead_bytes = ahead_when(summing);
+  return row_count == 1 ? ahead_bytes : stride_bytes * std::max<std::int64_t>(ahead_bytes / row_bytes, 1);
 }
 
 template <Store store>
 LMKV_AVX2 std::uint64_t gather_by(const std::byte* pages, std::int64_t stride_bytes, std::byte* chunk,
                                   std::int64_t row_bytes, std::int64_t row_count, std::uint64_t first_word) {
   Pass<store, true> pass(first_word);
-  const std::int64_t ahead_bytes = ahead_of(stride_bytes, row_bytes, row_count);
+  const std::int64_t ahead_bytes = ahead_of(stride_bytes, row_bytes, row_count, true);
   for (std::int64_t row = 0; row < row_count; ++row) {
     pass.run(pages + row * stride_bytes, chunk + row * row_bytes, row_bytes, ahead_bytes);
   }
@@ -223,7 +226,7 @@ template <Store store>
 LMKV_AVX2 void copy_by(const std::byte* source, std::int64_t source_stride, std::byte* target,
                        std::int64_t target_stride, std::int64_t row_bytes, std::int64_t row_count) {
   Pass<store, false> pass(0);
-  const std::int64_t ahead_bytes = ahead_of(source_stride, row_bytes, row_count);
+  const std::int64_t ahead_bytes = ahead_of(source_stride, row_bytes, row_count, false);
   for (std::int64_t row = 0; row < row_count; ++row) {
     pass.run(source + row * source_stride, target + row * target_stride, row_bytes, ahead_bytes);
   }
