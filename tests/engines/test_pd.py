@@ -1,54 +1,143 @@
-"""Prefill and decode engines behind the proxy, all real, against one engine that does both."""
+"""Prefill and decode engines behind the proxy say what one engine says, whatever is asked, and leave nothing."""
 
 from __future__ import annotations
 
+import random
+import re
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from lmkv_client.demo.cluster import Cluster
-from lmkv_client.demo.proxy import Proxy
-from tests.engines.llm import CALM, make_prompt
+from lmkv_client.demo.completion import Completion
+from tests.engines.faults import eventually
+from tests.engines.pd import BUFFER_CHUNKS, CHUNK_BYTES, CHUNK_TOKENS, OUTPUT_TOKENS, Trio
 
-pytestmark = pytest.mark.engine
+PROMPT_TOKENS = 1100
+"""Four chunks and a part of one, in three steps."""
 
 
 @pytest.fixture(scope="module")
-def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Engines `single`, `prefill` and `decode`, without a coordinator, all ready."""
-    settings = {f"LMKV_{key.upper()}": value for key, value in CALM.items()} | {"LMKV_SAVE_PARTIAL_CHUNKS": "true"}
+def trio(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+    """One prefill, one decode, one proxy."""
     with (
         tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder,
-        Cluster(
-            Path(folder), tiny_model, logs=tmp_path_factory.mktemp("logs"), settings=settings, coordinator=False
-        ) as cluster,
+        Trio(Path(folder), tiny_model, tmp_path_factory.mktemp("logs"), seed=1) as trio,
     ):
-        cluster.add_engine("single", transfer_config=None)
-        for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
-            cluster.add_engine(name, transfer_config={"kv_connector": "LMKVConnector", "kv_role": role})
-        cluster.start_engines()
-        yield cluster
+        yield trio
+        trio.check_nothing_is_left()
+        trio.check_nobody_crashed()
 
 
-@pytest.fixture(scope="module")
-def proxy(cluster: Cluster) -> Iterator[Proxy]:
-    """The proxy in front of them."""
-    engines = cluster.engines
-    with Proxy(cluster.logs, [engines["prefill"]], [engines["decode"]]) as proxy:
-        yield proxy
+def test_a_prompt_is_computed_once_and_its_answer_is_that_of_one_engine(trio: Trio) -> None:
+    prompt = trio.prompt(PROMPT_TOKENS)
+    expected = trio.expected(prompt)
+    with trio.counting(trio.prefill) as prefill, trio.counting(trio.decode) as decode:
+        answer = trio.proxy.complete(prompt, OUTPUT_TOKENS)
+    assert answer.token_ids == expected
+    assert (answer.prompt_tokens, answer.finish_reason) == (PROMPT_TOKENS, "length")
+    assert prefill["vllm:generation_tokens_total"] == 1
+    assert decode["vllm:generation_tokens_total"] == OUTPUT_TOKENS - 1, "nothing is generated twice"
+    assert decode["lmkv:loaded_tokens_total"] == PROMPT_TOKENS, "nothing is computed twice"
+    assert decode["lmkv:load_failures_total"] == 0
 
 
-def test_prefill_and_decode_say_what_one_engine_says(cluster: Cluster, proxy: Proxy) -> None:
-    prompt = make_prompt(1, 1000)
-    expected = cluster.engines["single"].complete(prompt)
-    before = cluster.engines["decode"].metrics()
-    answer = proxy.complete(prompt)
-    print(answer, expected)
-    print(proxy.log())
-    print(cluster.engines["prefill"].log()[-3000:])
-    print(cluster.engines["decode"].log()[-3000:])
-    assert answer.token_ids == expected.token_ids
-    after = cluster.engines["decode"].metrics()
-    assert after["lmkv:loaded_tokens_total"] - before["lmkv:loaded_tokens_total"] == 1000
+def test_the_logs_tell_what_was_handed_over(trio: Trio) -> None:
+    trio.check(trio.prompt(PROMPT_TOKENS))
+    trio.prefill.complete(trio.prompt(10), 1)  # an idle engine hears its node when it has something to do
+    assert f"Handed over {PROMPT_TOKENS} of {PROMPT_TOKENS} tokens" in trio.prefill.log()
+    taken = f"Retrieved {PROMPT_TOKENS} of {PROMPT_TOKENS} tokens from (peer prefill|own pool), "  # it may all be there
+    assert re.search(taken, trio.decode.log())
+    eventually(lambda: "Prefill node TTFT stats:" in trio.proxy.log(), "the proxy tells its latencies")
+
+
+def test_an_answer_that_is_not_streamed_is_the_same(trio: Trio) -> None:
+    prompt = trio.prompt(PROMPT_TOKENS)
+    assert trio.proxy.complete(prompt, OUTPUT_TOKENS, stream=False).token_ids == trio.expected(prompt)
+
+
+@pytest.mark.parametrize("token_count", [1, 7, 255, 256, 257, 512, 3 * 512 + 1])
+def test_prompts_of_any_length(trio: Trio, token_count: int) -> None:
+    trio.check(trio.prompt(token_count))
+
+
+def test_an_answer_of_one_token_is_the_prefills_alone(trio: Trio) -> None:
+    prompt = trio.prompt(PROMPT_TOKENS)
+    with trio.counting(trio.decode) as decode:
+        answer = trio.proxy.complete(prompt, 1)
+    assert len(answer.token_ids) == 1
+    assert decode["vllm:generation_tokens_total"] == 0
+    assert answer.token_ids == trio.expected(prompt, 1)
+
+
+def test_a_request_that_cannot_be_divided_is_repeated_at_the_decode(trio: Trio) -> None:
+    prompt = trio.prompt(PROMPT_TOKENS)
+    expected = trio.expected(prompt)
+    with trio.counting(trio.decode) as decode:
+        answer = trio.proxy.complete(prompt, OUTPUT_TOKENS, logprobs=True)
+    assert answer.token_ids == expected
+    assert len(answer.logprobs) == OUTPUT_TOKENS
+    assert decode["lmkv:loaded_tokens_total"] == PROMPT_TOKENS
+
+
+def test_what_the_decode_has_is_not_sent_again(trio: Trio) -> None:
+    prompt = trio.prompt(PROMPT_TOKENS)
+    trio.check(prompt)
+    before = trio.node_metric("decode", "handoff_received_bytes_total")
+    trio.check([*prompt[: 4 * CHUNK_TOKENS], *trio.prompt(CHUNK_TOKENS)])
+    assert trio.node_metric("decode", "handoff_received_bytes_total") - before == CHUNK_BYTES
+
+
+def test_a_decode_request_that_comes_first_waits_for_the_bytes(trio: Trio) -> None:
+    prompt = trio.prompt(PROMPT_TOKENS)
+    expected = trio.expected(prompt)
+    with ThreadPoolExecutor(1) as thread, trio.counting(trio.decode) as grown:
+        decode = {"lmkv": {"request_id": "decode first", "prompt_token_count": PROMPT_TOKENS}}
+        asked = thread.submit(trio.decode.complete, prompt, OUTPUT_TOKENS, extra={"kv_transfer_params": decode})
+        eventually(lambda: trio.decode.metrics()["vllm:num_requests_waiting"] > 0, "it waits")
+        prefill = {"lmkv": {"request_id": "decode first", "decode_address": trio.peer_address("decode")}}
+        trio.prefill.complete(prompt, 1, extra={"kv_transfer_params": prefill})
+        assert asked.result().token_ids == expected
+    assert grown["lmkv:loaded_tokens_total"] == PROMPT_TOKENS
+
+
+def test_a_prompt_larger_than_the_buffer_is_computed_by_the_decode(trio: Trio) -> None:
+    prompt = trio.prompt((BUFFER_CHUNKS + 2) * CHUNK_TOKENS)
+    with trio.counting(trio.decode) as grown:
+        trio.check(prompt)
+    assert grown["lmkv:loaded_tokens_total"] == 0
+
+
+def test_a_buffer_that_is_too_small_for_all_makes_some_wait_and_all_right(trio: Trio) -> None:
+    prompts = [trio.prompt(1500) for _ in range(10)]
+    expected = [trio.expected(prompt) for prompt in prompts]
+    before = trio.node_metric("decode", "handoffs_refused_total")
+    asked = [trio.ask(prompt) for prompt in prompts]
+    assert [one.result().token_ids for one in asked] == expected
+    assert trio.node_metric("decode", "handoffs_refused_total") > before, "the buffer was never full"
+
+
+def test_a_hundred_requests_with_random_aborts_leave_nothing(trio: Trio) -> None:
+    choose = random.Random(7)
+    prompts = [trio.prompt(choose.choice([50, 300, 800, 1500])) for _ in range(12)]
+    expected = [trio.expected(prompt) for prompt in prompts]
+
+    def ask(number: int) -> tuple[int, Completion | None]:
+        index = number % len(prompts)
+        if choose.random() < 0.5:
+            return index, trio.proxy.complete(prompts[index], OUTPUT_TOKENS)
+        tokens = trio.proxy.stream(prompts[index], OUTPUT_TOKENS)
+        for _ in range(choose.randrange(4)):
+            next(tokens, None)
+        tokens.close()  # type: ignore[attr-defined]  # a generator
+        return index, None
+
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(ask, range(100)))
+    whole = [(index, answer) for index, answer in answers if answer]
+    assert 20 < len(whole) < 80
+    for index, answer in whole:
+        assert answer.token_ids == expected[index]
+    trio.check_nothing_is_left()

@@ -1,0 +1,117 @@
+"""Whatever dies or freezes between prefill and decode: each client gets its right answer or a clear error, in time.
+
+Afterwards nothing is held for anybody, and prompts are handed over again.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from lmkv.errors import LmkvError
+from lmkv_client.demo.completion import Completion
+from tests.engines.pd import LOAD_TIMEOUT_SECONDS, REQUEST_TIMEOUT_SECONDS, Trio
+
+LONG_TOKENS = 3500
+"""Seven steps of a prefill."""
+
+
+@pytest.fixture(scope="module")
+def trio(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+    """One prefill, one decode, one proxy; every test leaves them whole."""
+    with (
+        tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder,
+        Trio(Path(folder), tiny_model, tmp_path_factory.mktemp("logs"), seed=2) as trio,
+    ):
+        trio.heal()
+        yield trio
+        trio.check_nobody_crashed()
+
+
+def error_of(asked: Future[Completion]) -> LmkvError:
+    """What the client is told instead of an answer."""
+    error = asked.exception(REQUEST_TIMEOUT_SECONDS)
+    assert isinstance(error, LmkvError)
+    return error
+
+
+def test_a_prefill_engine_is_killed_while_its_prompt_is_handed_over(trio: Trio) -> None:
+    prompt = trio.prompt(LONG_TOKENS)
+    expected = trio.expected(prompt)
+    asked = trio.ask(prompt)
+    trio.receiving()
+    trio.kill_engine("prefill")
+    assert asked.result(REQUEST_TIMEOUT_SECONDS).token_ids == expected, "the decode computes what it has not got"
+    prompt = trio.prompt(700)
+    trio.check(prompt)  # the decode goes on alone
+    trio.heal()
+
+
+def test_a_prefills_node_is_killed_while_it_hands_over(trio: Trio) -> None:
+    prompt = trio.prompt(LONG_TOKENS)
+    expected = trio.expected(prompt)
+    asked = trio.ask(prompt)
+    trio.receiving()
+    trio.kill_node("prefill")
+    assert asked.result(REQUEST_TIMEOUT_SECONDS).token_ids == expected
+    trio.heal()
+
+
+def test_a_decodes_node_is_killed_while_it_receives(trio: Trio) -> None:
+    prompt = trio.prompt(LONG_TOKENS)
+    expected = trio.expected(prompt)
+    asked = trio.ask(prompt)
+    trio.receiving()
+    trio.kill_node("decode")
+    assert asked.result(REQUEST_TIMEOUT_SECONDS).token_ids == expected
+    trio.heal()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_node_is_frozen_while_a_prompt_is_handed_over(trio: Trio, side: str) -> None:
+    prompt = trio.prompt(LONG_TOKENS)
+    began = time.monotonic()
+    expected = trio.expected(prompt)
+    cold_seconds = time.monotonic() - began
+    asked = trio.ask(prompt)
+    trio.receiving()
+    with trio.frozen_node(side):
+        answer = asked.result(REQUEST_TIMEOUT_SECONDS)
+        assert answer.token_ids == expected
+        # It is computed twice, and waited for once.
+        assert answer.total_seconds < 4 * cold_seconds + 2 * LOAD_TIMEOUT_SECONDS
+    trio.heal()
+
+
+def test_a_decode_engine_is_killed_before_it_has_said_anything(trio: Trio) -> None:
+    prompt = trio.prompt(LONG_TOKENS)
+    asked = trio.ask(prompt)
+    trio.receiving()
+    trio.kill_engine("decode")
+    assert "decode" in str(error_of(asked)) or "engine" in str(error_of(asked))
+    trio.heal()
+
+
+def test_a_decode_engine_is_killed_while_it_answers(trio: Trio) -> None:
+    tokens = trio.proxy.stream(trio.prompt(600), 3000)
+    for _ in range(5):
+        assert next(tokens).token_ids
+    trio.kill_engine("decode")
+    with pytest.raises(LmkvError):
+        list(tokens)
+    trio.heal()
+
+
+def test_the_proxy_is_killed_amid_requests(trio: Trio) -> None:
+    asked = [trio.ask(trio.prompt(LONG_TOKENS), 200) for _ in range(4)]
+    trio.receiving()
+    trio.proxy.kill()
+    for one in asked:
+        error_of(one)
+    trio.check_nothing_is_left()
+    trio.heal()
