@@ -11,10 +11,10 @@ from starlette.types import Receive, Scope, Send
 
 from lmkv import telemetry
 from lmkv.telemetry.spans import TRACEPARENT
-from lmkv_server.proxy.exchange import NoEngine
 from lmkv_server.proxy.metrics import Metrics
 from lmkv_server.proxy.reply import Reply
 from lmkv_server.proxy.statistics import Statistics
+from lmkv_server.proxy.tries import NoEngine
 from lmkv_server.proxy.upstream import EngineFailed, Refused, passed_on
 
 RETRY_AFTER = {"retry-after": "1"}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -19,7 +20,8 @@ from lmkv_server.proxy.lookups import Lookups
 from lmkv_server.proxy.metrics import Metrics
 from lmkv_server.proxy.reply import Reply
 from lmkv_server.proxy.statistics import Statistics
-from lmkv_server.proxy.upstream import Answer, EngineFailed, Refused, Upstream
+from lmkv_server.proxy.tries import NoEngine, Tries
+from lmkv_server.proxy.upstream import Answer, EngineFailed, Refused, Upstream, json_of
 from lmkv_server.proxy.ways import (
     ALONE,
     CONTINUE,
@@ -35,15 +37,11 @@ from lmkv_server.proxy.ways import (
 
 logger = logging.getLogger(__name__)
 
-MAX_TRIES = 2
-"""Engines of a role that a request asks one after the other."""
+_EARLY = "it ended its answer early"
 
 Json = dict[str, Any]
-T = TypeVar("T")
 
-
-class NoEngine(Exception):
-    """No engine that could take the request is in."""
+_encode = msgspec.json.encode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,24 +62,18 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prefilled:
+class _HandOver:
     """What a prefill engine has done."""
 
     answer: Json
+    to: Engine
+    """Whose node has taken the KV cache."""
     told: Json
-    """What the decode engine is told of the hand-over."""
+    """What that engine is told of it."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Route:
-    """A request, what its client gets, and where it goes."""
-
-    call: Call
-    reply: Reply
-    held: Mapping[str, int]
-    """Tokens of the prompt that each instance holds."""
-    decoder: Engine
-    """Whose node takes the hand-over; without prefill engines, who does everything."""
+    def words_for(self, engine: Engine) -> Json | None:
+        """What an engine is told; nothing if it is another than the one that has the KV cache."""
+        return self.told if engine is self.to else None
 
 
 class Exchange:
@@ -114,27 +106,28 @@ class Exchange:
         """Answers a request. Raises `Refused`, `EngineFailed` or `NoEngine`, perhaps when the answer has begun."""
         reply.way = ALONE
         held = await self._held(call)
-        chosen = self._choose(self._decode, call, held)
-        if self._prefill is None:
-            self._count_hit(held, chosen)
-        route = _Route(call=call, reply=reply, held=held, decoder=chosen)
-        prefilled: Prefilled | None = None
-        reason = why_repeat(call.body, call.path)
-        if self._prefill is not None and chosen.peer_address and not is_alone(call.body):
-            prefilled = await self._hand_over(route, self._prefill, with_tokens=not reason)
-        if prefilled is None:
-            await self._relay(route, None)
-            return
-        joint: Joint | None = None
-        if not reason:
-            joint, reason = _join(call, chosen, prefilled.answer)
-        if joint is not None:
-            reply.way = CONTINUE
-            await self._go_on(route, joint, prefilled.told)
-        else:
-            reply.way = REPEAT
-            self._metrics.repeats.labels(reason if reason in REASONS else "other").inc()
-            await self._relay(route, prefilled.told)
+        with Tries(self._decode, call.session, held, self._metrics) as decoders:
+            if self._prefill is None:
+                self._count_hit(held, decoders.first)
+                await self._relay(call, reply, decoders, None)
+                return
+            reason = why_repeat(call.body, call.path)
+            done = None
+            if decoders.first.peer_address and not is_alone(call.body):
+                done = await self._hand_over(call, self._prefill, held, decoders.first, with_tokens=not reason)
+            if done is None:
+                await self._relay(call, reply, decoders, None)
+                return
+            joint: Joint | None = None
+            if not reason:
+                joint, reason = _join(call, done)
+            if joint is not None:
+                reply.way = CONTINUE
+                await self._go_on(call, reply, decoders, joint, done)
+            else:
+                reply.way = REPEAT
+                self._metrics.repeats.labels(reason if reason in REASONS else "other").inc()
+                await self._relay(call, reply, decoders, done)
 
     async def _held(self, call: Call) -> Mapping[str, int]:
         """Tokens of the prompt that each instance holds, where the policy asks for it."""
@@ -146,39 +139,29 @@ class Exchange:
     def _count_hit(self, held: Mapping[str, int], engine: Engine) -> None:
         self._metrics.hit_tokens.inc(held.get(engine.instance_id, 0))
 
-    def _choose(self, pool: Pool, call: Call, held: Mapping[str, int], excluded: Collection[Engine] = ()) -> Engine:
-        engine = pool.choose(time.monotonic(), session=call.session, held=held, excluded=excluded)
-        if engine is None:
-            raise NoEngine
-        return engine
-
-    async def _try(self, pool: Pool, route: _Route, chosen: Engine, ask: Callable[[Engine], Awaitable[T]]) -> T:
-        """Has the chosen engine do something; if it fails, another. Raises what the last one that was asked raised."""
-        tried = [chosen]
-        while True:
-            try:
-                return await ask(tried[-1])
-            except EngineFailed as error:
-                logger.warning("%s", error)
-                another = None
-                if len(tried) < MAX_TRIES and not error.is_final:
-                    another = pool.choose(time.monotonic(), session=route.call.session, held=route.held, excluded=tried)
-                if another is None:
-                    raise
-                self._metrics.retries.labels(another.role).inc()
-                tried.append(another)
-
-    async def _hand_over(self, route: _Route, pool: Pool, *, with_tokens: bool) -> Prefilled | None:
+    async def _hand_over(
+        self, call: Call, pool: Pool, held: Mapping[str, int], decoder: Engine, *, with_tokens: bool
+    ) -> _HandOver | None:
         """Has a prefill engine compute the prompt and hand it to the decode engine; None if none does.
 
         Raises `Refused` if the first token is wanted: in any other case the decode engine has its own word on that.
         """
+
+        async def prefill(engine: Engine) -> _HandOver:
+            request_id = uuid.uuid4().hex  # of each try its own: one that broke off must not be taken for the next
+            words = {"request_id": request_id, "decode_address": decoder.peer_address}
+            begin = time.perf_counter()
+            answer = await self._ask(engine, call, prefill_body(call.body, words, with_tokens=with_tokens))
+            seconds = time.perf_counter() - begin
+            self._statistics.prefilled(seconds)
+            self._metrics.prefill_seconds.observe(seconds)
+            told = {"request_id": request_id, "prompt_token_count": _prompt_token_count(answer, engine)}
+            return _HandOver(answer=answer, to=decoder, told=told)
+
         try:
-            chosen = self._choose(pool, route.call, route.held)
-            self._count_hit(route.held, chosen)
-            return await self._try(
-                pool, route, chosen, lambda engine: self._ask_prefill(engine, route, with_tokens=with_tokens)
-            )
+            with Tries(pool, call.session, held, self._metrics) as prefillers:
+                self._count_hit(held, prefillers.first)
+                return await prefillers.ask(prefill)
         except (NoEngine, EngineFailed):
             return None
         except Refused:
@@ -186,43 +169,29 @@ class Exchange:
                 raise
             return None
 
-    async def _ask_prefill(self, engine: Engine, route: _Route, *, with_tokens: bool) -> Prefilled:
-        request_id = uuid.uuid4().hex  # of each try its own: one that broke off must not be taken for the next
-        hand_over = {"request_id": request_id, "decode_address": route.decoder.peer_address}
-        begin = time.perf_counter()
-        answer = await self._ask(engine, route.call, prefill_body(route.call.body, hand_over, with_tokens=with_tokens))
-        seconds = time.perf_counter() - begin
-        try:
-            token_count = int(answer["usage"]["prompt_tokens"])
-        except (KeyError, TypeError, ValueError):
-            raise EngineFailed(f"{engine.url} does not count the tokens of the prompt") from None
-        self._statistics.prefilled(seconds)
-        self._metrics.prefill_seconds.observe(seconds)
-        return Prefilled(answer=answer, told={"request_id": request_id, "prompt_token_count": token_count})
-
-    async def _go_on(self, route: _Route, joint: Joint, told: Json) -> None:
+    async def _go_on(self, call: Call, reply: Reply, decoders: Tries, joint: Joint, done: _HandOver) -> None:
         """Gives the client the first token, and what a decode engine says behind it."""
-        call, reply = route.call, route.reply
 
         def body_for(engine: Engine) -> Json:
             joint.go_on()
-            hand_over = told if engine is route.decoder else None  # no other has what was handed over
-            return decode_body(call.body, call.path, joint.prompt, joint.taken, hand_over)
-
-        async def follow(engine: Engine) -> None:
-            await self._follow(engine, call, body_for(engine), joint, reply)
+            return decode_body(call.body, call.path, joint.prompt, joint.taken, done.words_for(engine))
 
         async def join(engine: Engine) -> bytes:
-            return _joined(joint, await self._ask(engine, call, body_for(engine)), engine)
+            with _continuing(engine):
+                return joint.whole(await self._ask(engine, call, body_for(engine)))
+
+        async def follow(engine: Engine) -> None:
+            with _continuing(engine):
+                await self._follow(engine, call, body_for(engine), joint, reply)
 
         if not call.is_streamed:
-            whole = joint.whole(None) if joint.is_over else await self._try(self._decode, route, route.decoder, join)
+            whole = joint.whole(None) if joint.is_over else await decoders.ask(join)
             await reply.answer(Answer(status=200, body=whole))
             return
         for event in joint.opening():
             await reply.event(event)
         if not joint.is_over:
-            await self._try(self._decode, route, route.decoder, follow)
+            await decoders.ask(follow)
         for event in joint.ending():
             await reply.event(event)
         await reply.end()
@@ -233,26 +202,31 @@ class Exchange:
             async with self._upstreams[engine].stream(call.path, call.headers, _encode(body)) as events:
                 async for event in events:
                     data = data_of(event)
-                    if data not in (b"", b"[DONE]") and (followed := _followed(joint, data, engine)):
+                    if data in (b"", b"[DONE]"):
+                        continue
+                    chunk = json_of(data, engine)
+                    if "error" in chunk:
+                        raise EngineFailed(engine, "it ended its answer with an error", Answer(status=500, body=data))
+                    if followed := joint.follow(chunk):
                         await reply.event(followed)
         except EngineFailed as error:
             if not joint.is_over:  # else nothing but the usage is missing
                 raise
             logger.warning("%s", error)
         if not joint.is_over:
-            raise EngineFailed(f"{engine.url} ended its answer early")
+            raise EngineFailed(engine, _EARLY)
 
-    async def _relay(self, route: _Route, told: Json | None) -> None:
+    async def _relay(self, call: Call, reply: Reply, decoders: Tries, done: _HandOver | None) -> None:
         """Passes on what an engine says to the request itself."""
 
         async def relay(engine: Engine) -> None:
-            body = with_hand_over(route.call.body, told if engine is route.decoder else None)
-            if route.call.is_streamed:
-                await self._relay_events(engine, route.call, body, route.reply)
+            body = with_hand_over(call.body, done.words_for(engine) if done else None)
+            if call.is_streamed:
+                await self._relay_events(engine, call, body, reply)
             else:
-                await route.reply.answer(await self._ask_plainly(engine, route.call, body))
+                await reply.answer(await self._ask_plainly(engine, call, body))
 
-        await self._try(self._decode, route, route.decoder, relay)
+        await decoders.ask(relay)
 
     async def _relay_events(self, engine: Engine, call: Call, body: Json, reply: Reply) -> None:
         last = b""
@@ -261,7 +235,7 @@ class Exchange:
                 async for last in events:
                     await reply.event(last)
             if last != DONE:
-                raise EngineFailed(f"{engine.url} ended its answer early")
+                raise EngineFailed(engine, _EARLY)
         except EngineFailed as error:
             error.is_final = bool(reply.status)  # what the client has cannot be taken back
             raise
@@ -272,56 +246,42 @@ class Exchange:
         answer = await self._upstreams[engine].ask("POST", call.path, call.headers, _encode(body))
         if b'"lmkv"' not in answer.body:
             return answer
-        said = _decode(answer.body, engine)
+        said = json_of(answer.body, engine)
         learn(engine, said)
         return Answer(status=200, body=_encode(without_hand_over(said)), headers=answer.headers)
 
     async def _ask(self, engine: Engine, call: Call, body: Json) -> Json:
         answer = await self._upstreams[engine].ask("POST", call.path, call.headers, _encode(body))
-        said = _decode(answer.body, engine)
+        said = json_of(answer.body, engine)
         learn(engine, said)
         return said
 
 
-def _join(call: Call, decoder: Engine, first: Json) -> tuple[Joint | None, str]:
+def _join(call: Call, done: _HandOver) -> tuple[Joint | None, str]:
     """What the client's answer begins with; or None, and why the decode engine has to begin anew."""
     try:
-        joint = Joint(call.path, call.body, first)
+        joint = Joint(call.path, call.body, done.answer)
     except NotContinued as error:
         logger.warning("%s", error)
         return None, "first_token"
-    limit = decoder.model(call.body.get("model")).max_token_count
+    limit = done.to.model(call.body.get("model")).max_token_count
     if not joint.fits(limit):
         return None, "max_tokens"
     joint.fill(limit)
     return (joint, "") if joint.is_over or joint.is_seamless else (None, "first_token")
 
 
-def _joined(joint: Joint, rest: Json, engine: Engine) -> bytes:
+def _prompt_token_count(answer: Json, engine: Engine) -> int:
     try:
-        return joint.whole(rest)
+        return int(answer["usage"]["prompt_tokens"])
+    except (KeyError, TypeError, ValueError):
+        raise EngineFailed(engine, "it does not count the tokens of the prompt") from None
+
+
+@contextmanager
+def _continuing(engine: Engine) -> Iterator[None]:
+    """Says of the engine what is wrong with its answer."""
+    try:
+        yield
     except NotContinued as error:
-        raise EngineFailed(f"{engine.url}: {error}") from None
-
-
-def _followed(joint: Joint, data: bytes, engine: Engine) -> bytes:
-    chunk = _decode(data, engine)
-    if "error" in chunk:
-        raise EngineFailed(f"{engine.url} broke off: {chunk['error']}", Answer(status=500, body=data))
-    try:
-        return joint.follow(chunk)
-    except NotContinued as error:
-        raise EngineFailed(f"{engine.url}: {error}") from None
-
-
-_encode = msgspec.json.encode
-
-
-def _decode(data: bytes, engine: Engine) -> Json:
-    try:
-        content = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise EngineFailed(f"{engine.url} answers with what is no JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise EngineFailed(f"{engine.url} answers with what is no JSON object")
-    return content
+        raise EngineFailed(engine, str(error)) from None

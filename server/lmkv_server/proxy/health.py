@@ -66,7 +66,7 @@ class HealthWatch:
                 upstream.cut()
             return False
         except (EngineFailed, Refused) as error:
-            upstream.lose(f"it is not well ({error})")
+            upstream.lose(error.trouble if isinstance(error, EngineFailed) else f"it answered {error.answer.status}")
             upstream.cut()
             return False
         engine.heard()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
+import msgspec
 
 from lmkv_server.proxy.engines import Engine
 from lmkv_server.proxy.events import EventTooLong, Splitter
@@ -41,8 +43,9 @@ class Answer:
 class EngineFailed(Exception):
     """An engine did not do what it was asked; another may."""
 
-    def __init__(self, message: str, answer: Answer | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, engine: Engine, trouble: str, answer: Answer | None = None) -> None:
+        super().__init__(f"{engine.url}: {trouble}")
+        self.trouble = trouble
         self.answer = answer
         """What it said, if it said anything."""
         self.is_final = False
@@ -107,8 +110,7 @@ class Upstream:
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         own = {"Accept-Encoding": "identity"} | ({"Content-Type": "application/json"} if body is not None else {})
-        load = self.engine.busy() if method == "POST" else nullcontext()  # the rest costs an engine nothing
-        with load, self._failures():
+        with self._failures():
             async with asyncio.timeout(None) as limit:
                 self._limits.add(limit)
                 try:
@@ -129,17 +131,28 @@ class Upstream:
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             trouble = f"it cannot be reached ({getattr(error, 'strerror', None) or 'no answer'})"
             self.lose(trouble)
-            raise EngineFailed(f"{self.engine.url} is out: {trouble}") from None
+            raise EngineFailed(self.engine, trouble) from None
         except TimeoutError:
-            raise EngineFailed(f"{self.engine.url} is out: {self.engine.trouble}") from None
+            raise EngineFailed(self.engine, self.engine.trouble) from None
         except (aiohttp.ClientError, OSError, EventTooLong) as error:
-            raise EngineFailed(f"{self.engine.url} broke off: {error or type(error).__name__}") from None
+            raise EngineFailed(self.engine, f"it broke off ({error or type(error).__name__})") from None
 
     async def _refuse(self, response: aiohttp.ClientResponse) -> None:
         answer = _answer(response, await response.read())
         if response.status >= 500 or response.status == 429:
-            raise EngineFailed(f"{self.engine.url} answered {response.status}", answer)
+            raise EngineFailed(self.engine, f"it answered {response.status}", answer)
         raise Refused(answer)
+
+
+def json_of(data: bytes, engine: Engine) -> dict[str, Any]:
+    """The JSON object that an engine has said. Raises `EngineFailed` if it is none."""
+    try:
+        content = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise EngineFailed(engine, f"it said what is no JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise EngineFailed(engine, "it said what is no JSON object")
+    return content
 
 
 def _answer(response: aiohttp.ClientResponse, body: bytes) -> Answer:

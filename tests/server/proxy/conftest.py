@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -56,17 +57,21 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
 
 
 @pytest.fixture
-def make_engine(stack: AsyncExitStack) -> MakeEngine:
+async def make_engine() -> AsyncIterator[MakeEngine]:
     """Starts a scripted engine; with an id it has a node."""
+    engines: list[ScriptedEngine] = []
 
     async def make(instance_id: str = "", peer_address: str = "") -> ScriptedEngine:
-        return await stack.enter_async_context(ScriptedEngine(instance_id, peer_address))
+        engines.append(ScriptedEngine(instance_id, peer_address))
+        await engines[-1].start()
+        return engines[-1]
 
-    return make
+    yield make
+    await asyncio.gather(*(engine.stop() for engine in engines))
 
 
 @pytest.fixture
-def make_proxy(stack: AsyncExitStack) -> MakeProxy:
+def make_proxy(make_engine: MakeEngine, stack: AsyncExitStack) -> MakeProxy:
     """Starts a proxy before the given engines, and waits until all are in."""
 
     async def make(

@@ -11,8 +11,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import AsyncIterator, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -34,7 +33,7 @@ class Died(Exception):
 
 
 class ScriptedEngine:
-    """Serves while it is entered. What it was asked is in `asked`; what it is to do wrong is set beforehand."""
+    """Serves from `start` to `stop`. What it was asked is in `asked`; what it is to do wrong is set beforehand."""
 
     def __init__(self, instance_id: str = "", peer_address: str = "") -> None:
         self.asked: list[tuple[str, Json, dict[str, str]]] = []
@@ -42,6 +41,8 @@ class ScriptedEngine:
         self.url = ""
         self.port = 0
         self.health = 200
+        """What it says of its health; 0: nothing."""
+        self.health_count = 0
         self.told = {"instance_id": instance_id, "peer_address": peer_address} if instance_id else None
         self.refusals: list[int] = []
         """Statuses that the next requests are answered with."""
@@ -63,15 +64,6 @@ class ScriptedEngine:
         """Whether it has a parser that takes what it says in chats for reasoning."""
         self.api_key = ""
         self._http: HttpServer | None = None
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.stop()
 
     async def start(self) -> None:
         """Begins to serve, at the same port if it has served before."""
@@ -101,7 +93,8 @@ class ScriptedEngine:
         return [body for _, body, _ in self.asked]
 
     async def _health(self, request: Request) -> Response:
-        if self.health == 0:  # silent
+        self.health_count += 1
+        if self.health == 0:
             await request.receive()
             await request.receive()
         return Response(status_code=self.health or 500)

@@ -227,6 +227,28 @@ async def test_a_frozen_engine_is_replaced_amid_a_request(
     frozen.going.set()
 
 
+async def test_an_engine_that_stays_out_is_told_of_once(
+    front: Front, prefiller: ScriptedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefiller.health = 503
+    before = prefiller.health_count
+    await until(lambda: prefiller.health_count > before + 3)
+    assert caplog.text.count(f"{prefiller.url} is out: it answered 503") == 1
+    assert caplog.text.count("is out") == 1
+
+
+async def test_requests_that_wait_for_their_prefill_count_as_load_of_their_decode_engine(
+    make_engine: MakeEngine, make_proxy: MakeProxy
+) -> None:
+    front, (prefiller,), decoders = await fleet(make_engine, make_proxy, 1, 2, policy="least_loaded")
+    prefiller.going.clear()
+    asking = [asyncio.create_task(front.ask(COMPLETIONS, BODY)) for _ in range(6)]
+    await until(lambda: prefiller.waiting_count == 6)
+    prefiller.going.set()
+    await asyncio.gather(*asking)
+    assert [len(decoder.asked) for decoder in decoders] == [3, 3]
+
+
 async def test_an_engine_that_is_not_well_gets_no_requests(make_engine: MakeEngine, make_proxy: MakeProxy) -> None:
     front, _, decoders = await fleet(make_engine, make_proxy, 1, 2, health_interval=0.05)
     decoders[0].health = 503
