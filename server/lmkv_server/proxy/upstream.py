@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -129,7 +130,7 @@ class Upstream:
         try:
             yield
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            trouble = f"it cannot be reached ({getattr(error, 'strerror', None) or 'no answer'})"
+            trouble = f"it cannot be reached ({_why(error)})"
             self.lose(trouble)
             raise EngineFailed(self.engine, trouble) from None
         except TimeoutError:
@@ -153,6 +154,13 @@ def json_of(data: bytes, engine: Engine) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise EngineFailed(engine, "it said what is no JSON object")
     return content
+
+
+def _why(error: OSError) -> str:
+    """The system's own word for it, which the libraries between wrap each in its way."""
+    if error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
+    return error.strerror or "it does not answer"
 
 
 def _answer(response: aiohttp.ClientResponse, body: bytes) -> Answer:

@@ -71,7 +71,7 @@ async def test_a_prefill_engine_that_dies_is_out_until_it_is_back(
     assert told(await front.ask(COMPLETIONS, BODY)) == await alone(decoder, COMPLETIONS, BODY)
     state = front.proxy.fleet.engines[0]
     await until(lambda: not state.is_healthy)
-    assert "cannot be reached" in state.trouble
+    assert state.trouble == "it cannot be reached (Connection refused)"
     prefiller.told = {"instance_id": "p-new", "peer_address": "127.0.0.1:7199"}
     await prefiller.start()
     await front.all_in()

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import re
 
+from playwright.async_api import Browser, expect
 from prometheus_client.parser import text_string_to_metric_families
 
 from lmkv_server.proxy.engines import DECODE, Engine
 from lmkv_server.proxy.page import _engine
+from tests.server.coordinator.http.test_page import browser
 from tests.server.coordinator.scripted_instance import until
 from tests.server.proxy.conftest import Front
 from tests.server.proxy.scripted_engine import ScriptedEngine
 from tests.server.proxy.test_prefill_decode import COMPLETIONS, PLAIN, completion
+
+__all__ = ["browser"]  # a fixture of the coordinator's page
 
 
 async def test_it_shows_latencies_and_engines(front: Front, prefiller: ScriptedEngine, decoder: ScriptedEngine) -> None:
@@ -50,6 +54,22 @@ async def test_the_page_finds_all_it_is_made_of_and_nothing_elsewhere(front: Fro
         assert (await front.client.get(part)).status_code == 200
     assert "default-src 'self'" in page.headers["content-security-policy"]
     assert "<script>" not in page.text
+
+
+async def test_it_stays_true_while_somebody_looks(front: Front, decoder: ScriptedEngine, browser: Browser) -> None:
+    page = await browser.new_page()
+    complaints: list[str] = []
+    page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    await page.goto(front.proxy.url)
+    await expect(page.get_by_text("No request yet.")).to_be_visible()
+    await front.ask(COMPLETIONS, completion(PLAIN))
+    await expect(page.get_by_role("rowheader", name="Time to first token")).to_be_visible()
+    await decoder.stop()
+    await expect(page.get_by_text("No engine can answer")).to_be_visible()
+    assert complaints == []
+    await front.proxy.aclose()
+    await expect(page.get_by_text("The proxy does not answer")).to_be_visible()
 
 
 def test_what_engines_say_is_shown_as_text() -> None:
