@@ -262,7 +262,7 @@ def _join(call: Call, done: _HandOver) -> tuple[Joint | None, str]:
     try:
         joint = Joint(call.path, call.body, done.answer)
     except NotContinued as error:
-        logger.warning("%s", error)
+        logger.warning("the prefill engine's first token is of no use: %s", error)
         return None, "first_token"
     limit = done.to.model(call.body.get("model")).max_token_count
     if not joint.fits(limit):

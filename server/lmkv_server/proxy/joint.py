@@ -15,6 +15,8 @@ from lmkv_server.proxy.ways import CHAT, token_limit, without_hand_over
 
 Json = dict[str, Any]
 
+_GIVEN_UP = ("abort", "error")
+"""Reasons to finish that are no end of an answer."""
 _encode = msgspec.json.encode
 
 
@@ -38,7 +40,8 @@ class Joint:
             self.text: str | None = self._message["content"] if self._is_chat else self._choice["text"]
             self._finish_reason: str | None = self._choice["finish_reason"]
         except (KeyError, IndexError, TypeError) as error:
-            raise NotContinued(f"the answer of the prefill engine has no {error}") from None
+            raise NotContinued(f"its answer has no {error}") from None
+        _refuse_given_up(self._finish_reason)
         self.taken = list(self._ids)
         """Tokens that the client has, up to the last at which its text was whole."""
         self._pending: list[int] = []
@@ -100,9 +103,7 @@ class Joint:
         choices = chunk.get("choices") or []
         for choice in choices:
             delta = choice.get("delta")
-            told = (chunk if self._is_chat else choice).get("prompt_token_ids")
-            if told is not None and len(told) != len(self.prompt) + len(self.taken):
-                raise NotContinued("the decode engine did not go on behind the first token")
+            self._refuse_other_prompt((chunk if self._is_chat else choice).get("prompt_token_ids"))
             if delta is not None and "role" in delta and not delta.get("content"):
                 return b""  # it begins an answer; this one has begun
             text = choice.get("text") if delta is None else delta.get("content")
@@ -110,6 +111,7 @@ class Joint:
             if _is_whole(text):
                 self.taken += self._pending
                 self._pending = []
+            _refuse_given_up(choice.get("finish_reason"))
             if choice.get("finish_reason") is not None:
                 self.is_over = True
             if not self._wants_ids and "token_ids" in choice:
@@ -156,20 +158,23 @@ class Joint:
                 choice["token_ids"] = None
                 (answer if self._is_chat else choice)["prompt_token_ids"] = None
         except (KeyError, IndexError, TypeError) as error:
-            raise NotContinued(f"the answer of the decode engine has no {error}") from None
+            raise NotContinued(f"its answer has no {error}") from None
         return _encode(answer)
 
     def _join(self, choice: Json, rest: Json) -> None:
         """Puts the first token before those of the decode engine's only choice."""
-        told = (rest if self._is_chat else choice).get("prompt_token_ids")
-        if told is not None and len(told) != len(self.prompt) + len(self.taken):
-            raise NotContinued("the decode engine did not go on behind the first token")
+        self._refuse_other_prompt((rest if self._is_chat else choice).get("prompt_token_ids"))
+        _refuse_given_up(choice["finish_reason"])
         if self._is_chat:
             choice["message"]["content"] = f"{self.text}{choice['message']['content'] or ''}"
         else:
             choice["text"] = f"{self.text}{choice['text']}"
         if choice.get("token_ids") is not None:
             choice["token_ids"] = self._ids + choice["token_ids"]
+
+    def _refuse_other_prompt(self, tokens: list[int] | None) -> None:
+        if tokens is not None and len(tokens) != len(self.prompt) + len(self.taken):
+            raise NotContinued("it did not go on behind the first token")
 
     def _usage(self, usage: Json) -> Json:
         """A decode engine's count of tokens, in which the first ones are prompt, as one engine would count them."""
@@ -199,6 +204,11 @@ class Joint:
 
     def _event(self, choices: list[Json], **more: object) -> bytes:
         return event_of(_encode(self._chunk(choices) | more))
+
+
+def _refuse_given_up(finish_reason: str | None) -> None:
+    if finish_reason in _GIVEN_UP:
+        raise NotContinued(f"it gave its answer up ({finish_reason})")
 
 
 def _is_whole(text: str | None) -> bool:

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 2.0
 KEEP_ALIVE_SECONDS = 2.0
 """vLLM closes connections that were idle for 5 s; one that is older might be gone when it is used."""
+MAX_ANSWER_BYTES = 256 << 20
+"""Of an answer that is not streamed: room for the ids and logprobs of the longest prompts."""
 _DROPPED = frozenset(
     {
         *("accept-encoding", "connection", "content-length", "content-type", "expect", "host", "keep-alive"),
@@ -98,7 +100,7 @@ class Upstream:
     async def ask(self, method: str, path: str, headers: Mapping[str, str], body: bytes | None = None) -> Answer:
         """Its whole answer. Raises `Refused` or `EngineFailed`."""
         async with self._opened(method, path, headers, body) as response:
-            return _answer(response, await response.read())
+            return _answer(response, await self._read(response))
 
     @asynccontextmanager
     async def stream(self, path: str, headers: Mapping[str, str], body: bytes) -> AsyncIterator[AsyncIterator[bytes]]:
@@ -138,8 +140,16 @@ class Upstream:
         except (aiohttp.ClientError, OSError, EventTooLong) as error:
             raise EngineFailed(self.engine, f"it broke off ({error or type(error).__name__})") from None
 
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        body = bytearray()
+        async for received in response.content.iter_any():
+            body += received
+            if len(body) > MAX_ANSWER_BYTES:
+                raise EngineFailed(self.engine, f"its answer has more than {MAX_ANSWER_BYTES} bytes")
+        return bytes(body)
+
     async def _refuse(self, response: aiohttp.ClientResponse) -> None:
-        answer = _answer(response, await response.read())
+        answer = _answer(response, await self._read(response))
         if response.status >= 500 or response.status == 429:
             raise EngineFailed(self.engine, f"it answered {response.status}", answer)
         raise Refused(answer)

@@ -23,6 +23,7 @@ from lmkv_server.coordinator.http.server import HttpServer
 MODEL = "scripted"
 MAX_MODEL_LEN = 1024
 EOS = 256
+ABORT = 257
 _IDS = itertools.count(1)
 
 Json = dict[str, Any]
@@ -48,6 +49,8 @@ class ScriptedEngine:
         """Statuses that the next requests are answered with."""
         self.die_after: int | None = None
         """Tokens of an answer after which it breaks the connection; once."""
+        self.abort_after: int | None = None
+        """Tokens of an answer after which it gives up, as an engine does that shuts down; once."""
         self.error_after: int | None = None
         """Tokens of a stream after which it sends an error; once."""
         self.going = asyncio.Event()
@@ -150,6 +153,10 @@ class ScriptedEngine:
             if self.die_after is not None and index >= self.die_after:
                 self.die_after = None
                 raise Died
+            if self.abort_after is not None and index >= self.abort_after:
+                self.abort_after = None
+                yield ABORT
+                return
             await asyncio.sleep(0)
             yield token
 
@@ -294,12 +301,12 @@ def texts_of(prompt: Sequence[int], tokens: Sequence[int]) -> list[str]:
 
     After a prompt that ends within a character, the first text is the whole prompt's once more, as there.
     """
-    known = bytes(token for token in prompt if token != EOS)
+    known = bytes(token for token in prompt if token < EOS)
     shown = known.decode(errors="replace")
     shown = "" if shown.endswith("\N{REPLACEMENT CHARACTER}") else shown
     texts = []
     for token in tokens:
-        known += bytes([token]) if token != EOS else b""
+        known += bytes([token]) if token < EOS else b""
         text = known.decode(errors="replace")
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
             texts.append("")
@@ -310,8 +317,8 @@ def texts_of(prompt: Sequence[int], tokens: Sequence[int]) -> list[str]:
 
 
 def _finish_reason(tokens: Sequence[int], body: Json, prompt_count: int) -> str | None:
-    if tokens[-1] == EOS:
-        return "stop"
+    if tokens[-1] >= EOS:
+        return "stop" if tokens[-1] == EOS else "abort"
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     if limit is None and "messages" not in body:
         limit = 16

@@ -63,6 +63,14 @@ async def test_without_prefill_engines_the_decode_engine_computes(
     await front.counts("lmkv_proxy_requests_total", 1, way="alone", outcome="ok")
 
 
+async def test_a_prefill_that_was_given_up_is_no_first_token(
+    front: Front, prefiller: ScriptedEngine, decoder: ScriptedEngine
+) -> None:
+    prefiller.abort_after = 0
+    assert told(await front.ask(COMPLETIONS, BODY | USAGE)) == await alone(decoder, COMPLETIONS, BODY | USAGE)
+    await front.counts("lmkv_proxy_repeats_total", 1, reason="first_token")
+
+
 async def test_a_prefill_engine_that_dies_is_out_until_it_is_back(
     make_engine: MakeEngine, make_proxy: MakeProxy
 ) -> None:
@@ -82,7 +90,7 @@ async def test_a_prefill_engine_that_dies_is_out_until_it_is_back(
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("token_count", [0, 1, 7, 18])
-@pytest.mark.parametrize("fault", ["die_after", "error_after"])
+@pytest.mark.parametrize("fault", ["die_after", "error_after", "abort_after"])
 async def test_another_decode_engine_goes_on_where_one_died(
     make_engine: MakeEngine, make_proxy: MakeProxy, path: str, token_count: int, fault: str
 ) -> None:
@@ -104,10 +112,13 @@ def text(chunks: list[dict[str, Any]]) -> str:
     return "".join(choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices)
 
 
-async def test_a_whole_answer_survives_the_decode_engine(make_engine: MakeEngine, make_proxy: MakeProxy) -> None:
+@pytest.mark.parametrize("fault", ["die_after", "abort_after"])
+async def test_a_whole_answer_survives_the_decode_engine(
+    make_engine: MakeEngine, make_proxy: MakeProxy, fault: str
+) -> None:
     front, _, decoders = await fleet(make_engine, make_proxy, 1, 2)
     expected = await alone(decoders[0], COMPLETIONS, BODY)
-    decoders[0].die_after = 5
+    setattr(decoders[0], fault, 5)
     assert told(await front.ask(COMPLETIONS, BODY)) == expected
 
 
