@@ -103,7 +103,7 @@ def offloading_pair(plan: Plan) -> Iterator[Pair]:
                     "secondary_tiers": [{"type": "p2p", "host": "127.0.0.1", "port": port}],
                 },
             },
-            environment={"PYTHONPATH": f"{_nixl_by_its_plain_name(plan.run.folder)}:{ROOT}"},
+            environment={"PYTHONPATH": f"{nixl_by_its_plain_name(plan.run.folder)}:{ROOT}"},
             **plan.options,
         )
         for number, port in enumerate(ports, 1)
@@ -116,7 +116,7 @@ def offloading_pair(plan: Plan) -> Iterator[Pair]:
         source = {"kv_request_id": f"r{count}", "remote_host": "127.0.0.1", "remote_port": ports[0]}
         return {"kv_transfer_params": {"remote_kv_source": source}}
 
-    with _running(plan.run, pair), ExitStack() as stack:
+    with running(plan.run, pair), ExitStack() as stack:
         stack.callback(_remove_regions, pair)
         yield Pair(
             first=pair[0],
@@ -170,7 +170,7 @@ def lmcache_pair(plan: Plan, python: Path) -> Iterator[Pair]:
     with controller:
         controller.start()
         controller.wait_until(lambda: answers(f"http://127.0.0.1:{http}/controller/key-stats"), "ready", 60.0)
-        with _running(plan.run, pair):
+        with running(plan.run, pair):
             yield Pair(first=pair[0], second=pair[1], wait_until_stored=wait)
 
 
@@ -236,7 +236,7 @@ def answers(url: str) -> bool:
 
 
 @contextmanager
-def _running(run: Run, pair: Sequence[Engine]) -> Iterator[None]:
+def running(run: Run, pair: Sequence[Engine]) -> Iterator[None]:
     """Both engines, started at once and ended at once."""
     try:
         for engine in pair:
@@ -259,7 +259,7 @@ def _remove_regions(pair: Sequence[Engine]) -> None:
             Path(name).unlink(missing_ok=True)
 
 
-def _nixl_by_its_plain_name(folder: Path) -> Path:
+def nixl_by_its_plain_name(folder: Path) -> Path:
     """A folder from which `nixl` can be imported, which vLLM wants and some of NIXL's wheels do not bring."""
     if importlib.util.find_spec("nixl") is None:
         package = folder / "nixl-alias" / "nixl"

@@ -1,0 +1,206 @@
+"""Prefill and decode in two engines, by lmkv and by others: `python -m benchmarks.pd`, docs/benchmarks.md.
+
+All systems are up at once and take each prompt in turns. Those whose engines poll for as long as they live are frozen
+while others are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from benchmarks import engines, timing
+from benchmarks.command import Benchmark, Run
+from benchmarks.engines import Prompts
+from benchmarks.pd_systems import (
+    PROMPTS_IN_CACHE,
+    STEP_TOKENS,
+    Answer,
+    System,
+    lmcache_system,
+    lmkv_system,
+    nixl_system,
+    one_engine,
+    thawed,
+)
+from benchmarks.rival_pairs import Plan, lmcache_problem, nixl_problem
+from benchmarks.rows import Row, compare
+from lmkv.errors import LmkvError
+
+NAMED_TOKENS = 2048
+"""The length that rows without one in their name speak of: computed in one step, handed over when all is computed."""
+LENGTHS = (NAMED_TOKENS, 2 * STEP_TOKENS)
+"""The longer one takes two steps: the first half is handed over while the second is computed."""
+WARM_UP_TOKENS = (512, 1024)
+TIMES = ("ttft", "second_token", "itl", "total")
+STEP_ROUNDS = 3
+LMKV, ONE = "lmkv", "one_engine"
+
+Round = Mapping[str, Answer]
+"""What each system answered to one prompt."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of this benchmark."""
+    engines.add_dtype_argument(parser)
+    parser.add_argument("--rounds", type=int, metavar="N", help="prompts of each length (5; 2 with --quick)")
+    parser.add_argument("--lmcache-python", type=Path, metavar="PATH", help="Python of an environment with LMCache 0.5")
+
+
+def measure(run: Run) -> None:
+    """Every system that is there."""
+    dtype = engines.choose_dtype(run)
+    lengths = LENGTHS[:1] if run.quick else LENGTHS
+    token_count = 8 if run.quick else 32
+    plan = Plan(run=run, model=engines.model_of(run), context_tokens=engines.context_for(max(lengths)), dtype=dtype)
+    with ExitStack() as stack:
+        systems = {name: stack.enter_context(start()) for name, start in starts(run, plan).items()}
+        prompts = Prompts(seed=5)
+        for length in WARM_UP_TOKENS:
+            ask_all(systems, prompts.make(length), token_count)
+        for length in lengths:
+            measure_length(run, systems, [prompts.make(length) for _ in range(round_count(run))], token_count)
+        run.say("stopping everything")
+
+
+def starts(run: Run, plan: Plan) -> dict[str, Callable[[], AbstractContextManager[System]]]:
+    """The systems that can be measured, by the name that rows have for them, lmkv and one engine first."""
+    prompt_bytes = plan.context_tokens * engines.token_bytes(plan.dtype)
+    pair_bytes = 2 * (engines.ENGINE_BYTES + PROMPTS_IN_CACHE * prompt_bytes)
+    needed_bytes = pair_bytes // 2 + pair_bytes + 2 * plan.pool_bytes
+    found: dict[str, Callable[[], AbstractContextManager[System]]] = {
+        ONE: partial(one_engine, plan),
+        LMKV: partial(lmkv_system, plan),
+    }
+    if problem := nixl_problem():
+        run.note(problem)
+    else:
+        found["nixlconnector"] = partial(nixl_system, plan)
+        needed_bytes += pair_bytes
+    python: Path | None = run.args.lmcache_python
+    if run.quick:  # seven engines do not start in three minutes
+        run.note("LMCache was not measured: --quick leaves it out")
+    elif problem := lmcache_problem(python):
+        run.note(problem)
+    elif python:
+        found["lmcache"] = partial(lmcache_system, plan, python.absolute())
+        needed_bytes += pair_bytes + 2 * PROMPTS_IN_CACHE * prompt_bytes
+    engines.check_memory(needed_bytes)
+    run.say(f"starting {', '.join(found)}, {plan.dtype}; a minute or more")
+    return found
+
+
+def round_count(run: Run) -> int:
+    """Prompts of each length."""
+    rounds: int | None = run.args.rounds
+    return rounds or (2 if run.quick else 5)
+
+
+def measure_length(run: Run, systems: Mapping[str, System], prompts: Sequence[Sequence[int]], token_count: int) -> None:
+    """Adds rows for prompts of one length."""
+    length = len(prompts[0])
+    suffix = "" if length == NAMED_TOKENS else f"_{length}"
+    calls = systems[LMKV].calls
+    assert calls
+    before = calls.counts()
+    rounds = []
+    for number, prompt in enumerate(prompts):
+        order = list(systems.items())
+        rounds.append(ask_all(dict(order if number % 2 else reversed(order)), prompt, token_count))
+        words = ", ".join(in_words(name, rounds[-1][name]) for name in systems)
+        run.say(f"{length} tokens, {number + 1} of {len(prompts)}: {words}")
+    counts = calls.counts() - before
+    run.add(*rows_of(rounds, suffix), *counts.rows(len(rounds), suffix))
+    run.note(f"RPCs between the nodes for each prompt of {length} tokens: {counts.in_words(len(rounds))}")
+
+
+def ask_all(systems: Mapping[str, System], prompt: Sequence[int], token_count: int) -> dict[str, Answer]:
+    """What each system answers, in this order. Raises `LmkvError` if lmkv says something else than one engine."""
+    answers = {}
+    for name, system in systems.items():
+        with thawed(system.frozen):
+            answer = system.ask(prompt, token_count)
+            if len(answer.token_ids) != token_count:
+                raise LmkvError(f"{name} answered with {len(answer.token_ids)} tokens instead of {token_count}")
+            answers[name] = replace(answer, step=step_seconds(system, prompt, answer)) if answer.seam else answer
+    is_exact = "float32" in systems[ONE].decode.process.command
+    if is_exact and answers[LMKV].token_ids != answers[ONE].token_ids:
+        raise LmkvError("lmkv's completion is not that of one engine")
+    return answers
+
+
+def step_seconds(system: System, prompt: Sequence[int], answer: Answer) -> float:
+    """TTFT at the decode engine of prompt and first token, when it has the whole prompt in its pages."""
+    seconds = []
+    for _ in range(STEP_ROUNDS):
+        again = system.decode.complete([*prompt, answer.token_ids[0]], 1)
+        engines.check_hit("from the decode's prefix cache", again, len(prompt))
+        seconds.append(again.ttft_seconds)
+    return statistics.median(seconds)
+
+
+def rows_of(rounds: Sequence[Round], suffix: str) -> Iterator[Row]:
+    """What the rounds of one length say."""
+    others = [name for name in rounds[0] if name != LMKV]
+    for what in TIMES:
+        mine = values(rounds, LMKV, what)
+        for other in (name for name in rounds[0] if name != LMKV):
+            theirs = values(rounds, other, what)
+            yield replace(
+                compare(f"pd_{what}_vs_{other}{suffix}", median_ms(mine), "ms", NAMES[other], median_ms(theirs)),
+                ratio=timing.median_ratio(mine, theirs),
+            )
+    transfer = values(rounds, LMKV, "transfer")
+    shares = [100 * one / ttft for one, ttft in zip(transfer, values(rounds, LMKV, "ttft"), strict=True)]
+    yield Row(name=f"pd_transfer_share_of_ttft{suffix}", value=statistics.median(shares), unit="%")
+    for other in (name for name in others if name != ONE):  # a difference of times may be nothing: no ratio
+        yield Row(
+            name=f"pd_transfer_vs_{other}{suffix}",
+            value=median_ms(transfer),
+            unit="ms",
+            baseline=NAMES[other],
+            baseline_value=median_ms(values(rounds, other, "transfer")),
+        )
+    seam, step = values(rounds, LMKV, "seam"), values(rounds, LMKV, "step")
+    yield replace(
+        compare(f"pd_seam_ms{suffix}", median_ms(seam), "ms", "the same at the decode engine again", median_ms(step)),
+        ratio=timing.median_ratio(seam, step),
+    )
+    same = [len({answer.token_ids for answer in round_.values()}) == 1 for round_ in rounds]
+    yield Row(name=f"pd_identical{suffix}", value=100 * sum(same) / len(same), unit="%")
+
+
+NAMES = {ONE: "one engine", "nixlconnector": "NixlConnector", "lmcache": "LMCache"}
+
+
+def values(rounds: Sequence[Round], system: str, what: str) -> list[float]:
+    """One of an answer's times, in seconds, of each round."""
+    return [getattr(round_[system], what) for round_ in rounds]
+
+
+def median_ms(seconds: Sequence[float]) -> float:
+    """The median, in milliseconds."""
+    return 1e3 * statistics.median(seconds)
+
+
+def in_words(name: str, answer: Answer) -> str:
+    """An answer's times, for the progress."""
+    words = f"{name} {1e3 * answer.ttft:.0f} + {1e3 * (answer.second_token - answer.ttft):.0f} ms"
+    return f"{words} (transfer {1e3 * answer.transfer:.0f})" if answer.seam else words
+
+
+BENCHMARK = Benchmark(
+    name="pd",
+    description="Measures prompts that one engine computes and another goes on with, beside one engine and others' PD.",
+    measure=measure,
+    add_arguments=add_arguments,
+)
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARK.main())

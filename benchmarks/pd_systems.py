@@ -1,0 +1,325 @@
+"""Prefill and decode engines side by side, each pair by another system, started so that they can be measured alike."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from benchmarks import engines
+from benchmarks.pd_calls import Calls
+from benchmarks.rival_pairs import ROOT, Plan, nixl_by_its_plain_name, quiet_port, running
+from lmkv.errors import LmkvError, Unreachable
+from lmkv_client.demo.cluster import Cluster
+from lmkv_client.demo.completion import Token
+from lmkv_client.demo.engine import Engine
+from lmkv_client.demo.process import ServerProcess, session_pids
+from lmkv_client.demo.proxy import Proxy
+
+STEP_TOKENS = 2048
+"""Most tokens that an engine computes in one step. Longer prompts take several, and can be handed over meanwhile."""
+PROMPTS_IN_CACHE = 2
+PATIENCE = engines.PATIENCE | {"LMKV_PD_TIMEOUT": "60"}
+"""Prefills take seconds here. A node calls every third of `pd_timeout` to say that one is still at work."""
+REQUEST_SECONDS = 120.0
+NOTICE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What the client of a system got for one prompt. Seconds count from when it sent the prompt."""
+
+    token_ids: tuple[int, ...]
+    seconds: tuple[float, ...]
+    """When each token was there."""
+    seam: float = 0.0
+    """Seconds from the prefill's answer to the decode's first token; 0 if one engine did both."""
+    step: float = 0.0
+    """TTFT of the same at the decode engine once more, which has all but the last token in its pages by then."""
+
+    @property
+    def ttft(self) -> float:
+        """Time to the first token."""
+        return self.seconds[0]
+
+    @property
+    def second_token(self) -> float:
+        """Time to the second token: the first one that is decoded."""
+        return self.seconds[1]
+
+    @property
+    def itl(self) -> float:
+        """Mean time between tokens, from the second one on."""
+        return (self.seconds[-1] - self.seconds[1]) / (len(self.seconds) - 2)
+
+    @property
+    def total(self) -> float:
+        """Time to the last token."""
+        return self.seconds[-1]
+
+    @property
+    def transfer(self) -> float:
+        """What it takes beyond prefill and decode to have the KV cache at the other engine."""
+        return self.seam - self.step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class System:
+    """Engines that are ready, and how a client has a prompt completed by them."""
+
+    ask: Callable[[Sequence[int], int], Answer]
+    """Takes a prompt and how many tokens to generate."""
+    decode: Engine
+    """The engine that generates all tokens but the first."""
+    frozen: Sequence[ServerProcess] = ()
+    """Servers that burn processor time while idle, and so are stopped while another system is measured."""
+    calls: Calls | None = None
+    """What its nodes count, if it has any."""
+
+
+@contextmanager
+def thawed(frozen: Sequence[ServerProcess]) -> Iterator[None]:
+    """Lets frozen servers run for a while."""
+    send(signal.SIGCONT, frozen)
+    try:
+        yield
+    finally:
+        send(signal.SIGSTOP, frozen)
+
+
+def send(number: signal.Signals, to: Sequence[ServerProcess]) -> None:
+    """Sends a signal to all processes of these servers."""
+    for pid in [pid for server in to if server.alive for pid in session_pids(server.pid)]:
+        os.kill(pid, number)
+
+
+def engine_options(plan: Plan) -> dict[str, Any]:
+    """Arguments of all engines."""
+    steps = ("--max-num-batched-tokens", str(STEP_TOKENS))
+    return engines.options(plan.dtype, plan.context_tokens, PROMPTS_IN_CACHE) | {"extra_arguments": steps}
+
+
+@contextmanager
+def one_engine(plan: Plan) -> Iterator[System]:
+    """One engine without a connector, which does both."""
+    engine = Engine(plan.model, plan.run.logs, name="one", transfer_config=None, **engine_options(plan))
+
+    def ask(prompt: Sequence[int], token_count: int) -> Answer:
+        return whole_answer(engine.stream(prompt, token_count))
+
+    with running(plan.run, [engine]):
+        yield System(ask=ask, decode=engine)
+
+
+@contextmanager
+def lmkv_system(plan: Plan) -> Iterator[System]:
+    """lmkv, with its proxy."""
+    settings = PATIENCE | engines.pool_setting(plan.pool_bytes)
+    with Cluster(plan.run.folder, plan.model, logs=plan.run.logs, settings=settings, coordinator=False) as cluster:
+        ports = (quiet_port(), quiet_port())
+        for name, role, port in zip(("prefill", "decode"), ("kv_producer", "kv_consumer"), ports, strict=True):
+            transfer_config = {"kv_connector": "LMKVConnector", "kv_role": role}
+            own = {"LMKV_METRICS_PORT": str(port)}
+            cluster.add_engine(name, settings=own, transfer_config=transfer_config, **engine_options(plan))
+        cluster.start_engines(lambda engine: plan.run.say(f"{engine.name} is ready"))
+        prefill, decode = cluster.engines.values()
+        with Proxy(plan.run.logs, [prefill], [decode]) as proxy:
+
+            def ask(prompt: Sequence[int], token_count: int) -> Answer:
+                answer = whole_answer(proxy.stream(prompt, token_count))
+                first, second = answer.seconds[:2]
+                return Answer(token_ids=answer.token_ids, seconds=answer.seconds, seam=second - first)
+
+            yield System(ask=ask, decode=decode, calls=Calls(prefill=prefill, node_ports=ports))
+
+
+@contextmanager
+def nixl_system(plan: Plan) -> Iterator[System]:
+    """vLLM's `NixlConnector`. The client does what vLLM's toy proxy does: the decode generates everything."""
+    pair = [
+        Engine(
+            plan.model,
+            plan.run.logs,
+            name=f"nixl-{name}",
+            transfer_config={"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"},
+            environment={
+                "PYTHONPATH": str(nixl_by_its_plain_name(plan.run.folder)),
+                "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(quiet_port()),
+            },
+            **engine_options(plan),
+        )
+        for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer"))
+    ]
+    prefill, decode = pair
+    to_be_decoded = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
+
+    def ask(prompt: Sequence[int], token_count: int) -> Answer:
+        began = time.perf_counter()
+        params = prefilled(prefill, prompt, to_be_decoded)["kv_transfer_params"]
+        before = time.perf_counter() - began
+        rest = whole_answer(decode.stream(prompt, token_count, extra={"kv_transfer_params": params}))
+        return Answer(token_ids=rest.token_ids, seconds=later(rest, before), seam=rest.ttft)
+
+    with started_and_frozen(plan, pair) as servers:
+        yield System(ask=ask, decode=decode, frozen=servers)
+
+
+@contextmanager
+def lmcache_system(plan: Plan, python: Path) -> Iterator[System]:
+    """LMCache's PD. The client does what LMCache's proxy does: it shows the first token once all was handed over."""
+    init_port, alloc_port, notice_port = (quiet_port() for _ in range(3))
+    configs: dict[str, dict[str, object]] = {
+        "prefill": {"pd_role": "sender", "pd_proxy_host": "127.0.0.1", "pd_proxy_port": notice_port},
+        "decode": {
+            "pd_role": "receiver",
+            "pd_peer_host": "127.0.0.1",
+            "pd_peer_init_port": [init_port],
+            "pd_peer_alloc_port": [alloc_port],
+        },
+    }
+    pair = [
+        _lmcache_engine(plan, python, "prefill", "kv_producer", configs["prefill"]),
+        _lmcache_engine(plan, python, "decode", "kv_consumer", configs["decode"]),
+    ]
+    prefill, decode = pair
+    serial = itertools.count(1)
+
+    def ask(prompt: Sequence[int], token_count: int) -> Answer:
+        request_id = f"r{next(serial)}"
+        receiver = {
+            "req_id": request_id,
+            "receiver_host": "127.0.0.1",
+            "receiver_init_port": [init_port],
+            "receiver_alloc_port": [alloc_port],
+        }
+        began = time.perf_counter()
+        answer = prefilled(prefill, prompt, {"ret_first_tok": True, "disagg_spec": receiver})
+        before = time.perf_counter() - began
+        first = int(answer["kv_transfer_params"]["first_tok"])
+        wait_for_notice(notices, request_id, NOTICE_SECONDS)
+        handed = time.perf_counter() - began
+        rest = whole_answer(decode.stream([*prompt, first], token_count - 1))
+        return Answer(
+            token_ids=(first, *rest.token_ids),
+            seconds=(handed, *later(rest, handed)),
+            seam=handed + rest.ttft - before,
+        )
+
+    with zmq.Context() as context, context.socket(zmq.PULL) as notices, started_and_frozen(plan, pair) as servers:
+        notices.bind(f"tcp://127.0.0.1:{notice_port}")
+        yield System(ask=ask, decode=decode, frozen=servers)
+
+
+def whole_answer(tokens: Iterator[Token]) -> Answer:
+    """An answer that came from one server."""
+    pairs = [(token_id, token.seconds) for token in tokens for token_id in token.token_ids]
+    return Answer(token_ids=tuple(token_id for token_id, _ in pairs), seconds=tuple(seconds for _, seconds in pairs))
+
+
+def later(answer: Answer, seconds: float) -> tuple[float, ...]:
+    """When its tokens were there, counted from so much earlier."""
+    return tuple(seconds + at for at in answer.seconds)
+
+
+def prefilled(prefill: Engine, prompt: Sequence[int], params: Mapping[str, object]) -> dict[str, Any]:
+    """The answer of a prefill engine to a prompt of which it computes one token. Raises `LmkvError` without one."""
+    body = {
+        "model": prefill.model_name,
+        "prompt": list(prompt),
+        "max_tokens": 1,
+        "temperature": 0,
+        "ignore_eos": True,
+        "kv_transfer_params": params,
+    }
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{prefill.port}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
+            answer: dict[str, Any] = json.load(response)
+    except (urllib.error.URLError, OSError) as error:
+        raise Unreachable(f"{prefill.name} did not answer: {error}", address=f"127.0.0.1:{prefill.port}") from error
+    return answer
+
+
+@contextmanager
+def started_and_frozen(plan: Plan, pair: Sequence[Engine]) -> Iterator[Sequence[ServerProcess]]:
+    """Both engines, ready, then frozen but for when they are `thawed`, and ended."""
+    servers = [engine.process for engine in pair]
+    with running(plan.run, pair):
+        try:
+            send(signal.SIGSTOP, servers)
+            yield servers
+        finally:
+            send(signal.SIGCONT, servers)
+
+
+def _lmcache_engine(plan: Plan, python: Path, name: str, role: str, own: Mapping[str, object]) -> Engine:
+    config = plan.run.folder / f"lmcache-{name}.yaml"
+    common = {
+        "chunk_size": engines.CHUNK_SIZE,
+        "local_cpu": False,
+        "max_local_cpu_size": 0,
+        "enable_pd": True,
+        "transfer_channel": "nixl",
+        "nixl_backends": ["UCX"],
+        "pd_buffer_size": PROMPTS_IN_CACHE * plan.context_tokens * engines.token_bytes(plan.dtype),
+        "pd_buffer_device": "cpu",
+    }
+    config.write_text(json.dumps(common | dict(own)))  # JSON is YAML
+    extra: dict[str, object] = {"discard_partial_chunks": False, "lmcache_rpc_port": f"pd-{name}-{os.getpid()}"}
+    if role == "kv_consumer":
+        extra["skip_last_n_tokens"] = 1
+    engine = Engine(
+        plan.model,
+        plan.run.logs,
+        name=f"lmcache-{name}",
+        transfer_config={
+            "kv_connector": "LMCacheConnectorV1Dynamic",
+            "kv_connector_module_path": "benchmarks.lmcache_cpu",
+            "kv_role": role,
+            "kv_connector_extra_config": extra,
+        },
+        environment={
+            "PYTHONPATH": str(ROOT),
+            "PYTHONHASHSEED": "0",
+            "LMCACHE_TRACK_USAGE": "false",
+            "LMCACHE_DISABLE_BANNER": "1",
+            "UCX_TLS": "tcp,sm,self",
+            "LMCACHE_CONFIG_FILE": str(config),
+        },
+        **engine_options(plan),
+    )
+    engine.process.command[0] = str(python)
+    return engine
+
+
+def wait_for_notice(notices: zmq.Socket[bytes], request_id: str, timeout_seconds: float) -> None:
+    """Waits for LMCache's word that a prompt was handed over. Raises `LmkvError` if it does not come."""
+    deadline = time.monotonic() + timeout_seconds
+    while (left := deadline - time.monotonic()) > 0:
+        if notices.poll(round(1e3 * left)) and msgspec.msgpack.decode(notices.recv()).get("req_id") == request_id:
+            return
+    raise LmkvError(f"LMCache did not say within {timeout_seconds:.0f} s that {request_id} was handed over")
