@@ -198,10 +198,10 @@ SOCKET_PATH = Kind(
     expects="the absolute path of a unix socket",
     parse=lambda raw: _matching(r"|/.+")(_text(raw).removeprefix("unix:")),
 )
-INSTANCE_ID = Kind(
+INSTANCE_ID_IF_ANY = Kind(
     metavar="NAME",
     expects="1 to 64 letters, digits, dots, dashes or underscores (in quotes, if it looks like a number)",
-    parse=_matching(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,64}"),  # it is a folder's name
+    parse=_matching(r"(?!\.{1,2}$)[A-Za-z0-9._-]{0,64}"),  # it is a folder's name
 )
 HOST = Kind(
     metavar="HOST",

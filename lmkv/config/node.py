@@ -15,7 +15,7 @@ from lmkv.config.kinds import (
     BUFFER_BYTES,
     FLAG,
     GIGABYTES,
-    INSTANCE_ID,
+    INSTANCE_ID_IF_ANY,
     NAMES,
     NUMA_NODE,
     OFF,
@@ -39,9 +39,10 @@ MOONCAKE_PROTOCOL = choice("tcp", "rdma")
 TRANSFER_CHANNEL = choice("auto", "shm", "nixl", "tcp", "ucx", "mooncake")
 
 
-def _own_instance_id() -> str:
-    """This machine's name, as far as an instance id may hold it."""
-    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip(".")[:64] or "node"
+def _own_instance_id(suffix: str = "") -> str:
+    """This machine's name, as far as an instance id may hold it, and a suffix."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip(".")
+    return name[: 64 - len(suffix)] + suffix or "node"
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -59,11 +60,11 @@ class NodeConfig(Config):
     """What a node is told: `lmkv node`."""
 
     instance_id: str = key(
-        INSTANCE_ID,
-        _own_instance_id,
+        INSTANCE_ID_IF_ANY,
+        "",
         "Name of the node in the fleet, unique there.",
         "lmcache_instance_id",
-        shown_default="the host's name",
+        shown_default="the host's name, and pd_role if that is not both",
     )
     coordinator_address: str = key(
         ADDRESS,
@@ -149,6 +150,12 @@ class NodeConfig(Config):
     )
     log_level: str = common.log_level()
     log_format: str = common.log_format()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.instance_id:  # a prefill and a decode on one host are two
+            suffix = "" if self.pd_role == "both" else f"-{self.pd_role}"
+            object.__setattr__(self, "instance_id", _own_instance_id(suffix))
 
     @property
     def tls(self) -> Tls:

@@ -51,6 +51,27 @@ lmcache_worker_ports: 8500
 extra_config:
 lookup_backoff_time: 0.001
 """
+SEED_PREFILL = """\
+local_cpu: False
+enable_pd: True
+transfer_channel: "nixl"
+pd_role: "sender"
+pd_proxy_host: "localhost"
+pd_proxy_port: 7500
+pd_buffer_size: 1073741824
+pd_buffer_device: "cuda"
+"""
+SEED_DECODE = """\
+local_cpu: False
+enable_pd: True
+transfer_channel: "nixl"
+pd_role: "receiver"
+pd_peer_host: "localhost"
+pd_peer_init_port: 7300
+pd_peer_alloc_port: 7400
+pd_buffer_size: 1073741824
+pd_buffer_device: "cuda"
+"""
 SEED_LOOKUP = """\
 chunk_size: 256
 local_cpu: True
@@ -145,6 +166,31 @@ def test_the_lookup_configuration_of_lmcache_works_as_it_stands(tmp_path: Path) 
     assert config.instance_id == "lmcache_default_instance"
     assert len(config.notices) == 3
     assert config.coordinator_address == "localhost:9001"
+
+
+@pytest.mark.parametrize(
+    ("seed", "role", "ignored"),
+    [
+        (SEED_PREFILL, "sender", ["pd_proxy_host", "pd_proxy_port", "pd_buffer_device"]),
+        (SEED_DECODE, "receiver", ["pd_peer_alloc_port", "pd_buffer_device"]),
+    ],
+)
+def test_the_disaggregated_configuration_of_lmcache_works_as_it_stands(
+    tmp_path: Path, seed: str, role: str, ignored: list[str]
+) -> None:
+    config = load(ConnectorConfig, file=written(tmp_path, seed), env=EMPTY)
+    assert (config.enable_pd, config.pd_role) == (True, role)
+    assert config.instance_id.endswith(f"-{role}"), "both may be on one host"
+    assert config.pool_bytes == config.pd_buffer_bytes == 1 << 30, "without a cache the pool is the buffer"
+    assert (config.p2p_host, config.p2p_port) == (("localhost", 7300) if role == "receiver" else ("127.0.0.1", 0))
+    assert [notice.split()[0] for notice in config.notices] == ignored
+
+
+def test_the_buffer_of_handoffs_is_part_of_the_pool() -> None:
+    assert NodeConfig(max_local_cpu_size=4).pd_buffer_bytes == 2 << 30
+    assert NodeConfig(max_local_cpu_size=4, pd_buffer_size="3GB").pd_buffer_bytes == 3 << 30
+    assert NodeConfig(max_local_cpu_size=4, pd_buffer_size=5 << 30).pd_buffer_bytes == 4 << 30
+    assert NodeConfig(max_local_cpu_size=4, local_cpu=False).pool_bytes == 4 << 30
 
 
 def test_the_extra_config_of_an_engine_works_as_it_stands() -> None:
