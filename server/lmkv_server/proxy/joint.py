@@ -103,6 +103,7 @@ class Joint:
         choices = chunk.get("choices") or []
         for choice in choices:
             delta = choice.get("delta")
+            _refuse_given_up(choice.get("finish_reason"))
             self._refuse_other_prompt((chunk if self._is_chat else choice).get("prompt_token_ids"))
             if delta is not None and "role" in delta and not delta.get("content"):
                 return b""  # it begins an answer; this one has begun
@@ -111,7 +112,6 @@ class Joint:
             if _is_whole(text):
                 self.taken += self._pending
                 self._pending = []
-            _refuse_given_up(choice.get("finish_reason"))
             if choice.get("finish_reason") is not None:
                 self.is_over = True
             if not self._wants_ids and "token_ids" in choice:

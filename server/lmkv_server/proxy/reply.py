@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 import msgspec
 from starlette.types import Send
@@ -14,6 +16,8 @@ from lmkv_server.proxy.statistics import Statistics
 from lmkv_server.proxy.upstream import Answer
 
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+LAST_WORD_SECONDS = 5.0
+"""Most time to tell a client what went wrong: its request has no other bound by then."""
 _A_TOKEN = b'"choices":[{'
 """What an event has that brings a token; the last one, with the usage, has no choices."""
 _KINDS = {404: "NotFoundError", 503: "ServiceUnavailableError"}
@@ -63,13 +67,15 @@ class Reply:
         await self.refuse(Answer(status=status, body=error_body(status, message), headers=told))
 
     async def refuse(self, answer: Answer) -> None:
-        """The same in an engine's own words."""
-        if not self.status:
-            await self.answer(answer)
-            return
-        for event in (event_of(answer.body.replace(b"\n", b" ")), DONE):
-            await self._send({"type": "http.response.body", "body": event, "more_body": True})
-        await self._send({"type": "http.response.body", "body": b""})
+        """The same in an engine's own words. A client that takes no more gets none of it, and is not waited for."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORD_SECONDS):
+                if not self.status:
+                    await self.answer(answer)
+                    return
+                for event in (event_of(answer.body.replace(b"\n", b" ")), DONE):
+                    await self._send({"type": "http.response.body", "body": event, "more_body": True})
+                await self._send({"type": "http.response.body", "body": b""})
 
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
