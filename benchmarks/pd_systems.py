@@ -20,7 +20,7 @@ import zmq
 
 from benchmarks import engines
 from benchmarks.pd_calls import Calls
-from benchmarks.rival_pairs import ROOT, Plan, nixl_by_its_plain_name, quiet_port, running
+from benchmarks.rival_pairs import ROOT, Plan, nixl_by_its_plain_name, quiet_port
 from lmkv.errors import LmkvError, Unreachable
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.completion import Token
@@ -119,7 +119,8 @@ def one_engine(plan: Plan) -> Iterator[System]:
     def ask(prompt: Sequence[int], token_count: int) -> Answer:
         return whole_answer(engine.stream(prompt, token_count))
 
-    with running(plan.run, [engine]):
+    with engine:
+        plan.run.say(f"{engine.name} is ready")
         yield System(ask=ask, decode=engine)
 
 
@@ -266,14 +267,21 @@ def prefilled(prefill: Engine, prompt: Sequence[int], params: Mapping[str, objec
 
 @contextmanager
 def started_and_frozen(plan: Plan, pair: Sequence[Engine]) -> Iterator[Sequence[ServerProcess]]:
-    """Both engines, ready, then frozen but for when they are `thawed`, and ended."""
+    """Both engines, started one after the other, each frozen once it is ready but for when they are `thawed`; ended."""
     servers = [engine.process for engine in pair]
-    with running(plan.run, pair):
-        try:
-            send(signal.SIGSTOP, servers)
-            yield servers
-        finally:
-            send(signal.SIGCONT, servers)
+    try:
+        for engine in pair:
+            engine.start()
+            engine.wait_ready()
+            send(signal.SIGSTOP, [engine.process])
+            plan.run.say(f"{engine.name} is ready")
+        yield servers
+    finally:
+        send(signal.SIGCONT, servers)
+        for engine in pair:
+            engine.process.request_stop()
+        for engine in pair:
+            engine.stop()
 
 
 def _lmcache_engine(plan: Plan, python: Path, name: str, role: str, own: Mapping[str, object]) -> Engine:

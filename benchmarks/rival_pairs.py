@@ -116,7 +116,7 @@ def offloading_pair(plan: Plan) -> Iterator[Pair]:
         source = {"kv_request_id": f"r{count}", "remote_host": "127.0.0.1", "remote_port": ports[0]}
         return {"kv_transfer_params": {"remote_kv_source": source}}
 
-    with running(plan.run, pair), ExitStack() as stack:
+    with _running(plan.run, pair), ExitStack() as stack:
         stack.callback(_remove_regions, pair)
         yield Pair(
             first=pair[0],
@@ -170,7 +170,7 @@ def lmcache_pair(plan: Plan, python: Path) -> Iterator[Pair]:
     with controller:
         controller.start()
         controller.wait_until(lambda: answers(f"http://127.0.0.1:{http}/controller/key-stats"), "ready", 60.0)
-        with running(plan.run, pair):
+        with _running(plan.run, pair):
             yield Pair(first=pair[0], second=pair[1], wait_until_stored=wait)
 
 
@@ -236,7 +236,7 @@ def answers(url: str) -> bool:
 
 
 @contextmanager
-def running(run: Run, pair: Sequence[Engine]) -> Iterator[None]:
+def _running(run: Run, pair: Sequence[Engine]) -> Iterator[None]:
     """Both engines, started at once and ended at once."""
     try:
         for engine in pair:
