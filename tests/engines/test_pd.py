@@ -58,6 +58,15 @@ def test_an_answer_that_is_not_streamed_is_the_same(trio: Trio) -> None:
     assert trio.proxy.complete(prompt, OUTPUT_TOKENS, stream=False).token_ids == trio.expected(prompt)
 
 
+def test_a_chat_is_answered_as_by_one_engine(trio: Trio) -> None:
+    chat = {"messages": [{"role": "user", "content": "Tell me a story. " * 60}], "max_tokens": OUTPUT_TOKENS}
+    with trio.counting(trio.decode) as decode:
+        answer = trio.proxy.chat(**chat)
+    assert answer == trio.decode.chat(**chat, cache_salt="alone")
+    assert decode["vllm:generation_tokens_total"] == OUTPUT_TOKENS - 1
+    assert decode["lmkv:loaded_tokens_total"] > 2 * CHUNK_TOKENS
+
+
 @pytest.mark.parametrize("token_count", [1, 7, 255, 256, 257, 512, 3 * 512 + 1])
 def test_prompts_of_any_length(trio: Trio, token_count: int) -> None:
     trio.check(trio.prompt(token_count))

@@ -38,6 +38,7 @@ class EngineHandoffs:
             keys=keys,
             token_count=handoff.token_count,
             on_end=self._ended,
+            traceparent=handoff.traceparent,
         )
 
     def end(self, request_id: str) -> None:

@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from lmkv import telemetry
 from lmkv.errors import Full, LmkvError, Unreachable
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.spec import KvSpec
+from lmkv.telemetry import Span
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv_server.node.host_tier import Chunk, HostTier
 from lmkv_server.node.peer_connection import PeerConnection
@@ -261,6 +263,7 @@ class Senders:
         keys: Sequence[ChunkKey],
         token_count: int,
         on_end: Callable[[Handed], None],
+        traceparent: str = "",
     ) -> None:
         """Begins a handoff, which tells `on_end` how it went. A repeat is no error and changes nothing."""
         if request_id in self._running:
@@ -270,7 +273,9 @@ class Senders:
             on_end(Handed(request_id=request_id, error=error))
             return
         sender = Sender(self, request_id=request_id, address=address, spec=spec, keys=keys, token_count=token_count)
-        task = asyncio.create_task(self._run(sender, request_id, address, on_end), name=f"lmkv-handoff-{request_id}")
+        span = telemetry.follow("lmkv.handoff", traceparent, handoff_id=request_id, asked_chunks=len(keys))
+        running = self._run(sender, request_id, address, on_end, span)
+        task = asyncio.create_task(running, name=f"lmkv-handoff-{request_id}")
         self._running[request_id] = sender, task
         task.add_done_callback(lambda _: self._running.pop(request_id, None))
 
@@ -284,8 +289,14 @@ class Senders:
         if known := self._running.get(request_id):
             known[1].cancel()
 
-    async def _run(self, sender: Sender, request_id: str, address: str, on_end: Callable[[Handed], None]) -> None:
-        handed = await sender.run()
+    async def _run(
+        self, sender: Sender, request_id: str, address: str, on_end: Callable[[Handed], None], span: Span
+    ) -> None:
+        with span:
+            handed = await sender.run()
+            span.set(arrived_chunks=handed.chunk_count, transferred_bytes=handed.size_bytes)
+            if handed.error:
+                span.fail(handed.error.reason, str(handed.error))
         self.sent_bytes += handed.size_bytes
         if handed.error:
             self.failed_count += 1
