@@ -42,7 +42,7 @@ class Endpoint:
         return self._complete_stream(body, timeout_seconds) if stream else self._complete_whole(body, timeout_seconds)
 
     def chat(self, **body: object) -> str:
-        """What it says to a chat: `messages`, `max_tokens` and whatever else the API takes. Raises as `complete` does."""
+        """What it says to a chat of `messages`, `max_tokens` and what else the API takes. Raises as `complete` does."""
         body = {"model": self.model_name, "temperature": 0, "ignore_eos": True} | body
         answer = json.loads(self._request("POST", "/v1/chat/completions", body, REQUEST_TIMEOUT_SECONDS))
         return str(answer["choices"][0]["message"]["content"])
