@@ -188,8 +188,9 @@ def test_the_disaggregated_configuration_of_lmcache_works_as_it_stands(
 
 def test_the_buffer_of_handoffs_is_part_of_the_pool() -> None:
     assert NodeConfig(max_local_cpu_size=4).pd_buffer_bytes == 2 << 30
-    assert NodeConfig(max_local_cpu_size=4, pd_buffer_size="3GB").pd_buffer_bytes == 3 << 30
+    assert NodeConfig(max_local_cpu_size=4, pd_buffer_size=3 << 30).pd_buffer_bytes == 3 << 30
     assert NodeConfig(max_local_cpu_size=4, pd_buffer_size=5 << 30).pd_buffer_bytes == 4 << 30
+    assert load(NodeConfig, env={"LMKV_PD_BUFFER_SIZE": "3GB"}).pd_buffer_size == 3 << 30
     assert NodeConfig(max_local_cpu_size=4, local_cpu=False).pool_bytes == 4 << 30
 
 
