@@ -1,4 +1,4 @@
-"""The chunks in the node's pool: found by prefix, kept by holds, evicted oldest first. Pure; called by the node's loop.
+"""The chunks in the node's pool: found by prefix, kept by holds, evicted in turn. Pure; called by the node's loop.
 
 free ──reserve──► reserved ──commit──► held ──evict, drop──► free
                      └──give_back──► free       (a hold delays the last step until it ends)
@@ -6,7 +6,6 @@ free ──reserve──► reserved ──commit──► held ──evict, dro
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,6 +13,7 @@ from typing import Protocol
 
 from lmkv.errors import GrantNotFound
 from lmkv.keys import ChunkKey
+from lmkv_server.node.eviction import EvictionPolicy, EvictionQueue
 from lmkv_server.node.extents import FreeList, align
 
 
@@ -58,10 +58,11 @@ class Listener(Protocol):
 class HostTier:
     """Chunks in a pool of `size_bytes`. Not thread-safe: one loop owns it."""
 
-    def __init__(self, size_bytes: int, listener: Listener | None = None) -> None:
+    def __init__(self, size_bytes: int, listener: Listener | None = None, policy: EvictionPolicy | None = None) -> None:
         self._free = FreeList(size_bytes)
         self._listener = listener
-        self._chunks: OrderedDict[ChunkKey, Chunk] = OrderedDict()  # least recently used first
+        self._chunks: dict[ChunkKey, Chunk] = {}
+        self._queue = EvictionQueue(policy)
         self._reserved: dict[int, Reserved] = {}
         self._generation = 0
         self._chunk_bytes = 0
@@ -111,21 +112,24 @@ class HostTier:
             if chunk is None:
                 break
             found.append(chunk)
-        for chunk in reversed(found):  # the head of a prompt ends up the youngest: tails are evicted first
-            self._chunks.move_to_end(chunk.key)
+        self._queue.use([chunk.key for chunk in found])
         return found
 
     def hold(self, chunks: Iterable[Chunk]) -> None:
         """Keeps the bytes of the chunks in place until as many `unhold`s."""
         for chunk in chunks:
             chunk.holds += 1
+            if not chunk.dropped:
+                self._queue.hold(chunk.key)
 
     def unhold(self, chunks: Iterable[Chunk]) -> None:
         """Ends one hold on each chunk."""
         for chunk in chunks:
             assert chunk.holds > 0, "unhold without hold"
             chunk.holds -= 1
-            if chunk.dropped and not chunk.holds:
+            if not chunk.dropped:
+                self._queue.unhold(chunk.key)
+            elif not chunk.holds:
                 self._free.give(chunk.offset, chunk.size_bytes)
 
     def pin(self, chunks: Collection[Chunk]) -> None:
@@ -142,15 +146,15 @@ class HostTier:
         self.unhold(chunks)
 
     def reserve(self, size_bytes: int) -> Reserved | None:
-        """An extent to write into, evicting the oldest chunks that nobody holds; None if those do not make room."""
+        """An extent to write into, evicting chunks that nobody holds; None if those do not make room."""
         size = align(size_bytes)
         if size > self._free.size_bytes:
             return None
         while (offset := self._free.take(size)) is None:
-            oldest = next((chunk for chunk in self._chunks.values() if not chunk.holds), None)
-            if oldest is None:
+            key = self._queue.pop()
+            if key is None:
                 return None
-            self._remove(oldest)
+            self._forget(self._chunks[key])
             self.evicted_count += 1
         self._generation += 1
         reserved = Reserved(offset=offset, size_bytes=size, generation=self._generation)
@@ -158,10 +162,19 @@ class HostTier:
         return reserved
 
     def commit(
-        self, offset: int, *, key: ChunkKey, fingerprint: bytes, size_bytes: int, checksum: int, token_count: int
+        self,
+        offset: int,
+        *,
+        key: ChunkKey,
+        fingerprint: bytes,
+        size_bytes: int,
+        checksum: int,
+        token_count: int,
+        parent: ChunkKey | None = None,
     ) -> Chunk | None:
         """Makes what was written at a reserved `offset` visible; room beyond `size_bytes` is given back.
 
+        `parent` is the chunk before it in its prompts, which is not evicted before it; it need not be here.
         None if the chunk is held already: then the whole extent is given back. Raises `GrantNotFound` if nothing is
         reserved there, or less than `size_bytes`.
         """
@@ -184,6 +197,7 @@ class HostTier:
             generation=reserved.generation,
         )
         self._chunks[key] = chunk
+        self._queue.add(key, parent)
         self._chunk_bytes += used
         if self._listener:
             self._listener.admitted(chunk)
@@ -204,14 +218,16 @@ class HostTier:
         """Forgets the chunks, pinned or not; the count of those that were there. Bytes on hold stay until it ends."""
         chunks = [chunk for key in keys if (chunk := self._chunks.get(key))]
         for chunk in chunks:
-            self._remove(chunk)
+            self._queue.remove(chunk.key)
+            self._forget(chunk)
         return len(chunks)
 
     def clear(self, fingerprint: bytes) -> int:
         """Forgets every chunk of one spec that is not pinned; their count."""
         return self.drop([chunk.key for chunk in self if chunk.fingerprint == fingerprint and not chunk.pins])
 
-    def _remove(self, chunk: Chunk) -> None:
+    def _forget(self, chunk: Chunk) -> None:
+        """Ends the chunk, which is out of the queue."""
         del self._chunks[chunk.key]
         self._chunk_bytes -= align(chunk.size_bytes)
         chunk.dropped = True
@@ -223,6 +239,8 @@ class HostTier:
     def check(self, dropped_on_hold: Iterable[Chunk] = ()) -> None:
         """Asserts that extents do not overlap and that every byte is free, reserved, held, or kept by a hold."""
         self._free.check()
+        self._queue.check()
+        assert len(self._queue) == len(self._chunks)
         chunks = [*self, *dropped_on_hold]
         assert all(0 <= chunk.pins <= chunk.holds for chunk in chunks)
         taken = [(chunk.offset, align(chunk.size_bytes)) for chunk in chunks]

@@ -215,7 +215,7 @@ class HostTierAgainstModel(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         self.tier.check(record.chunk for record in self.dropped)
-        assert list(self.tier) == [record.chunk for record in self.records]
+        assert set(self.tier) == {record.chunk for record in self.records}
         assert len(self.tier) == len(self.records)
         assert self.tier.reserved_count == len(self.reserved)
         assert self.tier.used_bytes == (PAGES - len(self.free_pages())) * ALIGNMENT

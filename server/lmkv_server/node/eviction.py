@@ -1,0 +1,165 @@
+"""Who has to go when a tier is full. Pure; each tier has a queue of its own, and its owner decides by which policy.
+
+A policy only orders chunks. That those in use stay, and that no chunk goes before those that come after it in a prompt,
+is the queue's business, and so holds for every policy:
+
+in line ──choose──► its turn ──nobody holds it──────────► evicted
+   ▲                   └─────held, or has children──► set aside ──let go──► evicted first of all
+   └──────────────────────────use─────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from lmkv.keys import ChunkKey
+
+
+class EvictionPolicy(Protocol):
+    """An order of chunks. Every call takes constant time, over many calls."""
+
+    def admit(self, key: ChunkKey) -> None:
+        """A chunk that is not there comes in line."""
+
+    def use(self, key: ChunkKey) -> None:
+        """A chunk that is there was used. One that was chosen and stayed is in line again."""
+
+    def forget(self, key: ChunkKey) -> None:
+        """A chunk is gone for another reason than its turn; it may have been chosen before."""
+
+    def choose(self) -> ChunkKey | None:
+        """Takes the chunk whose turn it is out of the line; None if nobody is in line."""
+
+
+class Lru:
+    """Least recently used first."""
+
+    def __init__(self) -> None:
+        self._line: OrderedDict[ChunkKey, None] = OrderedDict()
+
+    def admit(self, key: ChunkKey) -> None:
+        self._line[key] = None
+
+    def use(self, key: ChunkKey) -> None:
+        self._line[key] = None
+        self._line.move_to_end(key)
+
+    def forget(self, key: ChunkKey) -> None:
+        self._line.pop(key, None)
+
+    def choose(self) -> ChunkKey | None:
+        return self._line.popitem(last=False)[0] if self._line else None
+
+
+POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = {"lru": Lru}
+"""The policies by the names that `eviction_policy` takes."""
+
+
+class EvictionQueue:
+    """The chunks of one tier, of which those that nobody holds leave in the order of a policy.
+
+    A chunk counts as held by each of its children, the chunks that come next in some prompt: without it they could not
+    be found. All times are constant over many calls, but for a logarithm of how many were set aside and let go.
+    """
+
+    def __init__(self, policy: EvictionPolicy | None = None) -> None:
+        self._policy = policy or Lru()
+        self._parents: dict[ChunkKey, ChunkKey | None] = {}  # of every chunk that is there
+        self._holds: Counter[ChunkKey] = Counter()
+        self._children: Counter[ChunkKey] = Counter()  # also of parents that are not there
+        self._aside: dict[ChunkKey, int] = {}  # whose turn came while they were held, in the order of their turns
+        self._let_go: list[tuple[int, ChunkKey]] = []  # heap; entries whose turn is not that of `_aside` are void
+        self._turns = 0
+
+    def __len__(self) -> int:
+        return len(self._parents)
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._parents
+
+    def add(self, key: ChunkKey, parent: ChunkKey | None = None) -> None:
+        """A chunk that is not there comes; `parent` is the one before it in its prompts, which may come later.
+
+        A parent that is a descendant of the chunk is no parent: keys are hashes of what is before them, so somebody
+        made them up.
+        """
+        assert key not in self._parents, "added twice"
+        if parent is not None and self._descends(parent, key):
+            parent = None
+        self._parents[key] = parent
+        if parent is not None:
+            self._children[parent] += 1
+        self._policy.admit(key)
+
+    def use(self, keys: Sequence[ChunkKey]) -> None:
+        """Chunks of a prompt, in its order, were used. The head becomes the youngest: tails are evicted first."""
+        for key in reversed(keys):
+            self._aside.pop(key, None)
+            self._policy.use(key)
+
+    def hold(self, key: ChunkKey) -> None:
+        """Keeps the chunk until as many `unhold`s."""
+        assert key in self._parents, "hold of a chunk that is not there"
+        self._holds[key] += 1
+
+    def unhold(self, key: ChunkKey) -> None:
+        """Ends one hold."""
+        assert self._holds[key] > 0, "unhold without hold"
+        self._decrease(self._holds, key)
+
+    def remove(self, key: ChunkKey) -> None:
+        """The chunk is gone, held or not; so are its holds. Its children stay, and keep it if it comes again."""
+        self._aside.pop(key, None)
+        self._policy.forget(key)
+        self._leave(key)
+
+    def pop(self) -> ChunkKey | None:
+        """Takes out the chunk that has to go next, and returns it; None if each is held."""
+        while self._let_go:
+            turn, key = heapq.heappop(self._let_go)
+            if self._aside.get(key) == turn and not self._is_held(key):
+                del self._aside[key]
+                self._leave(key)
+                return key
+        while (chosen := self._policy.choose()) is not None:
+            if not self._is_held(chosen):
+                self._leave(chosen)
+                return chosen
+            self._turns += 1
+            self._aside[chosen] = self._turns
+        return None
+
+    def _is_held(self, key: ChunkKey) -> bool:
+        return key in self._holds or key in self._children
+
+    def _leave(self, key: ChunkKey) -> None:
+        parent = self._parents.pop(key)
+        self._holds.pop(key, None)
+        if parent is not None:
+            self._decrease(self._children, parent)
+
+    def _decrease(self, counter: Counter[ChunkKey], key: ChunkKey) -> None:
+        counter[key] -= 1
+        if not counter[key]:
+            del counter[key]
+        if key in self._aside and not self._is_held(key):
+            heapq.heappush(self._let_go, (self._aside[key], key))
+
+    def _descends(self, key: ChunkKey, ancestor: ChunkKey) -> bool:
+        """Whether `key` is `ancestor` or comes after it. A walk up only if the ancestor has children already."""
+        if ancestor not in self._children:
+            return key == ancestor
+        above: ChunkKey | None = key
+        while above is not None and above != ancestor:
+            above = self._parents.get(above)
+        return above is not None
+
+    def check(self) -> None:
+        """Asserts that counts are those of what is there, and that nobody who could go is set aside for good."""
+        assert Counter(parent for parent in self._parents.values() if parent is not None) == self._children
+        assert all(key in self._parents and count > 0 for key, count in self._holds.items())
+        ready = {key for turn, key in self._let_go if self._aside.get(key) == turn}
+        assert ready >= {key for key in self._aside if not self._is_held(key)}
