@@ -44,12 +44,12 @@ def as_tokens(tokens: Sequence[int] | NDArray[np.integer], vocab_size: int = 0) 
         array = np.asarray(tokens)
         if array.size and array.dtype.kind not in "iu":
             raise TypeError(f"{array.dtype} is no integer type")
-        if array.size and array.dtype.kind == "i" and int(array.min()) < 0:
-            raise ValueError(f"{int(array.min())} is negative")
     except (OverflowError, ValueError, TypeError) as error:
         raise BadTokens(f"tokens must be integers from 0 to 2^32-2: {error}") from None
     if array.ndim != 1:
         raise BadTokens("tokens must be one flat list")
+    if array.dtype.kind == "i" and (least := int(array.min(initial=0))) < 0:
+        raise BadTokens(f"token id {least} is negative", token=least)
     top = int(array.max(initial=0))
     limit = vocab_size or 0xFFFF_FFFF
     if array.size and top >= limit:

@@ -26,7 +26,7 @@ from lmkv import rpc
 from lmkv.config import NodeConfig
 from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as engine_pb
-from lmkv.v1 import engine_service_pb2_grpc, peer_service_pb2, registry_service_pb2_grpc
+from lmkv.v1 import engine_service_pb2_grpc, registry_service_pb2_grpc
 from lmkv.v1 import registry_service_pb2 as registry_pb
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
@@ -247,17 +247,6 @@ async def test_the_node_serves_health_and_reflection_at_both_its_ends(servers: S
         async for answer in stub.ServerReflectionInfo(requests, timeout=TIMEOUT_SECONDS):
             names = {one.name for one in answer.list_services_response.service}
             assert names == {service, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
-
-
-async def test_peers_cannot_write_in_this_version(servers: Servers) -> None:
-    for name, request in (
-        ("Allocate", peer_service_pb2.AllocateRequest()),
-        ("Commit", peer_service_pb2.CommitRequest()),
-    ):
-        method = descriptor_pool.Default().FindMethodByName(f"lmkv.v1.PeerService.{name}")
-        code, _, text = await outcome(servers, method, [request.SerializeToString()])
-        assert code is grpc.StatusCode.UNIMPLEMENTED
-        assert name in text
 
 
 def keyed(**fields: Any) -> dict[str, Any]:
