@@ -595,6 +595,7 @@ class CommitChunk(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    PARENT_KEY_FIELD_NUMBER: _builtins.int
     chunk_key: _builtins.bytes
     """16 bytes."""
     offset: _builtins.int
@@ -605,6 +606,10 @@ class CommitChunk(_message.Message):
     """Checksum of the bytes."""
     token_count: _builtins.int
     """Tokens in the chunk."""
+    parent_key: _builtins.bytes
+    """16 bytes: key of the chunk before it in its prompts, which the node does not evict before it. Empty: there is none,
+    or nobody knows.
+    """
     def __init__(
         self,
         *,
@@ -613,10 +618,11 @@ class CommitChunk(_message.Message):
         size_bytes: _builtins.int = ...,
         checksum: _builtins.int = ...,
         token_count: _builtins.int = ...,
+        parent_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "chunk_key", b"chunk_key", "offset", b"offset", "size_bytes", b"size_bytes", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "chunk_key", b"chunk_key", "offset", b"offset", "parent_key", b"parent_key", "size_bytes", b"size_bytes", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

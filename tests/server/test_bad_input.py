@@ -298,6 +298,15 @@ LIE.layer_count += 1
         (
             [
                 engine_pb.AttachRequest(
+                    hello=hello("b"),
+                    commits=[engine_pb.CommitChunk(chunk_key=chunk_key(1), parent_key=b"short")],
+                )
+            ],
+            "BAD_CHUNK_KEY",
+        ),
+        (
+            [
+                engine_pb.AttachRequest(
                     hello=engine_pb.Hello(
                         engine_id="b", spec=SPEC.to_proto(), expected_config={"LMKV_MAX_LOCAL_CPU_SIZE": "1TB"}
                     )

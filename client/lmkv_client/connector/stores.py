@@ -37,6 +37,8 @@ class Write:
 
     prompt: Prompt
     key: ChunkKey
+    parent: bytes
+    """Key of the chunk before it; empty for the first."""
     index: int
     token_count: int
 
@@ -123,8 +125,9 @@ class Stores:
         if offset is None:
             prompt.starved = self._starving = True
             return None
-        self._writes[offset] = Write(prompt=prompt, key=key, index=index, token_count=token_count)
         chunk = prompt.full_count if index == PARTIAL else index
+        parent = prompt.chain.keys[chunk - 1] if chunk else b""
+        self._writes[offset] = Write(prompt=prompt, key=key, parent=parent, index=index, token_count=token_count)
         start = chunk * self._spec.chunk_size
         return prompt_copy(
             block_ids,
@@ -152,6 +155,7 @@ class Stores:
                         size_bytes=self._spec.size_bytes(write.token_count),
                         checksum=written.checksum,
                         token_count=write.token_count,
+                        parent_key=write.parent,
                     )
                 )
                 stored[write.prompt] = stored.get(write.prompt, 0) + write.token_count

@@ -195,8 +195,12 @@ class Landing:
         self._writing = True
         return self._stopped
 
-    def commit(self, key: ChunkKey, fingerprint: bytes, incoming: Incoming) -> Chunk | None:
-        """Makes a chunk visible that has arrived whole; the one that is there if somebody else was faster."""
+    def commit(self, keys: Sequence[ChunkKey], fingerprint: bytes, incoming: Incoming) -> Chunk | None:
+        """Makes a chunk visible that has arrived whole; the one that is there if somebody else was faster.
+
+        `keys` are those of the prompt that it is a part of.
+        """
+        key = keys[incoming.index]
         self._sizes.pop(incoming.reserved.offset, None)
         chunk = self._tier.commit(
             incoming.reserved.offset,
@@ -205,6 +209,7 @@ class Landing:
             size_bytes=incoming.size_bytes,
             checksum=incoming.checksum,
             token_count=incoming.token_count,
+            parent=keys[incoming.index - 1] if incoming.index else None,
         )
         return chunk or self._tier.get(key)
 

@@ -203,7 +203,7 @@ class Carrier:
             if not intact:
                 damaged.append(chunk.index)
                 self._reject(chunk)
-            elif committed := landing.commit(self._progress.keys[chunk.index], self._spec.fingerprint, chunk):
+            elif committed := landing.commit(self._progress.keys, self._spec.fingerprint, chunk):
                 self._peers.count(instance_id, committed)
                 arrived.append((chunk.index, committed))
         self._progress.add(arrived, instance_id)

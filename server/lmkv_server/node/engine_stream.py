@@ -147,11 +147,12 @@ class EngineStream:
         self._session.release(request_id)
 
     def _commit(self, commit: pb.CommitChunk) -> None:
-        if len(commit.chunk_key) != KEY_BYTES:
-            raise BadChunkKey(f"chunk_key has {len(commit.chunk_key)} bytes, not {KEY_BYTES}", field="chunk_key")
+        key = _key(commit.chunk_key, "chunk_key")
+        parent = _key(commit.parent_key, "parent_key") if commit.parent_key else None
         try:
-            key = ChunkKey(commit.chunk_key)
-            self._session.commit(commit.offset, key, commit.size_bytes, commit.checksum, commit.token_count)
+            self._session.commit(
+                commit.offset, key, commit.size_bytes, commit.checksum, commit.token_count, parent=parent
+            )
         except LmkvError as error:
             rejected = pb.RejectedCommit(chunk_key=commit.chunk_key, status=rpc.to_status(error))
             self.outbox.put(pb.AttachResponse(rejected_commits=[rejected]))
@@ -302,3 +303,9 @@ def shifted(holder: Any, chunk_count: int) -> Any:
     copy.CopyFrom(holder)
     copy.matched_chunk_count -= chunk_count
     return copy
+
+
+def _key(raw: bytes, field: str) -> ChunkKey:
+    if len(raw) != KEY_BYTES:
+        raise BadChunkKey(f"{field} has {len(raw)} bytes, not {KEY_BYTES}", field=field)
+    return ChunkKey(raw)

@@ -123,7 +123,16 @@ class EngineSession:
         self._spend(offset)
         self._tier.give_back(offset)
 
-    def commit(self, offset: int, key: ChunkKey, size_bytes: int, checksum: int, token_count: int) -> Chunk | None:
+    def commit(
+        self,
+        offset: int,
+        key: ChunkKey,
+        size_bytes: int,
+        checksum: int,
+        token_count: int,
+        *,
+        parent: ChunkKey | None = None,
+    ) -> Chunk | None:
         """Makes a written credit visible; None if the chunk is held already.
 
         Raises `GrantNotFound` if the engine does not hold the credit, `BadMessage` if sizes do not fit the spec.
@@ -138,6 +147,7 @@ class EngineSession:
             size_bytes=size_bytes,
             checksum=checksum,
             token_count=token_count,
+            parent=parent,
         )
 
     def _spend(self, offset: int) -> None:

@@ -213,7 +213,7 @@ class Receiver:
                 damaged.append(chunk.index)
                 self._peers.checksum_mismatches += 1
                 logger.warning("chunk %d of handoff %s came damaged", chunk.index, handoff.request_id)
-            elif committed := landing.commit(handoff.keys[chunk.index], handoff.spec.fingerprint, chunk):
+            elif committed := landing.commit(handoff.keys, handoff.spec.fingerprint, chunk):
                 handoff.land(chunk.index, committed, self._tier)
                 self._peers.count(connection.instance_id, committed)
                 self.received_chunks += 1

@@ -84,6 +84,8 @@ class ScriptedNode:
         self.unanswered: deque[pb.AttachRequest] = deque()
         self.lookups: list[pb.LookupChunks] = []
         self.commits: list[ChunkKey] = []
+        self.parents: dict[ChunkKey, bytes] = {}
+        """What commits named as the chunk before."""
         self.handoffs: list[pb.HandChunks] = []
         self.ended_handoffs: dict[str, list[ChunkKey]] = {}
         """By name: what had been committed when it was ended."""
@@ -194,6 +196,7 @@ class ScriptedNode:
         for release in message.releases:
             self._release(release.request_id)
         for commit in message.commits:
+            self.parents[ChunkKey(commit.chunk_key)] = commit.parent_key
             self._commit(commit)
         for offset in message.returned_credits:
             self.credits_out.remove(offset)

@@ -244,6 +244,15 @@ def test_chunks_that_decoding_fills_are_stored_and_found_by_the_next_turn(make_e
     engine.check_nothing_is_left()
 
 
+def test_each_chunk_is_stored_with_the_name_of_the_one_before_it(make_engine: MakeEngine) -> None:
+    engine = make_engine(save_partial_chunks=True)
+    engine.serve("a", PROMPT, output=100)
+    first, second, third, *rest = engine.node.commits
+    assert [engine.node.parents[key] for key in (first, second, third)] == [b"", first, second]
+    assert len(rest) == 2, "the partial chunk, and what decoding made of it"
+    assert {engine.node.parents[key] for key in rest} == {third}
+
+
 def test_without_save_decode_cache_only_the_prompt_is_stored(make_engine: MakeEngine) -> None:
     engine = make_engine(save_decode_cache=False)
     engine.serve("a", PROMPT, output=100)

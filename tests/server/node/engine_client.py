@@ -120,7 +120,7 @@ class EngineClient:
         credits_ = await self.reserve(len(keys))
         await self.say(commits=[self.commit(key, one) for key, one in zip(keys, credits_, strict=True)])
 
-    def commit(self, key: ChunkKey, extent: Extent, *, checksum: int = 0) -> pb.CommitChunk:
+    def commit(self, key: ChunkKey, extent: Extent, *, checksum: int = 0, parent: bytes = b"") -> pb.CommitChunk:
         """A full chunk that was written into a credit."""
         return pb.CommitChunk(
             chunk_key=key,
@@ -128,6 +128,7 @@ class EngineClient:
             size_bytes=self.spec.chunk_bytes,
             checksum=checksum,
             token_count=self.spec.chunk_size,
+            parent_key=parent,
         )
 
     async def release(self, ticket: str) -> None:

@@ -34,7 +34,7 @@ def put(tier: HostTier, key: ChunkKey) -> Chunk:
         size_bytes=SMALL.chunk_bytes,
         reserved=reserved,
     )
-    chunk = landing.commit(key, SMALL.fingerprint, incoming)
+    chunk = landing.commit([key], SMALL.fingerprint, incoming)
     landing.close()
     assert chunk
     return chunk
@@ -178,3 +178,26 @@ def test_no_chunk_is_offered_twice() -> None:
     response.present[:] = [2, 2]
     with pytest.raises(BadMessage):
         checked_extents(response, 3, SMALL, [REGION])
+
+
+def test_a_chunk_that_arrived_keeps_the_one_before_it() -> None:
+    tier = new_tier(2)
+    keys = [ChunkKey(bytes([number]) * 16) for number in range(2)]
+    for index in (1, 0):
+        landing = Landing(tier)
+        reserved = landing.reserve(SMALL.chunk_bytes)
+        assert reserved
+        incoming = Incoming(
+            index=index,
+            remote_address=0,
+            checksum=0,
+            token_count=SMALL.chunk_size,
+            size_bytes=SMALL.chunk_bytes,
+            reserved=reserved,
+        )
+        landing.commit(keys, SMALL.fingerprint, incoming)
+        landing.close()
+    tier.find(keys[:1])
+    tier.find(keys[1:])
+    assert tier.reserve(SMALL.chunk_bytes)
+    assert [chunk.key for chunk in tier] == keys[:1]

@@ -126,6 +126,22 @@ async def test_what_was_committed_is_found_where_it_was_written(node: Node, engi
     assert node.engines.session("engine").credit_count == 0
 
 
+async def test_a_chunk_whose_successor_is_there_is_not_evicted(node: Node, engine: EngineClient) -> None:
+    head, tail, *_ = granted = await engine.reserve(2)
+    assert len(granted) == 2
+    await engine.say(
+        commits=[engine.commit(chunk_key(0), head), engine.commit(chunk_key(1), tail, parent=chunk_key(0))]
+    )
+    await engine.lookup("1", chunk_keys(0, 1))
+    await engine.release("1")
+    await engine.lookup("2", chunk_keys(1))  # were it for times of use alone, the head would go first
+    await engine.release("2")
+    while chunk_key(1) in {chunk.key for chunk in node.tier}:
+        assert chunk_key(0) in {chunk.key for chunk in node.tier}
+        assert node.tier.reserve(SPEC.chunk_bytes)
+    assert [chunk.key for chunk in node.tier] == [chunk_key(0)]
+
+
 async def test_everything_in_one_message_is_carried_out_in_the_order_of_the_fields(engine: EngineClient) -> None:
     await engine.store(chunk_keys(0))
     await engine.lookup("1", chunk_keys(0))
