@@ -41,6 +41,8 @@ class Chunk:
     """How many grants and pins keep the bytes in place."""
     pins: int = 0
     """How many of the holds are pins, which keep the chunk in the index, too."""
+    parent: ChunkKey | None = None
+    """The chunk before it in its prompts, if that is known."""
     dropped: bool = False
     """Whether it is out of the index and only its holds keep the bytes."""
 
@@ -195,6 +197,7 @@ class HostTier:
             checksum=checksum,
             token_count=token_count,
             generation=reserved.generation,
+            parent=parent,
         )
         self._chunks[key] = chunk
         self._queue.add(key, parent)
