@@ -1,7 +1,7 @@
 """Prefill and decode in two engines, by lmkv and by others: `python -m benchmarks.pd`, docs/benchmarks.md.
 
-All systems are up at once and take each prompt in turns. Those whose engines poll for as long as they live are frozen
-while others are measured.
+All systems are up at once and take each prompt in turns. Engines that poll for as long as they live are frozen while
+they have nothing to do.
 """
 
 from __future__ import annotations
@@ -124,11 +124,10 @@ def ask_all(systems: Mapping[str, System], prompt: Sequence[int], token_count: i
     """What each system answers, in this order. Raises `LmkvError` if lmkv says something else than one engine."""
     answers = {}
     for name, system in systems.items():
-        with thawed(system.frozen):
-            answer = system.ask(prompt, token_count)
-            if len(answer.token_ids) != token_count:
-                raise LmkvError(f"{name} answered with {len(answer.token_ids)} tokens instead of {token_count}")
-            answers[name] = replace(answer, step=step_seconds(system, prompt, answer)) if answer.seam else answer
+        answer = system.ask(prompt, token_count)
+        if len(answer.token_ids) != token_count:
+            raise LmkvError(f"{name} answered with {len(answer.token_ids)} tokens instead of {token_count}")
+        answers[name] = replace(answer, step=step_seconds(system, prompt, answer)) if answer.seam else answer
     is_exact = "float32" in systems[ONE].decode.process.command
     if is_exact and answers[LMKV].token_ids != answers[ONE].token_ids:
         raise LmkvError("lmkv's completion is not that of one engine")
@@ -138,10 +137,11 @@ def ask_all(systems: Mapping[str, System], prompt: Sequence[int], token_count: i
 def step_seconds(system: System, prompt: Sequence[int], answer: Answer) -> float:
     """TTFT at the decode engine of prompt and first token, when it has the whole prompt in its pages."""
     seconds = []
-    for _ in range(STEP_ROUNDS):
-        again = system.decode.complete([*prompt, answer.token_ids[0]], 1)
-        engines.check_hit("from the decode's prefix cache", again, len(prompt))
-        seconds.append(again.ttft_seconds)
+    with thawed([system.decode.process] if system.is_frozen else []):
+        for _ in range(STEP_ROUNDS):
+            again = system.decode.complete([*prompt, answer.token_ids[0]], 1)
+            engines.check_hit("from the decode's prefix cache", again, len(prompt))
+            seconds.append(again.ttft_seconds)
     return statistics.median(seconds)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -10,8 +9,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,8 @@ class System:
     """Takes a prompt and how many tokens to generate."""
     decode: Engine
     """The engine that generates all tokens but the first."""
-    frozen: Sequence[ServerProcess] = ()
-    """Servers that burn processor time while idle, and so are stopped while another system is measured."""
+    is_frozen: bool = False
+    """Whether the engines burn processor time while idle, and so are stopped while they have nothing to do."""
     calls: Calls | None = None
     """What its nodes count, if it has any."""
 
@@ -148,7 +148,11 @@ def lmkv_system(plan: Plan) -> Iterator[System]:
 
 @contextmanager
 def nixl_system(plan: Plan) -> Iterator[System]:
-    """vLLM's `NixlConnector`. The client does what vLLM's toy proxy does: the decode generates everything."""
+    """vLLM's `NixlConnector`. The client does what vLLM's toy proxy does: the decode generates everything.
+
+    Each engine keeps a core polling: the decode is frozen until the prefill has answered, and the prefill as soon as
+    the decode has the prompt.
+    """
     pair = [
         Engine(
             plan.model,
@@ -175,19 +179,27 @@ def nixl_system(plan: Plan) -> Iterator[System]:
     }
 
     def ask(prompt: Sequence[int], token_count: int) -> Answer:
-        began = time.perf_counter()
-        params = prefilled(prefill, prompt, to_be_decoded)["kv_transfer_params"]
-        before = time.perf_counter() - began
-        rest = whole_answer(decode.stream(prompt, token_count, extra={"kv_transfer_params": params}))
+        with ExitStack() as until_decoded:
+            with thawed([prefill.process]):
+                began = time.perf_counter()
+                params = prefilled(prefill, prompt, to_be_decoded)["kv_transfer_params"]
+                before = time.perf_counter() - began
+                until_decoded.enter_context(thawed([decode.process]))
+                tokens = decode.stream(prompt, token_count, extra={"kv_transfer_params": params})
+                begun = next(tokens)
+            rest = whole_answer(chain([begun], tokens))
         return Answer(token_ids=rest.token_ids, seconds=later(rest, before), seam=rest.ttft)
 
-    with started_and_frozen(plan, pair) as servers:
-        yield System(ask=ask, decode=decode, frozen=servers)
+    with started_and_frozen(plan, pair):
+        yield System(ask=ask, decode=decode, is_frozen=True)
 
 
 @contextmanager
 def lmcache_system(plan: Plan, python: Path) -> Iterator[System]:
-    """LMCache's PD. The client does what LMCache's proxy does: it shows the first token once all was handed over."""
+    """LMCache's PD. The client does what LMCache's proxy does: it shows the first token once all was handed over.
+
+    The prefill writes into the decode's memory, with its help: both run until the decode has the prompt.
+    """
     init_port, alloc_port, notice_port = (quiet_port() for _ in range(3))
     configs: dict[str, dict[str, object]] = {
         "prefill": {"pd_role": "sender", "pd_proxy_host": "127.0.0.1", "pd_proxy_port": notice_port},
@@ -203,7 +215,7 @@ def lmcache_system(plan: Plan, python: Path) -> Iterator[System]:
         _lmcache_engine(plan, python, "decode", "kv_consumer", configs["decode"]),
     ]
     prefill, decode = pair
-    serial = itertools.count(1)
+    serial = count(1)
 
     def ask(prompt: Sequence[int], token_count: int) -> Answer:
         request_id = f"r{next(serial)}"
@@ -213,22 +225,26 @@ def lmcache_system(plan: Plan, python: Path) -> Iterator[System]:
             "receiver_init_port": [init_port],
             "receiver_alloc_port": [alloc_port],
         }
-        began = time.perf_counter()
-        answer = prefilled(prefill, prompt, {"ret_first_tok": True, "disagg_spec": receiver})
-        before = time.perf_counter() - began
-        first = int(answer["kv_transfer_params"]["first_tok"])
-        wait_for_notice(notices, request_id, NOTICE_SECONDS)
-        handed = time.perf_counter() - began
-        rest = whole_answer(decode.stream([*prompt, first], token_count - 1))
+        with thawed([decode.process]):
+            with thawed([prefill.process]):
+                began = time.perf_counter()
+                answer = prefilled(prefill, prompt, {"ret_first_tok": True, "disagg_spec": receiver})
+                before = time.perf_counter() - began
+                first = int(answer["kv_transfer_params"]["first_tok"])
+                wait_for_notice(notices, request_id, NOTICE_SECONDS)
+                handed = time.perf_counter() - began
+                tokens = decode.stream([*prompt, first], token_count - 1)
+                begun = next(tokens)
+            rest = whole_answer(chain([begun], tokens))
         return Answer(
             token_ids=(first, *rest.token_ids),
             seconds=(handed, *later(rest, handed)),
             seam=handed + rest.ttft - before,
         )
 
-    with zmq.Context() as context, context.socket(zmq.PULL) as notices, started_and_frozen(plan, pair) as servers:
+    with zmq.Context() as context, context.socket(zmq.PULL) as notices, started_and_frozen(plan, pair):
         notices.bind(f"tcp://127.0.0.1:{notice_port}")
-        yield System(ask=ask, decode=decode, frozen=servers)
+        yield System(ask=ask, decode=decode, is_frozen=True)
 
 
 def whole_answer(tokens: Iterator[Token]) -> Answer:
@@ -266,18 +282,17 @@ def prefilled(prefill: Engine, prompt: Sequence[int], params: Mapping[str, objec
 
 
 @contextmanager
-def started_and_frozen(plan: Plan, pair: Sequence[Engine]) -> Iterator[Sequence[ServerProcess]]:
-    """Both engines, started one after the other, each frozen once it is ready but for when they are `thawed`; ended."""
-    servers = [engine.process for engine in pair]
+def started_and_frozen(plan: Plan, pair: Sequence[Engine]) -> Iterator[None]:
+    """Both engines, started one after the other, each frozen as soon as it is ready, and ended; see `thawed`."""
     try:
         for engine in pair:
             engine.start()
             engine.wait_ready()
             send(signal.SIGSTOP, [engine.process])
             plan.run.say(f"{engine.name} is ready")
-        yield servers
+        yield
     finally:
-        send(signal.SIGCONT, servers)
+        send(signal.SIGCONT, [engine.process for engine in pair])
         for engine in pair:
             engine.process.request_stop()
         for engine in pair:
