@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmkv import rpc
-from lmkv.errors import KvSpecMismatch, LmkvError
+from lmkv.errors import KvSpecMismatch, LmkvError, Unreachable
 from lmkv.keys import ChunkKey
 from lmkv.pool import Pool
 from lmkv.spec import KvSpec
@@ -93,6 +93,8 @@ class Peers:
         self._epoch = epoch
         self._pool = pool
         self._connections: OrderedDict[str, PeerConnection] = OrderedDict()  # least recently used first
+        self._identified: dict[tuple[str, bytes], Holder] = {}
+        """Who serves at an address, by that and by the spec that is shared with it."""
         self._quarantine: set[Landing] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._host = host
@@ -183,18 +185,36 @@ class Peers:
         return connection
 
     async def identify(self, address: str, spec: KvSpec, timeout_seconds: float) -> PeerConnection | None:
-        """The peer whose node serves at this address; None if that is this node.
+        """The peer whose node serves at this address, asked once until `forget`; None if that is this node.
 
         Raises `Unreachable`, or `KvSpecMismatch` if the two share no chunks of this spec.
         """
+        known = self._identified.get((address, spec.fingerprint))
+        if known is None:
+            known = await self._ask_who(address, spec, timeout_seconds)
+            self._identified[address, spec.fingerprint] = known
+            while len(self._identified) > MAX_CONNECTIONS:
+                del self._identified[next(iter(self._identified))]
+        if known.instance_id == self._instance_id:
+            return None
+        if connection := self.connection(known):
+            return connection
+        self.forget(address)
+        raise Unreachable(f"{known.instance_id} has left {address}", address=address)
+
+    def forget(self, address: str) -> None:
+        """Another node may serve at this address by now."""
+        for place in [place for place in self._identified if place[0] == address]:
+            del self._identified[place]
+
+    async def _ask_who(self, address: str, spec: KvSpec, timeout_seconds: float) -> Holder:
         async with rpc.open_channel(address) as channel:
             request = pb.InitRequest(instance_id=self._instance_id, epoch=self._epoch, spec=spec.to_proto())
             method: Any = pb_grpc.PeerServiceStub(channel).Init
             answer: pb.InitResponse = await rpc.call(
                 method, "lmkv.v1.PeerService/Init", address, request, timeout_seconds
             )
-        holder = Holder(instance_id=answer.instance_id, epoch=answer.epoch, peer_address=address)
-        return self.connection(holder)
+        return Holder(instance_id=answer.instance_id, epoch=answer.epoch, peer_address=address)
 
     def introduce(self, connection: PeerConnection, spec: KvSpec, timeout_seconds: float) -> None:
         """Agrees with a peer ahead of the first read, behind the caller's back."""

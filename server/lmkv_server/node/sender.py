@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from lmkv import telemetry
-from lmkv.errors import Full, LmkvError, Unreachable
+from lmkv.errors import Full, LmkvError, Unreachable, WrongInstance
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.spec import KvSpec
 from lmkv.telemetry import Span
@@ -115,7 +115,17 @@ class Sender:
         if peer is None:  # both engines share this node: what is committed is there
             self._missing.clear()
             return
-        answer = await self._announce(peer)
+        try:
+            answer = await self._announce(peer)
+        except WrongInstance:  # it was started anew
+            peers.forget(self._address)
+            peer = await peers.identify(self._address, self._spec, ANSWER_SECONDS)
+            if peer is None:
+                raise
+            answer = await self._announce(peer)
+        except Unreachable:
+            peers.forget(self._address)
+            raise
         self._missing = {self._keys[index]: index for index in answer.missing if 0 <= index < len(self._keys)}
         try:
             tier = self._senders.tier

@@ -14,9 +14,11 @@ import pytest
 from lmkv import rpc
 from lmkv.errors import BadMessage, GrantNotFound, KvSpecMismatch, NoFreeExtents, RequestTooLarge, Unreachable
 from lmkv.keys import ChunkKey, join_keys
+from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
+from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.arrivals import Progress
 from lmkv_server.node.handoff import State
 from tests.server.node.peer_parts import LARGE, SMALL, Parts, Remote, Taken, keys_of
@@ -245,6 +247,36 @@ async def test_engines_that_share_nothing_are_told_so_before_anything_is_opened(
         handed = await prefill.hand("r", other.address, KEYS)
         assert isinstance(handed.error, KvSpecMismatch)
         assert "kv_dtype" in str(handed.error)
+
+
+async def test_a_decode_that_was_started_anew_is_met_anew(prefill: Parts) -> None:
+    prefill.put(KEYS[0])
+    async with Parts("decode", chunk_count=32, transfer_channel="shm") as decode:
+        assert (await prefill.hand("first", decode.address, KEYS[:1])).error is None
+        address = decode.address
+        await finish(decode)
+    port = int(address.rpartition(":")[2])
+    async with Parts("decode", chunk_count=32, transfer_channel="shm", p2p_port=port) as decode:
+        assert decode.address == address
+        assert (await prefill.hand("second", address, KEYS[:1])).error is None
+        await finish(decode)
+
+
+async def test_who_serves_at_an_address_is_asked_once(
+    prefill: Parts, decode: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    ask = prefill.peers._ask_who
+
+    async def counted(address: str, spec: KvSpec, timeout_seconds: float) -> Holder:
+        asked.append(address)
+        return await ask(address, spec, timeout_seconds)
+
+    monkeypatch.setattr(prefill.peers, "_ask_who", counted)
+    for number in range(3):
+        prefill.put(KEYS[number])
+        assert (await prefill.hand(f"r{number}", decode.address, KEYS[: number + 1])).error is None
+    assert asked == [decode.address]
 
 
 async def test_nobody_at_the_address_is_an_error(prefill: Parts) -> None:
