@@ -45,6 +45,13 @@ def _own_instance_id(suffix: str = "") -> str:
     return name[: 64 - len(suffix)] + suffix or "node"
 
 
+def _eviction_policy(raw: object) -> object:
+    """LMCache's `cache_policy`. Raises `ValueError` for those of its policies that lmkv has not."""
+    if str(raw).upper() in ("LFU", "FIFO", "MRU"):
+        raise ValueError(f"must be LRU or ARC, not {raw!r}: lmkv has no such policy")
+    return raw
+
+
 def _refuse_foreign(folder: Path) -> None:
     """Raises `ConfigError` unless only this user may enter: in /tmp anyone may have made it first."""
     status = folder.lstat()
@@ -106,6 +113,13 @@ class NodeConfig(Config):
     )
     numa_node: str = key(
         NUMA_NODE, "auto", "NUMA node whose memory the pool prefers; auto: that of the GPUs, else of the RDMA cards."
+    )
+    eviction_policy: str = key(
+        choice("lru", "arc"),
+        "lru",
+        "Who makes room when a tier is full: lru (least recently used), or arc, which a scan of long documents cannot "
+        "flush.",
+        Alias(name="cache_policy", convert=_eviction_policy),
     )
     runtime_dir: str = key(
         PATH,

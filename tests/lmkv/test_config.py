@@ -234,6 +234,8 @@ def test_notices_do_not_make_configurations_differ(tmp_path: Path) -> None:
         ("log_level: WARNING", "log_level", "warning"),
         ("transfer_channel: NIXL", "transfer_channel", "nixl"),
         ("local_cpu: 0", "local_cpu", False),
+        ("eviction_policy: ARC", "eviction_policy", "arc"),
+        ("cache_policy: LRU", "eviction_policy", "lru"),
         ("pool_path: null", "pool_path", ""),
         ("pool_huge_pages: Always", "pool_huge_pages", "always"),
         ("numa_node: 1", "numa_node", "1"),
@@ -357,6 +359,8 @@ def test_what_kubernetes_says_of_services_is_no_configuration() -> None:
         ("load_timeout: .inf", "load_timeout must be a time"),
         ("node_linger: -1", 'node_linger must be a time such as 60 (seconds), "2m" or 0'),
         ("lookup_timeout_ms: 3s", "lookup_timeout_ms must be a number of milliseconds above 0, not '3s'"),
+        ("cache_policy: LFU", "cache_policy must be LRU or ARC, not 'LFU': lmkv has no such policy"),
+        ("cache_policy: 5", "cache_policy must be one of lru, arc, not 5"),
         ("local_cpu: maybe", "local_cpu must be true or false, not 'maybe'"),
         ("discard_partial_chunks: 2", "discard_partial_chunks must be true or false, not 2"),
         (

@@ -54,7 +54,57 @@ class Lru:
         return self._line.popitem(last=False)[0] if self._line else None
 
 
-POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = {"lru": Lru}
+class Arc:
+    """Adaptive replacement (Megiddo and Modha, FAST '03): those used once and those used again, each by recency.
+
+    Chunks that were used once go first as long as there are more of them than their share, so that a long document
+    that is read once pushes out only others of its kind. The share follows what comes back soon after it was evicted:
+    had a chunk that was used once been kept a little longer, its kind gets more room, and the other way round.
+    """
+
+    def __init__(self) -> None:
+        self._once: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._again: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._once_chosen: OrderedDict[ChunkKey, None] = OrderedDict()  # keys that are out, in the order they left
+        self._again_chosen: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._share = 0.0  # chunks that those used once may be
+
+    def admit(self, key: ChunkKey) -> None:
+        once, again = len(self._once_chosen), len(self._again_chosen)
+        if key in self._once_chosen:
+            self._share = min(self._share + max(1.0, again / once), len(self._once) + len(self._again))
+        elif key in self._again_chosen:
+            self._share = max(self._share - max(1.0, once / again), 0.0)
+        else:
+            self._once[key] = None
+            return
+        self.use(key)
+
+    def use(self, key: ChunkKey) -> None:
+        for line in (self._once, self._once_chosen, self._again_chosen):
+            line.pop(key, None)
+        self._again[key] = None
+        self._again.move_to_end(key)
+
+    def forget(self, key: ChunkKey) -> None:
+        for line in (self._once, self._again, self._once_chosen, self._again_chosen):
+            line.pop(key, None)
+
+    def choose(self) -> ChunkKey | None:
+        if self._once and (len(self._once) > self._share or not self._again):
+            line, chosen = self._once, self._once_chosen
+        elif self._again:
+            line, chosen = self._again, self._again_chosen
+        else:
+            return None
+        key, _ = line.popitem(last=False)
+        chosen[key] = None
+        while len(self._once_chosen) + len(self._again_chosen) > len(self._once) + len(self._again) + 1:
+            max(self._once_chosen, self._again_chosen, key=len).popitem(last=False)
+        return key
+
+
+POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = {"lru": Lru, "arc": Arc}
 """The policies by the names that `eviction_policy` takes."""
 
 

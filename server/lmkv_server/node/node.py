@@ -24,6 +24,7 @@ from lmkv.units import format_bytes
 from lmkv.v1 import chunk_pb2, engine_service_pb2, engine_service_pb2_grpc, registry_service_pb2
 from lmkv_server.node.engine_service import EngineService
 from lmkv_server.node.engines import Engines
+from lmkv_server.node.eviction import POLICIES
 from lmkv_server.node.fleet import Fleet, Held
 from lmkv_server.node.host_tier import Chunk, HostTier
 from lmkv_server.node.instance_lock import InstanceLock
@@ -109,7 +110,7 @@ class Node:
             numa_node=numa.node_for(config.numa_node),
         )
         self._stack.callback(self.pool.close)
-        self.tier = HostTier(self.pool.size_bytes, self._reporting)
+        self.tier = HostTier(self.pool.size_bytes, self._reporting, POLICIES[config.eviction_policy]())
         self.engines = Engines(self.tier)
         if config.enable_p2p:
             self._peer_side = await self._stack.enter_async_context(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -10,8 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from lmkv.config import NodeConfig, keys
 from lmkv.keys import ChunkKey
-from lmkv_server.node.eviction import POLICIES, EvictionPolicy, EvictionQueue
+from lmkv_server.node.eviction import POLICIES, Arc, EvictionPolicy, EvictionQueue
 
 NUMBERS = st.integers(0, 11)
 
@@ -146,6 +147,17 @@ def machine(name: str) -> Any:
 
 
 TestLru = machine("lru")
+TestArc = machine("arc")
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_can_be_configured(name: str) -> None:
+    assert NodeConfig(eviction_policy=name).eviction_policy == name
+    assert name in keys(NodeConfig)["eviction_policy"].kind.expects
+
+
+def test_every_policy_has_a_model_test() -> None:
+    assert {f"Test{name.capitalize()}" for name in POLICIES} <= globals().keys()
 
 
 def test_a_prompt_that_came_head_first_leaves_tail_first() -> None:
@@ -218,3 +230,50 @@ def test_chunks_on_hold_are_looked_at_once(make: Callable[[], EvictionPolicy]) -
         queue.add(chunk_key(number))
         assert queue.pop() == chunk_key(number)
     assert policy.choices <= 200
+
+
+def filled(policy: EvictionPolicy, capacity: int, arrivals: Iterable[ChunkKey], hot: Sequence[ChunkKey]) -> int:
+    """How many of the hot ones are there after others came, each hot one being used twice before."""
+    queue = EvictionQueue(policy)
+    for key in hot:
+        queue.add(key)
+        queue.use([key])
+    for key in arrivals:
+        if len(queue) == capacity:
+            queue.pop()
+        queue.add(key)
+    return sum(key in queue for key in hot)
+
+
+@pytest.mark.parametrize(("policy", "left"), [("lru", 0), ("arc", 10)])
+def test_a_scan_pushes_out_what_is_used_again_and_again_or_not(policy: str, left: int) -> None:
+    hot = [chunk_key(number) for number in range(100, 110)]
+    scan = [chunk_key(number) for number in range(200, 400)]
+    assert filled(POLICIES[policy](), 20, scan, hot) == left
+
+
+def test_arc_gives_room_to_those_used_once_when_they_come_back() -> None:
+    policy = Arc()
+    queue = EvictionQueue(policy)
+    for number in range(10):
+        queue.add(chunk_key(100 + number))
+        queue.use([chunk_key(100 + number)])
+    for turn in range(4):
+        for number in range(200, 206):  # each comes back soon after it was evicted
+            if chunk_key(number) not in queue:
+                while len(queue) >= 14:
+                    queue.pop()
+                queue.add(chunk_key(number))
+            elif turn:
+                queue.use([chunk_key(number)])
+    assert all(chunk_key(number) in queue for number in range(200, 206))
+
+
+def test_what_a_policy_remembers_of_evicted_chunks_is_bounded() -> None:
+    policy = Arc()
+    queue = EvictionQueue(policy)
+    for number in range(1000):
+        queue.add(chunk_key(number))
+        if len(queue) > 10:
+            queue.pop()
+    assert len(policy._once_chosen) + len(policy._again_chosen) <= 11
