@@ -1,0 +1,145 @@
+"""A host tier over a real pool, and a disk tier over real folders."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmkv.keys import ChunkKey
+from lmkv.pool import Pool
+from lmkv_kernels import checksum
+from lmkv_server.node.disk_chunk import DiskChunk
+from lmkv_server.node.disk_tier import DiskTier
+from lmkv_server.node.host_tier import Chunk, HostTier
+from tests.server.node.cases import chunk_key, chunk_keys
+
+CHUNK_BYTES = 8192
+FINGERPRINT = b"f" * 16
+WAIT_SECONDS = 10.0
+
+
+class Host:
+    """A pool of so many chunks; what its tier gains and loses is told to the disk tier, as a node does."""
+
+    def __init__(self, chunk_count: int) -> None:
+        self.pool = Pool.create(chunk_count * CHUNK_BYTES, huge_pages="never")
+        self.tier = HostTier(self.pool.size_bytes, self)
+        self._disk: DiskTier | None = None
+        self.on_disk: set[ChunkKey] = set()
+        """What the disk tier has said to hold."""
+
+    @property
+    def disk(self) -> DiskTier:
+        """The disk tier."""
+        assert self._disk
+        return self._disk
+
+    @disk.setter
+    def disk(self, disk: DiskTier) -> None:
+        self._disk = disk
+
+    def admitted(self, chunk: Chunk) -> None:
+        self.disk.writer.admitted(chunk)
+
+    def evicted(self, chunk: Chunk) -> None:
+        self.disk.writer.evicted(chunk)
+
+    def stored(self, chunk: DiskChunk) -> None:
+        assert chunk.key not in self.on_disk
+        self.on_disk.add(chunk.key)
+
+    def lost(self, chunk: DiskChunk) -> None:
+        self.on_disk.remove(chunk.key)
+
+    def words(self, chunk: Chunk) -> NDArray[np.uint64]:
+        return np.frombuffer(self.pool.buffer, np.uint64, chunk.size_bytes // 8, chunk.offset)
+
+    def store(self, number: int, parent: int | None = None, size_bytes: int = CHUNK_BYTES) -> Chunk:
+        """A chunk whose bytes follow from its number."""
+        reserved = self.tier.reserve(size_bytes)
+        assert reserved is not None
+        self.pool.buffer[reserved.offset : reserved.offset + size_bytes] = content(number, size_bytes)
+        chunk = self.tier.commit(
+            reserved.offset,
+            key=chunk_key(number),
+            fingerprint=FINGERPRINT,
+            size_bytes=size_bytes,
+            checksum=checksum(self.pool.buffer, reserved.offset, size_bytes),
+            token_count=7,
+            parent=None if parent is None else chunk_key(parent),
+        )
+        assert chunk is not None
+        return chunk
+
+    def drop(self, *numbers: int) -> None:
+        """Forgets chunks in host memory."""
+        self.tier.drop(chunk_keys(*numbers))
+
+    async def read(self, *numbers: int, seconds: float = WAIT_SECONDS) -> dict[int, Chunk]:
+        """Reads chunks from disk; those that came, each looked at byte by byte."""
+        came: dict[int, Chunk] = {}
+        await self.disk.reader.read(
+            FINGERPRINT, chunk_keys(*numbers), seconds, lambda at, chunk: came.update({numbers[at]: chunk})
+        )
+        for number, chunk in came.items():
+            found = bytes(self.pool.buffer[chunk.offset : chunk.offset + chunk.size_bytes])
+            assert found == content(number, chunk.size_bytes)
+            assert (chunk.key, chunk.fingerprint, chunk.token_count) == (chunk_key(number), FINGERPRINT, 7)
+        return came
+
+    def check(self) -> None:
+        """Nothing is left over, and everybody agrees on what is there."""
+        self.tier.check()
+        assert not self.tier.reserved_count
+        assert not any(chunk.holds for chunk in self.tier)
+        for shelf in self.disk.shelves:
+            shelf.index.check()
+        assert {chunk.key for chunk in self.disk} == self.on_disk
+
+
+def content(number: int, size_bytes: int) -> bytes:
+    """The bytes of a chunk."""
+    return np.random.default_rng(number).bytes(size_bytes)
+
+
+@asynccontextmanager
+async def host_with_disk(
+    paths: Path | Sequence[Path], *, host_chunks: int = 8, disk_chunks: int = 32, **seconds: float
+) -> AsyncIterator[Host]:
+    """A host tier and a disk tier of so many chunks."""
+    host = Host(host_chunks)
+    folders = [paths] if isinstance(paths, Path) else list(paths)
+    try:
+        async with DiskTier(
+            folders, disk_chunks * CHUNK_BYTES, tier=host.tier, pool=host.pool, listener=host, **seconds
+        ) as disk:
+            host.disk = disk
+            yield host
+            host.check()
+    finally:
+        host.pool.close()
+
+
+async def flushed(host: Host) -> None:
+    """Waits until everything is written."""
+    async with asyncio.timeout(WAIT_SECONDS):
+        await host.disk.writer.flush()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for what nothing tells of."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def files(folder: Path) -> list[Path]:
+    """The files of chunks, oldest first."""
+    return sorted(folder.glob("*.chunk"), key=lambda path: path.stat().st_mtime_ns)
