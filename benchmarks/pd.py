@@ -49,7 +49,7 @@ Round = Mapping[str, Answer]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this benchmark."""
     engines.add_dtype_argument(parser)
-    parser.add_argument("--rounds", type=int, metavar="N", help="prompts of each length (5; 2 with --quick)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="prompts of each length (4; 1 with --quick)")
     parser.add_argument("--lmcache-python", type=Path, metavar="PATH", help="Python of an environment with LMCache 0.5")
 
 
@@ -62,7 +62,7 @@ def measure(run: Run) -> None:
     with ExitStack() as stack:
         systems = {name: stack.enter_context(start()) for name, start in starts(run, plan).items()}
         prompts = Prompts(seed=5)
-        for length in WARM_UP_TOKENS:
+        for length in WARM_UP_TOKENS[: 1 if run.quick else None]:
             ask_all(systems, prompts.make(length), token_count)
         for length in lengths:
             measure_length(run, systems, [prompts.make(length) for _ in range(round_count(run))], token_count)
@@ -99,7 +99,7 @@ def starts(run: Run, plan: Plan) -> dict[str, Callable[[], AbstractContextManage
 def round_count(run: Run) -> int:
     """Prompts of each length."""
     rounds: int | None = run.args.rounds
-    return rounds or (2 if run.quick else 5)
+    return rounds or (1 if run.quick else 4)
 
 
 def measure_length(run: Run, systems: Mapping[str, System], prompts: Sequence[Sequence[int]], token_count: int) -> None:
