@@ -204,6 +204,21 @@ def test_the_extra_config_of_an_engine_works_as_it_stands() -> None:
     )
 
 
+def test_the_environment_of_an_engine_in_a_cluster_works_as_it_stands() -> None:
+    env = {
+        "LMKV_LOCAL_CPU": "True",
+        "LMKV_CHUNK_SIZE": "256",
+        "LMKV_MAX_LOCAL_CPU_SIZE": "100",
+        "LMKV_PD_BUFFER_DEVICE": "cuda",
+    }
+    config = load(ConnectorConfig, env=env)
+    assert (config.local_cpu, config.chunk_size, config.pool_bytes) == (True, 256, 100 << 30)
+    assert config.notices == (f"LMKV_PD_BUFFER_DEVICE in the environment is ignored: {REPLACED['pd_buffer_device']}",)
+    passed_on = to_environment(config, env)
+    assert "LMKV_PD_BUFFER_DEVICE" not in passed_on
+    assert load(ConnectorConfig, env=passed_on) == config
+
+
 def test_notices_do_not_make_configurations_differ(tmp_path: Path) -> None:
     file = written(tmp_path, "enable_controller: true\n")
     assert load(NodeConfig, file=file, env=EMPTY).notices

@@ -1,0 +1,95 @@
+"""`lmkv config`: turns LMCache's configuration into lmkv's, and shows what a process makes of its own."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from lmkv.cli import Command
+from lmkv.config import (
+    ClientConfig,
+    Config,
+    ConnectorConfig,
+    CoordinatorConfig,
+    NodeConfig,
+    ProxyConfig,
+    keys,
+    lmcache,
+    load,
+)
+from lmkv.config.sources import read_file
+from lmkv.errors import ConfigError
+
+PROCESSES: Mapping[str, type[Config]] = {
+    "connector": ConnectorConfig,
+    "node": NodeConfig,
+    "coordinator": CoordinatorConfig,
+    "proxy": ProxyConfig,
+    "client": ClientConfig,
+}
+
+EXAMPLES = """\
+  lmkv config import lmcache.yaml                       print it as lmkv's, and what became of each key
+  lmkv config import lmcache.yaml --output lmkv.yaml    write it there, unless there is such a file
+  lmkv config check lmkv.yaml                           print what an engine's connector makes of it
+  lmkv config check lmkv.yaml --process coordinator     what a coordinator does
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `lmkv config`."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    importing = actions.add_parser("import", help="turn LMCache's YAML into lmkv's", allow_abbrev=False)
+    importing.add_argument("file", metavar="FILE", type=Path, help="LMCache's configuration")
+    importing.add_argument("--output", metavar="FILE", type=Path, help="write it there (default: print it)")
+    importing.add_argument("--force", action="store_true", help="also if there is such a file")
+    checking = actions.add_parser("check", help="load a configuration and print all its keys", allow_abbrev=False)
+    checking.add_argument("file", metavar="FILE", type=Path, nargs="?", help="lmkv's (default: $LMKV_CONFIG_FILE)")
+    checking.add_argument("--process", choices=PROCESSES, default="connector", help="whose (default: connector)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Imports or checks."""
+    return _check(args.file, PROCESSES[args.process]) if args.action == "check" else _import(args)
+
+
+def _import(args: argparse.Namespace) -> int:
+    """Writes the file, and on standard error what became of each key. Raises `ConfigError` if nothing sensible can."""
+    imported = lmcache.translate(read_file(args.file, "the command line"))
+    text = lmcache.render(imported, args.file.name)
+    for one in imported:
+        print(one.notice, file=sys.stderr)
+    if args.output is None:
+        print(text, end="")
+        return 0
+    try:
+        with args.output.open("w" if args.force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{args.output} is there already; --force writes over it", path=args.output) from None
+    except OSError as error:
+        raise ConfigError(f"cannot write {args.output}: {error.strerror}", path=args.output) from None
+    return 0
+
+
+def _check(file: Path | None, cls: type[Config]) -> int:
+    """Prints the keys of a process with their values, from file and environment. Raises `ConfigError` as it would."""
+    config = load(cls, file=file)
+    for notice in config.notices:
+        print(notice, file=sys.stderr)
+    for name, declared in keys(cls).items():
+        value = getattr(config, name)
+        shown = lmcache.as_yaml(value) if isinstance(value, str) else declared.kind.write(value)
+        print(f"{name}: {'(hidden)' if declared.kind.secret and value else shown}")
+    return 0
+
+
+command = Command(
+    name="config",
+    help="import LMCache's configuration, or check one of lmkv's",
+    add_arguments=add_arguments,
+    run=run,
+    examples=EXAMPLES,
+)

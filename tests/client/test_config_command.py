@@ -1,0 +1,122 @@
+"""`lmkv config`, as people call it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lmkv import cli
+from lmkv.config import ConnectorConfig, NodeConfig, keys, load
+from lmkv_client.commands.config import PROCESSES
+from tests.lmkv.test_config import SEED_P2P
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    file = tmp_path / "lmcache.yaml"
+    file.write_text(SEED_P2P, encoding="utf-8")
+    return file
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CONFIG_FILE", "LOG_LEVEL", "CHUNK_SIZE", "CLUSTER_SECRET"):
+        monkeypatch.delenv(f"LMKV_{name}", raising=False)
+
+
+def test_import_prints_the_file_and_says_on_the_other_stream_what_became_of_each_key(
+    source: Path, capsys: Capture
+) -> None:
+    assert cli.main(["config", "import", str(source)]) == 0
+    shown = capsys.readouterr()
+    made = yaml.safe_load(shown.out)
+    assert made["coordinator_address"] == "localhost:8300"
+    assert "# p2p_lookup_ports: 8201  # p2p_port serves lookups too" in shown.out.splitlines()
+    notices = shown.err.splitlines()
+    assert len(notices) == len([line for line in SEED_P2P.splitlines() if ": " in line])
+    assert "p2p_init_ports: 8200 is now p2p_port: 8200" in notices
+    assert "chunk_size: 256 stays" in notices
+
+
+def test_import_writes_a_file_that_loads_without_notices(source: Path, tmp_path: Path, capsys: Capture) -> None:
+    target = tmp_path / "lmkv.yaml"
+    assert cli.main(["config", "import", str(source), "--output", str(target)]) == 0
+    assert capsys.readouterr().out == ""
+    config = load(ConnectorConfig, file=target, env={})
+    assert config == load(ConnectorConfig, file=source, env={})
+    assert config.notices == ()
+
+
+def test_import_writes_over_nothing_unless_told_to(source: Path, tmp_path: Path, capsys: Capture) -> None:
+    target = tmp_path / "lmkv.yaml"
+    target.write_text("mine", encoding="utf-8")
+    assert cli.main(["config", "import", str(source), "--output", str(target)]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"lmkv: error: {target} is there already; --force writes over it"
+    )
+    assert target.read_text(encoding="utf-8") == "mine"
+    assert cli.main(["config", "import", str(source), "--output", str(target), "--force"]) == 0
+    assert load(NodeConfig, file=target, env={}).p2p_port == 8200
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot read the configuration file {file}: No such file or directory; it was named by the command"),
+        ("chunk_size: [", "{file} is not valid YAML: line 1: "),
+        ("- 7", "{file} must hold keys with values"),
+    ],
+)
+def test_what_is_no_configuration_is_refused(tmp_path: Path, capsys: Capture, text: str | None, message: str) -> None:
+    file = tmp_path / "lmcache.yaml"
+    if text is not None:
+        file.write_text(text, encoding="utf-8")
+    assert cli.main(["config", "import", str(file)]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("lmkv: error: " + message.format(file=file))
+
+
+def test_a_place_that_cannot_be_written_is_told(source: Path, tmp_path: Path, capsys: Capture) -> None:
+    target = tmp_path / "none" / "lmkv.yaml"
+    assert cli.main(["config", "import", str(source), "--output", str(target)]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"lmkv: error: cannot write {target}: No such file or directory"
+    )
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_check_prints_all_keys_so_that_they_load_again(tmp_path: Path, capsys: Capture, process: str) -> None:
+    file = tmp_path / "lmkv.yaml"
+    file.write_text("max_local_cpu_size: 512MB\nlog_level: debug\nmetrics_port: 0\n", encoding="utf-8")
+    assert cli.main(["config", "check", str(file), "--process", process]) == 0
+    cls = PROCESSES[process]
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert yaml.safe_load(printed.read_text(encoding="utf-8")).keys() == keys(cls).keys()
+    assert load(cls, file=printed, env={}) == load(cls, file=file, env={})
+
+
+def test_check_hides_secrets_reads_the_environment_and_tells_notices(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "lmkv.yaml"
+    file.write_text("cluster_secret: hush\nenable_controller: true\n", encoding="utf-8")
+    monkeypatch.setenv("LMKV_CONFIG_FILE", str(file))
+    monkeypatch.setenv("LMKV_CHUNK_SIZE", "64")
+    assert cli.main(["config", "check"]) == 0
+    shown = capsys.readouterr()
+    assert "hush" not in shown.out + shown.err
+    assert {"cluster_secret: (hidden)", "chunk_size: 64"} <= set(shown.out.splitlines())
+    assert shown.err.startswith(f"enable_controller in {file} is ignored: ")
+
+
+def test_check_refuses_as_the_process_would(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "lmkv.yaml"
+    file.write_text("chunk_sise: 64\n", encoding="utf-8")
+    assert cli.main(["config", "check", str(file)]) == 2
+    assert capsys.readouterr().err == (f"lmkv: error: unknown key chunk_sise in {file}; did you mean chunk_size?\n")
