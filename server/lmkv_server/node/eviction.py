@@ -100,7 +100,8 @@ class Arc:
         key, _ = line.popitem(last=False)
         chosen[key] = None
         while len(self._once_chosen) + len(self._again_chosen) > len(self._once) + len(self._again) + 1:
-            max(self._once_chosen, self._again_chosen, key=len).popitem(last=False)
+            more = self._once_chosen if len(self._once_chosen) > len(self._again_chosen) else self._again_chosen
+            more.popitem(last=False)
         return key
 
 
@@ -118,8 +119,8 @@ class EvictionQueue:
     def __init__(self, policy: EvictionPolicy | None = None) -> None:
         self._policy = policy or Lru()
         self._parents: dict[ChunkKey, ChunkKey | None] = {}  # of every chunk that is there
-        self._holds: Counter[ChunkKey] = Counter()
-        self._children: Counter[ChunkKey] = Counter()  # also of parents that are not there
+        self._holds: dict[ChunkKey, int] = {}
+        self._children: dict[ChunkKey, int] = {}  # also of parents that are not there
         self._aside: dict[ChunkKey, int] = {}  # whose turn came while they were held, in the order of their turns
         self._let_go: list[tuple[int, ChunkKey]] = []  # heap; entries whose turn is not that of `_aside` are void
         self._turns = 0
@@ -141,28 +142,30 @@ class EvictionQueue:
             parent = None
         self._parents[key] = parent
         if parent is not None:
-            self._children[parent] += 1
+            self._children[parent] = self._children.get(parent, 0) + 1
         self._policy.admit(key)
 
     def use(self, keys: Sequence[ChunkKey]) -> None:
         """Chunks of a prompt, in its order, were used. The head becomes the youngest: tails are evicted first."""
         for key in reversed(keys):
-            self._aside.pop(key, None)
+            if key in self._aside:
+                del self._aside[key]
             self._policy.use(key)
 
     def hold(self, key: ChunkKey) -> None:
         """Keeps the chunk until as many `unhold`s."""
         assert key in self._parents, "hold of a chunk that is not there"
-        self._holds[key] += 1
+        self._holds[key] = self._holds.get(key, 0) + 1
 
     def unhold(self, key: ChunkKey) -> None:
         """Ends one hold."""
-        assert self._holds[key] > 0, "unhold without hold"
+        assert key in self._holds, "unhold without hold"
         self._decrease(self._holds, key)
 
     def remove(self, key: ChunkKey) -> None:
         """The chunk is gone, held or not; so are its holds. Its children stay, and keep it if it comes again."""
         self._aside.pop(key, None)
+        self._holds.pop(key, None)
         self._policy.forget(key)
         self._leave(key)
 
@@ -187,14 +190,14 @@ class EvictionQueue:
 
     def _leave(self, key: ChunkKey) -> None:
         parent = self._parents.pop(key)
-        self._holds.pop(key, None)
         if parent is not None:
             self._decrease(self._children, parent)
 
-    def _decrease(self, counter: Counter[ChunkKey], key: ChunkKey) -> None:
-        counter[key] -= 1
-        if not counter[key]:
-            del counter[key]
+    def _decrease(self, counts: dict[ChunkKey, int], key: ChunkKey) -> None:
+        if counts[key] > 1:
+            counts[key] -= 1
+            return
+        del counts[key]
         if key in self._aside and not self._is_held(key):
             heapq.heappush(self._let_go, (self._aside[key], key))
 
