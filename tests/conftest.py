@@ -22,6 +22,9 @@ RUN_VARIABLE = "TESTS_OF_LMKV"
 LEFT_BEHIND_TIMEOUT_SECONDS = 10.0
 
 
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before anybody imports gRPC: connections that break are no news
+
+
 def pytest_configure() -> None:
     """Lets Ctrl-C work in what the tests start: a run in the background inherits that it is ignored."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -41,6 +41,12 @@ class Endpoint:
         body = self._body(prompt, max_tokens, logprobs, extra)
         return self._complete_stream(body, timeout_seconds) if stream else self._complete_whole(body, timeout_seconds)
 
+    def answer(self, prompt: Sequence[int], max_tokens: int, **extra: object) -> dict[str, Any]:
+        """All that it answers to a completion which is not streamed, as it came. Raises as `complete` does."""
+        body = self._body(prompt, max_tokens, False, extra)
+        answer: dict[str, Any] = json.loads(self._request("POST", "/v1/completions", body, REQUEST_TIMEOUT_SECONDS))
+        return answer
+
     def chat(self, **body: object) -> str:
         """What it says to a chat of `messages`, `max_tokens` and what else the API takes. Raises as `complete` does."""
         body = {"model": self.model_name, "temperature": 0, "ignore_eos": True} | body

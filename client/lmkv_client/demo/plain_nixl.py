@@ -1,0 +1,19 @@
+"""`nixl` by its plain name, which vLLM's own connector imports and some of NIXL's wheels do not bring."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+
+def plain_nixl(folder: Path) -> Path:
+    """A folder for `PYTHONPATH` from which `nixl` can be imported."""
+    if importlib.util.find_spec("nixl") is None:
+        package = folder / "nixl-alias" / "nixl"
+        package.mkdir(parents=True, exist_ok=True)
+        (package / "__init__.py").write_text(
+            "import importlib, sys\n"
+            "for part in ('_bindings', '_api'):\n"
+            "    sys.modules[f'nixl.{part}'] = importlib.import_module(f'nixl_cu12.{part}')\n"
+        )
+    return folder / "nixl-alias"
