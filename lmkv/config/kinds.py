@@ -95,6 +95,10 @@ def _gigabytes(raw: object) -> float:
     return size if 1 / GB <= (size := parse_gigabytes(raw)) <= MAX_GIGABYTES else _refuse()
 
 
+def _gigabytes_or_zero(raw: object) -> float:
+    return size if 0 <= (size := parse_gigabytes(raw)) <= MAX_GIGABYTES else _refuse()
+
+
 def _buffer_bytes(raw: object) -> int:
     text = str(raw).strip()
     size = float(text) if text.replace(".", "", 1).isdigit() else parse_gigabytes(raw) * GB
@@ -142,6 +146,16 @@ def _names(raw: object) -> tuple[str, ...]:
     if not isinstance(raw, list | tuple) or not raw:
         raise ValueError
     return tuple(_text(name) or _refuse() for name in raw)
+
+
+def _disk_folders(raw: object) -> tuple[str, ...]:
+    """Absolute paths, once each; LMCache writes them as URLs."""
+    if raw in ("", [], ()):
+        return ()
+    paths = tuple(path.removeprefix("file://") for path in _names(raw))
+    if len(set(paths)) < len(paths) or not all(path.startswith("/") for path in paths):
+        raise ValueError
+    return paths
 
 
 def _ports(raw: object) -> Mapping[str, int]:
@@ -235,11 +249,20 @@ NAMES = Kind(
     parse=_names,
     write=lambda names: json.dumps(list(names)),
 )
+DISK_FOLDERS = Kind(
+    metavar="PATHS",
+    expects="an absolute path such as /mnt/nvme/lmkv, or a list of them, each another one",
+    parse=_disk_folders,
+    write=lambda paths: json.dumps(list(paths)) if paths else "",
+)
 NUMA_NODE = Kind(metavar="NODE", expects="auto, none or the number of a NUMA node", parse=_numa_node)
 FLAG = Kind(metavar="BOOL", expects="true or false", parse=_flag, write=lambda value: "true" if value else "false")
 MILLISECONDS = Kind(metavar="N", expects="a number of milliseconds above 0", parse=_milliseconds)
 GIGABYTES = Kind(
     metavar="SIZE", expects='a size above 0 such as 5 (GB) or "512MB", at most 1024TB', parse=_gigabytes, write=repr
+)
+GIGABYTES_OR_ZERO = Kind(
+    metavar="SIZE", expects='a size such as 100 (GB) or "512MB", or 0', parse=_gigabytes_or_zero, write=repr
 )
 BUFFER_BYTES = Kind(
     metavar="SIZE", expects='a number of bytes, or a size with its unit such as "1GB"', parse=_buffer_bytes, write=repr

@@ -13,8 +13,10 @@ from lmkv.config import common
 from lmkv.config.kinds import (
     ADDRESS,
     BUFFER_BYTES,
+    DISK_FOLDERS,
     FLAG,
     GIGABYTES,
+    GIGABYTES_OR_ZERO,
     INSTANCE_ID_IF_ANY,
     NAMES,
     NUMA_NODE,
@@ -103,6 +105,12 @@ class NodeConfig(Config):
     mooncake_protocol: str = key(MOONCAKE_PROTOCOL, "tcp", "What Mooncake moves bytes by: tcp or rdma.")
     local_cpu: bool = key(FLAG, True, "Whether chunks are kept in host memory.")
     max_local_cpu_size: float = key(GIGABYTES, 5.0, "Host memory for chunks, in GB unless it says its unit.")
+    local_disk: tuple[str, ...] = key(
+        DISK_FOLDERS, (), "Folder that chunks are kept in, too, or several; in each the node has one of its own."
+    )
+    max_local_disk_size: float = key(
+        GIGABYTES_OR_ZERO, 0.0, "Disk for chunks in all folders of `local_disk`, in GB unless it says its unit."
+    )
     pool_path: str = key(
         PATH, "", "File on tmpfs or hugetlbfs that holds the pool; empty: anonymous memory.", shown_default="empty"
     )
@@ -170,6 +178,11 @@ class NodeConfig(Config):
         if not self.instance_id:  # a prefill and a decode on one host are two
             suffix = "" if self.pd_role == "both" else f"-{self.pd_role}"
             object.__setattr__(self, "instance_id", _own_instance_id(suffix))
+        if self.local_disk and not self.max_local_disk_size:
+            raise ConfigError(
+                "max_local_disk_size must be set where local_disk is: say how much disk chunks may take",
+                key="max_local_disk_size",
+            )
 
     @property
     def tls(self) -> Tls:
@@ -181,6 +194,16 @@ class NodeConfig(Config):
         """Size of the pool. Without a cache in host memory it is the buffer of handoffs alone, if that has a size."""
         cache = round(self.max_local_cpu_size * GB)
         return cache if self.local_cpu or not self.enable_pd else self.pd_buffer_size or cache
+
+    @property
+    def disk_folders(self) -> list[Path]:
+        """This node's own folder in each of `local_disk`: nodes of one host may share these."""
+        return [Path(folder, self.instance_id) for folder in self.local_disk]
+
+    @property
+    def disk_bytes(self) -> int:
+        """What chunks may take in all of these folders."""
+        return round(self.max_local_disk_size * GB)
 
     @property
     def pd_buffer_bytes(self) -> int:

@@ -10,6 +10,7 @@ from lmkv.errors import ChunkNotFound, LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
+from lmkv_server.node.disk_chunk import DiskChunk
 from lmkv_server.node.host_tier import Chunk
 
 
@@ -28,7 +29,7 @@ class Achieved:
     transferred_bytes: int = 0
     failures: dict[ChunkKey, LmkvError] = field(default_factory=dict)
 
-    def count(self, chunks: Iterable[Chunk]) -> None:
+    def count(self, chunks: Iterable[Chunk | DiskChunk]) -> None:
         """It was carried out for these chunks."""
         for chunk in chunks:
             self.chunk_count += 1

@@ -1,4 +1,4 @@
-"""What orders do to the node's tier: fetch, drop, pin, unpin. Used by `Orders`, which begins, bounds and stops them.
+"""What orders do to the node's tiers: fetch, drop, pin, unpin. Used by `Orders`, which begins, bounds and stops them.
 
 Each fills in `Achieved` on the way and may be cancelled at any await. A chunk that an act cannot deal with is a failure
 of that chunk; what is raised concerns the order as a whole.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 from lmkv.errors import BadMessage, ChunkNotFound, ChunkPinned, KvSpecMismatch, TierUnsupported, Unreachable
 from lmkv.keys import ChunkKey, split_keys
@@ -16,6 +17,7 @@ from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.achieved import Achieved
 from lmkv_server.node.arrivals import Progress
+from lmkv_server.node.disk_tier import DiskTier
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.host_tier import Chunk, HostTier
 from lmkv_server.node.peers import Peers
@@ -30,10 +32,13 @@ DROPPED_AT_ONCE = 4096
 
 
 class Acts:
-    """The acts on one node's tier. Without `peers` every fetch is refused."""
+    """The acts on one node's tiers. Without `peers` every fetch is refused."""
 
-    def __init__(self, *, tier: HostTier, engines: Engines, peers: Peers | None, pins: Pins) -> None:
+    def __init__(
+        self, *, tier: HostTier, engines: Engines, peers: Peers | None, pins: Pins, disk: DiskTier | None = None
+    ) -> None:
         self._tier = tier
+        self._disk = disk
         self._engines = engines
         self._peers = peers
         self._pins = pins
@@ -74,14 +79,23 @@ class Acts:
             achieved.failures.setdefault(keys[index], rest)
 
     async def drop(self, order: pb.DropOrder, achieved: Achieved) -> None:
-        """Forgets what the order selects; pinned chunks stay.
+        """Forgets what the order selects, in every tier unless it names one; pinned chunks stay.
 
-        Raises `BadMessage`, `BadChunkKey`, `TierUnsupported`.
+        A pin keeps a chunk in memory: an order that names the disk drops what is there. Raises `BadMessage`,
+        `BadChunkKey`, `TierUnsupported`.
         """
         if not (order.chunk_keys or order.fingerprint or order.all):
             raise BadMessage("an order to drop selects by chunk_keys, by fingerprint, or all")
-        check_tier(order.tier)
+        on_disk = self._disk is not None and order.tier in (chunk_pb2.TIER_UNSPECIFIED, chunk_pb2.TIER_DISK)
+        if order.tier != chunk_pb2.TIER_DISK or not on_disk:
+            check_tier(order.tier)
         named = dict.fromkeys(order_keys(order.chunk_keys))
+        if on_disk:
+            await self._drop_from_disk(order, list(named), achieved)
+        if order.tier != chunk_pb2.TIER_DISK:
+            await self._drop_from_memory(order, list(named), achieved)
+
+    async def _drop_from_memory(self, order: pb.DropOrder, named: Sequence[ChunkKey], achieved: Achieved) -> None:
         chunks = [self._tier.get(key) for key in named] if named else list(self._tier)
         for start in range(0, len(chunks), DROPPED_AT_ONCE):
             if start:
@@ -98,6 +112,27 @@ class Acts:
             if not order.dry_run:
                 self._tier.drop([chunk.key for chunk in free])
             achieved.count(free)
+
+    async def _drop_from_disk(self, order: pb.DropOrder, named: Sequence[ChunkKey], achieved: Achieved) -> None:
+        """Returns once the files are gone. What goes from memory, too, is counted there."""
+        assert self._disk
+        chunks = [self._disk.get(key) for key in named] if named else list(self._disk)
+        for start in range(0, len(chunks), DROPPED_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
+            selected = [
+                (chunk, self._tier.get(chunk.key))
+                for chunk in chunks[start : start + DROPPED_AT_ONCE]
+                if chunk and order.fingerprint in (b"", chunk.fingerprint)
+            ]
+            if order.tier == chunk_pb2.TIER_UNSPECIFIED:
+                selected = [(chunk, in_memory) for chunk, in_memory in selected if not (in_memory and in_memory.pins)]
+                achieved.count(chunk for chunk, in_memory in selected if not in_memory)
+            else:
+                achieved.count(chunk for chunk, _ in selected)
+            if not order.dry_run:
+                self._disk.drop([chunk.key for chunk, _ in selected])
+        await self._disk.settle()
 
     def pin(self, order: pb.PinOrder, achieved: Achieved) -> None:
         """Keeps the head of the order's chunks. Raises `TierUnsupported`, `BadChunkKey`, and what `Pins.pin` raises."""
@@ -126,4 +161,4 @@ def check_tier(tier: chunk_pb2.Tier.ValueType) -> None:
     """Raises `TierUnsupported` unless this is the host tier, or none is named."""
     if tier not in (chunk_pb2.TIER_UNSPECIFIED, chunk_pb2.TIER_HOST):
         name = chunk_pb2.Tier.Name(tier) if tier in chunk_pb2.Tier.values() else str(tier)
-        raise TierUnsupported(f"this node has no {name}; it keeps chunks in TIER_HOST", tier=name)
+        raise TierUnsupported(f"not in {name}: this node brings chunks to TIER_HOST, and pins them there", tier=name)

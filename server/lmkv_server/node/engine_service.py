@@ -110,10 +110,11 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         self._spec(request.fingerprint)
         keys = split_keys(request.chunk_keys)
         own = len(self._tier.find(keys))
-        holders = await self._sources.locate(keys[own:])
+        on_disk = self._sources.on_disk(request.fingerprint, keys, own)
+        holders = await self._sources.locate(keys[own:], after=on_disk)
         return pb.EngineServiceLookupResponse(
             own_chunk_count=own,
-            peer_chunk_count=holders[0].matched_chunk_count if holders else 0,
+            peer_chunk_count=holders[0].matched_chunk_count if holders else on_disk,
             peer_instance_id=holders[0].instance_id if holders else "",
         )
 
@@ -122,11 +123,11 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         spec = self._spec(request.fingerprint)
         keys = split_keys(request.chunk_keys)
         own = len(self._tier.find(keys))
-        rest = keys[own:]
+        rest, on_disk = keys[own:], self._sources.on_disk(request.fingerprint, keys, own)
         fetched = await self._sources.fetch(
             spec,
             rest,
-            await self._sources.locate(rest),
+            await self._sources.locate(rest, after=on_disk),
             UNARY_LOAD_TIMEOUT_SECONDS,
             lambda chunks: self._tier.unhold(chunk for _, chunk in chunks),
         )

@@ -20,7 +20,7 @@ from lmkv_server.node.engines import EngineSession, Ticket
 from lmkv_server.node.host_tier import Chunk, HostTier
 from lmkv_server.node.metrics import LookupCounts
 from lmkv_server.node.sender import Senders
-from lmkv_server.node.sources import Sources
+from lmkv_server.node.sources import Sources, shifted
 from lmkv_server.node.wire import credit, extent
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class EngineStream:
         for request_id in message.ended_handoffs:
             self._handoffs.end(request_id)
         if message.reset:
-            self.outbox.put(pb.AttachResponse(reset_counts=[self._tier.clear(self._session.spec.fingerprint)]))
+            self.outbox.put(pb.AttachResponse(reset_counts=[self._sources.clear(self._session.spec.fingerprint)]))
 
     def close(self) -> None:
         """Stops everything that still runs for the engine."""
@@ -171,8 +171,11 @@ class EngineStream:
         ticket = self._session.open(lookup.request_id, split_keys(lookup.chunk_keys))
         ticket.handoff_id = lookup.handoff_id
         ticket.on_release = self._sources.claim(lookup.handoff_id)
+        on_disk = self._sources.on_disk(self._session.spec.fingerprint, ticket.keys, ticket.own_count)
+        ticket.disk_count = min(on_disk, self._session.holdable_count)
         span = telemetry.follow("lmkv.lookup", lookup.traceparent, asked_chunks=len(ticket.keys))
-        if ticket.own_count == len(ticket.keys) or not self._sources.connected or self._promised(ticket)[0]:
+        here_count = ticket.own_count + ticket.disk_count
+        if here_count == len(ticket.keys) or not self._sources.connected or self._promised(ticket)[0]:
             with span:
                 self._answer(lookup, ticket, span)
         else:
@@ -180,14 +183,17 @@ class EngineStream:
 
     async def _locate(self, lookup: pb.LookupChunks, ticket: Ticket, span: Span) -> None:
         with span:
-            ticket.holders = await self._sources.locate(ticket.keys[ticket.own_count :])
+            ticket.holders = await self._sources.locate(ticket.keys[ticket.own_count :], after=ticket.disk_count)
             self._answer(lookup, ticket, span)
 
     def _answer(self, lookup: pb.LookupChunks, ticket: Ticket, span: Span) -> None:
         refused_count = self._refuse_slow(lookup, ticket)
         peer_count, peer_id = self._promised(ticket)
-        if not peer_count and ticket.holders:
-            peer_count, peer_id = ticket.holders[0].matched_chunk_count, ticket.holders[0].instance_id
+        disk_count = 0 if peer_count else ticket.disk_count
+        if not peer_count:
+            peer_count, peer_id = disk_count, ""
+            if ticket.holders:
+                peer_count, peer_id = ticket.holders[0].matched_chunk_count, ticket.holders[0].instance_id
         found = pb.FoundChunks(
             request_id=lookup.request_id,
             own=[extent(chunk) for chunk in ticket.chunks],
@@ -196,10 +202,11 @@ class EngineStream:
             refused_chunk_count=refused_count,
         )
         self.outbox.put(pb.AttachResponse(found=[found]))
-        self._lookups.note(asked=len(ticket.keys), own=ticket.own_count, peer=found.peer_chunk_count)
+        self._lookups.note(asked=len(ticket.keys), own=ticket.own_count, disk=disk_count, peer=peer_count - disk_count)
         span.set(
             own_chunks=ticket.own_count,
-            peer_chunks=found.peer_chunk_count,
+            disk_chunks=disk_count,
+            peer_chunks=peer_count - disk_count,
             peer_instance_id=found.peer_instance_id,
         )
         held = ticket.own_count + found.peer_chunk_count
@@ -213,16 +220,21 @@ class EngineStream:
 
     def _refuse_slow(self, lookup: pb.LookupChunks, ticket: Ticket) -> int:
         """Forgets who holds the rest if to compute it is quicker, as far as that is known; the chunks of it."""
-        count = ticket.holders[0].matched_chunk_count if ticket.holders else 0
-        rate, spec = lookup.prefill_tokens_per_second, self._session.spec
-        if not count or rate <= 0:
-            return 0
-        seconds = self._sources.fetch_seconds(ticket.holders, count * spec.chunk_bytes)
-        if seconds is None or seconds <= count * spec.chunk_size / rate:
-            return 0
-        ticket.holders = ()
-        self._lookups.refused_slower += 1
-        return count
+        spec, rate, disk_count = self._session.spec, lookup.prefill_tokens_per_second, ticket.disk_count
+        peer_count = ticket.holders[0].matched_chunk_count - disk_count if ticket.holders else 0
+
+        def is_slower(count: int, seconds: float | None) -> bool:
+            return seconds is not None and rate > 0 and seconds > count * spec.chunk_size / rate
+
+        refused_count = 0
+        if disk_count and is_slower(disk_count, self._sources.read_seconds(disk_count * spec.chunk_bytes)):
+            refused_count, ticket.holders, ticket.disk_count = disk_count + peer_count, (), 0
+        elif peer_count and is_slower(
+            peer_count, self._sources.fetch_seconds(ticket.holders, peer_count * spec.chunk_bytes)
+        ):
+            refused_count, ticket.holders = peer_count, ()
+        self._lookups.refused_slower += refused_count > 0
+        return refused_count
 
     async def _load(self, load: pb.LoadChunks) -> None:
         with telemetry.follow("lmkv.fetch", load.traceparent, asked_chunks=load.chunk_count) as span:
@@ -295,14 +307,6 @@ class EngineStream:
             transfer_duration=Duration(nanos=int(seconds % 1 * 1e9), seconds=int(seconds)),
         )
         self.outbox.put(pb.AttachResponse(loaded=[loaded]))
-
-
-def shifted(holder: Any, chunk_count: int) -> Any:
-    """The holder as seen from so many chunks further into the prompt."""
-    copy = type(holder)()
-    copy.CopyFrom(holder)
-    copy.matched_chunk_count -= chunk_count
-    return copy
 
 
 def _key(raw: bytes, field: str) -> ChunkKey:

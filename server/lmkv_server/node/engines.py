@@ -34,6 +34,8 @@ class Ticket:
     holders: Sequence[Holder] = ()
     """Peers that hold the keys from `own_count` on."""
     own_count: int = 0
+    disk_count: int = 0
+    """Chunks from `own_count` on that are on the own disk."""
     handoff_id: str = ""
     """The handoff that brings the rest, if one does."""
     on_release: Callable[[], None] | None = None
@@ -64,6 +66,11 @@ class EngineSession:
     def ticket_count(self) -> int:
         """Lookups that hold something or wait for it."""
         return len(self._tickets)
+
+    @property
+    def holdable_count(self) -> int:
+        """How many full chunks more may be held in place for it."""
+        return max(0, self._tier.size_bytes // HOLD_SHARE - self._held_bytes) // self.spec.chunk_bytes
 
     def open(self, request_id: str, keys: list[ChunkKey]) -> Ticket:
         """Finds and holds the own chunks of a prompt. Raises `BadMessage` if the id is in use."""

@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from lmkv.telemetry.calls import Calls
+from lmkv_server.node.disk_tier import DiskTier
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.fleet import Fleet
 from lmkv_server.node.host_tier import HostTier
@@ -30,17 +31,20 @@ class LookupCounts:
     count: int = 0
     asked_chunks: int = 0
     own_chunks: int = 0
-    """Chunks that the node held itself."""
+    """Chunks that the node held in memory."""
+    disk_chunks: int = 0
+    """Chunks after those that it held on disk."""
     peer_chunks: int = 0
     """Chunks after those that one peer held, and were offered."""
     refused_slower: int = 0
     """Lookups after which nothing of peers was offered, for to compute it is quicker."""
 
-    def note(self, *, asked: int, own: int, peer: int) -> None:
+    def note(self, *, asked: int, own: int, peer: int, disk: int = 0) -> None:
         """Counts one."""
         self.count += 1
         self.asked_chunks += asked
         self.own_chunks += own
+        self.disk_chunks += disk
         self.peer_chunks += peer
 
 
@@ -51,6 +55,7 @@ class Metrics(Collector):
         self,
         *,
         tier: HostTier,
+        disk: DiskTier | None = None,
         engines: Engines,
         orders: Orders,
         fleet: Fleet,
@@ -59,6 +64,7 @@ class Metrics(Collector):
         calls: Calls,
     ) -> None:
         self._tier = tier
+        self._disk = disk
         self._engines = engines
         self._orders = orders
         self._fleet = fleet
@@ -75,8 +81,9 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All of it as it is now."""
+        disk = self._on_disk(self._disk) if self._disk else ()
         sides = [self._fetching(self._side), self._handing(self._side)] if self._side else []
-        return chain(self._holdings(), self._serving(), *sides, self._ordered())
+        return chain(self._holdings(), disk, self._serving(), *sides, self._ordered())
 
     def _holdings(self) -> Iterator[Metric]:
         yield _gauge("pool_capacity_bytes", "Bytes of the pool.", self._tier.size_bytes)
@@ -86,12 +93,29 @@ class Metrics(Collector):
         yield _gauge("chunks", "Chunks held.", len(self._tier))
         yield _counter("evicted_chunks", "Chunks evicted to make room.", self._tier.evicted_count)
 
+    def _on_disk(self, disk: DiskTier) -> Iterator[Metric]:
+        writer, reader = disk.writer, disk.reader
+        yield _gauge("disk_capacity_bytes", "Bytes that files may take now.", disk.capacity_bytes)
+        yield _gauge("disk_used_bytes", "Bytes that they take.", disk.used_bytes)
+        yield _gauge("disk_chunks", "Chunks on disk.", disk.chunk_count)
+        yield _gauge("disk_folders_down", "Folders that cannot be used now.", len(disk.shelves) - disk.open_count)
+        yield _counter("disk_failures", "Times that a folder could not be opened or written.", disk.failure_count)
+        yield _gauge("disk_waiting_chunks", "Chunks that wait to be written.", writer.waiting_count)
+        yield _counter("disk_written_chunks", "Chunks written.", writer.written_chunks)
+        yield _counter("disk_written_bytes", "Bytes of these.", writer.written_bytes)
+        yield _counter("disk_skipped_chunks", "Chunks not written: evicted first, or no room.", writer.skipped_count)
+        yield _counter("disk_read_chunks", "Chunks read into the pool.", reader.read_chunks)
+        yield _counter("disk_read_bytes", "Bytes of these.", reader.read_bytes)
+        yield _counter("disk_damaged_chunks", "Chunks dropped as damaged or gone.", reader.damaged_count)
+        yield _counter("disk_evicted_chunks", "Chunks evicted from disk to make room.", disk.evicted_count)
+
     def _serving(self) -> Iterator[Metric]:
         yield _gauge("engines", "Engines attached.", self._engines.attached_count)
         yield _counter("lookups", "Lookups of engines.", self._lookups.count)
         yield _counter("lookup_asked_chunks", "Chunks that engines looked up.", self._lookups.asked_chunks)
         found = CounterMetricFamily(f"{PREFIX}lookup_found_chunks", "Chunks among them that were held.", labels=["at"])
         found.add_metric(["own"], self._lookups.own_chunks)
+        found.add_metric(["disk"], self._lookups.disk_chunks)
         found.add_metric(["peer"], self._lookups.peer_chunks)
         yield found
         yield _counter(

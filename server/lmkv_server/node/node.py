@@ -22,6 +22,8 @@ from lmkv.pool_socket import PoolSocket
 from lmkv.telemetry.calls import Calls
 from lmkv.units import format_bytes
 from lmkv.v1 import chunk_pb2, engine_service_pb2, engine_service_pb2_grpc, registry_service_pb2
+from lmkv_server.node.disk_chunk import DiskChunk
+from lmkv_server.node.disk_tier import DiskTier
 from lmkv_server.node.engine_service import EngineService
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.eviction import POLICIES
@@ -47,11 +49,12 @@ FIRST_ENGINE_SECONDS = 20.0
 
 
 class Reporting:
-    """Tells the fleet, and handoffs under way, what the tier gains and loses."""
+    """Tells the fleet, handoffs under way and the disk what the tiers gain and lose."""
 
     def __init__(self) -> None:
         self.fleet: Fleet | None = None
         self.senders: Senders | None = None
+        self.disk: DiskTier | None = None
 
     def admitted(self, chunk: Chunk) -> None:
         """See `Listener`."""
@@ -59,11 +62,25 @@ class Reporting:
             self.senders.admitted(chunk)
         if self.fleet:
             self.fleet.admitted(chunk_pb2.TIER_HOST, chunk.fingerprint, chunk.key, chunk.token_count)
+        if self.disk:
+            self.disk.writer.admitted(chunk)
 
     def evicted(self, chunk: Chunk) -> None:
         """See `Listener`."""
         if self.fleet:
             self.fleet.evicted(chunk_pb2.TIER_HOST, chunk.fingerprint, chunk.key)
+        if self.disk:
+            self.disk.writer.evicted(chunk)
+
+    def stored(self, chunk: DiskChunk) -> None:
+        """See `DiskListener`."""
+        if self.fleet:
+            self.fleet.admitted(chunk_pb2.TIER_DISK, chunk.fingerprint, chunk.key, chunk.token_count)
+
+    def lost(self, chunk: DiskChunk) -> None:
+        """See `DiskListener`."""
+        if self.fleet:
+            self.fleet.evicted(chunk_pb2.TIER_DISK, chunk.fingerprint, chunk.key)
 
 
 class Node:
@@ -75,6 +92,8 @@ class Node:
         self.metrics_port: int | None = None
         """The port of `/metrics`, once started, if it is served."""
         self._calls = Calls()
+        self.disk: DiskTier | None = None
+        """The disk tier, if there is one."""
         self._peer_side: PeerSide | None = None
         self._stack = AsyncExitStack()
         self._reporting = Reporting()
@@ -112,17 +131,29 @@ class Node:
         self._stack.callback(self.pool.close)
         self.tier = HostTier(self.pool.size_bytes, self._reporting, POLICIES[config.eviction_policy]())
         self.engines = Engines(self.tier)
+        if config.local_disk:
+            self.disk = self._reporting.disk = await self._stack.enter_async_context(
+                DiskTier(
+                    config.disk_folders, config.disk_bytes, tier=self.tier, pool=self.pool, listener=self._reporting
+                )
+            )
         if config.enable_p2p:
             self._peer_side = await self._stack.enter_async_context(
                 PeerSide(
-                    config, epoch=self.epoch, tier=self.tier, pool=self.pool, engines=self.engines, calls=self._calls
+                    config,
+                    epoch=self.epoch,
+                    tier=self.tier,
+                    pool=self.pool,
+                    engines=self.engines,
+                    disk=self.disk,
+                    calls=self._calls,
                 )
             )
             self._reporting.senders = self._peer_side.senders
         side = self._peer_side
         peers = side.peers if side else None
         self.orders = await self._stack.enter_async_context(
-            Orders(instance_id=config.instance_id, tier=self.tier, engines=self.engines, peers=peers)
+            Orders(instance_id=config.instance_id, tier=self.tier, engines=self.engines, peers=peers, disk=self.disk)
         )
         self.fleet = Fleet(
             config.coordinator_address if config.enable_p2p else "",
@@ -143,7 +174,14 @@ class Node:
         service = EngineService(
             tier=self.tier,
             engines=self.engines,
-            sources=Sources(self.fleet, peers, side.receiver if side else None, config.coordinator_timeout),
+            sources=Sources(
+                self.tier,
+                self.fleet,
+                peers=peers,
+                receiver=side.receiver if side else None,
+                disk=self.disk,
+                locate_timeout_seconds=config.coordinator_timeout,
+            ),
             senders=side.senders if side else None,
             welcome=engine_service_pb2.Welcome(
                 instance_id=config.instance_id,
@@ -160,6 +198,7 @@ class Node:
         self._lookups = service.lookups
         self.metrics = Metrics(
             tier=self.tier,
+            disk=self.disk,
             engines=self.engines,
             orders=self.orders,
             fleet=self.fleet,
@@ -227,23 +266,33 @@ class Node:
             peer_address=self.peer_address,
             specs=[spec.to_proto() for spec in self.engines.specs],
             version=lmkv.__version__,
-            tiers=[
-                registry_service_pb2.TierUsage(
-                    tier=chunk_pb2.TIER_HOST,
-                    capacity_bytes=self.tier.size_bytes,
-                    used_bytes=self.tier.used_bytes,
-                    chunk_count=len(self.tier),
-                )
-            ],
+            tiers=self._usages(),
             engine_count=self.engines.attached_count,
             stats=self._stats(),
         )
+
+    def _usages(self) -> list[registry_service_pb2.TierUsage]:
+        host = registry_service_pb2.TierUsage(
+            tier=chunk_pb2.TIER_HOST,
+            capacity_bytes=self.tier.size_bytes,
+            used_bytes=self.tier.used_bytes,
+            chunk_count=len(self.tier),
+        )
+        if self.disk is None:
+            return [host]
+        disk = registry_service_pb2.TierUsage(
+            tier=chunk_pb2.TIER_DISK,
+            capacity_bytes=self.disk.capacity_bytes,
+            used_bytes=self.disk.used_bytes,
+            chunk_count=self.disk.chunk_count,
+        )
+        return [host, disk]
 
     def _stats(self) -> registry_service_pb2.InstanceStats:
         traffic = self._peer_side.peers.traffic.values() if self._peer_side else ()
         return registry_service_pb2.InstanceStats(
             asked_chunks=self._lookups.asked_chunks,
-            own_chunks=self._lookups.own_chunks,
+            own_chunks=self._lookups.own_chunks + self._lookups.disk_chunks,
             peer_chunks=self._lookups.peer_chunks,
             evicted_chunks=self.tier.evicted_count,
             traffic=sorted(traffic, key=lambda peer: -peer.transferred_bytes)[:MAX_TRAFFIC],
@@ -256,6 +305,13 @@ class Node:
                 fingerprint=chunk.fingerprint,
                 key=chunk.key,
                 token_count=chunk.token_count,
+            )
+        for stored in self.disk or ():
+            yield Held(
+                tier=chunk_pb2.TIER_DISK,
+                fingerprint=stored.fingerprint,
+                key=stored.key,
+                token_count=stored.token_count,
             )
 
     def _engines_changed(self) -> None:

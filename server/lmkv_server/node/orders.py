@@ -24,6 +24,7 @@ from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.achieved import Achieved
 from lmkv_server.node.acts import Acts, goal
+from lmkv_server.node.disk_tier import DiskTier
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.host_tier import HostTier
 from lmkv_server.node.order_book import OrderBook
@@ -49,7 +50,15 @@ def _nobody() -> None:
 class Orders:
     """The orders of one node. To be used as an async context manager, inside that of its peers; one loop owns it."""
 
-    def __init__(self, *, instance_id: str, tier: HostTier, engines: Engines, peers: Peers | None) -> None:
+    def __init__(
+        self,
+        *,
+        instance_id: str,
+        tier: HostTier,
+        engines: Engines,
+        peers: Peers | None,
+        disk: DiskTier | None = None,
+    ) -> None:
         self.pins = Pins(tier)
         self.on_news: Callable[[], None] = _nobody
         """Called when there is something to tell: an outcome, or other pins."""
@@ -67,7 +76,7 @@ class Orders:
         """Fetches that run now."""
         self._instance_id = instance_id
         self._tier = tier
-        self._acts = Acts(tier=tier, engines=engines, peers=peers, pins=self.pins)
+        self._acts = Acts(tier=tier, engines=engines, peers=peers, pins=self.pins, disk=disk)
         self._book = OrderBook()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._may_fetch = asyncio.Semaphore(MAX_FETCHES)

@@ -8,21 +8,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 from google.protobuf import timestamp_pb2
 
 from lmkv.errors import KvSpecMismatch, WrongInstance
-from lmkv.keys import split_keys
+from lmkv.keys import ChunkKey, split_keys
 from lmkv.spec import KvSpec
 from lmkv.transfer import Channels
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
+from lmkv_server.node.disk_tier import DiskTier
 from lmkv_server.node.engines import Engines
-from lmkv_server.node.host_tier import HostTier
+from lmkv_server.node.host_tier import Chunk, HostTier
 from lmkv_server.node.inspector import Inspector
 from lmkv_server.node.read_grants import ReadGrants
 from lmkv_server.node.receiver import Receiver
@@ -31,6 +32,10 @@ from lmkv_server.node.wire import extent
 logger = logging.getLogger(__name__)
 
 MAX_ACQUIRE_KEYS = 4096
+MAX_PROMOTED_BYTES = 64 << 20
+PROMOTED_SHARE = 8
+"""What a peer asks for is read from disk first: so much at a time, and at most one part in so many of the pool."""
+PROMOTE_SECONDS = 2.0
 LINGER_SECONDS = 1.0
 """So long after `Init` the channels make progress for the caller's connection, and after a grant for what it may have
 left behind: a reader that gave up on a frozen owner is still owed the bytes, and keeps room for them."""
@@ -51,6 +56,7 @@ class PeerService(pb_grpc.PeerServiceServicer):
         grant_ttl_seconds: float,
         inspector: Inspector,
         receiver: Receiver,
+        disk: DiskTier | None = None,
     ) -> None:
         self.grants = ReadGrants(tier)
         self._instance_id = instance_id
@@ -62,6 +68,7 @@ class PeerService(pb_grpc.PeerServiceServicer):
         self._grant_ttl_seconds = grant_ttl_seconds
         self._inspector = inspector
         self._receiver = receiver
+        self._disk = disk
         self._lent_count = 0
         self._serve_until = 0.0
         self._changed = asyncio.Event()
@@ -101,12 +108,14 @@ class PeerService(pb_grpc.PeerServiceServicer):
         """See the proto."""
         self._check_epoch(request.peer_epoch)
         keys = split_keys(request.chunk_keys, limit=MAX_ACQUIRE_KEYS)
-        self._tier.find(keys)  # counts as a use
-        held = [(index, chunk) for index, key in enumerate(keys) if (chunk := self._tier.get(key))]
-        held = [(index, chunk) for index, chunk in held if chunk.fingerprint == request.fingerprint]
-        wish = request.ttl.ToNanoseconds() / 1e9
-        ttl_seconds = min(wish, self._grant_ttl_seconds) if wish > 0 else self._grant_ttl_seconds
-        grant = self.grants.acquire(request.instance_id, [chunk for _, chunk in held], time.monotonic(), ttl_seconds)
+        async with self._promoted(request.fingerprint, keys):
+            self._tier.find(keys)  # counts as a use
+            held = [(index, chunk) for index, key in enumerate(keys) if (chunk := self._tier.get(key))]
+            held = [(index, chunk) for index, chunk in held if chunk.fingerprint == request.fingerprint]
+            wish = request.ttl.ToNanoseconds() / 1e9
+            ttl_seconds = min(wish, self._grant_ttl_seconds) if wish > 0 else self._grant_ttl_seconds
+            chunks = [chunk for _, chunk in held]
+            grant = self.grants.acquire(request.instance_id, chunks, time.monotonic(), ttl_seconds)
         self._serve()
         if grant is None:
             return pb.AcquireResponse()
@@ -116,6 +125,34 @@ class PeerService(pb_grpc.PeerServiceServicer):
             grant=chunk_pb2.Grant(grant_id=grant.grant_id, extents=map(extent, grant.chunks), expire_time=expire_time),
             present=[index for index, _ in held[: len(grant.chunks)]],
         )
+
+    @asynccontextmanager
+    async def _promoted(self, fingerprint: bytes, keys: Sequence[ChunkKey]) -> AsyncIterator[None]:
+        """Reads the first of those chunks from disk that are not in the pool, and holds them while this lasts.
+
+        A peer asks again for what comes after all that it is granted.
+        """
+        brought: list[Chunk] = []
+        wanted: list[ChunkKey] = []
+        room = min(MAX_PROMOTED_BYTES, self._tier.size_bytes // PROMOTED_SHARE)
+        for key in keys if self._disk else ():
+            assert self._disk
+            if self._tier.get(key) is None and (chunk := self._disk.get(key)):
+                room -= chunk.size_bytes
+                if room < 0 and wanted:
+                    break
+                wanted.append(key)
+
+        def on_read(_: int, chunk: Chunk) -> None:
+            self._tier.hold([chunk])
+            brought.append(chunk)
+
+        try:
+            if self._disk and wanted:
+                await self._disk.reader.read(fingerprint, wanted, PROMOTE_SECONDS, on_read)
+            yield
+        finally:
+            self._tier.unhold(brought)
 
     async def Allocate(self, request: pb.AllocateRequest, _context: Any) -> pb.AllocateResponse:
         """See the proto."""

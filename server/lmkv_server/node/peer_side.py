@@ -14,6 +14,7 @@ from lmkv.telemetry.calls import Calls
 from lmkv.transfer import Channels, End
 from lmkv.v1 import peer_service_pb2_grpc
 from lmkv_kernels import summed_copy
+from lmkv_server.node.disk_tier import DiskTier
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.handoffs import Handoffs
 from lmkv_server.node.host_tier import HostTier
@@ -41,6 +42,7 @@ class PeerSide:
         tier: HostTier,
         pool: Pool,
         engines: Engines,
+        disk: DiskTier | None = None,
         calls: Calls | None = None,
     ) -> None:
         self.address = ""
@@ -89,6 +91,7 @@ class PeerSide:
             grant_ttl_seconds=config.grant_ttl,
             inspector=self.inspector,
             receiver=self.receiver,
+            disk=disk,
         )
         self.senders = Senders(
             instance_id=config.instance_id,

@@ -1,4 +1,4 @@
-"""Where else chunks can come from: a handoff brings them, or peers give what the coordinator says they have."""
+"""Where else chunks can come from: a handoff brings them, the own disk has them, or peers do, says the coordinator."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from lmkv.spec import KvSpec
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv.v1.registry_service_pb2 import SpecConflict
 from lmkv_server.node.arrivals import Progress
+from lmkv_server.node.disk_tier import DiskTier
 from lmkv_server.node.fleet import Fleet
-from lmkv_server.node.host_tier import Chunk
+from lmkv_server.node.host_tier import Chunk, HostTier
 from lmkv_server.node.peers import Fetched, Peers
 from lmkv_server.node.receiver import Receiver
 
@@ -23,11 +24,20 @@ OnChunks = Callable[[list[tuple[int, Chunk]]], None]
 
 
 class Sources:
-    """The fleet as one node sees it. Without a coordinator or without peers every question is a miss."""
+    """All that one node's tier can be filled from. Who is not there, such as a coordinator or a disk, has nothing."""
 
     def __init__(
-        self, fleet: Fleet, peers: Peers | None, receiver: Receiver | None, locate_timeout_seconds: float
+        self,
+        tier: HostTier,
+        fleet: Fleet,
+        *,
+        peers: Peers | None,
+        receiver: Receiver | None,
+        disk: DiskTier | None,
+        locate_timeout_seconds: float,
     ) -> None:
+        self._tier = tier
+        self._disk = disk
         self._fleet = fleet
         self._peers = peers
         self._receiver = receiver
@@ -35,7 +45,7 @@ class Sources:
 
     @property
     def connected(self) -> bool:
-        """Whether asking makes sense at all."""
+        """Whether asking the coordinator makes sense at all."""
         return self._peers is not None and self._fleet.connected
 
     @property
@@ -43,11 +53,19 @@ class Sources:
         """Instances of the same models that share nothing with this one, and why."""
         return self._fleet.conflicts
 
-    async def locate(self, keys: Sequence[ChunkKey]) -> Sequence[Holder]:
-        """Peers that hold the chunks from the first key on, longest run first. Bounded; a failure is a miss."""
-        if not keys or not self.connected:
+    def on_disk(self, fingerprint: bytes, keys: Sequence[ChunkKey], after: int) -> int:
+        """How many chunks of a prompt the own disk has, from `keys[after]` on; those before are in the tier."""
+        return self._disk.count(fingerprint, keys, after) if self._disk else 0
+
+    async def locate(self, keys: Sequence[ChunkKey], after: int = 0) -> Sequence[Holder]:
+        """Peers that hold the chunks from `keys[after]` on, longest run first. Bounded; a failure is a miss.
+
+        What they may hold is counted from `keys[0]`.
+        """
+        if len(keys) <= after or not self.connected:
             return ()
-        return await self._fleet.lookup(keys, self._locate_timeout_seconds)
+        holders = await self._fleet.lookup(keys[after:], self._locate_timeout_seconds)
+        return [shifted(holder, -after) for holder in holders] if after else holders
 
     def claim(self, handoff_id: str) -> Callable[[], None] | None:
         """A request has come for a handoff; the result, if any, is to be called when it lets go."""
@@ -61,6 +79,10 @@ class Sources:
         """How long it should take to bring so many bytes from the best of these; None if that is not known."""
         return self._peers.expected_seconds(holders, size_bytes) if self._peers else None
 
+    def read_seconds(self, size_bytes: int) -> float | None:
+        """How long it should take to read so many bytes from disk; None if that is not known."""
+        return self._disk.reader.expected_seconds(size_bytes) if self._disk else None
+
     async def fetch(
         self,
         spec: KvSpec,
@@ -70,22 +92,53 @@ class Sources:
         on_chunks: OnChunks,
         handoff_id: str = "",
     ) -> Fetched:
-        """Brings chunks into the own tier: what a handoff brings, then what peers hold of the rest.
+        """Brings chunks into the own tier: what a handoff brings, then what is on disk, then what peers hold.
 
         Never raises but for cancellation; what did not come is in the result.
         """
-        if self._peers is None:
-            return Fetched()
-        if not handoff_id:
-            return await self._peers.fetch(spec, keys, holders, timeout_seconds, on_chunks) if holders else Fetched()
         began = time.monotonic()
-        progress = Progress(self._peers.tier, spec, keys, 0, on_chunks)
+        progress = Progress(self._tier, spec, keys, 0, on_chunks)
         try:
-            assert self._receiver
-            await self._receiver.follow(handoff_id, progress, timeout_seconds)
-            rest_seconds = min(timeout_seconds - (time.monotonic() - began), REST_SECONDS)
-            if progress.missing and rest_seconds > 0:
-                return await self._peers.bring(progress, await self.locate(keys), rest_seconds)
+            if handoff_id and self._receiver:
+                await self._receiver.follow(handoff_id, progress, timeout_seconds)
+            await self._read(progress, timeout_seconds - (time.monotonic() - began))
+            rest_seconds = timeout_seconds - (time.monotonic() - began)
+            if progress.missing and rest_seconds > 0 and self._peers:
+                if handoff_id:
+                    holders, rest_seconds = await self.locate(keys), min(rest_seconds, REST_SECONDS)
+                if handoff_id or holders:
+                    return await self._peers.bring(progress, holders, rest_seconds)
         finally:
             progress.close()
         return Fetched(chunk_count=progress.handed_count, seconds=time.monotonic() - began)
+
+    async def _read(self, progress: Progress, timeout_seconds: float) -> None:
+        """Brings what is missing and on disk."""
+        if self._disk is None or timeout_seconds <= 0:
+            return
+        progress.find_own()
+        missing = sorted(progress.missing)
+        await self._disk.reader.read(
+            progress.spec.fingerprint,
+            [progress.keys[index] for index in missing],
+            timeout_seconds,
+            lambda at, chunk: progress.add([(missing[at], chunk)]),
+        )
+
+    def clear(self, fingerprint: bytes) -> int:
+        """Forgets every chunk of one spec that is not pinned, also on disk; their count."""
+        keys = {chunk.key for chunk in self._tier if chunk.fingerprint == fingerprint and not chunk.pins}
+        if self._disk:
+            kept = {chunk.key for chunk in self._tier if chunk.pins}
+            keys |= {chunk.key for chunk in self._disk if chunk.fingerprint == fingerprint and chunk.key not in kept}
+            self._disk.drop(keys)
+        self._tier.drop(keys)
+        return len(keys)
+
+
+def shifted(holder: Holder, chunk_count: int) -> Holder:
+    """The holder as seen from so many chunks further into the prompt."""
+    copy = Holder()
+    copy.CopyFrom(holder)
+    copy.matched_chunk_count -= chunk_count
+    return copy
