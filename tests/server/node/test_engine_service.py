@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +137,22 @@ async def test_a_chunk_whose_successor_is_there_is_not_evicted(node: Node, engin
     await engine.release("1")
     await engine.lookup("2", chunk_keys(1))  # were it for times of use alone, the head would go first
     await engine.release("2")
+    await until(lambda: not node.engines.session("engine").ticket_count)
     while chunk_key(1) in {chunk.key for chunk in node.tier}:
         assert chunk_key(0) in {chunk.key for chunk in node.tier}
         assert node.tier.reserve(SPEC.chunk_bytes)
     assert [chunk.key for chunk in node.tier] == [chunk_key(0)]
+
+
+@pytest.mark.parametrize(("policy", "stays"), [("lru", False), ("arc", True)])
+async def test_the_configured_policy_decides_who_makes_room(config: NodeConfig, policy: str, stays: bool) -> None:
+    async with Node(replace(config, eviction_policy=policy)) as node, EngineClient(node) as engine:
+        await engine.store(chunk_keys(0))
+        await engine.lookup("1", chunk_keys(0))
+        await engine.release("1")
+        for number in range(1, 2 * CAPACITY):  # a scan: each is stored once and never asked for
+            await engine.store(chunk_keys(number))
+        assert len((await engine.lookup("2", chunk_keys(0))).own) == stays
 
 
 async def test_everything_in_one_message_is_carried_out_in_the_order_of_the_fields(engine: EngineClient) -> None:
