@@ -41,6 +41,8 @@ WARM_UP_TOKENS = (512, 1024)
 TIMES = ("ttft", "second_token", "itl", "total")
 STEP_ROUNDS = 3
 LMKV, ONE = "lmkv", "one_engine"
+NAMES = {ONE: "one engine", "nixlconnector": "NixlConnector", "lmcache": "LMCache"}
+"""What lmkv is compared with, in the order of rows."""
 
 Round = Mapping[str, Answer]
 """What each system answered to one prompt."""
@@ -147,10 +149,10 @@ def step_seconds(system: System, prompt: Sequence[int], answer: Answer) -> float
 
 def rows_of(rounds: Sequence[Round], suffix: str) -> Iterator[Row]:
     """What the rounds of one length say."""
-    others = [name for name in rounds[0] if name != LMKV]
+    others = [name for name in NAMES if name in rounds[0]]
     for what in TIMES:
         mine = values(rounds, LMKV, what)
-        for other in (name for name in rounds[0] if name != LMKV):
+        for other in others:
             theirs = values(rounds, other, what)
             yield replace(
                 compare(f"pd_{what}_vs_{other}{suffix}", median_ms(mine), "ms", NAMES[other], median_ms(theirs)),
@@ -174,9 +176,6 @@ def rows_of(rounds: Sequence[Round], suffix: str) -> Iterator[Row]:
     )
     same = [len({answer.token_ids for answer in round_.values()}) == 1 for round_ in rounds]
     yield Row(name=f"pd_identical{suffix}", value=100 * sum(same) / len(same), unit="%")
-
-
-NAMES = {ONE: "one engine", "nixlconnector": "NixlConnector", "lmcache": "LMCache"}
 
 
 def values(rounds: Sequence[Round], system: str, what: str) -> list[float]:
