@@ -123,6 +123,7 @@ class EvictionQueue:
         self._children: dict[ChunkKey, int] = {}  # also of parents that are not there
         self._aside: dict[ChunkKey, int] = {}  # whose turn came while they were held, in the order of their turns
         self._let_go: list[tuple[int, ChunkKey]] = []  # heap; entries whose turn is not that of `_aside` are void
+        self._waiting: set[ChunkKey] = set()  # who has an entry there that is not void
         self._turns = 0
 
     def __len__(self) -> int:
@@ -148,8 +149,9 @@ class EvictionQueue:
     def use(self, keys: Sequence[ChunkKey]) -> None:
         """Chunks of a prompt, in its order, were used. The head becomes the youngest: tails are evicted first."""
         for key in reversed(keys):
+            assert key in self._parents, "use of a chunk that is not there"
             if key in self._aside:
-                del self._aside[key]
+                self._back(key)
             self._policy.use(key)
 
     def hold(self, key: ChunkKey) -> None:
@@ -164,7 +166,7 @@ class EvictionQueue:
 
     def remove(self, key: ChunkKey) -> None:
         """The chunk is gone, held or not; so are its holds. Its children stay, and keep it if it comes again."""
-        self._aside.pop(key, None)
+        self._back(key)
         self._holds.pop(key, None)
         self._policy.forget(key)
         self._leave(key)
@@ -173,7 +175,10 @@ class EvictionQueue:
         """Takes out the chunk that has to go next, and returns it; None if each is held."""
         while self._let_go:
             turn, key = heapq.heappop(self._let_go)
-            if self._aside.get(key) == turn and not self._is_held(key):
+            if self._aside.get(key) != turn:
+                continue
+            self._waiting.remove(key)
+            if not self._is_held(key):
                 del self._aside[key]
                 self._leave(key)
                 return key
@@ -188,6 +193,11 @@ class EvictionQueue:
     def _is_held(self, key: ChunkKey) -> bool:
         return key in self._holds or key in self._children
 
+    def _back(self, key: ChunkKey) -> None:
+        """The chunk is not set aside, or not any more."""
+        self._aside.pop(key, None)
+        self._waiting.discard(key)
+
     def _leave(self, key: ChunkKey) -> None:
         parent = self._parents.pop(key)
         if parent is not None:
@@ -198,7 +208,8 @@ class EvictionQueue:
             counts[key] -= 1
             return
         del counts[key]
-        if key in self._aside and not self._is_held(key):
+        if key in self._aside and key not in self._waiting and not self._is_held(key):
+            self._waiting.add(key)
             heapq.heappush(self._let_go, (self._aside[key], key))
 
     def _descends(self, key: ChunkKey, ancestor: ChunkKey) -> bool:
@@ -215,4 +226,4 @@ class EvictionQueue:
         assert Counter(parent for parent in self._parents.values() if parent is not None) == self._children
         assert all(key in self._parents and count > 0 for key, count in self._holds.items())
         ready = {key for turn, key in self._let_go if self._aside.get(key) == turn}
-        assert ready >= {key for key in self._aside if not self._is_held(key)}
+        assert self._waiting == ready >= {key for key in self._aside if not self._is_held(key)}

@@ -224,6 +224,21 @@ class Counted:
         return self.inner.choose()
 
 
+def test_a_chunk_that_is_held_again_and_again_leaves_no_trail() -> None:
+    queue = EvictionQueue()
+    add(queue, 0, 10)
+    queue.hold(chunk_key(0))
+    assert queue.pop() == chunk_key(10)
+    for _ in range(100):
+        queue.unhold(chunk_key(0))
+        queue.hold(chunk_key(0))
+        queue.check()
+    assert len(queue._let_go) == 1
+    assert queue.pop() is None
+    queue.unhold(chunk_key(0))
+    assert evicted(queue) == [0]
+
+
 @pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
 def test_chunks_on_hold_are_looked_at_once(make: Callable[[], EvictionPolicy]) -> None:
     policy = Counted(make())
