@@ -239,6 +239,9 @@ def test_notices_do_not_make_configurations_differ(tmp_path: Path) -> None:
         ("node_linger: 2m", "node_linger", 120.0),
         ("node_linger: 0", "node_linger", 0.0),
         ("max_local_cpu_size: 512MB", "max_local_cpu_size", 0.5),
+        ("local_disk: /a\nmax_local_disk_size: 1TB", "local_disk", ("/a",)),
+        ('local_disk: "file:///a/,/b"\nmax_local_disk_size: 10', "local_disk", ("/a/", "/b")),
+        ("local_disk: [/a, /b]\nmax_local_disk_size: 512MB", "max_local_disk_size", 0.5),
         ("nixl_backends: [UCX, GDS]", "nixl_backends", ("UCX", "GDS")),
         ("nixl_backends: UCX, GDS", "nixl_backends", ("UCX", "GDS")),
         ("node_address: unix:/run/lmkv/engine.sock", "node_address", "/run/lmkv/engine.sock"),
@@ -367,6 +370,9 @@ def test_what_kubernetes_says_of_services_is_no_configuration() -> None:
         ),
         ("log_level: loud", "log_level must be one of debug, info, warning, error, not 'loud'"),
         ("max_local_cpu_size: 0", 'max_local_cpu_size must be a size above 0 such as 5 (GB) or "512MB"'),
+        ("local_disk: a/b", "local_disk must be an absolute path"),
+        ("local_disk: [/a, /a]", "local_disk must be an absolute path"),
+        ("max_local_disk_size: -1", "max_local_disk_size must be a size"),
         ("max_local_cpu_size: 5XB", "not '5XB' (in {file})"),
         ("max_local_cpu_size: 1e400", "max_local_cpu_size must be a size"),
         ("max_local_cpu_size: [5]", "max_local_cpu_size must be a size"),
@@ -485,6 +491,15 @@ def test_a_configuration_made_in_code_is_checked_too() -> None:
     with pytest.raises(ConfigError, match="p2p_port must be a port from 0 to 65535") as raised:
         NodeConfig(p2p_port=70_000)
     assert raised.value.metadata == {"key": "p2p_port"}
+
+
+def test_a_disk_must_say_how_much_of_it_chunks_may_take() -> None:
+    with pytest.raises(ConfigError, match="max_local_disk_size must be set where local_disk is"):
+        NodeConfig(local_disk=("/a",))
+    config = NodeConfig(instance_id="n", local_disk=("/a", "/b"), max_local_disk_size=2)
+    assert config.disk_folders == [Path("/a/n"), Path("/b/n")]
+    assert config.disk_bytes == 2 << 30
+    assert NodeConfig().disk_folders == []
 
 
 def test_a_configuration_never_changes() -> None:

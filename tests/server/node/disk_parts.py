@@ -141,5 +141,5 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def files(folder: Path) -> list[Path]:
-    """The files of chunks, oldest first."""
-    return sorted(folder.glob("*.chunk"), key=lambda path: path.stat().st_mtime_ns)
+    """The files of chunks."""
+    return sorted(folder.glob("*.chunk"))

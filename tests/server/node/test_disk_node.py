@@ -1,0 +1,286 @@
+"""Whole nodes with a disk: what engines store outlives the node, is found by all, and is dropped when it shall."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from google.longrunning import operations_pb2, operations_pb2_grpc
+from prometheus_client import generate_latest
+
+from lmkv import rpc
+from lmkv.config import NodeConfig
+from lmkv.keys import ChunkKey, join_keys
+from lmkv.pool import Pool
+from lmkv.pool_socket import AttachedPool, attach
+from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, chunk_pb2
+from lmkv.v1 import engine_service_pb2 as pb
+from lmkv_kernels import checksum
+from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.node.node import Node
+from tests.server.node.cases import chunk_key, chunk_keys, small_spec
+from tests.server.node.disk_parts import files, until
+from tests.server.node.engine_client import EngineClient
+
+SPEC = small_spec()
+DISK, HOST = chunk_pb2.TIER_DISK, chunk_pb2.TIER_HOST
+START_SECONDS = 30.0
+
+
+def settings(folder: Path, instance_id: str, **more: object) -> dict[str, Any]:
+    return {
+        "instance_id": instance_id,
+        "runtime_dir": str(folder),
+        "max_local_cpu_size": "16MB",
+        "local_disk": f"{folder}/disk",
+        "max_local_disk_size": "64MB",
+        "enable_p2p": False,
+    } | more
+
+
+AtNode = tuple[Node, EngineClient]
+
+
+@asynccontextmanager
+async def engine_at_node(folder: Path, instance_id: str = "n", **more: object) -> AsyncIterator[AtNode]:
+    async with Node(NodeConfig(**settings(folder, instance_id, **more))) as node, EngineClient(node) as engine:
+        yield node, engine
+
+
+async def store(engine: EngineClient, pool: Pool, *numbers: int) -> None:
+    """Chunks whose every word is their number."""
+    commits = []
+    granted = await engine.reserve(len(numbers))
+    for number, extent in zip(numbers, granted, strict=True):
+        np.frombuffer(pool.buffer, np.uint64, SPEC.chunk_bytes // 8, extent.offset)[:] = number
+        right = checksum(pool.buffer, extent.offset, SPEC.chunk_bytes)
+        commits.append(engine.commit(chunk_key(number), extent, checksum=right))
+    await engine.say(commits=commits)
+
+
+async def load(engine: EngineClient, pool: Pool, ticket: str, first: int, count: int) -> list[int]:
+    """The numbers of the chunks that came, as their every word says."""
+    order = pb.LoadChunks(request_id=ticket, first_chunk=first, chunk_count=count)
+    order.timeout.FromSeconds(10)
+    await engine.say(loads=[order])
+    numbers: list[int] = []
+    while True:
+        for loaded in await engine.hear("loaded"):
+            for extent in loaded.extents:
+                words = np.frombuffer(pool.buffer, np.uint64, SPEC.chunk_bytes // 8, extent.offset)
+                assert (words == words[0]).all()
+                numbers.append(int(words[0]))
+            if loaded.done:
+                return numbers
+
+
+async def written(node: Node, count: int) -> None:
+    assert node.disk
+    disk = node.disk
+    await until(lambda: disk.chunk_count == count)
+
+
+async def test_what_was_stored_before_a_restart_is_found_and_loaded(runtime_dir: Path) -> None:
+    async with engine_at_node(runtime_dir) as (node, engine):
+        await store(engine, node.pool, 0, 1, 2)
+        assert len((await engine.lookup("1", chunk_keys(0, 1, 2))).own) == 3
+    async with engine_at_node(runtime_dir) as (node, engine):
+        found = await engine.lookup("1", chunk_keys(0, 1, 2, 3), reserve_count=4)
+        assert (len(found.own), found.peer_chunk_count) == (0, 3)
+        assert len(await engine.hear("credits")) == 1, "each chunk that is found makes it one fewer"
+        assert await load(engine, node.pool, "1", 0, 3) == [0, 1, 2]
+        assert [chunk.holds for chunk in node.tier] == [1, 1, 1]
+        await engine.release("1")
+        found = await engine.lookup("2", chunk_keys(0, 1, 2))
+        assert (len(found.own), found.peer_chunk_count) == (3, 0), "they are in memory now"
+        assert (node._lookups.own_chunks, node._lookups.disk_chunks, node._lookups.peer_chunks) == (3, 3, 0)
+
+
+async def test_a_prompt_may_be_partly_in_memory_and_partly_on_disk(runtime_dir: Path) -> None:
+    async with engine_at_node(runtime_dir) as (node, engine):
+        await store(engine, node.pool, 0, 1, 2, 3)
+        await written(node, 4)
+        node.tier.drop(chunk_keys(1, 2, 3))
+        found = await engine.lookup("1", chunk_keys(0, 1, 2, 3))
+        assert (len(found.own), found.peer_chunk_count) == (1, 3)
+        assert await load(engine, node.pool, "1", 2, 2) == [2, 3]
+
+
+async def test_a_load_of_what_turns_out_to_be_torn_says_how_far_it_came(runtime_dir: Path) -> None:
+    async with engine_at_node(runtime_dir) as (node, engine):
+        await store(engine, node.pool, 0, 1, 2)
+        await written(node, 3)
+        node.tier.drop(chunk_keys(0, 1, 2))
+        tear(runtime_dir, chunk_key(1))
+        assert (await engine.lookup("1", chunk_keys(0, 1, 2))).peer_chunk_count == 3
+        assert await load(engine, node.pool, "1", 0, 3) == [0]
+        await engine.release("1")
+        assert (await engine.lookup("2", chunk_keys(0, 1, 2))).peer_chunk_count == 0
+        await engine.release("2")
+        assert await until_free(node)
+
+
+def tear(runtime_dir: Path, key: ChunkKey) -> None:
+    (path,) = (path for path in files(runtime_dir / "disk" / "n") if path.name.startswith(key.hex()))
+    with path.open("r+b") as file:
+        file.write(b"torn")
+
+
+async def until_free(node: Node) -> bool:
+    await until(lambda: not any(chunk.holds for chunk in node.tier))
+    node.tier.check()
+    return node.tier.reserved_count == 0
+
+
+async def test_a_reset_forgets_what_is_on_disk_too(runtime_dir: Path) -> None:
+    async with engine_at_node(runtime_dir) as (node, engine):
+        await store(engine, node.pool, 0, 1)
+        await written(node, 2)
+        node.tier.drop(chunk_keys(1))
+        await engine.say(reset=True)
+        assert await engine.hear("reset_counts") == [2]
+        assert node.disk
+        await node.disk.settle()
+        assert not files(runtime_dir / "disk" / "n")
+
+
+async def test_what_disk_would_take_longer_for_than_computing_is_refused(runtime_dir: Path) -> None:
+    async with engine_at_node(runtime_dir) as (node, engine):
+        await store(engine, node.pool, 0, 1)
+        await written(node, 2)
+        node.tier.drop(chunk_keys(0, 1))
+        assert node.disk
+        for _ in range(2):  # a measured disk: 1 MiB took ten seconds
+            node.disk.reader._bandwidth.brought(1 << 20, 10.0, time.monotonic())
+        found = await engine.lookup("1", chunk_keys(0, 1), prefill_tokens_per_second=10**9)
+        assert (found.peer_chunk_count, found.refused_chunk_count) == (0, 2)
+        found = await engine.lookup("2", chunk_keys(0, 1), prefill_tokens_per_second=1)
+        assert (found.peer_chunk_count, found.refused_chunk_count) == (2, 0)
+
+
+async def test_metrics_tell_of_the_disk(runtime_dir: Path) -> None:
+    async with engine_at_node(runtime_dir) as (node, engine):
+        await store(engine, node.pool, 0, 1)
+        await written(node, 2)
+        shown = generate_latest(node.metrics.registry).decode()
+    assert "lmkv_node_disk_chunks 2.0" in shown
+    assert "lmkv_node_disk_written_chunks_total 2.0" in shown
+    assert "lmkv_node_disk_folders_down 0.0" in shown
+    assert "lmkv_node_disk_capacity_bytes 6.7108864e+07" in shown
+
+
+# ---- with others
+
+
+@asynccontextmanager
+async def fleet(folder: Path) -> AsyncIterator[tuple[Coordinator, AtNode, AtNode]]:
+    """A coordinator, a node with a disk and one without."""
+    async with Coordinator(port=0) as coordinator:
+        more = {"coordinator_address": coordinator.address, "enable_p2p": True}
+        async with (
+            engine_at_node(folder, "holder", **more) as holder,
+            engine_at_node(folder, "asker", local_disk="", **more) as asker,
+        ):
+            yield coordinator, holder, asker
+
+
+async def test_peers_get_what_is_only_on_disk(runtime_dir: Path) -> None:
+    async with fleet(runtime_dir) as (_, (holder, storing), (asker, asking)):
+        await store(storing, holder.pool, 0, 1, 2)
+        await written(holder, 3)
+        holder.tier.drop(chunk_keys(0, 1, 2))
+        for number in range(50):  # until the coordinator has heard
+            found = await asking.lookup(str(number), chunk_keys(0, 1, 2))
+            if found.peer_chunk_count == 3:
+                break
+            await asyncio.sleep(0.1)
+        assert found.peer_instance_id == "holder"
+        assert await load(asking, asker.pool, found.request_id, 0, 3) == [0, 1, 2]
+        assert await until_free(holder)
+
+
+@pytest.mark.parametrize(("tier", "left"), [(DISK, (0, 3)), (HOST, (3, 0)), (chunk_pb2.TIER_UNSPECIFIED, (0, 0))])
+async def test_a_clear_drops_from_the_tier_that_it_names_or_from_all(
+    runtime_dir: Path, tier: chunk_pb2.Tier.ValueType, left: tuple[int, int]
+) -> None:
+    async with fleet(runtime_dir) as (coordinator, (holder, storing), _):
+        await store(storing, holder.pool, 0, 1, 2)
+        await written(holder, 3)
+        async with rpc.open_channel(coordinator.address) as channel:
+            cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
+            operations: Any = operations_pb2_grpc.OperationsStub(channel)
+            await until_listed(cache, 3)
+            clear = await cache.Clear(
+                cache_service_pb2.ClearRequest(instance_id="holder", tier=tier, all=True), timeout=5
+            )
+            clear = await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=clear.name), timeout=10)
+        result = cache_service_pb2.ClearResult()
+        assert clear.response.Unpack(result)
+        assert (result.chunk_count, result.token_count) == (3, 3 * SPEC.chunk_size)
+        assert holder.disk
+        assert (holder.disk.chunk_count, len(holder.tier)) == left
+        assert len(files(runtime_dir / "disk" / "holder")) == left[0], "the files are gone when the clear is over"
+
+
+async def until_listed(cache: Any, count: int) -> None:
+    """Waits until the coordinator knows of so many chunks in both tiers."""
+    request = cache_service_pb2.LookupRequest(chunk_keys=join_keys(chunk_keys(*range(count))))
+    deadline = time.monotonic() + 10
+    while not (holders := (await cache.Lookup(request, timeout=5)).holders):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+    assert holders[0].matched_chunk_count == count
+
+
+# ---- a real process, killed
+
+
+class NodeProcess:
+    """`lmkv node` with a disk."""
+
+    def __init__(self, folder: Path) -> None:
+        values = settings(folder, "n")
+        self.socket = NodeConfig(**values).engine_socket
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("LMKV_")}
+        environment |= {f"LMKV_{name.upper()}": str(value) for name, value in values.items()}
+        self.process = subprocess.Popen([sys.executable, "-m", "lmkv", "node"], env=environment)
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        self.socket.unlink()  # so that whoever waits for it waits for the next one
+
+
+def mapped(engine: EngineClient) -> AttachedPool:
+    """The pool, as a worker of the engine maps it."""
+    return attach(engine.welcomed.pool_socket, engine.engine_id, 0, engine.welcomed.epoch, 5.0)
+
+
+async def test_after_kill_9_a_node_serves_what_it_had_written(runtime_dir: Path) -> None:
+    node = NodeProcess(runtime_dir)
+    try:
+        await until(node.socket.exists)
+        async with EngineClient(node.socket) as engine:
+            with mapped(engine) as attached:
+                await store(engine, attached.pool, 0, 1, 2, 3)
+            await until(lambda: len(files(runtime_dir / "disk" / "n")) == 4)
+        node.kill()
+        node = NodeProcess(runtime_dir)
+        await until(node.socket.exists)
+        async with EngineClient(node.socket) as engine:
+            assert (await engine.lookup("1", chunk_keys(0, 1, 2, 3))).peer_chunk_count == 4
+            with mapped(engine) as attached:
+                assert await load(engine, attached.pool, "1", 0, 4) == [0, 1, 2, 3]
+    finally:
+        node.process.kill()
+        node.process.wait()
