@@ -111,6 +111,11 @@ class NodeConfig(Config):
     max_local_disk_size: float = key(
         GIGABYTES_OR_ZERO, 0.0, "Disk for chunks in all folders of `local_disk`, in GB unless it says its unit."
     )
+    local_disk_io: str = key(
+        choice("plain", "nixl"),
+        "plain",
+        "What moves bytes between disk and pool: plain system calls, or NIXL's POSIX plugin.",
+    )
     pool_path: str = key(
         PATH, "", "File on tmpfs or hugetlbfs that holds the pool; empty: anonymous memory.", shown_default="empty"
     )
@@ -125,8 +130,7 @@ class NodeConfig(Config):
     eviction_policy: str = key(
         choice("lru", "arc"),
         "lru",
-        "Who makes room when a tier is full: lru (least recently used), or arc, which a scan of long documents cannot "
-        "flush.",
+        "Who makes room when a tier is full: lru (least recently used), or arc, which keeps longer what is used again.",
         Alias(name="cache_policy", convert=_eviction_policy),
     )
     runtime_dir: str = key(
