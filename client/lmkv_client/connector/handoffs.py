@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vllm.logger import init_logger
-
 from lmkv.keys import join_keys
-from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.prompt import Prompt
 from lmkv_client.connector.stats import Counters
-
-logger = init_logger("vllm.lmkv")
 
 
 class Handoffs:
@@ -64,23 +59,10 @@ class Handoffs:
         self._finished.pop(handed.request_id, None)
         if prompt is None:
             return
-        seconds = handed.transfer_duration.ToNanoseconds() / 1e9
-        tokens = prompt.tokens_in(handed.chunk_count)
-        self._counters.add("handed_tokens", tokens)
+        self._counters.add("handed_tokens", prompt.tokens_in(handed.chunk_count))
         self._counters.add("handed_bytes", handed.transferred_bytes)
-        self._counters.add("handed_seconds", seconds)
-        if handed.status.code:
-            self._counters.add("handoff_failures")
-            logger.warning("[%s] handoff %s failed: %s", prompt.request_id, handed.request_id, handed.status.message)
-        logger.info(
-            "[%s] Handed over %d of %d tokens, %s, %s, %s",
-            prompt.request_id,
-            tokens,
-            prompt.token_count,
-            format_bytes(handed.transferred_bytes),
-            format_duration(seconds),
-            format_rate(handed.transferred_bytes, seconds),
-        )
+        self._counters.add("handed_seconds", handed.transfer_duration.ToNanoseconds() / 1e9)
+        self._counters.add("handoff_failures", int(handed.status.code != 0))
 
     def lost(self) -> None:
         """The node is gone, and its handoffs with it."""

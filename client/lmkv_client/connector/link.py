@@ -17,6 +17,7 @@ from lmkv import rpc
 from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigConflict, ConfigError, LmkvError, Unreachable
 from lmkv.spec import KvSpec
+from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1 import engine_service_pb2_grpc
 from lmkv_client.connector.launcher import Launcher
@@ -175,6 +176,8 @@ class NodeLink:
                 sender = asyncio.create_task(self._send_all(call, self._outboxes[engine_id]))
                 while isinstance(message := await call.read(), pb.AttachResponse):
                     self.inbox.append(message)
+                    for handed in message.handed:
+                        log_handed(handed)
                 raise await self._ending(call)
             except TimeoutError:
                 raise Unreachable(f"node at {address} does not answer") from None
@@ -263,6 +266,21 @@ def in_order(first: pb.AttachRequest, second: pb.AttachRequest) -> bool:
     last = max((rank for rank, name in enumerate(FIELD_ORDER) if getattr(first, name)), default=0)
     start = min((rank for rank, name in enumerate(FIELD_ORDER) if getattr(second, name)), default=last)
     return start >= last
+
+
+def log_handed(handed: pb.HandedChunks) -> None:
+    """Tells of a handoff as soon as it has ended: an engine that is idle takes nothing in until it has work."""
+    if handed.status.code:
+        logger.warning("handoff %s failed: %s", handed.request_id, handed.status.message)
+    seconds = handed.transfer_duration.ToNanoseconds() / 1e9
+    logger.info(
+        "Handed over %d chunks (%s), %s, %s, %s",
+        handed.chunk_count,
+        handed.request_id,
+        format_bytes(handed.transferred_bytes),
+        format_duration(seconds),
+        format_rate(handed.transferred_bytes, seconds),
+    )
 
 
 def format_pool(welcome: pb.Welcome) -> str:
