@@ -25,6 +25,8 @@ LMCACHE_DEFAULTS: Mapping[str, Any] = {
     "max_local_cpu_size": 5.0,
     "local_cpu_use_hugepages": False,
     "reserve_local_cpu_size": 0.0,
+    "local_disk": "file:///mnt/nvme/",
+    "max_local_disk_size": 10,
     "remote_url": "lm://localhost:65432",
     "remote_serde": "naive",
     "use_layerwise": False,
@@ -94,6 +96,7 @@ def test_every_default_of_lmcache_can_be_imported(tmp_path: Path) -> None:
     assert (config.p2p_port, config.lookup_timeout, config.pool_huge_pages) == (8200, 3.0, "never")
     assert (config.enable_pd, config.pd_role, config.pd_buffer_size) == (False, "both", 1 << 30)
     assert (config.save_partial_chunks, config.eviction_policy) == (False, "lru")
+    assert (config.local_disk, config.max_local_disk_size) == (("/mnt/nvme/",), 10.0)
 
 
 def test_the_configuration_of_a_controller_becomes_a_coordinators(tmp_path: Path) -> None:
@@ -128,6 +131,11 @@ def test_the_configuration_of_a_controller_becomes_a_coordinators(tmp_path: Path
 def test_the_notice_says_what_became_of_a_key(name: str, value: object, notice: str) -> None:
     (one,) = translate(entries(**{name: value}))
     assert one.notice == notice
+
+
+def test_what_no_process_could_start_with_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_local_disk_size must be set where local_disk is"):
+        translate(entries(local_disk="/mnt/nvme"))
 
 
 def test_what_has_no_counterpart_stays_as_a_comment() -> None:
