@@ -164,7 +164,7 @@ class AgentThread:
 
     def _open(self) -> bytes:
         api = nixl_api.load()
-        self._errors = (RuntimeError, ValueError, *_exceptions(api.nixlBind))
+        self._errors = nixl_api.errors(api)
         try:
             config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
             self._agent = api.nixl_agent(self._agent_name, config)
@@ -292,8 +292,3 @@ class AgentThread:
             self._agent.remove_remote_agent(name)
         except self._errors as error:
             logger.debug("NIXL did not forget %s: %s", name, error)
-
-
-def _exceptions(module: Any) -> list[type[Exception]]:
-    """All exceptions of NIXL; they have no common base."""
-    return [value for name, value in vars(module).items() if name.endswith("Error") and isinstance(value, type)]

@@ -1,4 +1,4 @@
-"""What lmkv needs of NIXL besides an agent: the import, and descriptors. For the NIXL channel only."""
+"""What lmkv needs of NIXL besides an agent: the import, its errors, and descriptors. For what uses NIXL only."""
 
 from __future__ import annotations
 
@@ -55,6 +55,12 @@ def load() -> Any:
         "pip install 'lmkv[nixl]', or set enable_p2p to false",
         key="transfer_channel",
     )
+
+
+def errors(api: Any) -> tuple[type[Exception], ...]:
+    """All that NIXL raises; its own exceptions have no common base."""
+    own = (value for name, value in vars(api.nixlBind).items() if name.endswith("Error") and isinstance(value, type))
+    return (RuntimeError, ValueError, *own)
 
 
 def descriptor_batches(copies: Sequence[Copy]) -> Iterator[tuple[Descriptors, Descriptors]]:

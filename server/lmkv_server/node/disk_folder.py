@@ -28,7 +28,10 @@ UNFINISHED = ".new"
 
 
 class FileIo(Protocol):
-    """Moves bytes between an open file and memory that is aligned to pages. Raises `OSError`."""
+    """Moves bytes between an open file and memory that is aligned to pages: `PlainIo`, or `NixlFiles`.
+
+    Called on several threads at a time. Raises `OSError`.
+    """
 
     def read(self, fd: int, memory: memoryview) -> int:
         """Reads from the file's beginning; how many bytes came before its end."""

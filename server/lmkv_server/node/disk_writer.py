@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from lmkv.keys import ChunkKey
@@ -39,7 +39,7 @@ class DiskWriter:
         self._tier = tier
         self._pool = pool
         self._waiting: dict[ChunkKey, Chunk] = {}  # oldest first
-        self._writing: dict[ChunkKey, Chunk] = {}
+        self._writing: dict[Chunk, bool] = {}  # and whether it is still wanted; never more than there are threads
         self._serial = 0
         self._flushed = asyncio.Event()
         self._flushed.set()
@@ -61,11 +61,11 @@ class DiskWriter:
         if self._waiting.pop(chunk.key, None):
             self.skipped_count += 1
 
-    def forget(self, keys: Iterable[ChunkKey]) -> None:
+    def forget(self, keys: Collection[ChunkKey]) -> None:
         """These are not to be on disk any more, even if they are just being written."""
         for key in keys:
             self._waiting.pop(key, None)
-            self._writing.pop(key, None)
+        self._writing.update({chunk: False for chunk in self._writing if chunk.key in keys})
 
     def give_up(self) -> None:
         """There is nowhere to write to. When there is, somebody will say again what to write."""
@@ -99,7 +99,7 @@ class DiskWriter:
 
     async def _write(self, shelf: Shelf, chunk: Chunk) -> None:
         """Writes one chunk, which stays where it is meanwhile."""
-        if self._disk.get(chunk.key) or chunk.key in self._writing:
+        if self._disk.get(chunk.key):
             return
         instead_of = shelf.index.reserve(chunk.size_bytes)
         if instead_of is None:
@@ -109,9 +109,9 @@ class DiskWriter:
         written = self._described(chunk)
         memory = self._pool.buffer[chunk.offset : chunk.offset + written.file_bytes]
         self._tier.hold([chunk])  # for good, if this is cancelled: the thread goes on reading
-        self._writing[chunk.key] = chunk
+        self._writing[chunk] = True
         is_written = await shelf.write(written, memory, instead_of)
-        is_wanted = self._writing.pop(chunk.key, None) is not None and not chunk.dropped
+        is_wanted = self._writing.pop(chunk) and not chunk.dropped and not self._disk.get(chunk.key)
         self._tier.unhold([chunk])
         if not is_written:
             shelf.index.give_back(written.size_bytes)

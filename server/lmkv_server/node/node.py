@@ -20,9 +20,12 @@ from lmkv.errors import ConfigError
 from lmkv.pool import LEFT_BYTES, Pool
 from lmkv.pool_socket import PoolSocket
 from lmkv.telemetry.calls import Calls
+from lmkv.transfer.channel import Region
+from lmkv.transfer.nixl_files import NixlFiles
 from lmkv.units import format_bytes
 from lmkv.v1 import chunk_pb2, engine_service_pb2, engine_service_pb2_grpc, registry_service_pb2
 from lmkv_server.node.disk_chunk import DiskChunk
+from lmkv_server.node.disk_folder import FileIo, PlainIo
 from lmkv_server.node.disk_tier import DiskTier
 from lmkv_server.node.engine_service import EngineService
 from lmkv_server.node.engines import Engines
@@ -134,7 +137,12 @@ class Node:
         if config.local_disk:
             self.disk = self._reporting.disk = await self._stack.enter_async_context(
                 DiskTier(
-                    config.disk_folders, config.disk_bytes, tier=self.tier, pool=self.pool, listener=self._reporting
+                    config.disk_folders,
+                    config.disk_bytes,
+                    tier=self.tier,
+                    pool=self.pool,
+                    listener=self._reporting,
+                    io=self._disk_io(),
                 )
             )
         if config.enable_p2p:
@@ -219,6 +227,12 @@ class Node:
             config.engine_socket,
             self.peer_address or "none (enable_p2p is off)",
         )
+
+    def _disk_io(self) -> FileIo:
+        """Raises `ConfigError` if NIXL is wanted and not there."""
+        if self.config.local_disk_io == "plain":
+            return PlainIo()
+        return NixlFiles(Region(address=self.pool.address, size_bytes=self.pool.size_bytes))
 
     async def _serve_metrics(self) -> None:
         """Serves `/metrics` if it has a port."""

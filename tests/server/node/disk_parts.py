@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from lmkv.keys import ChunkKey
 from lmkv.pool import Pool
+from lmkv.transfer.channel import Region
+from lmkv.transfer.nixl_files import NixlFiles
 from lmkv_kernels import checksum
 from lmkv_server.node.disk_chunk import DiskChunk
 from lmkv_server.node.disk_tier import DiskTier
@@ -110,14 +112,20 @@ def content(number: int, size_bytes: int) -> bytes:
 
 @asynccontextmanager
 async def host_with_disk(
-    paths: Path | Sequence[Path], *, host_chunks: int = 8, disk_chunks: int = 32, **seconds: float
+    paths: Path | Sequence[Path], *, host_chunks: int = 8, disk_chunks: int = 32, nixl: bool = False, **seconds: float
 ) -> AsyncIterator[Host]:
     """A host tier and a disk tier of so many chunks."""
     host = Host(host_chunks)
     folders = [paths] if isinstance(paths, Path) else list(paths)
     try:
         async with DiskTier(
-            folders, disk_chunks * CHUNK_BYTES, tier=host.tier, pool=host.pool, listener=host, **seconds
+            folders,
+            disk_chunks * CHUNK_BYTES,
+            tier=host.tier,
+            pool=host.pool,
+            listener=host,
+            io=NixlFiles(Region(address=host.pool.address, size_bytes=host.pool.size_bytes)) if nixl else None,
+            **seconds,
         ) as disk:
             host.disk = disk
             yield host

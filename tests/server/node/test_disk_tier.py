@@ -36,8 +36,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "disk" / "node"
 
 
-async def test_what_host_memory_forgets_is_still_on_disk(folder: Path) -> None:
-    async with host_with_disk(folder) as host:
+@pytest.mark.parametrize("nixl", [False, True])
+async def test_what_host_memory_forgets_is_still_on_disk(folder: Path, nixl: bool) -> None:
+    async with host_with_disk(folder, nixl=nixl) as host:
         for number in range(4):
             host.store(number)
         await flushed(host)
@@ -124,9 +125,10 @@ async def test_several_folders_share_the_chunks_and_all_are_found_again(tmp_path
         assert len(await host.read(*range(30))) == 30
 
 
+@pytest.mark.parametrize("nixl", [False, True])
 @pytest.mark.parametrize("change", ["bit", "shorter", "longer", "gone", "name"])
-async def test_a_file_that_is_not_what_was_written_is_a_miss_and_removed(folder: Path, change: str) -> None:
-    async with host_with_disk(folder) as host:
+async def test_a_file_that_is_not_what_was_written_is_a_miss_and_removed(folder: Path, change: str, nixl: bool) -> None:
+    async with host_with_disk(folder, nixl=nixl) as host:
         for number in range(3):
             host.store(number)
         await flushed(host)
@@ -311,14 +313,16 @@ from tests.server.node.disk_parts import *
 """
 
 
-def test_a_full_disk_keeps_what_fits_and_takes_more_once_there_is_room(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nixl", [False, True])
+def test_a_full_disk_keeps_what_fits_and_takes_more_once_there_is_room(tmp_path: Path, nixl: bool) -> None:
     out = on_small_tmpfs(
         tmp_path,
         20 * CHUNK_BYTES,
         script("""
         async def main():
             folder = Path(sys.argv[1]) / "node"
-            async with host_with_disk(folder, host_chunks=64, disk_chunks=64, full_seconds=0.05) as host:
+            nixl = NIXL
+            async with host_with_disk(folder, host_chunks=64, disk_chunks=64, nixl=nixl, full_seconds=0.05) as host:
                 for number in range(60):
                     host.store(number)
                 await flushed(host)
@@ -331,7 +335,7 @@ def test_a_full_disk_keeps_what_fits_and_takes_more_once_there_is_room(tmp_path:
                 assert sorted(await host.read(*range(60))) == numbers
                 print(kept)
         asyncio.run(main())
-        """),
+        """).replace("NIXL", str(nixl)),
     )
     assert int(out) > 10
 
