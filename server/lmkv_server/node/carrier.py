@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lmkv.errors import ChunkNotFound, Full, KvSpecMismatch, LmkvError, NoFreeExtents, Unreachable
-from lmkv.transfer import Copy
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv_server.node.arrivals import Incoming, Landing, Offer, checked_extents
 from lmkv_server.node.host_tier import Chunk
@@ -176,17 +175,9 @@ class Carrier:
 
     async def _read(self, incoming: Sequence[Incoming], landing: Landing) -> list[int] | None:
         """Reads into what was reserved; returns the chunks' checksums if they were made on the way."""
-        copies = [
-            Copy(
-                remote_address=chunk.remote_address,
-                local_address=self._peers.address + chunk.reserved.offset,
-                size_bytes=chunk.size_bytes,
-            )
-            for chunk in incoming
-        ]
         started = time.monotonic()
         step_seconds = self._fetch.step_seconds(self._source)
-        sums = await self._peers.channels.read(self._peer.name, copies, step_seconds, landing.write())
+        sums = await self._peers.read(self._peer, incoming, landing, step_seconds)
         now = time.monotonic()
         seconds = now - max(started, self._free_at)
         self._free_at = now

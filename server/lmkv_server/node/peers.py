@@ -16,7 +16,7 @@ from lmkv.errors import KvSpecMismatch, LmkvError, Unreachable
 from lmkv.keys import ChunkKey
 from lmkv.pool import Pool
 from lmkv.spec import KvSpec
-from lmkv.transfer import Channels
+from lmkv.transfer import Channels, Copy
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
 from lmkv.v1.cache_service_pb2 import Holder
@@ -261,6 +261,23 @@ class Peers:
     def quarantine(self, landing: Landing) -> None:
         """Counts extents that a transfer may still write to."""
         self._quarantine = {*filter(lambda earlier: earlier.quarantined, self._quarantine), landing}
+
+    async def read(
+        self, connection: PeerConnection, incoming: Sequence[Incoming], landing: Landing, timeout_seconds: float
+    ) -> list[int] | None:
+        """Reads chunks into what was reserved for them; returns their checksums if these were made on the way.
+
+        Raises `Unreachable`.
+        """
+        copies = [
+            Copy(
+                remote_address=chunk.remote_address,
+                local_address=self.address + chunk.reserved.offset,
+                size_bytes=chunk.size_bytes,
+            )
+            for chunk in incoming
+        ]
+        return await self.channels.read(connection.name, copies, timeout_seconds, landing.write())
 
     async def intact(self, incoming: Sequence[Incoming], sums: Sequence[int] | None) -> list[bool]:
         """Which of the chunks in the pool are what their owner committed; all, unless transfers are verified.

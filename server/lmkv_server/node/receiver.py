@@ -15,7 +15,6 @@ from google.protobuf import duration_pb2
 
 from lmkv.errors import BadMessage, GrantNotFound, KvSpecMismatch, LmkvError
 from lmkv.keys import split_keys
-from lmkv.transfer import Copy
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.arrivals import Incoming, Landing, Progress
@@ -159,7 +158,7 @@ class Receiver:
         async def read(piece: Sequence[Incoming], landing: Landing) -> None:
             try:
                 async with ahead:
-                    sums = await self._read(connection, piece, landing)
+                    sums = await self._peers.read(connection, piece, landing, READ_SECONDS)
                 damaged.extend(await self._verify(handoff, connection, piece, sums, landing))
             except LmkvError as error:
                 failures.append(error)
@@ -183,20 +182,6 @@ class Receiver:
         for chunk in piece:
             landing.adopt(chunk.reserved)
         return landing
-
-    async def _read(
-        self, connection: PeerConnection, piece: Sequence[Incoming], landing: Landing
-    ) -> Sequence[int] | None:
-        """Reads into what was reserved; returns the chunks' checksums if they were made on the way."""
-        copies = [
-            Copy(
-                remote_address=chunk.remote_address,
-                local_address=self._peers.address + chunk.reserved.offset,
-                size_bytes=chunk.size_bytes,
-            )
-            for chunk in piece
-        ]
-        return await self._peers.channels.read(connection.name, copies, READ_SECONDS, landing.write())
 
     async def _verify(
         self,
