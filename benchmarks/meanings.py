@@ -80,6 +80,8 @@ _MEANINGS = {
     r"pd_identical": "prompts that all systems completed alike",
     r"pd_rpcs_per_request": "calls between the two nodes, for each prompt",
     r"pd_handover_gb_per_s": "decode's node reads from the prefill's: calls, checksums and commits included",
+    r"(conversation|tool_agent|api|scan|loop)_unbounded": "{}: tokens that were sent before, so all that can be found",
+    r"(conversation|tool_agent|api|scan|loop)_(500k|2m|8m)_(arc|s3_fifo|sieve|two_queues)": "{}: found in {} by {}",
     r"lmcache_report_ingest_per_s": "LMCache's controller: changes that it takes in, of one core",
     r"lmcache_map_bytes_per_pair": "LMCache's controller: memory for each pair of a chunk and its holder",
     r"lmcache_lookup_p\d+_ms": "LMCache's controller: 40 chunks among a million, by ZeroMQ",
@@ -112,6 +114,18 @@ _WORDS = {
     "tcp": "plain TCP",
     "ucx": "UCX",
     "mooncake": "Mooncake",
+    "conversation": "people who talk",
+    "tool_agent": "agents with tools",
+    "api": "programs",
+    "scan": "people, and documents read once",
+    "loop": "documents in turn",
+    "500k": "a pool of 500,000 tokens",
+    "2m": "a pool of 2 million tokens",
+    "8m": "a pool of 8 million tokens",
+    "arc": "ARC",
+    "s3_fifo": "S3-FIFO",
+    "sieve": "SIEVE",
+    "two_queues": "2Q",
 }
 _LENGTH = re.compile(r"_(\d{3,})(?=_|$)")
 

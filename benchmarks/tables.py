@@ -20,7 +20,7 @@ from benchmarks.rows import Report, markdown_table, read_report
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "eviction.md")
 PICTURE = ROOT / "docs" / "ttft-steps.svg"
 
 _PLACE = re.compile(
