@@ -64,11 +64,7 @@ class DiskIndex:
         self._reserved_bytes -= align(size_bytes)
 
     def fill(self, chunks: Iterable[DiskChunk]) -> list[DiskChunk]:
-        """Takes over what the folder held when it was opened, oldest first. Returns what is too much, or there twice.
-
-        The index must be empty.
-        """
-        assert not self._chunks, "filled twice"
+        """Takes over what the folder held when it was opened, oldest first. Returns what is too much, or there twice."""
         twice = []
         for chunk in chunks:
             if known := self.remove(chunk.key):

@@ -25,6 +25,8 @@ from lmkv.pool import Pool
 from lmkv.pool_socket import AttachedPool, attach
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, chunk_pb2
 from lmkv.v1 import engine_service_pb2 as pb
+from lmkv.v1.cache_service_pb2 import MoveRequest, MoveResult
+from lmkv.v1.chunk_pb2 import Position
 from lmkv_kernels import checksum
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
@@ -230,6 +232,31 @@ async def test_a_clear_drops_from_the_tier_that_it_names_or_from_all(
         assert holder.disk
         assert (holder.disk.chunk_count, len(holder.tier)) == left
         assert len(files(runtime_dir / "disk" / "holder")) == left[0], "the files are gone when the clear is over"
+
+
+async def test_a_move_from_disk_leaves_nothing_there_and_one_to_disk_is_refused(runtime_dir: Path) -> None:
+    async with fleet(runtime_dir) as (coordinator, (holder, storing), (asker, _)):
+        await store(storing, holder.pool, 0, 1, 2)
+        await written(holder, 3)
+        holder.tier.drop(chunk_keys(0, 1, 2))
+        here, there = Position(instance_id="asker"), Position(instance_id="holder", tier=DISK)
+        keys = join_keys(chunk_keys(0, 1, 2))
+        async with rpc.open_channel(coordinator.address) as channel:
+            cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
+            operations: Any = operations_pb2_grpc.OperationsStub(channel)
+            await until_listed(cache, 3)
+            ends = []
+            for old, new in ((there, here), (here, there)):
+                move = await cache.Move(MoveRequest(old_position=old, new_position=new, chunk_keys=keys), timeout=5)
+                ends.append(
+                    await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=move.name), timeout=10)
+                )
+        result = MoveResult()
+        assert ends[0].response.Unpack(result)
+        assert (result.chunk_count, result.dropped_chunk_count) == (3, 3)
+        assert holder.disk
+        assert (holder.disk.chunk_count, len(asker.tier)) == (0, 3)
+        assert rpc.from_status(ends[1].error).reason == "TIER_UNSUPPORTED"
 
 
 async def until_listed(cache: Any, count: int) -> None:
