@@ -64,7 +64,7 @@ class DiskIndex:
         self._reserved_bytes -= align(size_bytes)
 
     def fill(self, chunks: Iterable[DiskChunk]) -> list[DiskChunk]:
-        """Takes over what the folder held when it was opened, oldest first. Returns what is too much, or there twice."""
+        """Takes over what the folder held when it was opened, oldest first; what is too much of it, or there twice."""
         twice = []
         for chunk in chunks:
             if known := self.remove(chunk.key):

@@ -158,10 +158,11 @@ class Shelf:
         self.folder.close()
 
     async def _fill(self, found: list[DiskChunk]) -> None:
-        too_much = []
+        too_much: list[DiskChunk] = []
         for start in range(0, len(found), FILLED_AT_ONCE):
             too_much += self.index.fill(found[start : start + FILLED_AT_ONCE])
             await asyncio.sleep(0)
+        await self.remove(too_much)
         self.is_open = True
         self._lost.clear()
         logger.info(
@@ -173,8 +174,6 @@ class Shelf:
             "" if self.folder.direct else "; its file system knows no direct IO",
         )
         self._said = ""
-        if too_much:
-            self._writers.submit(self.folder.remove, too_much)
         self._on_open(self)
 
     def _write_failed(self, error: OSError) -> None:
