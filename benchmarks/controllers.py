@@ -10,10 +10,10 @@ from pathlib import Path
 from benchmarks.command import Run
 from benchmarks.coordinator_lookups import CHUNK_COUNT
 from benchmarks.layouts import INSTANCE_COUNT
-from benchmarks.rival_pairs import ROOT, answers, quiet_port
+from benchmarks.rival_pairs import ROOT, answers
 from benchmarks.rows import Row, compare
 from lmkv.errors import LmkvError
-from lmkv_client.demo.process import ServerProcess
+from lmkv_client.demo.process import ServerProcess, free_port
 
 SECONDS = 300.0
 COUNTERPARTS = {
@@ -28,7 +28,7 @@ COUNTERPARTS = {
 
 def measure(run: Run, python: Path) -> None:
     """Adds rows for the controller in the environment of `python`."""
-    http, pull, reply, heartbeat = (quiet_port() for _ in range(4))
+    http, pull, reply, heartbeat = (free_port() for _ in range(4))
     monitor_ports = json.dumps({"pull": pull, "reply": reply, "heartbeat": heartbeat})
     environment = {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0", "LMCACHE_DISABLE_BANNER": "1"}
     controller = ServerProcess(

@@ -20,12 +20,13 @@ import zmq
 
 from benchmarks import engines
 from benchmarks.pd_calls import Calls
-from benchmarks.rival_pairs import ROOT, Plan, nixl_by_its_plain_name, quiet_port
+from benchmarks.rival_pairs import ROOT, Plan
 from lmkv.errors import LmkvError, Unreachable
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.completion import Token
 from lmkv_client.demo.engine import Engine
-from lmkv_client.demo.process import ServerProcess, session_pids
+from lmkv_client.demo.plain_nixl import plain_nixl
+from lmkv_client.demo.process import ServerProcess, free_port, session_pids
 from lmkv_client.demo.proxy import Proxy
 
 STEP_TOKENS = 2048
@@ -129,7 +130,7 @@ def lmkv_system(plan: Plan) -> Iterator[System]:
     """lmkv, with its proxy."""
     settings = PATIENCE | engines.pool_setting(plan.pool_bytes)
     with Cluster(plan.run.folder, plan.model, logs=plan.run.logs, settings=settings, coordinator=False) as cluster:
-        ports = (quiet_port(), quiet_port())
+        ports = (free_port(), free_port())
         for name, role, port in zip(("prefill", "decode"), ("kv_producer", "kv_consumer"), ports, strict=True):
             transfer_config = {"kv_connector": "LMKVConnector", "kv_role": role}
             own = {"LMKV_METRICS_PORT": str(port)}
@@ -160,9 +161,9 @@ def nixl_system(plan: Plan) -> Iterator[System]:
             name=f"nixl-{name}",
             transfer_config={"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"},
             environment={
-                "PYTHONPATH": str(nixl_by_its_plain_name(plan.run.folder)),
+                "PYTHONPATH": str(plain_nixl(plan.run.folder)),
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(quiet_port()),
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
             },
             **engine_options(plan),
         )
@@ -200,7 +201,7 @@ def lmcache_system(plan: Plan, python: Path) -> Iterator[System]:
 
     The prefill writes into the decode's memory, with its help: both run until the decode has the prompt.
     """
-    init_port, alloc_port, notice_port = (quiet_port() for _ in range(3))
+    init_port, alloc_port, notice_port = (free_port() for _ in range(3))
     configs: dict[str, dict[str, object]] = {
         "prefill": {"pd_role": "sender", "pd_proxy_host": "127.0.0.1", "pd_proxy_port": notice_port},
         "decode": {

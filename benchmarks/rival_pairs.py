@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import random
 import re
-import socket
 import sys
 import time
 import urllib.error
@@ -22,7 +20,8 @@ from benchmarks.command import Run
 from lmkv.errors import LmkvError
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.engine import Engine
-from lmkv_client.demo.process import ServerProcess
+from lmkv_client.demo.plain_nixl import plain_nixl
+from lmkv_client.demo.process import ServerProcess, free_port
 
 ROOT = Path(__file__).parents[1]
 STORE_SECONDS = 30.0
@@ -86,7 +85,7 @@ def lmkv_pair(plan: Plan) -> Iterator[Pair]:
 @contextmanager
 def offloading_pair(plan: Plan) -> Iterator[Pair]:
     """vLLM's `OffloadingConnector` with its p2p tier, its copies by NumPy."""
-    ports = [quiet_port(), quiet_port()]
+    ports = [free_port(), free_port()]
     pair = [
         Engine(
             plan.model,
@@ -103,7 +102,7 @@ def offloading_pair(plan: Plan) -> Iterator[Pair]:
                     "secondary_tiers": [{"type": "p2p", "host": "127.0.0.1", "port": port}],
                 },
             },
-            environment={"PYTHONPATH": f"{nixl_by_its_plain_name(plan.run.folder)}:{ROOT}"},
+            environment={"PYTHONPATH": f"{plain_nixl(plan.run.folder)}:{ROOT}"},
             **plan.options,
         )
         for number, port in enumerate(ports, 1)
@@ -129,7 +128,7 @@ def offloading_pair(plan: Plan) -> Iterator[Pair]:
 @contextmanager
 def lmcache_pair(plan: Plan, python: Path) -> Iterator[Pair]:
     """LMCache's in-process connector with its controller and P2P over NIXL, its copies between pages by torch."""
-    http, pull, reply, heartbeat = (quiet_port() for _ in range(4))
+    http, pull, reply, heartbeat = (free_port() for _ in range(4))
     common = {
         "PYTHONPATH": str(ROOT),
         "PYTHONHASHSEED": "0",
@@ -174,19 +173,6 @@ def lmcache_pair(plan: Plan, python: Path) -> Iterator[Pair]:
             yield Pair(first=pair[0], second=pair[1], wait_until_stored=wait)
 
 
-def quiet_port() -> int:
-    """A free TCP port that the system does not give to outgoing connections, and so stays free until it is bound."""
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = random.randrange(10_000, lowest)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
-
-
 def _lmcache_config(plan: Plan, number: int, pull: int, reply: int) -> dict[str, object]:
     return {
         "chunk_size": engines.CHUNK_SIZE,
@@ -195,15 +181,15 @@ def _lmcache_config(plan: Plan, number: int, pull: int, reply: int) -> dict[str,
         "enable_async_loading": True,
         "enable_p2p": True,
         "p2p_host": "127.0.0.1",
-        "p2p_init_ports": [quiet_port()],
-        "p2p_lookup_ports": [quiet_port()],
+        "p2p_init_ports": [free_port()],
+        "p2p_lookup_ports": [free_port()],
         "transfer_channel": "nixl",
         "nixl_buffer_device": "cpu",
         "enable_controller": True,
         "lmcache_instance_id": f"instance-{number}",
         "controller_pull_url": f"127.0.0.1:{pull}",
         "controller_reply_url": f"127.0.0.1:{reply}",
-        "lmcache_worker_ports": [quiet_port()],
+        "lmcache_worker_ports": [free_port()],
         "extra_config": {"lookup_backoff_time": 0.001},
     }
 
@@ -257,19 +243,6 @@ def _remove_regions(pair: Sequence[Engine]) -> None:
     for engine in pair:
         for name in set(re.findall(r"/dev/shm/vllm_offload_[\w.-]+\.mmap", engine.log())):
             Path(name).unlink(missing_ok=True)
-
-
-def nixl_by_its_plain_name(folder: Path) -> Path:
-    """A folder from which `nixl` can be imported, which vLLM wants and some of NIXL's wheels do not bring."""
-    if importlib.util.find_spec("nixl") is None:
-        package = folder / "nixl-alias" / "nixl"
-        package.mkdir(parents=True, exist_ok=True)
-        (package / "__init__.py").write_text(
-            "import importlib, sys\n"
-            "for part in ('_bindings', '_api'):\n"
-            "    sys.modules[f'nixl.{part}'] = importlib.import_module(f'nixl_cu12.{part}')\n"
-        )
-    return folder / "nixl-alias"
 
 
 def lmcache_problem(python: Path | None) -> str | None:

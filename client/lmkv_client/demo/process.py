@@ -6,6 +6,7 @@ Linux only: what belongs to a process is read from /proc.
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import socket
@@ -136,10 +137,16 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """A TCP port on loopback that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port on loopback that is free, and that the system gives to no connection before it is bound."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(10_000, max(lowest, 10_100))
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 def available_memory_bytes() -> int:
