@@ -26,8 +26,8 @@ $(STAMP): pyproject.toml scripts/setup $(NATIVE)
 demo: $(STAMP) ## start a coordinator and two engines here and watch them share a prompt
 	@$(BIN)/lmkv demo $(ARGS)
 
-test: $(STAMP) ## run the tests, two files at a time, those with real engines last
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+test: $(STAMP) ## run the tests, those with real engines beside the others
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 soak: $(STAMP) ## kill and freeze nodes for ten minutes and see that nothing is lost or left
 	@LMKV_SOAK_SECONDS=$${LMKV_SOAK_SECONDS:-600} $(BIN)/python -m pytest -q tests/soak $(ARGS)

@@ -17,6 +17,7 @@ from lmkv_client.demo.process import free_port as find_free_port
 
 pytest_plugins = ("tests.engines.llm",)  # pytest takes this here only
 
+ENGINES = Path(__file__).parent / "engines"
 RUN_VARIABLE = "TESTS_OF_LMKV"
 """Set for every process that the tests start; not `LMKV_...`, since those are configuration."""
 LEFT_BEHIND_TIMEOUT_SECONDS = 10.0
@@ -31,10 +32,22 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(trylast=True)  # after folders have marked what is theirs
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Runs what needs no engine first: it is fast, and it finds most mistakes."""
-    items.sort(key=lambda item: item.get_closest_marker("engine") is not None)
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Runs what needs no engine first: it is fast, and it finds most mistakes.
+
+    Of two processes one runs all that has engines, which would be in each other's way, and the other one the rest, file
+    by file: then what takes longest begins first.
+    """
+
+    def has_engine(item: pytest.Item) -> bool:
+        return ENGINES in item.path.parents or item.get_closest_marker("engine") is not None
+
+    is_shared = hasattr(config, "workerinput")
+    if is_shared:
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group("engines" if has_engine(item) else str(item.path)))
+    items.sort(key=lambda item: has_engine(item) is not is_shared)
 
 
 @pytest.fixture
