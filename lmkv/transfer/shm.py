@@ -36,8 +36,6 @@ TOKEN_BYTES = 32
 WORD_BYTES = 8
 CHECKSUMS = 1 << 64
 """How many checksums there are: parts of one are added modulo that."""
-LAST_IN_LINE = 19
-"""The nice value of what can wait until nobody else wants the processor."""
 
 _MADV_POPULATE_READ = 22  # Linux 5.14
 _libc = ctypes.CDLL(None)
@@ -166,10 +164,10 @@ class _Peer:
     def populate(self) -> None:
         """Fills this process's page tables ahead of the reads: a page fault costs as much as copying the page.
 
-        For a thread of its own. Ends early if the peer is forgotten, or memory gets short: what the owner has yet to
-        take would be taken here.
+        For a thread of its own. It has no lower priority than others: with the interpreter's lock in its hand it would
+        keep everybody waiting, for seconds on a busy machine. Ends early if the peer is forgotten, or memory gets short:
+        what the owner has yet to take would be taken here.
         """
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LAST_IN_LINE)
         for memory in tuple(self._memory):  # stays mapped as long as it is looked at
             for start in range(0, memory.size, POPULATE_STEP_BYTES):
                 size_bytes = min(POPULATE_STEP_BYTES, memory.size - start)
