@@ -165,8 +165,8 @@ class _Peer:
         """Fills this process's page tables ahead of the reads: a page fault costs as much as copying the page.
 
         For a thread of its own. It has no lower priority than others: with the interpreter's lock in its hand it would
-        keep everybody waiting, for seconds on a busy machine. Ends early if the peer is forgotten, or memory gets short:
-        what the owner has yet to take would be taken here.
+        keep everybody waiting, for seconds on a busy machine. Ends early if the peer is forgotten, or memory gets
+        short: what the owner has yet to take would be taken here.
         """
         for memory in tuple(self._memory):  # stays mapped as long as it is looked at
             for start in range(0, memory.size, POPULATE_STEP_BYTES):
