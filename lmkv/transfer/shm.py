@@ -9,7 +9,6 @@ import mmap
 import os
 import secrets
 import socket
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -21,8 +20,6 @@ import numpy as np
 
 from lmkv.errors import ChannelUnsupported, ConfigError, Unreachable
 from lmkv.handover import Fields, Gift, Handover, take
-from lmkv.memory import available_bytes
-from lmkv.pool import LEFT_BYTES, POPULATE_STEP_BYTES
 from lmkv.transfer.channel import Copy, End, Region, SummedCopy, find_peer
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.threads import Job, Threads
@@ -36,10 +33,6 @@ TOKEN_BYTES = 32
 WORD_BYTES = 8
 CHECKSUMS = 1 << 64
 """How many checksums there are: parts of one are added modulo that."""
-
-_MADV_POPULATE_READ = 22  # Linux 5.14
-_libc = ctypes.CDLL(None)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class ShmChannel:
@@ -85,7 +78,6 @@ class ShmChannel:
             raise ChannelUnsupported(f"{peer_name} shares no memory with this node: {error}", peer=peer_name) from None
         await self.remove_peer(peer_name)
         self._peers[peer_name] = peer
-        threading.Thread(target=peer.populate, name="lmkv-populate", daemon=True).start()
         asyncio.get_running_loop().add_reader(peer.connection, self._lose, peer_name)
 
     async def remove_peer(self, peer_name: str) -> None:
@@ -160,21 +152,6 @@ class _Peer:
         self._memory = [np.frombuffer(mmap.mmap(fd, region.size_bytes, prot=mmap.PROT_READ), np.uint8)]
         self.address = self._memory[0].ctypes.data
         """Where it is in this process."""
-
-    def populate(self) -> None:
-        """Fills this process's page tables ahead of the reads: a page fault costs as much as copying the page.
-
-        For a thread of its own. It has no lower priority than others: with the interpreter's lock in its hand it would
-        keep everybody waiting, for seconds on a busy machine. Ends early if the peer is forgotten, or memory gets
-        short: what the owner has yet to take would be taken here.
-        """
-        for memory in tuple(self._memory):  # stays mapped as long as it is looked at
-            for start in range(0, memory.size, POPULATE_STEP_BYTES):
-                size_bytes = min(POPULATE_STEP_BYTES, memory.size - start)
-                if self.forgotten or available_bytes() < LEFT_BYTES + size_bytes:
-                    return
-                if _libc.madvise(self.address + start, size_bytes, _MADV_POPULATE_READ):
-                    return  # an older kernel
 
     def close_if_done(self) -> None:
         """Lets go of a forgotten peer once nothing is read from it."""
