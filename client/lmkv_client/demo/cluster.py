@@ -17,12 +17,18 @@ from lmkv.rpc import CHANNEL_OPTIONS, from_rpc_error
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, registry_service_pb2, registry_service_pb2_grpc
 from lmkv_client.demo.engine import Engine
 from lmkv_client.demo.process import POLL_SECONDS, ServerProcess, end_processes, free_port, pids_with_environment
+from lmkv_client.demo.server import Server
 
-RPC_TIMEOUT_SECONDS = 2.0
+RPC_TIMEOUT_SECONDS = 20.0
+"""For a question whose answer is what matters: a busy host may stand still for seconds."""
+HEALTH_TIMEOUT_SECONDS = 2.0
+"""For one of many questions whether a coordinator is up."""
 
 
-class Coordinator:
-    """One `lmkv coordinator` process, and questions to it: a context manager that starts it and waits for it."""
+class Coordinator(Server):
+    """One `lmkv coordinator` process, and questions to it."""
+
+    ready_timeout_seconds = 30.0
 
     def __init__(self, folder: Path, *, port: int = 0, arguments: Sequence[str] = ()) -> None:
         """`folder` gets its log, `coordinator.log`. `port` 0 takes a free one; it stays the same over restarts."""
@@ -32,22 +38,6 @@ class Coordinator:
         ports = ["--port", str(self.port), "--http-port", self.http_address.rpartition(":")[2]]
         command = [sys.executable, "-m", "lmkv", "coordinator", *ports, *arguments]
         self.process = ServerProcess("coordinator", command, folder / "coordinator.log")
-
-    def start(self) -> None:
-        """Starts it without waiting; also again after it ended."""
-        self.process.start()
-
-    def wait_ready(self, timeout_seconds: float = 30.0) -> None:
-        """Waits until its health check says that it serves. Raises `LmkvError` if it does not come up."""
-        self.process.wait_until(self._healthy, "ready", timeout_seconds)
-
-    def stop(self) -> None:
-        """Ends it. Idempotent."""
-        self.process.stop()
-
-    def kill(self) -> None:
-        """Kills it as a crash would. Idempotent."""
-        self.process.kill()
 
     def holders(self, tokens: Sequence[int]) -> dict[str, int]:
         """How many tokens of a prompt each instance holds, by its id. Raises what the coordinator answers."""
@@ -96,26 +86,15 @@ class Coordinator:
                 return 0
             raise
 
-    def _healthy(self) -> bool:
+    def is_ready(self) -> bool:
+        """Whether its health check says that it serves."""
         request = health_pb2.HealthCheckRequest(service="lmkv.v1.CacheService")
         try:
             with grpc.insecure_channel(self.address) as channel:
-                response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=RPC_TIMEOUT_SECONDS)
+                response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=HEALTH_TIMEOUT_SECONDS)
         except grpc.RpcError:
             return False
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-            self.wait_ready()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
 
 class Cluster:

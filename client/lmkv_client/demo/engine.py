@@ -9,16 +9,14 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
 
 from lmkv.errors import LmkvError
 from lmkv_client.demo.endpoint import Endpoint
 from lmkv_client.demo.process import ServerProcess, free_port
+from lmkv_client.demo.server import Server
 
 LMKV_TRANSFER_CONFIG: Mapping[str, object] = {"kv_connector": "LMKVConnector", "kv_role": "kv_both"}
 """What `--kv-transfer-config` takes to put lmkv into an engine."""
-
-READY_TIMEOUT_SECONDS = 180.0
 
 _ENVIRONMENT = {
     # One compute thread and one process for scheduler and worker: on few cores everything else spins against itself.
@@ -33,11 +31,10 @@ _ENVIRONMENT = {
 }
 
 
-class Engine(Endpoint):
-    """One vLLM server: a context manager that starts it and waits until it answers.
+class Engine(Endpoint, Server):
+    """One vLLM server. Several may start at once: call `start` on each, then `wait_ready`."""
 
-    Several may start at once: call `start` on each, then `wait_ready`.
-    """
+    ready_timeout_seconds = 180.0
 
     def __init__(
         self,
@@ -81,47 +78,21 @@ class Engine(Endpoint):
         self._remove_scratch()
         self._scratch = Path(tempfile.mkdtemp(prefix="lmkv-engine-"))  # vLLM never removes its sockets
         self.process.environment["TMPDIR"] = str(self._scratch)
-        self.process.start()
+        super().start()
 
-    def wait_ready(self, timeout_seconds: float = READY_TIMEOUT_SECONDS) -> None:
-        """Waits until it serves requests. Raises `LmkvError` with the end of its log if it does not come up."""
-        self.process.wait_until(lambda: self.answers("/health"), "ready", timeout_seconds)
+    def is_ready(self) -> bool:
+        """Whether it serves requests."""
+        return self.answers("/health")
 
     def stop(self) -> None:
         """Ends the server and everything it started but its node. Idempotent."""
-        self.process.stop()
+        super().stop()
         self._remove_scratch()
 
     def kill(self) -> None:
         """Kills the server's processes as a crash would, without notice; its node lives on. Idempotent."""
-        self.process.kill()
+        super().kill()
         self._remove_scratch()
-
-    @property
-    def pid(self) -> int:
-        """Process id of the server; the id of the session that all its processes but the node belong to."""
-        return self.process.pid
-
-    @property
-    def alive(self) -> bool:
-        """Whether the server runs."""
-        return self.process.alive
-
-    def log(self) -> str:
-        """Everything it has logged."""
-        return self.process.log()
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-            self.wait_ready()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     def reset_prefix_cache(self, *, external: bool = False, timeout_seconds: float = 10.0) -> None:
         """Empties vLLM's own prefix cache, and lmkv's through the connector if `external`.

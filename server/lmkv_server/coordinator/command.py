@@ -6,13 +6,12 @@ import argparse
 import asyncio
 import ctypes
 import logging
-import signal
-from collections.abc import Callable
 from contextlib import suppress
 
 from lmkv import telemetry
 from lmkv.cli import Command
 from lmkv.config import CoordinatorConfig, add_arguments, from_arguments
+from lmkv.serving import fast_loop, first_of, stop_on_signals
 from lmkv_server.coordinator.coordinator import Coordinator
 
 logger = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ def _run(args: argparse.Namespace) -> int:
             monitors,
         )
     _keep_freed_memory()
-    with telemetry.trace_process(SERVICE_NAME, ""), asyncio.Runner(loop_factory=_fast_loop()) as runner:
+    with telemetry.trace_process(SERVICE_NAME, ""), asyncio.Runner(loop_factory=fast_loop()) as runner:
         runner.run(serve(config))
     return 0
 
@@ -56,21 +55,9 @@ def _keep_freed_memory() -> None:
         mallopt(m_trim_threshold, 8 * LARGE_REQUEST_BYTES)
 
 
-def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's loop, where there is uvloop: it takes a third off what a unary call costs."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
-
-
 async def serve(config: CoordinatorConfig) -> None:
     """Serves until SIGTERM or SIGINT. Raises `ConfigError` if a port cannot be had."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_on_signals()
     coordinator = Coordinator(
         host=config.host,
         grpc_ports=config.grpc_ports,
@@ -85,15 +72,7 @@ async def serve(config: CoordinatorConfig) -> None:
         logger.info("lmkv coordinator ready on %s", coordinator.address)
         if coordinator.url:
             logger.info("HTTP on %s", coordinator.url)
-        stopped = asyncio.create_task(stop.wait())
-        failed = asyncio.create_task(coordinator.wait())
-        try:
-            done, _ = await asyncio.wait({stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopped.cancel()
-            failed.cancel()
-        if failed in done:
-            failed.result()
+        await first_of(stop.wait(), coordinator.wait())
     logger.info("lmkv coordinator stopped")
 
 

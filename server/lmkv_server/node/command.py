@@ -6,12 +6,12 @@ import argparse
 import asyncio
 import logging
 import os
-import signal
 
 from lmkv import config as configuration
 from lmkv import telemetry
 from lmkv.cli import Command
 from lmkv.config import NodeConfig
+from lmkv.serving import first_of, stop_on_signals
 from lmkv_server.node.node import Node
 
 SERVICE_NAME = "lmkv-node"
@@ -47,22 +47,12 @@ def run(args: argparse.Namespace) -> int:
 
 async def serve(config: NodeConfig, *, linger: bool) -> None:
     """Serves until told to stop, or until nobody needs the node."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_on_signals()
     async with (
         Node(config) as node,
         telemetry.export_metrics(node.metrics.registry, SERVICE_NAME, config.instance_id),
     ):
-        waits: list[asyncio.Task[object]] = [asyncio.create_task(stop.wait()), asyncio.create_task(node.wait())]
-        if linger:
-            waits.append(asyncio.create_task(node.linger()))
-        done, running = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in running:
-            wait.cancel()
-        for wait in done:
-            wait.result()  # raises if the node cannot go on
+        await first_of(stop.wait(), node.wait(), *([node.linger()] if linger else []))
 
 
 def with_all_processors() -> None:

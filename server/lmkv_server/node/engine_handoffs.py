@@ -11,7 +11,8 @@ from lmkv.errors import Unreachable
 from lmkv.keys import split_keys
 from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv_server.node.sender import Handed, Senders
+from lmkv_server.node.sender import Handed
+from lmkv_server.node.senders import Senders
 
 
 class EngineHandoffs:

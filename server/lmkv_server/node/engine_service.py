@@ -16,7 +16,7 @@ from lmkv_server.node.engine_stream import EngineStream
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.host_tier import HostTier
 from lmkv_server.node.metrics import LookupCounts
-from lmkv_server.node.sender import Senders
+from lmkv_server.node.senders import Senders
 from lmkv_server.node.sources import Sources
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,57 +18,12 @@ from lmkv_server.node.engine_handoffs import EngineHandoffs
 from lmkv_server.node.engines import EngineSession, Ticket
 from lmkv_server.node.host_tier import Chunk, HostTier
 from lmkv_server.node.metrics import LookupCounts
-from lmkv_server.node.sender import Senders
+from lmkv_server.node.outbox import Outbox
+from lmkv_server.node.senders import Senders
 from lmkv_server.node.sources import Sources, shifted
 from lmkv_server.node.wire import credit, extent
 
 logger = logging.getLogger(__name__)
-
-MERGED_BYTES = rpc.MAX_MESSAGE_BYTES // 2
-"""Answers are merged into messages of at most this size."""
-
-MAX_COUNT = 2**31 - 1
-"""Largest count that a message can carry; whoever asks for more must not break the answer."""
-
-
-class Outbox:
-    """Answers to one engine, merged until its stream takes them: a busy stream sends fewer, larger messages."""
-
-    def __init__(self) -> None:
-        self._pending: deque[pb.AttachResponse] = deque()
-        self._last_bytes = 0
-        self._filled = asyncio.Event()
-        self._ended = False
-
-    def put(self, part: pb.AttachResponse) -> None:
-        """Adds answers to the last message that waits, as far as its size allows."""
-        size_bytes = part.ByteSize()
-        if not self._pending or self._last_bytes + size_bytes > MERGED_BYTES:
-            self._pending.append(pb.AttachResponse())
-            self._last_bytes = 0
-        last = self._pending[-1]
-        settled = last.settled_reserve_count + part.settled_reserve_count
-        if part.HasField("conflicts"):
-            last.ClearField("conflicts")
-        last.MergeFrom(part)
-        last.settled_reserve_count = min(settled, MAX_COUNT)
-        self._last_bytes += size_bytes
-        self._filled.set()
-
-    def end(self) -> None:
-        """Nothing more will be said."""
-        self._ended = True
-        self._filled.set()
-
-    async def take(self) -> pb.AttachResponse | None:
-        """The next message, as soon as there is anything to say; None at the end."""
-        await self._filled.wait()
-        if not self._pending:
-            return None
-        message = self._pending.popleft()
-        if not self._pending and not self._ended:
-            self._filled.clear()
-        return message
 
 
 class EngineStream:

@@ -63,8 +63,6 @@ class Handoff:
         self.state = State.ALLOCATED
         self.missing: tuple[int, ...] = ()
         """Indices of the keys that were not here at first."""
-        self.is_claimed = False
-        """Whether the decode's request has come, and will let go of the chunks."""
         self.expire_at = 0.0
         """When it expires while it is open, or is abandoned while nobody claims it."""
         self.changed = asyncio.Event()

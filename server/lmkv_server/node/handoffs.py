@@ -74,7 +74,6 @@ class Handoffs:
         if request_id in self._ended:
             raise GrantNotFound(f"handoff {request_id!r} has ended", request_id=request_id)
         handoff = self._begin(request_id, giver, spec, keys, token_count)
-        handoff.is_claimed = request_id in self._claims
         self.heard(handoff, now)
         return handoff
 
@@ -133,8 +132,6 @@ class Handoffs:
     def claim(self, request_id: str) -> None:
         """The decode's request has come; from now on it decides how long the chunks are kept. `unclaim` ends it."""
         self._claims.add(request_id)
-        if handoff := self.find(request_id):
-            handoff.is_claimed = True
 
     def unclaim(self, request_id: str) -> None:
         """The decode's request has what it wants, or is gone: the handoff is over, announced or not."""
@@ -160,20 +157,23 @@ class Handoffs:
                 handoff.end(State.EXPIRED, self._tier)
                 self.heard(handoff, now)
                 expired.append(handoff)
-            elif not handoff.is_claimed:
+            elif not self._is_claimed(handoff):
                 self.abandoned_count += 1
                 self._close(handoff)
         return expired
 
     def next_expiry(self) -> float | None:
         """When the next deadline is; None if there is none."""
-        waiting = (one.expire_at for one in self if one.is_open or not one.is_claimed)
+        waiting = (one.expire_at for one in self if one.is_open or not self._is_claimed(one))
         return min(waiting, default=None)
 
     def clear(self) -> None:
         """Closes every handoff."""
         for handoff in list(self):
             self._close(handoff)
+
+    def _is_claimed(self, handoff: Handoff) -> bool:
+        return handoff.request_id in self._claims
 
     def _close(self, handoff: Handoff) -> None:
         handoff.close(self._tier)
@@ -193,5 +193,4 @@ class Handoffs:
         assert len(self) <= MAX_HANDOFFS
         assert self.used_bytes <= self.buffer_bytes
         for handoff in self:
-            assert handoff.is_claimed == (handoff.request_id in self._claims)
             handoff.check()

@@ -24,20 +24,19 @@ from lmkv.transfer.channel import Region
 from lmkv.transfer.nixl_files import NixlFiles
 from lmkv.units import format_bytes
 from lmkv.v1 import chunk_pb2, engine_service_pb2, engine_service_pb2_grpc, registry_service_pb2
-from lmkv_server.node.disk_chunk import DiskChunk
 from lmkv_server.node.disk_folder import FileIo, PlainIo
 from lmkv_server.node.disk_tier import DiskTier
 from lmkv_server.node.engine_service import EngineService
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.eviction import POLICIES
 from lmkv_server.node.fleet import Fleet, Held
-from lmkv_server.node.host_tier import Chunk, HostTier
+from lmkv_server.node.host_tier import HostTier
 from lmkv_server.node.instance_lock import InstanceLock
 from lmkv_server.node.metrics import Metrics
 from lmkv_server.node.metrics_server import MetricsServer
 from lmkv_server.node.orders import Orders
 from lmkv_server.node.peer_side import STOP_GRACE_SECONDS, PeerSide, bind
-from lmkv_server.node.sender import Senders
+from lmkv_server.node.reporting import Reporting
 from lmkv_server.node.sources import Sources
 
 logger = logging.getLogger(__name__)
@@ -49,41 +48,6 @@ MIN_POOL_SHARE = 8
 """A node whose memory ends before this share of the pool, one so many-th, does not go on."""
 FIRST_ENGINE_SECONDS = 20.0
 """A node that an engine has started waits so long for it, whatever `node_linger` says."""
-
-
-class Reporting:
-    """Tells the fleet, handoffs under way and the disk what the tiers gain and lose."""
-
-    def __init__(self) -> None:
-        self.fleet: Fleet | None = None
-        self.senders: Senders | None = None
-        self.disk: DiskTier | None = None
-
-    def admitted(self, chunk: Chunk) -> None:
-        """See `Listener`."""
-        if self.senders:
-            self.senders.admitted(chunk)
-        if self.fleet:
-            self.fleet.admitted(chunk_pb2.TIER_HOST, chunk.fingerprint, chunk.key, chunk.token_count)
-        if self.disk:
-            self.disk.writer.admitted(chunk)
-
-    def evicted(self, chunk: Chunk) -> None:
-        """See `Listener`."""
-        if self.fleet:
-            self.fleet.evicted(chunk_pb2.TIER_HOST, chunk.fingerprint, chunk.key)
-        if self.disk:
-            self.disk.writer.evicted(chunk)
-
-    def stored(self, chunk: DiskChunk) -> None:
-        """See `DiskListener`."""
-        if self.fleet:
-            self.fleet.admitted(chunk_pb2.TIER_DISK, chunk.fingerprint, chunk.key, chunk.token_count)
-
-    def lost(self, chunk: DiskChunk) -> None:
-        """See `DiskListener`."""
-        if self.fleet:
-            self.fleet.evicted(chunk_pb2.TIER_DISK, chunk.fingerprint, chunk.key)
 
 
 class Node:

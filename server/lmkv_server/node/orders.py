@@ -14,7 +14,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 
 from lmkv import rpc, telemetry
 from lmkv.errors import BadMessage, Full, LmkvError, OperationCancelled, Unreachable
@@ -24,6 +23,7 @@ from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.achieved import Achieved
 from lmkv_server.node.acts import Acts, goal
+from lmkv_server.node.alarm import Alarm
 from lmkv_server.node.disk_tier import DiskTier
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.host_tier import HostTier
@@ -80,12 +80,11 @@ class Orders:
         self._book = OrderBook()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._may_fetch = asyncio.Semaphore(MAX_FETCHES)
-        self._pins_changed = asyncio.Event()
-        self._expiry: asyncio.Task[None] | None = None
+        self._alarm = Alarm(self._expire_pins)
         self._is_closing = False
 
     async def __aenter__(self) -> Orders:
-        self._expiry = asyncio.create_task(self._expire_pins())
+        await self._alarm.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -94,12 +93,11 @@ class Orders:
     async def aclose(self) -> None:
         """Stops every order and ends every pin. Idempotent."""
         self._is_closing = True
-        while tasks := [*self._running.values(), *([self._expiry] if self._expiry else [])]:
+        await self._alarm.aclose()
+        while tasks := list(self._running.values()):
             for task in tasks:
                 task.cancel()
-            done, _ = await asyncio.wait(tasks, timeout=1.0)  # a task group may swallow a cancellation
-            if self._expiry in done:
-                self._expiry = None
+            await asyncio.wait(tasks, timeout=1.0)  # a task group may swallow a cancellation
         self.pins.clear()
 
     @property
@@ -173,10 +171,10 @@ class Orders:
                         await self._acts.drop(order.drop, achieved)
                     case "pin":
                         self._acts.pin(order.pin, achieved)
-                        self._pins_changed.set()
+                        self._alarm.changed()
                     case "unpin":
                         self._acts.unpin(order.unpin, achieved)
-                        self._pins_changed.set()
+                        self._alarm.changed()
                     case "cancel":
                         self._cancel(order.cancel)
                     case _:
@@ -224,18 +222,12 @@ class Orders:
         self._book.end(outcome)
         self.on_news()
 
-    async def _expire_pins(self) -> None:
-        """Ends pins whose time has come, and tells of all changes."""
-        while True:
-            self._pins_changed.clear()
-            now = time.monotonic()
-            for pin in self.pins.expire(now):
-                logger.info("pin %s ended after its time; it kept %d chunks", pin.pin_id, len(pin.chunks))
-            self.on_news()
-            expiry = self.pins.next_expiry()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(None if expiry is None else expiry - now):
-                    await self._pins_changed.wait()
+    def _expire_pins(self) -> float | None:
+        """Ends pins whose time has come, and tells of all changes; when the next time is."""
+        for pin in self.pins.expire(time.monotonic()):
+            logger.info("pin %s ended after its time; it kept %d chunks", pin.pin_id, len(pin.chunks))
+        self.on_news()
+        return self.pins.next_expiry()
 
     def check(self) -> None:
         """Asserts that book and pins are sound."""

@@ -5,11 +5,10 @@ While a peer has a grant, and for a while before and after, the channels make pr
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from google.protobuf import timestamp_pb2
@@ -21,6 +20,7 @@ from lmkv.transfer import Channels
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
+from lmkv_server.node.alarm import Alarm
 from lmkv_server.node.disk_tier import DiskTier
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.host_tier import Chunk, HostTier
@@ -71,11 +71,10 @@ class PeerService(pb_grpc.PeerServiceServicer):
         self._disk = disk
         self._lent_count = 0
         self._serve_until = 0.0
-        self._changed = asyncio.Event()
-        self._expiry: asyncio.Task[None] | None = None
+        self._alarm = Alarm(self._expire)
 
     async def __aenter__(self) -> PeerService:
-        self._expiry = asyncio.create_task(self._expire())
+        await self._alarm.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -83,10 +82,7 @@ class PeerService(pb_grpc.PeerServiceServicer):
 
     async def aclose(self) -> None:
         """Ends every grant. Idempotent."""
-        if self._expiry:
-            self._expiry.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._expiry
+        await self._alarm.aclose()
         self.grants.clear()
         self._serve_until = 0.0
         self._serve()
@@ -219,20 +215,16 @@ class PeerService(pb_grpc.PeerServiceServicer):
         """Has the channels make progress exactly while somebody may need it."""
         is_needed = len(self.grants) > 0 or self._lent_count > 0 or time.monotonic() < self._serve_until
         self._channels.serve(is_needed)
-        self._changed.set()
+        self._alarm.changed()
 
-    async def _expire(self) -> None:
-        """Ends what its time has come for."""
-        while True:
-            now = time.monotonic()
-            if count := self.grants.expire(now):
-                logger.warning("%d read grants expired: their readers are gone, or too slow", count)
-                self._linger()
-            self._serve()
-            self._changed.clear()
-            times = [self._serve_until] if now < self._serve_until else []
-            if (expiry := self.grants.next_expiry()) is not None:
-                times.append(expiry)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(times) - now if times else None):
-                    await self._changed.wait()
+    def _expire(self) -> float | None:
+        """Ends what its time has come for; when the next time is."""
+        now = time.monotonic()
+        if count := self.grants.expire(now):
+            logger.warning("%d read grants expired: their readers are gone, or too slow", count)
+            self._linger()
+        self._serve()
+        times = [self._serve_until] if now < self._serve_until else []
+        if (expiry := self.grants.next_expiry()) is not None:
+            times.append(expiry)
+        return min(times, default=None)

@@ -22,7 +22,7 @@ from lmkv_server.node.inspector import Inspector
 from lmkv_server.node.peer_service import PeerService
 from lmkv_server.node.peers import Peers
 from lmkv_server.node.receiver import Receiver
-from lmkv_server.node.sender import MAX_SENDERS, Senders
+from lmkv_server.node.senders import MAX_SENDERS, Senders
 
 PEER_SERVICE = "lmkv.v1.PeerService"
 STOP_GRACE_SECONDS = 0.5

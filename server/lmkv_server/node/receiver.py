@@ -17,6 +17,7 @@ from lmkv.errors import BadMessage, GrantNotFound, KvSpecMismatch, LmkvError
 from lmkv.keys import split_keys
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
+from lmkv_server.node.alarm import Alarm
 from lmkv_server.node.arrivals import Incoming, Landing, Progress
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.handoff import Giver, Handoff, State
@@ -49,11 +50,10 @@ class Receiver:
         self._tier = peers.tier
         self._engines = engines
         self._announced: dict[str, asyncio.Event] = {}
-        self._changed = asyncio.Event()
-        self._expiry: asyncio.Task[None] | None = None
+        self._alarm = Alarm(self._expire)
 
     async def __aenter__(self) -> Receiver:
-        self._expiry = asyncio.create_task(self._expire())
+        await self._alarm.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -61,10 +61,7 @@ class Receiver:
 
     async def aclose(self) -> None:
         """Ends every handoff. Idempotent."""
-        if self._expiry:
-            self._expiry.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._expiry
+        await self._alarm.aclose()
         self.handoffs.clear()
 
     # --- What prefills say ---------------------------------------------------------------------------------------
@@ -79,7 +76,7 @@ class Receiver:
         keys = split_keys(request.chunk_keys, limit=MAX_KEYS)
         now = time.monotonic()
         handoff = self.handoffs.allocate(request.request_id, giver, spec, keys, request.token_count, now)
-        self._changed.set()
+        self._alarm.changed()
         if handoff.is_open:
             self._peers.introduce(connection, spec, READ_SECONDS)
         if announced := self._announced.get(handoff.request_id):
@@ -104,13 +101,13 @@ class Receiver:
                 await self._read_all(handoff, connection, self._incoming(handoff, request, connection), damaged)
         finally:
             self.handoffs.heard(handoff, time.monotonic())
-            self._changed.set()
+            self._alarm.changed()
         return pb.CommitResponse(damaged=damaged)
 
     def release(self, grant_id: str) -> bool:
         """The prefill will send nothing more; whether the grant is that of a handoff."""
         found = self.handoffs.end(grant_id, time.monotonic())
-        self._changed.set()
+        self._alarm.changed()
         return found
 
     def _connection(self, giver: Giver) -> PeerConnection:
@@ -213,7 +210,7 @@ class Receiver:
 
         def unclaim() -> None:
             self.handoffs.unclaim(request_id)
-            self._changed.set()
+            self._alarm.changed()
 
         return unclaim
 
@@ -250,22 +247,16 @@ class Receiver:
                 self._announced.pop(request_id, None)
         return self.handoffs.find(request_id)
 
-    async def _expire(self) -> None:
-        """Ends what its time has come for."""
-        while True:
-            now = time.monotonic()
-            for handoff in self.handoffs.expire(now):
-                logger.warning(
-                    "handoff %s expired: no word from %s for %.3g s",
-                    handoff.request_id,
-                    handoff.giver.instance_id,
-                    self.handoffs.silence_seconds,
-                )
-            self._changed.clear()
-            expiry = self.handoffs.next_expiry()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(None if expiry is None else expiry - now):
-                    await self._changed.wait()
+    def _expire(self) -> float | None:
+        """Ends what its time has come for; when the next time is."""
+        for handoff in self.handoffs.expire(time.monotonic()):
+            logger.warning(
+                "handoff %s expired: no word from %s for %.3g s",
+                handoff.request_id,
+                handoff.giver.instance_id,
+                self.handoffs.silence_seconds,
+            )
+        return self.handoffs.next_expiry()
 
 
 def pieces(incoming: Sequence[Incoming]) -> Iterator[list[Incoming]]:

@@ -9,26 +9,22 @@ still at work. Nothing is kept in place for a handoff but what a running `Commit
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from lmkv import telemetry
 from lmkv.errors import Full, LmkvError, Unreachable, WrongInstance
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.spec import KvSpec
-from lmkv.telemetry import Span
 from lmkv.v1 import peer_service_pb2 as pb
-from lmkv_server.node.host_tier import Chunk, HostTier
+from lmkv_server.node.host_tier import Chunk
 from lmkv_server.node.peer_connection import PeerConnection
-from lmkv_server.node.peers import Peers
 from lmkv_server.node.wire import extent
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from lmkv_server.node.senders import Senders
 
-MAX_SENDERS = 1024
 ANSWER_SECONDS = 10.0
 """A decode's node that takes longer to answer has failed."""
 ADMISSION_SECONDS = 30.0
@@ -200,117 +196,3 @@ class Sender:
                 self._missing.pop(chunk.key, None)
                 self._size_bytes += chunk.size_bytes
         return not response.damaged
-
-
-class Senders:
-    """The handoffs that a node's engines give away. One event loop owns it; to be used as an async context manager."""
-
-    def __init__(
-        self,
-        *,
-        instance_id: str,
-        epoch: int,
-        peer_address: Callable[[], str],
-        peers: Peers,
-        limit: int = MAX_SENDERS,
-        lending: Callable[[], AbstractContextManager[None]],
-        suspect: Callable[[Sequence[Chunk], str], None],
-    ) -> None:
-        """`lending` lasts while a peer reads here; `suspect` is told of chunks that came damaged from here to whom."""
-        self.instance_id = instance_id
-        self.epoch = epoch
-        self.peers = peers
-        self.lending = lending
-        self.suspect = suspect
-        self.done_count = 0
-        """Handoffs that brought everything, since the start."""
-        self.failed_count = 0
-        """Those that did not."""
-        self.sent_bytes = 0
-        """Bytes that decodes' nodes have read."""
-        self._peer_address = peer_address
-        self._limit = limit
-        self._running: dict[str, tuple[Sender, asyncio.Task[None]]] = {}
-
-    @property
-    def tier(self) -> HostTier:
-        """Where the chunks are."""
-        return self.peers.tier
-
-    @property
-    def peer_address(self) -> str:
-        """Where others read them from."""
-        return self._peer_address()
-
-    def __len__(self) -> int:
-        return len(self._running)
-
-    async def __aenter__(self) -> Senders:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """Ends every handoff. Idempotent."""
-        tasks = [task for _, task in self._running.values()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=1.0)
-
-    def admitted(self, chunk: Chunk) -> None:
-        """A chunk was committed here."""
-        for sender, _ in self._running.values():
-            sender.admitted(chunk.key)
-
-    def start(
-        self,
-        spec: KvSpec,
-        *,
-        request_id: str,
-        address: str,
-        keys: Sequence[ChunkKey],
-        token_count: int,
-        on_end: Callable[[Handed], None],
-        traceparent: str = "",
-    ) -> None:
-        """Begins a handoff, which tells `on_end` how it went. A repeat is no error and changes nothing."""
-        if request_id in self._running:
-            return
-        if len(self._running) >= self._limit:
-            error = Full(f"{self._limit} handoffs are all that this node may give at a time", limit=self._limit)
-            on_end(Handed(request_id=request_id, error=error))
-            return
-        sender = Sender(self, request_id=request_id, address=address, spec=spec, keys=keys, token_count=token_count)
-        span = telemetry.follow("lmkv.handoff", traceparent, handoff_id=request_id, asked_chunks=len(keys))
-        running = self._run(sender, request_id, address, on_end, span)
-        task = asyncio.create_task(running, name=f"lmkv-handoff-{request_id}")
-        self._running[request_id] = sender, task
-        task.add_done_callback(lambda _: self._running.pop(request_id, None))
-
-    def end(self, request_id: str) -> None:
-        """No chunk of this handoff will be committed any more. One that has ended is no error."""
-        if known := self._running.get(request_id):
-            known[0].end()
-
-    def cancel(self, request_id: str) -> None:
-        """Stops a handoff: its engine is gone."""
-        if known := self._running.get(request_id):
-            known[1].cancel()
-
-    async def _run(
-        self, sender: Sender, request_id: str, address: str, on_end: Callable[[Handed], None], span: Span
-    ) -> None:
-        with span:
-            handed = await sender.run()
-            span.set(arrived_chunks=handed.chunk_count, transferred_bytes=handed.size_bytes)
-            if handed.error:
-                span.fail(handed.error.reason, str(handed.error))
-        self.sent_bytes += handed.size_bytes
-        if handed.error:
-            self.failed_count += 1
-            logger.warning("handoff %s to %s failed: %s", request_id, address, handed.error)
-        else:
-            self.done_count += 1
-        on_end(handed)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import signal
-from collections.abc import Callable
 
 from lmkv import telemetry
 from lmkv.cli import Command
 from lmkv.config import ProxyConfig, add_arguments, from_arguments
+from lmkv.serving import fast_loop, first_of, stop_on_signals
 from lmkv_server.proxy.proxy import Proxy
 
 logger = logging.getLogger(__name__)
@@ -30,38 +29,18 @@ def _run(args: argparse.Namespace) -> int:
     )
     for notice in config.notices:
         logger.warning(notice)
-    with telemetry.trace_process(SERVICE_NAME, ""), asyncio.Runner(loop_factory=_fast_loop()) as runner:
+    with telemetry.trace_process(SERVICE_NAME, ""), asyncio.Runner(loop_factory=fast_loop()) as runner:
         runner.run(serve(config))
     return 0
 
 
-def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's loop, where there is uvloop."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
-
-
 async def serve(config: ProxyConfig) -> None:
     """Serves until SIGTERM or SIGINT. Raises `ConfigError` if the port cannot be had."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_on_signals()
     proxy = Proxy(config)
     async with proxy, telemetry.export_metrics(proxy.metrics, SERVICE_NAME, ""):
         logger.info("lmkv proxy ready on %s", proxy.url)
-        stopped = asyncio.create_task(stop.wait())
-        failed = asyncio.create_task(proxy.wait())
-        try:
-            done, _ = await asyncio.wait({stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopped.cancel()
-            failed.cancel()
-        if failed in done:
-            failed.result()
+        await first_of(stop.wait(), proxy.wait())
     logger.info("lmkv proxy stopped")
 
 

@@ -34,9 +34,9 @@ from lmkv.pool_socket import attach
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.registry_service_pb2 import SpecConflict
 from lmkv_server.node import engine_service
-from lmkv_server.node.engine_stream import MERGED_BYTES, Outbox
 from lmkv_server.node.engines import CREDIT_SHARE, HOLD_SHARE
 from lmkv_server.node.node import Node
+from lmkv_server.node.outbox import MERGED_BYTES, Outbox
 from tests.server.node.cases import chunk_key, chunk_keys, small_spec
 from tests.server.node.engine_client import ANSWER_SECONDS, EngineClient
 

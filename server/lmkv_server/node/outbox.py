@@ -1,0 +1,55 @@
+"""What one engine is to be told, until its stream takes it. Pure but for the waiting; for `EngineStream`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from lmkv import rpc
+from lmkv.v1 import engine_service_pb2 as pb
+
+MERGED_BYTES = rpc.MAX_MESSAGE_BYTES // 2
+"""Answers are merged into messages of at most this size."""
+
+MAX_COUNT = 2**31 - 1
+"""Largest count that a message can carry; whoever asks for more must not break the answer."""
+
+
+class Outbox:
+    """Answers to one engine, merged until its stream takes them: a busy stream sends fewer, larger messages."""
+
+    def __init__(self) -> None:
+        self._pending: deque[pb.AttachResponse] = deque()
+        self._last_bytes = 0
+        self._filled = asyncio.Event()
+        self._ended = False
+
+    def put(self, part: pb.AttachResponse) -> None:
+        """Adds answers to the last message that waits, as far as its size allows."""
+        size_bytes = part.ByteSize()
+        if not self._pending or self._last_bytes + size_bytes > MERGED_BYTES:
+            self._pending.append(pb.AttachResponse())
+            self._last_bytes = 0
+        last = self._pending[-1]
+        settled = last.settled_reserve_count + part.settled_reserve_count
+        if part.HasField("conflicts"):
+            last.ClearField("conflicts")
+        last.MergeFrom(part)
+        last.settled_reserve_count = min(settled, MAX_COUNT)
+        self._last_bytes += size_bytes
+        self._filled.set()
+
+    def end(self) -> None:
+        """Nothing more will be said."""
+        self._ended = True
+        self._filled.set()
+
+    async def take(self) -> pb.AttachResponse | None:
+        """The next message, as soon as there is anything to say; None at the end."""
+        await self._filled.wait()
+        if not self._pending:
+            return None
+        message = self._pending.popleft()
+        if not self._pending and not self._ended:
+            self._filled.clear()
+        return message

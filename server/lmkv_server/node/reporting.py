@@ -1,0 +1,45 @@
+"""Who is told what the tiers of a node gain and lose."""
+
+from __future__ import annotations
+
+from lmkv.v1 import chunk_pb2
+from lmkv_server.node.disk_chunk import DiskChunk
+from lmkv_server.node.disk_tier import DiskTier
+from lmkv_server.node.fleet import Fleet
+from lmkv_server.node.host_tier import Chunk
+from lmkv_server.node.senders import Senders
+
+
+class Reporting:
+    """Tells the fleet, handoffs under way and the disk what the tiers gain and lose."""
+
+    def __init__(self) -> None:
+        self.fleet: Fleet | None = None
+        self.senders: Senders | None = None
+        self.disk: DiskTier | None = None
+
+    def admitted(self, chunk: Chunk) -> None:
+        """See `Listener`."""
+        if self.senders:
+            self.senders.admitted(chunk)
+        if self.fleet:
+            self.fleet.admitted(chunk_pb2.TIER_HOST, chunk.fingerprint, chunk.key, chunk.token_count)
+        if self.disk:
+            self.disk.writer.admitted(chunk)
+
+    def evicted(self, chunk: Chunk) -> None:
+        """See `Listener`."""
+        if self.fleet:
+            self.fleet.evicted(chunk_pb2.TIER_HOST, chunk.fingerprint, chunk.key)
+        if self.disk:
+            self.disk.writer.evicted(chunk)
+
+    def stored(self, chunk: DiskChunk) -> None:
+        """See `DiskListener`."""
+        if self.fleet:
+            self.fleet.admitted(chunk_pb2.TIER_DISK, chunk.fingerprint, chunk.key, chunk.token_count)
+
+    def lost(self, chunk: DiskChunk) -> None:
+        """See `DiskListener`."""
+        if self.fleet:
+            self.fleet.evicted(chunk_pb2.TIER_DISK, chunk.fingerprint, chunk.key)
