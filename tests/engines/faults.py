@@ -37,8 +37,9 @@ SETTINGS = {
 }
 """Nodes that survive the restart of their engine, however slow the machine; else the defaults."""
 
-MARGIN_SECONDS = 3.0
-"""What a request may take beyond its cold time: 0.1 s of lookup, 1 s of load, and a busy machine."""
+MARGIN_SECONDS = 10.0
+"""What a request may take beyond its cold time: 0.1 s of lookup, 1 s of load, and a machine that stands still for a
+while. What waits without a deadline takes longer."""
 REQUEST_TIMEOUT_SECONDS = 60.0
 HEAL_SECONDS = 30.0
 
