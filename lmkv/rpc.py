@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -16,6 +17,8 @@ from grpc_status import rpc_status
 
 from lmkv import telemetry
 from lmkv.errors import Full, LmkvError, Unreachable
+from lmkv.fresh import Fresh
+from lmkv.renewed_channel import RenewedChannel
 from lmkv.telemetry.calls import Calls
 from lmkv.tls import Tls
 
@@ -98,7 +101,7 @@ def from_rpc_error(error: grpc.RpcError) -> LmkvError:
 
 _TLS_FIXES = {
     "WRONG_VERSION_NUMBER": "the server does not speak TLS: unset tls_ca here, or set tls_cert and tls_key there",
-    "CERTIFICATE_VERIFY_FAILED": "the server's certificate is not of those whom tls_ca names",
+    "CERTIFICATE_VERIFY_FAILED": "the server's certificate is not of those whom tls_ca names, or out of date",
     "Hostname Verification Check failed": "the server's certificate is for another name than the address has",
     "failed to connect to all addresses; last error: UNAVAILABLE": (
         "if the server speaks TLS, set tls_ca here, and if it asks for certificates, tls_cert and tls_key too"
@@ -127,7 +130,11 @@ class _Errors(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not gene
 
             async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
                 try:
-                    async for response in inner_stream(request, context):
+                    responses = inner_stream(request, context)
+                    if inspect.isawaitable(responses):  # it writes them itself, as gRPC's own health service does
+                        await responses
+                        return
+                    async for response in responses:
                         yield response
                 except Exception as error:
                     await _abort(_refusal(error, method), context)
@@ -204,10 +211,26 @@ def add_port(server: grpc.aio.Server, address: str, tls: Tls = PLAINTEXT) -> int
     """
     if not tls.cert:
         return int(server.add_insecure_port(address))
-    credentials = grpc.ssl_server_credentials(
-        [(tls.pem("key") or b"", tls.pem("cert") or b"")], tls.pem("client_ca"), require_client_auth=bool(tls.client_ca)
-    )
-    return int(server.add_secure_port(address, credentials))
+    return int(server.add_secure_port(address, _server_credentials(tls)))
+
+
+def _server_credentials(tls: Tls) -> grpc.ServerCredentials:
+    """Credentials that gRPC asks for before each handshake, in a thread of its own."""
+
+    def make() -> Any:
+        tls.__post_init__()
+        pair = (tls.pem("key") or b"", tls.pem("cert") or b"")
+        return grpc.ssl_server_certificate_configuration([pair], tls.pem("client_ca"))
+
+    fresh = Fresh(tls.paths, make)
+    told = fresh.get()
+
+    def news() -> Any:
+        nonlocal told
+        known, told = told, fresh.get()
+        return None if told is known else told
+
+    return grpc.dynamic_ssl_server_credentials(told, news, require_client_authentication=bool(tls.client_ca))
 
 
 def open_channel(address: str, tls: Tls = PLAINTEXT) -> grpc.aio.Channel:
@@ -217,8 +240,14 @@ def open_channel(address: str, tls: Tls = PLAINTEXT) -> grpc.aio.Channel:
     """
     if not tls.ca:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return RenewedChannel(tls.paths, lambda: _secure_channel(address, tls))
+
+
+def _secure_channel(address: str, tls: Tls) -> grpc.aio.Channel:
+    tls.__post_init__()
     credentials = grpc.ssl_channel_credentials(tls.pem("ca"), tls.pem("key"), tls.pem("cert"))
-    return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+    named = (("grpc.ssl_target_name_override", tls.name),) if tls.name else ()
+    return grpc.aio.secure_channel(address, credentials, options=(*CHANNEL_OPTIONS, *named))
 
 
 async def call(

@@ -1,4 +1,7 @@
-"""Which certificates a process shows, and which it trusts. `lmkv.rpc` and the HTTP server use them."""
+"""Which certificates a process shows, and which it trusts. `lmkv.rpc` and all that speaks HTTP use them.
+
+Files that are replaced count from the next connection on: nothing has to be restarted.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmkv.errors import ConfigError
+from lmkv.fresh import Fresh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +29,8 @@ class Tls:
     """Issuers of the servers that a client trusts."""
     client_ca: str = ""
     """Issuers of the clients that a server lets in."""
+    name: str = ""
+    """Name that servers' certificates must be for; empty: the one that they are called by."""
 
     def __post_init__(self) -> None:
         """Raises `ConfigError` if a file cannot be read, holds no such thing, or the key is another certificate's."""
@@ -57,10 +63,48 @@ class Tls:
                     key="tls_key",
                 ) from None
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All files."""
+        return tuple(path for path in (self.cert, self.key, self.ca, self.client_ca) if path)
+
     def pem(self, name: str) -> bytes | None:
         """What a file holds; None if there is none. Raises `ConfigError`."""
         path = getattr(self, name)
         return _read(f"tls_{name}", path) if path else None
+
+    def server_context(self) -> ssl.SSLContext:
+        """For a server that is none of gRPC's: each connection gets what the files hold when it comes."""
+
+        def make() -> ssl.SSLContext:
+            self.__post_init__()
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self.cert, self.key)
+            if self.client_ca:
+                context.load_verify_locations(self.client_ca)
+                context.verify_mode = ssl.CERT_REQUIRED
+            return context
+
+        fresh = Fresh(self.paths, make)
+
+        def choose(connection: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+            connection.context = fresh.get()
+
+        context = make()
+        context.sni_callback = choose  # is called whether a name came or not
+        return context
+
+    def client_contexts(self) -> Fresh[ssl.SSLContext]:
+        """For clients that are none of gRPC's. Without `ca` they trust whom the system trusts."""
+
+        def make() -> ssl.SSLContext:
+            self.__post_init__()
+            context = ssl.create_default_context(cafile=self.ca or None)
+            if self.cert:
+                context.load_cert_chain(self.cert, self.key)
+            return context
+
+        return Fresh(self.paths, make)
 
 
 def _read(name: str, path: str) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -13,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lmkv import rpc
 from lmkv.errors import ConfigError, Unreachable
 from lmkv.tls import Tls
-from tests.lmkv.certificates import Certificates, issue
+from tests.lmkv.certificates import Certificates, issue, replace, swap
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +107,51 @@ def test_files_that_are_wrong_are_named_by_their_key(certificates: Certificates,
     ):
         with pytest.raises(ConfigError, match=says):
             Tls(**files)
+
+
+async def test_certificates_are_replaced_under_running_ends(tmp_path: Path) -> None:
+    first, second = issue(tmp_path / "first"), issue(tmp_path / "second")
+    served, shown = swap(tmp_path / "server", first), swap(tmp_path / "client", first)
+    async with serving(served.strict_server) as port, rpc.open_channel(f"localhost:{port}", shown.known_client) as line:
+        stub: Any = health_pb2_grpc.HealthStub(line)
+        watch = stub.Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
+
+        swap(tmp_path / "server", second)
+        await ask(port, second.known_client)
+        with pytest.raises(Unreachable):
+            await ask(port, first.known_client)
+        swap(tmp_path / "client", second)
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
+        assert not watch.done()  # what was under way goes on
+        watch.cancel()
+
+
+async def test_files_that_make_no_pair_leave_the_last_pair_in_place(tmp_path: Path) -> None:
+    first, second = issue(tmp_path / "first"), issue(tmp_path / "second")
+    served = swap(tmp_path / "server", first)
+    async with serving(served.server) as port:
+        replace(second.cert, served.cert)  # and the key not yet
+        await ask(port, first.client)
+        replace(second.key, served.key)
+        await ask(port, second.client)
+
+
+async def test_an_expired_certificate_is_refused_on_either_side(certificates: Certificates, tmp_path: Path) -> None:
+    old = issue(tmp_path, expired=True)
+    async with serving(old.server) as port:
+        with pytest.raises(Unreachable, match="is not of those whom tls_ca names, or out of date"):
+            await ask(port, old.client)
+    strict = Tls(cert=certificates.cert, key=certificates.key, client_ca=old.ca)
+    async with serving(strict) as port:
+        with pytest.raises(Unreachable):
+            await ask(port, Tls(ca=certificates.ca, cert=old.cert, key=old.key))
+
+
+async def test_a_name_may_stand_for_the_address(tmp_path: Path) -> None:
+    fleet = issue(tmp_path, "lmkv-node")
+    async with serving(fleet.server) as port:
+        await ask(port, Tls(ca=fleet.ca, name="lmkv-node"), "127.0.0.1")
+        with pytest.raises(Unreachable, match="is for another name"):
+            await ask(port, Tls(ca=fleet.ca, name="lmkv-other"), "127.0.0.1")
