@@ -45,10 +45,13 @@ class Ticket:
 class EngineSession:
     """One engine from attach to the proof that it is gone."""
 
-    def __init__(self, engine_id: str, spec: KvSpec, tier: HostTier, credit_limit: int) -> None:
+    def __init__(
+        self, engine_id: str, spec: KvSpec, tier: HostTier, credit_limit: int, *, worker_count: int = 1
+    ) -> None:
         self.engine_id = engine_id
         self.spec = spec
         self.credit_limit = credit_limit
+        self.worker_count = worker_count
         self.attached = True
         self.workers: Counter[int] = Counter()
         """Connections by rank that have the pool mapped; a worker that connects anew has two for a moment."""
@@ -86,7 +89,7 @@ class EngineSession:
             ticket.chunks.append(chunk)
         ticket.own_count = len(ticket.chunks)
         self._tier.hold(ticket.chunks)
-        self._held_bytes += sum(chunk.size_bytes for chunk in ticket.chunks)
+        self._held_bytes += self._pool_bytes(ticket.chunks)
         return ticket
 
     def ticket(self, request_id: str) -> Ticket | None:
@@ -100,7 +103,7 @@ class EngineSession:
             self._tier.unhold(chunks)
             return False
         ticket.chunks.extend(chunks)
-        self._held_bytes += sum(chunk.size_bytes for chunk in chunks)
+        self._held_bytes += self._pool_bytes(chunks)
         return True
 
     def release(self, request_id: str) -> int:
@@ -109,7 +112,7 @@ class EngineSession:
         if ticket is None:
             return 0
         self._tier.unhold(ticket.chunks)
-        self._held_bytes -= sum(chunk.size_bytes for chunk in ticket.chunks)
+        self._held_bytes -= self._pool_bytes(ticket.chunks)
         if ticket.on_release:
             ticket.on_release()
         return len(ticket.chunks)
@@ -157,6 +160,10 @@ class EngineSession:
             parent=parent,
         )
 
+    def _pool_bytes(self, chunks: Iterable[Chunk]) -> int:
+        """What the chunks take of the pool; those in a device buffer take nothing of it."""
+        return sum(chunk.size_bytes for chunk in chunks if chunk.tier is self._tier)
+
     def _spend(self, offset: int) -> None:
         if self._credits.pop(offset, None) is None:
             raise GrantNotFound(f"engine {self.engine_id} holds no credit at offset {offset}", offset=offset)
@@ -196,6 +203,11 @@ class Engines:
         """The spec of this fingerprint, if an engine of it has attached."""
         return self._specs.get(fingerprint)
 
+    def attached(self, fingerprint: bytes) -> list[EngineSession]:
+        """The sessions of the engines of this spec whose stream is alive."""
+        sessions = self._sessions.values()
+        return [one for one in sessions if one.attached and one.spec.fingerprint == fingerprint]
+
     def session(self, engine_id: str) -> EngineSession:
         """The session of an engine. Raises `EngineNotFound`."""
         session = self._sessions.get(engine_id)
@@ -203,7 +215,7 @@ class Engines:
             raise EngineNotFound(f"engine {engine_id!r} is not attached", engine_id=engine_id)
         return session
 
-    def attach(self, engine_id: str, spec: KvSpec) -> EngineSession:
+    def attach(self, engine_id: str, spec: KvSpec, worker_count: int = 1) -> EngineSession:
         """Begins a session. Raises `BadMessage` if the id is in use, `BadKvSpec` if not even two chunks fit."""
         if not engine_id or engine_id in self._sessions:
             raise BadMessage(f"engine_id {engine_id!r} is empty or in use", engine_id=engine_id)
@@ -215,7 +227,7 @@ class Engines:
                 field="chunk_size",
             )
         limit = max(1, min(MAX_CREDITS, capacity // CREDIT_SHARE))
-        session = EngineSession(engine_id, spec, self._tier, limit)
+        session = EngineSession(engine_id, spec, self._tier, limit, worker_count=worker_count)
         self._sessions[engine_id] = session
         self._specs[spec.fingerprint] = spec
         return session

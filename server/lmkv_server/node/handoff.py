@@ -52,14 +52,24 @@ class Handoff:
     """The chunks of one prompt on their way from a prefill to this node."""
 
     def __init__(
-        self, *, grant_id: str, request_id: str, giver: Giver, spec: KvSpec, keys: Sequence[ChunkKey], token_count: int
+        self,
+        *,
+        grant_id: str,
+        request_id: str,
+        giver: Giver,
+        spec: KvSpec,
+        keys: Sequence[ChunkKey],
+        token_count: int,
+        room: HostTier,
     ) -> None:
+        """`room` is where the chunks go that are not here: the node's tier, or an engine's device buffer."""
         self.grant_id = grant_id
         self.request_id = request_id
         self.giver = giver
         self.spec = spec
         self.keys = keys
         self.token_count = token_count
+        self.room = room
         self.state = State.ALLOCATED
         self.missing: tuple[int, ...] = ()
         """Indices of the keys that were not here at first."""
@@ -108,13 +118,13 @@ class Handoff:
 
     def allocate(self, tier: HostTier) -> bool:
         """Keeps what is here and makes room for the rest; False, and nothing is kept, if there is no room for all."""
-        here = [chunk for key in self.keys if (chunk := tier.get(key)) and chunk.fingerprint == self.spec.fingerprint]
+        here = [chunk for key in self.keys if (chunk := self._here(key, tier))]
         tier.hold(here)
         self._kept = here
         known = {chunk.key for chunk in here}
         self.missing = tuple(index for index, key in enumerate(self.keys) if key not in known)
         for index in self.missing:
-            reserved = tier.reserve(self.size_of(index))
+            reserved = self.room.reserve(self.size_of(index))
             if reserved is None:
                 self.close(tier)
                 return False
@@ -132,9 +142,8 @@ class Handoff:
             self.state = State.TRANSFERRING
             self._reading.update(begun)
         for index, reserved in list(begun.items()):
-            chunk = tier.get(self.keys[index])
-            if chunk and chunk.fingerprint == self.spec.fingerprint:
-                tier.give_back(reserved.offset)
+            if chunk := self._here(self.keys[index], tier):
+                self.room.give_back(reserved.offset)
                 del begun[index]
                 self.land(index, chunk, tier)
         return begun
@@ -148,24 +157,32 @@ class Handoff:
             self._landed_bytes += reserved.size_bytes
         self._settle()
 
-    def lose(self, indices: Iterable[int], tier: HostTier) -> None:
+    def lose(self, indices: Iterable[int]) -> None:
         """Chunks that were begun did not come, or came damaged: it is not to be whole any more."""
         lost = [self._reading.pop(index) for index in indices if index in self._reading]
         if lost:
-            self.end(State.ABORTED, tier)
+            self.end(State.ABORTED)
 
-    def end(self, state: State, tier: HostTier) -> None:
+    def lose_room(self, tier: HostTier) -> None:
+        """The room is gone, and what it held: only what is in the tier is kept."""
+        self.end(State.ABORTED)
+        gone = [chunk for chunk in self._kept if chunk.tier is self.room]
+        self._kept = [chunk for chunk in self._kept if chunk.tier is not self.room]
+        tier.unhold(gone)
+        self._landed_bytes = 0
+
+    def end(self, state: State) -> None:
         """Nothing more will come: gives back the room. Without effect if it has ended."""
         if self.is_open:
             self.state = state
-            self._give_back(tier)
+            self._give_back()
             self.changed.set()
 
     def close(self, tier: HostTier) -> None:
-        """Lets go of everything. What is being read now stays in the tier like any other chunk."""
+        """Lets go of everything. What is being read now stays in its room like any other chunk."""
         self._closed = True
-        self.end(State.ABORTED, tier)
-        self._give_back(tier)
+        self.end(State.ABORTED)
+        self._give_back()
         tier.unhold(self._kept)
         self._kept = []
         self._landed_bytes = 0
@@ -175,9 +192,14 @@ class Handoff:
             self.state = State.COMMITTED
         self.changed.set()
 
-    def _give_back(self, tier: HostTier) -> None:
+    def _here(self, key: ChunkKey, tier: HostTier) -> Chunk | None:
+        """The chunk, if it is in the tier or in the room."""
+        chunk = tier.get(key) or self.room.get(key)
+        return chunk if chunk and chunk.fingerprint == self.spec.fingerprint else None
+
+    def _give_back(self) -> None:
         for reserved in self._wanted.values():
-            tier.give_back(reserved.offset)
+            self.room.give_back(reserved.offset)
         self._wanted.clear()
 
     def check(self) -> None:

@@ -28,7 +28,7 @@ class Handoffs:
     def __init__(
         self, tier: HostTier, *, buffer_bytes: int, silence_seconds: float = 5.0, abandon_seconds: float = 60.0
     ) -> None:
-        """`buffer_bytes` bounds what all handoffs together keep room for or have received."""
+        """`buffer_bytes` bounds what all handoffs together keep room for in the tier, or have received there."""
         self.ended_counts: dict[State, int] = {State.COMMITTED: 0, State.ABORTED: 0, State.EXPIRED: 0}
         """Handoffs closed since the start, by how they ended."""
         self.abandoned_count = 0
@@ -53,14 +53,22 @@ class Handoffs:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the buffer that are in use."""
-        return sum(handoff.buffer_bytes for handoff in self)
+        """Bytes of the tier that are in use."""
+        return sum(handoff.buffer_bytes for handoff in self if handoff.room is self._tier)
 
     def allocate(
-        self, request_id: str, giver: Giver, spec: KvSpec, keys: Sequence[ChunkKey], token_count: int, now: float
+        self,
+        request_id: str,
+        giver: Giver,
+        spec: KvSpec,
+        keys: Sequence[ChunkKey],
+        token_count: int,
+        now: float,
+        buffer: HostTier | None = None,
     ) -> Handoff:
         """Begins a handoff, or finds the one that this giver has begun by that name.
 
+        Its chunks go into the device buffer, if there is one and it has room for all of them now, else into the tier.
         Raises `BadMessage` if the request makes no sense, `GrantNotFound` if it has ended already, `RequestTooLarge` if
         it will never fit, `NoFreeExtents` if it does not fit now.
         """
@@ -73,23 +81,32 @@ class Handoffs:
             return known
         if request_id in self._ended:
             raise GrantNotFound(f"handoff {request_id!r} has ended", request_id=request_id)
-        handoff = self._begin(request_id, giver, spec, keys, token_count)
+        self._serial += 1
+        candidates = [
+            Handoff(
+                grant_id=f"h{self._serial}",
+                request_id=request_id,
+                giver=giver,
+                spec=spec,
+                keys=keys,
+                token_count=token_count,
+                room=room,
+            )
+            for room in (buffer, self._tier)
+            if room is not None
+        ]
+        handoff = self._begin(candidates)
+        self._by_grant[handoff.grant_id] = self._by_request[request_id] = handoff
         self.heard(handoff, now)
         return handoff
 
-    def _begin(
-        self, request_id: str, giver: Giver, spec: KvSpec, keys: Sequence[ChunkKey], token_count: int
-    ) -> Handoff:
-        self._serial += 1
-        handoff = Handoff(
-            grant_id=f"h{self._serial}",
-            request_id=request_id,
-            giver=giver,
-            spec=spec,
-            keys=keys,
-            token_count=token_count,
-        )
-        wanted = sum(handoff.size_of(index) for index, key in enumerate(keys) if not self._tier.get(key))
+    def _begin(self, candidates: Sequence[Handoff]) -> Handoff:
+        """The first of them that there is room for. Raises why there is none, which is what the last is told."""
+        *others, last = candidates
+        for handoff in others:
+            if len(self) < MAX_HANDOFFS and handoff.allocate(self._tier):
+                return handoff
+        wanted = sum(last.size_of(index) for index, key in enumerate(last.keys) if not self._tier.get(key))
         if wanted > self.buffer_bytes:
             self.refused_count += 1
             raise RequestTooLarge(
@@ -100,15 +117,14 @@ class Handoffs:
         if len(self) >= MAX_HANDOFFS:
             self.refused_count += 1
             raise Full(f"{MAX_HANDOFFS} handoffs are under way", retry_seconds=RETRY_SECONDS)
-        if self.used_bytes + wanted > self.buffer_bytes or not handoff.allocate(self._tier):
+        if self.used_bytes + wanted > self.buffer_bytes or not last.allocate(self._tier):
             self.refused_count += 1
             raise NoFreeExtents(
                 f"{format_bytes(wanted)} are wanted, {format_bytes(self.used_bytes)} of "
                 f"{format_bytes(self.buffer_bytes)} are in use",
                 retry_seconds=RETRY_SECONDS,
             )
-        self._by_grant[handoff.grant_id] = self._by_request[request_id] = handoff
-        return handoff
+        return last
 
     def get(self, grant_id: str) -> Handoff:
         """The handoff. Raises `GrantNotFound` if it is over."""
@@ -145,7 +161,7 @@ class Handoffs:
         handoff = self._by_grant.get(grant_id)
         if handoff is None:
             return False
-        handoff.end(State.ABORTED, self._tier)
+        handoff.end(State.ABORTED)
         self.heard(handoff, now)
         return True
 
@@ -154,7 +170,7 @@ class Handoffs:
         expired = []
         for handoff in [one for one in self if one.expire_at <= now]:
             if handoff.is_open:
-                handoff.end(State.EXPIRED, self._tier)
+                handoff.end(State.EXPIRED)
                 self.heard(handoff, now)
                 expired.append(handoff)
             elif not self._is_claimed(handoff):
@@ -166,6 +182,12 @@ class Handoffs:
         """When the next deadline is; None if there is none."""
         waiting = (one.expire_at for one in self if one.is_open or not self._is_claimed(one))
         return min(waiting, default=None)
+
+    def lose_room(self, room: HostTier, now: float) -> None:
+        """A device buffer is gone: what was to come into it will not come."""
+        for handoff in [one for one in self if one.room is room]:
+            handoff.lose_room(self._tier)
+            self.heard(handoff, now)
 
     def clear(self) -> None:
         """Closes every handoff."""

@@ -2,6 +2,8 @@
 
 free ──reserve──► reserved ──commit──► held ──evict, drop──► free
                      └──give_back──► free       (a hold delays the last step until it ends)
+
+What a pool holds from an earlier life of the node is reserved where it is, verified, and committed like everything else.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ class Chunk:
     checksum: int
     token_count: int
     generation: int
+    tier: HostTier
+    """The tier that it is in."""
     holds: int = 0
     """How many grants and pins keep the bytes in place."""
     pins: int = 0
@@ -58,9 +62,18 @@ class Listener(Protocol):
 
 
 class HostTier:
-    """Chunks in a pool of `size_bytes`. Not thread-safe: one loop owns it."""
+    """Chunks in a pool of `size_bytes`, or in an engine's device buffer. Not thread-safe: one loop owns it."""
 
-    def __init__(self, size_bytes: int, listener: Listener | None = None, policy: EvictionPolicy | None = None) -> None:
+    def __init__(
+        self,
+        size_bytes: int,
+        listener: Listener | None = None,
+        policy: EvictionPolicy | None = None,
+        *,
+        region: int = 0,
+    ) -> None:
+        self.region = region
+        """Which memory its offsets are in: `Extent.region`."""
         self._free = FreeList(size_bytes)
         self._listener = listener
         self._chunks: dict[ChunkKey, Chunk] = {}
@@ -70,6 +83,8 @@ class HostTier:
         self._chunk_bytes = 0
         self.evicted_count = 0
         """Chunks evicted for room since the start."""
+        self.sealed = False
+        """Whether nothing may be overwritten, since somebody from an earlier life may read or write the pool."""
 
     @property
     def size_bytes(self) -> int:
@@ -118,11 +133,11 @@ class HostTier:
         return found
 
     def hold(self, chunks: Iterable[Chunk]) -> None:
-        """Keeps the bytes of the chunks in place until as many `unhold`s."""
+        """Keeps the bytes of the chunks, each in its own tier, in place until as many `unhold`s."""
         for chunk in chunks:
             chunk.holds += 1
             if not chunk.dropped:
-                self._queue.hold(chunk.key)
+                chunk.tier._queue.hold(chunk.key)
 
     def unhold(self, chunks: Iterable[Chunk]) -> None:
         """Ends one hold on each chunk."""
@@ -130,9 +145,9 @@ class HostTier:
             assert chunk.holds > 0, "unhold without hold"
             chunk.holds -= 1
             if not chunk.dropped:
-                self._queue.unhold(chunk.key)
+                chunk.tier._queue.unhold(chunk.key)
             elif not chunk.holds:
-                self._free.give(chunk.offset, chunk.size_bytes)
+                chunk.tier._free.give(chunk.offset, chunk.size_bytes)
 
     def pin(self, chunks: Collection[Chunk]) -> None:
         """Holds the chunks and keeps them from `clear`, until as many `unpin`s."""
@@ -148,9 +163,9 @@ class HostTier:
         self.unhold(chunks)
 
     def reserve(self, size_bytes: int) -> Reserved | None:
-        """An extent to write into, evicting chunks that nobody holds; None if those do not make room."""
+        """An extent to write into, evicting chunks that nobody holds; None if those do not make room, or if sealed."""
         size = align(size_bytes)
-        if size > self._free.size_bytes:
+        if self.sealed or size > self._free.size_bytes:
             return None
         while (offset := self._free.take(size)) is None:
             key = self._queue.pop()
@@ -158,8 +173,15 @@ class HostTier:
                 return None
             self._forget(self._chunks[key])
             self.evicted_count += 1
+        return self._reserve(offset, size)
+
+    def reserve_at(self, offset: int, size_bytes: int) -> Reserved | None:
+        """The extent that begins just there, whose content is to be kept; None if not all of it is free."""
+        return self._reserve(offset, align(size_bytes)) if self._free.take_at(offset, size_bytes) else None
+
+    def _reserve(self, offset: int, size_bytes: int) -> Reserved:
         self._generation += 1
-        reserved = Reserved(offset=offset, size_bytes=size, generation=self._generation)
+        reserved = Reserved(offset=offset, size_bytes=size_bytes, generation=self._generation)
         self._reserved[offset] = reserved
         return reserved
 
@@ -197,6 +219,7 @@ class HostTier:
             checksum=checksum,
             token_count=token_count,
             generation=reserved.generation,
+            tier=self,
             parent=parent,
         )
         self._chunks[key] = chunk

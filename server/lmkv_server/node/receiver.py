@@ -166,7 +166,7 @@ class Receiver:
                 for piece, landing in landings:
                     reads.create_task(read(piece, landing))
         finally:
-            handoff.lose((chunk.index for chunk in incoming), self._tier)
+            handoff.lose(chunk.index for chunk in incoming)
             for _, landing in landings:
                 landing.close()
                 if landing.quarantined:

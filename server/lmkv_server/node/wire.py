@@ -9,6 +9,7 @@ from lmkv_server.node.host_tier import Chunk, Reserved
 def extent(chunk: Chunk) -> chunk_pb2.Extent:
     """A held chunk as its reader sees it."""
     return chunk_pb2.Extent(
+        region=chunk.tier.region,
         offset=chunk.offset,
         size_bytes=chunk.size_bytes,
         checksum=chunk.checksum,

@@ -264,7 +264,7 @@ def test_a_chunk_that_comes_damaged_ends_the_handoff() -> None:
     begun = handoff.begin([0, 1], tier)
     commit(tier, handoff, 0, begun[0])
     tier.give_back(begun[1].offset)
-    handoff.lose([0, 1], tier)
+    handoff.lose([0, 1])
     assert handoff.state is State.ABORTED
     assert tier.reserved_bytes == 0
     assert handoff.promised(0) == 1
@@ -355,7 +355,7 @@ class HandoffsMachine(RuleBasedStateMachine):
             self.landed[handoff.request_id].add(index)
         else:
             self.tier.give_back(reserved.offset)
-            handoff.lose([index], self.tier)
+            handoff.lose([index])
 
     @rule(name=names)
     def prefill_is_done(self, name: str) -> None:
@@ -421,7 +421,7 @@ class HandoffsMachine(RuleBasedStateMachine):
             return
         for handoff, index, reserved in self.under_way:
             self.tier.give_back(reserved.offset)
-            handoff.lose([index], self.tier)
+            handoff.lose([index])
         self.handoffs.clear()
         assert_nothing_is_left(self.tier, self.handoffs)
 
