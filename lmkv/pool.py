@@ -73,7 +73,7 @@ class Pool:
             raise ConfigError(f"max_local_cpu_size: the pool must have a size, not {size_bytes} bytes", size=size_bytes)
         pool = cls._of_huge_pages(size_bytes, huge_pages) if path is None and huge_pages != "never" else None
         if pool is None and path is None:
-            _check_fits(size_bytes, available_bytes(), "of memory")
+            check_fits(size_bytes, available_bytes(), "of memory")
             pool = cls._sized(os.memfd_create("lmkv-pool", _MEMFD), size_bytes, "max_local_cpu_size")
         elif pool is None and path is not None:
             fd, size_bytes = _open_nameless(path, size_bytes)
@@ -100,8 +100,8 @@ class Pool:
                     raise
         elif wanted == "always":
             raise ConfigError(
-                f"pool_huge_pages: {_gb(there.free_bytes)} of huge pages are free, the pool is to have "
-                f"{_gb(size_bytes)}; raise vm.nr_hugepages, lower max_local_cpu_size, or set pool_huge_pages to auto"
+                f"pool_huge_pages: {gb(there.free_bytes)} of huge pages are free, the pool is to have "
+                f"{gb(size_bytes)}; raise vm.nr_hugepages, lower max_local_cpu_size, or set pool_huge_pages to auto"
             )
         return None
 
@@ -116,7 +116,22 @@ class Pool:
             return cls(fd, size_bytes)
         except OSError as error:
             os.close(fd)
-            raise ConfigError(f"{key}: a pool of {_gb(size_bytes)} cannot be had: {error.strerror}; {_HINT}") from None
+            raise ConfigError(f"{key}: a pool of {gb(size_bytes)} cannot be had: {error.strerror}; {_HINT}") from None
+
+    @classmethod
+    def keep(cls, fd: int, size_bytes: int, numa_node: int | None = None) -> Self:
+        """The pool at the beginning of a file that keeps its name; owns `fd`, also when it raises. See `PoolFile`.
+
+        Raises `ConfigError` if it cannot be mapped.
+        """
+        try:
+            pool = cls(fd, size_bytes)
+        except OSError as error:
+            os.close(fd)
+            raise ConfigError(f"pool_path: a pool of {gb(size_bytes)} cannot be had: {error.strerror}") from None
+        if numa_node is not None and prefer(pool.address, pool.size_bytes, numa_node):
+            pool.numa_node = numa_node
+        return pool
 
     @classmethod
     def attach(cls, fd: int, size_bytes: int) -> Self:
@@ -148,12 +163,12 @@ class Pool:
                     return
                 step = min(POPULATE_STEP_BYTES, stop - begin)
                 if leave_bytes and not self.huge_page_bytes and available_bytes() < step + leave_bytes:
-                    raise self._ended(begin, f"less than {_gb(leave_bytes)} would be left")
+                    raise self._ended(begin, f"less than {gb(leave_bytes)} would be left")
                 self._populate_step(begin, step)
 
     def _ended(self, populated_bytes: int, reason: str | None) -> ConfigError:
         return ConfigError(
-            f"max_local_cpu_size: memory for a pool of {_gb(self.size_bytes)} ended at {_gb(populated_bytes)}: "
+            f"max_local_cpu_size: memory for a pool of {gb(self.size_bytes)} ended at {gb(populated_bytes)}: "
             f"{reason}; {_HINT}",
             populated_bytes=populated_bytes,
         )
@@ -200,43 +215,60 @@ _MEMFD = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
 _HINT = "lower max_local_cpu_size, or free some"
 
 
-def _gb(size_bytes: int) -> str:
+def gb(size_bytes: int) -> str:
+    """A size as the messages about pools say it."""
     return f"{size_bytes / 2**30:.1f} GB"
 
 
-def _check_fits(size_bytes: int, free_bytes: int, where: str) -> None:
+def check_fits(size_bytes: int, free_bytes: int, where: str) -> None:
+    """Raises `ConfigError` if a pool of this size does not."""
     if size_bytes > free_bytes:
         raise ConfigError(
-            f"max_local_cpu_size: {_gb(size_bytes)} do not fit, {_gb(free_bytes)} {where} are available; {_HINT}",
+            f"max_local_cpu_size: {gb(size_bytes)} do not fit, {gb(free_bytes)} {where} are available; {_HINT}",
             size_bytes=size_bytes,
             available_bytes=free_bytes,
         )
 
 
+def room_for_file(path: Path, size_bytes: int) -> tuple[int, int]:
+    """The size of a pool in whole pages of the file system that `path` is on, and the bytes that can be had there.
+
+    Raises `ConfigError` if not even a page fits or `path` is something else than a plain file, `OSError` if there is no
+    such folder.
+    """
+    file_system = os.statvfs(path.parent)
+    if file_system.f_bsize > mmap.PAGESIZE:  # hugetlbfs: its memory was set apart when the machine was configured
+        if size_bytes < file_system.f_bsize:
+            raise ConfigError(
+                f"max_local_cpu_size: {gb(size_bytes)} is less than one page at {path.parent}, "
+                f"{gb(file_system.f_bsize)}; raise it or name another pool_path"
+            )
+        size_bytes -= size_bytes % file_system.f_bsize
+        free_bytes = 1 << 62
+    else:
+        free_bytes = available_bytes()
+    if file_system.f_blocks:  # a hugetlbfs without a size does not say
+        free_bytes = min(free_bytes, file_system.f_bavail * file_system.f_frsize)
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise ConfigError(f"pool_path: {path} is not a plain file; name one, it need not exist", path=path)
+    return size_bytes, free_bytes
+
+
+def cannot_be_made(path: Path, error: OSError) -> ConfigError:
+    """What to say where a pool's file cannot be had."""
+    return ConfigError(
+        f"pool_path: {path} cannot be made: {error.strerror}; name a file on a tmpfs or hugetlbfs", path=path
+    )
+
+
 def _open_nameless(path: Path, size_bytes: int) -> tuple[int, int]:
     """A new empty file where `path` was, without a name any more, and the size that it shall have."""
     try:
-        file_system = os.statvfs(path.parent)
-        if file_system.f_bsize > mmap.PAGESIZE:  # hugetlbfs: its memory was set apart when the machine was configured
-            if size_bytes < file_system.f_bsize:
-                raise ConfigError(
-                    f"max_local_cpu_size: {_gb(size_bytes)} is less than one page at {path.parent}, "
-                    f"{_gb(file_system.f_bsize)}; raise it or name another pool_path"
-                )
-            size_bytes -= size_bytes % file_system.f_bsize
-            free_bytes = 1 << 62
-        else:
-            free_bytes = available_bytes()
-        if file_system.f_blocks:  # a hugetlbfs without a size does not say
-            free_bytes = min(free_bytes, file_system.f_bavail * file_system.f_frsize)
-        _check_fits(size_bytes, free_bytes, f"at {path.parent}")
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            raise ConfigError(f"pool_path: {path} is not a plain file; name one, it need not exist", path=path)
+        size_bytes, free_bytes = room_for_file(path, size_bytes)
+        check_fits(size_bytes, free_bytes, f"at {path.parent}")
         path.unlink(missing_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         path.unlink()
     except OSError as error:
-        raise ConfigError(
-            f"pool_path: {path} cannot be made: {error.strerror}; name a file on a tmpfs or hugetlbfs", path=path
-        ) from None
+        raise cannot_be_made(path, error) from None
     return fd, size_bytes
