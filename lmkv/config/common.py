@@ -33,6 +33,11 @@ def tls_key() -> Any:
     return key(PATH, "", "PEM file of the private key of `tls_cert`.")
 
 
+def tls_client_ca(doc: str) -> Any:
+    """Whom a server lets in."""
+    return key(PATH, "", f"PEM file of the issuers that clients' certificates must come from; empty: {doc}.")
+
+
 def log_level() -> Any:
     """How much is logged."""
     return key(LOG_LEVEL, "info", "Least severe messages to log.")

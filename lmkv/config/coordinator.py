@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lmkv.config import common
-from lmkv.config.kinds import FOLDERS, HOST, OFF, PATH, PORT, PORT_IF_ANY, PORTS, SECONDS
+from lmkv.config.kinds import FOLDERS, HOST, OFF, PORT, PORT_IF_ANY, PORTS, SECONDS
 from lmkv.config.schema import Alias, Config, key
 from lmkv.tls import Tls
 
@@ -40,9 +40,7 @@ class CoordinatorConfig(Config):
     )
     tls_cert: str = common.tls_cert()
     tls_key: str = common.tls_key()
-    tls_client_ca: str = key(
-        PATH, "", "PEM file of the issuers that clients' certificates must come from; empty: clients need none."
-    )
+    tls_client_ca: str = common.tls_client_ca("clients need none")
     log_level: str = common.log_level()
     log_format: str = common.log_format()
 

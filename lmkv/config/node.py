@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lmkv.config import common
@@ -27,6 +27,7 @@ from lmkv.config.kinds import (
     REACHABLE_HOST,
     SECONDS,
     SECONDS_OR_ZERO,
+    TEXT,
     choice,
     one_port,
 )
@@ -177,6 +178,10 @@ class NodeConfig(Config):
     log_level: str = common.log_level()
     log_format: str = common.log_format()
 
+    tls_client_ca: str = common.tls_client_ca("peers' from those of `tls_ca`, and who reads metrics needs none")
+    tls_peer_name: str = key(
+        TEXT, "", "Name that peers' certificates must be for, where one stands for all nodes; empty: their address."
+    )
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.instance_id:  # a prefill and a decode on one host are two
@@ -198,6 +203,18 @@ class NodeConfig(Config):
         """Size of the pool. Without a cache in host memory it is the buffer of handoffs alone, if that has a size."""
         cache = round(self.max_local_cpu_size * GB)
         return cache if self.local_cpu or not self.enable_pd else self.pd_buffer_size or cache
+
+    @property
+    def peer_tls(self) -> Tls:
+        """How to speak to peers, as server and as client: each side shows its certificate, if nodes have any."""
+        if not (self.tls_cert and self.tls_ca):
+            return Tls()
+        return replace(self.tls, client_ca=self.tls_client_ca or self.tls_ca, name=self.tls_peer_name)
+
+    @property
+    def metrics_tls(self) -> Tls:
+        """How to serve metrics."""
+        return Tls(cert=self.tls_cert, key=self.tls_key, client_ca=self.tls_client_ca)
 
     @property
     def disk_folders(self) -> list[Path]:

@@ -15,6 +15,7 @@ from lmkv.config.kinds import (
     HOST,
     MILLISECONDS,
     PORT,
+    PATH,
     SECONDS,
     SECONDS_OR_ZERO,
     SECRET,
@@ -59,10 +60,10 @@ def _urls(raw: object) -> tuple[str, ...]:
 def _url(raw: object) -> str:
     if not isinstance(raw, str):
         raise TypeError
-    address = re.fullmatch(r"(?:http://)?([^/]+)/*", raw)
-    if address is None or not ADDRESS.parse(address[1]):
+    address = re.fullmatch(r"(https?://|)([^/]+)/*", raw)
+    if address is None or not ADDRESS.parse(address[2]):
         raise ValueError
-    return f"http://{address[1]}"
+    return f"{address[1] or 'http://'}{address[2]}"
 
 
 def _header(raw: object) -> str:
@@ -179,6 +180,14 @@ class ProxyConfig(Config):
     log_format: str = common.log_format()
 
     def __post_init__(self) -> None:
+    tls_client_ca: str = common.tls_client_ca("clients need none")
+    engine_tls_ca: str = key(
+        PATH,
+        "",
+        "PEM file of the issuers that engines' certificates must come from; set, prefill and decode engines are spoken "
+        "to over HTTPS.",
+        shown_default="empty: those that the system trusts",
+    )
         super().__post_init__()
         if self.mode == "route" and not self.engines:
             raise ConfigError("mode is route, but no engine is named; set engine to http://HOST:PORT", key="engines")
@@ -205,6 +214,16 @@ class ProxyConfig(Config):
     def max_body_bytes(self) -> int:
         """`max_body_size` in bytes."""
         return round(self.max_body_size * GB)
+    @property
+    def client_tls(self) -> Tls:
+        """How to serve clients."""
+        return Tls(cert=self.tls_cert, key=self.tls_key, client_ca=self.tls_client_ca)
+
+    @property
+    def engine_tls(self) -> Tls:
+        """How to speak to engines that are named by https."""
+        return Tls(ca=self.engine_tls_ca, cert=self.tls_cert, key=self.tls_key)
+
 
     @property
     def prefillers(self) -> tuple[str, ...]:

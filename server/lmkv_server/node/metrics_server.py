@@ -10,6 +10,8 @@ from typing import Self
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from lmkv.errors import ConfigError
+from lmkv.rpc import PLAINTEXT
+from lmkv.tls import Tls
 
 REQUEST_SECONDS = 5.0
 """Most time that one request, or its answer, may take to pass."""
@@ -18,20 +20,26 @@ MAX_CONNECTIONS = 32
 
 
 class MetricsServer:
-    """Serves a registry while it is entered. Entering raises `ConfigError` if the port cannot be had."""
+    """Serves a registry while it is entered, over HTTPS if `tls` has a certificate. Entering raises `ConfigError` if the port cannot be had."""
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+    def __init__(self, registry: CollectorRegistry, host: str, port: int, tls: Tls = PLAINTEXT) -> None:
         self.port = port
         """The real one once it is entered."""
         self._registry = registry
         self._host = host
+        self._tls = tls
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         try:
             self._server = await asyncio.start_server(
-                self._accept, self._host, self.port, limit=MAX_REQUEST_BYTES, backlog=MAX_CONNECTIONS
+                self._accept,
+                self._host,
+                self.port,
+                limit=MAX_REQUEST_BYTES,
+                backlog=MAX_CONNECTIONS,
+                ssl=self._tls.server_context() if self._tls.cert else None,
             )
         except OSError as error:
             raise ConfigError(

@@ -202,9 +202,10 @@ class Node:
         """Serves `/metrics` if it has a port."""
         port = self.config.metrics_port
         if port is not None and port != OFF:
-            server = MetricsServer(self.metrics.registry, self.config.p2p_host, port)
+            server = MetricsServer(self.metrics.registry, self.config.p2p_host, port, self.config.metrics_tls)
             self.metrics_port = (await self._stack.enter_async_context(server)).port
-            logger.info("metrics at http://%s:%d/metrics", self.config.p2p_host, self.metrics_port)
+            scheme = "https" if self.config.tls_cert else "http"
+            logger.info("metrics at %s://%s:%d/metrics", scheme, self.config.p2p_host, self.metrics_port)
 
     async def _serve_engines(self, service: EngineService) -> None:
         server = await rpc.make_server([ENGINE_SERVICE], self._calls)

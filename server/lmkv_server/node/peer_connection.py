@@ -14,6 +14,7 @@ from lmkv import rpc
 from lmkv.errors import ChannelUnsupported, KvSpecMismatch, LmkvError, Unreachable
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.spec import KvSpec
+from lmkv.tls import Tls
 from lmkv.transfer import Channels
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
@@ -37,6 +38,7 @@ class PeerConnection:
         holder: Holder,
         on_mismatch: Callable[[str, KvSpecMismatch], None],
     ) -> None:
+        tls: Tls = rpc.PLAINTEXT,
         """`instance_id` and `epoch` are the own ones; `on_mismatch` is told once which peer shares nothing, and why."""
         self.instance_id = holder.instance_id
         self.epoch = holder.epoch
@@ -57,7 +59,7 @@ class PeerConnection:
         self._agreeing = asyncio.Lock()
         self._failure_count = 0
         self._retry_at = 0.0
-        self._words = rpc.open_channel(self.address)
+        self._words = rpc.open_channel(self.address, tls)
         self._stub = pb_grpc.PeerServiceStub(self._words)
 
     @property

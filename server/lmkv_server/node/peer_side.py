@@ -11,6 +11,7 @@ from lmkv.config import NodeConfig
 from lmkv.errors import ConfigError
 from lmkv.pool import Pool
 from lmkv.telemetry.calls import Calls
+from lmkv.tls import Tls
 from lmkv.transfer import Channels, End
 from lmkv.v1 import peer_service_pb2_grpc
 from lmkv_kernels import summed_copy
@@ -70,6 +71,7 @@ class PeerSide:
             pool=pool,
             host=config.p2p_host,
             verify_transfers=config.verify_transfers,
+            tls=config.peer_tls,
         )
         self.receiver = Receiver(
             Handoffs(
@@ -127,17 +129,17 @@ class PeerSide:
         await stack.enter_async_context(self.service)
         server = await rpc.make_server([PEER_SERVICE], self._calls)
         peer_service_pb2_grpc.add_PeerServiceServicer_to_server(self.service, server)
-        port = bind(server, f"{config.p2p_host}:{config.p2p_port}", "p2p_port")
+        port = bind(server, f"{config.p2p_host}:{config.p2p_port}", "p2p_port", config.peer_tls)
         await server.start()
         stack.push_async_callback(server.stop, STOP_GRACE_SECONDS)
         self.address = f"{config.p2p_host}:{port}"
         await stack.enter_async_context(self.senders)
 
 
-def bind(server: grpc.aio.Server, address: str, key: str) -> int:
+def bind(server: grpc.aio.Server, address: str, key: str, tls: Tls = rpc.PLAINTEXT) -> int:
     """The port that the server now listens on. Raises `ConfigError` naming `key` if it is taken."""
     try:
-        return int(server.add_insecure_port(address))
+        return rpc.add_port(server, address, tls)
     except RuntimeError:
         raise ConfigError(
             f"{key}: cannot listen on {address}; is it in use? choose another, or 0 for any free port"

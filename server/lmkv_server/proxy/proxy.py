@@ -47,13 +47,15 @@ class Proxy:
     @property
     def url(self) -> str:
         """Where it serves."""
-        return f"http://{address(self._config.host, self.port)}"
+        scheme = "https" if self._config.tls_cert else "http"
+        return f"{scheme}://{address(self._config.host, self.port)}"
 
     async def __aenter__(self) -> Self:
         config = self._config
         async with AsyncExitStack() as stack:
             session = await stack.enter_async_context(open_session())
-            upstreams = {engine: Upstream(engine, session) for engine in self.fleet.engines}
+            contexts = config.engine_tls.client_contexts()
+            upstreams = {engine: Upstream(engine, session, contexts) for engine in self.fleet.engines}
             lookups = None
             if config.policy == "kv_aware":
                 lookups = Lookups(config.coordinator_address, config.tls, config.lookup_timeout, self._metrics)
@@ -79,6 +81,7 @@ class Proxy:
                 config.port,
                 "port",
                 app,
+                config.client_tls,
                 name="lmkv-proxy-http",
                 max_concurrent_requests=config.max_concurrent_requests + IDLE_CONNECTIONS,
                 grace_seconds=config.stop_timeout,
@@ -143,8 +146,9 @@ def _fleet(config: ProxyConfig) -> Fleet:
 
     if config.mode == "route":
         return Fleet(pool([Engine(url, BOTH) for url in config.engines]), None)
+    scheme = "https" if config.engine_tls_ca else "http"
     decoders = zip(config.decoders, config.decoder_addresses, strict=True)
     return Fleet(
-        pool([Engine(f"http://{place}", DECODE, peer) for place, peer in decoders]),
-        pool([Engine(f"http://{place}", PREFILL) for place in config.prefillers]),
+        pool([Engine(f"{scheme}://{place}", DECODE, peer) for place, peer in decoders]),
+        pool([Engine(f"{scheme}://{place}", PREFILL) for place in config.prefillers]),
     )

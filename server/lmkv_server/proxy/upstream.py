@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from lmkv.fresh import Fresh
 from lmkv_server.proxy.engines import Engine
 from lmkv_server.proxy.events import EventTooLong, Splitter
 
@@ -80,9 +82,11 @@ def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
 class Upstream:
     """One engine to ask. Leaving a call, by whatever way, closes its connection unless the answer was read whole."""
 
-    def __init__(self, engine: Engine, session: aiohttp.ClientSession) -> None:
+    def __init__(self, engine: Engine, session: aiohttp.ClientSession, contexts: Fresh[ssl.SSLContext]) -> None:
+        """`contexts` say how to speak to an engine whose URL says https."""
         self.engine = engine
         self._session = session
+        self._contexts = contexts
         self._limits: set[asyncio.Timeout] = set()
 
     def cut(self) -> None:
@@ -118,7 +122,12 @@ class Upstream:
                 self._limits.add(limit)
                 try:
                     async with self._session.request(
-                        method, self.engine.url + path, data=body, headers={**headers, **own}, allow_redirects=False
+                        method,
+                        self.engine.url + path,
+                        data=body,
+                        headers={**headers, **own},
+                        allow_redirects=False,
+                        ssl=self._contexts.get(),
                     ) as response:
                         if response.status != 200:
                             await self._refuse(response)
@@ -131,6 +140,10 @@ class Upstream:
         """Says of the engine what the library says of its connections."""
         try:
             yield
+        except aiohttp.ClientConnectorCertificateError as error:
+            trouble = f"its certificate is not of those whom engine_tls_ca names ({error.certificate_error})"
+            self.lose(trouble)
+            raise EngineFailed(self.engine, trouble) from None
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             trouble = f"it cannot be reached ({_why(error)})"
             self.lose(trouble)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -58,10 +57,7 @@ class HttpServer:
                 limit_concurrency=max_concurrent_requests,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=1,
-                ssl_certfile=tls.cert or None,
-                ssl_keyfile=tls.key or None,
-                ssl_ca_certs=tls.client_ca or None,
-                ssl_cert_reqs=ssl.CERT_REQUIRED if tls.client_ca else ssl.CERT_NONE,
+                ssl_context_factory=(lambda *_: tls.server_context()) if tls.cert else None,
             ),
             grace_seconds,
         )

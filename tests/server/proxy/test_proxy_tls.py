@@ -1,0 +1,83 @@
+"""A proxy that speaks TLS to its clients and to its engines."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from lmkv.config import ProxyConfig
+from lmkv.tls import Tls
+from lmkv_server.proxy.proxy import Proxy
+from tests.lmkv.certificates import Certificates, issue, swap
+from tests.server.coordinator.scripted_instance import until
+from tests.server.proxy.conftest import QUICK
+from tests.server.proxy.scripted_engine import MODEL, ScriptedEngine
+
+BODY = {"model": MODEL, "prompt": "once upon", "max_tokens": 4}
+
+
+@pytest.fixture
+async def engine(tmp_path: Path, stack: AsyncExitStack) -> ScriptedEngine:
+    """An engine that lets in only whom the issuer of its certificate knows."""
+    engine = ScriptedEngine(tls=issue(tmp_path / "engine").strict_server)
+    await engine.start()
+    stack.push_async_callback(engine.stop)
+    return engine
+
+
+def engine_files(folder: Path) -> dict[str, Any]:
+    own = Certificates(*(str(folder / "engine" / name) for name in ("ca.pem", "cert.pem", "key.pem")))
+    return {"engine_tls_ca": own.ca, "tls_cert": own.cert, "tls_key": own.key}
+
+
+def make_proxy(engine: ScriptedEngine, **settings: Any) -> Proxy:
+    return Proxy(ProxyConfig(port=0, mode="route", engines=(engine.url,), **(QUICK | settings)))
+
+
+async def post(url: str, tls: Tls) -> httpx.Response:
+    async with httpx.AsyncClient(verify=tls.client_contexts().get(), trust_env=False, timeout=20) as client:
+        return await client.post(f"{url}/v1/completions", json=BODY)
+
+
+async def test_a_request_goes_over_tls_all_the_way(engine: ScriptedEngine, tmp_path: Path) -> None:
+    files = engine_files(tmp_path)
+    async with make_proxy(engine, **files) as proxy:
+        await until(lambda: proxy.fleet.engines[0].is_healthy)
+        assert proxy.url.startswith("https://")
+        assert (await post(proxy.url, Tls(ca=files["engine_tls_ca"]))).status_code == 200
+
+
+async def test_prefill_and_decode_engines_are_spoken_to_over_tls(engine: ScriptedEngine, tmp_path: Path) -> None:
+    settings: dict[str, Any] = QUICK | engine_files(tmp_path)
+    config = ProxyConfig(port=0, prefiller_port=(engine.port,), decoder_port=(engine.port,), **settings)
+    async with Proxy(config) as proxy:
+        await until(lambda: all(each.is_healthy for each in proxy.fleet.engines))
+        assert {each.url for each in proxy.fleet.engines} == {engine.url}
+
+
+async def test_an_engine_of_another_issuer_gets_no_request_and_the_key_is_named(
+    engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    stranger = issue(tmp_path / "stranger")
+    async with make_proxy(engine, **engine_files(tmp_path) | {"engine_tls_ca": stranger.ca}) as proxy:
+        trouble = "its certificate is not of those whom engine_tls_ca names"
+        await until(lambda: proxy.fleet.engines[0].trouble.startswith(trouble))
+        assert not engine.health_count
+
+
+async def test_clients_see_a_new_certificate_and_new_issuers_without_a_restart(
+    engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    first, second = issue(tmp_path / "first"), issue(tmp_path / "second")
+    served = swap(tmp_path / "proxy", first)
+    files = {"tls_cert": served.cert, "tls_key": served.key, "tls_client_ca": served.ca}
+    async with make_proxy(engine, **files) as proxy:
+        assert (await post(proxy.url, first.known_client)).status_code == 503  # the engine knows neither
+        swap(tmp_path / "proxy", second)
+        assert (await post(proxy.url, second.known_client)).status_code == 503
+        with pytest.raises(httpx.TransportError):
+            await post(proxy.url, Tls(ca=second.ca, cert=first.cert, key=first.key))
