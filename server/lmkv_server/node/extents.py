@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 
 ALIGNMENT = 4096
 """Extents start at multiples of this many bytes: whole pages, so that any copy engine is content."""
@@ -37,6 +37,21 @@ class FreeList:
                 self.free_bytes -= size
                 return start
         return None
+
+    def take_at(self, offset: int, size_bytes: int) -> bool:
+        """Takes the run of so many bytes that begins at `offset`; False if not all of it is free."""
+        size = align(size_bytes)
+        at = bisect_right(self._starts, offset) - 1
+        if offset % ALIGNMENT or size <= 0 or at < 0:
+            return False
+        start = self._starts[at]
+        before, behind = offset - start, start + self._sizes[start] - offset - size
+        if behind < 0:
+            return False
+        self._remove(start, rest=before + size)
+        self.free_bytes -= before + size
+        self.give(start, before)
+        return True
 
     def give(self, offset: int, size_bytes: int) -> None:
         """Makes a taken run, or a part of one, free again."""

@@ -3,7 +3,7 @@
 free ──reserve──► reserved ──commit──► held ──evict, drop──► free
                      └──give_back──► free       (a hold delays the last step until it ends)
 
-What a pool holds from an earlier life of the node is reserved where it is, verified, and committed like everything else.
+What a pool holds from an earlier life of the node is reserved where it is, verified, and committed like all else.
 """
 
 from __future__ import annotations

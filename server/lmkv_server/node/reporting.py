@@ -7,19 +7,23 @@ from lmkv_server.node.disk_chunk import DiskChunk
 from lmkv_server.node.disk_tier import DiskTier
 from lmkv_server.node.fleet import Fleet
 from lmkv_server.node.host_tier import Chunk
+from lmkv_server.node.ledger import Ledger
 from lmkv_server.node.senders import Senders
 
 
 class Reporting:
-    """Tells the fleet, handoffs under way and the disk what the tiers gain and lose."""
+    """Tells the fleet, handoffs under way, the disk and the pool's ledger what the tiers gain and lose."""
 
     def __init__(self) -> None:
         self.fleet: Fleet | None = None
         self.senders: Senders | None = None
         self.disk: DiskTier | None = None
+        self.ledger: Ledger | None = None
 
     def admitted(self, chunk: Chunk) -> None:
         """See `Listener`."""
+        if self.ledger:
+            self.ledger.put(chunk)
         if self.senders:
             self.senders.admitted(chunk)
         if self.fleet:
@@ -29,6 +33,8 @@ class Reporting:
 
     def evicted(self, chunk: Chunk) -> None:
         """See `Listener`."""
+        if self.ledger:
+            self.ledger.drop(chunk.offset)
         if self.fleet:
             self.fleet.evicted(chunk_pb2.TIER_HOST, chunk.fingerprint, chunk.key)
         if self.disk:

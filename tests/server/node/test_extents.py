@@ -34,6 +34,15 @@ class FreeListAgainstPages(RuleBasedStateMachine):
             self.taken.append((expected, count))
             self.is_free[expected : expected + count] = [False] * count
 
+    @rule(page=st.integers(0, PAGES + 1), size_bytes=st.integers(1, 6 * ALIGNMENT), beside=st.sampled_from([0, 0, 8]))
+    def take_at(self, page: int, size_bytes: int, beside: int) -> None:
+        count = -(-size_bytes // ALIGNMENT)
+        expected = not beside and page + count <= PAGES and all(self.is_free[page : page + count])
+        assert self.free.take_at(page * ALIGNMENT + beside, size_bytes) is expected
+        if expected:
+            self.taken.append((page, count))
+            self.is_free[page : page + count] = [False] * count
+
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
     def give_all_or_the_tail(self, data: st.DataObject) -> None:

@@ -123,6 +123,18 @@ class HostTierAgainstModel(RuleBasedStateMachine):
         self.last_generation = reserved.generation
         self.reserved.append(reserved)
 
+    @rule(page=st.integers(0, PAGES), count=st.integers(1, 3))
+    def reserve_at(self, page: int, count: int) -> None:
+        reserved = self.tier.reserve_at(page * ALIGNMENT, count * ALIGNMENT - 1)
+        if not set(range(page, page + count)) <= self.free_pages():
+            assert reserved is None
+            return
+        assert reserved is not None
+        assert (reserved.offset, reserved.size_bytes) == (page * ALIGNMENT, count * ALIGNMENT)
+        assert reserved.generation > self.last_generation
+        self.last_generation = reserved.generation
+        self.reserved.append(reserved)
+
     @precondition(lambda self: self.reserved)
     @rule(data=st.data(), number=st.integers(0, KEY_COUNT - 1))
     def commit(self, data: st.DataObject, number: int) -> None:
@@ -249,6 +261,21 @@ def test_finding_a_prompt_keeps_it_from_eviction_before_others() -> None:
     tier.find([chunk_key(0)])
     tier.reserve(ALIGNMENT)
     assert numbers(list(tier)) == [0]
+
+
+def test_nothing_is_overwritten_as_long_as_the_tier_is_sealed() -> None:
+    tier = HostTier(3 * ALIGNMENT)
+    admit(tier, 0)
+    kept = tier.reserve_at(ALIGNMENT, ALIGNMENT)
+    assert kept is not None
+    tier.sealed = True
+    assert tier.reserve(ALIGNMENT) is None
+    assert commit(tier, kept, 1, ALIGNMENT), "what is there already can be found"
+    assert tier.drop([chunk_key(0)]) == 1
+    assert tier.reserve(ALIGNMENT) is None
+    tier.sealed = False
+    assert tier.reserve(ALIGNMENT) is not None
+    tier.check()
 
 
 def test_looking_at_a_chunk_is_no_use_of_it() -> None:
