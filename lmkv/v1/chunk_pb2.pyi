@@ -176,7 +176,7 @@ class Extent(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     region: _builtins.int
-    """Index of the region in the list that `Init` or `Attach` gave."""
+    """Index of the region in the list that `Init` gave; to an engine 0 is the pool, and 1 its device buffer."""
     offset: _builtins.int
     """Bytes from the start of the region."""
     size_bytes: _builtins.int

@@ -29,7 +29,7 @@ from lmkv.v1 import chunk_pb2 as lmkv_dot_v1_dot_chunk__pb2
 from lmkv.v1 import registry_service_pb2 as lmkv_dot_v1_dot_registry__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1clmkv/v1/engine_service.proto\x12\x07lmkv.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x13lmkv/v1/chunk.proto\x1a\x1elmkv/v1/registry_service.proto\"\xe0\x02\n\rAttachRequest\x12\x1d\n\x05hello\x18\x01 \x01(\x0b\x32\x0e.lmkv.v1.Hello\x12(\n\x08releases\x18\x02 \x03(\x0b\x32\x16.lmkv.v1.ReleaseChunks\x12%\n\x07\x63ommits\x18\x03 \x03(\x0b\x32\x14.lmkv.v1.CommitChunk\x12\x18\n\x10returned_credits\x18\x04 \x03(\x03\x12&\n\x07lookups\x18\x05 \x03(\x0b\x32\x15.lmkv.v1.LookupChunks\x12\"\n\x05loads\x18\x06 \x03(\x0b\x32\x13.lmkv.v1.LoadChunks\x12\x15\n\rreserve_count\x18\x07 \x01(\x05\x12\r\n\x05reset\x18\x08 \x01(\x08\x12\x14\n\x0c\x64\x61maged_keys\x18\t \x03(\x0c\x12%\n\x08handoffs\x18\n \x03(\x0b\x32\x13.lmkv.v1.HandChunks\x12\x16\n\x0e\x65nded_handoffs\x18\x0b \x03(\t\"\xdb\x02\n\x0e\x41ttachResponse\x12!\n\x07welcome\x18\x01 \x01(\x0b\x32\x10.lmkv.v1.Welcome\x12#\n\x05\x66ound\x18\x02 \x03(\x0b\x32\x14.lmkv.v1.FoundChunks\x12%\n\x06loaded\x18\x03 \x03(\x0b\x32\x15.lmkv.v1.LoadedChunks\x12 \n\x07\x63redits\x18\x04 \x03(\x0b\x32\x0f.lmkv.v1.Extent\x12\x31\n\x10rejected_commits\x18\x05 \x03(\x0b\x32\x17.lmkv.v1.RejectedCommit\x12\x14\n\x0creset_counts\x18\x06 \x03(\x05\x12\x1d\n\x15settled_reserve_count\x18\x07 \x01(\x05\x12)\n\tconflicts\x18\x08 \x01(\x0b\x32\x16.lmkv.v1.SpecConflicts\x12%\n\x06handed\x18\t \x03(\x0b\x32\x15.lmkv.v1.HandedChunks\"9\n\rSpecConflicts\x12(\n\tconflicts\x18\x01 \x03(\x0b\x32\x15.lmkv.v1.SpecConflict\"\xdb\x01\n\x05Hello\x12\x17\n\tengine_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12#\n\x04spec\x18\x02 \x01(\x0b\x32\x0f.lmkv.v1.KvSpecB\x04\xe2\x41\x01\x02\x12\x1a\n\x0cworker_count\x18\x03 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x41\n\x0f\x65xpected_config\x18\x04 \x03(\x0b\x32\".lmkv.v1.Hello.ExpectedConfigEntryB\x04\xe2\x41\x01\x01\x1a\x35\n\x13\x45xpectedConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x99\x01\n\x07Welcome\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x13\n\x0bpool_socket\x18\x03 \x01(\t\x12\x17\n\x0fpool_size_bytes\x18\x04 \x01(\x03\x12\x14\n\x0c\x63redit_limit\x18\x05 \x01(\x05\x12\x10\n\x08node_pid\x18\x06 \x01(\x05\x12\x14\n\x0cpeer_address\x18\x07 \x01(\t\"\x99\x01\n\x0cLookupChunks\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nchunk_keys\x18\x02 \x01(\x0c\x12\x15\n\rreserve_count\x18\x03 \x01(\x05\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\x12!\n\x19prefill_tokens_per_second\x18\x05 \x01(\x03\x12\x12\n\nhandoff_id\x18\x06 \x01(\t\"v\n\nHandChunks\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x02 \x01(\t\x12\x12\n\nchunk_keys\x18\x03 \x01(\x0c\x12\x13\n\x0btoken_count\x18\x04 \x01(\x05\x12\x13\n\x0btraceparent\x18\x05 \x01(\t\"\xac\x01\n\x0cHandedChunks\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x05\x12\x19\n\x11transferred_bytes\x18\x03 \x01(\x03\x12\x34\n\x11transfer_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\"\n\x06status\x18\x05 \x01(\x0b\x32\x12.google.rpc.Status\"\x90\x01\n\x0b\x46oundChunks\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1c\n\x03own\x18\x02 \x03(\x0b\x32\x0f.lmkv.v1.Extent\x12\x18\n\x10peer_chunk_count\x18\x03 \x01(\x05\x12\x18\n\x10peer_instance_id\x18\x04 \x01(\t\x12\x1b\n\x13refused_chunk_count\x18\x05 \x01(\x05\"\x8b\x01\n\nLoadChunks\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_chunk\x18\x02 \x01(\x05\x12\x13\n\x0b\x63hunk_count\x18\x03 \x01(\x05\x12*\n\x07timeout\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0btraceparent\x18\x05 \x01(\t\"\xf6\x01\n\x0cLoadedChunks\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_chunk\x18\x02 \x01(\x05\x12 \n\x07\x65xtents\x18\x03 \x03(\x0b\x32\x0f.lmkv.v1.Extent\x12\x0c\n\x04\x64one\x18\x04 \x01(\x08\x12\"\n\x06status\x18\x05 \x01(\x0b\x32\x12.google.rpc.Status\x12\x18\n\x10peer_instance_id\x18\x06 \x01(\t\x12\x19\n\x11transferred_bytes\x18\x07 \x01(\x03\x12\x34\n\x11transfer_duration\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\"#\n\rReleaseChunks\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x7f\n\x0b\x43ommitChunk\x12\x11\n\tchunk_key\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\x12\x13\n\x0btoken_count\x18\x05 \x01(\x05\x12\x12\n\nparent_key\x18\x06 \x01(\x0c\"G\n\x0eRejectedCommit\x12\x11\n\tchunk_key\x18\x01 \x01(\x0c\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\"Q\n\x1a\x45ngineServiceLookupRequest\x12\x19\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x42\x04\xe2\x41\x01\x02\x12\x18\n\nchunk_keys\x18\x02 \x01(\x0c\x42\x04\xe2\x41\x01\x02\"j\n\x1b\x45ngineServiceLookupResponse\x12\x17\n\x0fown_chunk_count\x18\x01 \x01(\x05\x12\x18\n\x10peer_chunk_count\x18\x02 \x01(\x05\x12\x18\n\x10peer_instance_id\x18\x03 \x01(\t\"B\n\x0bLoadRequest\x12\x19\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x42\x04\xe2\x41\x01\x02\x12\x18\n\nchunk_keys\x18\x02 \x01(\x0c\x42\x04\xe2\x41\x01\x02\">\n\x0cLoadResponse\x12\x13\n\x0b\x63hunk_count\x18\x01 \x01(\x05\x12\x19\n\x11transferred_bytes\x18\x02 \x01(\x03\"P\n\x1b\x45ngineServiceReleaseRequest\x12\x17\n\tengine_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x18\n\nrequest_id\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\"3\n\x1c\x45ngineServiceReleaseResponse\x12\x13\n\x0b\x63hunk_count\x18\x01 \x01(\x05\x32\xb0\x02\n\rEngineService\x12=\n\x06\x41ttach\x12\x16.lmkv.v1.AttachRequest\x1a\x17.lmkv.v1.AttachResponse(\x01\x30\x01\x12S\n\x06Lookup\x12#.lmkv.v1.EngineServiceLookupRequest\x1a$.lmkv.v1.EngineServiceLookupResponse\x12\x33\n\x04Load\x12\x14.lmkv.v1.LoadRequest\x1a\x15.lmkv.v1.LoadResponse\x12V\n\x07Release\x12$.lmkv.v1.EngineServiceReleaseRequest\x1a%.lmkv.v1.EngineServiceReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1clmkv/v1/engine_service.proto\x12\x07lmkv.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x13lmkv/v1/chunk.proto\x1a\x1elmkv/v1/registry_service.proto\"\xe0\x02\n\rAttachRequest\x12\x1d\n\x05hello\x18\x01 \x01(\x0b\x32\x0e.lmkv.v1.Hello\x12(\n\x08releases\x18\x02 \x03(\x0b\x32\x16.lmkv.v1.ReleaseChunks\x12%\n\x07\x63ommits\x18\x03 \x03(\x0b\x32\x14.lmkv.v1.CommitChunk\x12\x18\n\x10returned_credits\x18\x04 \x03(\x03\x12&\n\x07lookups\x18\x05 \x03(\x0b\x32\x15.lmkv.v1.LookupChunks\x12\"\n\x05loads\x18\x06 \x03(\x0b\x32\x13.lmkv.v1.LoadChunks\x12\x15\n\rreserve_count\x18\x07 \x01(\x05\x12\r\n\x05reset\x18\x08 \x01(\x08\x12\x14\n\x0c\x64\x61maged_keys\x18\t \x03(\x0c\x12%\n\x08handoffs\x18\n \x03(\x0b\x32\x13.lmkv.v1.HandChunks\x12\x16\n\x0e\x65nded_handoffs\x18\x0b \x03(\t\"\xdb\x02\n\x0e\x41ttachResponse\x12!\n\x07welcome\x18\x01 \x01(\x0b\x32\x10.lmkv.v1.Welcome\x12#\n\x05\x66ound\x18\x02 \x03(\x0b\x32\x14.lmkv.v1.FoundChunks\x12%\n\x06loaded\x18\x03 \x03(\x0b\x32\x15.lmkv.v1.LoadedChunks\x12 \n\x07\x63redits\x18\x04 \x03(\x0b\x32\x0f.lmkv.v1.Extent\x12\x31\n\x10rejected_commits\x18\x05 \x03(\x0b\x32\x17.lmkv.v1.RejectedCommit\x12\x14\n\x0creset_counts\x18\x06 \x03(\x05\x12\x1d\n\x15settled_reserve_count\x18\x07 \x01(\x05\x12)\n\tconflicts\x18\x08 \x01(\x0b\x32\x16.lmkv.v1.SpecConflicts\x12%\n\x06handed\x18\t \x03(\x0b\x32\x15.lmkv.v1.HandedChunks\"9\n\rSpecConflicts\x12(\n\tconflicts\x18\x01 \x03(\x0b\x32\x15.lmkv.v1.SpecConflict\"\xdb\x01\n\x05Hello\x12\x17\n\tengine_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12#\n\x04spec\x18\x02 \x01(\x0b\x32\x0f.lmkv.v1.KvSpecB\x04\xe2\x41\x01\x02\x12\x1a\n\x0cworker_count\x18\x03 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x41\n\x0f\x65xpected_config\x18\x04 \x03(\x0b\x32\".lmkv.v1.Hello.ExpectedConfigEntryB\x04\xe2\x41\x01\x01\x1a\x35\n\x13\x45xpectedConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xb6\x01\n\x07Welcome\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x13\n\x0bpool_socket\x18\x03 \x01(\t\x12\x17\n\x0fpool_size_bytes\x18\x04 \x01(\x03\x12\x14\n\x0c\x63redit_limit\x18\x05 \x01(\x05\x12\x10\n\x08node_pid\x18\x06 \x01(\x05\x12\x14\n\x0cpeer_address\x18\x07 \x01(\t\x12\x1b\n\x13\x64\x65vice_buffer_bytes\x18\x08 \x01(\x03\"\x99\x01\n\x0cLookupChunks\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nchunk_keys\x18\x02 \x01(\x0c\x12\x15\n\rreserve_count\x18\x03 \x01(\x05\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\x12!\n\x19prefill_tokens_per_second\x18\x05 \x01(\x03\x12\x12\n\nhandoff_id\x18\x06 \x01(\t\"v\n\nHandChunks\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x02 \x01(\t\x12\x12\n\nchunk_keys\x18\x03 \x01(\x0c\x12\x13\n\x0btoken_count\x18\x04 \x01(\x05\x12\x13\n\x0btraceparent\x18\x05 \x01(\t\"\xac\x01\n\x0cHandedChunks\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x05\x12\x19\n\x11transferred_bytes\x18\x03 \x01(\x03\x12\x34\n\x11transfer_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\"\n\x06status\x18\x05 \x01(\x0b\x32\x12.google.rpc.Status\"\x90\x01\n\x0b\x46oundChunks\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1c\n\x03own\x18\x02 \x03(\x0b\x32\x0f.lmkv.v1.Extent\x12\x18\n\x10peer_chunk_count\x18\x03 \x01(\x05\x12\x18\n\x10peer_instance_id\x18\x04 \x01(\t\x12\x1b\n\x13refused_chunk_count\x18\x05 \x01(\x05\"\x8b\x01\n\nLoadChunks\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_chunk\x18\x02 \x01(\x05\x12\x13\n\x0b\x63hunk_count\x18\x03 \x01(\x05\x12*\n\x07timeout\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0btraceparent\x18\x05 \x01(\t\"\xf6\x01\n\x0cLoadedChunks\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_chunk\x18\x02 \x01(\x05\x12 \n\x07\x65xtents\x18\x03 \x03(\x0b\x32\x0f.lmkv.v1.Extent\x12\x0c\n\x04\x64one\x18\x04 \x01(\x08\x12\"\n\x06status\x18\x05 \x01(\x0b\x32\x12.google.rpc.Status\x12\x18\n\x10peer_instance_id\x18\x06 \x01(\t\x12\x19\n\x11transferred_bytes\x18\x07 \x01(\x03\x12\x34\n\x11transfer_duration\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\"#\n\rReleaseChunks\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x7f\n\x0b\x43ommitChunk\x12\x11\n\tchunk_key\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\x12\x13\n\x0btoken_count\x18\x05 \x01(\x05\x12\x12\n\nparent_key\x18\x06 \x01(\x0c\"G\n\x0eRejectedCommit\x12\x11\n\tchunk_key\x18\x01 \x01(\x0c\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\"\\\n\x0bLendRequest\x12!\n\x04part\x18\x01 \x01(\x0b\x32\x13.lmkv.v1.BufferPart\x12*\n\x07results\x18\x02 \x03(\x0b\x32\x19.lmkv.v1.BufferReadResult\"2\n\x0cLendResponse\x12\"\n\x05reads\x18\x01 \x03(\x0b\x32\x13.lmkv.v1.BufferRead\"Z\n\nBufferPart\x12\x17\n\tengine_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x12\n\x04rank\x18\x02 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x1f\n\x11\x62uffer_size_bytes\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x02\"\xab\x01\n\nBufferRead\x12\x0f\n\x07read_id\x18\x01 \x01(\x03\x12\x11\n\tpeer_name\x18\x02 \x01(\t\x12\x18\n\x10\x63hannel_metadata\x18\x03 \x01(\x0c\x12#\n\x06\x63opies\x18\x04 \x03(\x0b\x32\x13.lmkv.v1.BufferCopy\x12*\n\x07timeout\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06summed\x18\x06 \x01(\x08\"H\n\nBufferCopy\x12\x16\n\x0eremote_address\x18\x01 \x01(\x03\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"k\n\x10\x42ufferReadResult\x12\x0f\n\x07read_id\x18\x01 \x01(\x03\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12\x11\n\tchecksums\x18\x03 \x03(\x06\x12\x0f\n\x07stopped\x18\x04 \x01(\x08\"Q\n\x1a\x45ngineServiceLookupRequest\x12\x19\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x42\x04\xe2\x41\x01\x02\x12\x18\n\nchunk_keys\x18\x02 \x01(\x0c\x42\x04\xe2\x41\x01\x02\"j\n\x1b\x45ngineServiceLookupResponse\x12\x17\n\x0fown_chunk_count\x18\x01 \x01(\x05\x12\x18\n\x10peer_chunk_count\x18\x02 \x01(\x05\x12\x18\n\x10peer_instance_id\x18\x03 \x01(\t\"B\n\x0bLoadRequest\x12\x19\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x42\x04\xe2\x41\x01\x02\x12\x18\n\nchunk_keys\x18\x02 \x01(\x0c\x42\x04\xe2\x41\x01\x02\">\n\x0cLoadResponse\x12\x13\n\x0b\x63hunk_count\x18\x01 \x01(\x05\x12\x19\n\x11transferred_bytes\x18\x02 \x01(\x03\"P\n\x1b\x45ngineServiceReleaseRequest\x12\x17\n\tengine_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x18\n\nrequest_id\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\"3\n\x1c\x45ngineServiceReleaseResponse\x12\x13\n\x0b\x63hunk_count\x18\x01 \x01(\x05\x32\xe9\x02\n\rEngineService\x12=\n\x06\x41ttach\x12\x16.lmkv.v1.AttachRequest\x1a\x17.lmkv.v1.AttachResponse(\x01\x30\x01\x12\x37\n\x04Lend\x12\x14.lmkv.v1.LendRequest\x1a\x15.lmkv.v1.LendResponse(\x01\x30\x01\x12S\n\x06Lookup\x12#.lmkv.v1.EngineServiceLookupRequest\x1a$.lmkv.v1.EngineServiceLookupResponse\x12\x33\n\x04Load\x12\x14.lmkv.v1.LoadRequest\x1a\x15.lmkv.v1.LoadResponse\x12V\n\x07Release\x12$.lmkv.v1.EngineServiceReleaseRequest\x1a%.lmkv.v1.EngineServiceReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,6 +46,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELLO'].fields_by_name['worker_count']._serialized_options = b'\342A\001\002'
   _globals['_HELLO'].fields_by_name['expected_config']._loaded_options = None
   _globals['_HELLO'].fields_by_name['expected_config']._serialized_options = b'\342A\001\001'
+  _globals['_BUFFERPART'].fields_by_name['engine_id']._loaded_options = None
+  _globals['_BUFFERPART'].fields_by_name['engine_id']._serialized_options = b'\342A\001\002'
+  _globals['_BUFFERPART'].fields_by_name['rank']._loaded_options = None
+  _globals['_BUFFERPART'].fields_by_name['rank']._serialized_options = b'\342A\001\002'
+  _globals['_BUFFERPART'].fields_by_name['buffer_size_bytes']._loaded_options = None
+  _globals['_BUFFERPART'].fields_by_name['buffer_size_bytes']._serialized_options = b'\342A\001\002'
   _globals['_ENGINESERVICELOOKUPREQUEST'].fields_by_name['fingerprint']._loaded_options = None
   _globals['_ENGINESERVICELOOKUPREQUEST'].fields_by_name['fingerprint']._serialized_options = b'\342A\001\002'
   _globals['_ENGINESERVICELOOKUPREQUEST'].fields_by_name['chunk_keys']._loaded_options = None
@@ -69,37 +75,49 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELLO_EXPECTEDCONFIGENTRY']._serialized_start=1115
   _globals['_HELLO_EXPECTEDCONFIGENTRY']._serialized_end=1168
   _globals['_WELCOME']._serialized_start=1171
-  _globals['_WELCOME']._serialized_end=1324
-  _globals['_LOOKUPCHUNKS']._serialized_start=1327
-  _globals['_LOOKUPCHUNKS']._serialized_end=1480
-  _globals['_HANDCHUNKS']._serialized_start=1482
-  _globals['_HANDCHUNKS']._serialized_end=1600
-  _globals['_HANDEDCHUNKS']._serialized_start=1603
-  _globals['_HANDEDCHUNKS']._serialized_end=1775
-  _globals['_FOUNDCHUNKS']._serialized_start=1778
-  _globals['_FOUNDCHUNKS']._serialized_end=1922
-  _globals['_LOADCHUNKS']._serialized_start=1925
-  _globals['_LOADCHUNKS']._serialized_end=2064
-  _globals['_LOADEDCHUNKS']._serialized_start=2067
-  _globals['_LOADEDCHUNKS']._serialized_end=2313
-  _globals['_RELEASECHUNKS']._serialized_start=2315
-  _globals['_RELEASECHUNKS']._serialized_end=2350
-  _globals['_COMMITCHUNK']._serialized_start=2352
-  _globals['_COMMITCHUNK']._serialized_end=2479
-  _globals['_REJECTEDCOMMIT']._serialized_start=2481
-  _globals['_REJECTEDCOMMIT']._serialized_end=2552
-  _globals['_ENGINESERVICELOOKUPREQUEST']._serialized_start=2554
-  _globals['_ENGINESERVICELOOKUPREQUEST']._serialized_end=2635
-  _globals['_ENGINESERVICELOOKUPRESPONSE']._serialized_start=2637
-  _globals['_ENGINESERVICELOOKUPRESPONSE']._serialized_end=2743
-  _globals['_LOADREQUEST']._serialized_start=2745
-  _globals['_LOADREQUEST']._serialized_end=2811
-  _globals['_LOADRESPONSE']._serialized_start=2813
-  _globals['_LOADRESPONSE']._serialized_end=2875
-  _globals['_ENGINESERVICERELEASEREQUEST']._serialized_start=2877
-  _globals['_ENGINESERVICERELEASEREQUEST']._serialized_end=2957
-  _globals['_ENGINESERVICERELEASERESPONSE']._serialized_start=2959
-  _globals['_ENGINESERVICERELEASERESPONSE']._serialized_end=3010
-  _globals['_ENGINESERVICE']._serialized_start=3013
-  _globals['_ENGINESERVICE']._serialized_end=3317
+  _globals['_WELCOME']._serialized_end=1353
+  _globals['_LOOKUPCHUNKS']._serialized_start=1356
+  _globals['_LOOKUPCHUNKS']._serialized_end=1509
+  _globals['_HANDCHUNKS']._serialized_start=1511
+  _globals['_HANDCHUNKS']._serialized_end=1629
+  _globals['_HANDEDCHUNKS']._serialized_start=1632
+  _globals['_HANDEDCHUNKS']._serialized_end=1804
+  _globals['_FOUNDCHUNKS']._serialized_start=1807
+  _globals['_FOUNDCHUNKS']._serialized_end=1951
+  _globals['_LOADCHUNKS']._serialized_start=1954
+  _globals['_LOADCHUNKS']._serialized_end=2093
+  _globals['_LOADEDCHUNKS']._serialized_start=2096
+  _globals['_LOADEDCHUNKS']._serialized_end=2342
+  _globals['_RELEASECHUNKS']._serialized_start=2344
+  _globals['_RELEASECHUNKS']._serialized_end=2379
+  _globals['_COMMITCHUNK']._serialized_start=2381
+  _globals['_COMMITCHUNK']._serialized_end=2508
+  _globals['_REJECTEDCOMMIT']._serialized_start=2510
+  _globals['_REJECTEDCOMMIT']._serialized_end=2581
+  _globals['_LENDREQUEST']._serialized_start=2583
+  _globals['_LENDREQUEST']._serialized_end=2675
+  _globals['_LENDRESPONSE']._serialized_start=2677
+  _globals['_LENDRESPONSE']._serialized_end=2727
+  _globals['_BUFFERPART']._serialized_start=2729
+  _globals['_BUFFERPART']._serialized_end=2819
+  _globals['_BUFFERREAD']._serialized_start=2822
+  _globals['_BUFFERREAD']._serialized_end=2993
+  _globals['_BUFFERCOPY']._serialized_start=2995
+  _globals['_BUFFERCOPY']._serialized_end=3067
+  _globals['_BUFFERREADRESULT']._serialized_start=3069
+  _globals['_BUFFERREADRESULT']._serialized_end=3176
+  _globals['_ENGINESERVICELOOKUPREQUEST']._serialized_start=3178
+  _globals['_ENGINESERVICELOOKUPREQUEST']._serialized_end=3259
+  _globals['_ENGINESERVICELOOKUPRESPONSE']._serialized_start=3261
+  _globals['_ENGINESERVICELOOKUPRESPONSE']._serialized_end=3367
+  _globals['_LOADREQUEST']._serialized_start=3369
+  _globals['_LOADREQUEST']._serialized_end=3435
+  _globals['_LOADRESPONSE']._serialized_start=3437
+  _globals['_LOADRESPONSE']._serialized_end=3499
+  _globals['_ENGINESERVICERELEASEREQUEST']._serialized_start=3501
+  _globals['_ENGINESERVICERELEASEREQUEST']._serialized_end=3581
+  _globals['_ENGINESERVICERELEASERESPONSE']._serialized_start=3583
+  _globals['_ENGINESERVICERELEASERESPONSE']._serialized_end=3634
+  _globals['_ENGINESERVICE']._serialized_start=3637
+  _globals['_ENGINESERVICE']._serialized_end=3998
 # @@protoc_insertion_point(module_scope)

@@ -267,6 +267,7 @@ class Welcome(_message.Message):
     CREDIT_LIMIT_FIELD_NUMBER: _builtins.int
     NODE_PID_FIELD_NUMBER: _builtins.int
     PEER_ADDRESS_FIELD_NUMBER: _builtins.int
+    DEVICE_BUFFER_BYTES_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The node."""
     epoch: _builtins.int
@@ -281,6 +282,8 @@ class Welcome(_message.Message):
     """Process id of the node."""
     peer_address: _builtins.str
     """`host:port` where the node serves `PeerService`; empty if it serves none."""
+    device_buffer_bytes: _builtins.int
+    """Bytes of the device buffer that the node would use, all of the engine's heads counted; 0 if it takes no handoffs."""
     def __init__(
         self,
         *,
@@ -291,10 +294,11 @@ class Welcome(_message.Message):
         credit_limit: _builtins.int = ...,
         node_pid: _builtins.int = ...,
         peer_address: _builtins.str = ...,
+        device_buffer_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_limit", b"credit_limit", "epoch", b"epoch", "instance_id", b"instance_id", "node_pid", b"node_pid", "peer_address", b"peer_address", "pool_size_bytes", b"pool_size_bytes", "pool_socket", b"pool_socket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_limit", b"credit_limit", "device_buffer_bytes", b"device_buffer_bytes", "epoch", b"epoch", "instance_id", b"instance_id", "node_pid", b"node_pid", "peer_address", b"peer_address", "pool_size_bytes", b"pool_size_bytes", "pool_socket", b"pool_socket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -655,6 +659,208 @@ class RejectedCommit(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RejectedCommit: _TypeAlias = RejectedCommit  # noqa: Y015
+
+@_typing.final
+class LendRequest(_message.Message):
+    """Request for `EngineService.Lend`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PART_FIELD_NUMBER: _builtins.int
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def part(self) -> Global___BufferPart:
+        """What is lent; in the first message only."""
+
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___BufferReadResult]:
+        """How reads went."""
+
+    def __init__(
+        self,
+        *,
+        part: Global___BufferPart | None = ...,
+        results: _abc.Iterable[Global___BufferReadResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LendRequest: _TypeAlias = LendRequest  # noqa: Y015
+
+@_typing.final
+class LendResponse(_message.Message):
+    """Response for `EngineService.Lend`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    READS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def reads(self) -> _containers.RepeatedCompositeFieldContainer[Global___BufferRead]:
+        """What to read into the buffer."""
+
+    def __init__(
+        self,
+        *,
+        reads: _abc.Iterable[Global___BufferRead] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reads", b"reads"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LendResponse: _TypeAlias = LendResponse  # noqa: Y015
+
+@_typing.final
+class BufferPart(_message.Message):
+    """One worker's part of a device buffer: room for its heads of every chunk in it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    BUFFER_SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """The engine, as it has attached."""
+    rank: _builtins.int
+    """Its worker, from 0 up."""
+    buffer_size_bytes: _builtins.int
+    """Bytes of the whole buffer, all of the engine's heads counted; the same for all of its workers."""
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        buffer_size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_size_bytes", b"buffer_size_bytes", "engine_id", b"engine_id", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BufferPart: _TypeAlias = BufferPart  # noqa: Y015
+
+@_typing.final
+class BufferRead(_message.Message):
+    """Whole chunks to read out of one peer's memory. Each worker reads its own heads, and puts them into its part where they
+    come to lie if the buffer is shrunk to these heads.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    READ_ID_FIELD_NUMBER: _builtins.int
+    PEER_NAME_FIELD_NUMBER: _builtins.int
+    CHANNEL_METADATA_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    SUMMED_FIELD_NUMBER: _builtins.int
+    read_id: _builtins.int
+    """Names the read on all workers' streams."""
+    peer_name: _builtins.str
+    """The peer, as its channel metadata names it."""
+    channel_metadata: _builtins.bytes
+    """What a peer told of its NIXL channel; a secret."""
+    summed: _builtins.bool
+    """Whether the checksums are wanted."""
+    @_builtins.property
+    def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___BufferCopy]:
+        """The chunks."""
+
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """Longest that it may take."""
+
+    def __init__(
+        self,
+        *,
+        read_id: _builtins.int = ...,
+        peer_name: _builtins.str = ...,
+        channel_metadata: _builtins.bytes = ...,
+        copies: _abc.Iterable[Global___BufferCopy] | None = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+        summed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["channel_metadata", b"channel_metadata", "copies", b"copies", "peer_name", b"peer_name", "read_id", b"read_id", "summed", b"summed", "timeout", b"timeout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BufferRead: _TypeAlias = BufferRead  # noqa: Y015
+
+@_typing.final
+class BufferCopy(_message.Message):
+    """One chunk to read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REMOTE_ADDRESS_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    remote_address: _builtins.int
+    """Where it begins, in the peer's process."""
+    offset: _builtins.int
+    """Where it shall begin in the whole buffer."""
+    size_bytes: _builtins.int
+    """Length in bytes."""
+    def __init__(
+        self,
+        *,
+        remote_address: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset", "remote_address", b"remote_address", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BufferCopy: _TypeAlias = BufferCopy  # noqa: Y015
+
+@_typing.final
+class BufferReadResult(_message.Message):
+    """How a read went on one worker. There are two of it if bytes may still arrive when it has failed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    READ_ID_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
+    STOPPED_FIELD_NUMBER: _builtins.int
+    read_id: _builtins.int
+    """The read."""
+    stopped: _builtins.bool
+    """Whether no more bytes can arrive."""
+    @_builtins.property
+    def status(self) -> _status_pb2.Status:
+        """Why it failed; unset if it did not."""
+
+    @_builtins.property
+    def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """By chunk, if they were wanted: what the worker's heads add to its checksum. Heads that several workers have are
+        counted by one of them.
+        """
+
+    def __init__(
+        self,
+        *,
+        read_id: _builtins.int = ...,
+        status: _status_pb2.Status | None = ...,
+        checksums: _abc.Iterable[_builtins.int] | None = ...,
+        stopped: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "read_id", b"read_id", "status", b"status", "stopped", b"stopped"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BufferReadResult: _TypeAlias = BufferReadResult  # noqa: Y015
 
 @_typing.final
 class EngineServiceLookupRequest(_message.Message):

@@ -44,6 +44,11 @@ class EngineServiceStub:
                 request_serializer=lmkv_dot_v1_dot_engine__service__pb2.AttachRequest.SerializeToString,
                 response_deserializer=lmkv_dot_v1_dot_engine__service__pb2.AttachResponse.FromString,
                 _registered_method=True)
+        self.Lend = channel.stream_stream(
+                '/lmkv.v1.EngineService/Lend',
+                request_serializer=lmkv_dot_v1_dot_engine__service__pb2.LendRequest.SerializeToString,
+                response_deserializer=lmkv_dot_v1_dot_engine__service__pb2.LendResponse.FromString,
+                _registered_method=True)
         self.Lookup = channel.unary_unary(
                 '/lmkv.v1.EngineService/Lookup',
                 request_serializer=lmkv_dot_v1_dot_engine__service__pb2.EngineServiceLookupRequest.SerializeToString,
@@ -81,6 +86,23 @@ class EngineServiceServicer:
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long.
         * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names
         the key, both values, the node's process id and how many engines it serves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Lend(self, request_iterator, context):
+        """Lends the node a worker's part of the engine's device buffer, for as long as the stream lives.
+
+        Called by each worker once it can read from peers into its part; the first message must carry `part`. With the parts
+        of all workers the node reads prompts that are handed to the engine into the buffer: it says what to read, each
+        worker reads its own heads of it. The node alone decides what lies where and when it may be overwritten. Once the
+        stream has ended, the buffer cannot be lent again under the same attachment.
+
+        Errors:
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no part at first, or one that the engine cannot have; the node takes no
+        handoffs; the buffer was lent before.
+        * `NOT_FOUND` (`ENGINE_NOT_FOUND`): no such engine is attached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,6 +147,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=lmkv_dot_v1_dot_engine__service__pb2.AttachRequest.FromString,
                     response_serializer=lmkv_dot_v1_dot_engine__service__pb2.AttachResponse.SerializeToString,
+            ),
+            'Lend': grpc.stream_stream_rpc_method_handler(
+                    servicer.Lend,
+                    request_deserializer=lmkv_dot_v1_dot_engine__service__pb2.LendRequest.FromString,
+                    response_serializer=lmkv_dot_v1_dot_engine__service__pb2.LendResponse.SerializeToString,
             ),
             'Lookup': grpc.unary_unary_rpc_method_handler(
                     servicer.Lookup,
@@ -174,6 +201,33 @@ class EngineService:
             '/lmkv.v1.EngineService/Attach',
             lmkv_dot_v1_dot_engine__service__pb2.AttachRequest.SerializeToString,
             lmkv_dot_v1_dot_engine__service__pb2.AttachResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Lend(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/lmkv.v1.EngineService/Lend',
+            lmkv_dot_v1_dot_engine__service__pb2.LendRequest.SerializeToString,
+            lmkv_dot_v1_dot_engine__service__pb2.LendResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -51,6 +51,19 @@ class EngineServiceStub:
     * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names
       the key, both values, the node's process id and how many engines it serves.
     """
+    Lend: _grpc.StreamStreamMultiCallable[_engine_service_pb2.LendRequest, _engine_service_pb2.LendResponse]
+    """Lends the node a worker's part of the engine's device buffer, for as long as the stream lives.
+
+    Called by each worker once it can read from peers into its part; the first message must carry `part`. With the parts
+    of all workers the node reads prompts that are handed to the engine into the buffer: it says what to read, each
+    worker reads its own heads of it. The node alone decides what lies where and when it may be overwritten. Once the
+    stream has ended, the buffer cannot be lent again under the same attachment.
+
+    Errors:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no part at first, or one that the engine cannot have; the node takes no
+      handoffs; the buffer was lent before.
+    * `NOT_FOUND` (`ENGINE_NOT_FOUND`): no such engine is attached.
+    """
     Lookup: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.EngineServiceLookupRequest, _engine_service_pb2.EngineServiceLookupResponse]
     """Finds how much of a prompt this node and its peers hold. Grants nothing.
 
@@ -94,6 +107,19 @@ class EngineServiceAsyncStub(EngineServiceStub):
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long.
     * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names
       the key, both values, the node's process id and how many engines it serves.
+    """
+    Lend: _aio.StreamStreamMultiCallable[_engine_service_pb2.LendRequest, _engine_service_pb2.LendResponse]  # type: ignore[assignment]
+    """Lends the node a worker's part of the engine's device buffer, for as long as the stream lives.
+
+    Called by each worker once it can read from peers into its part; the first message must carry `part`. With the parts
+    of all workers the node reads prompts that are handed to the engine into the buffer: it says what to read, each
+    worker reads its own heads of it. The node alone decides what lies where and when it may be overwritten. Once the
+    stream has ended, the buffer cannot be lent again under the same attachment.
+
+    Errors:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no part at first, or one that the engine cannot have; the node takes no
+      handoffs; the buffer was lent before.
+    * `NOT_FOUND` (`ENGINE_NOT_FOUND`): no such engine is attached.
     """
     Lookup: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.EngineServiceLookupRequest, _engine_service_pb2.EngineServiceLookupResponse]  # type: ignore[assignment]
     """Finds how much of a prompt this node and its peers hold. Grants nothing.
@@ -141,6 +167,25 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long.
         * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names
           the key, both values, the node's process id and how many engines it serves.
+        """
+
+    @_abc_1.abstractmethod
+    def Lend(
+        self,
+        request_iterator: _MaybeAsyncIterator[_engine_service_pb2.LendRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_engine_service_pb2.LendResponse], _abc.AsyncIterator[_engine_service_pb2.LendResponse]]:
+        """Lends the node a worker's part of the engine's device buffer, for as long as the stream lives.
+
+        Called by each worker once it can read from peers into its part; the first message must carry `part`. With the parts
+        of all workers the node reads prompts that are handed to the engine into the buffer: it says what to read, each
+        worker reads its own heads of it. The node alone decides what lies where and when it may be overwritten. Once the
+        stream has ended, the buffer cannot be lent again under the same attachment.
+
+        Errors:
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no part at first, or one that the engine cannot have; the node takes no
+          handoffs; the buffer was lent before.
+        * `NOT_FOUND` (`ENGINE_NOT_FOUND`): no such engine is attached.
         """
 
     @_abc_1.abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from lmkv.errors import BadMessage, ConfigConflict, ModelNotFound
 from lmkv.keys import split_keys
@@ -20,6 +20,8 @@ from lmkv_server.node.senders import Senders
 from lmkv_server.node.sources import Sources
 
 logger = logging.getLogger(__name__)
+
+M = TypeVar("M")
 
 HELLO_TIMEOUT_SECONDS = 5.0
 UNARY_LOAD_TIMEOUT_SECONDS = 30.0
@@ -49,6 +51,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         self._config = config
         self._on_attach = on_attach
         self._on_detach = on_detach
+        self._buffers = sources.buffers
         self._streams: set[EngineStream] = set()
 
     def tell_conflicts(self, conflicts: list[registry_service_pb2.SpecConflict]) -> None:
@@ -60,15 +63,12 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         self, request_iterator: AsyncIterator[pb.AttachRequest], context: Any
     ) -> AsyncIterator[pb.AttachResponse]:
         """See the proto."""
-        try:
-            async with asyncio.timeout(HELLO_TIMEOUT_SECONDS):
-                first = await anext(request_iterator, None)
-        except TimeoutError:
-            first = None
+        first = await _first(request_iterator)
         if first is None or not first.HasField("hello"):
             raise BadMessage("the first message must carry hello")
         self._check_config(dict(first.hello.expected_config))
-        session = self._engines.attach(first.hello.engine_id, KvSpec.from_proto(first.hello.spec))
+        hello = first.hello
+        session = self._engines.attach(hello.engine_id, KvSpec.from_proto(hello.spec), max(1, hello.worker_count))
         stream = EngineStream(self._tier, session, self._sources, self.lookups, self._senders)
         self._streams.add(stream)
         self._on_attach()
@@ -79,6 +79,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             welcome = pb.Welcome()
             welcome.CopyFrom(self._welcome)
             welcome.credit_limit = session.credit_limit
+            welcome.device_buffer_bytes = self._buffers.size_bytes if self._buffers else 0
             yield pb.AttachResponse(welcome=welcome, conflicts=pb.SpecConflicts(conflicts=self._sources.conflicts))
             while message := await stream.outbox.take():
                 yield message
@@ -87,9 +88,32 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             reader.cancel()
             self._streams.discard(stream)
             stream.close()
+            if self._buffers:
+                self._buffers.forget(session.engine_id)
             self._engines.detach(session)
             self._on_detach()
             logger.info("engine %s detached", session.engine_id)
+
+    async def Lend(
+        self, request_iterator: AsyncIterator[pb.LendRequest], context: Any
+    ) -> AsyncIterator[pb.LendResponse]:
+        """See the proto."""
+        first = await _first(request_iterator)
+        if first is None or not first.HasField("part"):
+            raise BadMessage("the first message must carry part")
+        if self._buffers is None:
+            raise BadMessage("this node has no peers: set enable_p2p")
+        part = self._buffers.lend(first.part)
+        listener = asyncio.create_task(part.listen(request_iterator))
+        listener.add_done_callback(lambda _: part.end())
+        try:
+            while order := await part.take():
+                yield pb.LendResponse(reads=[order])
+            if listener.done():
+                await listener  # raises what ended it
+        finally:
+            listener.cancel()
+            self._buffers.lost(part.buffer)
 
     def _check_config(self, expected: dict[str, str]) -> None:
         for key, value in expected.items():
@@ -145,3 +169,12 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
                 f"no engine of fingerprint {fingerprint.hex()} has attached", fingerprint=fingerprint.hex()
             )
         return spec
+
+
+async def _first(messages: AsyncIterator[M]) -> M | None:
+    """The first message of a stream; None if none comes in time."""
+    try:
+        async with asyncio.timeout(HELLO_TIMEOUT_SECONDS):
+            return await anext(messages, None)
+    except TimeoutError:
+        return None

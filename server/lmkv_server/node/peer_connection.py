@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF_SECONDS = 1.0
 LAST_BACKOFF_SECONDS = 10.0
+NIXL = "nixl"
 
 
 class PeerConnection:
@@ -38,7 +39,7 @@ class PeerConnection:
         holder: Holder,
         on_mismatch: Callable[[str, KvSpecMismatch], None],
     ) -> None:
-        tls: Tls = rpc.PLAINTEXT,
+        tls: Tls = (rpc.PLAINTEXT,)
         """`instance_id` and `epoch` are the own ones; `on_mismatch` is told once which peer shares nothing, and why."""
         self.instance_id = holder.instance_id
         self.epoch = holder.epoch
@@ -49,8 +50,11 @@ class PeerConnection:
         """By fingerprint: the specs that it shares nothing with, and why. Does not change within an epoch."""
         self.regions: Sequence[pb.Region] = ()
         """Its registered memory, once agreed."""
+        self.nixl_metadata = b""
+        """How an engine's workers read its memory by themselves, once agreed; empty if they cannot, or may no more."""
         self.bandwidth = Bandwidth()
         """How fast bytes have come from it."""
+        self._knows_nixl = False
         self._own_instance_id = instance_id
         self._own_epoch = epoch
         self._channels = channels
@@ -105,6 +109,12 @@ class PeerConnection:
         logger.info("bytes of %s come by %s", self.name, response.channel)
         self.regions = tuple(response.regions)
         self._agreed.add(spec.fingerprint)
+
+    async def agree_on_nixl(self, spec: KvSpec, timeout_seconds: float) -> None:
+        """Learns how to read its memory into a device's: by NIXL, whichever channel the nodes themselves use."""
+        if not self._knows_nixl:
+            self._knows_nixl = True
+            self.nixl_metadata = (await self._init(spec, (NIXL,), timeout_seconds)).channel_metadata
 
     async def _init(self, spec: KvSpec, wanted: Sequence[str], timeout_seconds: float) -> pb.InitResponse:
         request = pb.InitRequest(

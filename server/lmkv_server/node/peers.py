@@ -222,15 +222,25 @@ class Peers:
             )
         return Holder(instance_id=answer.instance_id, epoch=answer.epoch, peer_address=address)
 
-    def introduce(self, connection: PeerConnection, spec: KvSpec, timeout_seconds: float) -> None:
-        """Agrees with a peer ahead of the first read, behind the caller's back."""
-        self._spawn(self._introduced(connection, spec, timeout_seconds))
+    def introduce(
+        self, connection: PeerConnection, spec: KvSpec, timeout_seconds: float, *, by_nixl: bool = False
+    ) -> None:
+        """Agrees with a peer ahead of the first read, behind the caller's back; `by_nixl`: for engines' workers too."""
+        self._spawn(self._introduced(connection, spec, timeout_seconds, by_nixl))
 
-    async def _introduced(self, connection: PeerConnection, spec: KvSpec, timeout_seconds: float) -> None:
+    async def _introduced(
+        self, connection: PeerConnection, spec: KvSpec, timeout_seconds: float, by_nixl: bool
+    ) -> None:
         try:
             await connection.agree(spec, timeout_seconds)
         except LmkvError as error:  # whoever reads will be told
             logger.warning("cannot agree with %s: %s", connection.name, error)
+            return
+        try:
+            if by_nixl:
+                await connection.agree_on_nixl(spec, timeout_seconds)
+        except LmkvError as error:
+            logger.warning("what %s hands over comes through the pool, not to the device: %s", connection.name, error)
 
     def is_near(self, connection: PeerConnection) -> bool:
         """Whether the peer is on this host."""
@@ -290,7 +300,7 @@ class Peers:
 
         `sums` are their checksums if these are known already.
         """
-        if not self._verifies or not incoming:
+        if not self.verifies or not incoming:
             return [True] * len(incoming)
         if sums is not None:
             return [made == chunk.checksum for made, chunk in zip(sums, incoming, strict=True)]

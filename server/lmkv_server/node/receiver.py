@@ -19,9 +19,11 @@ from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.alarm import Alarm
 from lmkv_server.node.arrivals import Incoming, Landing, Progress
+from lmkv_server.node.device_buffers import DeviceBuffers
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.handoff import Giver, Handoff, State
 from lmkv_server.node.handoffs import Handoffs
+from lmkv_server.node.host_tier import HostTier
 from lmkv_server.node.peer_connection import PeerConnection
 from lmkv_server.node.peers import Peers
 
@@ -49,6 +51,8 @@ class Receiver:
         self._peers = peers
         self._tier = peers.tier
         self._engines = engines
+        self.buffers = DeviceBuffers(engines, handoffs.buffer_bytes, verify=peers.verifies, on_lost=self._lost_buffer)
+        """What engines have lent for prompts that are handed to them."""
         self._announced: dict[str, asyncio.Event] = {}
         self._alarm = Alarm(self._expire)
 
@@ -75,10 +79,12 @@ class Receiver:
         connection = self._connection(giver)
         keys = split_keys(request.chunk_keys, limit=MAX_KEYS)
         now = time.monotonic()
-        handoff = self.handoffs.allocate(request.request_id, giver, spec, keys, request.token_count, now)
+        buffer = self.buffers.of(spec)
+        room = buffer.tier if buffer and connection.nixl_metadata else None
+        handoff = self.handoffs.allocate(request.request_id, giver, spec, keys, request.token_count, now, room)
         self._alarm.changed()
         if handoff.is_open:
-            self._peers.introduce(connection, spec, READ_SECONDS)
+            self._peers.introduce(connection, spec, READ_SECONDS, by_nixl=buffer is not None)
         if announced := self._announced.get(handoff.request_id):
             announced.set()
         timeout = duration_pb2.Duration()
@@ -155,12 +161,12 @@ class Receiver:
         async def read(piece: Sequence[Incoming], landing: Landing) -> None:
             try:
                 async with ahead:
-                    sums = await self._peers.read(connection, piece, landing, READ_SECONDS)
+                    sums = await self._read(handoff, connection, piece, landing)
                 damaged.extend(await self._verify(handoff, connection, piece, sums, landing))
             except LmkvError as error:
                 failures.append(error)
 
-        landings = [(piece, self._landing(piece)) for piece in pieces(incoming)]
+        landings = [(piece, self._landing(handoff, piece)) for piece in pieces(incoming)]
         try:
             async with asyncio.TaskGroup() as reads:
                 for piece, landing in landings:
@@ -174,8 +180,27 @@ class Receiver:
         if failures:
             raise failures[0]
 
-    def _landing(self, piece: Sequence[Incoming]) -> Landing:
-        landing = Landing(self._tier)
+    async def _read(
+        self, handoff: Handoff, connection: PeerConnection, piece: Sequence[Incoming], landing: Landing
+    ) -> list[int] | None:
+        """Reads one piece into the handoff's room; see `Peers.read`."""
+        buffer = self.buffers.owning(handoff.room)
+        if buffer is None:
+            return await self._peers.read(connection, piece, landing, READ_SECONDS)
+        try:
+            return await buffer.read(connection, piece, landing, READ_SECONDS)
+        except LmkvError as error:
+            if not buffer.closed and connection.nixl_metadata:
+                connection.nixl_metadata = b""
+                logger.warning(
+                    "what %s hands over comes through the pool from now on, not to the device: %s",
+                    connection.name,
+                    error,
+                )
+            raise
+
+    def _landing(self, handoff: Handoff, piece: Sequence[Incoming]) -> Landing:
+        landing = Landing(handoff.room)
         for chunk in piece:
             landing.adopt(chunk.reserved)
         return landing
@@ -228,6 +253,9 @@ class Receiver:
         while handoff and (left := deadline - time.monotonic()) > 0:
             handoff.changed.clear()
             progress.find_own()
+            brought = {chunk.key: chunk for chunk in handoff.kept}
+            missing = [(index, brought.get(progress.keys[index])) for index in sorted(progress.missing)]
+            progress.add([(index, chunk) for index, chunk in missing if chunk])
             if not progress.missing or not handoff.is_open:
                 return
             with suppress(TimeoutError):
@@ -246,6 +274,10 @@ class Receiver:
             finally:
                 self._announced.pop(request_id, None)
         return self.handoffs.find(request_id)
+
+    def _lost_buffer(self, tier: HostTier) -> None:
+        self.handoffs.lose_room(tier, time.monotonic())
+        self._alarm.changed()
 
     def _expire(self) -> float | None:
         """Ends what its time has come for; when the next time is."""

@@ -10,6 +10,7 @@ from lmkv.spec import KvSpec
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv.v1.registry_service_pb2 import SpecConflict
 from lmkv_server.node.arrivals import Progress
+from lmkv_server.node.device_buffers import DeviceBuffers
 from lmkv_server.node.disk_tier import DiskTier
 from lmkv_server.node.fleet import Fleet
 from lmkv_server.node.host_tier import Chunk, HostTier
@@ -52,6 +53,11 @@ class Sources:
     def conflicts(self) -> Sequence[SpecConflict]:
         """Instances of the same models that share nothing with this one, and why."""
         return self._fleet.conflicts
+
+    @property
+    def buffers(self) -> DeviceBuffers | None:
+        """The device buffers that engines have lent; None if the node has no peers."""
+        return self._receiver.buffers if self._receiver else None
 
     def on_disk(self, fingerprint: bytes, keys: Sequence[ChunkKey], after: int) -> int:
         """How many chunks of a prompt the own disk has, from `keys[after]` on; those before are in the tier."""
