@@ -80,6 +80,9 @@ class Shelf:
         self._readers = ThreadPoolExecutor(READ_THREADS, "lmkv-disk-read")
         self._writers = ThreadPoolExecutor(WRITE_THREADS, "lmkv-disk-write")
 
+    def __str__(self) -> str:
+        return str(self.folder.path)
+
     @property
     def is_usable(self) -> bool:
         """Whether something may be begun here."""
@@ -117,16 +120,19 @@ class Shelf:
             return False
         return True
 
-    async def read(self, chunk: DiskChunk, memory: memoryview, is_intact: Callable[[], bool]) -> bool:
-        """Reads a chunk; whether it is there, whole, and what `is_intact`, called on the thread, takes for intact.
+    async def read(
+        self, chunk: DiskChunk, memory: memoryview, is_intact: Callable[[DiskChunk], bool]
+    ) -> DiskChunk | None:
+        """Reads a chunk; None if it is not there, not whole, or not what `is_intact`, called on the thread, says.
 
         The memory is written until this returns.
         """
         try:
-            return await self._run(self._readers, lambda: self.folder.read(chunk, memory) and is_intact())
+            is_whole = await self._run(self._readers, lambda: self.folder.read(chunk, memory) and is_intact(chunk))
         except OSError as error:
             self.lose(error)
-            return False
+            return None
+        return chunk if is_whole else None
 
     async def remove(self, chunks: Sequence[DiskChunk]) -> None:
         """Removes the files of chunks that are out of the index, with writes in between."""

@@ -17,10 +17,10 @@ from lmkv.keys import ChunkKey
 from lmkv.pool import Pool
 from lmkv_server.node.disk_chunk import DiskChunk
 from lmkv_server.node.disk_folder import DiskFolder, FileIo
-from lmkv_server.node.disk_reader import DiskReader
 from lmkv_server.node.disk_shelf import WRITE_THREADS, Shelf
 from lmkv_server.node.disk_writer import DiskWriter
 from lmkv_server.node.host_tier import HostTier
+from lmkv_server.node.tier_reader import TierReader
 
 OPEN_SECONDS = 5.0
 """A node that starts waits so long for what its folders hold; a longer list comes in later."""
@@ -54,7 +54,7 @@ class DiskTier:
     ) -> None:
         """Each of the folders may hold the same part of `capacity_bytes`; `seconds` are for each `Shelf`."""
         self.writer = DiskWriter(self, tier, pool)
-        self.reader = DiskReader(self, tier, pool)
+        self.reader: TierReader[DiskChunk] = TierReader(self, tier, pool)
         self.evicted_count = 0
         """Chunks that had to go for others."""
         self.shelves = [
@@ -160,6 +160,10 @@ class DiskTier:
         for shelf in self.shelves:
             shelf.index.use(keys[:stop])
         return stop - after
+
+    def is_wanted(self, shelf: Shelf, chunk: DiskChunk) -> bool:
+        """Whether the chunk that was found there has not been dropped since."""
+        return shelf.index.get(chunk.key) is chunk
 
     # --- What changes --------------------------------------------------------------------------------------------
 

@@ -1,4 +1,6 @@
-"""Reads chunks from disk straight into the pool, verifies them, and makes them visible. Used by `DiskTier`.
+"""Reads chunks of a deeper tier straight into the pool, verifies them, and makes them visible.
+
+Used by `DiskTier` and `RemoteTier`.
 
 asked for ──► extent reserved ──► read ──► summed ──► committed to the host tier
                                     └── torn, or gone: dropped, and a miss
@@ -11,18 +13,13 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any, Generic, Protocol, TypeVar
 
 from lmkv.keys import ChunkKey
 from lmkv.pool import Pool
 from lmkv_kernels import checksum
 from lmkv_server.node.bandwidth import Bandwidth
-from lmkv_server.node.disk_chunk import DiskChunk
-from lmkv_server.node.disk_shelf import Shelf
 from lmkv_server.node.host_tier import Chunk, HostTier, Reserved
-
-if TYPE_CHECKING:
-    from lmkv_server.node.disk_tier import DiskTier
 
 logger = logging.getLogger(__name__)
 
@@ -38,17 +35,79 @@ OnRead = Callable[[int, Chunk], None]
 _Ended = Callable[[Chunk | None], None]
 
 
-class DiskReader:
+class Listed(Protocol):
+    """A chunk that a deeper tier has, as far as it knows without reading it."""
+
+    @property
+    def key(self) -> ChunkKey: ...
+    @property
+    def fingerprint(self) -> bytes: ...
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the pool that reading it writes to."""
+
+
+class Described(Protocol):
+    """A chunk that was read, with all there is to know of it."""
+
+    @property
+    def key(self) -> ChunkKey: ...
+    @property
+    def parent(self) -> ChunkKey | None: ...
+    @property
+    def fingerprint(self) -> bytes: ...
+    @property
+    def token_count(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def checksum(self) -> int: ...
+
+
+L = TypeVar("L", bound=Listed)
+C = TypeVar("C", bound=Listed, contravariant=True)
+
+
+class Place(Protocol[C]):
+    """Where chunks are: a folder, or a store. Its name for people is its `str`."""
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether something may be begun here."""
+
+    async def read(self, chunk: C, memory: memoryview, is_intact: Callable[[Any], bool]) -> Described | None:
+        """Reads a chunk; None if it is not there, not whole, or not what `is_intact`, called on a thread, says.
+
+        The memory is written until this returns.
+        """
+
+
+class Deeper(Protocol[L]):
+    """A tier to read from."""
+
+    def find(self, key: ChunkKey) -> tuple[Any, L] | None:
+        """The chunk and its `Place`, if it is there."""
+
+    def is_wanted(self, place: Any, chunk: L, /) -> bool:
+        """Whether the chunk that was found there has not been dropped since."""
+
+    def discard(self, place: Any, chunks: Sequence[L], /) -> None:
+        """Forgets chunks that are damaged or gone, and removes what is left of them."""
+
+
+class TierReader(Generic[L]):
     """The chunks that are being read. One loop owns it."""
 
-    def __init__(self, disk: DiskTier, tier: HostTier, pool: Pool) -> None:
+    def __init__(self, deeper: Deeper[L], tier: HostTier, pool: Pool) -> None:
         self.read_chunks = 0
         """Chunks read whole since the start."""
         self.read_bytes = 0
         """Bytes of these."""
         self.damaged_count = 0
         """Chunks that were not what was written, or not there, and were dropped."""
-        self._disk = disk
+        self._deeper = deeper
         self._tier = tier
         self._pool = pool
         self._bandwidth = Bandwidth()
@@ -61,7 +120,7 @@ class DiskReader:
         return self._bandwidth.seconds(size_bytes, time.monotonic())
 
     async def read(self, fingerprint: bytes, keys: Sequence[ChunkKey], timeout_seconds: float, on_read: OnRead) -> None:
-        """Brings those of the chunks that are on disk into the host tier, begun in order, a few at a time.
+        """Brings those of the chunks that are there into the host tier, begun in order, a few at a time.
 
         What does not come within `timeout_seconds`, is torn, or finds no room in the pool, does not come. Two who want
         the same chunk share one read. Raises nothing but for cancellation, and neither may `on_read`, which is not
@@ -85,14 +144,14 @@ class DiskReader:
                 for _ in range(READS_AHEAD):
                     await ahead.acquire()
         except TimeoutError:
-            logger.debug("to read %d chunks from disk takes more than %.3g s", len(keys), timeout_seconds)
+            logger.debug("to read %d chunks takes more than %.3g s", len(keys), timeout_seconds)
         finally:
             listening = False
         now = time.monotonic()
         self._bandwidth.brought(size_bytes, now - began, now)
 
     async def aclose(self) -> None:
-        """Ends every read. The folders must be closed: nobody writes to the pool any more. Idempotent."""
+        """Ends every read. The tier must be closed: nobody writes to the pool any more. Idempotent."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -100,7 +159,7 @@ class DiskReader:
 
     def _begin(self, key: ChunkKey, fingerprint: bytes, ended: _Ended) -> None:
         """Has a chunk read, unless it is being read already; `ended` is called in any case, perhaps at once."""
-        found = self._disk.find(key)
+        found = self._deeper.find(key)
         if found is None or found[1].fingerprint != fingerprint or not found[0].is_usable:
             ended(None)
         elif (waiting := self._reading.get(key)) is not None:
@@ -113,41 +172,41 @@ class DiskReader:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _bring(self, shelf: Shelf, chunk: DiskChunk) -> None:
+    async def _bring(self, place: Place[L], chunk: L) -> None:
         brought = None
         try:
             async with self._may_read:
                 brought = self._tier.get(chunk.key)  # perhaps it came from elsewhere since
-                if brought is None and shelf.is_usable and (reserved := self._tier.reserve(chunk.size_bytes)):
-                    brought = await self._bring_into(reserved, shelf, chunk)
+                if brought is None and place.is_usable and (reserved := self._tier.reserve(chunk.size_bytes)):
+                    brought = await self._bring_into(reserved, place, chunk)
         finally:
             for ended in self._reading.pop(chunk.key):
                 ended(brought)
 
-    async def _bring_into(self, reserved: Reserved, shelf: Shelf, chunk: DiskChunk) -> Chunk | None:
+    async def _bring_into(self, reserved: Reserved, place: Place[L], chunk: L) -> Chunk | None:
         """Reads into an extent, which stays reserved for good if this is cancelled: the thread goes on writing."""
         memory = self._pool.buffer[reserved.offset : reserved.offset + chunk.file_bytes]
-        is_intact = await shelf.read(chunk, memory, lambda: self._is_intact(reserved, chunk))
-        is_wanted = shelf.index.get(chunk.key) is chunk  # else it was dropped: nobody shall find it again
-        if not is_intact or not is_wanted:
+        came = await place.read(chunk, memory, lambda said: self._is_intact(reserved, said))
+        is_wanted = self._deeper.is_wanted(place, chunk)  # else nobody shall find it again
+        if came is None or not is_wanted:
             self._tier.give_back(reserved.offset)
             if is_wanted:
                 self.damaged_count += 1
-                logger.warning("chunk %s is damaged or gone in %s, and was dropped", chunk.key.hex(), shelf.folder.path)
-                self._disk.discard(shelf, [chunk])
+                logger.warning("chunk %s is damaged or gone in %s, and was dropped", chunk.key.hex(), place)
+                self._deeper.discard(place, [chunk])
             return None
         self.read_chunks += 1
-        self.read_bytes += chunk.size_bytes
+        self.read_bytes += came.size_bytes
         committed = self._tier.commit(
             reserved.offset,
-            key=chunk.key,
-            fingerprint=chunk.fingerprint,
-            size_bytes=chunk.size_bytes,
-            checksum=chunk.checksum,
-            token_count=chunk.token_count,
-            parent=chunk.parent,
+            key=came.key,
+            fingerprint=came.fingerprint,
+            size_bytes=came.size_bytes,
+            checksum=came.checksum,
+            token_count=came.token_count,
+            parent=came.parent,
         )
         return committed or self._tier.get(chunk.key)
 
-    def _is_intact(self, reserved: Reserved, chunk: DiskChunk) -> bool:
-        return checksum(self._pool.buffer, reserved.offset, chunk.size_bytes) == chunk.checksum
+    def _is_intact(self, reserved: Reserved, said: Described) -> bool:
+        return checksum(self._pool.buffer, reserved.offset, said.size_bytes) == said.checksum

@@ -1,0 +1,118 @@
+"""A chunk in the remote store: its name there, and the header before its bytes. Pure; used by the remote tier.
+
+    lmkv1/fingerprint/key  ->  header | bytes of the chunk
+
+The header says what the bytes are, so that an object that is torn, somebody else's, or in the wrong place is a miss.
+The version of all this is in the name: nodes of another version neither find nor remove each other's objects.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from zlib import crc32
+
+from lmkv.keys import KEY_BYTES, ChunkKey
+from lmkv.spec import KvSpec
+
+ROOT = "lmkv1/"
+"""What all names begin with."""
+_MAGIC = b"lmkvobj1"
+_FIELDS = struct.Struct("<8s16s16s16sIQQ")  # magic, fingerprint, key, parent, tokens, bytes, checksum
+_SEAL = struct.Struct("<I")  # of the fields
+_NO_PARENT = bytes(KEY_BYTES)
+HEADER_BYTES = _FIELDS.size + _SEAL.size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemoteObject:
+    """A chunk as its header describes it."""
+
+    key: ChunkKey
+    parent: ChunkKey | None = None
+    """The chunk before it in its prompts, if that is known."""
+    fingerprint: bytes
+    token_count: int
+    size_bytes: int
+    checksum: int
+
+    @property
+    def header(self) -> bytes:
+        """What stands before the bytes."""
+        fields = _FIELDS.pack(
+            _MAGIC,
+            self.fingerprint,
+            self.key,
+            self.parent or _NO_PARENT,
+            self.token_count,
+            self.size_bytes,
+            self.checksum,
+        )
+        return fields + _SEAL.pack(crc32(fields))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemoteChunk:
+    """A chunk that the store said to have, by name and size; what it is, its header tells."""
+
+    key: ChunkKey
+    spec: KvSpec
+    size_bytes: int
+    """Without the header."""
+
+    @property
+    def fingerprint(self) -> bytes:
+        """The spec's."""
+        return self.spec.fingerprint
+
+    @property
+    def file_bytes(self) -> int:
+        """Room that reading it takes in the pool."""
+        return self.size_bytes
+
+    @property
+    def name(self) -> str:
+        """Its name in the store."""
+        return object_name(self.fingerprint, self.key)
+
+    def described(self, header: bytes) -> RemoteObject | None:
+        """What the header says, if that is this chunk."""
+        said = parse_header(header)
+        if said is None or (said.key, said.fingerprint, said.size_bytes) != (
+            self.key,
+            self.fingerprint,
+            self.size_bytes,
+        ):
+            return None
+        fits = (
+            0 < said.token_count <= self.spec.chunk_size and self.spec.size_bytes(said.token_count) == self.size_bytes
+        )
+        return said if fits else None
+
+
+def object_name(fingerprint: bytes, key: ChunkKey) -> str:
+    """The name of a chunk in the store."""
+    return f"{spec_root(fingerprint)}{key.hex()}"
+
+
+def spec_root(fingerprint: bytes) -> str:
+    """What the names of all chunks of a spec begin with."""
+    return f"{ROOT}{fingerprint.hex()}/"
+
+
+def parse_header(header: bytes) -> RemoteObject | None:
+    """What a header says; None if it is none, or of another version."""
+    if len(header) != HEADER_BYTES:
+        return None
+    fields = header[: _FIELDS.size]
+    magic, fingerprint, key, parent, token_count, size_bytes, checksum = _FIELDS.unpack(fields)
+    if magic != _MAGIC or _SEAL.unpack(header[_FIELDS.size :]) != (crc32(fields),):
+        return None
+    return RemoteObject(
+        key=ChunkKey(key),
+        parent=None if parent == _NO_PARENT else ChunkKey(parent),
+        fingerprint=fingerprint,
+        token_count=token_count,
+        size_bytes=size_bytes,
+        checksum=checksum,
+    )
