@@ -1,0 +1,142 @@
+{{/* What pods and containers have in common. */}}
+
+{{/* Labels and annotations of pods, which restart when their configuration changes.
+Takes a dict of root, component, config (the file's text) and values. */}}
+{{- define "lmkv.podMetadata" -}}
+annotations:
+  checksum/config: {{ sha256sum .config }}
+  {{- with .values.podAnnotations }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+labels:
+  {{- include "lmkv.selector" (list .root .component) | nindent 2 }}
+  {{- with .values.podLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end -}}
+
+{{/* Rights of a pod, and where it runs. Takes a list of root and the component's values. */}}
+{{- define "lmkv.pod" -}}
+{{- $root := index . 0 -}}
+{{- $values := index . 1 -}}
+serviceAccountName: {{ include "lmkv.serviceAccountName" $root }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- with $root.Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext:
+  {{- toYaml $root.Values.podSecurityContext | nindent 2 }}
+{{- with $values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with $values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* Like pods go to different hosts and zones, as far as there are any. Takes a list of root and component. */}}
+{{- define "lmkv.spread" -}}
+topologySpreadConstraints:
+{{- $selector := include "lmkv.selector" . }}
+{{- range list "topology.kubernetes.io/zone" "kubernetes.io/hostname" }}
+  - topologyKey: {{ . }}
+    maxSkew: 1
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- $selector | nindent 8 }}
+{{- end }}
+{{- end -}}
+
+{{/* Environment: a list of variables, those of any process behind a component's own.
+Takes a list of root, the component's values and the text of its own variables. */}}
+{{- define "lmkv.env" -}}
+{{- $own := trim (index . 2) -}}
+{{- $common := list -}}
+{{- with (index . 0).Values.otlpEndpoint -}}
+{{- $common = append $common (dict "name" "OTEL_EXPORTER_OTLP_ENDPOINT" "value" .) -}}
+{{- end -}}
+{{- $common = concat $common (index . 1).extraEnv -}}
+{{- if or $own $common -}}
+env:
+  {{- with $own }}
+  {{- . | nindent 2 }}
+  {{- end }}
+  {{- with $common }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end -}}
+{{- end -}}
+
+{{/* A variable that a secret holds; nothing if there is none. Takes a list of its name and the values of the secret. */}}
+{{- define "lmkv.secretVariable" -}}
+{{- with index . 1 -}}
+{{- if .existingSecret -}}
+- name: {{ index $ 0 }}
+  valueFrom:
+    secretKeyRef:
+      name: {{ .existingSecret }}
+      key: {{ .key }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The volume of a process's configuration. Takes a list of root and component. */}}
+{{- define "lmkv.configVolume" -}}
+- name: config
+  configMap:
+    name: {{ include "lmkv.fullname" (index . 0) }}-{{ index . 1 }}
+{{- end -}}
+
+{{/* The volume of what clients of the coordinator trust and show; of the coordinator's own secret no more than that. */}}
+{{- define "lmkv.clientTlsVolume" -}}
+{{- if .Values.tls.enabled -}}
+- name: tls
+  secret:
+    defaultMode: 0440
+    {{- if .Values.tls.mutual }}
+    secretName: {{ include "lmkv.clientSecret" . }}
+    {{- else }}
+    secretName: {{ include "lmkv.serverSecret" . }}
+    items:
+      - key: ca.crt
+        path: ca.crt
+    {{- end }}
+{{- end -}}
+{{- end -}}
+
+{{/* Mounts of configuration and certificates. */}}
+{{- define "lmkv.configMounts" -}}
+- name: config
+  mountPath: /etc/lmkv
+  readOnly: true
+{{- if .Values.tls.enabled }}
+- name: tls
+  mountPath: /etc/lmkv-tls
+  readOnly: true
+{{- end }}
+{{- end -}}
+
+{{/* A budget for disruptions. Takes a list of root, component and the component's values. */}}
+{{- define "lmkv.podDisruptionBudget" -}}
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  {{- include "lmkv.metadata" (list (index . 0) (index . 1)) | nindent 2 }}
+spec:
+  maxUnavailable: {{ (index . 2).podDisruptionBudget.maxUnavailable }}
+  selector:
+    matchLabels:
+      {{- include "lmkv.selector" (list (index . 0) (index . 1)) | nindent 6 }}
+{{- end -}}

@@ -1,0 +1,63 @@
+{{/* What no schema can tell: values that contradict each other. Each sentence names the value and the fix. */}}
+{{- define "lmkv.refuse" -}}
+{{- if gt (int .Values.coordinator.replicas) 1 -}}
+{{- fail "coordinator.replicas is more than 1, but coordinators share nothing: each would know of some nodes only; set it to 1" -}}
+{{- end -}}
+{{- $tls := .Values.tls -}}
+{{- if and $tls.mutual (not $tls.enabled) -}}
+{{- fail "tls.mutual needs tls.enabled: without TLS nobody shows a certificate" -}}
+{{- end -}}
+{{- if and $tls.enabled (not $tls.certManager.enabled) -}}
+{{- if not $tls.serverSecret -}}
+{{- fail "tls.enabled needs a certificate: set tls.serverSecret to a secret, or tls.certManager.enabled to true" -}}
+{{- end -}}
+{{- if and $tls.mutual (not $tls.clientSecret) -}}
+{{- fail "tls.mutual needs a certificate for clients: set tls.clientSecret to a secret, or tls.certManager.enabled to true" -}}
+{{- end -}}
+{{- end -}}
+{{- if and $tls.enabled $tls.certManager.enabled (not $tls.certManager.issuerRef.name) -}}
+{{- fail "tls.certManager needs an issuer: set tls.certManager.issuerRef.name" -}}
+{{- end -}}
+{{- $node := .Values.node -}}
+{{- if and $node.hostNetwork (eq $node.mode "sidecar") -}}
+{{- fail "node.hostNetwork is for node.mode daemonSet: a sidecar is in its engine's network" -}}
+{{- end -}}
+{{- if and $node.hostNetwork .Values.networkPolicy.enabled (not .Values.networkPolicy.coordinatorFrom) -}}
+{{- fail "node.hostNetwork hides nodes from network policies: let their hosts in by networkPolicy.coordinatorFrom" -}}
+{{- end -}}
+{{- if and $node.maxLocalDiskSize (not $node.diskVolume) -}}
+{{- fail "node.maxLocalDiskSize needs a disk: set node.diskVolume to a volume" -}}
+{{- end -}}
+{{- if and $node.diskVolume (not $node.maxLocalDiskSize) -}}
+{{- fail "node.diskVolume needs a size: set node.maxLocalDiskSize to the GB that chunks may take" -}}
+{{- end -}}
+{{- if gt (index $node.nixlPorts 0 | int) (index $node.nixlPorts 1 | int) -}}
+{{- fail "node.nixlPorts names the last port before the first: turn them round" -}}
+{{- end -}}
+{{- $names := list -}}
+{{- range .Values.engines.groups -}}
+{{- if has .name $names -}}
+{{- fail (printf "engines.groups has two groups called %s: give each a name of its own" .name) -}}
+{{- end -}}
+{{- $names = append $names .name -}}
+{{- if and (ne (default "both" .role) "both") (ne $node.mode "sidecar") -}}
+{{- fail (printf "the engines of group %s have the role %s, so each needs a node of its own: set node.mode to sidecar" .name .role) -}}
+{{- end -}}
+{{- end -}}
+{{- if .Values.proxy.enabled -}}
+{{- $prefill := include "lmkv.hasRole" (list . "prefill") -}}
+{{- $decode := include "lmkv.hasRole" (list . "decode") -}}
+{{- if and $prefill (not $decode) -}}
+{{- fail "the proxy has prefill engines and no decode engines: add a group with role decode to engines.groups" -}}
+{{- end -}}
+{{- if and $decode (not $prefill) -}}
+{{- fail "the proxy has decode engines and no prefill engines: add a group with role prefill to engines.groups" -}}
+{{- end -}}
+{{- if not .Values.engines.groups -}}
+{{- fail "the proxy has no engines: add a group to engines.groups, or set proxy.enabled to false" -}}
+{{- end -}}
+{{- if and $prefill (include "lmkv.hasRole" (list . "both")) -}}
+{{- fail "the proxy cannot mix engines of role both with prefill and decode engines: install them as two releases" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
