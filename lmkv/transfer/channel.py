@@ -17,6 +17,8 @@ class Region:
 
     address: int
     size_bytes: int
+    device: int | None = None
+    """The CUDA device whose memory it is; None: host memory."""
 
     def holds(self, address: int, size_bytes: int) -> bool:
         """Whether all of these bytes lie in it."""

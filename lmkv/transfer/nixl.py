@@ -27,19 +27,31 @@ class NixlChannel:
 
     name = "nixl"
 
-    def __init__(self, end: End) -> None:
-        """Raises `ConfigError` if NIXL is missing or does not start, which takes half a second of work."""
-        self._own = end.region
+    def __init__(
+        self,
+        agent_name: str,
+        region: Region,
+        backends: Sequence[str],
+        prepare_thread: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Over memory that no peer reads, perhaps a device's. `prepare_thread` is called on NIXL's thread, once.
+
+        Raises `ConfigError` if NIXL is missing or does not start, which takes half a second of work.
+        """
+        self.metadata = b""
+        self._own = region
         self._peers: dict[str, Region] = {}
-        self._thread = AgentThread(end.name, end.region, end.nixl_backends)
-        self.metadata = wrap(self.name, end, self._thread.start())
+        self._thread = AgentThread(agent_name, region, backends, prepare_thread)
+        self._agent_metadata = self._thread.start()
         self._pid = os.getpid()
         atexit.register(self._exit)  # inside NIXL when the interpreter ends, the thread would crash it
 
     @classmethod
     async def open(cls, end: End) -> Self:
         """The channel over this end, started beside the loop. Raises `ConfigError` as the constructor does."""
-        return await asyncio.to_thread(cls, end)
+        channel = await asyncio.to_thread(cls, end.name, end.region, end.nixl_backends)
+        channel.metadata = wrap(cls.name, end, channel._agent_metadata)
+        return channel
 
     async def add_peer(self, peer_name: str, metadata: bytes) -> None:
         """See `Channel`."""

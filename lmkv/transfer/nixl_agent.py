@@ -46,11 +46,17 @@ class _Peer:
 class AgentThread:
     """The thread, and its agent over one region of memory."""
 
-    def __init__(self, agent_name: str, region: Region, backends: Sequence[str]) -> None:
+    def __init__(
+        self, agent_name: str, region: Region, backends: Sequence[str], prepare: Callable[[], object] = lambda: None
+    ) -> None:
+        """`prepare` is called on the thread before all else."""
         self.serving = False
         """Whether to make progress for peers; set on the loop."""
         self._agent_name = agent_name
-        self._region = [(region.address, region.size_bytes, 0, "")]
+        self._device = region.device or 0
+        self._segment = "DRAM" if region.device is None else "VRAM"
+        self._region = [(region.address, region.size_bytes, self._device, "")]
+        self._prepare = prepare
         self._backends = list(backends)
         self._jobs: queue.Queue[Job] = queue.Queue(QUEUE_SIZE)
         self._stopping = False
@@ -147,6 +153,7 @@ class AgentThread:
 
     def _run(self) -> None:
         try:
+            self._prepare()
             metadata = self._open()
         except BaseException as error:
             self._agent = None
@@ -170,7 +177,7 @@ class AgentThread:
             self._agent = api.nixl_agent(self._agent_name, config)
             for backend in self._backends:
                 self._agent.create_backend(backend)
-            self._agent.register_memory(self._region, "DRAM")
+            self._agent.register_memory(self._region, self._segment)
             return bytes(self._agent.get_agent_metadata())
         except self._errors as error:
             raise ConfigError(
@@ -253,9 +260,10 @@ class AgentThread:
 
     def _post(self, read: Read) -> str:
         local, remote = read.batches.popleft()
+        local[:, 2] = self._device
         agent = self._agent
         read.handle = agent.initialize_xfer(
-            "READ", agent.get_xfer_descs(local, "DRAM"), agent.get_xfer_descs(remote, "DRAM"), read.peer_name
+            "READ", agent.get_xfer_descs(local, self._segment), agent.get_xfer_descs(remote, "DRAM"), read.peer_name
         )
         state: str = agent.transfer(read.handle)
         return state

@@ -26,7 +26,7 @@ BATCH_BYTES = 64 << 20
 """Most bytes posted at a time: on one host the post itself copies, and nothing else is polled meanwhile."""
 
 Descriptors = NDArray[np.uint64]
-"""Rows of address, size in bytes and device, which is 0."""
+"""Rows of address, size in bytes and device, which is 0 for host memory."""
 
 
 def load() -> Any:
