@@ -12,7 +12,7 @@ tokens, or by what `Chunks` lists; positions as `INSTANCE` or `INSTANCE/TIER`.
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -36,26 +36,29 @@ from lmkv.v1.chunk_pb2 import TIER_UNSPECIFIED, PinnedChunks, Position, Tier
 from lmkv.v1.registry_service_pb2 import Instance, ListInstancesRequest
 from lmkv_client.chunks import Chunks, make_request
 from lmkv_client.connection import PATIENCE_SECONDS, Connection, Patience
+from lmkv_client.connections import Connections
 from lmkv_client.lookup_stream import LookupStream
 from lmkv_client.operation import ClearOperation, MoveOperation, Operation
 from lmkv_client.watch import LayoutUpdate, watch
 
 
 class Coordinator:
-    """A connection to one coordinator. It connects when first used, and again after a loss.
+    """A connection to the coordinator at `host:port`, or to several. It connects when first used, again after a loss.
+
+    Of several, one is asked; the next takes its place when there is no answer, and the call is made again.
 
     Every call ends within `timeout_seconds`. Calls raise the coordinator's own errors (`lmkv.errors`), each with its
     `reason`, and `Unreachable` if it does not answer. Orders may be repeated: those with the same `request_id`, which
     is made up if none is given, are carried out once. Closing is final and may be repeated.
     """
 
-    def __init__(self, address: str, *, timeout_seconds: float = 5.0, tls: Tls = PLAINTEXT) -> None:
-        self._connection = Connection(address, timeout_seconds, tls)
+    def __init__(self, address: str, *other_addresses: str, timeout_seconds: float = 5.0, tls: Tls = PLAINTEXT) -> None:
+        self._connections = Connections((address, *other_addresses), timeout_seconds, tls)
 
     @property
     def address(self) -> str:
-        """`host:port` of the coordinator."""
-        return self._connection.address
+        """`host:port` of the coordinator that is asked now."""
+        return self._connections.current.address
 
     async def __aenter__(self) -> Self:
         return self
@@ -67,18 +70,18 @@ class Coordinator:
 
     async def aclose(self) -> None:
         """Closes the connection; calls still running are cancelled."""
-        await self._connection.aclose()
+        await self._connections.aclose()
 
     async def lookup(self, tokens: Sequence[int] = (), **chunks: Unpack[Chunks]) -> LookupResponse:
         """Who holds how much of a prompt; nobody is an empty answer.
 
         Raises `BadTokens`, `BadChunkKey`, `ModelAmbiguous`, `ModelNotFound`.
         """
-        return await self._connection.call(self._connection.cache.Lookup, make_request(LookupRequest, tokens, chunks))
+        return await self._connections.call(lambda to: to.cache.Lookup, make_request(LookupRequest, tokens, chunks))
 
     def lookup_stream(self) -> LookupStream:
         """A standing call for many lookups, which cost less over it. An async context manager."""
-        return LookupStream(self._connection)
+        return LookupStream(self._connections)
 
     async def move(
         self,
@@ -103,7 +106,7 @@ class Coordinator:
             copy=copy,
             request_id=request_id or str(uuid.uuid4()),
         )
-        return Operation(self._connection, await self._connection.call(self._connection.cache.Move, request))
+        return await self._booked(lambda to: to.cache.Move, request)
 
     async def copy(
         self,
@@ -142,15 +145,15 @@ class Coordinator:
             ttl=ttl,
             request_id=request_id or str(uuid.uuid4()),
         )
-        return (await self._connection.call(self._connection.cache.Pin, request)).pin
+        return (await self._connections.call(lambda to: to.cache.Pin, request)).pin
 
     async def unpin(self, pin_id: str) -> None:
         """Ends a pin early; one that is gone is no error."""
-        await self._connection.call(self._connection.cache.Unpin, UnpinRequest(pin_id=pin_id))
+        await self._connections.call(lambda to: to.cache.Unpin, UnpinRequest(pin_id=pin_id))
 
     async def pins(self) -> list[PinnedChunks]:
         """Every pin in force, ordered by id."""
-        return await self._connection.pages(self._connection.cache.ListPins, ListPinsRequest, "pins")
+        return await self._connections.pages(lambda to: to.cache.ListPins, ListPinsRequest, "pins")
 
     async def clear(
         self,
@@ -178,25 +181,26 @@ class Coordinator:
             dry_run=dry_run,
             request_id=request_id or str(uuid.uuid4()),
         )
-        return Operation(self._connection, await self._connection.call(self._connection.cache.Clear, request))
+        return await self._booked(lambda to: to.cache.Clear, request)
 
     async def operations(self, *, running: bool = False) -> list[Operation[Any, Any]]:
         """Every operation that runs or, unless only those are asked for, ended not too long ago; newest first."""
-        connection = self._connection
         request = partial(ListOperationsRequest, filter="done=false" if running else "")
-        messages = await connection.pages(connection.operations.ListOperations, request, "operations")
-        return [Operation(connection, message) for message in messages]
+
+        async def listed(to: Connection) -> list[Operation[Any, Any]]:
+            messages = await to.pages(to.operations.ListOperations, request, "operations")
+            return [Operation(to, message) for message in messages]
+
+        return await self._connections.ask(listed)
 
     async def operation(self, name: str) -> Operation[Any, Any]:
         """The operation of this name, whoever began it. Raises `OperationNotFound`."""
         request = GetOperationRequest(name=name)
-        return Operation(
-            self._connection, await self._connection.call(self._connection.operations.GetOperation, request)
-        )
+        return await self._booked(lambda to: to.operations.GetOperation, request)
 
     async def instances(self) -> list[Instance]:
         """Every registered instance, ordered by id."""
-        return await self._connection.pages(self._connection.registry.ListInstances, ListInstancesRequest, "instances")
+        return await self._connections.pages(lambda to: to.registry.ListInstances, ListInstancesRequest, "instances")
 
     def watch(
         self, start_revision: int = 0, *, fingerprint: bytes = b"", patience_seconds: float = PATIENCE_SECONDS
@@ -208,7 +212,15 @@ class Coordinator:
 
         Raises `Unreachable` if the coordinator stays away longer than `patience_seconds`.
         """
-        return watch(self._connection, start_revision, fingerprint, Patience(patience_seconds))
+        return watch(self._connections, start_revision, fingerprint, Patience(patience_seconds))
+
+    async def _booked(self, method: Callable[[Connection], Any], request: object) -> Operation[Any, Any]:
+        """The operation that a call answers, at the coordinator that it is known to."""
+
+        async def book(to: Connection) -> Operation[Any, Any]:
+            return Operation(to, await to.call(method(to), request))
+
+        return await self._connections.ask(book)
 
 
 def _position(position: str | Position) -> Position:

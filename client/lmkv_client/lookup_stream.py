@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -19,6 +19,7 @@ from lmkv.rpc import MAX_MESSAGE_BYTES, from_status
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupResult, LookupStreamRequest
 from lmkv_client.chunks import Chunks, make_request
 from lmkv_client.connection import Connection
+from lmkv_client.connections import Connections
 
 MAX_IN_FLIGHT = 256
 """Lookups that may wait for their answers; more wait for their turn."""
@@ -30,13 +31,13 @@ Answer = asyncio.Future[LookupResponse]
 
 
 class LookupStream:
-    """A standing call to look prompts up with. It opens when first used, and again after a loss.
+    """A standing call to look prompts up with. It opens when first used, and after a loss again where somebody answers.
 
     `Coordinator.lookup_stream` makes it.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
         self._room = asyncio.Semaphore(MAX_IN_FLIGHT)
         self._line: _Line | None = None
 
@@ -57,22 +58,30 @@ class LookupStream:
     async def lookup(self, tokens: Sequence[int] = (), **chunks: Unpack[Chunks]) -> LookupResponse:
         """As `Coordinator.lookup`. Several may wait at a time; cancelling one leaves the others alone."""
         request = make_request(LookupRequest, tokens, chunks)
+        connection = self._connections.current
         try:
-            async with asyncio.timeout(self._connection.timeout_seconds), self._room:
-                if self._line is None or self._line.ended:
-                    self._line = _Line(self._connection)
-                return await self._line.ask(request)
+            async with asyncio.timeout(connection.timeout_seconds), self._room:
+                connection = self._connections.current
+                line = self._line
+                if line is None or line.ended or line.connection is not connection:
+                    ended, line = line, _Line(connection, self._connections.failed)
+                    self._line = line
+                    if ended is not None:
+                        await ended.aclose()
+                return await line.ask(request)
         except TimeoutError:
-            address = self._connection.address
+            self._connections.failed(connection)
+            address = connection.address
             raise Unreachable(f"no coordinator answers at {address}: no answer in time", address=address) from None
 
 
 class _Line:
     """One call, from its opening to its end, and who waits for an answer: they come in the order of the questions."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, on_loss: Callable[[Connection], None]) -> None:
         self.ended = False
-        self._connection = connection
+        self.connection = connection
+        self._on_loss = on_loss
         self._questions: deque[tuple[LookupRequest, Answer]] = deque()  # bounded by the room
         self._asked = asyncio.Event()
         self._waiting: deque[Answer] = deque()
@@ -109,18 +118,20 @@ class _Line:
                 yield message
 
     async def _read(self) -> None:
-        address = self._connection.address
+        address = self.connection.address
         end: LmkvError = Unreachable(f"the coordinator at {address} ended the stream of lookups", address=address)
-        call = self._connection.cache.LookupStream(self._messages())
+        call = self.connection.cache.LookupStream(self._messages())
         try:
             async for message in call:
                 for result in message.results:
                     self._answered(result)
         except grpc.RpcError as error:
-            end = self._connection.meaning_of(error)
+            end = self.connection.meaning_of(error)
         finally:
             self.ended = True
             call.cancel()
+            if isinstance(end, Unreachable):
+                self._on_loss(self.connection)
             for answer in (*self._waiting, *(answer for _, answer in self._questions)):
                 if not answer.done():
                     answer.set_exception(end)

@@ -9,7 +9,8 @@ import grpc
 
 from lmkv.errors import RevisionCompacted, Unreachable, WatcherTooSlow
 from lmkv.v1.cache_service_pb2 import LayoutChange, WatchRequest
-from lmkv_client.connection import Connection, Patience
+from lmkv_client.connection import Patience
+from lmkv_client.connections import Connections
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,11 +27,14 @@ class LayoutUpdate:
 
 
 async def watch(
-    connection: Connection, start_revision: int, fingerprint: bytes, patience: Patience
+    connections: Connections, start_revision: int, fingerprint: bytes, patience: Patience
 ) -> AsyncGenerator[LayoutUpdate, None]:
     """See `Coordinator.watch`."""
-    revision = start_revision
+    revision, told_by = start_revision, connections.current
     while True:
+        connection = connections.current
+        if connection is not told_by:  # revisions are a coordinator's own
+            revision, told_by = 0, connection
         reset = revision == 0
         call = connection.cache.Watch(WatchRequest(start_revision=revision, fingerprint=fingerprint))
         try:
@@ -46,12 +50,14 @@ async def watch(
                 if not response.snapshot:  # a snapshot that breaks off is worth nothing
                     revision = response.revision
             ended = Unreachable(f"the coordinator at {connection.address} ended the watch", address=connection.address)
+            connections.failed(connection)
             await patience.endure(ended)
         except grpc.RpcError as rpc_error:
             error = connection.meaning_of(rpc_error)
             if isinstance(error, RevisionCompacted | WatcherTooSlow):
                 revision = 0
             elif isinstance(error, Unreachable):
+                connections.failed(connection)
                 await patience.endure(error)
             else:
                 raise error from None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lmkv.auth.token import Token
 from lmkv.config import common
-from lmkv.config.kinds import ADDRESS
+from lmkv.config.kinds import ADDRESSES
 from lmkv.config.schema import Config, key
 from lmkv.tls import Tls
 
@@ -14,12 +15,17 @@ from lmkv.tls import Tls
 class ClientConfig(Config):
     """What commands that ask the coordinator are told: `lmkv lookup`, `lmkv instances`."""
 
-    coordinator_address: str = key(ADDRESS, "127.0.0.1:9000", "Where the coordinator is.", *common.COORDINATOR_ALIASES)
+    coordinator_address: tuple[str, ...] = key(
+        ADDRESSES, ("127.0.0.1:9000",), "Where the coordinator is, or several are.", *common.COORDINATOR_ALIASES
+    )
     tls_ca: str = common.tls_ca()
     tls_cert: str = common.tls_cert()
     tls_key: str = common.tls_key()
+    auth_token: str = common.auth_token()
+    auth_token_file: str = common.auth_token_file()
 
     @property
     def tls(self) -> Tls:
         """How to speak to the coordinator. Raises `ConfigError` if a file is not what it should be."""
-        return Tls(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key)
+        token = Token(text=self.auth_token, file=self.auth_token_file)
+        return Tls(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key, token=token)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Generic, NoReturn, TypeVar
 
+from lmkv.remote_url import parse_remote_url
 from lmkv.units import GB, parse_gigabytes, parse_seconds
 
 T = TypeVar("T")
@@ -125,6 +126,13 @@ def _address(raw: object) -> str:
     return text if not text or (match and 1 <= int(match[1]) <= 65535) else _refuse()
 
 
+def _addresses(raw: object) -> tuple[str, ...]:
+    """Several come as a list, or with commas between."""
+    parts = raw.split(",") if isinstance(raw, str) else raw if isinstance(raw, list | tuple) else [raw]
+    addresses = tuple(_address(part.strip() if isinstance(part, str) else part) for part in parts if part != "")
+    return addresses if len(set(addresses)) == len(addresses) else _refuse()
+
+
 def _host(raw: object) -> str:
     """A name or an IPv4 address as it is, an IPv6 address in brackets, so that `:port` may follow."""
     text = _text(raw)
@@ -156,6 +164,13 @@ def _disk_folders(raw: object) -> tuple[str, ...]:
     if len(set(paths)) < len(paths) or not all(path.startswith("/") for path in paths):
         raise ValueError
     return paths
+
+
+def _remote_url(raw: object) -> str:
+    text = _text(raw)
+    if text:
+        parse_remote_url(text)
+    return text
 
 
 def _ports(raw: object) -> Mapping[str, int]:
@@ -224,6 +239,12 @@ HOST = Kind(
 )
 REACHABLE_HOST = Kind(metavar="HOST", expects=HOST.expects, parse=_reachable_host)
 ADDRESS = Kind(metavar="HOST:PORT", expects="host:port, such as 10.0.0.5:9000", parse=_address)
+ADDRESSES = Kind(
+    metavar="HOST:PORT",
+    expects="host:port, such as 10.0.0.5:9000, or several with commas between, each another one",
+    parse=_addresses,
+    write=",".join,
+)
 PORT = whole(0, 65535, "a port from 0 to 65535 (0: a free one)", "PORT")
 PORT_IF_ANY: Kind[int | None] = Kind(
     metavar="PORT|off",
@@ -255,6 +276,13 @@ DISK_FOLDERS = Kind(
     parse=_disk_folders,
     write=lambda paths: json.dumps(list(paths)) if paths else "",
 )
+REMOTE_URL = Kind(
+    metavar="URL",
+    expects="valkey://HOST:PORT/DB, redis:// or rediss:// the same, or s3://BUCKET/PREFIX",
+    parse=_remote_url,
+    secret=True,  # it may hold a password
+)
+HTTP_URL = Kind(metavar="URL", expects="http://HOST:PORT or https://", parse=_matching(r"|https?://[^\s/@]+/?"))
 NUMA_NODE = Kind(metavar="NODE", expects="auto, none or the number of a NUMA node", parse=_numa_node)
 FLAG = Kind(metavar="BOOL", expects="true or false", parse=_flag, write=lambda value: "true" if value else "false")
 MILLISECONDS = Kind(metavar="N", expects="a number of milliseconds above 0", parse=_milliseconds)

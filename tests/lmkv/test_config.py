@@ -147,7 +147,7 @@ def test_the_p2p_configuration_of_lmcache_works_as_it_stands(tmp_path: Path) -> 
     config = load(ConnectorConfig, file=written(tmp_path, SEED_P2P), env=EMPTY)
     assert config.instance_id == "lmcache_instance_1"
     assert (config.p2p_host, config.p2p_port) == ("localhost", 8200)
-    assert config.coordinator_address == "localhost:8300"
+    assert config.coordinator_address == ("localhost:8300",)
     assert config.pool_bytes == 100 << 30
     assert {notice.split()[0] for notice in config.notices} == {
         "p2p_lookup_ports",
@@ -165,21 +165,21 @@ def test_the_lookup_configuration_of_lmcache_works_as_it_stands(tmp_path: Path) 
     config = load(ConnectorConfig, file=written(tmp_path, SEED_LOOKUP), env=EMPTY)
     assert config.instance_id == "lmcache_default_instance"
     assert len(config.notices) == 3
-    assert config.coordinator_address == "localhost:9001"
+    assert config.coordinator_address == ("localhost:9001",)
 
 
 @pytest.mark.parametrize(
     ("seed", "role", "ignored"),
     [
-        (SEED_PREFILL, "sender", ["pd_proxy_host", "pd_proxy_port", "pd_buffer_device"]),
-        (SEED_DECODE, "receiver", ["pd_peer_alloc_port", "pd_buffer_device"]),
+        (SEED_PREFILL, "sender", ["pd_proxy_host", "pd_proxy_port"]),
+        (SEED_DECODE, "receiver", ["pd_peer_alloc_port"]),
     ],
 )
 def test_the_disaggregated_configuration_of_lmcache_works_as_it_stands(
     tmp_path: Path, seed: str, role: str, ignored: list[str]
 ) -> None:
     config = load(ConnectorConfig, file=written(tmp_path, seed), env=EMPTY)
-    assert (config.enable_pd, config.pd_role) == (True, role)
+    assert (config.enable_pd, config.pd_role, config.pd_buffer_device) == (True, role, "cuda")
     assert config.instance_id.endswith(f"-{role}"), "both may be on one host"
     assert config.pool_bytes == config.pd_buffer_bytes == 1 << 30, "without a cache the pool is the buffer"
     assert (config.p2p_host, config.p2p_port) == (("localhost", 7300) if role == "receiver" else ("127.0.0.1", 0))
@@ -209,13 +209,13 @@ def test_the_environment_of_an_engine_in_a_cluster_works_as_it_stands() -> None:
         "LMKV_LOCAL_CPU": "True",
         "LMKV_CHUNK_SIZE": "256",
         "LMKV_MAX_LOCAL_CPU_SIZE": "100",
-        "LMKV_PD_BUFFER_DEVICE": "cuda",
+        "LMKV_PD_PROXY_PORT": "7500",
     }
     config = load(ConnectorConfig, env=env)
     assert (config.local_cpu, config.chunk_size, config.pool_bytes) == (True, 256, 100 << 30)
-    assert config.notices == (f"LMKV_PD_BUFFER_DEVICE in the environment is ignored: {REPLACED['pd_buffer_device']}",)
+    assert config.notices == (f"LMKV_PD_PROXY_PORT in the environment is ignored: {REPLACED['pd_proxy_port']}",)
     passed_on = to_environment(config, env)
-    assert "LMKV_PD_BUFFER_DEVICE" not in passed_on
+    assert "LMKV_PD_PROXY_PORT" not in passed_on
     assert load(ConnectorConfig, env=passed_on) == config
 
 
@@ -245,8 +245,10 @@ def test_notices_do_not_make_configurations_differ(tmp_path: Path) -> None:
         ("nixl_backends: [UCX, GDS]", "nixl_backends", ("UCX", "GDS")),
         ("nixl_backends: UCX, GDS", "nixl_backends", ("UCX", "GDS")),
         ("node_address: unix:/run/lmkv/engine.sock", "node_address", "/run/lmkv/engine.sock"),
-        ("coordinator_address: '[::1]:9000'", "coordinator_address", "[::1]:9000"),
-        ("coordinator: lmkv.example:9000", "coordinator_address", "lmkv.example:9000"),
+        ("coordinator_address: '[::1]:9000'", "coordinator_address", ("[::1]:9000",)),
+        ("coordinator: lmkv.example:9000", "coordinator_address", ("lmkv.example:9000",)),
+        ("coordinator_address: a:9000, b:9001", "coordinator_address", ("a:9000", "b:9001")),
+        ("coordinator_address: [a:9000, b:9001]", "coordinator_address", ("a:9000", "b:9001")),
         ("p2p_host: fd00::7", "p2p_host", "[fd00::7]"),
         ("p2p_host: '[fd00::7]'", "p2p_host", "[fd00::7]"),
         ("log_level: WARNING", "log_level", "warning"),
@@ -386,11 +388,13 @@ def test_what_kubernetes_says_of_services_is_no_configuration() -> None:
         ("discard_partial_chunks: 2", "discard_partial_chunks must be true or false, not 2"),
         (
             "coordinator_address: localhost",
-            "coordinator_address must be host:port, such as 10.0.0.5:9000, not 'localhost'",
+            "coordinator_address must be host:port, such as 10.0.0.5:9000, or several with commas between, each "
+            "another one, not 'localhost'",
         ),
         ("controller_pull_url: tcp://localhost:1", "controller_pull_url must be host:port, such as 10.0.0.5:9000"),
         ("coordinator_address: localhost:0", "coordinator_address must be host:port"),
         ("coordinator_address: localhost:65536", "coordinator_address must be host:port"),
+        ("coordinator_address: a:9000,a:9000", "several with commas between, each another one, not 'a:9000,a:9000'"),
         ("instance_id: a b", "instance_id must be 1 to 64 letters, digits, dots, dashes or underscores"),
         ("instance_id: ..", "instance_id must be 1 to 64 letters"),
         ("instance_id: 7", "(in quotes, if it looks like a number), not 7"),
@@ -512,7 +516,7 @@ text = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])
 seconds = st.floats(min_value=1e-9, max_value=31_536_000.0)
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "instance_id": st.from_regex(r"\A(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,64}\Z"),
-    "coordinator_address": st.sampled_from(["", "localhost:8300", "[::1]:9", "a.b-c.example:65535"]),
+    "coordinator_address": st.sampled_from([(), ("localhost:8300",), ("[::1]:9",), ("a.b-c.example:65535", "b:1")]),
     "p2p_host": st.sampled_from(["localhost", "10.0.0.1", "fd00::1", "[fd00::1]"]),
     "p2p_port": st.integers(0, 65535),
     "nixl_backends": st.lists(text.filter(bool), min_size=1, max_size=3).map(tuple),

@@ -43,21 +43,21 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
 def ask(args: argparse.Namespace, question: Callable[[Coordinator], Awaitable[Answer]]) -> Answer:
     """The coordinator's answer. Raises its errors, and `Unreachable` with what to do if there is none."""
     config = load(ClientConfig, file=args.config, flags={"coordinator": args.coordinator})
-    address = config.coordinator_address or ClientConfig().coordinator_address
+    addresses = config.coordinator_address or ClientConfig().coordinator_address
 
     async def connect_and_ask() -> Answer:
-        async with Coordinator(address, tls=config.tls) as coordinator:
+        async with Coordinator(*addresses, tls=config.tls) as coordinator:
             return await question(coordinator)
 
     try:
         return asyncio.run(connect_and_ask())
     except Unreachable as error:
-        if error.metadata.get("address") != address:  # it is the coordinator that did not reach somebody
+        if error.metadata.get("address") not in addresses:  # it is the coordinator that did not reach somebody
             raise
         raise Unreachable(
-            f"no coordinator answers at {address}; start one with `lmkv coordinator`, or name another with "
-            "--coordinator HOST:PORT",
-            address=address,
+            f"no coordinator answers at {' or '.join(addresses)}; start one with `lmkv coordinator`, or name another "
+            "with --coordinator HOST:PORT",
+            address=error.metadata["address"],
         ) from error
     except LmkvError as error:
         raise in_flags(error) from None

@@ -1,108 +1,77 @@
-"""The node's side of the fleet: keeps it registered, reports what it holds, asks who holds what. Used by the node.
+"""The fleet, as its nodes see it: whoever coordinates it is told the same, and any of them can be asked.
 
-    register ──► report until the stream breaks ──► pause ──► register anew ...
-
-Whatever happens to the coordinator, the node goes on: it then finds nothing elsewhere and is found by nobody.
+Coordinators know nothing of each other. A node is a member at each, so each has the whole layout map, and one that is
+lost costs nothing but the next lookup that it was asked for.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Any, Self
-
-import grpc
+from typing import Self
 
 from lmkv import rpc
-from lmkv.errors import ConfigError, InstanceIdInUse, LmkvError, StaleEpoch, Unreachable
-from lmkv.keys import ChunkKey, join_keys
+from lmkv.keys import ChunkKey
 from lmkv.tls import Tls
-from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, chunk_pb2, registry_service_pb2_grpc
+from lmkv.v1 import cache_service_pb2, chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
+from lmkv_server.node.member import Member
 from lmkv_server.node.orders import Orders
-from lmkv_server.node.report_stream import Membership, ReportStream
 from lmkv_server.node.reports import Held
 
 __all__ = ["Fleet", "Held"]
-
-logger = logging.getLogger(__name__)
-
-REGISTER_TIMEOUT_SECONDS = 1.0
-DEREGISTER_TIMEOUT_SECONDS = 0.5
-MIN_PAUSE_SECONDS = 0.05
-MAX_PAUSE_SECONDS = 0.5
-"""Between two attempts to join; an attempt may take `REGISTER_TIMEOUT_SECONDS` besides."""
-MIN_LEASE_SECONDS = 0.05
-"""Whatever the coordinator says, heartbeats come no faster than three in this."""
-MAX_LOOKUP_KEYS = 32_768
-"""Longer prompts are looked up by their head: 512 KiB of keys, half a message."""
 
 
 class Fleet:
     """Membership of one node. Enter it to join, leave it to deregister; all methods are for the loop it is entered in.
 
     `instance` describes the node as it is now; `snapshot` yields everything it holds now and is read in one go, so
-    that it may iterate over a living index. `orders` are told what the coordinator wants done. `on_conflicts` is told
-    whenever the instances that share nothing with this one have changed, as seen at each registration: the intervals
-    are how often it registers anew and how often, if anything changed, digests are compared. Without a
-    `coordinator_address` nothing is done and nothing is ever found.
+    that it may iterate over a living index. `orders` are told what a coordinator wants done. `on_conflicts` is told
+    whenever the instances that share nothing with this one have changed, as seen at each registration. The intervals
+    are how often it registers anew and how often, if anything changed, digests are compared. Without coordinators
+    nothing is done and nothing is ever found.
     """
 
     def __init__(
         self,
-        coordinator_address: str,
+        coordinator_addresses: Sequence[str],
         *,
         instance: Callable[[], pb.Instance],
         snapshot: Callable[[], Iterable[Held]],
         orders: Orders,
-        on_conflicts: Callable[[list[pb.SpecConflict]], None] | None = None,
+        on_conflicts: Callable[[list[pb.SpecConflict]], None] = lambda _: None,
         digest_interval_seconds: float = 60.0,
         register_interval_seconds: float = 30.0,
         max_pending_changes: int = 200_000,
         tls: Tls = rpc.PLAINTEXT,
     ) -> None:
-        self.coordinator_address = coordinator_address
-        self._tls = tls
-        self.conflicts: list[pb.SpecConflict] = []
-        """Instances of the same models that share nothing with this one, and why, as of the last registration."""
-        self.lookup_failures = 0
-        """Lookups that found nothing because the coordinator did not answer, or refused."""
-        self._describe = instance
-        self._snapshot = snapshot
-        self._orders = orders
-        self._on_conflicts = on_conflicts
-        self._digest_interval_seconds = digest_interval_seconds
-        self._register_interval_seconds = register_interval_seconds
-        self._max_pending_changes = max_pending_changes
-        self._channel: grpc.aio.Channel | None = None
-        self._registry: Any = None
-        self._cache: Any = None
-        self._task: asyncio.Task[None] | None = None
-        self._is_closing = False
-        self._last_membership: Membership | None = None
-        self._stream: ReportStream | None = None
-        self._registration_is_old = False
-        self._doubted = False
-        self._refused_since: float | None = None
-        self._logged = ""
-        self._settled = asyncio.Event()
-        self._ended = asyncio.Event()
-        self._error: LmkvError | None = None
+        self.members = [
+            Member(
+                address,
+                instance=instance,
+                snapshot=snapshot,
+                orders=orders,
+                on_conflicts=lambda: self.on_conflicts(self.conflicts),
+                digest_interval_seconds=digest_interval_seconds,
+                register_interval_seconds=register_interval_seconds,
+                max_pending_changes=max_pending_changes,
+                tls=tls,
+            )
+            for address in dict.fromkeys(coordinator_addresses)
+        ]
+        """What it is at each coordinator."""
+        self.on_conflicts = on_conflicts
+        self._asked = 0
+        self._stack = AsyncExitStack()
 
     # --- Life ----------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        if self.coordinator_address:
-            self._channel = rpc.open_channel(self.coordinator_address, self._tls)
-            self._registry = registry_service_pb2_grpc.RegistryServiceStub(self._channel)
-            self._cache = cache_service_pb2_grpc.CacheServiceStub(self._channel)
-            self._task = asyncio.create_task(self._stay(), name="lmkv-fleet")
-        else:
-            self._settled.set()
+        for member in self.members:
+            await self._stack.enter_async_context(member)
         return self
 
     async def __aexit__(
@@ -112,193 +81,82 @@ class Fleet:
 
     async def aclose(self) -> None:
         """Leaves the fleet, in at most half a second. Repeating it is safe."""
-        task, self._task = self._task, None
-        self._is_closing = True
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        self._settled.set()
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            if self._last_membership is not None and self._error is None:
-                said = self._last_membership.instance
-                farewell = pb.DeregisterRequest(instance_id=said.instance_id, epoch=said.epoch)
-                with suppress(grpc.RpcError):  # then the lease will run out
-                    await self._registry.Deregister(farewell, timeout=DEREGISTER_TIMEOUT_SECONDS)
-            await channel.close(None)
+        await asyncio.gather(*(member.aclose() for member in self.members))
+        await self._stack.aclose()
 
     async def started(self) -> None:
-        """Returns once the node is registered, or nobody answered: it then joins when somebody does.
+        """Returns once every coordinator that answers knows the node; it joins the others when they do.
 
         Raises `ConfigError` if another living node has this instance id.
         """
-        await self._settled.wait()
-        if self._error is not None:
-            raise self._error
+        await asyncio.gather(*(member.started() for member in self.members))
 
     async def wait(self) -> None:
         """Lasts until the fleet has no place for this node: raises `ConfigError` when another has its instance id."""
-        await self._ended.wait()
-        assert self._error is not None
-        raise self._error
+        await asyncio.gather(asyncio.Event().wait(), *(member.wait() for member in self.members))
 
     # --- What this node holds ------------------------------------------------------------------------------------
 
     def admitted(self, tier: chunk_pb2.Tier.ValueType, fingerprint: bytes, key: ChunkKey, token_count: int) -> None:
         """Notes that the node now holds a chunk. Call it in the step that makes `snapshot` yield it."""
-        if self._stream is not None:
-            self._stream.admitted(tier, fingerprint, key, token_count)
+        for member in self.members:
+            member.admitted(tier, fingerprint, key, token_count)
 
     def evicted(self, tier: chunk_pb2.Tier.ValueType, fingerprint: bytes, key: ChunkKey) -> None:
         """Notes that the node no longer holds a chunk. Call it in the step that makes `snapshot` leave it out."""
-        if self._stream is not None:
-            self._stream.evicted(tier, fingerprint, key)
+        for member in self.members:
+            member.evicted(tier, fingerprint, key)
 
     def refresh(self) -> None:
         """Registers anew, because `instance` has other specs or engines. Call it before chunks of a new spec come."""
-        self._registration_is_old = True
-        if self._stream is not None:
-            self._stream.refresh()
+        for member in self.members:
+            member.refresh()
 
     # --- Who else holds what -------------------------------------------------------------------------------------
 
     @property
     def connected(self) -> bool:
-        """Whether the coordinator answers, as far as is known."""
-        return self._stream is not None and not self._doubted
+        """Whether a coordinator answers, as far as is known."""
+        return any(member.connected for member in self.members)
+
+    @property
+    def connected_count(self) -> int:
+        """Coordinators that answer, as far as is known."""
+        return sum(member.connected for member in self.members)
+
+    @property
+    def conflicts(self) -> list[pb.SpecConflict]:
+        """Instances of the same models that share nothing with this one, and why, each once."""
+        found = {(one.instance_id, one.model_name): one for member in self.members for one in member.conflicts}
+        return list(found.values())
+
+    @property
+    def lookup_failures(self) -> int:
+        """Lookups that a coordinator did not answer, or refused."""
+        return sum(member.lookup_failures for member in self.members)
 
     async def lookup(self, keys: Sequence[ChunkKey], deadline_seconds: float) -> list[cache_service_pb2.Holder]:
         """The other instances that hold the first key, longest contiguous run first. A failure is a miss.
 
-        After a lookup that had no answer in time all are misses at once, until the coordinator gives a sign of life.
+        Coordinators are asked in turn, one per lookup. One that says that it is yet to hear of everything is believed
+        only if no other one answers within the deadline.
         """
-        if not keys or not self.connected or self._last_membership is None:
+        if not keys:
             return []
-        request = cache_service_pb2.LookupRequest(
-            chunk_keys=join_keys(keys[:MAX_LOOKUP_KEYS]),
-            excluded_instance_id=self._last_membership.instance.instance_id,
-        )
-        method = "lmkv.v1.CacheService/Lookup"
-        try:
-            response = await rpc.call(self._cache.Lookup, method, self.coordinator_address, request, deadline_seconds)
-        except LmkvError as error:
-            self._lookup_failed(error)
-            return []
-        return list(response.holders)
+        self._asked += 1
+        deadline = time.monotonic() + deadline_seconds
+        first = self._asked % max(len(self.members), 1)
+        holders: list[cache_service_pb2.Holder] = []
+        for member in self.members[first:] + self.members[:first]:
+            left = deadline - time.monotonic()
+            response = await member.lookup(keys, left) if member.connected and left > 0 else None
+            if response is not None and not response.partial:
+                return list(response.holders)
+            if response is not None and longest(response.holders) > longest(holders):
+                holders = list(response.holders)
+        return holders
 
-    def _lookup_failed(self, error: LmkvError) -> None:
-        self.lookup_failures += 1
-        logger.debug("a lookup failed: %s", error)
-        if isinstance(error, Unreachable):
-            self._doubted = True
-            if self._stream is not None:
-                self._stream.probe()
 
-    # --- Joining, and joining again ------------------------------------------------------------------------------
-
-    async def _stay(self) -> None:
-        pause = MIN_PAUSE_SECONDS
-        while True:
-            began = time.monotonic()
-            await self._join_once()
-            if self._is_closing:  # a task group that fails just when it is cancelled swallows the cancellation
-                return
-            if self._error is not None:
-                break
-            lease_ttl = self._last_membership.lease_ttl if self._last_membership else 0.0
-            was_stable = lease_ttl and time.monotonic() - began > lease_ttl
-            pause = MIN_PAUSE_SECONDS if was_stable else min(2 * pause, MAX_PAUSE_SECONDS)
-            await asyncio.sleep(pause)
-        self._settled.set()
-        self._ended.set()
-
-    async def _join_once(self) -> None:
-        """Registers and reports until that ends, and draws the consequences."""
-        try:
-            membership = await self._register()
-            self._stream = self._open_stream(membership)
-            if self._registration_is_old:  # something changed while the registration was on its way
-                self._stream.refresh()
-            self._doubted, self._logged, self._refused_since = False, "", None
-            logger.info("instance %s joined the fleet at %s", membership.instance.instance_id, self.coordinator_address)
-            self._settled.set()
-            await self._stream.run(self._registry.Report())
-        except InstanceIdInUse as error:
-            self._refused(error)
-        except StaleEpoch as error:
-            self._give_up(error)
-        except LmkvError as error:
-            self._log_loss(error)
-            self._settled.set()
-        except Exception:
-            logger.exception("reporting to the coordinator at %s failed unexpectedly", self.coordinator_address)
-            self._settled.set()
-        finally:
-            self._stream = None
-
-    async def _register(self) -> Membership:
-        """Registers the node as it is now. Raises what the coordinator answers, or `Unreachable`."""
-        self._registration_is_old = False
-        said = self._describe()
-        try:
-            response = await self._registry.Register(
-                pb.RegisterRequest(instance=said),
-                timeout=REGISTER_TIMEOUT_SECONDS,
-                wait_for_ready=self._settled.is_set(),  # the first attempt shall tell soon that nobody is there
-            )
-        except grpc.RpcError as error:
-            raise rpc.from_rpc_error(error) from None
-        self._note_conflicts(list(response.instance.conflicts))
-        lease_ttl = max(response.lease_ttl.ToNanoseconds() / 1e9, MIN_LEASE_SECONDS)
-        self._last_membership = Membership(instance=said, lease_ttl=lease_ttl)
-        return self._last_membership
-
-    def _open_stream(self, membership: Membership) -> ReportStream:
-        return ReportStream(
-            membership,
-            describe=self._describe,
-            snapshot=self._snapshot,
-            register=self._register,
-            orders=self._orders,
-            on_answer=self._answered,
-            digest_interval_seconds=self._digest_interval_seconds,
-            register_interval_seconds=self._register_interval_seconds,
-            max_pending_changes=self._max_pending_changes,
-        )
-
-    def _answered(self) -> None:
-        self._doubted = False
-
-    def _refused(self, error: InstanceIdInUse) -> None:
-        """Another node has the id: at the start perhaps a dead one whose lease has yet to end."""
-        self._log_loss(error)
-        now = time.monotonic()
-        self._refused_since = self._refused_since or now
-        lease_ttl = float(error.metadata.get("lease_ttl", 3.0))
-        if self._last_membership is None and now - self._refused_since > lease_ttl:
-            self._give_up(error)
-
-    def _give_up(self, error: LmkvError) -> None:
-        logger.error("out of the fleet for good: %s", error)
-        self._error = ConfigError(str(error), key="instance_id")
-
-    def _log_loss(self, error: LmkvError) -> None:
-        text = f"not in the fleet at {self.coordinator_address}, trying again: {error}"
-        if text != self._logged:  # once, not with every attempt
-            logger.warning(text)
-            self._logged = text
-
-    def _note_conflicts(self, conflicts: list[pb.SpecConflict]) -> None:
-        known, self.conflicts = self.conflicts, conflicts
-        for conflict in conflicts:
-            if conflict not in known:
-                logger.warning(
-                    "shares nothing of model %s with instance %s: %s %s here, %s there",
-                    conflict.model_name,
-                    conflict.instance_id,
-                    conflict.field,
-                    conflict.own_value,
-                    conflict.other_value,
-                )
-        if conflicts != known and self._on_conflicts is not None:
-            self._on_conflicts(conflicts)
+def longest(holders: Sequence[cache_service_pb2.Holder]) -> int:
+    """Chunks that the best of them holds."""
+    return holders[0].matched_chunk_count if holders else 0

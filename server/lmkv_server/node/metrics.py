@@ -20,6 +20,8 @@ from lmkv_server.node.fleet import Fleet
 from lmkv_server.node.host_tier import HostTier
 from lmkv_server.node.orders import Orders
 from lmkv_server.node.peer_side import PeerSide
+from lmkv_server.node.remote_tier import RemoteTier
+from lmkv_server.node.warm_start import WarmStart
 
 PREFIX = "lmkv_node_"
 
@@ -36,16 +38,19 @@ class LookupCounts:
     """Chunks after those that it held on disk."""
     peer_chunks: int = 0
     """Chunks after those that one peer held, and were offered."""
+    remote_chunks: int = 0
+    """Chunks after those that were in the store which all share."""
     refused_slower: int = 0
     """Lookups after which nothing of peers was offered, for to compute it is quicker."""
 
-    def note(self, *, asked: int, own: int, peer: int, disk: int = 0) -> None:
+    def note(self, *, asked: int, own: int, peer: int, disk: int = 0, remote: int = 0) -> None:
         """Counts one."""
         self.count += 1
         self.asked_chunks += asked
         self.own_chunks += own
         self.disk_chunks += disk
         self.peer_chunks += peer
+        self.remote_chunks += remote
 
 
 class Metrics(Collector):
@@ -56,6 +61,8 @@ class Metrics(Collector):
         *,
         tier: HostTier,
         disk: DiskTier | None = None,
+        remote: RemoteTier | None = None,
+        warm: WarmStart | None = None,
         engines: Engines,
         orders: Orders,
         fleet: Fleet,
@@ -65,6 +72,8 @@ class Metrics(Collector):
     ) -> None:
         self._tier = tier
         self._disk = disk
+        self._remote = remote
+        self._warm = warm
         self._engines = engines
         self._orders = orders
         self._fleet = fleet
@@ -82,8 +91,10 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """All of it as it is now."""
         disk = self._on_disk(self._disk) if self._disk else ()
+        remote = self._in_remote(self._remote) if self._remote else ()
         sides = [self._fetching(self._side), self._handing(self._side)] if self._side else []
-        return chain(self._holdings(), disk, self._serving(), *sides, self._ordered())
+        warm = self._found_again(self._warm) if self._warm else ()
+        return chain(self._holdings(), warm, disk, remote, self._serving(), *sides, self._ordered())
 
     def _holdings(self) -> Iterator[Metric]:
         yield _gauge("pool_capacity_bytes", "Bytes of the pool.", self._tier.size_bytes)
@@ -92,6 +103,13 @@ class Metrics(Collector):
         yield _gauge("pool_reserved_bytes", "Bytes of it that somebody may write to.", self._tier.reserved_bytes)
         yield _gauge("chunks", "Chunks held.", len(self._tier))
         yield _counter("evicted_chunks", "Chunks evicted to make room.", self._tier.evicted_count)
+
+    def _found_again(self, warm: WarmStart) -> Iterator[Metric]:
+        yield _gauge("pool_sealed", "1 while workers of an earlier life have the pool mapped.", int(self._tier.sealed))
+        yield _gauge("warm_waiting_chunks", "Chunks of an earlier life that are to be verified.", warm.waiting_count)
+        yield _counter("warm_chunks", "Chunks of an earlier life that were found again.", warm.found_chunks)
+        yield _counter("warm_bytes", "Bytes of these.", warm.found_bytes)
+        yield _counter("warm_damaged_chunks", "Chunks of an earlier life dropped as damaged.", warm.damaged_count)
 
     def _on_disk(self, disk: DiskTier) -> Iterator[Metric]:
         writer, reader = disk.writer, disk.reader
@@ -109,6 +127,20 @@ class Metrics(Collector):
         yield _counter("disk_damaged_chunks", "Chunks dropped as damaged or gone.", reader.damaged_count)
         yield _counter("disk_evicted_chunks", "Chunks evicted from disk to make room.", disk.evicted_count)
 
+    def _in_remote(self, remote: RemoteTier) -> Iterator[Metric]:
+        link, writer, reader = remote.link, remote.writer, remote.reader
+        yield _gauge("remote_down", "1 while the shared store cannot be used.", int(not remote.is_usable))
+        yield _counter("remote_failures", "Times that it could not be reached, or refused a chunk.", link.failure_count)
+        yield _counter("remote_late_lookups", "Lookups that it did not answer in time.", link.late_count)
+        yield _gauge("remote_waiting_chunks", "Chunks that wait to be put there.", writer.waiting_count)
+        yield _counter("remote_written_chunks", "Chunks put there.", writer.written_chunks)
+        yield _counter("remote_written_bytes", "Bytes of these.", writer.written_bytes)
+        yield _counter("remote_present_chunks", "Chunks that were there already.", writer.present_count)
+        yield _counter("remote_skipped_chunks", "Chunks not put: evicted first, or refused.", writer.skipped_count)
+        yield _counter("remote_read_chunks", "Chunks read from there into the pool.", reader.read_chunks)
+        yield _counter("remote_read_bytes", "Bytes of these.", reader.read_bytes)
+        yield _counter("remote_damaged_chunks", "Chunks dropped as damaged or gone.", reader.damaged_count)
+
     def _serving(self) -> Iterator[Metric]:
         yield _gauge("engines", "Engines attached.", self._engines.attached_count)
         yield _counter("lookups", "Lookups of engines.", self._lookups.count)
@@ -117,13 +149,14 @@ class Metrics(Collector):
         found.add_metric(["own"], self._lookups.own_chunks)
         found.add_metric(["disk"], self._lookups.disk_chunks)
         found.add_metric(["peer"], self._lookups.peer_chunks)
+        found.add_metric(["remote"], self._lookups.remote_chunks)
         yield found
         yield _counter(
             "fetches_refused_slower", "Fetches not offered: to compute is quicker.", self._lookups.refused_slower
         )
-        yield _gauge("coordinator_connected", "1 while the coordinator answers.", int(self._fleet.connected))
+        yield _gauge("coordinators_connected", "Coordinators that answer.", self._fleet.connected_count)
         yield _counter(
-            "lookup_failures", "Lookups that the coordinator did not answer, or refused.", self._fleet.lookup_failures
+            "lookup_failures", "Lookups that a coordinator did not answer, or refused.", self._fleet.lookup_failures
         )
         yield _gauge(
             "spec_conflicts", "Instances of the same models to share nothing with.", len(self._fleet.conflicts)

@@ -30,6 +30,7 @@ from lmkv_server.node.host_tier import HostTier
 from lmkv_server.node.order_book import OrderBook
 from lmkv_server.node.peers import Peers
 from lmkv_server.node.pins import Pins
+from lmkv_server.node.remote_tier import RemoteTier
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +44,6 @@ MAX_ORDER_SECONDS = 3600.0
 """Time of an order that names none, or more."""
 
 
-def _nobody() -> None:
-    """Listens while there is no stream."""
-
-
 class Orders:
     """The orders of one node. To be used as an async context manager, inside that of its peers; one loop owns it."""
 
@@ -58,10 +55,11 @@ class Orders:
         engines: Engines,
         peers: Peers | None,
         disk: DiskTier | None = None,
+        remote: RemoteTier | None = None,
     ) -> None:
         self.pins = Pins(tier)
-        self.on_news: Callable[[], None] = _nobody
-        """Called when there is something to tell: an outcome, or other pins."""
+        self.listeners: dict[str, Callable[[], None]] = {}
+        """Called when there is something to tell, an outcome or other pins; by the coordinator's address."""
         self.done_counts: Counter[str] = Counter()
         """Orders carried out to their end, by kind, since the start; single chunks may have failed."""
         self.failed_counts: Counter[str] = Counter()
@@ -76,7 +74,7 @@ class Orders:
         """Fetches that run now."""
         self._instance_id = instance_id
         self._tier = tier
-        self._acts = Acts(tier=tier, engines=engines, peers=peers, pins=self.pins, disk=disk)
+        self._acts = Acts(tier=tier, engines=engines, peers=peers, pins=self.pins, disk=disk, remote=remote)
         self._book = OrderBook()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._may_fetch = asyncio.Semaphore(MAX_FETCHES)
@@ -107,14 +105,13 @@ class Orders:
 
     # --- What report streams tell and ask ------------------------------------------------------------------------
 
-    @property
-    def untold(self) -> list[pb.OrderOutcome]:
-        """Outcomes that the coordinator is not known to have heard, oldest first."""
-        return self._book.untold
+    def untold(self, coordinator_address: str) -> list[pb.OrderOutcome]:
+        """Outcomes of a coordinator's orders that it is not known to have heard, oldest first."""
+        return self._book.untold(coordinator_address)
 
-    def acknowledge(self, order_ids: Iterable[str]) -> None:
-        """The coordinator has heard the outcomes of these orders."""
-        self._book.acknowledge(order_ids)
+    def acknowledge(self, coordinator_address: str, order_ids: Iterable[str]) -> None:
+        """A coordinator has heard the outcomes of these orders."""
+        self._book.acknowledge(coordinator_address, order_ids)
 
     def pin_list(self) -> pb.PinList:
         """The pins in force."""
@@ -132,15 +129,19 @@ class Orders:
             listed.expire_time.FromNanoseconds(round((pin.expire_at + clock_offset) * 1e9))
         return pins
 
-    def take(self, order: pb.Order) -> None:
+    def take(self, order: pb.Order, coordinator_address: str) -> None:
         """Begins an order unless it is a repeat. Raises nothing: whatever is wrong with it is its outcome."""
         with telemetry.bound(order_id=order.order_id):  # whatever is logged of it carries its id
-            self._begin(order)
+            if self._book.begin(order.order_id, coordinator_address):
+                self._begin(order)
+            else:
+                self._tell()
+
+    def _tell(self) -> None:
+        for listener in self.listeners.values():
+            listener()
 
     def _begin(self, order: pb.Order) -> None:
-        if not self._book.begin(order.order_id):
-            self.on_news()
-            return
         began = time.monotonic()
         achieved = Achieved()
         try:
@@ -220,13 +221,13 @@ class Orders:
             self.failed_chunks[rpc.from_status(failure.status).reason] += len(failure.chunk_keys) // KEY_BYTES
         _log(order, outcome, time.monotonic() - began)
         self._book.end(outcome)
-        self.on_news()
+        self._tell()
 
     def _expire_pins(self) -> float | None:
         """Ends pins whose time has come, and tells of all changes; when the next time is."""
         for pin in self.pins.expire(time.monotonic()):
             logger.info("pin %s ended after its time; it kept %d chunks", pin.pin_id, len(pin.chunks))
-        self.on_news()
+        self._tell()
         return self.pins.next_expiry()
 
     def check(self) -> None:

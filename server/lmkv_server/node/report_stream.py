@@ -1,4 +1,4 @@
-"""The node's end of one `Report` call: a snapshot, then changes and heartbeats until it breaks. Used by `Fleet`."""
+"""The node's end of one `Report` call: a snapshot, then changes and heartbeats until it breaks. Used by `Member`."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ class ReportStream:
         self,
         membership: Membership,
         *,
+        coordinator_address: str,
         describe: Callable[[], pb.Instance],
         snapshot: Callable[[], Iterable[Held]],
         register: Callable[[], Awaitable[Membership]],
@@ -60,6 +61,7 @@ class ReportStream:
         max_pending_changes: int,
     ) -> None:
         self._membership = membership
+        self._coordinator_address = coordinator_address
         self._describe = describe
         self._snapshot = snapshot
         self._register = register
@@ -102,7 +104,7 @@ class ReportStream:
 
     async def run(self, call: Any) -> None:
         """Reports until the call breaks. Raises why it did: an `LmkvError`, or whatever is wrong with this code."""
-        self._orders.on_news = self._wake.set
+        self._orders.listeners[self._coordinator_address] = self._wake.set
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._send(call))
@@ -154,7 +156,8 @@ class ReportStream:
                 reports.append(pb.ReportRequest(pins=self._orders.pin_list()))
                 self._told_pins = self._orders.pins.revision
             # Outcomes come behind the changes and pins that the orders made: whoever hears of one knows what it did.
-            reports += outcome_reports(o for o in self._orders.untold if o.order_id not in self._telling)
+            untold = self._orders.untold(self._coordinator_address)
+            reports += outcome_reports(outcome for outcome in untold if outcome.order_id not in self._telling)
             for report in reports:
                 await self._write(call, report)
 
@@ -188,9 +191,9 @@ class ReportStream:
             heard = [order_id for order_id, sequence in self._telling.items() if sequence <= response.acked_sequence]
             for order_id in heard:
                 del self._telling[order_id]
-            self._orders.acknowledge(heard)
+            self._orders.acknowledge(self._coordinator_address, heard)
             for order in response.orders:
-                self._orders.take(order)
+                self._orders.take(order, self._coordinator_address)
 
 
 def _cause(failures: ExceptionGroup[Exception]) -> Exception:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import msgspec
 
 from lmkv import rpc
-from lmkv.errors import LmkvError
+from lmkv.errors import LmkvError, Unreachable
+from lmkv.in_turn import InTurn
 from lmkv.tls import Tls
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
@@ -32,18 +33,20 @@ _FOR_CHAT = (
 
 
 class Lookups:
-    """Asks the coordinator. A lookup that fails is no more than a request that is routed by load alone."""
+    """Asks a coordinator, the same one until it does not answer.
 
-    def __init__(self, address: str, tls: Tls, timeout_seconds: float, metrics: Metrics) -> None:
-        self._address = address
-        self._channel = rpc.open_channel(address, tls)
-        self._cache: Any = CacheServiceStub(self._channel)
+    A lookup that fails is no more than a request that is routed by load alone.
+    """
+
+    def __init__(self, addresses: Sequence[str], tls: Tls, timeout_seconds: float, metrics: Metrics) -> None:
+        self._channels = {address: rpc.open_channel(address, tls) for address in addresses}
+        self._coordinators = InTurn(addresses)
         self._timeout_seconds = timeout_seconds
         self._metrics = metrics
 
     async def aclose(self) -> None:
-        """Closes the connection."""
-        await self._channel.close(None)
+        """Closes the connections."""
+        await asyncio.gather(*(channel.close(None) for channel in self._channels.values()))
 
     async def held(
         self, upstream: Upstream, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
@@ -61,9 +64,7 @@ class Lookups:
                 lora_name=model.name if model.parent else "",
                 cache_salt=body.get("cache_salt") or "",
             )
-            response: LookupResponse = await rpc.call(
-                self._cache.Lookup, _LOOKUP, self._address, request, self._timeout_seconds
-            )
+            response = await self._ask(request)
         except (
             LmkvError,
             EngineFailed,
@@ -80,6 +81,15 @@ class Lookups:
         self._metrics.asked_tokens.inc(len(tokens))
         self._metrics.lookups.labels("hit" if response.holders else "miss").inc()
         return {holder.instance_id: holder.matched_token_count for holder in response.holders}
+
+    async def _ask(self, request: LookupRequest) -> LookupResponse:
+        address = self._coordinators.current
+        cache: Any = CacheServiceStub(self._channels[address])
+        try:
+            return cast(LookupResponse, await rpc.call(cache.Lookup, _LOOKUP, address, request, self._timeout_seconds))
+        except Unreachable:
+            self._coordinators.failed(address)
+            raise
 
     async def _tokens(
         self, upstream: Upstream, path: str, body: Mapping[str, Any], headers: Mapping[str, str]

@@ -7,12 +7,13 @@ bytes is noticed as soon as a step reads it. Which token comes next depends on t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -79,6 +80,8 @@ class ScriptedConnector(LMKVConnector):
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         self.counts: dict[str, float] = {}
         """Everything that was counted so far."""
+        self.events: list[KVCacheEvent] = []
+        """Everything that vLLM's subscribers were told so far."""
         self._worker = None
         self._scheduler = SchedulerSide(
             self.config,
@@ -87,6 +90,7 @@ class ScriptedConnector(LMKVConnector):
             block_size=BLOCK,
             rank_count=self.rank_count,
             step_tokens=self.step_tokens,
+            has_events=True,
             clock=self.clock,
         )
 
@@ -96,6 +100,12 @@ class ScriptedConnector(LMKVConnector):
         for name, amount in stats.data.items() if stats else ():
             self.counts[name] = self.counts.get(name, 0) + amount
         return stats
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """See vLLM."""
+        events = list(super().take_events())
+        self.events += events
+        return events
 
     def shutdown(self) -> None:
         """Nothing to end."""
@@ -390,6 +400,13 @@ class SimulatedEngine:
             assert set(in_hand._offsets) == self.node.credits_out
         else:
             assert not in_hand._offsets
+
+    @property
+    def events(self) -> list[KVCacheEvent]:
+        """What vLLM's subscribers were told of the node so far."""
+        connector = self.scheduler.connector
+        assert isinstance(connector, ScriptedConnector)
+        return connector.events
 
     def count(self, name: str) -> float:
         """What was counted under this name since the start."""

@@ -81,7 +81,7 @@ class Fleet:
             instance_id=name,
             runtime_dir=str(self._folder),
             max_local_cpu_size="16MB",  # type: ignore[arg-type]  # as people write it
-            coordinator_address=self.coordinator.address,
+            coordinator_address=(self.coordinator.address,),
             coordinator_timeout=LONG,
             chunk_size=SPEC.chunk_size,
             lookup_timeout=LONG,

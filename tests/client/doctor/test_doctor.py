@@ -108,9 +108,9 @@ def test_an_address_of_another_machine_fails_with_the_key() -> None:
 
 
 def test_peers_of_other_hosts_cannot_reach_loopback() -> None:
-    findings = list(check_peer_port(NodeConfig(coordinator_address="head:9000")))
+    findings = list(check_peer_port(NodeConfig(coordinator_address=("head:9000",))))
     assert [(finding.check, finding.level) for finding in findings] == [("p2p_port", "ok"), ("p2p_host", "warn")]
-    assert len(list(check_peer_port(NodeConfig(coordinator_address="127.0.0.1:9000")))) == 1
+    assert len(list(check_peer_port(NodeConfig(coordinator_address=("127.0.0.1:9000",))))) == 1
 
 
 def test_each_port_of_a_coordinator_is_tried(taken_port: int) -> None:
@@ -214,7 +214,9 @@ def test_no_tls_is_said_and_files_that_are_none_fail(tmp_path: Path) -> None:
 
 
 async def test_a_fleet_that_is_fit_passes_every_check(fleet: Fleet) -> None:
-    found = await of_fleet(ConnectorConfig(instance_id="new", coordinator_address=fleet.address, cluster_secret="hush"))
+    found = await of_fleet(
+        ConnectorConfig(instance_id="new", coordinator_address=(fleet.address,), cluster_secret="hush")
+    )
     assert {check: level for check, (level, _) in found.items()} == {
         "coordinator": "ok",
         "instance_id": "ok",
@@ -229,14 +231,14 @@ async def test_a_fleet_that_is_fit_passes_every_check(fleet: Fleet) -> None:
 
 
 async def test_another_secret_fails(fleet: Fleet) -> None:
-    found = await of_fleet(ConnectorConfig(coordinator_address=fleet.address, cluster_secret="another"))
+    found = await of_fleet(ConnectorConfig(coordinator_address=(fleet.address,), cluster_secret="another"))
     level, text = found["agreement"]
     assert level == "fail"
     assert text.endswith("; set the same cluster_secret on both")
 
 
 async def test_a_name_that_another_process_has_fails(fleet: Fleet, short_folder: Path) -> None:
-    config = ConnectorConfig(instance_id="a", runtime_dir=str(short_folder), coordinator_address=fleet.address)
+    config = ConnectorConfig(instance_id="a", runtime_dir=str(short_folder), coordinator_address=(fleet.address,))
     level, text = (await of_fleet(config))["instance_id"]
     assert level == "fail"
     assert text == "a is taken by a living process at 127.0.0.1:7000; set another instance_id"
@@ -247,7 +249,7 @@ async def test_a_name_that_another_process_has_fails(fleet: Fleet, short_folder:
 
 
 async def test_nobody_there_fails_and_nobody_named_warns() -> None:
-    found = await of_fleet(ConnectorConfig(coordinator_address="127.0.0.1:1"))
+    found = await of_fleet(ConnectorConfig(coordinator_address=("127.0.0.1:1",)))
     level, text = found["coordinator"]
     assert level == "fail"
     assert "start one with `lmkv coordinator`, or set coordinator_address" in text
@@ -257,7 +259,7 @@ async def test_nobody_there_fails_and_nobody_named_warns() -> None:
 
 async def test_a_clock_that_is_off_warns(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_checks, "CLOCK_SECONDS", -1.0)  # nothing is near enough
-    found = await of_fleet(ConnectorConfig(coordinator_address=fleet.address, cluster_secret="hush"))
+    found = await of_fleet(ConnectorConfig(coordinator_address=(fleet.address,), cluster_secret="hush"))
     level, text = found["clock"]
     assert level == "warn"
     assert text.endswith("; synchronise both by NTP")

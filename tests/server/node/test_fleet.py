@@ -82,9 +82,9 @@ class Shelf:
         yield from self.held.values()
 
     @asynccontextmanager
-    async def join(self, address: str, **options: Any) -> AsyncIterator[Fleet]:
+    async def join(self, *addresses: str, **options: Any) -> AsyncIterator[Fleet]:
         async with self.orders:
-            self.fleet = Fleet(address, instance=self.instance, snapshot=self.snapshot, orders=self.orders, **options)
+            self.fleet = Fleet(addresses, instance=self.instance, snapshot=self.snapshot, orders=self.orders, **options)
             async with self.fleet:
                 yield self.fleet
 
@@ -499,7 +499,7 @@ async def test_a_lookup_finds_the_others_longest_first(coordinator: Coordinator,
 
 async def test_without_a_coordinator_nothing_is_found_and_nothing_fails() -> None:
     shelf = Shelf()
-    async with shelf.join("") as fleet:
+    async with shelf.join() as fleet:
         await fleet.started()
         shelf.put(KEYS[:2])
         shelf.take(KEYS[:1])
@@ -536,6 +536,70 @@ async def test_a_silent_coordinator_costs_one_deadline_and_then_nothing(coordina
         await until(lambda: fleet.connected)
         await asker.until({"a": 512})
         assert len(await fleet.lookup(KEYS, 0.5)) == 1
+
+
+async def test_each_of_several_coordinators_knows_everything_and_any_can_be_asked(coordinator: Coordinator) -> None:
+    async with AsyncExitStack() as stack:
+        second = await stack.enter_async_context(Coordinator(port=0, lease_ttl=LEASE_SECONDS))
+        addresses = coordinator.address, second.address
+        other, shelf = Shelf("a"), Shelf("b", port=8000)
+        other.put(KEYS[:2])
+        await stack.enter_async_context(other.join(*addresses))
+        fleet = await stack.enter_async_context(shelf.join(*addresses))
+        await fleet.started()
+        assert fleet.connected_count == 2
+        for address in addresses:
+            await Asker(address).until({"a": 512})
+        other.put(KEYS[2:3])
+        other.take(KEYS[1:2])
+        for address in addresses:
+            await Asker(address).until({"a": 256})
+        for _ in range(4):
+            assert [holder.instance_id for holder in await fleet.lookup(KEYS, 0.5)] == ["a"]
+    assert fleet.lookup_failures == 0
+
+
+async def test_a_coordinator_that_falls_silent_costs_one_lookup_and_one_that_is_killed_none(
+    coordinator: Coordinator,
+) -> None:
+    async with AsyncExitStack() as stack:
+        second = await stack.enter_async_context(Coordinator(port=0, lease_ttl=LEASE_SECONDS))
+        wires = [await stack.enter_async_context(Wire(one.port)) for one in (coordinator, second)]
+        other, shelf = Shelf("a"), Shelf("b", port=8000)
+        other.put(KEYS[:2])
+        await stack.enter_async_context(other.join(coordinator.address, second.address))
+        fleet = await stack.enter_async_context(shelf.join(*(wire.address for wire in wires)))
+        await fleet.started()
+        for one in (coordinator, second):
+            await Asker(one.address).until({"a": 512})
+        await asyncio.sleep(LEASE_SECONDS)  # since their start: neither is partial any more
+
+        wires[0].freeze()
+        found = [len(await fleet.lookup(KEYS, 0.2)) for _ in range(10)]
+        assert sorted(found) == [0, *[1] * 9]
+        wires[0].thaw()
+        await until(lambda: fleet.connected_count == 2)
+
+        await wires[1].cut()
+        await until(lambda: fleet.connected_count == 1)
+        assert [len(await fleet.lookup(KEYS, 0.5)) for _ in range(10)] == [1] * 10
+        assert fleet.lookup_failures == 1
+
+
+async def test_a_coordinator_that_has_yet_to_hear_of_everything_is_asked_only_if_there_is_no_other(
+    coordinator: Coordinator,
+) -> None:
+    async with AsyncExitStack() as stack:
+        fresh = await stack.enter_async_context(Coordinator(port=0, lease_ttl=60))  # partial for that long
+        other, shelf = Shelf("a"), Shelf("b", port=8000)
+        other.put(KEYS[:2])
+        await stack.enter_async_context(other.join(coordinator.address))
+        fleet = await stack.enter_async_context(shelf.join(fresh.address, coordinator.address))
+        await fleet.started()
+        await Asker(coordinator.address).until({"a": 512})
+        await asyncio.sleep(LEASE_SECONDS)  # since its start, the first is no longer partial
+        for _ in range(4):
+            assert [holder.instance_id for holder in await fleet.lookup(KEYS, 0.5)] == ["a"]
 
 
 async def test_a_lookup_can_be_cancelled(coordinator: Coordinator) -> None:
@@ -600,6 +664,19 @@ async def test_an_outcome_comes_behind_the_changes_that_its_order_made() -> None
             order_id = ordering.give(drop=DropOrder(chunk_keys=join_keys(gone)))
             await ordering.ended(order_id)
             assert ordering.held_at_outcome[order_id] == set(KEYS[count + 4 :])
+
+
+async def test_an_outcome_is_told_to_the_coordinator_that_gave_the_order_and_pins_to_all() -> None:
+    first, second, shelf = Ordering(), Ordering(), Shelf()
+    shelf.keep(KEYS[:3])
+    async with serving(first) as one, serving(second) as other, shelf.join(one, other):
+        pin_id = await pinned(shelf, first, 3)
+        await until(lambda: [pin.pin_id for pin in second.pin_lists[-1].pins] == [pin_id])
+        heard = second.report_count
+        await until(lambda: second.report_count > heard + 2)
+        assert second.outcomes == []
+        again = second.give(order_id=first.outcomes[0].order_id, unpin=UnpinOrder(pin_id="none"))
+        assert await second.ended(again) == first.outcomes[0]
 
 
 async def test_outcomes_that_were_not_acknowledged_are_told_again_over_the_next_stream() -> None:

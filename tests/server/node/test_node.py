@@ -338,7 +338,7 @@ class Fleet:
         await self._stack.aclose()
 
     def _node(self, instance_id: str) -> Node:
-        return Node(node_config(self._runtime_dir, instance_id, coordinator_address=self.coordinator.address))
+        return Node(node_config(self._runtime_dir, instance_id, coordinator_address=(self.coordinator.address,)))
 
     async def store(self, numbers: list[int]) -> None:
         """Chunks at the holder whose every word is their number; waits until the asker can know of them."""

@@ -31,6 +31,7 @@ from tests.server.node.ordering import Ordering, serving, until
 from tests.server.node.peer_parts import LARGE, SMALL, Parts, Remote, keys_of
 
 KEYS = keys_of(16)
+GIVER = "coordinator:9000"
 NUMBERS = itertools.count(1)
 SPEC = small_spec()
 OTHER_SPEC = small_spec(layer_count=4)
@@ -73,7 +74,7 @@ class Coordinating:
 
     def outcome(self, given: pb.Order) -> pb.OrderOutcome | None:
         """The outcome, if there is one; told until then."""
-        found = [outcome for outcome in self.orders.untold if outcome.order_id == given.order_id]
+        found = [outcome for outcome in self.orders.untold(GIVER) if outcome.order_id == given.order_id]
         assert len(found) <= 1
         return found[0] if found else None
 
@@ -87,7 +88,7 @@ class Coordinating:
 
     async def carried_out(self, given: pb.Order) -> pb.OrderOutcome:
         """Gives an order and waits for its outcome."""
-        self.orders.take(given)
+        self.orders.take(given, GIVER)
         return await self.ended(given)
 
 
@@ -217,7 +218,7 @@ async def test_what_another_fetch_gave_up_behind_a_hole_is_brought(
     owner.tier.drop([KEYS[2]])
     reader.peers.flights.start([KEYS[5]])  # as if another fetch were bringing it
     given = fetch(owner.holder(0))
-    here.orders.take(given)
+    here.orders.take(given, GIVER)
     await until(lambda: len(reader.tier) == 14)
     reader.peers.flights.end([KEYS[5]])
     outcome = await here.ended(given)
@@ -298,11 +299,11 @@ async def test_a_repeat_is_not_begun_again_and_has_the_same_outcome(
     owner: Parts, reader: Parts, here: Coordinating
 ) -> None:
     given = fetch(owner.holder(0))
-    here.orders.take(given)
-    here.orders.take(given)
+    here.orders.take(given, GIVER)
+    here.orders.take(given, GIVER)
     outcome = await here.ended(given)
-    here.orders.acknowledge([given.order_id])
-    assert here.orders.untold == []
+    here.orders.acknowledge(GIVER, [given.order_id])
+    assert here.orders.untold(GIVER) == []
     reader.tier.drop(KEYS)
     assert await here.carried_out(given) == outcome
     assert reader.peers.fetched_chunks == 16
@@ -314,7 +315,7 @@ async def test_two_orders_for_the_same_chunks_share_one_transfer(
 ) -> None:
     both = [fetch(owner.holder(0)), fetch(owner.holder(0), KEYS[::-1])]
     for given in both:
-        here.orders.take(given)
+        here.orders.take(given, GIVER)
     for given in both:
         assert len(claimed(await here.ended(given))) == 16
     assert reader.peers.fetched_chunks == 16
@@ -326,7 +327,7 @@ async def test_a_chunk_that_is_dropped_meanwhile_is_not_claimed() -> None:
         async with Parts("reader", spec=LARGE) as reader, coordinating(reader) as here:
             reader.put(KEYS[3])
             given = fetch(remote.holder, KEYS[:4], spec=LARGE)
-            here.orders.take(given)
+            here.orders.take(given, GIVER)
             await until(lambda: any(chunk.holds for chunk in reader.tier))
             assert (await here.carried_out(order(drop=pb.DropOrder(all=True)))).chunk_count == 1
             remote.signal(signal.SIGCONT)
@@ -358,7 +359,7 @@ async def test_a_fetch_may_be_cancelled_at_any_moment(owner: Parts, reader: Part
     reasons = set()
     for step in range(25):
         given = fetch(owner.holder(0))
-        here.orders.take(given)
+        here.orders.take(given, GIVER)
         await asyncio.sleep(step * 0.0007)
         cancel = await here.carried_out(order(cancel=pb.CancelOrder(order_id=given.order_id)))
         assert reason(cancel) == ""
@@ -377,9 +378,9 @@ async def test_what_came_before_a_fetch_was_cancelled_is_kept_and_claimed() -> N
         listener = AtFirst(lambda: remote.signal(signal.SIGSTOP))
         async with Parts("reader", spec=LARGE, listener=listener) as reader, coordinating(reader) as here:
             given = fetch(remote.holder, spec=LARGE)
-            here.orders.take(given)
+            here.orders.take(given, GIVER)
             await until(lambda: len(reader.tier) > 0)
-            here.orders.take(order(cancel=pb.CancelOrder(order_id=given.order_id)))
+            here.orders.take(order(cancel=pb.CancelOrder(order_id=given.order_id)), GIVER)
             outcome = await here.ended(given)
             assert (reason(outcome), list(failed(outcome))) == ("OPERATION_CANCELLED", ["OPERATION_CANCELLED"])
             assert 0 < len(claimed(outcome)) == len(reader.tier) < 16
@@ -392,8 +393,8 @@ async def test_cancelling_what_is_over_or_unknown_is_no_error(owner: Parts, here
     assert reason(await here.carried_out(given)) == ""
     for order_id in (given.order_id, "never heard of"):
         assert reason(await here.carried_out(order(cancel=pb.CancelOrder(order_id=order_id)))) == ""
-    here.orders.take(given)
-    assert len([o for o in here.orders.untold if o.order_id == given.order_id]) == 1
+    here.orders.take(given, GIVER)
+    assert len([o for o in here.orders.untold(GIVER) if o.order_id == given.order_id]) == 1
 
 
 async def test_only_so_many_run_and_wait_and_those_that_wait_can_be_cancelled() -> None:
@@ -403,19 +404,19 @@ async def test_only_so_many_run_and_wait_and_those_that_wait_can_be_cancelled() 
             running = [fetch(remote.holder, [key], LARGE) for key in KEYS[:MAX_FETCHES]]
             waiting = [fetch(remote.holder, KEYS[:2], LARGE) for _ in range(MAX_UNDER_WAY - MAX_FETCHES)]
             for given in running + waiting:
-                here.orders.take(given)
+                here.orders.take(given, GIVER)
             await until(lambda: here.orders.fetching_count > 0)
             assert (here.orders.fetching_count, here.orders.under_way_count) == (MAX_FETCHES, MAX_UNDER_WAY)
             refused = await here.carried_out(fetch(remote.holder, KEYS[:2], LARGE))
             assert reason(refused) == "FULL"
             assert claimed(refused, KEYS[:2]) == []
             for given in waiting[:1]:
-                here.orders.take(order(cancel=pb.CancelOrder(order_id=given.order_id)))
+                here.orders.take(order(cancel=pb.CancelOrder(order_id=given.order_id)), GIVER)
                 await here.ended(given)
             late = await here.carried_out(fetch(remote.holder, KEYS[:2], LARGE, seconds=0.2))
             assert (reason(late), failed(late)) == ("UNREACHABLE", {"UNREACHABLE": KEYS[:2]})
             for given in waiting:
-                here.orders.take(order(cancel=pb.CancelOrder(order_id=given.order_id)))
+                here.orders.take(order(cancel=pb.CancelOrder(order_id=given.order_id)), GIVER)
             await until(lambda: here.orders.failed_counts["fetch"] == 2 + len(waiting))
             assert here.orders.failed_chunks == {
                 "FULL": 2,
@@ -437,7 +438,7 @@ async def test_an_order_goes_on_while_the_stream_is_broken_and_is_told_over_the_
             said = pb.Instance(instance_id="reader", epoch=1, specs=[LARGE.to_proto()])
             async with (
                 serving(ordering) as address,
-                Fleet(address, instance=lambda: said, snapshot=tuple, orders=here.orders),
+                Fleet([address], instance=lambda: said, snapshot=tuple, orders=here.orders),
             ):
                 ordering.give_again(given)
                 await until(lambda: len(reader.tier) > 0)
@@ -448,7 +449,7 @@ async def test_an_order_goes_on_while_the_stream_is_broken_and_is_told_over_the_
                 outcome = await ordering.ended(given.order_id)
                 assert claimed(outcome) == KEYS
                 assert reader.peers.fetched_chunks == 16
-                await until(lambda: here.orders.untold == [])
+                await until(lambda: here.orders.untold(address) == [])
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -459,7 +460,7 @@ async def test_whatever_happens_meanwhile_no_outcome_claims_what_is_not_here(own
         checked: set[str] = set()
 
         def check_claims() -> None:  # within the step that makes the outcome
-            for outcome in here.orders.untold:
+            for outcome in here.orders.untold(GIVER):
                 made = given[outcome.order_id]
                 if outcome.order_id not in checked and made.HasField("fetch"):
                     assert all(reader.tier.get(key) for key in claimed(outcome, split_keys(made.fetch.chunk_keys)))
@@ -467,9 +468,9 @@ async def test_whatever_happens_meanwhile_no_outcome_claims_what_is_not_here(own
 
         def give(made: pb.Order) -> None:
             given[made.order_id] = made
-            here.orders.take(made)
+            here.orders.take(made, GIVER)
 
-        here.orders.on_news = check_claims
+        here.orders.listeners[GIVER] = check_claims
         for _ in range(120):
             some = dice.sample(KEYS, dice.randint(1, 10))
             match dice.choice(["fetch", "fetch", "fetch", "cancel", "drop", "pin", "unpin", "store", "reset", "lose"]):
@@ -500,9 +501,9 @@ async def test_a_node_that_stops_leaves_its_orders() -> None:
     with Remote("owner") as remote:
         listener = AtFirst(lambda: remote.signal(signal.SIGSTOP))
         async with Parts("reader", spec=LARGE, listener=listener) as reader, coordinating(reader) as here:
-            here.orders.take(pin(KEYS[:1]))
+            here.orders.take(pin(KEYS[:1]), GIVER)
             for _ in range(MAX_FETCHES + 3):
-                here.orders.take(fetch(remote.holder, spec=LARGE))
+                here.orders.take(fetch(remote.holder, spec=LARGE), GIVER)
             await until(lambda: len(reader.tier) > 0)
             async with asyncio.timeout(5.0):
                 await here.orders.aclose()
@@ -593,8 +594,8 @@ async def test_a_large_drop_lets_others_have_a_turn_and_may_be_cancelled() -> No
         admit(tier, SPEC, number)
     async with Orders(instance_id="n", tier=tier, engines=Engines(tier), peers=None) as orders:
         here, given = Coordinating(orders), order(drop=pb.DropOrder(all=True))
-        orders.take(given)
-        orders.take(order(cancel=pb.CancelOrder(order_id=given.order_id)))
+        orders.take(given, GIVER)
+        orders.take(order(cancel=pb.CancelOrder(order_id=given.order_id)), GIVER)
         outcome = await here.ended(given)
         assert reason(outcome) == "OPERATION_CANCELLED"
         assert outcome.chunk_count == DROPPED_AT_ONCE
@@ -646,7 +647,7 @@ async def test_a_pin_ends_by_itself(shelf: Shelf) -> None:
 
     await shelf.here.carried_out(pin(chunk_keys(0), seconds=3600, pin_id="long"))
     await shelf.here.carried_out(pin(chunk_keys(0, 1), seconds=0.1, pin_id="short"))
-    shelf.here.orders.on_news = heard
+    shelf.here.orders.listeners[GIVER] = heard
     pins = shelf.here.orders.pins
     await until(lambda: pins.expired_count == 1)
     await until(lambda: news > 0)

@@ -54,11 +54,15 @@ def check_keys() -> Iterator[Finding]:
 
 
 async def check_fleet(config: ConnectorConfig) -> AsyncIterator[Finding]:
-    """Everything that the coordinator has a part in."""
-    address = config.coordinator_address
-    if not address:
+    """Everything that a coordinator has a part in, for each that there is."""
+    if not config.coordinator_address:
         yield warn("coordinator", "none is configured, so that nothing is shared; set coordinator_address")
-        return
+    for address in config.coordinator_address:
+        async for finding in _check_at(address, config):
+            yield finding
+
+
+async def _check_at(address: str, config: ConnectorConfig) -> AsyncIterator[Finding]:
     begin = time.monotonic()
     async with Coordinator(address, tls=config.tls, timeout_seconds=ANSWER_SECONDS) as coordinator:
         try:
@@ -120,7 +124,7 @@ async def _visit(
     if misunderstood:
         yield misunderstood
     try:
-        async with _Visitor.register(config, specs[:1]) as visitor:
+        async with _Visitor.register(coordinator.address, config, specs[:1]) as visitor:
             yield visitor.check_clock()
             if specs:
                 yield await visitor.check_keys(coordinator, specs[0])
@@ -142,9 +146,9 @@ class _Visitor:
 
     @classmethod
     @asynccontextmanager
-    async def register(cls, config: ConnectorConfig, specs: Sequence[KvSpec]) -> AsyncIterator[_Visitor]:
+    async def register(cls, address: str, config: ConnectorConfig, specs: Sequence[KvSpec]) -> AsyncIterator[_Visitor]:
         """Joins, and leaves in the end. Raises `LmkvError`."""
-        connection = Connection(config.coordinator_address, ANSWER_SECONDS, config.tls)
+        connection = Connection(address, ANSWER_SECONDS, config.tls)
         instance = Instance(
             instance_id=f"doctor-{socket.gethostname()[:32]}-{os.getpid()}",
             epoch=time.time_ns(),

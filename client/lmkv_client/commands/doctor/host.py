@@ -77,7 +77,7 @@ def check_peer_port(config: NodeConfig) -> Iterator[Finding]:
         yield from _try_port(config.p2p_host, config.p2p_port, "p2p_host", "p2p_port")
     else:
         yield ok("p2p_port", f"the node {config.instance_id} runs, and has it")
-    if config.coordinator_address and config.p2p_host == "127.0.0.1" and not _is_loopback(config.coordinator_address):
+    if config.p2p_host == "127.0.0.1" and not all(map(_is_loopback, config.coordinator_address)):
         yield warn("p2p_host", "is 127.0.0.1, where no other host can reach it; set p2p_host to this host's address")
 
 

@@ -68,7 +68,7 @@ async def test_a_node_and_a_tool_come_over_tls(certificates: Certificates, short
     async with make_coordinator(certificates.strict_server) as coordinator:
         config = NodeConfig(
             instance_id="node-1",
-            coordinator_address=coordinator.address,
+            coordinator_address=(coordinator.address,),
             max_local_cpu_size=0.01,
             runtime_dir=str(short_folder),
             **files,

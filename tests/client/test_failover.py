@@ -1,0 +1,94 @@
+"""The SDK over two real coordinators, one of which is lost: questions are asked of the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import pytest
+
+from lmkv.errors import InstanceNotFound, Unreachable
+from lmkv_client import Coordinator
+from lmkv_client.sync import Coordinator as SyncCoordinator
+from lmkv_server.coordinator import coordinator as server
+from tests.server.node.ordering import until
+
+
+class Two:
+    """Two coordinators, of which the first can go."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack = stack
+
+    async def start(self) -> None:
+        self.first = await self._stack.enter_async_context(server.Coordinator(port=0))
+        self.second = await self._stack.enter_async_context(server.Coordinator(port=0))
+        self.addresses = self.first.address, self.second.address
+
+
+@pytest.fixture
+async def two() -> AsyncIterator[Two]:
+    async with AsyncExitStack() as stack:
+        both = Two(stack)
+        await both.start()
+        yield both
+
+
+async def test_the_first_is_asked_until_it_is_gone_and_then_the_second(two: Two) -> None:
+    async with Coordinator(*two.addresses) as coordinator:
+        assert await coordinator.instances() == []
+        assert coordinator.address == two.first.address
+        await two.first.aclose()
+        assert await coordinator.instances() == []
+        assert coordinator.address == two.second.address
+        assert await coordinator.pins() == []
+        assert await coordinator.operations() == []
+        await two.second.aclose()
+        with pytest.raises(Unreachable, match="no coordinator answers"):
+            await coordinator.instances()
+
+
+async def test_an_answer_is_an_answer_also_one_that_somebody_is_not_there(two: Two) -> None:
+    async with Coordinator(*two.addresses) as coordinator:
+        with pytest.raises(InstanceNotFound):
+            await coordinator.clear([1] * 256, instance_id="nobody")
+        assert coordinator.address == two.first.address
+
+
+async def test_a_watch_begins_anew_at_the_other(two: Two) -> None:
+    async with Coordinator(*two.addresses) as coordinator:
+        updates = coordinator.watch(patience_seconds=20)
+        first = await anext(updates)
+        await two.first.aclose()
+        second = await anext(updates)
+        assert (first.reset, second.reset) == (True, True)
+        await updates.aclose()
+
+
+async def test_a_stream_of_lookups_goes_on_at_the_other(two: Two) -> None:
+    async with Coordinator(*two.addresses) as coordinator, coordinator.lookup_stream() as stream:
+        assert not (await stream.lookup([1] * 256)).holders
+        await two.first.aclose()
+        await until(lambda: stream._line is None or stream._line.ended)
+        assert not (await stream.lookup([1] * 256)).holders
+
+
+async def test_one_that_is_silent_is_left_after_its_time(two: Two) -> None:
+    silent = await asyncio.start_server(lambda *_: asyncio.sleep(60), "127.0.0.1", 0)
+    address = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+    try:
+        async with Coordinator(address, two.second.address, timeout_seconds=0.3) as coordinator:
+            assert await coordinator.instances() == []
+            assert coordinator.address == two.second.address
+    finally:
+        silent.close()
+
+
+async def test_threads_fail_over_too(two: Two) -> None:
+    def ask() -> str:
+        with SyncCoordinator("127.0.0.1:1", two.second.address) as coordinator:
+            assert coordinator.instances() == []
+            return coordinator.address
+
+    assert await asyncio.to_thread(ask) == two.second.address
