@@ -118,7 +118,13 @@ class NodeConfig(Config):
         "What moves bytes between disk and pool: plain system calls, or NIXL's POSIX plugin.",
     )
     pool_path: str = key(
-        PATH, "", "File on tmpfs or hugetlbfs that holds the pool; empty: anonymous memory.", shown_default="empty"
+        PATH,
+        "",
+        "File on tmpfs or hugetlbfs that holds the pool; empty: none, or one in /dev/shm with `persist_pool`.",
+        shown_default="empty",
+    )
+    persist_pool: bool = key(
+        FLAG, False, "Whether the pool's file stays when the node ends, however it does, so that the next one finds it."
     )
     pool_huge_pages: str = key(
         choice("auto", "always", "never"),
@@ -215,6 +221,11 @@ class NodeConfig(Config):
     def metrics_tls(self) -> Tls:
         """How to serve metrics."""
         return Tls(cert=self.tls_cert, key=self.tls_key, client_ca=self.tls_client_ca)
+
+    @property
+    def kept_pool_path(self) -> Path:
+        """The pool's file where `persist_pool` is on: this user's, and this instance's."""
+        return Path(self.pool_path or f"/dev/shm/lmkv-{os.getuid()}-{self.instance_id}.pool")  # noqa: S108 # checked
 
     @property
     def disk_folders(self) -> list[Path]:

@@ -82,7 +82,9 @@ class Ledger:
         self.records = sorted(self._read(), key=lambda record: record.serial)
         """What was there at the start, oldest first."""
 
-    def __len__(self) -> int:
+    @property
+    def recorded_count(self) -> int:
+        """Chunks that have a record."""
         return len(self._slots)
 
     def put(self, chunk: Chunk) -> None:

@@ -18,6 +18,7 @@ from lmkv.config import NodeConfig
 from lmkv.config.kinds import OFF
 from lmkv.errors import ConfigError
 from lmkv.pool import LEFT_BYTES, Pool
+from lmkv.pool_file import PoolFile, forget
 from lmkv.pool_socket import PoolSocket
 from lmkv.telemetry.calls import Calls
 from lmkv.transfer.channel import Region
@@ -32,12 +33,14 @@ from lmkv_server.node.eviction import POLICIES
 from lmkv_server.node.fleet import Fleet, Held
 from lmkv_server.node.host_tier import HostTier
 from lmkv_server.node.instance_lock import InstanceLock
+from lmkv_server.node.ledger import STAMP, Ledger, ledger_bytes
 from lmkv_server.node.metrics import Metrics
 from lmkv_server.node.metrics_server import MetricsServer
 from lmkv_server.node.orders import Orders
 from lmkv_server.node.peer_side import STOP_GRACE_SECONDS, PeerSide, bind
 from lmkv_server.node.reporting import Reporting
 from lmkv_server.node.sources import Sources
+from lmkv_server.node.warm_start import WarmStart
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +64,8 @@ class Node:
         self._calls = Calls()
         self.disk: DiskTier | None = None
         """The disk tier, if there is one."""
+        self.warm: WarmStart | None = None
+        """What an earlier life has left, if `persist_pool` is on."""
         self._peer_side: PeerSide | None = None
         self._stack = AsyncExitStack()
         self._reporting = Reporting()
@@ -88,15 +93,12 @@ class Node:
         config = self.config
         config.make_instance_dir()
         self._stack.enter_context(InstanceLock(config.lock_path, config.instance_id))
-        pool_path = Path(config.pool_path) if config.pool_path else None
-        self.pool = Pool.create(
-            config.pool_bytes,
-            pool_path,
-            huge_pages=config.pool_huge_pages,
-            numa_node=numa.node_for(config.numa_node),
-        )
-        self._stack.callback(self.pool.close)
+        file = self._stack.enter_context(open_file(config)) if config.persist_pool else None
+        self.pool = file.pool if file else self._stack.enter_context(make_pool(config))
         self.tier = HostTier(self.pool.size_bytes, self._reporting, POLICIES[config.eviction_policy]())
+        if file:
+            self._reporting.ledger = Ledger(file.table)
+            self.warm = await self._stack.enter_async_context(WarmStart(file, self._reporting.ledger, self.tier))
         self.engines = Engines(self.tier)
         if config.local_disk:
             self.disk = self._reporting.disk = await self._stack.enter_async_context(
@@ -171,6 +173,7 @@ class Node:
         self.metrics = Metrics(
             tier=self.tier,
             disk=self.disk,
+            warm=self.warm,
             engines=self.engines,
             orders=self.orders,
             fleet=self.fleet,
@@ -322,6 +325,29 @@ class Node:
                 logger.info("no engine for %.0f s (node_linger): ending", self.config.node_linger)
                 return
             await asyncio.sleep(min(max(left, 0.1), 5.0))
+
+
+def open_file(config: NodeConfig) -> PoolFile:
+    """The file that the pool is kept in, with what an earlier life has left there."""
+    return PoolFile.open(
+        config.kept_pool_path,
+        config.pool_bytes,
+        ledger_bytes(config.pool_bytes),
+        stamp=STAMP,
+        numa_node=numa.node_for(config.numa_node),
+    )
+
+
+def make_pool(config: NodeConfig) -> Pool:
+    """A pool that ends with the node, and with its workers. What an earlier life has kept goes."""
+    if forget(config.kept_pool_path):
+        logger.info("removed the pool that was kept at %s: persist_pool is off now", config.kept_pool_path)
+    return Pool.create(
+        config.pool_bytes,
+        Path(config.pool_path) if config.pool_path else None,
+        huge_pages=config.pool_huge_pages,
+        numa_node=numa.node_for(config.numa_node),
+    )
 
 
 async def stopped(task: asyncio.Task[None]) -> None:
