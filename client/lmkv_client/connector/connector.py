@@ -25,8 +25,11 @@ from lmkv_client.connector.stats import PromMetrics, Stats
 from lmkv_client.connector.worker import WorkerSide
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -42,14 +45,14 @@ class LMKVConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        # A failed load must end as a recompute. vLLM's scheduler reads this after it has made the connector.
-        self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        self._recompute_failed_loads()
         config = self._config(vllm_config)
         spec = kv_spec(vllm_config, kv_cache_config, config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         parallel = vllm_config.parallel_config
         cache = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        events = vllm_config.kv_events_config
         if role is KVConnectorRole.SCHEDULER:
             telemetry.trace_engine(
                 config.instance_id, engine_traces=bool(vllm_config.observability_config.otlp_traces_endpoint)
@@ -65,6 +68,7 @@ class LMKVConnector(KVConnectorBase_V1):
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 may_load=self._kv_transfer_config.is_kv_consumer,
                 may_store=self._kv_transfer_config.is_kv_producer,
+                has_events=bool(events and events.enable_kv_cache_events),
             )
         else:
             if spec.format == TOKEN_MAJOR and vllm_config.device_config.device_type == "cpu":
@@ -72,6 +76,15 @@ class LMKVConnector(KVConnectorBase_V1):
             rank = get_tensor_model_parallel_rank()
             share = Share.of_rank(rank, parallel.tensor_parallel_size, spec.kv_head_count)
             self._worker = WorkerSide(spec, share, rank=rank, threads=config.copy_threads)
+
+    def _recompute_failed_loads(self) -> None:
+        """A cache that fails costs time only. vLLM's scheduler reads the policy after it has made the connector.
+
+        Its own default is to fail the request: whether anybody has chosen that cannot be known.
+        """
+        if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+            logger.info("kv_load_failure_policy: recompute; lmkv knows no other")
+            self._kv_transfer_config.kv_load_failure_policy = "recompute"
 
     def _config(self, vllm_config: VllmConfig) -> ConnectorConfig:
         """The configuration, of which `kv_connector_extra_config` is the last word."""
@@ -173,6 +186,10 @@ class LMKVConnector(KVConnectorBase_V1):
     def reset_cache(self) -> bool:
         """See vLLM."""
         return self.scheduler.reset()
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """See vLLM, which publishes them with its own if `--kv-events-config` says so."""
+        return self.scheduler.take_events()
 
     # ---- both
 

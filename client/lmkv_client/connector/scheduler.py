@@ -20,6 +20,7 @@ from lmkv.spec import KvSpec
 from lmkv.telemetry.spans import TRACEPARENT
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.credits import Credits
+from lmkv_client.connector.events import BlockEvents
 from lmkv_client.connector.handoff import PARAMS, Handoff, handoff_of, is_addressed
 from lmkv_client.connector.handoffs import Handoffs
 from lmkv_client.connector.identity import lora_identity
@@ -33,6 +34,7 @@ from lmkv_client.connector.stats import SPEC_CONFLICTS, Counters, Stats
 from lmkv_client.connector.stores import Stores
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import BlockStored
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -59,6 +61,7 @@ class SchedulerSide:
         step_tokens: int,
         may_load: bool = True,
         may_store: bool = True,
+        has_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -74,10 +77,13 @@ class SchedulerSide:
         self._prefill = PrefillRate(spec.chunk_size)
         self._searches = Searches(config, self._send, self._counters, clock, self._prefill)
         self._loads = Loads(config, self._searches, self._counters, clock, block_size=block_size, rank_count=rank_count)
+        self._has_events = has_events
+        self._events = BlockEvents(block_size=block_size, chunk_size=spec.chunk_size)
         self._stores = Stores(
             spec,
             self._send,
             self._counters,
+            self._events,
             block_size=block_size,
             rank_count=rank_count,
             step_tokens=step_tokens,
@@ -102,6 +108,8 @@ class SchedulerSide:
             logger.warning("[%s] goes without cache: %s", request.request_id, error)
             return
         self._prompts[request.request_id] = prompt
+        if self._has_events:
+            self._events.follow(request)
         if not request.skip_reading_prefix_cache:
             self._ask(prompt)
         if handoff and handoff.decode_address and self._attachment and prompt.keys:
@@ -184,6 +192,7 @@ class SchedulerSide:
     def finished(self, request: Request) -> None:
         """The request is over, however it ended."""
         self.pump()
+        self._events.forget(request.request_id)
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is None:
             return
@@ -218,6 +227,10 @@ class SchedulerSide:
             time.sleep(RESET_POLL_SECONDS)
             self.pump()
         return self._resets_done > done
+
+    def take_events(self) -> list[BlockStored]:
+        """What was stored since the last call, if anybody is to know."""
+        return self._events.take()
 
     def take_stats(self) -> Stats | None:
         """Counts since the last call."""

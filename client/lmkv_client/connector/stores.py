@@ -15,12 +15,14 @@ from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.copies import prompt_copy
 from lmkv_client.connector.credits import Credits
+from lmkv_client.connector.events import BlockEvents
 from lmkv_client.connector.messages import WorkerReport
 from lmkv_client.connector.prompt import Prompt
 from lmkv_client.connector.stats import Counters
 from lmkv_kernels import ChunkCopy
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import BlockStored
     from vllm.v1.core.sched.output import SchedulerOutput
 
 logger = init_logger("vllm.lmkv")
@@ -41,6 +43,8 @@ class Write:
     """Key of the chunk before it; empty for the first."""
     index: int
     token_count: int
+    event: BlockStored | None
+    """What vLLM's subscribers are told once the chunk is committed."""
 
 
 class Stores:
@@ -51,6 +55,7 @@ class Stores:
         spec: KvSpec,
         send: Callable[[pb.AttachRequest], None],
         counters: Counters,
+        events: BlockEvents,
         *,
         block_size: int,
         rank_count: int,
@@ -61,6 +66,7 @@ class Stores:
         self._spec = spec
         self._send = send
         self._counters = counters
+        self._events = events
         self._block_size = block_size
         self._rank_count = rank_count
         self._step_chunks = -(-step_tokens // spec.chunk_size)
@@ -127,7 +133,10 @@ class Stores:
             return None
         chunk = prompt.full_count if index == PARTIAL else index
         parent = prompt.chain.keys[chunk - 1] if chunk else b""
-        self._writes[offset] = Write(prompt=prompt, key=key, parent=parent, index=index, token_count=token_count)
+        event = None if index == PARTIAL else self._events.of_chunk(prompt.request_id, index)
+        self._writes[offset] = Write(
+            prompt=prompt, key=key, parent=parent, index=index, token_count=token_count, event=event
+        )
         start = chunk * self._spec.chunk_size
         return prompt_copy(
             block_ids,
@@ -159,6 +168,8 @@ class Stores:
                     )
                 )
                 stored[write.prompt] = stored.get(write.prompt, 0) + write.token_count
+                if write.event:
+                    self._events.add(write.event)
         skipped = {offset: write for offset in report.skipped if (write := self._writes.pop(offset, None))}
         for offset in skipped:
             self.credits.put_back(offset)
