@@ -196,7 +196,11 @@ class Coordinator:
     async def operation(self, name: str) -> Operation[Any, Any]:
         """The operation of this name, whoever began it. Raises `OperationNotFound`."""
         request = GetOperationRequest(name=name)
-        return await self._booked(lambda to: to.operations.GetOperation, request)
+
+        async def known(to: Connection) -> Operation[Any, Any]:
+            return Operation(to, await to.call(to.operations.GetOperation, request))
+
+        return await self._connections.ask(known)
 
     async def instances(self) -> list[Instance]:
         """Every registered instance, ordered by id."""
@@ -215,12 +219,16 @@ class Coordinator:
         return watch(self._connections, start_revision, fingerprint, Patience(patience_seconds))
 
     async def _booked(self, method: Callable[[Connection], Any], request: object) -> Operation[Any, Any]:
-        """The operation that a call answers, at the coordinator that it is known to."""
+        """The operation that a call begins, here or, once its coordinator is lost, elsewhere."""
 
-        async def book(to: Connection) -> Operation[Any, Any]:
-            return Operation(to, await to.call(method(to), request))
+        async def book(to: Connection) -> tuple[Connection, Any]:
+            return to, await to.call(method(to), request)
 
-        return await self._connections.ask(book)
+        async def book_elsewhere(lost: Connection) -> tuple[Connection, Any]:
+            self._connections.failed(lost)
+            return await self._connections.ask(book)
+
+        return Operation(*await self._connections.ask(book), book_elsewhere if len(self._connections) > 1 else None)
 
 
 def _position(position: str | Position) -> Position:

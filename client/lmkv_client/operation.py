@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from google.longrunning.operations_pb2 import CancelOperationRequest, GetOperationRequest, WaitOperationRequest
@@ -14,6 +15,8 @@ from lmkv.errors import LmkvError, Unreachable
 from lmkv.rpc import from_status
 from lmkv.v1.cache_service_pb2 import ClearProgress, ClearResult, MoveProgress, MoveResult
 from lmkv_client.connection import Connection, Patience
+
+logger = logging.getLogger(__name__)
 
 Progress = TypeVar("Progress")
 Result = TypeVar("Result")
@@ -26,6 +29,10 @@ HOLD_SECONDS = 20.0
 """How long the coordinator is asked to hold back an answer until there is something to tell."""
 
 _KINDS = (MoveProgress, MoveResult, ClearProgress, ClearResult)
+
+
+BookElsewhere: TypeAlias = Callable[[Connection], Awaitable[tuple[Connection, Any]]]
+"""Has another coordinator than this, which is lost, do the same: which it is, and its operation's message."""
 
 
 class OperationState(Generic[Progress, Result]):
@@ -83,11 +90,15 @@ class Operation(OperationState[Progress, Result]):
 
     It goes on whether or not anybody waits, and is known by its name for some time after its end. Every method raises
     `OperationNotFound` once it is not, and `Unreachable`.
+
+    It is its coordinator's. If that is lost while somebody waits, and another one answers, it is booked there again,
+    under another name: what was done by then stays done, and counts no more.
     """
 
-    def __init__(self, connection: Connection, message: Any) -> None:
+    def __init__(self, connection: Connection, message: Any, book_elsewhere: BookElsewhere | None = None) -> None:
         self._connection = connection
         self.message = message
+        self._book_elsewhere = book_elsewhere
 
     async def refresh(self) -> None:
         """Asks what has become of it."""
@@ -143,7 +154,11 @@ class Operation(OperationState[Progress, Result]):
             self.message = await connection.call(connection.operations.WaitOperation, request, seconds)
             patience.renew()
         except Unreachable as error:
-            await patience.endure(error)
+            if self._book_elsewhere is None or error.metadata.get("address") != connection.address:
+                await patience.endure(error)
+            else:
+                self._connection, self.message = await self._book_elsewhere(connection)
+                logger.warning("%s; it goes on as %s at %s", error, self.name, self._connection.address)
 
 
 MoveOperation: TypeAlias = Operation[MoveProgress, MoveResult]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
@@ -75,14 +76,11 @@ async def test_a_stream_of_lookups_goes_on_at_the_other(two: Two) -> None:
 
 
 async def test_one_that_is_silent_is_left_after_its_time(two: Two) -> None:
-    silent = await asyncio.start_server(lambda *_: asyncio.sleep(60), "127.0.0.1", 0)
-    address = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
-    try:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and never reads
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
         async with Coordinator(address, two.second.address, timeout_seconds=0.3) as coordinator:
             assert await coordinator.instances() == []
             assert coordinator.address == two.second.address
-    finally:
-        silent.close()
 
 
 async def test_threads_fail_over_too(two: Two) -> None:
