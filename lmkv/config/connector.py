@@ -53,6 +53,12 @@ class ConnectorConfig(NodeConfig):
     pd_load_timeout: float = key(
         SECONDS, 30.0, "Most time a request waits for a prompt that is handed to it, in seconds; then it computes."
     )
+    pd_buffer_device: str = key(
+        choice("cpu", "cuda"),
+        "cpu",
+        "Where prompts that are handed here wait for their load: cpu, the pool; cuda, a buffer of `pd_buffer_size` on "
+        "the engine's GPUs.",
+    )
     node_address: str = key(
         SOCKET_PATH,
         "",

@@ -32,7 +32,6 @@ REPLACED = {
     "lmcache_worker_ports": "one node serves all ranks, at p2p_port",
     "lookup_backoff_time": "lookups wait for their answer, at most lookup_timeout",
     "p2p_lookup_ports": "p2p_port serves lookups too",
-    "pd_buffer_device": "what is handed over goes through the node's pool in host memory, which is pinned for a GPU",
     "pd_peer_alloc_port": "the port of pd_peer_init_port hands out memory, too",
     "pd_peer_query_port": "the port of pd_peer_init_port answers everything",
     "pd_proxy_host": "a decode waits for what it was promised; nobody tells the proxy",

@@ -75,7 +75,14 @@ class LMKVConnector(KVConnectorBase_V1):
                 check_packing(attention_isa(vllm_config, cache.head_size, cache.block_size), cache)
             rank = get_tensor_model_parallel_rank()
             share = Share.of_rank(rank, parallel.tensor_parallel_size, spec.kv_head_count)
-            self._worker = WorkerSide(spec, share, rank=rank, threads=config.copy_threads)
+            self._worker = WorkerSide(
+                spec,
+                share,
+                rank=rank,
+                threads=config.copy_threads,
+                lends=self._lends(config, vllm_config),
+                nixl_backends=config.nixl_backends,
+            )
 
     def _recompute_failed_loads(self) -> None:
         """A cache that fails costs time only. vLLM's scheduler reads the policy after it has made the connector.
@@ -85,6 +92,13 @@ class LMKVConnector(KVConnectorBase_V1):
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
             logger.info("kv_load_failure_policy: recompute; lmkv knows no other")
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
+
+    def _lends(self, config: ConnectorConfig, vllm_config: VllmConfig) -> bool:
+        """Whether what is handed over shall come into a buffer on the device."""
+        device = vllm_config.device_config.device_type
+        if config.pd_buffer_device == "cuda" and device != "cuda":
+            logger.warning("pd_buffer_device: the KV cache is on %s, so what is handed over comes to the pool", device)
+        return config.pd_buffer_device == device == "cuda" and bool(self._kv_transfer_config.is_kv_consumer)
 
     def _config(self, vllm_config: VllmConfig) -> ConnectorConfig:
         """The configuration, of which `kv_connector_extra_config` is the last word."""

@@ -6,11 +6,15 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 from lmkv.pool import Pool
 from lmkv_client.plugin import PROCESSORS
 from lmkv_kernels import ChunkCopy, Pages, copied_bytes, gather, scatter
+
+if TYPE_CHECKING:
+    from lmkv_client.connector.device_buffer import DeviceBuffer
 
 INLINE_BYTES = 4 << 20
 """A copy of at most so many bytes takes well below a millisecond: less than handing it to another thread."""
@@ -50,8 +54,11 @@ class Copies(Protocol):
         Raises `ValueError` if a copy does not fit, `RuntimeError` if it cannot be made now.
         """
 
-    def scatter(self, copies: Sequence[ChunkCopy], *, sync: bool) -> Copying:
-        """Begins to copy into pages, before the next forward reads them if `sync`. Raises as `gather` does."""
+    def scatter(self, copies: Sequence[ChunkCopy], *, sync: bool, buffer: DeviceBuffer | None = None) -> Copying:
+        """Begins to copy into pages, before the next forward reads them if `sync`. Raises as `gather` does.
+
+        The copies are out of the pool, or out of a device buffer, which must then stay until they are done.
+        """
 
     def close(self) -> None:
         """Waits for what is under way, and lets go of everything. Idempotent."""
@@ -103,20 +110,19 @@ class HostCopies:
         """See `Copies`. Copies now: the pages may change as soon as the step is over."""
         return Task(checksums=gather(self._pages, self._opened().buffer, copies, threads=self._threads))
 
-    def scatter(self, copies: Sequence[ChunkCopy], *, sync: bool) -> Copying:
+    def scatter(self, copies: Sequence[ChunkCopy], *, sync: bool, buffer: DeviceBuffer | None = None) -> Copying:
         """See `Copies`. Copies here if that must be, or is quicker than waking up another thread."""
-        pool = self._opened()
-        if sync or copied_bytes(self._pages, copies) <= INLINE_BYTES:
-            self._scatter(pool, copies)
+        pages, memory = (buffer.pages, buffer.bytes) if buffer else (self._pages, self._opened().buffer)
+        copies = buffer.shrunk(copies) if buffer else copies
+        begin = partial(scatter, pages, memory, threads=self._threads)
+        if sync or copied_bytes(pages, copies) <= INLINE_BYTES:
+            begin(copies)
             return Task()
-        return Task([self._loader.submit(self._scatter, pool, part) for part in split(copies)])
+        return Task([self._loader.submit(begin, part) for part in split(copies)])
 
     def close(self) -> None:
         """See `Copies`."""
         self._loader.shutdown(cancel_futures=True)
-
-    def _scatter(self, pool: Pool, copies: Sequence[ChunkCopy]) -> None:
-        scatter(self._pages, pool.buffer, copies, threads=self._threads)
 
     def _opened(self) -> Pool:
         if self._pool is None:

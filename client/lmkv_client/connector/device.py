@@ -9,15 +9,19 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
 from lmkv.errors import ConfigError
 from lmkv.pool import LEFT_BYTES, Pool
 from lmkv_kernels import ChunkCopy, Pages
-from lmkv_kernels.cuda import Copier, Copying, CudaError, Device, Program, Registration, driver
+from lmkv_kernels.cuda import Copier, Copying, CudaError, Device, Program, Registration, Way, Ways, driver
+from lmkv_kernels.cuda.copier import BLOCKS_PER_PROCESSOR
 from lmkv_kernels.cuda.measure import fastest_ways
+
+if TYPE_CHECKING:
+    from lmkv_client.connector.device_buffer import DeviceBuffer
 
 logger = init_logger("vllm.lmkv")
 
@@ -52,6 +56,7 @@ class DeviceCopies:
         self._running: list[Copying] = []
         self._reading: list[Copying] = []
         self._opening: Future[_Open] | None = None
+        self._buffered: tuple[DeviceBuffer, Copier] | None = None
         self._closed = False
         # Registering a pool takes seconds: one thread, for a pool must be let go of before the next comes.
         self._thread = ThreadPoolExecutor(1, "lmkv-cuda", initializer=prepare_thread)
@@ -83,6 +88,7 @@ class DeviceCopies:
         Without a pool it calls it at once.
         """
         self._settle()
+        self._leave_buffer()
         opening, self._opening = self._opening, None
         if opening is None:
             then()
@@ -111,13 +117,17 @@ class DeviceCopies:
         self._reading.append(copying)
         return copying
 
-    def scatter(self, copies: Sequence[ChunkCopy], *, sync: bool) -> Copying:
+    def scatter(self, copies: Sequence[ChunkCopy], *, sync: bool, buffer: DeviceBuffer | None = None) -> Copying:
         """Begins to copy into pages, which those forwards may still read that are on the model's stream by now.
 
-        With `sync` the next forward waits for it, on the device. Raises as `gather` does.
+        With `sync` the next forward waits for it, on the device. Out of a device buffer the kernels read as they are:
+        nothing leaves the device. Raises as `gather` does.
         """
         stream = self._model_stream()
-        copying = self._copier().scatter(copies, after=stream)
+        if buffer:
+            copying = self._copier_of(buffer).scatter(buffer.shrunk(copies), after=stream)
+        else:
+            copying = self._copier().scatter(copies, after=stream)
         if sync:
             copying.hold(stream)
         self._running.append(copying)
@@ -141,6 +151,28 @@ class DeviceCopies:
         if error := self._opening.exception():
             raise PoolNotReady(f"the pool is not registered with CUDA: {error}")
         return self._opening.result().copier
+
+    def _copier_of(self, buffer: DeviceBuffer) -> Copier:
+        self._running = [copying for copying in self._running if not copying.done()]
+        if self._buffered is None or self._buffered[0] is not buffer:
+            self._settle()
+            self._leave_buffer()
+            copier = Copier(
+                self._device,
+                self._program,
+                buffer.pages,
+                buffer,
+                ways=Ways(gather=Way.DIRECT, scatter=Way.DIRECT),
+                direct_blocks=BLOCKS_PER_PROCESSOR * self._device.processor_count,
+            )
+            self._buffered = buffer, copier
+        return self._buffered[1]
+
+    def _leave_buffer(self) -> None:
+        """Lets go of what copies out of the device buffer; nothing of it may be under way."""
+        if self._buffered:
+            self._buffered[1].close()
+            self._buffered = None
 
     def _settle(self) -> None:
         """Waits for the copies under way. If the device has failed, they are over as well."""

@@ -172,7 +172,7 @@ class NodeLink:
                     answer = await call.read()
                 if not isinstance(answer, pb.AttachResponse):
                     raise await self._ending(call)
-                self._welcome(engine_id, answer)
+                self._welcome(address, engine_id, answer)
                 sender = asyncio.create_task(self._send_all(call, self._outboxes[engine_id]))
                 while isinstance(message := await call.read(), pb.AttachResponse):
                     self.inbox.append(message)
@@ -194,11 +194,18 @@ class NodeLink:
                     sender.cancel()
                     await asyncio.gather(sender, return_exceptions=True)  # that it could not write is no news
 
-    def _welcome(self, engine_id: str, answer: pb.AttachResponse) -> None:
+    def _welcome(self, address: str, engine_id: str, answer: pb.AttachResponse) -> None:
         welcome = answer.welcome
         self._outboxes = {engine_id: deque()}
         self._attached = True
-        self.inbox.append(Attachment(engine_id=engine_id, pool_socket=welcome.pool_socket, epoch=welcome.epoch))
+        attachment = Attachment(
+            engine_id=engine_id,
+            pool_socket=welcome.pool_socket,
+            epoch=welcome.epoch,
+            node_address=address,
+            device_buffer_bytes=welcome.device_buffer_bytes,
+        )
+        self.inbox.append(attachment)
         self.inbox.append(answer)
         logger.info(
             "attached to node %s (pid %d), pool %s", welcome.instance_id, welcome.node_pid, format_pool(welcome)

@@ -10,6 +10,9 @@ from lmkv_client.connector.copies import blocks_of, prompt_copy
 from lmkv_client.connector.messages import Check, Load, Loaded
 from lmkv_kernels import ChunkCopy
 
+POOL = 0
+"""The region of extents in the pool; others are in the device buffer, and were verified there as they came."""
+
 
 class Loading:
     """Tokens `[start, end)` of a request, going into the pages `block_ids` of that request.
@@ -59,7 +62,7 @@ class Loading:
         self._block_size = block_size
         self._missing = set(range(self.first_chunk, self.stop_chunk))
         self._verify = verify
-        self._ready: dict[int, tuple[ChunkCopy, Check]] = {}
+        self._ready: dict[int, tuple[ChunkCopy, Extent]] = {}
         """By chunk: has arrived, and the workers do not know yet."""
         self._closed = False
 
@@ -69,7 +72,7 @@ class Loading:
         for chunk, extent in enumerate(extents, first_chunk):
             if chunk in self._missing and not self._closed:
                 self._missing.discard(chunk)
-                self._ready[chunk] = self._copy(chunk, extent), check(extent)
+                self._ready[chunk] = self._copy(chunk, extent), extent
                 tokens += min(self.end, chunk * self._chunk_size + extent.token_count) - self._low(chunk)
         self.arrived_tokens += tokens
         return tokens
@@ -96,13 +99,15 @@ class Loading:
         if not self._ready and not final:
             return None
         ready, self._ready = list(self._ready.values()), {}
+        pooled = [one for one in ready if one[1].region == POOL]
         self.final_sent |= final
         return Load(
             request_id=self.request_id,
-            copies=[copy for copy, _ in ready],
+            copies=[copy for copy, _ in pooled],
+            buffered=[copy for copy, extent in ready if extent.region != POOL],
             sync=self.sync,
             final=final,
-            checks=[one for _, one in ready] if self._verify else [],
+            checks=[check(extent) for _, extent in pooled] if self._verify else [],
             failed_blocks=self._lost_blocks() if final else [],
         )
 

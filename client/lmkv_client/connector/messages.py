@@ -16,6 +16,10 @@ class Attachment:
     engine_id: str
     pool_socket: str
     epoch: int
+    node_address: str = ""
+    """Where the node serves engines."""
+    device_buffer_bytes: int = 0
+    """The device buffer that the node would use; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +45,8 @@ class Load:
     """What of it to verify; empty unless `verify_loads` is on."""
     failed_blocks: list[int]
     """Pages that will never be filled; vLLM computes them instead."""
+    buffered: list[ChunkCopy] = field(default_factory=list)
+    """As `copies`, of extents in the device buffer."""
 
 
 @dataclass(kw_only=True, slots=True)

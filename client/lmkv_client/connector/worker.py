@@ -30,6 +30,8 @@ from lmkv_kernels import ChunkCopy, Pages, checksum, copied_bytes
 if TYPE_CHECKING:
     import torch
 
+    from lmkv_client.connector.lender import Lender
+
 logger = init_logger("vllm.lmkv")
 
 ATTACH_TIMEOUT_SECONDS = 0.5
@@ -96,7 +98,20 @@ class Storing:
 class WorkerSide:
     """One rank's copies."""
 
-    def __init__(self, spec: KvSpec, share: Share, *, rank: int, threads: int) -> None:
+    def __init__(
+        self,
+        spec: KvSpec,
+        share: Share,
+        *,
+        rank: int,
+        threads: int,
+        lends: bool = False,
+        nixl_backends: tuple[str, ...] = ("UCX",),
+    ) -> None:
+        """`lends`: whether what is handed over shall come into a buffer beside the pages."""
+        self._lends = lends
+        self._nixl_backends = nixl_backends
+        self._lender: Lender | None = None
         self._spec = spec
         self._share = share
         self._rank = rank
@@ -134,6 +149,9 @@ class WorkerSide:
             if load.copies:
                 running.copied_blocks += [block for copy in load.copies for block in copy.block_ids]
                 running.begin(partial(self._scatter, running, load))
+            if load.buffered:
+                running.copied_blocks += [block for copy in load.buffered for block in copy.block_ids]
+                running.begin(partial(self._scatter_buffered, running, load))
             if load.sync:
                 if load.checks:
                     running.wait()
@@ -196,6 +214,13 @@ class WorkerSide:
         running.size_bytes += copied_bytes(self._pages, load.copies)
         return self._copies.scatter(load.copies, sync=load.sync)
 
+    def _scatter_buffered(self, running: Running, load: Load) -> Copying:
+        buffer = self._lender.buffer if self._lender else None
+        if buffer is None or self._copies is None:
+            raise RuntimeError("there is no device buffer")
+        running.size_bytes += copied_bytes(self._pages, load.buffered)
+        return self._copies.scatter(load.buffered, sync=load.sync, buffer=buffer)
+
     def _stored(self, storing: Storing) -> bool:
         """Whether a store is over; then it is in the report."""
         try:
@@ -251,12 +276,24 @@ class WorkerSide:
             return
         if self._copies:
             self._copies.open(self._pool.pool)
+            if self._lends and attachment.device_buffer_bytes:
+                self._lender = self._lend(attachment)
         threading.Thread(target=populate, args=(self._pool,), name="lmkv-populate", daemon=True).start()
 
+    def _lend(self, attachment: Attachment) -> Lender:
+        from lmkv_client.connector.lender import Lender  # who lends nothing needs no NIXL
+
+        return Lender(
+            attachment, self._rank, self._pages, sums=self._share.is_writer, nixl_backends=self._nixl_backends
+        )
+
     def _let_go(self) -> None:
-        """Unmaps the pool once nothing is being copied."""
+        """Unmaps the pool, and takes the device buffer back, once nothing is being copied."""
         for running in self._running.values():
             running.wait()
+        lender, self._lender = self._lender, None
+        if lender:
+            lender.close()
         pool, self._pool = self._pool, None
         if pool and self._copies:
             self._copies.let_go(pool.close)
