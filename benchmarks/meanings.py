@@ -73,6 +73,9 @@ _MEANINGS = {
     r"(lmkv|vllm_offloading|lmcache)_own_ms": "{}: TTFT, the own host memory has it",
     r"(lmkv|vllm_offloading|lmcache)_peer_ms": "{}: TTFT, the other engine has it",
     r"(lmkv|vllm_offloading|lmcache)_idle_cpu_percent": "{}: processor time of both engines, idle",
+    r"(alone|lmkv|vllm_offload|lmcache)_turn_(\d+)_ms": "{}: TTFT in turn {} of a chat",
+    r"(alone|lmkv|vllm_offload|lmcache)_kept": "{}: tokens of later turns that were not computed again",
+    r"(alone|lmkv|vllm_offload|lmcache)_identical": "{}: answers that are the engine's alone",
     r"pd_(ttft|second_token|itl|total)_vs_(?:one_engine|nixlconnector|lmcache)": "prefill and decode in two: {}",
     r"pd_transfer_vs_(?:nixlconnector|lmcache)": "what the way from prefill to decode adds",
     r"pd_transfer_share_of_ttft": "what the way from prefill to decode adds, over the TTFT",
@@ -103,6 +106,8 @@ _WORDS = {
     "lmkv": "lmkv",
     "vllm_offloading": "vLLM's offloading with its p2p tier",
     "lmcache": "LMCache",
+    "alone": "the engine alone",
+    "vllm_offload": "vLLM's offloading",
     "ttft": "TTFT",
     "second_token": "time to the second token",
     "itl": "time between tokens",
@@ -137,7 +142,7 @@ def meaning_of(name: str, benchmark: str = "") -> str:
     plain = _LENGTH.sub("", name)
     for pattern, meaning in _MEANINGS.items():
         if match := re.fullmatch(pattern, plain):
-            words = meaning.format(*(_WORDS[group] for group in match.groups()))
+            words = meaning.format(*(group if group.isdigit() else _WORDS[group] for group in match.groups()))
             length = _LENGTH.search(name)
             unit = "chunks" if "lookup" in name and not name.startswith("http") else "tokens"
             return f"{words}; {length[1]} {unit}" if length else words

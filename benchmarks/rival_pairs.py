@@ -116,7 +116,7 @@ def offloading_pair(plan: Plan) -> Iterator[Pair]:
         return {"kv_transfer_params": {"remote_kv_source": source}}
 
     with _running(plan.run, pair), ExitStack() as stack:
-        stack.callback(_remove_regions, pair)
+        stack.callback(remove_regions, pair)
         yield Pair(
             first=pair[0],
             second=pair[1],
@@ -238,7 +238,7 @@ def _running(run: Run, pair: Sequence[Engine]) -> Iterator[None]:
             engine.stop()
 
 
-def _remove_regions(pair: Sequence[Engine]) -> None:
+def remove_regions(pair: Sequence[Engine]) -> None:
     """Removes the shared memory that vLLM leaves behind when it is killed; its log names it."""
     for engine in pair:
         for name in set(re.findall(r"/dev/shm/vllm_offload_[\w.-]+\.mmap", engine.log())):

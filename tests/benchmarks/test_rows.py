@@ -22,7 +22,7 @@ from benchmarks.steps import Steps
 from lmkv_client.demo.completion import Completion
 
 ROOT = Path(__file__).parents[2]
-BENCHMARKS = ("data_path", "kernels_cpu", "control_plane", "doc_qa", "pd", "rivals", "eviction")
+BENCHMARKS = ("data_path", "kernels_cpu", "control_plane", "doc_qa", "pd", "rivals", "multi_turn", "eviction")
 ROW_FIELDS = ["name", "value", "unit", "baseline", "baseline_value", "ratio"]
 RESULTS = sorted(tables.RESULTS.glob("*.json"))
 

@@ -1,0 +1,143 @@
+"""One engine whose own cache is too small for its chats, with what keeps the rest: nothing, lmkv, and other systems."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import engines
+from benchmarks.command import Run
+from benchmarks.rival_pairs import ROOT, lmcache_problem, remove_regions
+from lmkv_client.demo.cluster import Cluster
+from lmkv_client.demo.engine import Engine
+
+ALONE = "alone"
+"""The system that keeps nothing but what the engine's own cache has room for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What all systems have in common."""
+
+    run: Run
+    model: Path
+    dtype: str
+    context_tokens: int
+    chats_in_cache: int
+    """So many chats of full length fit into the engine's own cache."""
+    pool_bytes: int
+    """Host memory for what does not."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of the engine."""
+        return engines.options(self.dtype, self.context_tokens, prompts_in_cache=self.chats_in_cache)
+
+
+def systems(
+    run: Run, plan: Plan, lmcache_python: Path | None
+) -> dict[str, Callable[[], AbstractContextManager[Engine]]]:
+    """The systems that can be measured, by the name that their rows begin with; each yields an engine that is ready."""
+    found: dict[str, Callable[[], AbstractContextManager[Engine]]] = {
+        ALONE: partial(alone, plan),
+        "lmkv": partial(lmkv, plan),
+        "vllm_offload": partial(offloading, plan),
+    }
+    if problem := lmcache_problem(lmcache_python):
+        run.note(problem)
+    elif lmcache_python:
+        found["lmcache"] = partial(lmcache, plan, lmcache_python.absolute())
+    return found
+
+
+@contextmanager
+def alone(plan: Plan) -> Iterator[Engine]:
+    """vLLM and nothing else."""
+    engine = Engine(plan.model, plan.run.logs, name="alone", transfer_config=None, **plan.options)
+    with _running(engine):
+        yield engine
+
+
+@contextmanager
+def lmkv(plan: Plan) -> Iterator[Engine]:
+    """lmkv's node beside the engine, without a coordinator."""
+    settings = engines.PATIENCE | engines.pool_setting(plan.pool_bytes)
+    run = plan.run
+    with Cluster(run.folder, plan.model, logs=run.logs, settings=settings, coordinator=False) as cluster:
+        engine = cluster.add_engine("lmkv", **plan.options)
+        cluster.start_engines()
+        yield engine
+
+
+@contextmanager
+def offloading(plan: Plan) -> Iterator[Engine]:
+    """vLLM's `OffloadingConnector`, its copies by NumPy."""
+    engine = Engine(
+        plan.model,
+        plan.run.logs,
+        name="offloading",
+        transfer_config={
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "cpu_bytes_to_use": plan.pool_bytes,
+                "block_size": engines.CHUNK_SIZE,
+                "spec_name": "MemcpyOffloadingSpec",
+                "spec_module_path": "benchmarks.memcpy_offload",
+            },
+        },
+        environment={"PYTHONPATH": str(ROOT)},
+        **plan.options,
+    )
+    with ExitStack() as stack:
+        stack.callback(remove_regions, [engine])
+        stack.enter_context(_running(engine))
+        yield engine
+
+
+@contextmanager
+def lmcache(plan: Plan, python: Path) -> Iterator[Engine]:
+    """LMCache's in-process connector, its copies between pages by torch."""
+    config = plan.run.folder / "lmcache.yaml"
+    values = {
+        "chunk_size": engines.CHUNK_SIZE,
+        "local_cpu": True,
+        "max_local_cpu_size": round(plan.pool_bytes / (1 << 30), 2),
+    }
+    config.write_text(json.dumps(values))  # JSON is YAML
+    engine = Engine(
+        plan.model,
+        plan.run.logs,
+        name="lmcache",
+        transfer_config={
+            "kv_connector": "LMCacheConnectorV1Dynamic",
+            "kv_connector_module_path": "benchmarks.lmcache_cpu",
+            "kv_role": "kv_both",
+        },
+        environment={
+            "PYTHONPATH": str(ROOT),
+            "PYTHONHASHSEED": "0",
+            "LMCACHE_TRACK_USAGE": "false",
+            "LMCACHE_DISABLE_BANNER": "1",
+            "LMCACHE_CONFIG_FILE": str(config),
+        },
+        **plan.options,
+    )
+    engine.process.command[0] = str(python)
+    with _running(engine):
+        yield engine
+
+
+@contextmanager
+def _running(engine: Engine) -> Iterator[None]:
+    try:
+        engine.start()
+        engine.wait_ready()
+        yield
+    finally:
+        engine.stop()

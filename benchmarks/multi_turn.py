@@ -1,0 +1,180 @@
+"""Chats of many users whose owners pause to think: `python -m benchmarks.multi_turn`, docs/benchmarks.md.
+
+A user's next turn comes when every other user has had one: in these minutes, which no clock has to wait for, their
+prompts take the user's pages out of the engine's own cache. What the next turn costs depends on who has kept them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import chat_systems, engines
+from benchmarks.chat_systems import ALONE, Plan
+from benchmarks.command import Benchmark, Run
+from benchmarks.engines import Prompts
+from benchmarks.rows import Row, compare
+from lmkv.errors import LmkvError
+from lmkv_client.demo.completion import Completion
+from lmkv_client.demo.engine import Engine
+
+ANSWER_TOKENS = 24
+MESSAGE_TOKENS = 200
+CHATS_IN_CACHE = 2
+"""So many chats at their end fit into the engine's own cache."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """What the users say. Everybody says something else; every system hears the same."""
+
+    first_tokens: int
+    """Length of a user's first prompt, the instructions to the model included."""
+    user_count: int
+    turn_count: int
+
+    @property
+    def context_tokens(self) -> int:
+        """Length of context that a whole chat needs."""
+        later = (self.turn_count - 1) * (ANSWER_TOKENS + MESSAGE_TOKENS)
+        return engines.context_for(self.first_tokens + later, ANSWER_TOKENS)
+
+    def messages(self) -> list[list[list[int]]]:
+        """By turn and user."""
+        prompts = Prompts(seed=5)
+        lengths = [self.first_tokens] + (self.turn_count - 1) * [MESSAGE_TOKENS]
+        return [[prompts.make(length) for _ in range(self.user_count)] for length in lengths]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """One turn of all users."""
+
+    completions: Sequence[Completion]
+
+    @property
+    def ttft_ms(self) -> float:
+        """Median time to the first token."""
+        return 1e3 * statistics.median(completion.ttft_seconds for completion in self.completions)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that were not computed."""
+        return sum(completion.cached_tokens for completion in self.completions)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(completion.prompt_tokens for completion in self.completions)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of this benchmark."""
+    engines.add_dtype_argument(parser)
+    parser.add_argument("--users", type=int, metavar="N", help="chats at a time (6; 4 with --quick)")
+    parser.add_argument("--turns", type=int, metavar="N", help="turns of each (6; 3 with --quick)")
+    parser.add_argument(
+        "--first-tokens", type=int, metavar="N", help="tokens of each first prompt (1024; 512 with --quick)"
+    )
+    parser.add_argument("--lmcache-python", type=Path, metavar="PATH", help="Python of an environment with LMCache 0.5")
+
+
+def measure(run: Run) -> None:
+    """Every system that is there, one after the other."""
+    args = run.args
+    dtype = engines.choose_dtype(run)
+    workload = Workload(
+        first_tokens=args.first_tokens or (512 if run.quick else 1024),
+        user_count=args.users or (4 if run.quick else 6),
+        turn_count=args.turns or (3 if run.quick else 6),
+    )
+    chat_bytes = workload.context_tokens * engines.token_bytes(dtype)
+    plan = Plan(
+        run=run,
+        model=engines.model_of(run),
+        dtype=dtype,
+        context_tokens=workload.context_tokens,
+        chats_in_cache=CHATS_IN_CACHE,
+        pool_bytes=(workload.user_count + 2) * chat_bytes,
+    )
+    run.report.settings |= {
+        "users": workload.user_count,
+        "turns": workload.turn_count,
+        "first_tokens": workload.first_tokens,
+        "message_tokens": MESSAGE_TOKENS,
+        "answer_tokens": ANSWER_TOKENS,
+        "chats_in_cache": CHATS_IN_CACHE,
+    }
+    engines.check_memory(engines.ENGINE_BYTES + CHATS_IN_CACHE * chat_bytes + plan.pool_bytes)
+    spoken: dict[str, list[Turn]] = {}
+    for name, open_engine in chat_systems.systems(run, plan, args.lmcache_python).items():
+        if run.quick and name == "lmcache":  # four engines do not start and talk in three minutes
+            run.note("LMCache was not measured: --quick leaves it out")
+            continue
+        run.say(f"{name}: starting an engine, {dtype}; twenty seconds or more")
+        try:
+            with open_engine() as engine:
+                spoken[name] = talk(run, name, engine, workload)
+        except LmkvError as error:
+            if name in (ALONE, "lmkv"):
+                raise
+            run.note(f"{name} could not be measured: {error}")
+    run.add(*rows_of(spoken))
+
+
+def talk(run: Run, name: str, engine: Engine, workload: Workload) -> list[Turn]:
+    """All chats, turn by turn: each user's prompt is all that was said before, and a message."""
+    engine.complete(Prompts(seed=6).make(2 * engines.CHUNK_SIZE), 2)  # warms up
+    chats: list[list[int]] = [[] for _ in range(workload.user_count)]
+    turns = []
+    for number, messages in enumerate(workload.messages(), 1):
+        completions = []
+        for chat, message in zip(chats, messages, strict=True):
+            chat += message
+            completions.append(engine.complete(chat, ANSWER_TOKENS))
+            chat += completions[-1].token_ids
+        turn = Turn(completions=completions)
+        turns.append(turn)
+        run.say(
+            f"{name}, turn {number}: {turn.ttft_ms:.0f} ms, {turn.cached_tokens} of {turn.prompt_tokens} tokens cached"
+        )
+    return turns
+
+
+def rows_of(spoken: Mapping[str, Sequence[Turn]]) -> Iterator[Row]:
+    """What the systems took for each turn, beside the engine alone, and how much they had kept."""
+    without = spoken[ALONE]
+    for name, turns in spoken.items():
+        for number, (turn, other) in enumerate(zip(turns, without, strict=True), 1):
+            row = Row(name=f"{name}_turn_{number}_ms", value=turn.ttft_ms, unit="ms")
+            yield row if turn is other else compare(row.name, row.value, "ms", "the engine alone", other.ttft_ms)
+        later = turns[1:]
+        kept = sum(turn.cached_tokens for turn in later) / sum(turn.prompt_tokens for turn in later)
+        yield Row(name=f"{name}_kept", value=100 * kept, unit="% of tokens")
+        if turns is not without:
+            yield Row(name=f"{name}_identical", value=100 * identical(turns, without), unit="% of answers")
+
+
+def identical(turns: Sequence[Turn], others: Sequence[Turn]) -> float:
+    """The share of answers that are the same in both."""
+    pairs = [
+        own.token_ids == theirs.token_ids
+        for turn, other in zip(turns, others, strict=True)
+        for own, theirs in zip(turn.completions, other.completions, strict=True)
+    ]
+    return sum(pairs) / len(pairs)
+
+
+BENCHMARK = Benchmark(
+    name="multi_turn",
+    description="Measures the time to the first token, turn by turn, of chats that an engine's own cache cannot hold.",
+    measure=measure,
+    add_arguments=add_arguments,
+)
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARK.main())
