@@ -65,7 +65,8 @@ async def test_the_documentation_lists_every_metric_of_the_node(runtime_dir: Pat
     page = (Path(__file__).parents[3] / "docs" / "telemetry.md").read_text(encoding="utf-8")
     listed = {re.sub("_total$", "", name) for name in re.findall(r"`(lmkv_node_[a-z_]+)", page)}
     disk = {"local_disk": str(runtime_dir / "disk"), "max_local_disk_size": "16MB"}
-    async with Node(node_config(runtime_dir, **disk)) as node:
+    warm = {"persist_pool": True, "pool_path": str(runtime_dir / "pool")}
+    async with Node(node_config(runtime_dir, **disk, **warm)) as node:
         families = {family.name for family in node.metrics.collect()}
     assert listed == families
 
