@@ -10,7 +10,7 @@ from lmkv.config.connector import ConnectorConfig
 from lmkv.config.coordinator import CoordinatorConfig
 from lmkv.config.node import NodeConfig
 from lmkv.config.proxy import ProxyConfig
-from lmkv.config.resolve import load, to_environment
+from lmkv.config.resolve import load, to_comparison, to_environment
 from lmkv.config.schema import Config, keys
 
 __all__ = [
@@ -24,5 +24,6 @@ __all__ = [
     "from_arguments",
     "keys",
     "load",
+    "to_comparison",
     "to_environment",
 ]

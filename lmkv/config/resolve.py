@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -78,6 +79,15 @@ def to_environment(config: Config, inherited: Mapping[str, str] | None = None) -
     for name, declared in keys(type(config)).items():
         environment[variable(name)] = declared.kind.write(getattr(config, name))
     return environment
+
+
+def to_comparison(config: Config) -> dict[str, str]:
+    """What two processes compare to see whether they mean the same: `to_environment`, with digests for secrets."""
+    compared = to_environment(config)
+    for name, declared in keys(type(config)).items():
+        if declared.kind.secret and (secret := compared[variable(name)]):
+            compared[variable(name)] = f"sha256:{hashlib.sha256(secret.encode()).hexdigest()[:16]}"
+    return compared
 
 
 def spellings(cls: type[Config]) -> Mapping[str, tuple[str, Alias]]:

@@ -40,7 +40,7 @@ class Launcher:
         """What a node must be like to be ours; nothing if the operator named one by `node_address`."""
         if self._config.node_address:
             return {}
-        environment = configuration.to_environment(self._config.node_config())
+        environment = configuration.to_comparison(self._config.node_config())
         return {key: value for key, value in environment.items() if key not in NOT_EXPECTED}
 
     async def address(self) -> str:

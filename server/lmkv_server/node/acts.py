@@ -22,6 +22,7 @@ from lmkv_server.node.engines import Engines
 from lmkv_server.node.host_tier import Chunk, HostTier
 from lmkv_server.node.peers import Peers
 from lmkv_server.node.pins import Pins
+from lmkv_server.node.remote_tier import RemoteTier
 
 MAX_ORDER_KEYS = 32_768
 """Most chunks that one order may name: 512 KiB, so that its outcome fits into a report whatever goes wrong."""
@@ -35,10 +36,18 @@ class Acts:
     """The acts on one node's tiers. Without `peers` every fetch is refused."""
 
     def __init__(
-        self, *, tier: HostTier, engines: Engines, peers: Peers | None, pins: Pins, disk: DiskTier | None = None
+        self,
+        *,
+        tier: HostTier,
+        engines: Engines,
+        peers: Peers | None,
+        pins: Pins,
+        disk: DiskTier | None = None,
+        remote: RemoteTier | None = None,
     ) -> None:
         self._tier = tier
         self._disk = disk
+        self._remote = remote
         self._engines = engines
         self._peers = peers
         self._pins = pins
@@ -81,19 +90,24 @@ class Acts:
     async def drop(self, order: pb.DropOrder, achieved: Achieved) -> None:
         """Forgets what the order selects, in every tier unless it names one; pinned chunks stay.
 
-        A pin keeps a chunk in memory: an order that names the disk drops what is there. Raises `BadMessage`,
-        `BadChunkKey`, `TierUnsupported`.
+        A pin keeps a chunk in memory: an order that names a deeper tier drops what is there. The shared store loses
+        its chunks for all who share it. Raises `BadMessage`, `BadChunkKey`, `TierUnsupported`, and `Unreachable` if
+        that store fails.
         """
         if not (order.chunk_keys or order.fingerprint or order.all):
             raise BadMessage("an order to drop selects by chunk_keys, by fingerprint, or all")
         on_disk = self._disk is not None and order.tier in (chunk_pb2.TIER_UNSPECIFIED, chunk_pb2.TIER_DISK)
-        if order.tier != chunk_pb2.TIER_DISK or not on_disk:
+        in_remote = self._remote is not None and order.tier in (chunk_pb2.TIER_UNSPECIFIED, chunk_pb2.TIER_REMOTE)
+        in_memory = order.tier == chunk_pb2.TIER_UNSPECIFIED or not (on_disk or in_remote)
+        if in_memory:
             check_tier(order.tier)
-        named = dict.fromkeys(order_keys(order.chunk_keys))
+        named = list(dict.fromkeys(order_keys(order.chunk_keys)))
         if on_disk:
-            await self._drop_from_disk(order, list(named), achieved)
-        if order.tier != chunk_pb2.TIER_DISK:
-            await self._drop_from_memory(order, list(named), achieved)
+            await self._drop_from_disk(order, named, achieved)
+        if in_memory:
+            await self._drop_from_memory(order, named, achieved)
+        if in_remote:
+            await self._drop_from_remote(order, named, achieved)
 
     async def _drop_from_memory(self, order: pb.DropOrder, named: Sequence[ChunkKey], achieved: Achieved) -> None:
         chunks = [self._tier.get(key) for key in named] if named else list(self._tier)
@@ -133,6 +147,20 @@ class Acts:
             if not order.dry_run:
                 self._disk.drop([chunk.key for chunk, _ in selected])
         await self._disk.settle()
+
+    async def _drop_from_remote(self, order: pb.DropOrder, named: Sequence[ChunkKey], achieved: Achieved) -> None:
+        """Returns once the store has removed them. They are counted only if the order names this tier."""
+        assert self._remote
+        fingerprints = [order.fingerprint] if order.fingerprint else [spec.fingerprint for spec in self._engines.specs]
+        try:
+            if named:
+                count = await self._remote.drop(fingerprints, named, dry_run=order.dry_run)
+            else:
+                count = await self._remote.clear(order.fingerprint, dry_run=order.dry_run)
+        except OSError as error:
+            raise Unreachable(f"{self._remote.link} did not remove them: {error}") from None
+        if order.tier == chunk_pb2.TIER_REMOTE:
+            achieved.chunk_count += count
 
     def pin(self, order: pb.PinOrder, achieved: Achieved) -> None:
         """Keeps the head of the order's chunks. Raises `TierUnsupported`, `BadChunkKey`, and what `Pins.pin` raises."""

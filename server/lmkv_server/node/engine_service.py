@@ -131,14 +131,15 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
 
     async def Lookup(self, request: pb.EngineServiceLookupRequest, context: Any) -> pb.EngineServiceLookupResponse:
         """See the proto."""
-        self._spec(request.fingerprint)
+        spec = self._spec(request.fingerprint)
         keys = split_keys(request.chunk_keys)
         own = len(self._tier.find(keys))
         on_disk = self._sources.on_disk(request.fingerprint, keys, own)
         holders = await self._sources.locate(keys[own:], after=on_disk)
+        elsewhere = holders[0].matched_chunk_count if holders else on_disk
         return pb.EngineServiceLookupResponse(
             own_chunk_count=own,
-            peer_chunk_count=holders[0].matched_chunk_count if holders else on_disk,
+            peer_chunk_count=elsewhere + await self._sources.in_remote(spec, keys, own + elsewhere),
             peer_instance_id=holders[0].instance_id if holders else "",
         )
 

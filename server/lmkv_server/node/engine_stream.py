@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
@@ -129,7 +129,7 @@ class EngineStream:
         ticket.disk_count = min(on_disk, self._session.holdable_count)
         span = telemetry.follow("lmkv.lookup", lookup.traceparent, asked_chunks=len(ticket.keys))
         here_count = ticket.own_count + ticket.disk_count
-        if here_count == len(ticket.keys) or not self._sources.connected or self._promised(ticket)[0]:
+        if here_count == len(ticket.keys) or not self._sources.asks or self._promised(ticket)[0]:
             with span:
                 self._answer(lookup, ticket, span)
         else:
@@ -138,34 +138,40 @@ class EngineStream:
     async def _locate(self, lookup: pb.LookupChunks, ticket: Ticket, span: Span) -> None:
         with span:
             ticket.holders = await self._sources.locate(ticket.keys[ticket.own_count :], after=ticket.disk_count)
+            here_count = ticket.disk_count + ticket.peer_count
+            shared = await self._sources.in_remote(self._session.spec, ticket.keys, ticket.own_count + here_count)
+            ticket.remote_count = max(0, min(shared, self._session.holdable_count - here_count))
             self._answer(lookup, ticket, span)
 
     def _answer(self, lookup: pb.LookupChunks, ticket: Ticket, span: Span) -> None:
         refused_count = self._refuse_slow(lookup, ticket)
         peer_count, peer_id = self._promised(ticket)
-        disk_count = 0 if peer_count else ticket.disk_count
+        disk_count = remote_count = 0
         if not peer_count:
-            peer_count, peer_id = disk_count, ""
-            if ticket.holders:
-                peer_count, peer_id = ticket.holders[0].matched_chunk_count, ticket.holders[0].instance_id
+            disk_count, peer_count, remote_count = ticket.disk_count, ticket.peer_count, ticket.remote_count
+            peer_id = ticket.holders[0].instance_id if ticket.holders else ""
+        found_count = disk_count + peer_count + remote_count
         found = pb.FoundChunks(
             request_id=lookup.request_id,
             own=[extent(chunk) for chunk in ticket.chunks],
-            peer_chunk_count=peer_count,
+            peer_chunk_count=found_count,
             peer_instance_id=peer_id,
             refused_chunk_count=refused_count,
         )
         self.outbox.put(pb.AttachResponse(found=[found]))
-        self._lookups.note(asked=len(ticket.keys), own=ticket.own_count, disk=disk_count, peer=peer_count - disk_count)
+        self._lookups.note(
+            asked=len(ticket.keys), own=ticket.own_count, disk=disk_count, peer=peer_count, remote=remote_count
+        )
         span.set(
             own_chunks=ticket.own_count,
             disk_chunks=disk_count,
-            peer_chunks=peer_count - disk_count,
+            peer_chunks=peer_count,
+            remote_chunks=remote_count,
             peer_instance_id=found.peer_instance_id,
         )
         held = ticket.own_count + found.peer_chunk_count
         self._reserve(lookup.reserve_count - held, settled=max(0, lookup.reserve_count))
-        if not ticket.chunks and not peer_count:
+        if not ticket.chunks and not found_count:
             self._session.release(lookup.request_id)
 
     def _promised(self, ticket: Ticket) -> tuple[int, str]:
@@ -174,19 +180,21 @@ class EngineStream:
 
     def _refuse_slow(self, lookup: pb.LookupChunks, ticket: Ticket) -> int:
         """Forgets who holds the rest if to compute it is quicker, as far as that is known; the chunks of it."""
-        spec, rate, disk_count = self._session.spec, lookup.prefill_tokens_per_second, ticket.disk_count
-        peer_count = ticket.holders[0].matched_chunk_count - disk_count if ticket.holders else 0
+        spec, rate = self._session.spec, lookup.prefill_tokens_per_second
 
-        def is_slower(count: int, seconds: float | None) -> bool:
-            return seconds is not None and rate > 0 and seconds > count * spec.chunk_size / rate
+        def is_slower(count: int, expected_seconds: Callable[[int], float | None]) -> bool:
+            seconds = expected_seconds(count * spec.chunk_bytes) if count and rate > 0 else None
+            return seconds is not None and seconds > count * spec.chunk_size / rate
 
         refused_count = 0
-        if disk_count and is_slower(disk_count, self._sources.read_seconds(disk_count * spec.chunk_bytes)):
-            refused_count, ticket.holders, ticket.disk_count = disk_count + peer_count, (), 0
-        elif peer_count and is_slower(
-            peer_count, self._sources.fetch_seconds(ticket.holders, peer_count * spec.chunk_bytes)
-        ):
-            refused_count, ticket.holders = peer_count, ()
+        if is_slower(ticket.disk_count, self._sources.read_seconds):
+            refused_count = ticket.disk_count + ticket.peer_count + ticket.remote_count
+            ticket.disk_count, ticket.holders, ticket.remote_count = 0, (), 0
+        elif is_slower(ticket.peer_count, lambda size: self._sources.fetch_seconds(ticket.holders, size)):
+            refused_count = ticket.peer_count + ticket.remote_count
+            ticket.holders, ticket.remote_count = (), 0
+        elif is_slower(ticket.remote_count, self._sources.remote_seconds):
+            refused_count, ticket.remote_count = ticket.remote_count, 0
         self._lookups.refused_slower += refused_count > 0
         return refused_count
 

@@ -36,10 +36,17 @@ class Ticket:
     own_count: int = 0
     disk_count: int = 0
     """Chunks from `own_count` on that are on the own disk."""
+    remote_count: int = 0
+    """Chunks after those on disk and at peers that are in the store which all share."""
     handoff_id: str = ""
     """The handoff that brings the rest, if one does."""
     on_release: Callable[[], None] | None = None
     """To be called when the ticket is released."""
+
+    @property
+    def peer_count(self) -> int:
+        """Chunks after those on disk that a peer holds."""
+        return max(0, self.holders[0].matched_chunk_count - self.disk_count) if self.holders else 0
 
 
 class EngineSession:

@@ -38,6 +38,8 @@ from lmkv_server.node.metrics import Metrics
 from lmkv_server.node.metrics_server import MetricsServer
 from lmkv_server.node.orders import Orders
 from lmkv_server.node.peer_side import STOP_GRACE_SECONDS, PeerSide, bind
+from lmkv_server.node.remote_store import store_for
+from lmkv_server.node.remote_tier import RemoteTier
 from lmkv_server.node.reporting import Reporting
 from lmkv_server.node.sources import Sources
 from lmkv_server.node.warm_start import WarmStart
@@ -64,6 +66,8 @@ class Node:
         self._calls = Calls()
         self.disk: DiskTier | None = None
         """The disk tier, if there is one."""
+        self.remote: RemoteTier | None = None
+        """The remote tier, if there is one."""
         self.warm: WarmStart | None = None
         """What an earlier life has left, if `persist_pool` is on."""
         self._peer_side: PeerSide | None = None
@@ -111,6 +115,12 @@ class Node:
                     io=self._disk_io(),
                 )
             )
+        if config.remote_url:
+            self.remote = self._reporting.remote = await self._stack.enter_async_context(
+                RemoteTier(
+                    store_for(config), tier=self.tier, pool=self.pool, lookup_seconds=config.remote_lookup_timeout
+                )
+            )
         if config.enable_p2p:
             self._peer_side = await self._stack.enter_async_context(
                 PeerSide(
@@ -127,10 +137,17 @@ class Node:
         side = self._peer_side
         peers = side.peers if side else None
         self.orders = await self._stack.enter_async_context(
-            Orders(instance_id=config.instance_id, tier=self.tier, engines=self.engines, peers=peers, disk=self.disk)
+            Orders(
+                instance_id=config.instance_id,
+                tier=self.tier,
+                engines=self.engines,
+                peers=peers,
+                disk=self.disk,
+                remote=self.remote,
+            )
         )
         self.fleet = Fleet(
-            config.coordinator_address if config.enable_p2p else "",
+            config.coordinator_address if config.enable_p2p else (),
             tls=config.tls,
             instance=self.describe,
             snapshot=self._snapshot,
@@ -154,6 +171,7 @@ class Node:
                 peers=peers,
                 receiver=side.receiver if side else None,
                 disk=self.disk,
+                remote=self.remote,
                 locate_timeout_seconds=config.coordinator_timeout,
             ),
             senders=side.senders if side else None,
@@ -165,7 +183,7 @@ class Node:
                 node_pid=os.getpid(),
                 peer_address=self.peer_address,
             ),
-            config=configuration.to_environment(config),
+            config=configuration.to_comparison(config),
             on_attach=self._engines_changed,
             on_detach=self._engines_changed,
         )
@@ -173,6 +191,7 @@ class Node:
         self.metrics = Metrics(
             tier=self.tier,
             disk=self.disk,
+            remote=self.remote,
             warm=self.warm,
             engines=self.engines,
             orders=self.orders,
@@ -274,7 +293,7 @@ class Node:
         traffic = self._peer_side.peers.traffic.values() if self._peer_side else ()
         return registry_service_pb2.InstanceStats(
             asked_chunks=self._lookups.asked_chunks,
-            own_chunks=self._lookups.own_chunks + self._lookups.disk_chunks,
+            own_chunks=self._lookups.own_chunks + self._lookups.disk_chunks + self._lookups.remote_chunks,
             peer_chunks=self._lookups.peer_chunks,
             evicted_chunks=self.tier.evicted_count,
             traffic=sorted(traffic, key=lambda peer: -peer.transferred_bytes)[:MAX_TRAFFIC],

@@ -18,9 +18,10 @@ from lmkv.spec import KvSpec
 ROOT = "lmkv1/"
 """What all names begin with."""
 _MAGIC = b"lmkvobj1"
-_FIELDS = struct.Struct("<8s16s16s16sIQQ")  # magic, fingerprint, key, parent, tokens, bytes, checksum
+_FIELDS = struct.Struct(
+    "<8s16s16s16s?IQQ"
+)  # magic, fingerprint, key, parent and whether it is known, tokens, bytes, checksum
 _SEAL = struct.Struct("<I")  # of the fields
-_NO_PARENT = bytes(KEY_BYTES)
 HEADER_BYTES = _FIELDS.size + _SEAL.size
 
 
@@ -43,7 +44,8 @@ class RemoteObject:
             _MAGIC,
             self.fingerprint,
             self.key,
-            self.parent or _NO_PARENT,
+            self.parent or bytes(KEY_BYTES),
+            self.parent is not None,
             self.token_count,
             self.size_bytes,
             self.checksum,
@@ -105,12 +107,12 @@ def parse_header(header: bytes) -> RemoteObject | None:
     if len(header) != HEADER_BYTES:
         return None
     fields = header[: _FIELDS.size]
-    magic, fingerprint, key, parent, token_count, size_bytes, checksum = _FIELDS.unpack(fields)
+    magic, fingerprint, key, parent, has_parent, token_count, size_bytes, checksum = _FIELDS.unpack(fields)
     if magic != _MAGIC or _SEAL.unpack(header[_FIELDS.size :]) != (crc32(fields),):
         return None
     return RemoteObject(
         key=ChunkKey(key),
-        parent=None if parent == _NO_PARENT else ChunkKey(parent),
+        parent=ChunkKey(parent) if has_parent else None,
         fingerprint=fingerprint,
         token_count=token_count,
         size_bytes=size_bytes,

@@ -153,13 +153,19 @@ class RemoteLink:
             self.lose(error)
         return None
 
-    async def remove(self, names: Sequence[str]) -> int:
-        """Removes objects; how many there were. Raises `OSError`, and then the store is lost."""
+    async def remove(self, names: Sequence[str], *, dry_run: bool = False) -> int:
+        """Removes objects, or only counts them; how many there are. Raises `OSError`, and then the store is lost."""
+
+        def remove(part: Sequence[str]) -> int:
+            count = sum(size > 0 for size in self._store.sizes(part))
+            if not dry_run:
+                self._store.remove(part)
+            return count
+
+        count = 0
         try:
-            count = 0
             for start in range(0, len(names), REMOVED_AT_ONCE):
-                part = names[start : start + REMOVED_AT_ONCE]
-                count += await self._run(self._askers, self._store.remove, part)
+                count += await self._run(self._askers, remove, names[start : start + REMOVED_AT_ONCE])
         except OSError as error:
             self.lose(error)
             raise
@@ -170,7 +176,9 @@ class RemoteLink:
         try:
             count, pages = 0, self._store.names(root)
             while page := await self._run(self._askers, lambda: list(islice(pages, 1))):
-                count += len(page[0]) if dry_run else await self.remove(page[0])
+                count += len(page[0])
+                if page[0] and not dry_run:
+                    await self._run(self._askers, self._store.remove, page[0])
         except OSError as error:
             self.lose(error)
             raise

@@ -82,15 +82,14 @@ class S3Store:
                 raise
         return True
 
-    def remove(self, names: Sequence[str]) -> int:
-        """See `RemoteStore`. S3 does not say what was there: all count."""
+    def remove(self, names: Sequence[str]) -> None:
+        """See `RemoteStore`."""
         for start in range(0, len(names), REMOVED_AT_ONCE):
             objects = [{"Key": self._url.prefix + name} for name in names[start : start + REMOVED_AT_ONCE]]
             with _failures():
                 answer = self._made.delete_objects(Bucket=self._url.bucket, Delete={"Objects": objects, "Quiet": True})
             if failed := answer.get("Errors"):
                 raise Refused(f"{len(failed)} objects stay: {failed[0].get('Message', failed[0].get('Code'))}")
-        return len(names)
 
     def names(self, root: str) -> Iterator[list[str]]:
         """See `RemoteStore`."""

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Protocol
 
+from lmkv.config import NodeConfig
 from lmkv.errors import ConfigError
-from lmkv.remote_url import RemoteUrl
+from lmkv.remote_url import parse_remote_url
 
 
 class Refused(OSError):
@@ -29,7 +30,7 @@ class RemoteStore(Protocol):
         """Returns once the store has answered."""
 
     def sizes(self, names: Sequence[str]) -> list[int]:
-        """The lengths of objects, 0 of one that is not there; what follows such a one may be left out."""
+        """The lengths of objects, 0 of one that is not there."""
 
     def get(self, name: str, parts: Sequence[memoryview]) -> bool:
         """Fills the parts, one after the other, from an object; False if there is none of just that length."""
@@ -37,8 +38,8 @@ class RemoteStore(Protocol):
     def put(self, name: str, parts: Sequence[memoryview]) -> bool:
         """Makes an object of the parts; False if there is one of that name already, which stays."""
 
-    def remove(self, names: Sequence[str]) -> int:
-        """Removes objects; how many of them were there, as far as the store says."""
+    def remove(self, names: Sequence[str]) -> None:
+        """Removes objects, those of them that are there."""
 
     def names(self, root: str) -> Iterator[list[str]]:
         """The names that begin so, some at a time; those that come and go meanwhile may be among them or not."""
@@ -47,8 +48,9 @@ class RemoteStore(Protocol):
         """Lets go of every connection that nobody uses. Idempotent."""
 
 
-def store_for(url: RemoteUrl, *, endpoint_url: str, timeout_seconds: float, ttl_seconds: float) -> RemoteStore:
-    """The store at a URL; nothing is connected yet. Raises `ConfigError` if it needs what is not installed."""
+def store_for(config: NodeConfig) -> RemoteStore:
+    """The store of `remote_url`; nothing is connected yet. Raises `ConfigError` if it needs what is not installed."""
+    url = parse_remote_url(config.remote_url)
     package, extra = ("botocore", "s3") if url.bucket else ("valkey", "valkey")
     if find_spec(package) is None:
         raise ConfigError(
@@ -58,7 +60,7 @@ def store_for(url: RemoteUrl, *, endpoint_url: str, timeout_seconds: float, ttl_
     if url.bucket:
         from lmkv_server.node.remote_s3 import S3Store
 
-        return S3Store(url, endpoint_url=endpoint_url, timeout_seconds=timeout_seconds)
+        return S3Store(url, endpoint_url=config.remote_endpoint_url, timeout_seconds=config.remote_timeout)
     from lmkv_server.node.remote_valkey import ValkeyStore
 
-    return ValkeyStore(url, timeout_seconds=timeout_seconds, ttl_seconds=ttl_seconds)
+    return ValkeyStore(url, timeout_seconds=config.remote_timeout, ttl_seconds=config.remote_ttl)

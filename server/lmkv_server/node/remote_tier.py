@@ -133,7 +133,7 @@ class RemoteTier:
     def is_wanted(self, _place: RemoteLink, chunk: RemoteChunk) -> bool:
         """Whether nobody has dropped the chunk since it was found."""
         found = self._known.get(chunk.key)
-        return found is not None and found[0] is chunk
+        return self.link.is_open and found is not None and found[0] is chunk
 
     # --- What changes --------------------------------------------------------------------------------------------
 
@@ -154,13 +154,15 @@ class RemoteTier:
 
         self._start(remove())
 
-    async def drop(self, fingerprints: Iterable[bytes], keys: Sequence[ChunkKey]) -> int:
+    async def drop(self, fingerprints: Iterable[bytes], keys: Sequence[ChunkKey], *, dry_run: bool = False) -> int:
         """Removes chunks of some specs; how many there were. Raises `OSError` if the store fails."""
-        named = set(keys)
-        self.writer.forget(lambda chunk: chunk.key in named)
-        for key in keys:
-            self._known.pop(key, None)
-        return await self.link.remove([object_name(fingerprint, key) for fingerprint in fingerprints for key in keys])
+        names = [object_name(fingerprint, key) for fingerprint in fingerprints for key in keys]
+        if not dry_run:
+            named = set(keys)
+            self.writer.forget(lambda chunk: chunk.key in named)
+            for key in keys:
+                self._known.pop(key, None)
+        return await self.link.remove(names, dry_run=dry_run)
 
     async def clear(self, fingerprint: bytes = b"", *, dry_run: bool = False) -> int:
         """Removes all chunks of a spec, or of all; how many there were. Raises `OSError` if the store fails.

@@ -88,10 +88,10 @@ class ValkeyStore:
             connection.send_packed_command([head, *parts, tail])
             return connection.read_response() is not None
 
-    def remove(self, names: Sequence[str]) -> int:
+    def remove(self, names: Sequence[str]) -> None:
         """See `RemoteStore`."""
         with self._connection() as connection:
-            return int(self._ask(connection, "UNLINK", *names)) if names else 0
+            self._ask(connection, "UNLINK", *names)
 
     def names(self, root: str) -> Iterator[list[str]]:
         """See `RemoteStore`."""

@@ -8,16 +8,18 @@ from lmkv_server.node.disk_tier import DiskTier
 from lmkv_server.node.fleet import Fleet
 from lmkv_server.node.host_tier import Chunk
 from lmkv_server.node.ledger import Ledger
+from lmkv_server.node.remote_tier import RemoteTier
 from lmkv_server.node.senders import Senders
 
 
 class Reporting:
-    """Tells the fleet, handoffs under way, the disk and the pool's ledger what the tiers gain and lose."""
+    """Tells the fleet, handoffs under way, the deeper tiers and the pool's ledger what the tiers gain and lose."""
 
     def __init__(self) -> None:
         self.fleet: Fleet | None = None
         self.senders: Senders | None = None
         self.disk: DiskTier | None = None
+        self.remote: RemoteTier | None = None
         self.ledger: Ledger | None = None
 
     def admitted(self, chunk: Chunk) -> None:
@@ -30,6 +32,8 @@ class Reporting:
             self.fleet.admitted(chunk_pb2.TIER_HOST, chunk.fingerprint, chunk.key, chunk.token_count)
         if self.disk:
             self.disk.writer.admitted(chunk)
+        if self.remote:
+            self.remote.writer.admitted(chunk)
 
     def evicted(self, chunk: Chunk) -> None:
         """See `Listener`."""
@@ -39,6 +43,8 @@ class Reporting:
             self.fleet.evicted(chunk_pb2.TIER_HOST, chunk.fingerprint, chunk.key)
         if self.disk:
             self.disk.writer.evicted(chunk)
+        if self.remote:
+            self.remote.writer.evicted(chunk)
 
     def stored(self, chunk: DiskChunk) -> None:
         """See `DiskListener`."""

@@ -1,9 +1,11 @@
-"""Where else chunks can come from: a handoff brings them, the own disk has them, or peers do, says the coordinator."""
+"""Where else chunks come from: a handoff, the own disk, peers that the coordinator names, the store that all share."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
@@ -16,6 +18,8 @@ from lmkv_server.node.fleet import Fleet
 from lmkv_server.node.host_tier import Chunk, HostTier
 from lmkv_server.node.peers import Fetched, Peers
 from lmkv_server.node.receiver import Receiver
+from lmkv_server.node.remote_tier import RemoteTier
+from lmkv_server.node.tier_reader import TierReader
 
 REST_SECONDS = 1.0
 """Most time to fetch from peers what a handoff did not bring."""
@@ -35,10 +39,12 @@ class Sources:
         peers: Peers | None,
         receiver: Receiver | None,
         disk: DiskTier | None,
+        remote: RemoteTier | None = None,
         locate_timeout_seconds: float,
     ) -> None:
         self._tier = tier
         self._disk = disk
+        self._remote = remote
         self._fleet = fleet
         self._peers = peers
         self._receiver = receiver
@@ -48,6 +54,11 @@ class Sources:
     def connected(self) -> bool:
         """Whether asking the coordinator makes sense at all."""
         return self._peers is not None and self._fleet.connected
+
+    @property
+    def asks(self) -> bool:
+        """Whether there is anybody to ask about chunks that are not here."""
+        return self.connected or (self._remote is not None and self._remote.is_usable)
 
     @property
     def conflicts(self) -> Sequence[SpecConflict]:
@@ -62,6 +73,10 @@ class Sources:
     def on_disk(self, fingerprint: bytes, keys: Sequence[ChunkKey], after: int) -> int:
         """How many chunks of a prompt the own disk has, from `keys[after]` on; those before are in the tier."""
         return self._disk.count(fingerprint, keys, after) if self._disk else 0
+
+    async def in_remote(self, spec: KvSpec, keys: Sequence[ChunkKey], after: int) -> int:
+        """How many chunks of a prompt the shared store has, from `keys[after]` on. Bounded; a failure is a miss."""
+        return await self._remote.count(spec, keys, after) if self._remote else 0
 
     async def locate(self, keys: Sequence[ChunkKey], after: int = 0) -> Sequence[Holder]:
         """Peers that hold the chunks from `keys[after]` on, longest run first. Bounded; a failure is a miss.
@@ -89,6 +104,10 @@ class Sources:
         """How long it should take to read so many bytes from disk; None if that is not known."""
         return self._disk.reader.expected_seconds(size_bytes) if self._disk else None
 
+    def remote_seconds(self, size_bytes: int) -> float | None:
+        """How long it should take to read so many bytes from the shared store; None if that is not known."""
+        return self._remote.reader.expected_seconds(size_bytes) if self._remote else None
+
     async def fetch(
         self,
         spec: KvSpec,
@@ -98,16 +117,45 @@ class Sources:
         on_chunks: OnChunks,
         handoff_id: str = "",
     ) -> Fetched:
-        """Brings chunks into the own tier: what a handoff brings, then what is on disk, then what peers hold.
+        """Brings chunks into the own tier: what a handoff brings, what is on disk, what peers hold, what all share.
 
         Never raises but for cancellation; what did not come is in the result.
         """
+        began = time.monotonic()
+        fetched = await self._fetch(spec, keys, holders, timeout_seconds, on_chunks, handoff_id)
+        rest_seconds = timeout_seconds - (time.monotonic() - began)
+        if self._remote is None or fetched.chunk_count == len(keys) or rest_seconds <= 0:
+            return fetched
+        progress = Progress(self._tier, spec, keys, fetched.chunk_count, on_chunks)
+        try:
+            await self._remote.count(spec, keys, fetched.chunk_count)  # most likely known from the lookup
+            await self._read(self._remote.reader, progress, rest_seconds)
+        finally:
+            progress.close()
+        return replace(
+            fetched,
+            chunk_count=fetched.chunk_count + progress.handed_count,
+            seconds=time.monotonic() - began,
+            error=fetched.error if progress.missing else None,
+        )
+
+    async def _fetch(
+        self,
+        spec: KvSpec,
+        keys: Sequence[ChunkKey],
+        holders: Sequence[Holder],
+        timeout_seconds: float,
+        on_chunks: OnChunks,
+        handoff_id: str,
+    ) -> Fetched:
+        """The same, without what all share."""
         began = time.monotonic()
         progress = Progress(self._tier, spec, keys, 0, on_chunks)
         try:
             if handoff_id and self._receiver:
                 await self._receiver.follow(handoff_id, progress, timeout_seconds)
-            await self._read(progress, timeout_seconds - (time.monotonic() - began))
+            if self._disk:
+                await self._read(self._disk.reader, progress, timeout_seconds - (time.monotonic() - began))
             rest_seconds = timeout_seconds - (time.monotonic() - began)
             if progress.missing and rest_seconds > 0 and self._peers:
                 if handoff_id:
@@ -118,13 +166,13 @@ class Sources:
             progress.close()
         return Fetched(chunk_count=progress.handed_count, seconds=time.monotonic() - began)
 
-    async def _read(self, progress: Progress, timeout_seconds: float) -> None:
-        """Brings what is missing and on disk."""
-        if self._disk is None or timeout_seconds <= 0:
+    async def _read(self, reader: TierReader[Any], progress: Progress, timeout_seconds: float) -> None:
+        """Brings what is missing and in a deeper tier."""
+        if timeout_seconds <= 0:
             return
         progress.find_own()
         missing = sorted(progress.missing)
-        await self._disk.reader.read(
+        await reader.read(
             progress.spec.fingerprint,
             [progress.keys[index] for index in missing],
             timeout_seconds,
@@ -132,12 +180,14 @@ class Sources:
         )
 
     def clear(self, fingerprint: bytes) -> int:
-        """Forgets every chunk of one spec that is not pinned, also on disk; their count."""
+        """Forgets every chunk of one spec that is not pinned, on disk and in the shared store, too; their count here."""
         keys = {chunk.key for chunk in self._tier if chunk.fingerprint == fingerprint and not chunk.pins}
         if self._disk:
             kept = {chunk.key for chunk in self._tier if chunk.pins}
             keys |= {chunk.key for chunk in self._disk if chunk.fingerprint == fingerprint and chunk.key not in kept}
             self._disk.drop(keys)
+        if self._remote:
+            self._remote.forget(fingerprint)
         self._tier.drop(keys)
         return len(keys)
 

@@ -1,0 +1,275 @@
+"""Real stores on loopback, and host tiers over real pools that share one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import valkey
+from botocore.config import Config
+from botocore.session import get_session
+
+from lmkv.pool import Pool
+from lmkv.remote_url import parse_remote_url
+from lmkv_kernels import checksum
+from lmkv_server.node.host_tier import Chunk, HostTier
+from lmkv_server.node.remote_chunk import object_name
+from lmkv_server.node.remote_s3 import S3Store
+from lmkv_server.node.remote_store import RemoteStore
+from lmkv_server.node.remote_tier import RemoteTier
+from lmkv_server.node.remote_valkey import ValkeyStore
+from tests.conftest import find_free_port
+from tests.server.node.cases import chunk_key, chunk_keys, small_spec
+from tests.server.node.disk_parts import WAIT_SECONDS, content, until
+
+SPEC = small_spec()
+CHUNK_BYTES = SPEC.chunk_bytes
+ROOT = Path(__file__).parents[3]
+BUCKET = "chunks"
+AWS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_EC2_METADATA_DISABLED": "true"}
+
+
+class Server:
+    """A process that answers at a port of loopback. Whoever starts it ends it."""
+
+    process: subprocess.Popen[str]
+    port: int
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """`kill -9`, frozen or not."""
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout
+        self.process.stdout.close()
+
+    def freeze(self) -> None:
+        """It answers nobody, but its connections stand."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+
+class RedisServer(Server):
+    """`redis-server` that keeps nothing; restarted it is at the same port, and empty."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.port = find_free_port()
+        self._arguments = arguments
+
+    def start(self) -> None:
+        command = ["redis-server", "--port", str(self.port), "--save", "", "--appendonly", "no", *self._arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd="/")
+        assert self.process.stdout
+        for line in self.process.stdout:
+            if "Ready to accept connections" in line:
+                return
+        raise AssertionError("redis-server did not start")
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def store(self, url: str = "", *, timeout_seconds: float = 5.0, ttl_seconds: float = 0.0) -> RemoteStore:
+        return ValkeyStore(parse_remote_url(url or self.url), timeout_seconds=timeout_seconds, ttl_seconds=ttl_seconds)
+
+    def client(self) -> Any:
+        return valkey.Valkey(port=self.port)
+
+    def names(self) -> set[str]:
+        with self.client() as client:
+            return {name.decode() for name in client.scan_iter()}
+
+    def read(self, name: str) -> bytes:
+        with self.client() as client:
+            return bytes(client.get(name))
+
+    def replace(self, name: str, content: bytes) -> None:
+        with self.client() as client:
+            client.set(name, content)
+
+    def empty(self) -> None:
+        with self.client() as client:
+            client.flushall()
+
+
+class S3Server(Server):
+    """moto's server with one bucket."""
+
+    client: Any
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.server.node.s3_server"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+        assert self.process.stdout
+        self.port = int(self.process.stdout.readline())
+        self.client = get_session().create_client(
+            "s3",
+            endpoint_url=self.endpoint_url,
+            region_name="us-east-1",
+            config=Config(retries={"total_max_attempts": 1}),
+            aws_access_key_id="key",
+            aws_secret_access_key="secret",
+        )
+        self.client.create_bucket(Bucket=BUCKET)
+
+    def kill(self) -> None:
+        self.client.close()
+        super().kill()
+
+    @property
+    def endpoint_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def url(self) -> str:
+        return f"s3://{BUCKET}/of/tests"
+
+    def store(self, url: str = "", *, timeout_seconds: float = 5.0) -> RemoteStore:
+        return S3Store(
+            parse_remote_url(url or self.url), endpoint_url=self.endpoint_url, timeout_seconds=timeout_seconds
+        )
+
+    def names(self) -> set[str]:
+        found = self.client.list_objects_v2(Bucket=BUCKET).get("Contents", ())
+        return {each["Key"].removeprefix("of/tests/") for each in found}
+
+    def read(self, name: str) -> bytes:
+        return bytes(self.client.get_object(Bucket=BUCKET, Key=f"of/tests/{name}")["Body"].read())
+
+    def replace(self, name: str, content: bytes) -> None:
+        self.client.put_object(Bucket=BUCKET, Key=f"of/tests/{name}", Body=content)
+
+    def empty(self) -> None:
+        for name in self.names():
+            self.client.delete_object(Bucket=BUCKET, Key=f"of/tests/{name}")
+
+
+class Silent:
+    """A port that takes connections and says nothing."""
+
+    def __enter__(self) -> str:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        return f"redis://127.0.0.1:{self._socket.getsockname()[1]}/0"
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+
+class Host:
+    """A pool of so many chunks; what its tier gains and loses is told to the remote tier, as a node does."""
+
+    def __init__(self, chunk_count: int) -> None:
+        self.pool = Pool.create(chunk_count * CHUNK_BYTES, huge_pages="never")
+        self.tier = HostTier(self.pool.size_bytes, self)
+        self.remote: RemoteTier
+
+    def admitted(self, chunk: Chunk) -> None:
+        self.remote.writer.admitted(chunk)
+
+    def evicted(self, chunk: Chunk) -> None:
+        self.remote.writer.evicted(chunk)
+
+    def store(self, *numbers: int, token_count: int = SPEC.chunk_size) -> None:
+        """Chunks whose bytes follow from their numbers, each the next one's parent."""
+        size_bytes = SPEC.size_bytes(token_count)
+        for number in numbers:
+            reserved = self.tier.reserve(size_bytes)
+            assert reserved is not None
+            self.pool.buffer[reserved.offset : reserved.offset + size_bytes] = content(number, size_bytes)
+            assert self.tier.commit(
+                reserved.offset,
+                key=chunk_key(number),
+                fingerprint=SPEC.fingerprint,
+                size_bytes=size_bytes,
+                checksum=checksum(self.pool.buffer, reserved.offset, size_bytes),
+                token_count=token_count,
+                parent=chunk_key(number - 1) if number else None,
+            )
+
+    def drop(self, *numbers: int) -> None:
+        """Forgets chunks in host memory."""
+        self.tier.drop(chunk_keys(*numbers))
+
+    async def flushed(self) -> None:
+        """Waits until everything is put."""
+        async with asyncio.timeout(WAIT_SECONDS):
+            await self.remote.writer.flush()
+
+    async def count(self, *numbers: int) -> int:
+        """How many of the chunks the store has, from the first on."""
+        return await self.remote.count(SPEC, chunk_keys(*numbers))
+
+    async def read(self, *numbers: int, seconds: float = WAIT_SECONDS) -> list[int]:
+        """Reads chunks that are known to be there; those that came, each looked at byte by byte."""
+        came: dict[int, Chunk] = {}
+        await self.remote.reader.read(
+            SPEC.fingerprint, chunk_keys(*numbers), seconds, lambda at, chunk: came.update({numbers[at]: chunk})
+        )
+        for number, chunk in came.items():
+            found = bytes(self.pool.buffer[chunk.offset : chunk.offset + chunk.size_bytes])
+            assert found == content(number, chunk.size_bytes)
+            assert (chunk.key, chunk.fingerprint) == (chunk_key(number), SPEC.fingerprint)
+            assert SPEC.size_bytes(chunk.token_count) == chunk.size_bytes
+            assert chunk.parent == (chunk_key(number - 1) if number else None)
+        return sorted(came)
+
+    async def open(self) -> None:
+        """Waits until the store can be used."""
+        await until(lambda: self.remote.is_usable)
+
+    def check(self) -> None:
+        """Nothing is left over."""
+        self.tier.check()
+        assert not self.tier.reserved_count
+        assert not any(chunk.holds for chunk in self.tier)
+
+
+@asynccontextmanager
+async def host_with(
+    store: RemoteStore, *, chunk_count: int = 32, lookup_seconds: float = WAIT_SECONDS, **seconds: float
+) -> AsyncIterator[Host]:
+    """A host tier and a remote tier."""
+    host = Host(chunk_count)
+    try:
+        host.remote = RemoteTier(store, tier=host.tier, pool=host.pool, lookup_seconds=lookup_seconds, **seconds)
+        async with host.remote:
+            yield host
+            await until(lambda: not any(chunk.holds for chunk in host.tier))
+            host.check()
+    finally:
+        host.pool.close()
+
+
+def name_of(number: int) -> str:
+    """The name of a chunk in the store."""
+    return object_name(SPEC.fingerprint, chunk_key(number))
+
+
+def names_of(*numbers: int) -> set[str]:
+    """The names of chunks in the store."""
+    return {name_of(number) for number in numbers}
