@@ -17,6 +17,7 @@ from lmkv.config.kinds import (
     FLAG,
     GIGABYTES,
     GIGABYTES_OR_ZERO,
+    HTTP_URL,
     INSTANCE_ID_IF_ANY,
     NAMES,
     NUMA_NODE,
@@ -25,6 +26,7 @@ from lmkv.config.kinds import (
     PORT,
     PORT_IF_ANY,
     REACHABLE_HOST,
+    REMOTE_URL,
     SECONDS,
     SECONDS_OR_ZERO,
     TEXT,
@@ -117,6 +119,21 @@ class NodeConfig(Config):
         "plain",
         "What moves bytes between disk and pool: plain system calls, or NIXL's POSIX plugin.",
     )
+    remote_url: str = key(
+        REMOTE_URL,
+        "",
+        "Store that chunks are kept in, too, and that nodes share: valkey://, redis://, rediss:// or s3://.",
+    )
+    remote_endpoint_url: str = key(
+        HTTP_URL, "", "Where the buckets of an `s3://` are, if not at AWS.", shown_default="empty"
+    )
+    remote_lookup_timeout: float = key(
+        SECONDS, 0.04, "Most time that a lookup waits for the store of `remote_url`, in seconds."
+    )
+    remote_timeout: float = key(SECONDS, 5.0, "Most time that the store may take for one chunk, in seconds.")
+    remote_ttl: float = key(
+        SECONDS_OR_ZERO, 0.0, "After so long Valkey or Redis drops a chunk, in seconds; 0: when it has no more room."
+    )
     pool_path: str = key(
         PATH,
         "",
@@ -197,6 +214,12 @@ class NodeConfig(Config):
             raise ConfigError(
                 "max_local_disk_size must be set where local_disk is: say how much disk chunks may take",
                 key="max_local_disk_size",
+            )
+
+        if self.remote_ttl and self.remote_url.startswith("s3:"):
+            raise ConfigError(
+                "remote_ttl is for Valkey and Redis; give the bucket a lifecycle rule that expires objects",
+                key="remote_ttl",
             )
 
     @property
