@@ -1,0 +1,66 @@
+/** Following the layout map: a snapshot, then every change, through restarts and losses. */
+
+import type { Connection } from "./connection.js";
+import type { LayoutChange } from "./gen/lmkv/v1/cache_service_pb.js";
+import { Patience } from "./patience.js";
+
+/** What a watcher learns at once. Without changes it is a bookmark: nothing happened up to `revision`. */
+export interface LayoutUpdate {
+  /** What to give `watch` to go on from here; not from within a snapshot. */
+  revision: bigint;
+  /** Whether a snapshot begins with this update: all that was known before is void. */
+  reset: boolean;
+  /** Whether the changes are part of a snapshot. */
+  snapshot: boolean;
+  changes: LayoutChange[];
+}
+
+/** What `Coordinator.watch` takes. */
+export interface WatchOptions {
+  /** Only what changed after this revision; 0, or nothing, asks for all that is held first. */
+  startRevision?: bigint;
+  /** Fingerprint of a spec, 16 bytes: leaves out the chunks of all others. */
+  fingerprint?: Uint8Array;
+  /** How long the coordinator may stay away. */
+  patienceSeconds?: number;
+  /** Ends the watch, quietly. */
+  signal?: AbortSignal;
+}
+
+/** See `Coordinator.watch`. */
+export async function* watch(
+  connection: Connection,
+  { startRevision = 0n, fingerprint = new Uint8Array(), patienceSeconds, signal }: WatchOptions,
+): AsyncGenerator<LayoutUpdate, void, void> {
+  const patience = new Patience(patienceSeconds);
+  const ending = new AbortController();
+  const end = signal ? AbortSignal.any([ending.signal, signal]) : ending.signal;
+  let revision = startRevision;
+  try {
+    for (;;) {
+      let reset = revision === 0n;
+      try {
+        const request = { startRevision: revision, fingerprint };
+        for await (const response of connection.cache.watch(request, connection.until(end))) {
+          patience.renew();
+          yield { revision: response.revision, reset, snapshot: response.snapshot, changes: response.changes };
+          reset = false;
+          if (!response.snapshot) revision = response.revision; // a snapshot that breaks off is worth nothing
+        }
+      } catch (thrown) {
+        if (end.aborted) return;
+        const error = connection.meaningOf(thrown);
+        if (error.reason === "REVISION_COMPACTED" || error.reason === "WATCHER_TOO_SLOW") {
+          revision = 0n;
+          continue;
+        }
+        if (error.reason !== "UNREACHABLE") throw error;
+        await patience.endure(error);
+        continue;
+      }
+      await patience.endure(connection.unreachable("it ended the watch"));
+    }
+  } finally {
+    ending.abort();
+  }
+}
