@@ -2,6 +2,7 @@
 
 BIN := .venv/bin
 STAMP := .venv/.lmkv-setup
+RAY_STAMP := .venv-ray/.lmkv-setup
 PROTOS := $(wildcard protos/lmkv/v1/*.proto)
 NATIVE := CMakeLists.txt $(wildcard kernels/csrc/*)
 BUF ?= $(shell test -x .buf/node_modules/.bin/buf && echo .buf/node_modules/.bin/buf || echo buf)
@@ -10,7 +11,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak protos verify \
+.PHONY: help setup setup-ray demo test test-ray soak protos verify \
 	verify-format verify-lint verify-types verify-protos verify-floors fix-format fix-lint fix-protos
 
 help: ## list the targets
@@ -23,11 +24,20 @@ $(STAMP): pyproject.toml scripts/setup $(NATIVE)
 	@scripts/setup
 	@touch $@
 
+setup-ray: $(RAY_STAMP) ## install Ray Serve into .venv-ray, which lies over .venv
+
+$(RAY_STAMP): $(STAMP) pyproject.toml scripts/setup-ray
+	@scripts/setup-ray
+	@touch $@
+
 demo: $(STAMP) ## start a coordinator and two engines here and watch them share a prompt
 	@$(BIN)/lmkv demo $(ARGS)
 
 test: $(STAMP) ## run the tests, those with real engines beside the others
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+
+test-ray: $(RAY_STAMP) ## run the tests with Ray Serve
+	@.venv-ray/bin/python -m pytest tests/ray $(ARGS)
 
 soak: $(STAMP) ## kill and freeze nodes for ten minutes and see that nothing is lost or left
 	@LMKV_SOAK_SECONDS=$${LMKV_SOAK_SECONDS:-600} $(BIN)/python -m pytest -q tests/soak $(ARGS)
