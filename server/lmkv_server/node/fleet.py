@@ -1,20 +1,25 @@
 """The fleet, as its nodes see it: whoever coordinates it is told the same, and any of them can be asked.
 
 Coordinators know nothing of each other. A node is a member at each, so each has the whole layout map, and one that is
-lost costs nothing but the next lookup that it was asked for.
+lost costs nothing but the next lookup that it was asked for. A name that stands for several addresses stands for as
+many coordinators; it is resolved again and again, since they come and go.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 from lmkv import rpc
+from lmkv.errors import LmkvError, Unreachable
 from lmkv.keys import ChunkKey
+from lmkv.resolver import resolve
 from lmkv.tls import Tls
 from lmkv.v1 import cache_service_pb2, chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
@@ -24,6 +29,8 @@ from lmkv_server.node.reports import Held
 
 __all__ = ["Fleet", "Held"]
 
+logger = logging.getLogger(__name__)
+
 
 class Fleet:
     """Membership of one node. Enter it to join, leave it to deregister; all methods are for the loop it is entered in.
@@ -31,8 +38,8 @@ class Fleet:
     `instance` describes the node as it is now; `snapshot` yields everything it holds now and is read in one go, so
     that it may iterate over a living index. `orders` are told what a coordinator wants done. `on_conflicts` is told
     whenever the instances that share nothing with this one have changed, as seen at each registration. The intervals
-    are how often it registers anew and how often, if anything changed, digests are compared. Without coordinators
-    nothing is done and nothing is ever found.
+    are how often it registers anew, how often, if anything changed, digests are compared, and how often names are
+    resolved. Without coordinators nothing is done and nothing is ever found.
     """
 
     def __init__(
@@ -45,33 +52,40 @@ class Fleet:
         on_conflicts: Callable[[list[pb.SpecConflict]], None] = lambda _: None,
         digest_interval_seconds: float = 60.0,
         register_interval_seconds: float = 30.0,
+        resolve_interval_seconds: float = 5.0,
         max_pending_changes: int = 200_000,
         tls: Tls = rpc.PLAINTEXT,
+        resolve: Callable[[str], Awaitable[list[str]]] = resolve,
     ) -> None:
-        self.members = [
-            Member(
-                address,
-                instance=instance,
-                snapshot=snapshot,
-                orders=orders,
-                on_conflicts=lambda: self.on_conflicts(self.conflicts),
-                digest_interval_seconds=digest_interval_seconds,
-                register_interval_seconds=register_interval_seconds,
-                max_pending_changes=max_pending_changes,
-                tls=tls,
-            )
-            for address in dict.fromkeys(coordinator_addresses)
-        ]
-        """What it is at each coordinator."""
         self.on_conflicts = on_conflicts
+        self._names = tuple(dict.fromkeys(coordinator_addresses))
+        self._resolve = resolve
+        self._resolve_interval_seconds = resolve_interval_seconds
+        self._tls = tls
+        self._make_member = partial(
+            Member,
+            instance=instance,
+            snapshot=snapshot,
+            orders=orders,
+            on_conflicts=lambda: self.on_conflicts(self.conflicts),
+            digest_interval_seconds=digest_interval_seconds,
+            register_interval_seconds=register_interval_seconds,
+            max_pending_changes=max_pending_changes,
+        )
+        self._members: dict[str, Member] = {}
+        """By the coordinator's IP address and port."""
+        self._waits: dict[str, asyncio.Task[None]] = {}
+        self._refused: asyncio.Future[None] | None = None
+        self._unknown: set[str] = set()
+        self._following: asyncio.Task[None] | None = None
         self._asked = 0
-        self._stack = AsyncExitStack()
 
     # --- Life ----------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        for member in self.members:
-            await self._stack.enter_async_context(member)
+        self._refused = asyncio.get_running_loop().create_future()
+        await self._find()
+        self._following = asyncio.create_task(self._follow(), name="lmkv-fleet")
         return self
 
     async def __aexit__(
@@ -81,8 +95,13 @@ class Fleet:
 
     async def aclose(self) -> None:
         """Leaves the fleet, in at most half a second. Repeating it is safe."""
-        await asyncio.gather(*(member.aclose() for member in self.members))
-        await self._stack.aclose()
+        following, self._following = self._following, None
+        if following is not None:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+        await asyncio.gather(*map(self._leave, tuple(self._members)))
+        if self._refused is not None and not self._refused.cancel() and not self._refused.cancelled():
+            self._refused.exception()  # whoever waited has it
 
     async def started(self) -> None:
         """Returns once every coordinator that answers knows the node; it joins the others when they do.
@@ -93,18 +112,67 @@ class Fleet:
 
     async def wait(self) -> None:
         """Lasts until the fleet has no place for this node: raises `ConfigError` when another has its instance id."""
-        await asyncio.gather(asyncio.Event().wait(), *(member.wait() for member in self.members))
+        assert self._refused is not None, "it is entered"
+        await asyncio.shield(self._refused)
+
+    # --- Coordinators --------------------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> list[Member]:
+        """What it is at each coordinator."""
+        return list(self._members.values())
+
+    async def _follow(self) -> None:
+        while self._names:
+            await asyncio.sleep(self._resolve_interval_seconds)
+            await self._find()
+
+    async def _find(self) -> None:
+        """Joins who is behind the names now, and leaves who is not any more, and does not answer either."""
+        found: dict[str, str] = {}
+        for name in self._names:
+            try:
+                found |= dict.fromkeys(await self._resolve(name), name)
+                self._unknown.discard(name)
+            except Unreachable as error:
+                if name not in self._unknown:
+                    logger.warning("not in the fleet at %s, trying again: %s", name, error)
+                self._unknown.add(name)
+        for address in found.keys() - self._members.keys():
+            await self._join(address, found[address])
+        if not self._unknown:
+            gone = [address for address in self._members.keys() - found.keys() if not self._members[address].connected]
+            await asyncio.gather(*map(self._leave, gone))
+
+    async def _join(self, address: str, name: str) -> None:
+        host = name.rpartition(":")[0]
+        tls = dataclasses.replace(self._tls, name=host) if self._tls.ca and not self._tls.name else self._tls
+        member = await self._make_member(address, tls=tls).__aenter__()
+        self._members[address] = member
+        self._waits[address] = asyncio.create_task(self._watch(member), name=f"lmkv-fleet-{address}")
+
+    async def _watch(self, member: Member) -> None:
+        try:
+            await member.wait()
+        except LmkvError as error:
+            assert self._refused is not None
+            if not self._refused.done():
+                self._refused.set_exception(error)
+
+    async def _leave(self, address: str) -> None:
+        self._waits.pop(address).cancel()
+        await self._members.pop(address).aclose()
 
     # --- What this node holds ------------------------------------------------------------------------------------
 
     def admitted(self, tier: chunk_pb2.Tier.ValueType, fingerprint: bytes, key: ChunkKey, token_count: int) -> None:
         """Notes that the node now holds a chunk. Call it in the step that makes `snapshot` yield it."""
-        for member in self.members:
+        for member in self._members.values():
             member.admitted(tier, fingerprint, key, token_count)
 
     def evicted(self, tier: chunk_pb2.Tier.ValueType, fingerprint: bytes, key: ChunkKey) -> None:
         """Notes that the node no longer holds a chunk. Call it in the step that makes `snapshot` leave it out."""
-        for member in self.members:
+        for member in self._members.values():
             member.evicted(tier, fingerprint, key)
 
     def refresh(self) -> None:
@@ -145,9 +213,10 @@ class Fleet:
             return []
         self._asked += 1
         deadline = time.monotonic() + deadline_seconds
-        first = self._asked % max(len(self.members), 1)
+        members = self.members
+        first = self._asked % max(len(members), 1)
         holders: list[cache_service_pb2.Holder] = []
-        for member in self.members[first:] + self.members[:first]:
+        for member in members[first:] + members[:first]:
             left = deadline - time.monotonic()
             response = await member.lookup(keys, left) if member.connected and left > 0 else None
             if response is not None and not response.partial:

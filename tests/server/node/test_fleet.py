@@ -15,7 +15,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from lmkv import rpc
-from lmkv.errors import ConfigError
+from lmkv.errors import ConfigError, Unreachable
 from lmkv.keys import ChunkKey, join_keys, split_keys
 from lmkv.spec import KvSpec
 from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2, registry_service_pb2_grpc
@@ -600,6 +600,36 @@ async def test_a_coordinator_that_has_yet_to_hear_of_everything_is_asked_only_if
         await asyncio.sleep(LEASE_SECONDS)  # since its start, the first is no longer partial
         for _ in range(4):
             assert [holder.instance_id for holder in await fleet.lookup(KEYS, 0.5)] == ["a"]
+
+
+async def test_coordinators_behind_one_name_come_and_go(coordinator: Coordinator) -> None:
+    behind: list[str] = []
+
+    async def resolve(name: str) -> list[str]:
+        assert name == "coordinators:9000"
+        if not behind:
+            raise Unreachable("the name coordinators is unknown")
+        return list(behind)
+
+    shelf = Shelf()
+    shelf.put(KEYS[:2])
+    async with AsyncExitStack() as stack:
+        joining = shelf.join("coordinators:9000", resolve=resolve, resolve_interval_seconds=0.02)
+        fleet = await stack.enter_async_context(joining)
+        await fleet.started()
+        assert not fleet.connected
+        behind.append(coordinator.address)
+        await Asker(coordinator.address).until({"a": 512})
+        second = await stack.enter_async_context(Coordinator(port=0, lease_ttl=LEASE_SECONDS))
+        behind.append(second.address)
+        await Asker(second.address).until({"a": 512})
+        await coordinator.aclose()
+        await until(lambda: fleet.connected_count == 1)
+        behind.remove(coordinator.address)
+        await until(lambda: [member.coordinator_address for member in fleet.members] == [second.address])
+        behind.clear()  # for the moment nobody knows the name: who is there stays
+        await asyncio.sleep(0.1)
+        assert fleet.connected_count == 1
 
 
 async def test_a_lookup_can_be_cancelled(coordinator: Coordinator) -> None:
