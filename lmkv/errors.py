@@ -7,6 +7,8 @@ A miss is never an error. `lmkv.rpc` carries these over the wire in both directi
     ├── Missing              NOT_FOUND            what it names is not there
     ├── Conflict             FAILED_PRECONDITION  the state of things forbids it
     ├── Full                 RESOURCE_EXHAUSTED   no room now
+    ├── Unauthenticated      UNAUTHENTICATED      nobody knows who asks
+    ├── PermissionDenied     PERMISSION_DENIED    somebody else may ask this
     ├── InstanceIdInUse      ALREADY_EXISTS
     ├── OperationCancelled   CANCELLED
     ├── CoordinatorRestarted ABORTED
@@ -216,6 +218,32 @@ class WatcherTooSlow(Full):
     """The watcher fell behind its bounded queue."""
 
     reason = "WATCHER_TOO_SLOW"
+
+
+class TooManyRequests(Full):
+    """The caller asks more, or more often, than it may."""
+
+    reason = "TOO_MANY_REQUESTS"
+
+
+class QuotaExceeded(Full):
+    """The tenant has as much as it may have."""
+
+    reason = "QUOTA_EXCEEDED"
+
+
+class Unauthenticated(LmkvError):
+    """The call shows no token, or one that nobody knows."""
+
+    code = "UNAUTHENTICATED"
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(LmkvError):
+    """The caller is known, and may not do this."""
+
+    code = "PERMISSION_DENIED"
+    reason = "PERMISSION_DENIED"
 
 
 class InstanceIdInUse(LmkvError):

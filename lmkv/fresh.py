@@ -21,8 +21,9 @@ class Fresh(Generic[T]):
     `make` raises `ConfigError` then; so does the constructor. Safe to use from any thread.
     """
 
-    def __init__(self, paths: Sequence[str], make: Callable[[], T]) -> None:
-        self._paths = tuple(path for path in paths if path)
+    def __init__(self, paths: Sequence[str] | Callable[[], Sequence[str]], make: Callable[[], T]) -> None:
+        """`paths` may be asked for each time: what a file says can depend on others that it names."""
+        self._paths = paths if callable(paths) else lambda: paths
         self._make = make
         self._stamp = self._look()  # before they are read: what changes meanwhile is seen
         self._value = make()
@@ -37,11 +38,11 @@ class Fresh(Generic[T]):
             except ConfigError as error:
                 logger.warning("going on as before: %s", error)
             else:
-                logger.info("read anew: %s", ", ".join(self._paths))
+                logger.info("read anew: %s", ", ".join(self._paths()))
         return self._value
 
     def _look(self) -> tuple[tuple[int, int, int] | None, ...]:
-        return tuple(map(_stamp, self._paths))
+        return tuple(_stamp(path) for path in self._paths() if path)
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:

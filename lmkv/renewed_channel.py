@@ -24,7 +24,7 @@ class RenewedChannel(grpc.aio.Channel):
     """What `make` opens, opened anew when one of the files changes, with `headers` sent along each call."""
 
     def __init__(
-        self, paths: Sequence[str], make: Callable[[], grpc.aio.Channel], headers: Callable[[], Metadata] = tuple
+        self, paths: Sequence[str], make: Callable[[], grpc.aio.Channel], headers: Callable[[], Metadata]
     ) -> None:
         self._fresh = Fresh(paths, make)
         self._now = self._fresh.get()

@@ -1,4 +1,4 @@
-"""Which certificates a process shows, and which it trusts. `lmkv.rpc` and all that speaks HTTP use them.
+"""What a process shows, and whom it trusts: certificates, and its token. `lmkv.rpc` and all that speaks HTTP use them.
 
 Files that are replaced count from the next connection on: nothing has to be restarted.
 """
@@ -9,6 +9,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
+from lmkv.auth.token import NO_TOKEN, Token
 from lmkv.errors import ConfigError
 from lmkv.fresh import Fresh
 
@@ -31,6 +32,8 @@ class Tls:
     """Issuers of the clients that a server lets in."""
     name: str = ""
     """Name that servers' certificates must be for; empty: the one that they are called by."""
+    token: Token = NO_TOKEN
+    """What a client shows besides."""
 
     def __post_init__(self) -> None:
         """Raises `ConfigError` if a file cannot be read, holds no such thing, or the key is another certificate's."""

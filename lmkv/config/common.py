@@ -38,6 +38,21 @@ def tls_client_ca(doc: str) -> Any:
     return key(PATH, "", f"PEM file of the issuers that clients' certificates must come from; empty: {doc}.")
 
 
+def auth_token() -> Any:
+    """What a process shows."""
+    return key(SECRET, "", "Token to show to whoever is called; no flag takes it.")
+
+
+def auth_token_file() -> Any:
+    """The same, in a file."""
+    return key(PATH, "", "File that holds the token, in place of `auth_token`; it may be replaced at any time.")
+
+
+def auth_tokens(who: str) -> Any:
+    """Whom a server lets in."""
+    return key(PATH, "", f"YAML file of the tokens whose owners may call {who}, with their roles; empty: anybody may.")
+
+
 def log_level() -> Any:
     """How much is logged."""
     return key(LOG_LEVEL, "info", "Least severe messages to log.")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lmkv.config import common
-from lmkv.config.kinds import FOLDERS, HOST, OFF, PORT, PORT_IF_ANY, PORTS, SECONDS
+from lmkv.config.kinds import FOLDERS, HOST, OFF, PATH, PORT, PORT_IF_ANY, PORTS, SECONDS
 from lmkv.config.schema import Alias, Config, key
 from lmkv.tls import Tls
 
@@ -41,6 +41,13 @@ class CoordinatorConfig(Config):
     tls_cert: str = common.tls_cert()
     tls_key: str = common.tls_key()
     tls_client_ca: str = common.tls_client_ca("clients need none")
+    auth_tokens: str = common.auth_tokens("the coordinator")
+    audit_log: str = key(
+        PATH,
+        "",
+        "File that each move, copy, clear, pin and unpin is told to, a line of JSON each.",
+        shown_default="empty: the process's own log",
+    )
     log_level: str = common.log_level()
     log_format: str = common.log_format()
 

@@ -9,6 +9,7 @@ import stat
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from lmkv.auth.token import Token
 from lmkv.config import common
 from lmkv.config.kinds import (
     ADDRESS,
@@ -225,19 +226,14 @@ class NodeConfig(Config):
     @property
     def tls(self) -> Tls:
         """How to speak to the coordinator. Raises `ConfigError` if a file is not what it should be."""
-        return Tls(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key)
-
-    @property
-    def pool_bytes(self) -> int:
-        """Size of the pool. Without a cache in host memory it is the buffer of handoffs alone, if that has a size."""
-        cache = round(self.max_local_cpu_size * GB)
-        return cache if self.local_cpu or not self.enable_pd else self.pd_buffer_size or cache
+        token = Token(text=self.auth_token, file=self.auth_token_file)
+        return Tls(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key, token=token)
 
     @property
     def peer_tls(self) -> Tls:
         """How to speak to peers, as server and as client: each side shows its certificate, if nodes have any."""
         if not (self.tls_cert and self.tls_ca):
-            return Tls()
+            return Tls(token=self.tls.token)
         return replace(self.tls, client_ca=self.tls_client_ca or self.tls_ca, name=self.tls_peer_name)
 
     @property
@@ -248,6 +244,12 @@ class NodeConfig(Config):
     @property
     def kept_pool_path(self) -> Path:
         """The pool's file where `persist_pool` is on: this user's, and this instance's."""
+    @property
+    def pool_bytes(self) -> int:
+        """Size of the pool. Without a cache in host memory it is the buffer of handoffs alone, if that has a size."""
+        cache = round(self.max_local_cpu_size * GB)
+        return cache if self.local_cpu or not self.enable_pd else self.pd_buffer_size or cache
+
         return Path(self.pool_path or f"/dev/shm/lmkv-{os.getuid()}-{self.instance_id}.pool")  # noqa: S108 # checked
 
     @property

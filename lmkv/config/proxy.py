@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from lmkv.auth.token import Token
 from lmkv.config import common
 from lmkv.config.kinds import (
     ADDRESS,
     GIGABYTES,
     HOST,
     MILLISECONDS,
-    PORT,
     PATH,
     SECONDS,
+    PORT,
     SECONDS_OR_ZERO,
     SECRET,
     Kind,
@@ -176,10 +177,6 @@ class ProxyConfig(Config):
     tls_ca: str = common.tls_ca()
     tls_cert: str = common.tls_cert()
     tls_key: str = common.tls_key()
-    log_level: str = common.log_level()
-    log_format: str = common.log_format()
-
-    def __post_init__(self) -> None:
     tls_client_ca: str = common.tls_client_ca("clients need none")
     engine_tls_ca: str = key(
         PATH,
@@ -192,6 +189,13 @@ class ProxyConfig(Config):
         if self.mode == "route" and not self.engines:
             raise ConfigError("mode is route, but no engine is named; set engine to http://HOST:PORT", key="engines")
         if self.mode == "pd" and self.engines:
+    auth_token: str = common.auth_token()
+    auth_token_file: str = common.auth_token_file()
+    auth_tokens: str = common.auth_tokens("read the proxy's page and metrics")
+    log_level: str = common.log_level()
+    log_format: str = common.log_format()
+
+    def __post_init__(self) -> None:
             raise ConfigError(
                 "engine is for mode route, but mode is pd; set mode to route, or name prefill and decode engines by "
                 "prefiller_port and decoder_port",
@@ -208,12 +212,9 @@ class ProxyConfig(Config):
     @property
     def tls(self) -> Tls:
         """How to speak to the coordinator. Raises `ConfigError` if a file is not what it should be."""
-        return Tls(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key)
+        token = Token(text=self.auth_token, file=self.auth_token_file)
+        return Tls(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key, token=token)
 
-    @property
-    def max_body_bytes(self) -> int:
-        """`max_body_size` in bytes."""
-        return round(self.max_body_size * GB)
     @property
     def client_tls(self) -> Tls:
         """How to serve clients."""
@@ -228,6 +229,10 @@ class ProxyConfig(Config):
     @property
     def prefillers(self) -> tuple[str, ...]:
         """`host:port` of each prefill engine. Raises `ConfigError` if hosts and ports do not match."""
+    @property
+    def max_body_bytes(self) -> int:
+        """`max_body_size` in bytes."""
+        return round(self.max_body_size * GB)
         return _places("prefiller", self.prefiller_host, self.prefiller_port, self.num_prefillers)
 
     @property

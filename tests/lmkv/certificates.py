@@ -6,6 +6,7 @@ import shutil
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import trustme
 
@@ -45,7 +46,10 @@ def issue(folder: Path, *names: str, expired: bool = False) -> Certificates:
     """A new issuer and a certificate for these names, `localhost` and `127.0.0.1` unless told otherwise."""
     folder.mkdir(exist_ok=True)
     issuer = trustme.CA()
-    span = {"not_before": datetime(2020, 1, 1, tzinfo=UTC), "not_after": datetime(2021, 1, 1, tzinfo=UTC)}
+    span: dict[str, Any] = {
+        "not_before": datetime(2020, 1, 1, tzinfo=UTC),
+        "not_after": datetime(2021, 1, 1, tzinfo=UTC),
+    }
     issued = issuer.issue_cert(*(names or ("localhost", "127.0.0.1")), **(span if expired else {}))
     issuer.cert_pem.write_to_path(str(folder / "ca.pem"))
     issued.private_key_pem.write_to_path(str(folder / "key.pem"))

@@ -94,7 +94,7 @@ def test_files_that_are_wrong_are_named_by_their_key(certificates: Certificates,
     text = tmp_path / "text"
     text.write_text("no certificate")
     other = issue(tmp_path / "other")
-    for files, says in (
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"ca": str(tmp_path / "none.pem")}, r"tls_ca: cannot read .*none\.pem: No such file"),
         ({"ca": str(text)}, "tls_ca: .* holds no certificate in PEM"),
         ({"cert": certificates.cert, "key": certificates.key, "client_ca": str(text)}, "tls_client_ca: .* holds no"),
@@ -104,7 +104,8 @@ def test_files_that_are_wrong_are_named_by_their_key(certificates: Certificates,
         ({"cert": certificates.cert, "key": other.key}, "is not the key of the certificate"),
         ({"cert": str(text), "key": certificates.key}, "not in PEM"),
         ({"client_ca": certificates.ca}, "tls_client_ca needs tls_cert and tls_key"),
-    ):
+    ]
+    for files, says in wrong:
         with pytest.raises(ConfigError, match=says):
             Tls(**files)
 

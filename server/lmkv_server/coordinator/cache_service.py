@@ -16,6 +16,7 @@ from lmkv.tiers import LOCATIONS
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import cache_service_pb2_grpc as pb_grpc
 from lmkv.v1 import chunk_pb2
+from lmkv_server.coordinator.audit import audited
 from lmkv_server.coordinator.clears import Clears
 from lmkv_server.coordinator.layout_map import Match
 from lmkv_server.coordinator.moves import Moves
@@ -69,16 +70,26 @@ class CacheService(pb_grpc.CacheServiceServicer):
             yield answer
 
     async def Move(self, request: pb.MoveRequest, context: Any) -> operations_pb2.Operation:
-        return to_proto(self._moves.start(request))
+        with audited("copy" if request.copy else "move", request) as act:
+            operation = self._moves.start(request)
+            act.names["operation"] = operation.name
+        return to_proto(operation)
 
     async def Clear(self, request: pb.ClearRequest, context: Any) -> operations_pb2.Operation:
-        return to_proto(self._clears.start(request))
+        with audited("clear", request) as act:
+            operation = self._clears.start(request)
+            act.names["operation"] = operation.name
+        return to_proto(operation)
 
     async def Pin(self, request: pb.PinRequest, context: Any) -> pb.PinResponse:
-        return pb.PinResponse(pin=await self._pins.pin(request))
+        with audited("pin", request) as act:
+            pin = await self._pins.pin(request)
+            act.names["pin"] = pin.pin_id
+        return pb.PinResponse(pin=pin)
 
     async def Unpin(self, request: pb.UnpinRequest, context: Any) -> pb.UnpinResponse:
-        await self._pins.unpin(request.pin_id)
+        with audited("unpin", request):
+            await self._pins.unpin(request.pin_id)
         return pb.UnpinResponse()
 
     async def ListPins(self, request: pb.ListPinsRequest, context: Any) -> pb.ListPinsResponse:

@@ -9,9 +9,12 @@ import logging
 from contextlib import suppress
 
 from lmkv import telemetry
+from lmkv.auth.exposure import exposure
+from lmkv.auth.gate import Gate
 from lmkv.cli import Command
 from lmkv.config import CoordinatorConfig, add_arguments, from_arguments
 from lmkv.serving import fast_loop, first_of, stop_on_signals
+from lmkv_server.coordinator.audit import write_audit_to
 from lmkv_server.coordinator.coordinator import Coordinator
 
 logger = logging.getLogger(__name__)
@@ -58,6 +61,10 @@ def _keep_freed_memory() -> None:
 async def serve(config: CoordinatorConfig) -> None:
     """Serves until SIGTERM or SIGINT. Raises `ConfigError` if a port cannot be had."""
     stop = stop_on_signals()
+    gate = Gate(config.auth_tokens)
+    write_audit_to(config.audit_log)
+    if warning := exposure(config.host, gate, config.tls):
+        logger.warning(warning)
     coordinator = Coordinator(
         host=config.host,
         grpc_ports=config.grpc_ports,
@@ -67,6 +74,7 @@ async def serve(config: CoordinatorConfig) -> None:
         cluster_secret=config.cluster_secret,
         tokenizers=config.tokenizers,
         tls=config.tls,
+        gate=gate,
     )
     async with coordinator, telemetry.export_metrics(coordinator.metrics, SERVICE_NAME, ""):
         logger.info("lmkv coordinator ready on %s", coordinator.address)

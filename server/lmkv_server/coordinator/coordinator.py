@@ -13,13 +13,16 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from lmkv import rpc
+from lmkv.auth.gate import OPEN_GATE, Gate
 from lmkv.errors import ConfigError
+from lmkv.telemetry.calls import Calls
 from lmkv.tls import Tls
 from lmkv_server.coordinator.http.app import make_app
 from lmkv_server.coordinator.http.server import HttpServer
 from lmkv_server.coordinator.ports import address, listen
 from lmkv_server.coordinator.registry import Registry
 from lmkv_server.coordinator.services import SERVICE_NAMES, Services
+from lmkv_server.coordinator.tenants import Tenants
 from lmkv_server.coordinator.tokenizers import Tokenizers
 
 logger = logging.getLogger(__name__)
@@ -35,9 +38,10 @@ class Coordinator:
     """Serves `CacheService`, `RegistryService` and `Operations` while it is entered.
 
     It speaks gRPC on `port`, or on `grpc_ports` if they are given, and HTTP on `http_ports`. Ports are given by the
-    configuration key that sets them; 0 takes a free one. All speak TLS if `tls` has a certificate. Leases last
-    `lease_ttl` seconds, operations that ended are kept for `operation_ttl`. It makes tokens of text for the models
-    whose folders `tokenizers` names. Entering raises `ConfigError` if a port or a tokenizer cannot be had.
+    configuration key that sets them; 0 takes a free one. All speak TLS if `tls` has a certificate, and let in whom
+    `gate` knows, each to its tenant. Leases last `lease_ttl` seconds, operations that ended are kept for
+    `operation_ttl`. It makes tokens of text for the models whose folders `tokenizers` names. Entering raises
+    `ConfigError` if a port or a tokenizer cannot be had.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Coordinator:
         cluster_secret: str = "",
         tokenizers: Mapping[str, str] | None = None,
         tls: Tls = rpc.PLAINTEXT,
+        gate: Gate = OPEN_GATE,
     ) -> None:
         self.host = host
         self.grpc_ports = dict(grpc_ports or {"port": port})
@@ -63,9 +68,10 @@ class Coordinator:
         self._secret = cluster_secret.encode()
         self._tokenizers = tokenizers or {}
         self._tls = tls
+        self._gate = gate
         self.metrics = CollectorRegistry()
         """What it knows and has done, once it is entered."""
-        self._services: Services | None = None
+        self._tenants: Tenants | None = None
         self._server: grpc.aio.Server | None = None
         self._http: list[HttpServer] = []
         self._sweeper: asyncio.Task[None] | None = None
@@ -92,10 +98,12 @@ class Coordinator:
         return f"{scheme}://{self.http_address}" if self.http_address else ""
 
     async def __aenter__(self) -> Self:
-        services = Services(lease_ttl=self._lease_ttl, operation_ttl=self._operation_ttl, cluster_secret=self._secret)
-        server = await rpc.make_server(SERVICE_NAMES, services.calls)
-        services.add_to(server)
-        app = make_app(services, Tokenizers(self._tokenizers), self.host)
+        tenants, calls = Tenants(self._make_services), Calls()
+        for tenant in self._gate.callers.tenants:
+            tenants.of(tenant)
+        server = await rpc.make_server(SERVICE_NAMES, calls, self._gate)
+        tenants.add_to(server)
+        app = make_app(tenants, Tokenizers(self._tokenizers), self.host, self._gate, calls)
         self.metrics = app.metrics.registry
         try:
             for key, port in self.grpc_ports.items():
@@ -111,8 +119,8 @@ class Coordinator:
             await self._stop_serving(server)
             raise
         self._server = server
-        self._services = services
-        self._sweeper = asyncio.create_task(_sweep(services.core), name="lmkv-coordinator-sweeper")
+        self._tenants = tenants
+        self._sweeper = asyncio.create_task(_sweep(tenants), name="lmkv-coordinator-sweeper")
         return self
 
     async def __aexit__(
@@ -134,34 +142,48 @@ class Coordinator:
         server, self._server = self._server, None
         if server is not None:
             await self._stop_serving(server)
-        if self._services is not None:
-            await self._services.aclose()
+        if self._tenants is not None:
+            await self._tenants.aclose()
+
+    def _make_services(self, tenant: str) -> Services:
+        return Services(
+            lease_ttl=self._lease_ttl,
+            operation_ttl=self._operation_ttl,
+            cluster_secret=self._secret,
+            quota=lambda: self._gate.quota(tenant),
+        )
 
     async def _stop_serving(self, server: grpc.aio.Server) -> None:
         http, self._http = self._http, []
         await asyncio.gather(server.stop(STOP_GRACE_SECONDS), *(each.aclose() for each in http))
 
 
-async def _sweep(registry: Registry) -> None:
+async def _sweep(tenants: Tenants) -> None:
     """Ends leases on time and cleans up behind those who left, for ever."""
-    lease_ttl = registry.instances.lease_ttl
+    lease_ttl = tenants.unnamed.core.instances.lease_ttl
     woken = time.monotonic()
     while True:
         now = time.monotonic()
-        if now - woken > lease_ttl / 3:
+        late_seconds = now - woken
+        if late_seconds > lease_ttl / 3:
             # This process stood still, and so could not hear anybody: that time is not the nodes' silence.
-            logger.warning("stood still for %.1f s; leases are longer by that", now - woken)
-            registry.instances.postpone(now - woken)
-        for instance in registry.expire(now):
-            said = instance.said
-            logger.warning("instance %s at %s is gone: its lease ran out", said.instance_id, said.peer_address)
-        if registry.layout.sweep(SWEEP_STEP):
-            pause = 0.0
-        else:
-            expiry = registry.instances.next_expiry()
-            pause = SWEEP_SECONDS if expiry is None else min(max(expiry - now, 0.001), SWEEP_SECONDS)
+            logger.warning("stood still for %.1f s; leases are longer by that", late_seconds)
+            for services in tenants:
+                services.core.instances.postpone(late_seconds)
+        pause = min(_sweep_once(services.core, now) for services in tenants)
         woken = now + pause
         await asyncio.sleep(pause)
+
+
+def _sweep_once(registry: Registry, now: float) -> float:
+    """Does what is due, or a step of it; returns the seconds until it should be done again."""
+    for instance in registry.expire(now):
+        said = instance.said
+        logger.warning("instance %s at %s is gone: its lease ran out", said.instance_id, said.peer_address)
+    if registry.layout.sweep(SWEEP_STEP):
+        return 0.0
+    expiry = registry.instances.next_expiry()
+    return SWEEP_SECONDS if expiry is None else min(max(expiry - now, 0.001), SWEEP_SECONDS)
 
 
 def _bind(server: grpc.aio.Server, host: str, port: int, key: str, tls: Tls) -> int:

@@ -10,6 +10,7 @@ from google.protobuf import empty_pb2
 
 from lmkv import rpc
 from lmkv.errors import BadMessage
+from lmkv_server.coordinator.audit import audited
 from lmkv_server.coordinator.operations import Operation, Operations
 from lmkv_server.coordinator.pages import page_limit, page_token, read_page_token
 
@@ -63,11 +64,13 @@ class OperationsService(pb_grpc.OperationsServicer):  # type: ignore[misc]  # ha
         return to_proto(operation)
 
     async def CancelOperation(self, request: pb.CancelOperationRequest, context: Any) -> empty_pb2.Empty:
-        self._operations.cancel(request.name)
+        with audited("cancel", request):
+            self._operations.cancel(request.name)
         return empty_pb2.Empty()
 
     async def DeleteOperation(self, request: pb.DeleteOperationRequest, context: Any) -> empty_pb2.Empty:
-        self._operations.delete(request.name)
+        with audited("delete", request):
+            self._operations.delete(request.name)
         return empty_pb2.Empty()
 
 

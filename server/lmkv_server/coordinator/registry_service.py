@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from google.protobuf import duration_pb2, timestamp_pb2
 
-from lmkv.errors import BadInstance, LmkvError
+from lmkv.auth.callers import NO_QUOTA, TenantQuota
+from lmkv.errors import BadInstance, LmkvError, QuotaExceeded
 from lmkv.rpc import MAX_MESSAGE_BYTES
 from lmkv.spec import KvSpec
 from lmkv.v1 import registry_service_pb2 as pb
@@ -27,6 +28,8 @@ MAX_ID_BYTES = 256
 MAX_CONFLICTS = 16
 """Named per instance: in a fleet of two halves everybody conflicts with half of it."""
 MAX_PAGE_BYTES = MAX_MESSAGE_BYTES // 2
+QUOTA_RETRY_SECONDS = 5.0
+"""When an instance may try again whose tenant has all it may have."""
 
 
 class _Outbox:
@@ -67,9 +70,10 @@ class _Outbox:
 class RegistryService(pb_grpc.RegistryServiceServicer):
     """The handlers. One event loop runs them all; the registry is its alone."""
 
-    def __init__(self, registry: Registry, orders: Orders) -> None:
+    def __init__(self, registry: Registry, orders: Orders, quota: Callable[[], TenantQuota] = lambda: NO_QUOTA) -> None:
         self._registry = registry
         self._orders = orders
+        self._quota = quota
         self.report_count = 0
         """Reports that were applied since the start, heartbeats included."""
 
@@ -78,6 +82,8 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
         said = registration(request.instance)
         before = self._registry.instances.find(said.instance_id)
         news = before is None or before.said != said
+        if before is None:
+            self._check_quota("max_instances", len(self._registry.instances) + 1)
         try:
             instance = self._registry.register(said, now)
         except LmkvError as error:
@@ -122,6 +128,8 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
                     stream = self._registry.open_stream(instance_id, report.epoch, now)
                     self._orders.connect(instance_id, outbox.tell)
                 stream.apply(report, now)
+                if report.changes:
+                    self._check_quota("max_chunks", len(self._registry.layout))
                 self.report_count += 1
                 self._note(report)
                 outbox.acknowledge(stream.sequence)
@@ -132,6 +140,16 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
             if stream is not None:
                 stream.close()
                 self._orders.disconnect(instance_id, outbox.tell)
+
+    def _check_quota(self, limit: str, count: int) -> None:
+        most = getattr(self._quota(), limit)
+        if most and count > most:
+            raise QuotaExceeded(
+                f"{limit} of this tenant is {most}; hold less, or raise it in the file of auth_tokens",
+                limit=limit,
+                most=most,
+                retry_seconds=QUOTA_RETRY_SECONDS,
+            )
 
     def _note(self, report: pb.ReportRequest) -> None:
         """Takes in what a report says besides chunks."""

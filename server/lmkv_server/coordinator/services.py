@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
-import grpc
-from google.longrunning import operations_pb2_grpc
-
-from lmkv.telemetry.calls import Calls
-from lmkv.v1 import cache_service_pb2_grpc, registry_service_pb2_grpc
+from lmkv.auth.callers import NO_QUOTA, TenantQuota
 from lmkv_server.coordinator.cache_service import CacheService
 from lmkv_server.coordinator.clears import Clears
 from lmkv_server.coordinator.moves import Moves
@@ -27,9 +24,14 @@ SERVICE_NAMES = ("lmkv.v1.CacheService", "lmkv.v1.RegistryService", "google.long
 class Services:
     """The core and its handlers. Make it in the event loop that serves them."""
 
-    def __init__(self, *, lease_ttl: float, operation_ttl: float = 3600.0, cluster_secret: bytes = b"") -> None:
-        self.calls = Calls()
-        """What the gRPC server was called for."""
+    def __init__(
+        self,
+        *,
+        lease_ttl: float,
+        operation_ttl: float = 3600.0,
+        cluster_secret: bytes = b"",
+        quota: Callable[[], TenantQuota] = lambda: NO_QUOTA,
+    ) -> None:
         orders = Orders()
         # Beginning at the time of day keeps revisions rising across restarts.
         self.core = Registry(
@@ -43,14 +45,8 @@ class Services:
         self.pins = Pins(self.core, selector, orders)
         clears = Clears(self.core, selector, orders, self.operations_core)
         self.cache = CacheService(self.core, selector, moves, clears, self.pins, self.watch)
-        self.registry = RegistryService(self.core, orders)
+        self.registry = RegistryService(self.core, orders, quota)
         self.operations = OperationsService(self.operations_core)
-
-    def add_to(self, server: grpc.aio.Server) -> None:
-        """Serves them over gRPC."""
-        cache_service_pb2_grpc.add_CacheServiceServicer_to_server(self.cache, server)
-        registry_service_pb2_grpc.add_RegistryServiceServicer_to_server(self.registry, server)
-        operations_pb2_grpc.add_OperationsServicer_to_server(self.operations, server)
 
     async def aclose(self) -> None:
         """Ends what runs behind the handlers."""

@@ -17,6 +17,8 @@ from lmkv_server.proxy.statistics import Statistics
 from lmkv_server.proxy.tries import NoEngine
 from lmkv_server.proxy.upstream import EngineFailed, Refused, passed_on
 
+BODY_TIMEOUT_SECONDS = 30.0
+"""Most time for a request's body: it has its place among those that are let in."""
 RETRY_AFTER = {"retry-after": "1"}
 
 
@@ -122,15 +124,18 @@ class Door:
         return "ok"
 
     async def _read(self, request: Request) -> bytes:
-        """The body of a request. Raises `Refusal` if it is too long, `ClientGone` if it breaks off."""
+        """The body of a request. Raises `Refusal` if it is too long or too slow, `ClientGone` if it breaks off."""
         chunks: list[bytes] = []
         size = 0
         try:
-            async for chunk in request.stream():
-                chunks.append(chunk)
-                size += len(chunk)
-                if size > self._max_body_bytes:
-                    raise Refusal(413, f"the body has more than {self._max_body_bytes} bytes; see max_body_size")
+            async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
+                async for chunk in request.stream():
+                    chunks.append(chunk)
+                    size += len(chunk)
+                    if size > self._max_body_bytes:
+                        raise Refusal(413, f"the body has more than {self._max_body_bytes} bytes; see max_body_size")
+        except TimeoutError:
+            raise Refusal(408, f"no body within {BODY_TIMEOUT_SECONDS:g} s") from None
         except ClientDisconnect:
             raise ClientGone from None
         return b"".join(chunks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from google.rpc import code_pb2, status_pb2
 from starlette.applications import Starlette
@@ -17,14 +17,18 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lmkv import rpc, telemetry
-from lmkv.errors import LmkvError
+from lmkv.auth.gate import Gate
+from lmkv.errors import LmkvError, PermissionDenied, TooManyRequests, Unauthenticated
+from lmkv.telemetry.calls import Calls
 from lmkv.telemetry.spans import TRACEPARENT
 from lmkv_server.coordinator.http import gateway, health, lmcache, openapi, tokenize
+from lmkv_server.coordinator.http.access import CHALLENGE, rpc_of, shown
 from lmkv_server.coordinator.http.guard import refuse_foreign
 from lmkv_server.coordinator.http.metrics import Metrics
 from lmkv_server.coordinator.http.paths import routes
 from lmkv_server.coordinator.http.replies import CallAborted, HttpError, json_response, status_of, to_json
 from lmkv_server.coordinator.services import Services
+from lmkv_server.coordinator.tenants import Tenants
 from lmkv_server.coordinator.tokenizers import Tokenizers
 
 STATIC = Path(__file__).parent / "static"
@@ -45,9 +49,28 @@ HEADERS = {
 ask each time whether a file has changed, so that none outlives an upgrade."""
 
 
-def make_app(services: Services, tokenizers: Tokenizers, host: str = "127.0.0.1") -> Guarded:
-    """The application of a coordinator that is bound to `host`."""
-    metrics = Metrics(services)
+def make_app(tenants: Tenants, tokenizers: Tokenizers, host: str, gate: Gate, calls: Calls) -> Guarded:
+    """The application of a coordinator that is bound to `host` and whose gRPC calls are counted in `calls`."""
+
+    def probes() -> list[Route]:
+        return health.routes(lambda: (services.core for services in tenants), names=gate.is_open)
+
+    def make(services: Services) -> TenantApp:
+        return _tenant_app(services, tokenizers, probes(), calls if services is tenants.unnamed else None)
+
+    return Guarded(tenants, make, host, gate)
+
+
+class TenantApp(NamedTuple):
+    """What a tenant is shown, and what is counted of it."""
+
+    app: Starlette
+    metrics: Metrics
+    paths: frozenset[str]
+
+
+def _tenant_app(services: Services, tokenizers: Tokenizers, probes: list[Route], calls: Calls | None) -> TenantApp:
+    metrics = Metrics(services, calls)
     handlers = {
         "lmkv.v1.CacheService": services.cache,
         "lmkv.v1.RegistryService": services.registry,
@@ -61,7 +84,7 @@ def make_app(services: Services, tokenizers: Tokenizers, host: str = "127.0.0.1"
             *routes(paths),
             *tokenize.routes(tokenizers),
             *metrics.routes(),
-            *health.routes(services.core),
+            *probes,
             Route("/openapi.json", _constant(openapi.document(gateway.methods(handlers, ONLY), paths))),
             Route("/", _page("index.html")),
             Route("/docs", _page("docs.html")),
@@ -69,27 +92,52 @@ def make_app(services: Services, tokenizers: Tokenizers, host: str = "127.0.0.1"
         ],
         exception_handlers={**refusals, Exception: _failure},
     )
-    return Guarded(app, host, metrics)
+    return TenantApp(app, metrics, frozenset(route.path for route in app.routes if isinstance(route, Route)))
 
 
 class Guarded:
-    """An application that answers only its own pages and programs, with headers that keep browsers strict; counted."""
+    """An application that answers only its own pages and programs, and only those whom the gate knows; counted.
 
-    def __init__(self, app: Starlette, host: str, metrics: Metrics) -> None:
-        self.metrics = metrics
-        self._app = app
+    Each tenant has its own, made by `make`. Headers keep browsers strict.
+    """
+
+    def __init__(self, tenants: Tenants, make: Callable[[Services], TenantApp], host: str, gate: Gate) -> None:
+        self._tenants = tenants
+        self._make = make
         self._host = host
-        self._known = {route.path for route in app.routes if isinstance(route, Route)}
+        self._gate = gate
+        self._apps: dict[Services, TenantApp] = {}
+        self.metrics = self._app(tenants.unnamed).metrics
+        """Of the tenant without a name."""
+
+    def _app(self, services: Services) -> TenantApp:
+        if services not in self._apps:
+            self._apps[services] = self._make(services)
+        return self._apps[services]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
+        try:
+            refuse_foreign(request, self._host)
+            with self._gate.passing(rpc_of(scope["path"]), shown(request)):
+                tenant = self._app(self._tenants.current)
+                await self._serve(tenant, tenant.app, request, receive, send)
+        except (HttpError, Unauthenticated, PermissionDenied, TooManyRequests) as error:
+            refusal = await _refusal(request, error)
+            if isinstance(error, Unauthenticated):
+                refusal.headers.update(CHALLENGE)
+            await self._serve(self._app(self._tenants.unnamed), refusal, request, receive, send)
+
+    async def _serve(self, tenant: TenantApp, app: ASGIApp, request: Request, receive: Receive, send: Send) -> None:
+        """Has a tenant's application answer, or a refusal."""
+        scope = request.scope
         # Paths that are not known are one label: whoever calls must not make up metrics.
-        path = scope["path"] if scope["path"] in self._known else "other"
+        path = scope["path"] if scope["path"] in tenant.paths else "other"
         span = telemetry.serve_http(request.method, path, request.headers.get(TRACEPARENT, ""))
 
         async def send_strict(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self.metrics.count_http(path, message["status"])
+                tenant.metrics.count_http(path, message["status"])
                 span.responded(message["status"])
                 span.end()  # the answer to a watch may never end
                 headers = MutableHeaders(scope=message)
@@ -97,11 +145,6 @@ class Guarded:
                     headers.setdefault(name, value)
             await send(message)
 
-        app: ASGIApp = self._app
-        try:
-            refuse_foreign(request, self._host)
-        except HttpError as error:
-            app = await _refusal(request, error)
         with span:
             await app(scope, receive, send_strict)
 

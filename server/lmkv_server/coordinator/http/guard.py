@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
+from lmkv.auth.exposure import is_loopback
 from lmkv_server.coordinator.http.replies import HttpError
 
 
@@ -21,7 +22,7 @@ def refuse_foreign(request: Request, host: str) -> None:
     if origin is not None and urlsplit(origin).netloc.lower() != called.lower():
         raise HttpError(403, "PERMISSION_DENIED", f"pages of {origin} may not call this coordinator")
     name = _name(called)
-    if _is_loopback(host) and not (_is_address(name) or name in ("", "localhost", host.strip("[]").lower())):
+    if is_loopback(host) and not (_is_address(name) or name in ("", "localhost", host.strip("[]").lower())):
         raise HttpError(
             403, "PERMISSION_DENIED", f"this coordinator is not called {name}; use its address, or set host"
         )
@@ -39,8 +40,3 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _is_loopback(host: str) -> bool:
-    name = host.strip("[]")
-    return name == "localhost" or (_is_address(name) and ipaddress.ip_address(name).is_loopback)

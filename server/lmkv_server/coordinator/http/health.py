@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,14 +13,21 @@ from lmkv_server.coordinator.http.replies import json_response
 from lmkv_server.coordinator.registry import Registry
 
 
-def routes(core: Registry) -> list[Route]:
-    """Both paths; that they answer says that the event loop runs and the ports are open."""
+def routes(cores: Callable[[], Iterable[Registry]], *, names: bool) -> list[Route]:
+    """Both paths; that they answer says that the event loop runs and the ports are open.
+
+    They are for whoever asks: `names` is whether instances are named to everybody.
+    """
 
     async def alive(_: Request) -> Response:
         return json_response({"status": "ok"})
 
     async def ready(_: Request) -> Response:
-        if core.is_partial(time.monotonic()):
+        for core in cores():
+            if not core.is_partial(time.monotonic()):
+                continue
+            if not names:
+                return json_response({"status": "not ready", "detail": "the layout map is being rebuilt"}, 503)
             waiting = [instance.said.instance_id for instance in core.instances if not instance.synced]
             on = f"on {', '.join(waiting[:10])}" if waiting else "whether more instances come"
             return json_response(

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from lmkv.telemetry.calls import Calls
 from lmkv.tiers import tier_name
 from lmkv_server.coordinator.services import Services
 from lmkv_server.coordinator.tally import BOUNDS_SECONDS
@@ -27,13 +28,14 @@ PREFIX = "lmkv_coordinator_"
 class Metrics(Collector):
     """The coordinator's metrics, in a registry of their own: two coordinators in one process do not mix."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, calls: Calls | None = None) -> None:
         self._services = services
         self._http_requests: Counter[tuple[str, str]] = Counter()
         self.registry = CollectorRegistry()
         """What `/metrics` shows, and OTLP exports."""
         self.registry.register(self)
-        self.registry.register(services.calls)
+        if calls is not None:
+            self.registry.register(calls)
         ProcessCollector(registry=self.registry)
 
     def count_http(self, path: str, code: int) -> None:

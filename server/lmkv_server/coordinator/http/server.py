@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from lmkv.rpc import PLAINTEXT
 from lmkv.tls import Tls
+from lmkv_server.coordinator.http.deadline import Deadline
 from lmkv_server.coordinator.ports import listen
 
 MAX_CONCURRENT_REQUESTS = 1_000
@@ -45,22 +46,22 @@ class HttpServer:
         self._name = name
         self._listener = listen(host, port, key)
         self.port: int = self._listener.getsockname()[1]
-        self._server = _Server(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                server_header=False,
-                proxy_headers=False,
-                limit_concurrency=max_concurrent_requests,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=1,
-                ssl_context_factory=(lambda *_: tls.server_context()) if tls.cert else None,
-            ),
-            grace_seconds,
+        config = uvicorn.Config(
+            app,
+            http=Deadline,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=max_concurrent_requests,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=1,
         )
+        config.load()
+        config.ssl = tls.server_context() if tls.cert else None
+        self._server = _Server(config, grace_seconds)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

@@ -1,0 +1,49 @@
+"""Who made the call that is being answered. Set by the gate; read by whoever answers differently for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from lmkv.auth.roles import Role
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caller:
+    """Somebody whose token is known."""
+
+    name: str
+    """What logs call it. Tokens may share a name while one takes the other's place."""
+    role: Role
+    tenant: str = ""
+    """Whose chunks it sees; empty: those of the fleet's own, unnamed tenant."""
+    max_requests_per_second: int = 0
+    """0: as many as it can."""
+    max_concurrent_requests: int = 0
+    """Streams included; 0: as many as it can."""
+    digest: bytes = field(default=b"", repr=False)
+    """Of its token."""
+
+
+ANYBODY = Caller(name="anybody", role=Role.ADMIN)
+"""Who calls where no tokens are configured, and who probes."""
+
+_current: ContextVar[Caller] = ContextVar("lmkv_caller", default=ANYBODY)
+
+
+def current_caller() -> Caller:
+    """Who made the call that is being answered."""
+    return _current.get()
+
+
+@contextmanager
+def calling(caller: Caller) -> Iterator[None]:
+    """While this lasts, `current_caller` is this one."""
+    before = _current.get()
+    _current.set(caller)
+    try:
+        yield
+    finally:
+        _current.set(before)  # not reset: a stream that is cut off may be ended in another context

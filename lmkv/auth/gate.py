@@ -1,0 +1,154 @@
+"""The gate of a server: every call over gRPC or HTTP passes it, and nothing else asks for tokens."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from lmkv.auth.allowance import Allowance
+from lmkv.auth.caller import ANYBODY, Caller, calling
+from lmkv.auth.callers import KEY, NO_QUOTA, Callers, TenantQuota, read_callers
+from lmkv.auth.roles import OPEN, ROLES, Role
+from lmkv.auth.token import HEADER, Token, token_in
+from lmkv.errors import ConfigError, PermissionDenied, Unauthenticated
+from lmkv.fresh import Fresh
+
+logger = logging.getLogger(__name__)
+
+TENANT_HEADER = "lmkv-tenant"
+"""For which tenant an admin calls who has none of its own."""
+
+Metadata = Iterable[tuple[str, str | bytes]]
+
+
+class Gate:
+    """Lets in whom the tokens file knows, for what their role may call. Without a file it lets everybody in.
+
+    With `own`, a process's own token, it is the gate of a tenant: callers of others are not let in. Raises
+    `ConfigError` if the file is not what it should be, or does not know the own token.
+    """
+
+    def __init__(self, path: str = "", own: Token | None = None) -> None:
+        self._files = [path] if path else []
+        self._callers = Fresh(lambda: self._files, self._read) if path else None
+        self._allowances: dict[str, Allowance] = {}
+        self._own = own
+        self.refused_count = 0
+        """Calls that were refused for who made them, since the start."""
+        if self._callers and own is not None:
+            self._own_tenant()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it lets everybody in."""
+        return self._callers is None
+
+    @property
+    def callers(self) -> Callers:
+        """Whom it knows now."""
+        return self._callers.get() if self._callers else _NOBODY
+
+    def quota(self, tenant: str) -> TenantQuota:
+        """What a tenant may take."""
+        return self.callers.quotas.get(tenant, NO_QUOTA)
+
+    @contextmanager
+    def passing(self, method: str, metadata: Metadata | None) -> Iterator[Caller]:
+        """While a call of `SERVICE/METHOD` is answered; `current_caller` is who made it. Raises what `admit` does."""
+        caller = self.admit(method, metadata)
+        allowance = self._allowance(caller)
+        if allowance:
+            allowance.begin(time.monotonic())
+        try:
+            with calling(caller):
+                yield caller
+        finally:
+            if allowance:
+                allowance.end()
+
+    def admit(self, method: str, metadata: Metadata | None) -> Caller:
+        """Who calls. Raises `Unauthenticated` or `PermissionDenied`, each with the fix and without the token."""
+        if self._callers is None or method in OPEN:
+            return ANYBODY
+        try:
+            return self._admit(method, dict(metadata or ()))
+        except (Unauthenticated, PermissionDenied) as error:
+            self.refused_count += 1
+            logger.warning("refused %s: %s", method, error)
+            raise
+
+    def _admit(self, method: str, headers: dict[str, str | bytes]) -> Caller:
+        token = token_in(str(headers.get(HEADER, "")))
+        if not token:
+            raise Unauthenticated("no token came along; set auth_token or auth_token_file where the call comes from")
+        caller = self.callers.find(token)
+        if caller is None:
+            raise Unauthenticated(
+                f"the token is not known here; list its SHA-256 in the file of {KEY}, or show another"
+            )
+        allowed = ROLES.get(method, frozenset())
+        if caller.role not in allowed:
+            who = " or ".join(sorted(allowed)) or "nobody"
+            raise PermissionDenied(
+                f"{caller.name} is {caller.role}, and {method} is for {who}; show a token of such a role",
+                caller=caller.name,
+                role=caller.role,
+                method=method,
+            )
+        return self._for_tenant(caller, str(headers.get(TENANT_HEADER, "")))
+
+    def _for_tenant(self, caller: Caller, wish: str) -> Caller:
+        """The caller, for the tenant that it calls for."""
+        if wish and caller.role is Role.ADMIN and not caller.tenant and wish in self.callers.tenants:
+            caller = replace(caller, tenant=wish)
+        elif wish not in ("", caller.tenant):
+            raise PermissionDenied(
+                f"{caller.name} may not call for tenant {wish}; leave {TENANT_HEADER} out", caller=caller.name
+            )
+        if self._own is not None and caller.tenant != self._own_tenant():
+            raise PermissionDenied(
+                f"{caller.name} is of another tenant than this node; nodes answer those of their own",
+                caller=caller.name,
+            )
+        return caller
+
+    def still_admits(self, caller: Caller) -> None:
+        """Asked while a stream lasts. Raises `Unauthenticated` if the caller's token is known no more."""
+        if self._callers is None or caller is ANYBODY:
+            return
+        callers = self.callers
+        if not (callers.knows(caller) or callers.knows(replace(caller, tenant=""))):
+            raise Unauthenticated("the token is not known any more; show another")
+
+    def _allowance(self, caller: Caller) -> Allowance | None:
+        """The bucket of all tokens of one name, if they have a limit."""
+        per_second, concurrent = caller.max_requests_per_second, caller.max_concurrent_requests
+        if not (per_second or concurrent):
+            return None
+        allowance = self._allowances.get(caller.name)
+        if allowance is None or not allowance.is_of(per_second, concurrent):
+            allowance = self._allowances[caller.name] = Allowance(per_second, concurrent, time.monotonic())
+        return allowance
+
+    def _own_tenant(self) -> str:
+        assert self._own is not None
+        token = token_in(dict(self._own.headers()).get(HEADER, ""))
+        caller = self.callers.find(token) if token else None
+        if caller is None:
+            raise ConfigError(
+                f"{KEY} is set, but its file does not know this process's own token; set auth_token or "
+                "auth_token_file to one that it lists",
+                key="auth_token",
+            )
+        return caller.tenant
+
+    def _read(self) -> Callers:
+        callers, self._files = read_callers(self._files[0])
+        return callers
+
+
+_NOBODY = Callers()
+OPEN_GATE = Gate()

@@ -1,0 +1,79 @@
+"""The token that a client shows, and how it travels."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lmkv.errors import ConfigError
+from lmkv.fresh import Fresh
+
+HEADER = "authorization"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Token:
+    """A token as text, or in a file that may be replaced. Neither shows in a representation.
+
+    Raises `ConfigError` if both are given, or the file cannot be read, or what is given cannot be a header.
+    """
+
+    text: str = field(default="", repr=False)
+    file: str = ""
+
+    def __post_init__(self) -> None:
+        if self.text and self.file:
+            raise ConfigError("auth_token and auth_token_file are both set; keep one", key="auth_token_file")
+        fresh = Fresh([self.file], lambda: _checked(read_secret(self.file, "auth_token_file"), "auth_token_file"))
+        object.__setattr__(self, "_fresh", fresh if self.file else None)
+        _checked(self.text, "auth_token")
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.file)
+
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """What to send along a call; nothing if there is no token."""
+        fresh: Fresh[str] | None = self._fresh  # type: ignore[attr-defined]
+        text = fresh.get() if fresh else self.text
+        return ((HEADER, f"Bearer {text}"),) if text else ()
+
+
+def read_secret(path: str, key: str) -> str:
+    """What a file of one line holds. Raises `ConfigError`."""
+    if not path:
+        return ""
+    try:
+        text = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"{key}: cannot read {path}: {why}", key=key) from None
+    if not text:
+        raise ConfigError(f"{key}: {path} is empty", key=key)
+    return text
+
+
+def token_in(authorization: str) -> str:
+    """The token in an `Authorization` header: what follows `Bearer`, or the password of `Basic`; empty if none.
+
+    The latter is for browsers: they ask for it by themselves, and send it with whatever a page asks.
+    """
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip()
+    if scheme.lower() != "basic":
+        return ""
+    try:
+        return base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
+
+
+def _checked(text: str, key: str) -> str:
+    if not text.isascii() or not text.isprintable() or " " in text:
+        raise ConfigError(f"{key} must be printable ASCII without spaces, since it travels in a header", key=key)
+    return text
+
+
+NO_TOKEN = Token()

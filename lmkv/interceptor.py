@@ -1,0 +1,99 @@
+"""What lies between gRPC and the handlers of every server: the gate, errors as statuses, counts."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+from grpc_status import rpc_status
+
+from lmkv.auth.gate import Gate
+from lmkv.errors import LmkvError
+from lmkv.statuses import to_status
+from lmkv.telemetry.calls import Calls
+
+logger = logging.getLogger(__name__)
+
+
+class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
+    """Turns what the gate and handlers raise into statuses, so that handlers only translate; and counts unary calls."""
+
+    def __init__(self, calls: Calls, gate: Gate) -> None:
+        self._calls = calls
+        self._gate = gate
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:  # no such method: grpc answers UNIMPLEMENTED
+            return None  # type: ignore[return-value]
+        method = handler_call_details.method
+        name, metadata = method.removeprefix("/"), handler_call_details.invocation_metadata
+        if handler.response_streaming:
+            inner_stream = handler.stream_stream or handler.unary_stream
+
+            async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+                try:
+                    with self._gate.passing(name, metadata) as caller:
+                        responses = inner_stream(request, context)
+                        if inspect.isawaitable(responses):  # it writes them itself, as gRPC's own health service does
+                            await responses
+                            return
+                        async for response in responses:
+                            self._gate.still_admits(caller)
+                            yield response
+                except Exception as error:
+                    await _abort(_refusal(error, method), context)
+
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+            return make(stream, handler.request_deserializer, handler.response_serializer)
+
+        inner = handler.unary_unary or handler.stream_unary
+
+        async def unary(request: Any, context: Any) -> Any:
+            with self._calls.observe(method, metadata) as call:
+                try:
+                    with self._gate.passing(name, metadata):
+                        return await inner(request, context)
+                except grpc.aio.AbortError:  # the handler aborted the call itself
+                    call.failed(_code_name(context.code()))
+                    raise
+                except Exception as error:
+                    refusal = _refusal(error, method)
+                    call.failed(refusal.code)
+                    await _abort(refusal, context)
+
+        make = (
+            grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
+        )
+        return make(unary, handler.request_deserializer, handler.response_serializer)
+
+
+def _refusal(error: Exception, method: str) -> LmkvError:
+    """The error that the caller is told. Raises what is none: the handler has aborted the call itself."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, LmkvError):
+        return error
+    logger.exception("%s failed unexpectedly", method)
+    return LmkvError(f"{method} failed unexpectedly: {error!r}; see the server's log")
+
+
+def _code_name(code: Any) -> str:
+    """The name of a status code, which gRPC gives as what it was set to: the code, or its number."""
+    number = code.value[0] if isinstance(code, grpc.StatusCode) else code
+    return next((known.name for known in grpc.StatusCode if known.value[0] == number), "UNKNOWN")
+
+
+async def _abort(error: LmkvError, context: Any) -> None:
+    await context.abort_with_status(rpc_status.to_status(to_status(error)))

@@ -1,0 +1,75 @@
+"""Errors on the wire: `lmkv.errors` as `google.rpc.Status`, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from lmkv.errors import Full, LmkvError, Unreachable
+
+DOMAIN = "lmkv.v1"
+MAX_TEXT = 500
+"""Characters of a message, or of a value in its metadata, that travel: trailers have a limit, and inputs are quoted."""
+
+
+def short(text: str) -> str:
+    """The text, cut off if it is too long to travel."""
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
+
+
+def to_status(error: LmkvError) -> status_pb2.Status:
+    """The error as `google.rpc.Status` with one `ErrorInfo`, and `RetryInfo` if it knows when to come back."""
+    status = status_pb2.Status(code=getattr(code_pb2, error.code), message=short(str(error)))
+    metadata = {name: short(value) for name, value in error.metadata.items()}
+    details: list[Any] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)]
+    if isinstance(error, Full):
+        delay = float(error.metadata.get("retry_seconds", 1.0))
+        details.append(
+            error_details_pb2.RetryInfo(
+                retry_delay=duration_pb2.Duration(nanos=round(delay % 1 * 1e9), seconds=int(delay))
+            )
+        )
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail, deterministic=True)  # the same refusal is the same bytes
+        status.details.append(packed)
+    return status
+
+
+def from_status(status: status_pb2.Status) -> LmkvError:
+    """The error in a status; a plain `LmkvError` where it names no reason that this version knows."""
+    info = error_details_pb2.ErrorInfo()
+    for detail in status.details:
+        if detail.Unpack(info) and info.domain == DOMAIN and info.reason in LmkvError.by_reason:
+            return LmkvError.by_reason[info.reason](status.message, **info.metadata)
+    return LmkvError(status.message, code=status.code)
+
+
+def from_rpc_error(error: grpc.RpcError) -> LmkvError:
+    """What a failed call means: the other side's error, or `Unreachable` if it gave none."""
+    try:
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    except ValueError:  # the status in the trailers contradicts the call's own
+        status = None
+    if status is not None:
+        return from_status(status)
+    code = error.code() if callable(getattr(error, "code", None)) else grpc.StatusCode.UNKNOWN
+    text = error.details() if callable(getattr(error, "details", None)) else str(error)
+    kind = Unreachable if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED) else LmkvError
+    fix = next((f"; {fix}" for sign, fix in _TLS_FIXES.items() if sign in str(text)), "")
+    return kind(f"{code.name}: {text}{fix}", grpc_code=code.name)
+
+
+_TLS_FIXES = {
+    "WRONG_VERSION_NUMBER": "the server does not speak TLS: unset tls_ca here, or set tls_cert and tls_key there",
+    "CERTIFICATE_VERIFY_FAILED": "the server's certificate is not of those whom tls_ca names, or out of date",
+    "Hostname Verification Check failed": "the server's certificate is for another name than the address has",
+    "failed to connect to all addresses; last error: UNAVAILABLE": (
+        "if the server speaks TLS, set tls_ca here, and if it asks for certificates, tls_cert and tls_key too"
+    ),
+}
+"""What to do, by what gRPC says when the two ends do not agree on TLS."""
