@@ -16,7 +16,9 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -30,7 +32,7 @@ from lmkv.keys import ChunkKey, KeyChain, as_tokens, root_key
 from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv_client.connector.connector import LMKVConnector
 from lmkv_client.connector.messages import Attachment, Load, Loaded, StepPlan, WorkerReport, Written
-from lmkv_client.connector.scheduler import SchedulerSide
+from lmkv_client.connector.scheduler import SchedulerSide, multimodal_extras
 from lmkv_client.connector.stats import Stats
 from lmkv_kernels import ChunkCopy
 from tests.client.connector.scripted_node import SPOILT, Content, Pool, ScriptedNode, Stored
@@ -40,6 +42,7 @@ CHUNK = 64
 VOCAB = 500
 STEP_SECONDS = 0.002
 MAX_STEPS = 2000
+MOST_IMAGE_TOKENS = 4096
 
 SPEC = KvSpec(
     model_name="simulated",
@@ -117,6 +120,16 @@ def kv_values(tokens: Sequence[int], salt: str = "") -> Iterator[int]:
     for token in tokens:
         value = hash((value, token)) & 0x7FFF_FFFF_FFFF_FFFF
         yield value
+
+
+def seen(request: Request) -> list[int]:
+    """A request's tokens as the model sees them: where an image lies, the image and not its placeholder."""
+    tokens = list(request.all_token_ids)
+    for feature in request.mm_features:
+        place = feature.mm_position
+        for at in range(place.offset, place.offset + place.length):
+            tokens[at] = hash((feature.identifier, at - place.offset))
+    return tokens
 
 
 def next_token(value: int) -> int:
@@ -310,8 +323,9 @@ class SimulatedEngine:
         salt: str = "",
         reads_caches: bool = True,
         transfer: object = None,
+        images: Sequence[tuple[str, int, int]] = (),
     ) -> Request:
-        """A request has arrived; `transfer` is its `kv_transfer_params`."""
+        """A request has arrived; `transfer` is its `kv_transfer_params`, `images` are hashes, begins and lengths."""
         params = SamplingParams(
             max_tokens=output,
             ignore_eos=True,
@@ -319,7 +333,18 @@ class SimulatedEngine:
             extra_args={"kv_transfer_params": transfer} if transfer is not None else None,
         )
         params.update_from_generation_config({}, 1)
-        request = Request(request_id, list(prompt), params, None, cache_salt=salt or None, block_hasher=self._hasher)
+        request = Request(
+            request_id,
+            list(prompt),
+            params,
+            None,
+            cache_salt=salt or None,
+            block_hasher=self._hasher,
+            mm_features=[
+                MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(begin, length))
+                for identifier, begin, length in images
+            ],
+        )
         self.requests[request_id] = request
         self.said[request_id] = []
         self.scheduled_tokens[request_id] = 0
@@ -380,7 +405,8 @@ class SimulatedEngine:
     def check_answer(self, request_id: str) -> None:
         """The same as without any cache."""
         request = self.requests[request_id]
-        expected = answer_of(request.prompt_token_ids or [], request.max_tokens, request.cache_salt or "")
+        prompt = seen(request)[: request.num_prompt_tokens]
+        expected = answer_of(prompt, request.max_tokens, request.cache_salt or "")
         assert self.said[request_id] == expected, f"{request_id} got a wrong answer"
 
     def check_nothing_is_left(self) -> None:
@@ -441,7 +467,7 @@ class SimulatedEngine:
             if worker.rank == 0:
                 self.scheduled_tokens[request_id] += count
             (block_ids,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-            tokens = list(request.all_token_ids)
+            tokens = seen(request)
             values = list(kv_values(tokens, request.cache_salt or ""))
             start, stop = computed[request_id], computed[request_id] + count
             right = all(worker.page(block_ids[at // BLOCK])[at % BLOCK] == values[at] for at in range(start))
@@ -466,11 +492,12 @@ class SimulatedEngine:
         for request in self.requests.values():
             salt = request.cache_salt or ""
             tokens = as_tokens(list(request.all_token_ids))
-            chain = KeyChain(root_key(SPEC.fingerprint, cache_salt=salt), CHUNK)
+            extras = multimodal_extras(request.mm_features, CHUNK)
+            chain = KeyChain(root_key(SPEC.fingerprint, cache_salt=salt), CHUNK, extras)
             chain.extend(tokens)
             if key in chain.keys:
                 count = (chain.keys.index(key) + 1) * CHUNK
-                return list(kv_values(tokens.tolist(), salt))[:count]
+                return list(kv_values(seen(request), salt))[:count]
             prompt = as_tokens(request.prompt_token_ids or [])
             for handed in (prompt, prompt[:-1]):  # a decode's prompt goes on behind the prefill's
                 chain = KeyChain(root_key(SPEC.fingerprint, cache_salt=salt), CHUNK)
@@ -489,7 +516,7 @@ def make_scheduler(vllm_config: VllmConfig, block_count: int) -> Scheduler:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         init_none_hash(get_hash_fn_by_name("sha256"))
-        return Scheduler(
+        scheduler = Scheduler(
             vllm_config,
             kv_cache_config,
             StructuredOutputManager(vllm_config),
@@ -497,3 +524,7 @@ def make_scheduler(vllm_config: VllmConfig, block_count: int) -> Scheduler:
             hash_block_size=BLOCK,
             log_stats=True,
         )
+    # vLLM gives images no room where the model takes none, and nobody computes them here.
+    scheduler.max_num_encoder_input_tokens = MOST_IMAGE_TOKENS
+    scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=MOST_IMAGE_TOKENS)
+    return scheduler
