@@ -251,13 +251,20 @@ class Host:
 
 @asynccontextmanager
 async def host_with(
-    store: RemoteStore, *, chunk_count: int = 32, lookup_seconds: float = WAIT_SECONDS, **seconds: float
+    store: RemoteStore,
+    *,
+    chunk_count: int = 32,
+    lookup_seconds: float = WAIT_SECONDS,
+    ready: bool = True,
+    **seconds: float,
 ) -> AsyncIterator[Host]:
-    """A host tier and a remote tier."""
+    """A host tier and a remote tier, whose store can be used if it is to be `ready`."""
     host = Host(chunk_count)
     try:
         host.remote = RemoteTier(store, tier=host.tier, pool=host.pool, lookup_seconds=lookup_seconds, **seconds)
         async with host.remote:
+            if ready:
+                await host.open()
             yield host
             await until(lambda: not any(chunk.holds for chunk in host.tier))
             host.check()

@@ -155,7 +155,7 @@ async def test_a_store_that_refuses_what_it_is_asked_says_why(
         store, why = server.store("s3://nowhere"), "404"
     else:
         store, why = server.store(server.url.replace("/0", "/99")), "DB index is out of range"
-    async with host_with(store, retry_seconds=0.01) as host:
+    async with host_with(store, ready=False, retry_seconds=0.01) as host:
         host.store(0)
         await until(lambda: host.remote.link.failure_count >= 3)
         assert await host.count(0) == 0
@@ -169,7 +169,7 @@ async def test_a_store_that_refuses_what_it_is_asked_says_why(
 async def test_a_wrong_password_is_said_but_not_shown(caplog: pytest.LogCaptureFixture) -> None:
     with RedisServer("--requirepass", "right-word") as server:
         url = f"redis://:wrong-word@127.0.0.1:{server.port}/0"
-        async with host_with(server.store(url)) as host:
+        async with host_with(server.store(url), ready=False) as host:
             assert not host.remote.is_usable
             host.store(0)
         assert "invalid username-password pair" in caplog.text
@@ -263,7 +263,7 @@ async def test_a_store_that_stays_frozen_is_lost_and_back_when_it_thaws(redis: R
 async def test_a_store_that_never_says_a_word_holds_up_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmkv_server.node.remote_tier.OPEN_SECONDS", 0.05)
     with Silent() as url:
-        async with host_with(RedisServer().store(url, timeout_seconds=LOST_SECONDS)) as host:
+        async with host_with(RedisServer().store(url, timeout_seconds=LOST_SECONDS), ready=False) as host:
             assert not host.remote.is_usable
             assert await host.count(0) == 0
 
