@@ -36,7 +36,7 @@ tls_client_ca: /etc/lmkv-tls/ca.crt
 {{- define "lmkv.nodeConfig" -}}
 {{- with .Values.node.config }}{{ toYaml . }}
 {{ end -}}
-coordinator_address: {{ include "lmkv.coordinatorAddress" . }}
+coordinator_address: {{ include "lmkv.coordinatorAddresses" . }}
 runtime_dir: /run/lmkv
 max_local_cpu_size: {{ .Values.node.maxLocalCpuSize }}
 {{- if .Values.node.poolMedium }}
@@ -47,6 +47,9 @@ local_disk: /disk
 max_local_disk_size: {{ .Values.node.maxLocalDiskSize }}
 {{- end }}
 transfer_channel: {{ .Values.node.transferChannel }}
+{{- if and .Values.tls.enabled .Values.tls.mutual }}
+tls_peer_name: {{ include "lmkv.peerName" . }}
+{{- end }}
 p2p_port: {{ .Values.node.p2pPort }}
 transfer_port: {{ .Values.node.transferPort }}
 metrics_port: {{ .Values.node.metricsPort }}
@@ -81,7 +84,7 @@ engines:
 {{- end }}
 {{- end }}
 policy: {{ .Values.proxy.policy }}
-coordinator_address: {{ include "lmkv.coordinatorAddress" . }}
+coordinator_address: {{ include "lmkv.coordinatorAddresses" . }}
 {{- with include "lmkv.clientTlsConfig" . }}
 {{ . }}
 {{- end }}

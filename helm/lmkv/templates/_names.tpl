@@ -51,9 +51,19 @@ image: {{ $path }}
 imagePullPolicy: {{ $root.Values.image.pullPolicy }}
 {{- end -}}
 
-{{/* host:port of the coordinator, as a client dials it. */}}
-{{- define "lmkv.coordinatorAddress" -}}
-{{ include "lmkv.fullname" . }}-coordinator.{{ .Release.Namespace }}.svc:{{ .Values.coordinator.port }}
+{{/* host:port of each coordinator, as a client dials it: a list in JSON. */}}
+{{- define "lmkv.coordinatorAddresses" -}}
+{{- $addresses := list -}}
+{{- range $index := until (int .Values.coordinator.replicas) -}}
+{{- $name := printf "%s-coordinator-%d" (include "lmkv.fullname" $) $index -}}
+{{- $addresses = append $addresses (printf "%s.%s.svc:%v" $name $.Release.Namespace $.Values.coordinator.port) -}}
+{{- end -}}
+{{- toJson $addresses -}}
+{{- end -}}
+
+{{/* A name that every node's certificate is for: pods come and go. */}}
+{{- define "lmkv.peerName" -}}
+{{- default (printf "%s-node" (include "lmkv.fullname" .)) .Values.tls.peerName -}}
 {{- end -}}
 
 {{/* Secret of the coordinator's certificate. */}}
@@ -61,7 +71,7 @@ imagePullPolicy: {{ $root.Values.image.pullPolicy }}
 {{- default (printf "%s-server-tls" (include "lmkv.fullname" .)) .Values.tls.serverSecret -}}
 {{- end -}}
 
-{{/* Secret of the certificate that the coordinator's clients show. */}}
+{{/* Secret of the certificate of nodes and proxies. */}}
 {{- define "lmkv.clientSecret" -}}
 {{- default (printf "%s-client-tls" (include "lmkv.fullname" .)) .Values.tls.clientSecret -}}
 {{- end -}}

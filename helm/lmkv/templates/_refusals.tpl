@@ -1,8 +1,5 @@
 {{/* What no schema can tell: values that contradict each other. Each sentence names the value and the fix. */}}
 {{- define "lmkv.refuse" -}}
-{{- if gt (int .Values.coordinator.replicas) 1 -}}
-{{- fail "coordinator.replicas is more than 1, but coordinators share nothing: each would know of some nodes only; set it to 1" -}}
-{{- end -}}
 {{- $tls := .Values.tls -}}
 {{- if and $tls.mutual (not $tls.enabled) -}}
 {{- fail "tls.mutual needs tls.enabled: without TLS nobody shows a certificate" -}}

@@ -16,8 +16,13 @@ ports:
     containerPort: {{ $values.metricsPort }}
 {{- range $probe, $often := dict "startupProbe" (dict "periodSeconds" 1 "failureThreshold" 60) "livenessProbe" (dict "periodSeconds" 10) "readinessProbe" (dict "periodSeconds" 5) }}
 {{ $probe }}:
+  {{- if and $root.Values.tls.enabled $root.Values.tls.mutual }}
+  tcpSocket:  # probes have no certificate to show
+    port: p2p
+  {{- else }}
   grpc:
     port: {{ $values.p2pPort }}
+  {{- end }}
   timeoutSeconds: 5
   {{- toYaml $often | nindent 2 }}
 {{- end }}

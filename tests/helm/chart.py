@@ -1,0 +1,88 @@
+"""The chart, rendered by Helm itself, and what it must render for each case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import yaml
+
+CHART = Path(__file__).parents[2] / "helm" / "lmkv"
+CASES = Path(__file__).parent / "cases"
+NAMES = sorted(folder.name for folder in CASES.iterdir())
+RELEASE, NAMESPACE = "demo", "prod"
+
+Manifest = dict[str, Any]
+
+
+def render(values: Mapping[str, Any]) -> list[Manifest]:
+    """What is given to Kubernetes. Raises `HelmError` for values that the chart refuses."""
+    with helm_python.Chart.load(CHART) as chart:
+        rendered = chart.render(dict(values), name=RELEASE, namespace=NAMESPACE)
+    files = (rendered[path] for path in sorted(rendered) if path.endswith(".yaml"))
+    return [manifest for text in files for manifest in yaml.safe_load_all(text) if manifest]
+
+
+def notes(values: Mapping[str, Any]) -> str:
+    """What is told to who installs it."""
+    with helm_python.Chart.load(CHART) as chart:
+        return chart.render(dict(values), name=RELEASE, namespace=NAMESPACE)["lmkv/templates/NOTES.txt"]
+
+
+@cache
+def values_of(case: str) -> Mapping[str, Any]:
+    """The values of a case."""
+    values: Mapping[str, Any] = yaml.safe_load((CASES / case / "values.yaml").read_text()) or {}
+    return values
+
+
+@cache
+def manifests_of(case: str) -> tuple[Manifest, ...]:
+    """What a case renders."""
+    return tuple(render(values_of(case)))
+
+
+def name_of(manifest: Manifest) -> str:
+    """`Deployment/demo-lmkv-proxy`."""
+    return f"{manifest['kind']}/{manifest['metadata']['name']}"
+
+
+def find(manifests: list[Manifest] | tuple[Manifest, ...], name: str) -> Manifest:
+    """The manifest of that name: `Deployment/demo-lmkv-proxy`."""
+    (found,) = (manifest for manifest in manifests if name_of(manifest) == name)
+    return found
+
+
+def pods(manifests: list[Manifest] | tuple[Manifest, ...]) -> Iterator[tuple[str, Manifest]]:
+    """Every pod, or template of one, with the name of who makes it."""
+    for manifest in manifests:
+        if manifest["kind"] == "Pod":
+            yield name_of(manifest), manifest
+        elif "template" in manifest.get("spec", {}):
+            yield name_of(manifest), manifest["spec"]["template"]
+
+
+def containers(pod: Manifest) -> list[Manifest]:
+    """All containers of a pod."""
+    return [*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]]
+
+
+def expected(case: str) -> str:
+    """What a case's `expected.yaml` must say: what it renders, and of the default what it does not.
+
+    Of other cases than the default only what differs is told.
+    """
+    manifests = {name_of(manifest): manifest for manifest in manifests_of(case)}
+    usual = {} if case == "default" else {name_of(manifest): manifest for manifest in manifests_of("default")}
+    told = [manifests[name] for name in sorted(manifests) if manifests[name] != usual.get(name)]
+    gone = sorted(usual.keys() - manifests.keys())
+    head = "".join(f"# gone: {name}\n" for name in gone)
+    return head + yaml.safe_dump_all(told, sort_keys=True, width=110, explicit_start=True)
+
+
+if __name__ == "__main__":  # python -m tests.helm.chart: writes every expected.yaml anew
+    for each in NAMES:
+        (CASES / each / "expected.yaml").write_text(expected(each))

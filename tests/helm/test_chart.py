@@ -1,0 +1,160 @@
+"""`helm/lmkv`: every case renders what it must, as Kubernetes wants it, and what is wrong is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import helm_python
+import kubernetes_validate
+import pytest
+
+from helm.generate import made
+from tests.helm.chart import CASES, CHART, NAMES, expected, manifests_of, name_of, notes, render, values_of
+
+KUBERNETES = ("1.30", "1.33", "1.37")
+"""The oldest version that Chart.yaml asks for, the newest that there is, and one between."""
+ELSEWHERE = ("cert-manager.io/v1", "monitoring.coreos.com/v1")
+"""What is no part of Kubernetes itself."""
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_helm_finds_nothing_to_complain_about(case: str) -> None:
+    found = helm_python.lint(CHART, dict(values_of(case)), strict=True, kube_version=f"v{KUBERNETES[0]}.0")
+    assert found["errors"] == []
+    assert [message["error"] for message in found["messages"]] == ["icon is recommended"]
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+@pytest.mark.parametrize("case", NAMES)
+def test_kubernetes_takes_every_manifest(case: str, version: str) -> None:
+    checked = [manifest for manifest in manifests_of(case) if manifest["apiVersion"] not in ELSEWHERE]
+    assert len(checked) >= 8
+    for manifest in checked:
+        assert kubernetes_validate.validate(manifest, version, strict=True) == version
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_a_case_renders_what_it_must(case: str) -> None:
+    assert (CASES / case / "expected.yaml").read_text() == expected(case), (
+        "if this is as you meant it: python -m tests.helm.chart"
+    )
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_no_two_manifests_have_one_name(case: str) -> None:
+    names = [name_of(manifest) for manifest in manifests_of(case)]
+    assert len(names) == len(set(names))
+
+
+def test_readme_schema_and_rules_are_what_follows_from_values_and_code() -> None:
+    files = made()
+    assert len(files) == 3
+    for file, content in files.items():
+        assert file.read_text() == content, f"{file.name} is out of date: python helm/generate.py"
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"coordinatr": {}}, "at '': additional properties 'coordinatr' not allowed"),
+        ({"coordinator": {"prot": 9000}}, "at '/coordinator': additional properties 'prot' not allowed"),
+        ({"coordinator": {"port": "9000"}}, "at '/coordinator/port': got string, want integer"),
+        ({"coordinator": {"port": 70000}}, "at '/coordinator/port': maximum: got 70,000, want 65,535"),
+        ({"coordinator": {"config": {"lease": 3}}}, "at '/coordinator/config': additional properties 'lease'"),
+        ({"coordinator": {"config": {"port": 3}}}, "at '/coordinator/config': additional properties 'port'"),
+        ({"node": {"config": {"chunk_size": 3}}}, "at '/node/config': additional properties 'chunk_size'"),
+        ({"node": {"mode": "deployment"}}, "at '/node/mode': value must be one of 'daemonSet', 'sidecar'"),
+        ({"node": {"maxLocalCpuSize": 0}}, "at '/node/maxLocalCpuSize': exclusiveMinimum: got 0, want 0"),
+        ({"node": {"maxLocalCpuSize": "5GB"}}, "at '/node/maxLocalCpuSize': got string, want number"),
+        ({"node": {"nixlPorts": [1]}}, "at '/node/nixlPorts': minItems: got 1, want 2"),
+        ({"engines": {"groups": [{"name": "a"}]}}, "at '/engines/groups/0': missing property 'model'"),
+        ({"engines": {"groups": [{"name": "A", "model": "m"}]}}, "at '/engines/groups/0/name': 'A' does not match"),
+        ({"proxy": {"policy": "kv-aware"}}, "at '/proxy/policy': value must be one of 'round_robin'"),
+        ({"proxy": {"config": {"engine_api_key": "k"}}}, "at '/proxy/config': additional properties 'engine_api_key'"),
+        ({"logLevel": "verbose"}, "at '/logLevel': value must be one of 'debug', 'info', 'warning', 'error'"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_the_schema_refuses_what_is_wrong_by_its_path(values: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(helm_python.HelmValuesError) as refusal:
+        render(values)
+    assert sentence in str(refusal.value)
+
+
+GROUP = {"name": "a", "model": "m"}
+ISSUER = {"enabled": True, "issuerRef": {"name": "ca"}}
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"tls": {"mutual": True}}, "tls.mutual needs tls.enabled"),
+        ({"tls": {"enabled": True}}, "set tls.serverSecret to a secret, or tls.certManager.enabled to true"),
+        (
+            {"tls": {"enabled": True, "mutual": True, "serverSecret": "s"}},
+            "set tls.clientSecret to a secret, or tls.certManager.enabled to true",
+        ),
+        ({"tls": {"enabled": True, "certManager": {"enabled": True}}}, "set tls.certManager.issuerRef.name"),
+        ({"node": {"mode": "sidecar", "hostNetwork": True}}, "node.hostNetwork is for node.mode daemonSet"),
+        (
+            {"node": {"hostNetwork": True}, "networkPolicy": {"enabled": True}},
+            "let their hosts in by networkPolicy.coordinatorFrom",
+        ),
+        ({"node": {"maxLocalDiskSize": 1}}, "set node.diskVolume to a volume"),
+        ({"node": {"diskVolume": {"emptyDir": {}}}}, "set node.maxLocalDiskSize to the GB"),
+        ({"node": {"nixlPorts": [9300, 9200]}}, "node.nixlPorts names the last port before the first"),
+        ({"engines": {"groups": [GROUP, GROUP]}}, "engines.groups has two groups called a"),
+        ({"engines": {"groups": [GROUP | {"role": "decode"}]}}, "set node.mode to sidecar"),
+        ({"proxy": {"enabled": True}}, "the proxy has no engines: add a group to engines.groups"),
+        (
+            {
+                "node": {"mode": "sidecar"},
+                "proxy": {"enabled": True},
+                "engines": {"groups": [GROUP | {"role": "prefill"}]},
+            },
+            "add a group with role decode to engines.groups",
+        ),
+        (
+            {
+                "node": {"mode": "sidecar"},
+                "proxy": {"enabled": True},
+                "engines": {"groups": [GROUP | {"role": "decode"}]},
+            },
+            "add a group with role prefill to engines.groups",
+        ),
+        (
+            {
+                "node": {"mode": "sidecar"},
+                "proxy": {"enabled": True},
+                "engines": {
+                    "groups": [
+                        GROUP,
+                        {**GROUP, "name": "p", "role": "prefill"},
+                        {**GROUP, "name": "d", "role": "decode"},
+                    ]
+                },
+            },
+            "the proxy cannot mix engines of role both with prefill and decode engines",
+        ),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_values_that_contradict_each_other_are_refused_with_the_fix(values: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(helm_python.HelmRenderError) as refusal:
+        render(values)
+    assert sentence in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "command"),
+    [
+        ("default", "LMKV_NODE_ADDRESS=/run/lmkv/$(NODE_INSTANCE_ID)/engine.sock"),
+        ("engines", "kubectl --namespace prod port-forward service/demo-lmkv-engine-llama 8000 &"),
+        ("prefill-decode", "kubectl --namespace prod port-forward service/demo-lmkv-proxy 9100 &"),
+        ("tls", "https://localhost:9001"),
+    ],
+)
+def test_the_notes_say_what_to_type_next(case: str, command: str) -> None:
+    told = notes(values_of(case))
+    assert "helm test demo --namespace prod --logs" in told
+    assert command in told

@@ -1,0 +1,258 @@
+"""What holds of the manifests of every case: names meet, rights are few, and the processes know what they are told."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import yaml
+
+from lmkv.config import ConnectorConfig, CoordinatorConfig, NodeConfig, ProxyConfig, keys
+from lmkv.config.resolve import spellings
+from lmkv.config.schema import Config
+from tests.helm.chart import NAMES, Manifest, containers, find, manifests_of, name_of, pods, values_of
+
+PROCESSES: Mapping[str, type[Config]] = {
+    "coordinator": CoordinatorConfig,
+    "node": NodeConfig,
+    "engine": ConnectorConfig,
+    "proxy": ProxyConfig,
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_every_key_that_is_rendered_is_one_of_its_process(case: str) -> None:
+    seen = set()
+    for manifest in manifests_of(case):
+        if "lmkv.yaml" in manifest.get("data", {}):
+            process = manifest["metadata"]["labels"]["app.kubernetes.io/component"]
+            told = yaml.safe_load(manifest["data"]["lmkv.yaml"])
+            PROCESSES[process](**{name: raw for name, raw in told.items() if name in keys(PROCESSES[process])})
+            assert told.keys() <= keys(PROCESSES[process]).keys()
+            seen.add(process)
+    assert {"coordinator", "node"} <= seen
+    for _, pod in pods(manifests_of(case)):
+        for container in containers(pod):
+            variables = {each["name"] for each in container.get("env", ()) if each["name"].startswith("LMKV_")}
+            if variables:
+                known = {f"LMKV_{name.upper()}" for name in spellings(PROCESSES[container["name"]])}
+                assert variables <= known | {"LMKV_CONFIG_FILE"}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_selectors_find_pods_and_services_find_ports(case: str) -> None:
+    manifests = manifests_of(case)
+    # Kubernetes itself tells pods of a StatefulSet by their number.
+    labelled = [
+        ({"apps.kubernetes.io/pod-index": str(number), **pod["metadata"]["labels"]}, ports_of(pod))
+        for _, pod in pods(manifests)
+        for number in range(2)
+    ]
+    checked = 0
+    for manifest in manifests:
+        for selector, ports in selections(manifest):
+            found = [held for labels, held in labelled if selector.items() <= labels.items()]
+            if name_of(manifest).startswith("NetworkPolicy") and not found:
+                continue  # who is let in may be elsewhere
+            assert found, f"{name_of(manifest)} selects nobody by {selector}"
+            for held in found:
+                assert ports <= held, f"{name_of(manifest)}: {ports - held}"
+            checked += 1
+    assert checked >= 4
+
+
+def ports_of(pod: Manifest) -> set[str | int]:
+    """Ports of a pod by number and by name."""
+    declared = [port for container in containers(pod) for port in container.get("ports", ())]
+    return {port["name"] for port in declared} | {port["containerPort"] for port in declared}
+
+
+def selections(manifest: Manifest) -> list[tuple[dict[str, str], set[str | int]]]:
+    """Whom a manifest selects, and the ports that these must have."""
+    spec = manifest.get("spec", {})
+    match manifest["kind"]:
+        case "Deployment" | "StatefulSet" | "DaemonSet" | "PodDisruptionBudget":
+            return [(spec["selector"]["matchLabels"], set())]
+        case "Service":
+            return [(spec["selector"], {port["targetPort"] for port in spec["ports"]})]
+        case "PodMonitor":
+            return [(spec["selector"]["matchLabels"], {each["port"] for each in spec["podMetricsEndpoints"]})]
+        case "NetworkPolicy":
+            named = {port["port"] for rule in spec["ingress"] for port in rule["ports"] if "endPort" not in port}
+            return [(spec["podSelector"]["matchLabels"], named)]
+        case _:
+            return []
+
+
+@pytest.mark.parametrize("case", ["tls", "mutual-tls", "monitoring"])
+def test_service_monitors_find_one_service_with_their_port(case: str) -> None:
+    manifests = manifests_of(case)
+    monitors = [manifest for manifest in manifests if manifest["kind"] == "ServiceMonitor"]
+    assert monitors
+    for monitor in monitors:
+        selector = monitor["spec"]["selector"]["matchLabels"]
+        services = [
+            manifest
+            for manifest in manifests
+            if manifest["kind"] == "Service" and selector.items() <= manifest["metadata"]["labels"].items()
+        ]
+        assert len(services) == 1, "metrics would be read twice"
+        ports = {port["name"] for port in services[0]["spec"]["ports"]}
+        assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= ports
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_processes_have_no_rights_that_they_do_not_need(case: str) -> None:
+    for name, pod in pods(manifests_of(case)):
+        spec = pod["spec"]
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["enableServiceLinks"] is False
+        for container in containers(pod):
+            context = container["securityContext"]
+            assert context["readOnlyRootFilesystem"]
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["capabilities"]["drop"] == ["ALL"]
+            added = set(context["capabilities"].get("add", ()))
+            if container["name"] == "own-folders":  # the only one that is root
+                assert added == {"CHOWN"}
+                assert name.startswith("DaemonSet/")
+            else:
+                assert "runAsUser" not in context
+                assert added == ({"IPC_LOCK"} if case == "rdma" and container["name"] == "node" else set())
+                assert container["resources"]["limits"]
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_mounts_are_of_volumes_and_no_mount_is_within_a_read_only_one(case: str) -> None:
+    for _, pod in pods(manifests_of(case)):
+        volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
+        assert len(volumes) == len(pod["spec"]["volumes"])
+        used = set()
+        for container in containers(pod):
+            mounts = container["volumeMounts"]
+            paths = {mount["mountPath"] for mount in mounts}
+            assert len(paths) == len(mounts)
+            assert not any(other.startswith(f"{path}/") for path in paths for other in paths)
+            used |= {mount["name"] for mount in mounts}
+        assert used == volumes
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_pods_restart_when_their_configuration_changes(case: str) -> None:
+    manifests = manifests_of(case)
+    for name, pod in pods(manifests):
+        if name.startswith("Pod/"):
+            continue
+        told = pod["metadata"]["annotations"]["checksum/config"]
+        configs = [volume["configMap"]["name"] for volume in pod["spec"]["volumes"] if "configMap" in volume]
+        texts = [find(manifests, f"ConfigMap/{config}")["data"]["lmkv.yaml"].rstrip("\n") for config in configs]
+        assert told == hashlib.sha256("".join(texts).encode()).hexdigest()
+
+
+def test_engines_and_their_node_meet_at_one_socket() -> None:
+    for case, owner in (("engines", "DaemonSet/demo-lmkv-node"), ("sidecar", "StatefulSet/demo-lmkv-engine-llama")):
+        of = dict(pods(manifests_of(case)))
+        (node,) = (each for each in containers(of[owner]) if each["name"] == "node")
+        (engine,) = of["StatefulSet/demo-lmkv-engine-llama"]["spec"]["containers"]
+        assert variable(node, "LMKV_INSTANCE_ID") == variable(engine, "NODE_INSTANCE_ID")
+        told = yaml.safe_load(find(manifests_of(case), "ConfigMap/demo-lmkv-node")["data"]["lmkv.yaml"])
+        address = variable(engine, "LMKV_NODE_ADDRESS")["value"].replace("$(NODE_INSTANCE_ID)", "host-1")
+        assert address == str(NodeConfig(instance_id="host-1", **told).engine_socket)
+        ends = [
+            {volume["name"]: volume for volume in of[name]["spec"]["volumes"]}["runtime"]
+            for name in (owner, "StatefulSet/demo-lmkv-engine-llama")
+        ]
+        assert ends[0] == ends[1]
+
+
+def variable(container: Manifest, name: str) -> dict[str, Any]:
+    """A variable of a container, without its name."""
+    (found,) = (each for each in container["env"] if each["name"] == name)
+    return {key: value for key, value in found.items() if key != "name"}
+
+
+def test_the_coordinators_certificate_is_for_the_name_that_its_clients_dial() -> None:
+    manifests = manifests_of("mutual-tls")
+    names = find(manifests, "Certificate/demo-lmkv-server-tls")["spec"]["dnsNames"]
+    for process in ("node", "proxy"):
+        told = yaml.safe_load(find(manifests, f"ConfigMap/demo-lmkv-{process}")["data"]["lmkv.yaml"])
+        assert len(told["coordinator_address"]) == 2
+        assert {address.partition(":")[0] for address in told["coordinator_address"]} <= set(names)
+    monitor = find(manifests, "ServiceMonitor/demo-lmkv-coordinator")["spec"]["endpoints"][0]
+    assert monitor["tlsConfig"]["serverName"] in names
+
+
+def test_clients_are_not_given_the_coordinators_key() -> None:
+    volumes = dict(pods(manifests_of("tls")))["DaemonSet/demo-lmkv-node"]["spec"]["volumes"]
+    (secret,) = (volume["secret"] for volume in volumes if "secret" in volume)
+    assert [item["key"] for item in secret["items"]] == ["ca.crt"]
+
+
+@pytest.mark.parametrize("case", [name for name in NAMES if values_of(name).get("engines")])
+def test_the_proxy_names_every_engine_and_no_other(case: str) -> None:
+    manifests = manifests_of(case)
+    dialled: set[str] = set()
+    for manifest in manifests:
+        if name_of(manifest) == "ConfigMap/demo-lmkv-proxy":
+            config = ProxyConfig(**yaml.safe_load(manifest["data"]["lmkv.yaml"]))
+            routed = {engine.removeprefix("http://") for engine in config.engines}
+            dialled = routed or {*config.prefillers, *config.decoders}
+    there = {
+        f"{manifest['metadata']['name']}-{index}.{manifest['spec']['serviceName']}.prod.svc:8000"
+        for manifest in manifests
+        if name_of(manifest).startswith("StatefulSet/demo-lmkv-engine-")
+        for index in range(manifest["spec"]["replicas"])
+    }
+    assert there
+    assert dialled == (there if values_of(case).get("proxy") else set())
+
+
+def test_engines_are_given_what_vllm_takes() -> None:
+    roles = {"prefill": "kv_producer", "decode": "kv_consumer"}
+    of = dict(pods(manifests_of("prefill-decode")))
+    for group, role in roles.items():
+        (engine,) = of[f"StatefulSet/demo-lmkv-engine-{group}"]["spec"]["containers"]
+        command = engine["command"]
+        assert command[:2] == ["vllm", "serve"]
+        transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
+        assert transfer == {"kv_connector": "LMKVConnector", "kv_role": role}
+        assert all(isinstance(word, str) for word in command)
+
+
+def test_a_nodes_memory_is_that_of_its_pool_and_some_more() -> None:
+    def limits(case: str) -> dict[str, Any]:
+        (node,) = dict(pods(manifests_of(case)))["DaemonSet/demo-lmkv-node"]["spec"]["containers"]
+        assert node["resources"]["requests"].items() >= node["resources"]["limits"].items()
+        held: dict[str, Any] = node["resources"]["limits"]
+        return held
+
+    assert limits("default") == {"memory": "6144Mi"}
+    assert limits("memory-volume") == {"memory": "9216Mi"}
+    assert limits("rdma") == {"memory": "1024Mi", "hugepages-1Gi": "65536Mi", "rdma/hca_shared_devices_a": 1}
+
+
+def test_network_policies_let_nodes_use_exactly_the_ports_of_their_channels() -> None:
+    def ports(case: str) -> list[dict[str, int]]:
+        policy = find(manifests_of(case), "NetworkPolicy/demo-lmkv-node")
+        let_in: list[dict[str, int]] = policy["spec"]["ingress"][0]["ports"]
+        return let_in
+
+    assert ports("network-policy") == [{"port": 9200}, {"port": 9201}, {"port": 9210, "endPort": 9229}]
+    assert ports("network-policy-sidecar") == [{"port": 9200}, {"port": 9201}]
+    (node,) = dict(pods(manifests_of("network-policy")))["DaemonSet/demo-lmkv-node"]["spec"]["containers"]
+    assert variable(node, "UCX_TCP_PORT_RANGE") == {"value": "9210-9229"}
+
+
+def test_images_are_those_that_the_dockerfile_makes() -> None:
+    images = {
+        container["image"] for case in NAMES for _, pod in pods(manifests_of(case)) for container in containers(pod)
+    }
+    names = {re.sub(r":.*", "", image.rpartition("/")[2]) for image in images}
+    assert names == {"lmkv", "lmkv-node", "lmkv-vllm"}
+    assert "ghcr.io/acme/lmkv:2.0" in images

@@ -1,0 +1,179 @@
+"""What the chart renders is run: commands, variables, files, ports, probes and metrics are the processes' own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmkv.config import ConnectorConfig, load
+from tests.helm.chart import Manifest, find, pods, render
+from tests.helm.local_pod import LocalPod, Secrets, fetch
+from tests.lmkv.certificates import Certificates, issue
+from tests.server.node.engine_client import EngineClient
+from tests.server.proxy.scripted_engine import MODEL, ScriptedEngine
+
+COORDINATOR = "demo-lmkv-coordinator-0.prod.svc"
+SECRET = {"fleet": {"cluster-secret": b"one for all"}}
+
+
+class Fleet:
+    """Pods of one release on this host."""
+
+    def __init__(self, values: dict[str, Any], folder: Path, free_port: Callable[[], int], secrets: Secrets) -> None:
+        ports = {
+            "coordinator": {"port": free_port(), "httpPort": free_port()},
+            "node": {"p2pPort": free_port(), "transferPort": free_port(), "metricsPort": free_port()},
+            "proxy": {"port": free_port()},
+        }
+        values = {key: {**ports.get(key, {}), **(values.get(key) or {})} for key in {*values, *ports}}
+        values |= {"bindAddress": "127.0.0.1", "logFormat": "text"}
+        values["clusterSecret"] = {"existingSecret": "fleet"}
+        values["node"] = {"maxLocalCpuSize": 0.0625, "transferChannel": "tcp"} | values["node"]
+        self.manifests: list[Manifest] = render(values)
+        self._pods = dict(pods(self.manifests))
+        self._folder = folder
+        self._secrets = {**SECRET, **secrets}
+        self._stack = ExitStack()
+
+    def pod(self, owner: str, *, name: str, ip: str = "127.0.0.1", **names: str) -> LocalPod:
+        """A pod that somebody makes, for as long as the fleet is there."""
+        known = {COORDINATOR: "127.0.0.1", **names}
+        pod = LocalPod(
+            self._pods[owner], self.manifests, self._folder, name=name, ip=ip, secrets=self._secrets, names=known
+        )
+        self._stack.callback(pod.stop)
+        return pod
+
+    def started(self, owner: str, container: str, *, name: str, ip: str = "127.0.0.1", **names: str) -> LocalPod:
+        """Such a pod, one container of which runs and is well."""
+        pod = self.pod(owner, name=name, ip=ip, **names)
+        pod.start(container)
+        pod.wait_probed(container)
+        return pod
+
+    def ask(self, *arguments: str) -> Any:
+        """What the pod of `helm test` is told, with further arguments: an answer in JSON."""
+        command = self.pod("Pod/demo-lmkv-test", name="test").command("instances")
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=50, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def close(self) -> None:
+        """Ends everything."""
+        self._stack.close()
+
+
+@pytest.fixture
+def make_fleet(short_folder: Path, free_port: Callable[[], int]) -> Iterator[Callable[..., Fleet]]:
+    """Makes fleets of values and secrets, and ends them."""
+    made: list[Fleet] = []
+
+    def make(values: dict[str, Any], secrets: Secrets | None = None) -> Fleet:
+        made.append(Fleet(values, short_folder, free_port, secrets or {}))
+        return made[-1]
+
+    yield make
+    for fleet in made:
+        fleet.close()
+
+
+def secret(certificates: Certificates) -> dict[str, bytes]:
+    """A secret as cert-manager makes it."""
+    files = {"ca.crt": certificates.ca, "tls.crt": certificates.cert, "tls.key": certificates.key}
+    return {name: Path(file).read_bytes() for name, file in files.items()}
+
+
+@pytest.mark.parametrize("security", ["none", "tls", "mutual"])
+def test_coordinator_node_and_test_run_as_they_are_rendered(
+    make_fleet: Callable[..., Fleet], tmp_path: Path, security: str
+) -> None:
+    certificates = issue(tmp_path / "tls")
+    values: dict[str, Any] = {"monitoring": {"serviceMonitor": {"enabled": True}}}
+    if security != "none":
+        values["tls"] = {"enabled": True, "mutual": security == "mutual", "serverSecret": "s", "clientSecret": "c"}
+    fleet = make_fleet(values, {"s": secret(certificates), "c": secret(certificates)})
+    coordinator = fleet.started("StatefulSet/demo-lmkv-coordinator", "coordinator", name="coordinator-0")
+    node = fleet.started("DaemonSet/demo-lmkv-node", "node", name="node-0")
+
+    (instance,) = fleet.ask("--json")["instances"]
+    assert instance["instance_id"] == "host-1"
+    p2p = node.port(node.container("node"), "p2p")
+    assert instance["peer_address"] == f"127.0.0.1:{p2p}"
+
+    monitored = find(fleet.manifests, "ServiceMonitor/demo-lmkv-coordinator")["spec"]["endpoints"][0]
+    port = coordinator.port(coordinator.container("coordinator"), monitored["port"])
+    context = ssl.create_default_context(cafile=certificates.ca)
+    if "cert" in monitored.get("tlsConfig", {}):
+        context.load_cert_chain(certificates.cert, certificates.key)
+    url = f"{monitored.get('scheme', 'http')}://127.0.0.1:{port}{monitored['path']}"
+    assert b"lmkv_coordinator_instances" in fetch(url, context)
+    monitored = find(fleet.manifests, "PodMonitor/demo-lmkv-node")["spec"]["podMetricsEndpoints"][0]
+    port = node.port(node.container("node"), monitored["port"])
+    url = f"{monitored.get('scheme', 'http')}://127.0.0.1:{port}{monitored['path']}"
+    assert b"lmkv_node_coordinators_connected 1.0" in fetch(url)
+
+    for pod, container in ((node, "node"), (coordinator, "coordinator")):
+        assert not pod.written_elsewhere(container)
+        pod.stop()
+        assert "Traceback" not in pod.processes[container].log()
+        assert "WARNING" not in pod.processes[container].log()
+
+
+async def test_engines_find_their_hosts_node_and_the_proxy_its_engines(make_fleet: Callable[..., Fleet]) -> None:
+    engine = ScriptedEngine()
+    await engine.start()
+    groups = [{"name": "llama", "model": MODEL}]
+    fleet = make_fleet(
+        {
+            "engines": {"groups": groups, "port": engine.port, "config": {"chunk_size": 64}},
+            "proxy": {"enabled": True, "policy": "kv_aware"},
+        }
+    )
+    try:
+        await asyncio.to_thread(fleet.started, "StatefulSet/demo-lmkv-coordinator", "coordinator", name="coordinator-0")
+        await asyncio.to_thread(fleet.started, "DaemonSet/demo-lmkv-node", "node", name="node-0")
+
+        pod = fleet.pod("StatefulSet/demo-lmkv-engine-llama", name="demo-lmkv-engine-llama-0")
+        config = load(ConnectorConfig, env=pod.environment("engine"))
+        assert not config.notices
+        assert (config.chunk_size, config.cluster_secret) == (64, "one for all")
+        async with EngineClient(Path(config.node_address)) as attached:
+            assert attached.welcomed.instance_id == "host-1"
+
+        name = "demo-lmkv-engine-llama-0.demo-lmkv-engine-llama-headless.prod.svc"
+        proxy = await asyncio.to_thread(
+            fleet.started, "Deployment/demo-lmkv-proxy", "proxy", name="proxy-0", **{name: "127.0.0.1"}
+        )
+        port = proxy.port(proxy.container("proxy"), "http")
+        served = json.loads(await asyncio.to_thread(fetch, f"http://127.0.0.1:{port}/v1/models"))
+        assert MODEL in [model["id"] for model in served["data"]]
+        assert not proxy.written_elsewhere("proxy")
+    finally:
+        await engine.stop()
+
+
+def test_sidecars_are_instances_of_their_pods_names_with_volumes_and_roles(make_fleet: Callable[..., Fleet]) -> None:
+    groups = [{"name": role, "role": role, "model": MODEL} for role in ("prefill", "decode")]
+    disk = {"maxLocalDiskSize": 0.125, "diskVolume": {"emptyDir": {}}}
+    fleet = make_fleet({"node": {"mode": "sidecar", **disk}, "engines": {"groups": groups}})
+    fleet.started("StatefulSet/demo-lmkv-coordinator", "coordinator", name="coordinator-0")
+    for number, role in enumerate(("prefill", "decode")):
+        name = f"demo-lmkv-engine-{role}"
+        pod = fleet.started(f"StatefulSet/{name}", "node", name=f"{name}-0", ip=f"127.0.0.{2 + number}")
+        assert not pod.written_elsewhere("node")
+        config = load(ConnectorConfig, env=pod.environment("engine"))
+        assert Path(config.node_address).is_socket()
+    instances = fleet.ask("--json")["instances"]
+    assert {instance["instance_id"]: instance["peer_address"].partition(":")[0] for instance in instances} == {
+        "demo-lmkv-engine-prefill-0": "127.0.0.2",
+        "demo-lmkv-engine-decode-0": "127.0.0.3",
+    }
+    assert all(len(instance["tiers"]) == 2 for instance in instances)
