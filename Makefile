@@ -4,6 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.lmkv-setup
 RAY_STAMP := .venv-ray/.lmkv-setup
 PROTOS := $(wildcard protos/lmkv/v1/*.proto)
+NPM := client/typescript/package.json client/typescript/package-lock.json
 NATIVE := CMakeLists.txt $(wildcard kernels/csrc/*)
 BUF ?= $(shell test -x .buf/node_modules/.bin/buf && echo .buf/node_modules/.bin/buf || echo buf)
 
@@ -12,15 +13,16 @@ export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-ray demo test test-ray soak protos verify \
-	verify-format verify-lint verify-types verify-protos verify-floors fix-format fix-lint fix-protos
+	verify-format verify-lint verify-types verify-protos verify-floors verify-typescript \
+	fix-format fix-lint fix-protos fix-typescript
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' Makefile
 	@echo 'ARGS="..." is passed on by demo and test: make demo ARGS="--json numbers.json", make test ARGS="tests/rpc -x"'
 
 setup: $(STAMP) ## install lmkv, vLLM for CPUs and all tools into .venv and .buf
 
-$(STAMP): pyproject.toml scripts/setup $(NATIVE)
+$(STAMP): pyproject.toml scripts/setup $(NATIVE) $(NPM)
 	@scripts/setup
 	@touch $@
 
@@ -42,9 +44,9 @@ test-ray: $(RAY_STAMP) ## run the tests with Ray Serve
 soak: $(STAMP) ## kill and freeze nodes for ten minutes and see that nothing is lost or left
 	@LMKV_SOAK_SECONDS=$${LMKV_SOAK_SECONDS:-600} $(BIN)/python -m pytest -q tests/soak $(ARGS)
 
-protos: fix-protos ## generate the Python stubs in lmkv/v1 from protos/
+protos: fix-protos ## generate the Python stubs in lmkv/v1, and TypeScript's, from protos/
 
-verify: verify-format verify-lint verify-types verify-protos verify-floors ## all of the following
+verify: verify-format verify-lint verify-types verify-protos verify-floors verify-typescript ## all of the following
 
 verify-format: $(STAMP) ## check the formatting
 	@$(BIN)/ruff format --check --diff
@@ -61,12 +63,20 @@ fix-lint: $(STAMP) ## mend what can be mended without thinking
 verify-types: $(STAMP) ## check the types
 	@$(BIN)/mypy
 
-verify-protos: $(STAMP) ## check the protos' style and that the stubs are what they make
+verify-protos: $(STAMP) ## check the protos' style, that they break nobody, and that the stubs are what they make
 	@$(BUF) lint
+	@BUF=$(BUF) scripts/breaking
 	@$(BIN)/python -m pytest -q tests/promises/test_protos.py
 
 fix-protos: $(STAMP)
 	@$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. $(PROTOS)
+	@$(BUF) generate --template client/typescript/buf.gen.yaml
+
+verify-typescript: $(STAMP) ## check format, style and types of the TypeScript package
+	@cd client/typescript && npm run --silent verify
+
+fix-typescript: $(STAMP) ## format it, and mend what can be mended without thinking
+	@cd client/typescript && npm run --silent fix
 
 verify-floors: $(STAMP) ## check that imports point down only
 	@$(BIN)/lint-imports

@@ -1,0 +1,92 @@
+"""Who relies on the protos is told before they break: against the newest tag, or the first protos if there is none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.sdk.buf import ROOT, find_buf
+
+TIMEOUT_SECONDS = 50.0
+FIELD = "  string lora_name = 5 [(google.api.field_behavior) = OPTIONAL];\n"
+
+Git = Callable[..., None]
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A repository with our protos, and nobody's tags."""
+    for name in ("protos", "scripts"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "buf.yaml", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def git(clone: Path) -> Git:
+    """Runs git in the repository."""
+    mine = ["-c", "user.name=tests", "-c", "user.email=tests@localhost"]
+
+    def run(*arguments: str) -> None:
+        subprocess.run(["git", *mine, *arguments], cwd=clone, check=True, timeout=TIMEOUT_SECONDS, capture_output=True)
+
+    run("init", "--quiet")
+    return run
+
+
+def breaking(clone: Path) -> tuple[int, str]:
+    """The exit code of `scripts/breaking`, and what it says."""
+    done = subprocess.run(
+        ["scripts/breaking"],
+        cwd=clone,
+        env=os.environ | {"BUF": find_buf()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+    )
+    return done.returncode, done.stdout
+
+
+def change(clone: Path, old: str, new: str) -> None:
+    """Replaces a text, once, in the service that everybody calls."""
+    proto = clone / "protos/lmkv/v1/cache_service.proto"
+    text = proto.read_text()
+    assert old in text
+    proto.write_text(text.replace(old, new, 1))
+
+
+def test_nothing_is_broken_now() -> None:
+    code, said = breaking(ROOT)
+    assert code == 0, said
+
+
+@pytest.mark.usefixtures("git")
+def test_until_there_is_a_tag_the_first_protos_are_what_may_not_break(clone: Path) -> None:
+    code, said = breaking(clone)
+    assert (code, said) == (0, "comparing the protos with protos/first.binpb\n")
+    change(clone, FIELD, FIELD + "  string added = 60;\n")
+    assert breaking(clone)[0] == 0
+    change(clone, FIELD, "")
+    code, said = breaking(clone)
+    assert code != 0
+    assert 'Previously present field "5" with name "lora_name" on message "LookupRequest" was deleted.' in said
+
+
+def test_then_it_is_the_newest_tag(clone: Path, git: Git) -> None:
+    for version, addition in (("v0.9.0", ""), ("v0.10.0", "  string added = 60;\n")):  # in the order of versions
+        change(clone, FIELD, FIELD + addition)
+        git("add", "--all")
+        git("commit", "--quiet", "--allow-empty", "--message", version)
+        git("tag", version)
+    code, said = breaking(clone)
+    assert (code, said) == (0, "comparing the protos with .git#tag=v0.10.0,subdir=protos\n")
+    change(clone, "  string added = 60;\n", "  string added = 61;\n")
+    code, said = breaking(clone)
+    assert code != 0
+    assert 'field "60" with name "added"' in said
