@@ -45,6 +45,9 @@ def kv_spec(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Con
         ),
         "kv_format: native tiles are for CPUs; use token_major": native and device != "cpu",
         "pipeline_parallel_size: this version of lmkv supports 1": parallel.pipeline_parallel_size != 1,
+        "prefill_context_parallel_size, decode_context_parallel_size: this version of lmkv supports 1": (
+            parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size != 1
+        ),
         f"tensor_parallel_size: {heads} KV heads cannot be split evenly over {ranks} ranks": (
             heads % ranks != 0 and ranks % heads != 0
         ),
@@ -65,7 +68,7 @@ def kv_spec(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Con
     )
     return KvSpec(
         model_name=served_name(model),
-        model_id=config.model_id or model_identity(model),
+        model_id=config.model_id or engine_identity(vllm_config),
         kv_dtype=kv_dtype(vllm_config.cache_config.cache_dtype, str(cache.dtype)),
         layer_count=len(group.layer_names),
         kv_head_count=heads,
@@ -122,6 +125,16 @@ def attention_isa(vllm_config: VllmConfig, head_size: int, block_size: int) -> s
     dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
     isa: str = _get_attn_isa(dtype, block_size, head_size, cache_dtype)
     return isa
+
+
+def engine_identity(vllm_config: VllmConfig) -> str:
+    """Identity of all weights that make KV: the model's, and those of a draft model whose layers are cached with it."""
+    model = model_identity(vllm_config.model_config)
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.uses_draft_kv_cache():
+        return model
+    draft = model_identity(speculative.draft_model_config)
+    return sha256(pack_fields([model.encode(), draft.encode()])).hexdigest()[:32]
 
 
 def model_identity(model: ModelConfig) -> str:

@@ -104,6 +104,23 @@ def test_another_page_layout_or_configuration_has_another_fingerprint(
     assert spec_of(tiny_config, caches, **settings).fingerprint != spec_of(tiny_config).fingerprint
 
 
+def test_another_draft_model_has_another_fingerprint_and_n_grams_do_not(
+    tiny_config: VllmConfig, tiny_model: Path, tmp_path: Path
+) -> None:
+    """A draft model's layers are cached with the model's own: what one engine drafts by is in its chunks."""
+
+    def drafting_by(**speculative: Any) -> bytes:
+        return spec_of(
+            make_vllm_config(tiny_model, speculative_config={"num_speculative_tokens": 2} | speculative)
+        ).fingerprint
+
+    plain = spec_of(tiny_config).fingerprint
+    assert drafting_by(method="ngram", prompt_lookup_max=2) == plain
+    others = [make_model(tmp_path / str(seed), seed=seed) for seed in (1, 2)]
+    drafts = {drafting_by(method="draft_model", model=str(model)) for model in others}
+    assert len(drafts | {plain}) == 3
+
+
 def test_what_the_operator_names_is_the_identity_of_the_weights(tiny_config: VllmConfig) -> None:
     assert spec_of(tiny_config, model_id="llama@7").model_id == "llama@7"
 
@@ -120,6 +137,15 @@ def test_a_chunk_size_that_is_no_multiple_of_the_block_size_is_refused(tiny_conf
 def test_a_hybrid_model_is_refused_in_one_line(tiny_config: VllmConfig) -> None:
     with pytest.raises(ConfigError, match="KV-cache groups: the model has 2"):
         spec_of(tiny_config, cache_config(groups=2))
+
+
+@pytest.mark.parametrize("what", ["prefill", "decode"])
+def test_tokens_that_are_spread_over_ranks_are_refused_in_one_line(
+    tiny_config: VllmConfig, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(tiny_config.parallel_config, f"{what}_context_parallel_size", 2)
+    with pytest.raises(ConfigError, match=f"{what}_context_parallel_size.*supports 1"):
+        spec_of(tiny_config)
 
 
 def test_heads_that_cannot_be_split_are_refused_in_one_line(
