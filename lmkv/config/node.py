@@ -12,7 +12,7 @@ from pathlib import Path
 from lmkv.auth.token import Token
 from lmkv.config import common
 from lmkv.config.kinds import (
-    ADDRESS,
+    ADDRESSES,
     BUFFER_BYTES,
     DISK_FOLDERS,
     FLAG,
@@ -79,10 +79,10 @@ class NodeConfig(Config):
         "lmcache_instance_id",
         shown_default="the host's name, and pd_role if that is not both",
     )
-    coordinator_address: str = key(
-        ADDRESS,
-        "",
-        "Where the coordinator is; empty: none, the node serves only its own host.",
+    coordinator_address: tuple[str, ...] = key(
+        ADDRESSES,
+        (),
+        "Where the coordinator is, or several are; empty: none, the node serves only its own host.",
         *common.COORDINATOR_ALIASES,
     )
     enable_p2p: bool = key(FLAG, True, "Whether nodes fetch chunks from each other.")
@@ -196,16 +196,19 @@ class NodeConfig(Config):
     tls_ca: str = common.tls_ca()
     tls_cert: str = common.tls_cert()
     tls_key: str = common.tls_key()
+    tls_client_ca: str = common.tls_client_ca("peers' from those of `tls_ca`, and who reads metrics needs none")
+    tls_peer_name: str = key(
+        TEXT, "", "Name that peers' certificates must be for, where one stands for all nodes; empty: their address."
+    )
+    auth_token: str = common.auth_token()
+    auth_token_file: str = common.auth_token_file()
+    auth_tokens: str = common.auth_tokens("the node and read its metrics")
     metrics_port: int | None = key(
         PORT_IF_ANY, OFF, "Port on `p2p_host` to serve Prometheus's `/metrics` on; 0: a free one; off: none."
     )
     log_level: str = common.log_level()
     log_format: str = common.log_format()
 
-    tls_client_ca: str = common.tls_client_ca("peers' from those of `tls_ca`, and who reads metrics needs none")
-    tls_peer_name: str = key(
-        TEXT, "", "Name that peers' certificates must be for, where one stands for all nodes; empty: their address."
-    )
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.instance_id:  # a prefill and a decode on one host are two
@@ -242,14 +245,14 @@ class NodeConfig(Config):
         return Tls(cert=self.tls_cert, key=self.tls_key, client_ca=self.tls_client_ca)
 
     @property
-    def kept_pool_path(self) -> Path:
-        """The pool's file where `persist_pool` is on: this user's, and this instance's."""
-    @property
     def pool_bytes(self) -> int:
         """Size of the pool. Without a cache in host memory it is the buffer of handoffs alone, if that has a size."""
         cache = round(self.max_local_cpu_size * GB)
         return cache if self.local_cpu or not self.enable_pd else self.pd_buffer_size or cache
 
+    @property
+    def kept_pool_path(self) -> Path:
+        """The pool's file where `persist_pool` is on: this user's, and this instance's."""
         return Path(self.pool_path or f"/dev/shm/lmkv-{os.getuid()}-{self.instance_id}.pool")  # noqa: S108 # checked
 
     @property

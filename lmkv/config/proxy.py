@@ -12,12 +12,13 @@ from lmkv.auth.token import Token
 from lmkv.config import common
 from lmkv.config.kinds import (
     ADDRESS,
+    ADDRESSES,
     GIGABYTES,
     HOST,
     MILLISECONDS,
     PATH,
-    SECONDS,
     PORT,
+    SECONDS,
     SECONDS_OR_ZERO,
     SECRET,
     Kind,
@@ -134,8 +135,11 @@ class ProxyConfig(Config):
         "least_loaded",
         "Which engine takes a request: round_robin, least_loaded, or kv_aware (who holds most of the prompt).",
     )
-    coordinator_address: str = key(
-        ADDRESS, "", "Where the coordinator is, for kv_aware; empty: none.", *common.COORDINATOR_ALIASES
+    coordinator_address: tuple[str, ...] = key(
+        ADDRESSES,
+        (),
+        "Where the coordinator is, or several are, for kv_aware; empty: none.",
+        *common.COORDINATOR_ALIASES,
     )
     lookup_timeout: float = key(
         SECONDS,
@@ -185,10 +189,6 @@ class ProxyConfig(Config):
         "to over HTTPS.",
         shown_default="empty: those that the system trusts",
     )
-        super().__post_init__()
-        if self.mode == "route" and not self.engines:
-            raise ConfigError("mode is route, but no engine is named; set engine to http://HOST:PORT", key="engines")
-        if self.mode == "pd" and self.engines:
     auth_token: str = common.auth_token()
     auth_token_file: str = common.auth_token_file()
     auth_tokens: str = common.auth_tokens("read the proxy's page and metrics")
@@ -196,6 +196,10 @@ class ProxyConfig(Config):
     log_format: str = common.log_format()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mode == "route" and not self.engines:
+            raise ConfigError("mode is route, but no engine is named; set engine to http://HOST:PORT", key="engines")
+        if self.mode == "pd" and self.engines:
             raise ConfigError(
                 "engine is for mode route, but mode is pd; set mode to route, or name prefill and decode engines by "
                 "prefiller_port and decoder_port",
@@ -225,14 +229,14 @@ class ProxyConfig(Config):
         """How to speak to engines that are named by https."""
         return Tls(ca=self.engine_tls_ca, cert=self.tls_cert, key=self.tls_key)
 
-
-    @property
-    def prefillers(self) -> tuple[str, ...]:
-        """`host:port` of each prefill engine. Raises `ConfigError` if hosts and ports do not match."""
     @property
     def max_body_bytes(self) -> int:
         """`max_body_size` in bytes."""
         return round(self.max_body_size * GB)
+
+    @property
+    def prefillers(self) -> tuple[str, ...]:
+        """`host:port` of each prefill engine. Raises `ConfigError` if hosts and ports do not match."""
         return _places("prefiller", self.prefiller_host, self.prefiller_port, self.num_prefillers)
 
     @property
