@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from google.longrunning import operations_pb2, operations_pb2_grpc
 from prometheus_client import generate_latest
@@ -21,20 +20,16 @@ from prometheus_client import generate_latest
 from lmkv import rpc
 from lmkv.config import NodeConfig
 from lmkv.keys import ChunkKey, join_keys
-from lmkv.pool import Pool
-from lmkv.pool_socket import AttachedPool, attach
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, chunk_pb2
-from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import MoveRequest, MoveResult
 from lmkv.v1.chunk_pb2 import Position
-from lmkv_kernels import checksum
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
-from tests.server.node.cases import chunk_key, chunk_keys, small_spec
+from tests.server.node.cases import chunk_key, chunk_keys
 from tests.server.node.disk_parts import files, until
 from tests.server.node.engine_client import EngineClient
+from tests.server.node.whole_nodes import SPEC, load, mapped, store, until_free
 
-SPEC = small_spec()
 DISK, HOST = chunk_pb2.TIER_DISK, chunk_pb2.TIER_HOST
 START_SECONDS = 30.0
 
@@ -57,33 +52,6 @@ AtNode = tuple[Node, EngineClient]
 async def engine_at_node(folder: Path, instance_id: str = "n", **more: object) -> AsyncIterator[AtNode]:
     async with Node(NodeConfig(**settings(folder, instance_id, **more))) as node, EngineClient(node) as engine:
         yield node, engine
-
-
-async def store(engine: EngineClient, pool: Pool, *numbers: int) -> None:
-    """Chunks whose every word is their number."""
-    commits = []
-    granted = await engine.reserve(len(numbers))
-    for number, extent in zip(numbers, granted, strict=True):
-        np.frombuffer(pool.buffer, np.uint64, SPEC.chunk_bytes // 8, extent.offset)[:] = number
-        right = checksum(pool.buffer, extent.offset, SPEC.chunk_bytes)
-        commits.append(engine.commit(chunk_key(number), extent, checksum=right))
-    await engine.say(commits=commits)
-
-
-async def load(engine: EngineClient, pool: Pool, ticket: str, first: int, count: int) -> list[int]:
-    """The numbers of the chunks that came, as their every word says."""
-    order = pb.LoadChunks(request_id=ticket, first_chunk=first, chunk_count=count)
-    order.timeout.FromSeconds(10)
-    await engine.say(loads=[order])
-    numbers: list[int] = []
-    while True:
-        for loaded in await engine.hear("loaded"):
-            for extent in loaded.extents:
-                words = np.frombuffer(pool.buffer, np.uint64, SPEC.chunk_bytes // 8, extent.offset)
-                assert (words == words[0]).all()
-                numbers.append(int(words[0]))
-            if loaded.done:
-                return numbers
 
 
 async def written(node: Node, count: int) -> None:
@@ -136,12 +104,6 @@ def tear(runtime_dir: Path, key: ChunkKey) -> None:
     (path,) = (path for path in files(runtime_dir / "disk" / "n") if path.name.startswith(key.hex()))
     with path.open("r+b") as file:
         file.write(b"torn")
-
-
-async def until_free(node: Node) -> bool:
-    await until(lambda: not any(chunk.holds for chunk in node.tier))
-    node.tier.check()
-    return node.tier.reserved_count == 0
 
 
 async def test_a_reset_forgets_what_is_on_disk_too(runtime_dir: Path) -> None:
@@ -288,11 +250,6 @@ class NodeProcess:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
         self.socket.unlink()  # so that whoever waits for it waits for the next one
-
-
-def mapped(engine: EngineClient) -> AttachedPool:
-    """The pool, as a worker of the engine maps it."""
-    return attach(engine.welcomed.pool_socket, engine.engine_id, 0, engine.welcomed.epoch, 5.0)
 
 
 async def test_after_kill_9_a_node_serves_what_it_had_written(runtime_dir: Path) -> None:

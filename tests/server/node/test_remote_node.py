@@ -1,0 +1,255 @@
+"""Whole nodes that share a store: what one stores the others load, whatever becomes of it and of the store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.longrunning import operations_pb2, operations_pb2_grpc
+from prometheus_client import generate_latest
+
+from lmkv import rpc
+from lmkv.config import NodeConfig
+from lmkv.keys import join_keys
+from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, chunk_pb2
+from lmkv.v1.cache_service_pb2 import MoveRequest
+from lmkv.v1.chunk_pb2 import Position
+from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.node.node import Node
+from tests.server.node.cases import chunk_keys
+from tests.server.node.disk_parts import until
+from tests.server.node.engine_client import EngineClient
+from tests.server.node.remote_parts import AWS, RedisServer, S3Server, names_of
+from tests.server.node.whole_nodes import SPEC, load, mapped, store, until_free
+
+HOST, REMOTE = chunk_pb2.TIER_HOST, chunk_pb2.TIER_REMOTE
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+def settings(folder: Path, instance_id: str, url: str, **more: object) -> dict[str, Any]:
+    return {
+        "instance_id": instance_id,
+        "runtime_dir": str(folder),
+        "max_local_cpu_size": "16MB",
+        "remote_url": url,
+        "remote_lookup_timeout": 5.0,  # a busy machine is no dead store
+        "enable_p2p": False,
+    } | more
+
+
+AtNode = tuple[Node, EngineClient]
+
+
+@asynccontextmanager
+async def engine_at_node(folder: Path, instance_id: str, url: str, **more: object) -> AsyncIterator[AtNode]:
+    async with Node(NodeConfig(**settings(folder, instance_id, url, **more))) as node, EngineClient(node) as engine:
+        remote = node.remote
+        assert remote
+        await until(lambda: remote.is_usable)
+        yield node, engine
+
+
+class NodeProcess:
+    """`lmkv node` as a process."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.socket = NodeConfig(**values).engine_socket
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("LMKV_")}
+        environment |= {f"LMKV_{name.upper()}": str(value) for name, value in values.items()}
+        self.process = subprocess.Popen([sys.executable, "-m", "lmkv", "node"], env=environment)
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+async def test_what_a_killed_node_has_put_another_loads(runtime_dir: Path, redis: RedisServer) -> None:
+    node = NodeProcess(settings(runtime_dir, "a", redis.url))
+    try:
+        await until(node.socket.exists)
+        async with EngineClient(node.socket) as engine:
+            with mapped(engine) as attached:
+                await store(engine, attached.pool, 0, 1, 2, 3)
+            await until(lambda: redis.names() == names_of(0, 1, 2, 3))
+    finally:
+        node.kill()
+    async with engine_at_node(runtime_dir, "b", redis.url) as (survivor, engine):
+        found = await engine.lookup("1", chunk_keys(0, 1, 2, 3, 4), reserve_count=5)
+        assert (len(found.own), found.peer_chunk_count, found.peer_instance_id) == (0, 4, "")
+        assert len(await engine.hear("credits")) == 1, "each chunk that is found makes it one fewer"
+        assert await load(engine, survivor.pool, "1", 0, 4) == [0, 1, 2, 3]
+        await engine.release("1")
+        found = await engine.lookup("2", chunk_keys(0, 1, 2, 3))
+        assert (len(found.own), found.peer_chunk_count) == (4, 0), "they are in memory now"
+        assert survivor._lookups.remote_chunks == 4
+
+
+async def test_nodes_share_a_bucket_too(runtime_dir: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in AWS.items():
+        monkeypatch.setenv(name, value)
+    with S3Server() as s3:
+        more = {"remote_endpoint_url": s3.endpoint_url}
+        async with engine_at_node(runtime_dir, "a", s3.url, **more) as (node, engine):
+            await store(engine, node.pool, 0, 1)
+            await until(lambda: s3.names() == names_of(0, 1))
+        async with engine_at_node(runtime_dir, "b", s3.url, **more) as (node, engine):
+            assert (await engine.lookup("1", chunk_keys(0, 1))).peer_chunk_count == 2
+            assert await load(engine, node.pool, "1", 0, 2) == [0, 1]
+
+
+async def test_a_prompt_may_be_in_memory_on_disk_and_in_the_store(runtime_dir: Path, redis: RedisServer) -> None:
+    disk = {"local_disk": f"{runtime_dir}/disk", "max_local_disk_size": "64MB"}
+    async with engine_at_node(runtime_dir, "a", redis.url, **disk) as (node, engine):
+        assert node.disk
+        await store(engine, node.pool, 0, 1, 2, 3, 4, 5)
+        await until(lambda: redis.names() == names_of(*range(6)))
+        await node.disk.writer.flush()
+        node.tier.drop(chunk_keys(2, 3, 4, 5))
+        node.disk.drop(chunk_keys(4, 5))
+        found = await engine.lookup("1", chunk_keys(*range(6)))
+        assert (len(found.own), found.peer_chunk_count) == (2, 4)
+        counts = node._lookups
+        assert (counts.own_chunks, counts.disk_chunks, counts.remote_chunks) == (2, 2, 2)
+        assert await load(engine, node.pool, "1", 2, 4) == [2, 3, 4, 5]
+
+
+async def test_a_load_of_what_is_gone_says_how_far_it_came(runtime_dir: Path, redis: RedisServer) -> None:
+    async with engine_at_node(runtime_dir, "a", redis.url) as (node, engine):
+        await store(engine, node.pool, 0, 1, 2)
+        await until(lambda: redis.names() == names_of(0, 1, 2))
+        node.tier.drop(chunk_keys(0, 1, 2))
+        assert (await engine.lookup("1", chunk_keys(0, 1, 2))).peer_chunk_count == 3
+        with redis.client() as client:
+            client.delete(*names_of(1))
+        assert await load(engine, node.pool, "1", 0, 3) == [0]
+        await engine.release("1")
+        assert await until_free(node)
+
+
+async def test_a_dead_store_is_a_miss(runtime_dir: Path, redis: RedisServer) -> None:
+    async with engine_at_node(runtime_dir, "a", redis.url) as (node, engine):
+        await store(engine, node.pool, 0, 1)
+        await until(lambda: redis.names() == names_of(0, 1))
+        node.tier.drop(chunk_keys(0, 1))
+        assert (await engine.lookup("1", chunk_keys(0, 1))).peer_chunk_count == 2
+        redis.kill()
+        assert await load(engine, node.pool, "1", 0, 2) == []
+        await engine.release("1")
+        assert (await engine.lookup("2", chunk_keys(0, 1))).peer_chunk_count == 0
+        await store(engine, node.pool, 0)
+        assert len((await engine.lookup("3", chunk_keys(0, 1))).own) == 1
+
+
+async def test_what_the_store_would_take_longer_for_than_computing_is_refused(
+    runtime_dir: Path, redis: RedisServer
+) -> None:
+    async with engine_at_node(runtime_dir, "a", redis.url) as (node, engine):
+        await store(engine, node.pool, 0, 1)
+        await until(lambda: redis.names() == names_of(0, 1))
+        node.tier.drop(chunk_keys(0, 1))
+        assert node.remote
+        for _ in range(2):  # a measured store: 1 MiB took ten seconds
+            node.remote.reader._bandwidth.brought(1 << 20, 10.0, time.monotonic())
+        found = await engine.lookup("1", chunk_keys(0, 1), prefill_tokens_per_second=10**9)
+        assert (found.peer_chunk_count, found.refused_chunk_count) == (0, 2)
+        found = await engine.lookup("2", chunk_keys(0, 1), prefill_tokens_per_second=1)
+        assert (found.peer_chunk_count, found.refused_chunk_count) == (2, 0)
+
+
+async def test_a_reset_forgets_what_all_share(runtime_dir: Path, redis: RedisServer) -> None:
+    async with engine_at_node(runtime_dir, "a", redis.url) as (node, engine):
+        await store(engine, node.pool, 0, 1)
+        await until(lambda: redis.names() == names_of(0, 1))
+        await engine.say(reset=True)
+        assert await engine.hear("reset_counts") == [2]
+        assert (await engine.lookup("1", chunk_keys(0, 1))).peer_chunk_count == 0
+        await until(lambda: redis.names() == set())
+
+
+async def test_metrics_tell_of_the_store(runtime_dir: Path, redis: RedisServer) -> None:
+    async with engine_at_node(runtime_dir, "a", redis.url) as (node, engine):
+        await store(engine, node.pool, 0, 1)
+        assert node.remote
+        await until(lambda: node.remote is not None and node.remote.writer.written_chunks == 2)
+        shown = generate_latest(node.metrics.registry).decode()
+        assert "lmkv_node_remote_written_chunks_total 2.0" in shown
+        assert "lmkv_node_remote_down 0.0" in shown
+        redis.kill()
+        await engine.lookup("1", chunk_keys(5))
+        assert "lmkv_node_remote_down 1.0" in generate_latest(node.metrics.registry).decode()
+
+
+# ---- with a coordinator
+
+
+@asynccontextmanager
+async def fleet(folder: Path, url: str) -> AsyncIterator[tuple[Coordinator, AtNode, AtNode]]:
+    """A coordinator, and two nodes that share a store."""
+    async with Coordinator(port=0) as coordinator:
+        more = {"coordinator_address": coordinator.address, "enable_p2p": True}
+        async with (
+            engine_at_node(folder, "a", url, **more) as first,
+            engine_at_node(folder, "b", url, **more) as second,
+        ):
+            yield coordinator, first, second
+
+
+async def ended(operations: Any, operation: Any) -> Any:
+    return await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=operation.name), timeout=10)
+
+
+@pytest.mark.parametrize(("tier", "left", "count"), [(REMOTE, 3, 3), (HOST, 0, 3), (chunk_pb2.TIER_UNSPECIFIED, 0, 3)])
+async def test_a_clear_drops_from_the_tier_that_it_names_or_from_all(
+    runtime_dir: Path, redis: RedisServer, tier: chunk_pb2.Tier.ValueType, left: int, count: int
+) -> None:
+    async with fleet(runtime_dir, redis.url) as (coordinator, (node, storing), _):
+        await store(storing, node.pool, 0, 1, 2)
+        await until(lambda: redis.names() == names_of(0, 1, 2))
+        async with rpc.open_channel(coordinator.address) as channel:
+            cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
+            operations: Any = operations_pb2_grpc.OperationsStub(channel)
+            clear = cache_service_pb2.ClearRequest(instance_id="a", tier=tier, all=True)
+            end = await ended(operations, await cache.Clear(clear, timeout=5))
+        result = cache_service_pb2.ClearResult()
+        assert end.response.Unpack(result)
+        assert result.chunk_count == count
+        assert len(node.tier) == left
+        assert redis.names() == (names_of(0, 1, 2) if tier == HOST else set())
+
+
+async def test_a_move_to_the_store_is_refused(runtime_dir: Path, redis: RedisServer) -> None:
+    async with fleet(runtime_dir, redis.url) as (coordinator, _, _), rpc.open_channel(coordinator.address) as channel:
+        cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
+        move = MoveRequest(
+            old_position=Position(instance_id="a"),
+            new_position=Position(instance_id="b", tier=REMOTE),
+            chunk_keys=join_keys(chunk_keys(0)),
+        )
+        with pytest.raises(grpc.aio.AioRpcError, match="'b' has no TIER_REMOTE"):
+            await cache.Move(move, timeout=5)
+
+
+async def test_what_peers_do_not_have_any_more_comes_from_the_store(runtime_dir: Path, redis: RedisServer) -> None:
+    async with fleet(runtime_dir, redis.url) as (_, (holder, storing), (asker, asking)):
+        await store(storing, holder.pool, 0, 1, 2, 3)
+        await until(lambda: redis.names() == names_of(0, 1, 2, 3))
+        holder.tier.drop(chunk_keys(2, 3))
+        found = await asking.lookup("1", chunk_keys(0, 1, 2, 3, 4))
+        assert found.peer_chunk_count == 4
+        assert await load(asking, asker.pool, "1", 0, 4) == [0, 1, 2, 3]
+        assert await until_free(holder)
+        assert SPEC.chunk_bytes * 4 <= asker.tier.chunk_bytes
