@@ -7,7 +7,7 @@ raises because the cache is in trouble.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -27,6 +27,7 @@ from lmkv_client.connector.identity import lora_identity
 from lmkv_client.connector.link import Lost, NodeLink
 from lmkv_client.connector.loads import Loads
 from lmkv_client.connector.messages import Attachment, StepPlan, WorkerReport
+from lmkv_client.connector.multimodal import multimodal_extras
 from lmkv_client.connector.prefill import PrefillRate
 from lmkv_client.connector.prompt import Prompt, Search
 from lmkv_client.connector.searches import Searches
@@ -325,18 +326,3 @@ class SchedulerSide:
             load_timeout=config.pd_load_timeout if handed_count else config.load_timeout,
             is_kept=config.local_cpu or handoff is not None,
         )
-
-
-def multimodal_extras(features: Sequence[Any], chunk_size: int) -> dict[int, bytes]:
-    """What besides tokens decides a chunk's KV: each image or sound in it, by hash, and where in the chunk it begins.
-
-    The begin is relative to the chunk and negative where the item began in an earlier one.
-    """
-    extras: dict[int, bytes] = {}
-    for feature in features:
-        low, length = feature.mm_position.offset, feature.mm_position.length
-        identifier = feature.identifier.encode()
-        for chunk in range(low // chunk_size, -(-(low + length) // chunk_size)):
-            begin = (low - chunk * chunk_size).to_bytes(8, "little", signed=True)
-            extras[chunk] = extras.get(chunk, b"") + len(identifier).to_bytes(4, "little") + identifier + begin
-    return extras
