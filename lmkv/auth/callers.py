@@ -112,7 +112,7 @@ def read_callers(path: str) -> tuple[Callers, list[str]]:
 def _caller(path: str, entry: _Entry) -> Caller:
     if bool(entry.sha256) == bool(entry.file):
         raise ConfigError(
-            f"{KEY}: {path}: {entry.name} needs either sha256, which `lmkv token` prints, or file", key=KEY
+            f"{KEY}: {path}: {entry.name} needs either sha256 (of its token, in hexadecimal) or file", key=KEY
         )
     if entry.file:
         digest = hashlib.sha256(read_secret(entry.file, f"{KEY}: {entry.name}: file").encode()).digest()

@@ -1,0 +1,43 @@
+"""The table of roles, held against what the protos say there is to call."""
+
+from __future__ import annotations
+
+import pytest
+from google.longrunning import operations_pb2
+from google.protobuf.descriptor import FileDescriptor
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+from lmkv.auth.roles import OPEN, ROLES, Role
+from lmkv.v1 import cache_service_pb2, engine_service_pb2, peer_service_pb2, registry_service_pb2
+
+SERVED = (cache_service_pb2, registry_service_pb2, peer_service_pb2, engine_service_pb2, operations_pb2)
+
+
+def methods(file: FileDescriptor) -> set[str]:
+    return {
+        f"{service.full_name}/{method.name}" for service in file.services_by_name.values() for method in service.methods
+    }
+
+
+def test_every_rpc_is_in_the_table_and_nothing_else() -> None:
+    served = set().union(*(methods(module.DESCRIPTOR) for module in SERVED), methods(reflection_pb2.DESCRIPTOR))
+    assert served == ROLES.keys()
+
+
+def test_only_probes_need_no_token() -> None:
+    assert methods(health_pb2.DESCRIPTOR) >= OPEN - {"grpc.health.v1.Health/List"}
+    assert not OPEN & ROLES.keys()
+
+
+def test_an_admin_may_call_everything_and_every_rpc_is_somebodys() -> None:
+    assert all(Role.ADMIN in roles for roles in ROLES.values())
+
+
+@pytest.mark.parametrize("act", ["Move", "Pin", "Unpin", "Clear"])
+def test_who_only_looks_and_who_only_stores_may_not_act_on_the_fleet(act: str) -> None:
+    assert ROLES[f"lmkv.v1.CacheService/{act}"] == {Role.OPERATOR, Role.ADMIN}
+
+
+def test_memory_is_described_to_nodes_only() -> None:
+    assert ROLES["lmkv.v1.PeerService/Init"] == {Role.ENGINE, Role.ADMIN}
