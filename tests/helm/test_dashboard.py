@@ -1,0 +1,70 @@
+"""Grafana's dashboard: Prometheus understands every panel, and asks for nothing that nobody measures."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lmkv.config import NodeConfig
+from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.node.node import Node
+from lmkv_server.proxy.metrics import Metrics as ProxyMetrics
+from tests.helm.chart import CHART
+from tests.server.test_prometheus_rules import CONNECTOR_STATS, names
+
+DASHBOARD = CHART / "files" / "dashboard.json"
+
+
+@pytest.fixture(scope="module")
+def panels() -> list[dict[str, Any]]:
+    """Panels with something to show."""
+    return [panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] != "row"]
+
+
+def expressions(panels: list[dict[str, Any]]) -> list[str]:
+    """What all panels ask Prometheus."""
+    return [target["expr"] for panel in panels for target in panel["targets"]]
+
+
+def test_prometheus_understands_every_question(panels: list[dict[str, Any]], tmp_path: Path) -> None:
+    asked = [text.replace("$__rate_interval", "5m") for text in expressions(panels)]
+    rules = [{"record": f"panel:{number}", "expr": text} for number, text in enumerate(asked)]
+    file = tmp_path / "rules.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
+    promtool = shutil.which("promtool")
+    assert promtool, "promtool is missing: `make setup` installs it (Debian's package prometheus)"
+    done = subprocess.run([promtool, "check", "rules", file], capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(asked)} rules found" in done.stdout
+
+
+def test_panels_have_names_and_places_of_their_own(panels: list[dict[str, Any]]) -> None:
+    assert len({panel["title"] for panel in panels}) == len(panels) > 15
+    everything = json.loads(DASHBOARD.read_text())["panels"]
+    assert len({panel["id"] for panel in everything}) == len(everything)
+    cells = [
+        (x, y)
+        for panel in everything
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(cells) == len(set(cells))
+
+
+async def test_every_metric_that_a_panel_shows_is_measured(panels: list[dict[str, Any]], runtime_dir: Path) -> None:
+    config = NodeConfig(instance_id="n", runtime_dir=str(runtime_dir), max_local_cpu_size="16MB")  # type: ignore[arg-type]
+    async with Coordinator(port=0) as coordinator, Node(config) as node:
+        measured = {*names(coordinator.metrics), *names(node.metrics.registry)}
+    measured |= {*names(ProxyMetrics([]).registry)}
+    counted = re.findall(r'^    "([a-z_]+)": ', CONNECTOR_STATS.read_text(), re.MULTILINE)
+    measured |= {f"lmkv:{name}" for name in counted}
+    shown = {name for text in expressions(panels) for name in re.findall(r"\blmkv[_:][a-z0-9_]+", text)}
+    assert len(shown) > 20
+    assert {re.sub("_(total|bucket|sum|count)$", "", name) for name in shown} - measured == set()
