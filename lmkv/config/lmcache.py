@@ -61,8 +61,11 @@ ABSENT: Mapping[str, str] = {
     "pin_timeout_sec": "each pin says how long it lasts",
     "plugin_locations": "lmkv loads nobody's code",
     "pre_caching_hash_algorithm": "chunk keys are SHA-256, the same on every host, whatever PYTHONHASHSEED is",
+    "remote_config_url": "each process reads its own file",
+    "remote_storage_plugins": "lmkv loads nobody's code",
     "run_script_api_enabled": "lmkv runs nobody's scripts",
     "runtime_plugin_locations": "lmkv loads nobody's code",
+    "s3_region": "AWS_REGION says it, or the host of remote_url",
     "script_allowed_imports": "lmkv runs nobody's scripts",
 }
 """Keys of LMCache that lmkv does not read, and what is in their place. The rest of these is only named as unknown."""

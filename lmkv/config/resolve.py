@@ -39,6 +39,7 @@ REPLACED = {
     "pd_proxy_port": "a decode waits for what it was promised; nobody tells the proxy",
     "proxy_host": "prefill engines answer the proxy's requests, they do not call it",
     "proxy_port": "prefill engines answer the proxy's requests, they do not call it",
+    "remote_serde": "chunks are in the store as they are in memory",
 }
 """LMCache's keys that have no counterpart, and what is in their place. They are accepted, with a notice."""
 

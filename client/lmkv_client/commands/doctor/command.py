@@ -19,6 +19,7 @@ from lmkv_client.commands.doctor.finding import Finding, Level, fail, ok, warn
 from lmkv_client.commands.doctor.fleet import check_fleet, check_keys
 from lmkv_client.commands.doctor.host import check_coordinator_ports, check_folder, check_memory, check_peer_port
 from lmkv_client.commands.doctor.kernels import check_kernels, check_pool
+from lmkv_client.commands.doctor.remote import check_remote
 from lmkv_client.commands.doctor.transfer import check_transfer
 
 EXAMPLES = """\
@@ -84,6 +85,7 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     yield from check_folder(config)
     yield from check_peer_port(config)
     yield from check_transfer(config)
+    yield from check_remote(config)
     trouble = False
     for finding in check_tls(config):
         trouble = trouble or (finding.check == "tls" and finding.level == "fail")

@@ -1,0 +1,51 @@
+"""Real engines whose nodes share a store: what one has computed outlives it, its node, and the memory of both."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from lmkv_client.demo.cluster import Cluster
+from lmkv_client.demo.process import session_pids
+from tests.engines.faults import CHUNK_TOKENS, counting, eventually, kill
+from tests.engines.llm import CALM, make_prompt
+from tests.server.node.remote_parts import RedisServer
+
+pytestmark = pytest.mark.engine
+
+PROMPT_TOKENS = 2000
+HELD_CHUNKS = PROMPT_TOKENS // CHUNK_TOKENS
+HELD_TOKENS = HELD_CHUNKS * CHUNK_TOKENS
+
+
+def test_an_engine_loads_what_another_has_computed_before_all_of_it_was_killed(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    settings = {f"LMKV_{key.upper()}": value for key, value in CALM.items()}
+    with RedisServer() as redis, tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder:
+        settings |= {"LMKV_REMOTE_URL": redis.url, "LMKV_REMOTE_LOOKUP_TIMEOUT": "5"}
+        with Cluster(Path(folder), tiny_model, logs=tmp_path, settings=settings) as cluster:
+            first = cluster.add_engine("engine-1", extra_arguments=("--shutdown-timeout", "0"))
+            second = cluster.add_engine("engine-2")
+            cluster.start_engines()
+            tokens = make_prompt(1, PROMPT_TOKENS)
+            expected = first.complete(tokens)
+            assert expected.cached_tokens == 0
+            eventually(lambda: len(redis.names()) >= HELD_CHUNKS, "the prompt is in the store")
+
+            (node_pid,) = cluster.node_pids("engine-1")
+            for pid in session_pids(first.pid):
+                os.kill(pid, signal.SIGKILL)
+            kill(node_pid)
+            first.kill()  # waits
+
+            with counting(second) as grown:
+                answer = second.complete(tokens)
+                assert grown("load_failures") == 0
+                assert grown("loaded_tokens") == HELD_TOKENS
+            assert answer.token_ids == expected.token_ids
+            assert answer.cached_tokens == HELD_TOKENS

@@ -1,0 +1,60 @@
+"""`remote_url`: which stores it can name, and what is shown of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmkv.config import NodeConfig, to_comparison
+from lmkv.errors import ConfigError
+from lmkv.remote_url import parse_remote_url
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "host", "port"),
+    [
+        ("valkey://h", "valkey://h:6379/0", "h", 6379),
+        ("redis://user:hush@h:1/2", "redis://h:1/2", "h", 1),
+        ("rediss://:hush@h/", "rediss://h:6379/0", "h", 6379),
+        ("valkeys://[::1]:7/3?ssl_cert_reqs=none", "valkeys://[::1]:7/3", "::1", 7),
+    ],
+)
+def test_a_server(text: str, shown: str, host: str, port: int) -> None:
+    url = parse_remote_url(text)
+    assert (url.shown, url.host, url.port, url.bucket) == (shown, host, port, "")
+    assert "hush" not in repr(url)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "bucket", "prefix", "region"),
+    [
+        ("s3://chunks", "s3://chunks", "chunks", "", ""),
+        ("s3://my.chunks/a/b/", "s3://my.chunks/a/b", "my.chunks", "a/b/", ""),
+        ("s3://chunks.s3.eu-west-1.amazonaws.com", "s3://chunks", "chunks", "", "eu-west-1"),
+    ],
+)
+def test_a_bucket(text: str, shown: str, bucket: str, prefix: str, region: str) -> None:
+    url = parse_remote_url(text)
+    assert (url.shown, url.bucket, url.prefix, url.region) == (shown, bucket, prefix, region)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["lm://h:1", "redis://", "redis://h:99999", "redis://h/zero", "s3://", "s3://key:hush@chunks", "s3://b", "chunks"],
+)
+def test_what_is_no_store_is_refused_without_being_shown(text: str) -> None:
+    with pytest.raises(ConfigError, match="remote_url must be valkey://HOST:PORT/DB") as refused:
+        NodeConfig(remote_url=text)
+    assert "hush" not in str(refused.value)
+
+
+def test_a_ttl_is_for_servers() -> None:
+    assert NodeConfig(remote_url="valkey://h", remote_ttl=60).remote_ttl == 60
+    with pytest.raises(ConfigError, match="lifecycle"):
+        NodeConfig(remote_url="s3://chunks", remote_ttl=60)
+
+
+def test_two_configurations_are_compared_without_their_passwords() -> None:
+    first, second = (to_comparison(NodeConfig(remote_url=f"redis://:{word}@h")) for word in ("hush", "psst"))
+    assert first["LMKV_REMOTE_URL"] != second["LMKV_REMOTE_URL"]
+    assert "hush" not in str(first)
+    assert first == to_comparison(NodeConfig(remote_url="redis://:hush@h"))
