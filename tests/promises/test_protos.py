@@ -32,6 +32,14 @@ def test_the_committed_stubs_are_what_protoc_makes_of_the_protos_now(root: Path,
     assert not stale, f"run `make protos`; these stubs are stale: {stale}"
 
 
+def test_the_reference_is_what_the_protos_say_now(root: Path, run: Run, tmp_path: Path) -> None:
+    run(sys.executable, "scripts/api-reference", tmp_path / "api.md")
+    made, committed = ((folder / "api.md").read_text(encoding="utf-8") for folder in (tmp_path, root / "docs"))
+    assert made == committed, "run `make protos`: docs/api.md is stale"
+    for service in ("CacheService", "RegistryService", "EngineService", "PeerService"):
+        assert f"## {service}" in made
+
+
 def test_buf_finds_nothing_to_complain_about(root: Path, run: Run) -> None:
     own = root / ".buf/node_modules/.bin/buf"
     buf = own if own.exists() else shutil.which("buf")
