@@ -162,9 +162,17 @@ class Pool:
                 if self.closed:
                     return
                 step = min(POPULATE_STEP_BYTES, stop - begin)
-                if leave_bytes and not self.huge_page_bytes and available_bytes() < step + leave_bytes:
+                needed = 0 if self.huge_page_bytes or self._is_taken(begin, step) else step + leave_bytes
+                if leave_bytes and available_bytes() < needed:
                     raise self._ended(begin, f"less than {gb(leave_bytes)} would be left")
                 self._populate_step(begin, step)
+
+    def _is_taken(self, start: int, size_bytes: int) -> bool:
+        """Whether the file has this memory already, as one of an earlier life does."""
+        try:
+            return os.lseek(self.fd, start, os.SEEK_HOLE) >= start + size_bytes
+        except OSError:  # a hugetlbfs cannot tell
+            return False
 
     def _ended(self, populated_bytes: int, reason: str | None) -> ConfigError:
         return ConfigError(

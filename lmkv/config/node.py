@@ -256,6 +256,11 @@ class NodeConfig(Config):
         return Path(self.pool_path or f"/dev/shm/lmkv-{os.getuid()}-{self.instance_id}.pool")  # noqa: S108 # checked
 
     @property
+    def pool_file(self) -> Path | None:
+        """The file that the pool is in; None if its memory is anonymous."""
+        return self.kept_pool_path if self.pool_path or self.persist_pool else None
+
+    @property
     def disk_folders(self) -> list[Path]:
         """This node's own folder in each of `local_disk`: nodes of one host may share these."""
         return [Path(folder, self.instance_id) for folder in self.local_disk]

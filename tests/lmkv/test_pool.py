@@ -236,6 +236,16 @@ def test_populating_leaves_others_what_it_is_told_to() -> None:
         assert resident_bytes(pool) >= pool.size_bytes
 
 
+def test_populating_what_was_taken_before_asks_for_nothing(tmp_path: Path) -> None:
+    with Pool.create(2 * POPULATE_STEP_BYTES, tmp_path / "pool") as pool:
+        pool.populate(0, POPULATE_STEP_BYTES)
+        with Pool.attach(os.dup(pool.fd), pool.size_bytes) as other:
+            with pytest.raises(ConfigError) as raised:
+                other.populate(leave_bytes=1 << 60)
+            assert raised.value.metadata == {"populated_bytes": str(POPULATE_STEP_BYTES)}
+            assert resident_bytes(other) >= POPULATE_STEP_BYTES
+
+
 SHORT = """
 import sys
 from pathlib import Path

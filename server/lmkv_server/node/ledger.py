@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 from zlib import crc32
 
 from lmkv.keys import ChunkKey
@@ -35,35 +35,19 @@ def ledger_bytes(pool_bytes: int) -> int:
     return max(MIN_SLOTS, pool_bytes // POOL_BYTES_PER_SLOT) * SLOT_BYTES
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
+class Record(NamedTuple):  # a fraction of what a frozen dataclass takes to make, and a start makes one per chunk
     """What the ledger says of a chunk."""
 
     serial: int
     """Rises with every record: chunks in the order in which they came."""
-    key: ChunkKey
-    parent: ChunkKey | None
-    """The chunk before it in its prompts, if that is known."""
-    fingerprint: bytes
     offset: int
     size_bytes: int
     checksum: int
     token_count: int
-
-    def pack(self) -> bytes:
-        """The record as a slot holds it."""
-        fields = _FIELDS.pack(
-            self.serial,
-            self.offset,
-            self.size_bytes,
-            self.checksum,
-            self.token_count,
-            self.parent is not None,
-            self.parent or b"",
-            self.key,
-            self.fingerprint,
-        )
-        return fields + _SEAL.pack(crc32(fields))
+    parent: ChunkKey | None
+    """The chunk before it in its prompts, if that is known."""
+    key: ChunkKey
+    fingerprint: bytes
 
 
 class Ledger:
@@ -100,19 +84,7 @@ class Ledger:
             return
         self._serial += 1
         self._slots[chunk.offset] = slot
-        self._write(
-            slot,
-            Record(
-                serial=self._serial,
-                key=chunk.key,
-                parent=chunk.parent,
-                fingerprint=chunk.fingerprint,
-                offset=chunk.offset,
-                size_bytes=chunk.size_bytes,
-                checksum=chunk.checksum,
-                token_count=chunk.token_count,
-            ).pack(),
-        )
+        self._write(slot, _pack(self._serial, chunk))
 
     def drop(self, offset: int) -> None:
         """The chunk at this offset counts no more; to be called before its bytes may change."""
@@ -129,7 +101,7 @@ class Ledger:
         for first in range(0, self._count, _READ_SLOTS):
             last = min(first + _READ_SLOTS, self._count)
             content = bytes(self._table[first * SLOT_BYTES : last * SLOT_BYTES])
-            if not any(content):
+            if content == bytes(len(content)):
                 continue
             self._empty += range(self._untouched, first)
             self._untouched = last
@@ -144,18 +116,26 @@ class Ledger:
         self._empty.reverse()  # the first ones are used first
 
 
+def _pack(serial: int, chunk: Chunk) -> bytes:
+    parent = chunk.parent
+    fields = _FIELDS.pack(
+        serial,
+        chunk.offset,
+        chunk.size_bytes,
+        chunk.checksum,
+        chunk.token_count,
+        parent is not None,
+        parent or b"",
+        chunk.key,
+        chunk.fingerprint,
+    )
+    return fields + _SEAL.pack(crc32(fields))
+
+
 def _unpack(slot: bytes) -> Record | None:
     fields, seal = slot[: _FIELDS.size], slot[_FIELDS.size :]
     if slot == _EMPTY or _SEAL.pack(crc32(fields)) != seal:
         return None
     serial, offset, size_bytes, checksum, token_count, has_parent, parent, key, fingerprint = _FIELDS.unpack(fields)
-    return Record(
-        serial=serial,
-        key=ChunkKey(key),
-        parent=ChunkKey(parent) if has_parent else None,
-        fingerprint=fingerprint,
-        offset=offset,
-        size_bytes=size_bytes,
-        checksum=checksum,
-        token_count=token_count,
-    )
+    above = ChunkKey(parent) if has_parent else None
+    return Record(serial, offset, size_bytes, checksum, token_count, above, ChunkKey(key), fingerprint)

@@ -110,6 +110,7 @@ class Metrics(Collector):
         yield _counter("warm_chunks", "Chunks of an earlier life that were found again.", warm.found_chunks)
         yield _counter("warm_bytes", "Bytes of these.", warm.found_bytes)
         yield _counter("warm_damaged_chunks", "Chunks of an earlier life dropped as damaged.", warm.damaged_count)
+        yield _counter("warm_unrecorded_chunks", "Chunks too many to outlive the node.", warm.ledger.unrecorded_count)
 
     def _on_disk(self, disk: DiskTier) -> Iterator[Metric]:
         writer, reader = disk.writer, disk.reader

@@ -17,6 +17,7 @@ from lmkv.config import ConnectorConfig, CoordinatorConfig, NodeConfig
 from lmkv.v1.registry_service_pb2 import Instance
 from lmkv_client import Coordinator
 from lmkv_client.commands.doctor import fleet as fleet_checks
+from lmkv_client.commands.doctor import host
 from lmkv_client.commands.doctor.certificates import check_tls
 from lmkv_client.commands.doctor.finding import Finding
 from lmkv_client.commands.doctor.fleet import check_fleet, check_keys
@@ -69,6 +70,17 @@ def test_a_pool_that_does_not_fit_fails_with_the_key(tmp_path: Path) -> None:
     level, text = the_only(check_memory(NodeConfig(max_local_cpu_size=1_000_000, pool_path=str(tmp_path / "a/pool"))))
     assert level == "fail"
     assert str(tmp_path) in text or "this machine" in text
+
+
+def test_the_pool_that_an_earlier_life_has_left_is_there_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "available_bytes", lambda: 1 << 20)
+    path = tmp_path / "pool"
+    path.write_bytes(b"x" * (16 << 20))
+    for persist_pool, expected in ((True, "ok"), (False, "fail")):
+        kept = NodeConfig(max_local_cpu_size=0.01, pool_path=str(path), persist_pool=persist_pool, instance_id="kept")
+        assert the_only(check_memory(kept))[0] == expected
 
 
 def test_the_memory_and_the_port_of_the_own_node_are_its_own(running_node: NodeConfig) -> None:

@@ -95,6 +95,7 @@ def test_it_says_what_the_pools_memory_will_be(tmp_path: Path) -> None:
     assert "huge pages" in pages.text
     assert "NUMA node" in node.text
     assert "pool_path" in next(check_pool(config(tmp_path, pool_path="/dev/shm/pool"))).text
+    assert "pool_path, /dev/shm/lmkv-" in next(check_pool(config(tmp_path, persist_pool=True))).text
     assert next(check_pool(config(tmp_path, pool_huge_pages="never"))).text.startswith("no huge pages are wanted")
 
 

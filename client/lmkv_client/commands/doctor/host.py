@@ -37,12 +37,14 @@ def check_memory(config: NodeConfig) -> Iterator[Finding]:
         yield ok("memory", f"the node {config.instance_id} runs, and has its {format_bytes(wanted)}")
         return
     available, where = available_bytes(), "this machine and its cgroup"
-    if config.pool_path:
-        folder = _existing(Path(config.pool_path).absolute().parent)
+    if config.pool_file:
+        folder = _existing(config.pool_file.absolute().parent)
         system = os.statvfs(folder)
         free = system.f_bavail * system.f_frsize
         if free < available:
             available, where = free, f"the file system of pool_path, {folder},"
+        if config.persist_pool and config.pool_file.is_file():  # what an earlier life has left is the pool's already
+            available += config.pool_file.stat().st_blocks * 512
     said = f"max_local_cpu_size is {format_bytes(wanted)}, {where} can give {format_bytes(available)}"
     if wanted > available:
         yield fail("memory", f"{said}; set max_local_cpu_size to less")

@@ -66,8 +66,8 @@ def check_pool(config: NodeConfig) -> Iterator[Finding]:
     wanted = config.pool_bytes
     enough = there.page_bytes and there.page_bytes <= wanted <= there.free_bytes + there.page_bytes - 1
     free = f"{format_bytes(there.free_bytes)} of huge pages are free"
-    if config.pool_path:
-        yield ok("pool", f"its pages are those of the file system of pool_path, {config.pool_path}")
+    if config.pool_file:
+        yield ok("pool", f"its pages are those of the file system of pool_path, {config.pool_file}")
     elif config.pool_huge_pages == "never":
         yield ok("pool", "no huge pages are wanted (pool_huge_pages: never)")
     elif enough:
