@@ -41,7 +41,7 @@ DECIDED = {
     },
 }
 """Keys that other values decide."""
-DECIDED_EVERYWHERE = re.compile(r"tls_.*|log_(level|format)|cluster_secret|engine_api_key")
+DECIDED_EVERYWHERE = re.compile(r"tls_.*|auth_.*|log_(level|format)|cluster_secret|engine_api_key")
 
 PORT = {"minimum": 1, "maximum": 65535}
 SIZE = {"type": "number", "exclusiveMinimum": 0}

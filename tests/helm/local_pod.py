@@ -170,12 +170,13 @@ class LocalPod:
             process.stop(self.pod["spec"]["terminationGracePeriodSeconds"])
 
 
-def fetch(url: str, context: ssl.SSLContext | None = None) -> bytes:
+def fetch(url: str, context: ssl.SSLContext | None = None, token: str = "") -> bytes:
     """What a GET answers; like Kubernetes' probes it trusts anybody unless told whom. Raises `OSError`."""
     if context is None:
         context = ssl.create_default_context()
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
-    with urllib.request.urlopen(url, timeout=ANSWER_SECONDS, context=context) as answer:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
+    with urllib.request.urlopen(request, timeout=ANSWER_SECONDS, context=context) as answer:
         body: bytes = answer.read()
         return body

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import ssl
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from lmkv.config import ConnectorConfig, load
 from tests.helm.chart import Manifest, find, pods, render
@@ -91,15 +93,44 @@ def secret(certificates: Certificates) -> dict[str, bytes]:
     return {name: Path(file).read_bytes() for name, file in files.items()}
 
 
-@pytest.mark.parametrize("security", ["none", "tls", "mutual"])
+SECURITY: dict[str, dict[str, Any]] = {
+    "none": {},
+    "tls": {"tls": {"enabled": True, "serverSecret": "server-tls"}},
+    "mutual-tls": {
+        "tls": {
+            "enabled": True,
+            "mutual": True,
+            "serverSecret": "server-tls",
+            "clientSecret": "client-tls",
+            "peerName": "demo-node",
+        }
+    },
+    "tokens": {"auth": {"tokensSecret": "tokens", "engineSecret": "engine", "readerSecret": "reader"}},
+}
+
+
+def tokens_file(**tokens: str) -> bytes:
+    """The file of tokens by their roles."""
+    known = [
+        {"name": role, "role": role, "sha256": hashlib.sha256(token.encode()).hexdigest()}
+        for role, token in tokens.items()
+    ]
+    return yaml.safe_dump({"tokens": known}).encode()
+
+
+@pytest.mark.parametrize("security", SECURITY)
 def test_coordinator_node_and_test_run_as_they_are_rendered(
     make_fleet: Callable[..., Fleet], tmp_path: Path, security: str
 ) -> None:
-    certificates = issue(tmp_path / "tls")
-    values: dict[str, Any] = {"monitoring": {"serviceMonitor": {"enabled": True}}}
-    if security != "none":
-        values["tls"] = {"enabled": True, "mutual": security == "mutual", "serverSecret": "s", "clientSecret": "c"}
-    fleet = make_fleet(values, {"s": secret(certificates), "c": secret(certificates)})
+    server = issue(tmp_path / "tls", "127.0.0.1", "demo-node")
+    tokens = {"engine": "token-of-nodes", "reader": "token-of-Prometheus"}
+    secrets = {
+        "server-tls": secret(server),
+        "client-tls": secret(server),
+        **{role: {"token": token.encode()} for role, token in tokens.items()},
+        "tokens": {"tokens.yaml": tokens_file(**tokens)},
+    }
+    fleet = make_fleet({"monitoring": {"serviceMonitor": {"enabled": True}}, **SECURITY[security]}, secrets)
     coordinator = fleet.started("StatefulSet/demo-lmkv-coordinator", "coordinator", name="coordinator-0")
     node = fleet.started("DaemonSet/demo-lmkv-node", "node", name="node-0")
 
@@ -108,17 +139,21 @@ def test_coordinator_node_and_test_run_as_they_are_rendered(
     p2p = node.port(node.container("node"), "p2p")
     assert instance["peer_address"] == f"127.0.0.1:{p2p}"
 
+    def scraped(pod: LocalPod, container: str, monitored: Manifest) -> bytes:
+        """What Prometheus is answered where a monitor sends it, with what it has it show."""
+        context = ssl.create_default_context(cafile=server.ca)
+        context.check_hostname = False  # it is told another name than the address: `serverName`
+        if "cert" in monitored.get("tlsConfig", {}):
+            context.load_cert_chain(server.cert, server.key)
+        shown = monitored.get("authorization", {}).get("credentials")
+        port = pod.port(pod.container(container), monitored["port"])
+        url = f"{monitored.get('scheme', 'http')}://127.0.0.1:{port}{monitored['path']}"
+        return fetch(url, context, secrets[shown["name"]][shown["key"]].decode() if shown else "")
+
     monitored = find(fleet.manifests, "ServiceMonitor/demo-lmkv-coordinator")["spec"]["endpoints"][0]
-    port = coordinator.port(coordinator.container("coordinator"), monitored["port"])
-    context = ssl.create_default_context(cafile=certificates.ca)
-    if "cert" in monitored.get("tlsConfig", {}):
-        context.load_cert_chain(certificates.cert, certificates.key)
-    url = f"{monitored.get('scheme', 'http')}://127.0.0.1:{port}{monitored['path']}"
-    assert b"lmkv_coordinator_instances" in fetch(url, context)
+    assert b"lmkv_coordinator_instances" in scraped(coordinator, "coordinator", monitored)
     monitored = find(fleet.manifests, "PodMonitor/demo-lmkv-node")["spec"]["podMetricsEndpoints"][0]
-    port = node.port(node.container("node"), monitored["port"])
-    url = f"{monitored.get('scheme', 'http')}://127.0.0.1:{port}{monitored['path']}"
-    assert b"lmkv_node_coordinators_connected 1.0" in fetch(url)
+    assert b"lmkv_node_coordinators_connected 1.0" in scraped(node, "node", monitored)
 
     for pod, container in ((node, "node"), (coordinator, "coordinator")):
         assert not pod.written_elsewhere(container)

@@ -6,6 +6,21 @@ log_level: {{ .Values.logLevel }}
 log_format: {{ .Values.logFormat }}
 {{- end -}}
 
+{{/* Whom a server lets in. */}}
+{{- define "lmkv.serverAuthConfig" -}}
+{{- if .Values.auth.tokensSecret -}}
+auth_tokens: /etc/lmkv-tokens/tokens.yaml
+{{- end -}}
+{{- end -}}
+
+{{/* What nodes and proxies show, and whom they let in. */}}
+{{- define "lmkv.clientAuthConfig" -}}
+{{- if .Values.auth.tokensSecret -}}
+{{ include "lmkv.serverAuthConfig" . }}
+auth_token_file: /etc/lmkv-token/token
+{{- end -}}
+{{- end -}}
+
 {{/* Whom the coordinator's clients trust, and what they show. */}}
 {{- define "lmkv.clientTlsConfig" -}}
 {{- if .Values.tls.enabled -}}
@@ -29,6 +44,9 @@ tls_key: /etc/lmkv-tls/tls.key
 {{- if .Values.tls.mutual }}
 tls_client_ca: /etc/lmkv-tls/ca.crt
 {{- end }}
+{{- end }}
+{{- with include "lmkv.serverAuthConfig" . }}
+{{ . }}
 {{- end }}
 {{ include "lmkv.commonConfig" . }}
 {{- end -}}
@@ -54,6 +72,9 @@ p2p_port: {{ .Values.node.p2pPort }}
 transfer_port: {{ .Values.node.transferPort }}
 metrics_port: {{ .Values.node.metricsPort }}
 {{- with include "lmkv.clientTlsConfig" . }}
+{{ . }}
+{{- end }}
+{{- with include "lmkv.clientAuthConfig" . }}
 {{ . }}
 {{- end }}
 {{ include "lmkv.commonConfig" . }}
@@ -86,6 +107,9 @@ engines:
 policy: {{ .Values.proxy.policy }}
 coordinator_address: {{ include "lmkv.coordinatorAddresses" . }}
 {{- with include "lmkv.clientTlsConfig" . }}
+{{ . }}
+{{- end }}
+{{- with include "lmkv.clientAuthConfig" . }}
 {{ . }}
 {{- end }}
 {{ include "lmkv.commonConfig" . }}

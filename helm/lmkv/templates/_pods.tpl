@@ -99,9 +99,26 @@ env:
     name: {{ include "lmkv.fullname" (index . 0) }}-{{ index . 1 }}
 {{- end -}}
 
-{{/* The volume of what clients of the coordinator trust and show; of the coordinator's own secret no more than that. */}}
-{{- define "lmkv.clientTlsVolume" -}}
-{{- if .Values.tls.enabled -}}
+{{/* Volumes of what a coordinator shows, and of whom it lets in. */}}
+{{- define "lmkv.serverVolumes" -}}
+{{- if .Values.tls.enabled }}
+- name: tls
+  secret:
+    defaultMode: 0440
+    secretName: {{ include "lmkv.serverSecret" . }}
+{{- end }}
+{{- with .Values.auth.tokensSecret }}
+- name: tokens
+  secret:
+    defaultMode: 0440
+    secretName: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* Volumes of what nodes and proxies trust and show, and of whom they let in; of the coordinator's own certificate they
+get the issuer and no more. */}}
+{{- define "lmkv.clientVolumes" -}}
+{{- if .Values.tls.enabled }}
 - name: tls
   secret:
     defaultMode: 0440
@@ -113,17 +130,44 @@ env:
       - key: ca.crt
         path: ca.crt
     {{- end }}
-{{- end -}}
+{{- end }}
+{{- with .Values.auth }}
+{{- if .tokensSecret }}
+- name: tokens
+  secret:
+    defaultMode: 0440
+    secretName: {{ .tokensSecret }}
+- name: token
+  secret:
+    defaultMode: 0440
+    secretName: {{ .engineSecret }}
+{{- end }}
+{{- end }}
 {{- end -}}
 
-{{/* Mounts of configuration and certificates. */}}
-{{- define "lmkv.configMounts" -}}
+{{/* Mounts of a coordinator: its configuration and `lmkv.serverVolumes`. */}}
+{{- define "lmkv.serverMounts" -}}
 - name: config
   mountPath: /etc/lmkv
   readOnly: true
 {{- if .Values.tls.enabled }}
 - name: tls
   mountPath: /etc/lmkv-tls
+  readOnly: true
+{{- end }}
+{{- if .Values.auth.tokensSecret }}
+- name: tokens
+  mountPath: /etc/lmkv-tokens
+  readOnly: true
+{{- end }}
+{{- end -}}
+
+{{/* Mounts of nodes and proxies: their configuration and `lmkv.clientVolumes`. */}}
+{{- define "lmkv.clientMounts" -}}
+{{ include "lmkv.serverMounts" . }}
+{{- if .Values.auth.tokensSecret }}
+- name: token
+  mountPath: /etc/lmkv-token
   readOnly: true
 {{- end }}
 {{- end -}}

@@ -15,6 +15,12 @@
 {{- if and $tls.enabled $tls.certManager.enabled (not $tls.certManager.issuerRef.name) -}}
 {{- fail "tls.certManager needs an issuer: set tls.certManager.issuerRef.name" -}}
 {{- end -}}
+{{- if and .Values.auth.tokensSecret (not .Values.auth.engineSecret) -}}
+{{- fail "auth.tokensSecret lets in only who has a token: give nodes and proxies theirs by auth.engineSecret" -}}
+{{- end -}}
+{{- if and .Values.auth.tokensSecret .Values.monitoring.serviceMonitor.enabled (not .Values.auth.readerSecret) -}}
+{{- fail "auth.tokensSecret lets in only who has a token: give Prometheus its own by auth.readerSecret" -}}
+{{- end -}}
 {{- $node := .Values.node -}}
 {{- if and $node.hostNetwork (eq $node.mode "sidecar") -}}
 {{- fail "node.hostNetwork is for node.mode daemonSet: a sidecar is in its engine's network" -}}

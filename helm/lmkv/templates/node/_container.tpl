@@ -35,7 +35,7 @@ securityContext:
   {{- end }}
   {{- toYaml $context | nindent 2 }}
 volumeMounts:
-  {{- include "lmkv.configMounts" $root | replace "name: config" "name: node-config" | nindent 2 }}
+  {{- include "lmkv.clientMounts" $root | replace "name: config" "name: node-config" | nindent 2 }}
   - name: runtime
     mountPath: /run/lmkv
   - name: node-tmp
@@ -96,7 +96,7 @@ volumeMounts:
 {{- define "lmkv.nodeVolumes" -}}
 {{- $values := .Values.node -}}
 {{- include "lmkv.configVolume" (list . "node") | replace "name: config" "name: node-config" }}
-{{- with include "lmkv.clientTlsVolume" . }}
+{{- with include "lmkv.clientVolumes" . | trim }}
 {{ . }}
 {{- end }}
 - name: node-tmp
