@@ -41,6 +41,7 @@ async def test_what_was_evicted_dropped_or_never_committed_is_not_found(runtime_
             assert await store(engine, node.pool, number) == 1
         assert len(await engine.reserve(3)) == 3
         left = await held(engine, node.pool, *range(POOL_CHUNKS + 10))
+        await until(lambda: not any(chunk.holds for chunk in node.tier))
         assert node.tier.drop(chunk_keys(left[-1])) == 1
     async with a_node(runtime_dir) as (node, engine):
         assert await held(engine, node.pool, *range(POOL_CHUNKS + 10)) == left[:-1]
