@@ -88,6 +88,11 @@ _MEANINGS = {
     r"lmcache_report_ingest_per_s": "LMCache's controller: changes that it takes in, of one core",
     r"lmcache_map_bytes_per_pair": "LMCache's controller: memory for each pair of a chunk and its holder",
     r"lmcache_lookup_p\d+_ms": "LMCache's controller: 40 chunks among a million, by ZeroMQ",
+    r"scale_join_s": "until a coordinator knows all of a fleet that starts, 10,000 chunks a node",
+    r"scale_bytes_per_chunk": "what the coordinator takes for each chunk, its nodes included",
+    r"scale_cpu_percent": "processor time of the coordinator while all nodes beat, store and evict",
+    r"scale_lookup_p\d+_ms": "40 chunks, over a standing call, beside all that",
+    r"scale_whole_s": "until a coordinator that was killed knows everything again",
     r"lmcache_http_lookup_ms": "LMCache's controller: `POST /lookup` by tokens, as JSON",
 }
 """By pattern of the row's name, without the number that says how long its prompts are."""
@@ -144,6 +149,7 @@ def meaning_of(name: str, benchmark: str = "") -> str:
         if match := re.fullmatch(pattern, plain):
             words = meaning.format(*(group if group.isdigit() else _WORDS[group] for group in match.groups()))
             length = _LENGTH.search(name)
-            unit = "chunks" if "lookup" in name and not name.startswith("http") else "tokens"
+            of_chunks = "lookup" in name and not name.startswith("http")
+            unit = "nodes" if name.startswith("scale") else "chunks" if of_chunks else "tokens"
             return f"{words}; {length[1]} {unit}" if length else words
     raise KeyError(name)

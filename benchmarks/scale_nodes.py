@@ -1,0 +1,107 @@
+"""Nodes without bytes, many to a process: `python -m benchmarks.scale_nodes`, which `benchmarks.scale` starts.
+
+Each is a member of the fleet by the node's own code: it registers, snapshots, reports changes, and comes back whenever
+the coordinator does. Only its chunks are nowhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+from collections import deque
+from collections.abc import Iterator
+
+import uvloop
+
+from benchmarks.layouts import CHUNK_SIZE, FINGERPRINT, random_keys
+from lmkv.keys import ChunkKey, split_keys
+from lmkv.v1.chunk_pb2 import TIER_HOST
+from lmkv.v1.registry_service_pb2 import Instance, TierUsage
+from lmkv_server.node.engines import Engines
+from lmkv_server.node.fleet import Fleet, Held
+from lmkv_server.node.host_tier import Chunk, HostTier
+from lmkv_server.node.orders import Orders
+
+CHANGE_SECONDS = 1.0
+"""How often each node stores and evicts."""
+CHANGED_CHUNKS = 10
+"""Chunks that it then gains, and as many that it loses: some 2,500 tokens a second."""
+TIER_BYTES = 1 << 20
+"""Of the tier that orders would work on; there are none."""
+
+
+class ScaledNode:
+    """One of them."""
+
+    def __init__(self, number: int, chunk_count: int) -> None:
+        self._number = number
+        self._random = random.Random(-number)
+        self._held: deque[ChunkKey] = deque(split_keys(random_keys(number, chunk_count)))
+        tier = HostTier(TIER_BYTES, self)
+        self._orders = Orders(instance_id=self.name, tier=tier, engines=Engines(tier), peers=None)
+
+    @property
+    def name(self) -> str:
+        """Its instance id."""
+        return f"node-{self._number:05}"
+
+    def admitted(self, chunk: Chunk) -> None:
+        """See `Listener`; nothing is ever stored."""
+
+    def evicted(self, chunk: Chunk) -> None:
+        """See `Listener`."""
+
+    async def live(self, coordinator_address: str, started: asyncio.Semaphore) -> None:
+        """Joins, and stores and evicts for ever. So many join at a time as `started` lets in."""
+        async with self._orders:
+            async with started:
+                fleet = Fleet(
+                    [coordinator_address], instance=self._instance, snapshot=self._snapshot, orders=self._orders
+                )
+                await fleet.__aenter__()
+                await fleet.started()
+            try:
+                while True:
+                    await asyncio.sleep(CHANGE_SECONDS * self._random.uniform(0.5, 1.5))
+                    self._change(fleet)
+            finally:
+                await fleet.aclose()
+
+    def _change(self, fleet: Fleet) -> None:
+        for _ in range(CHANGED_CHUNKS):
+            gained = ChunkKey(self._random.randbytes(16))
+            self._held.append(gained)
+            fleet.admitted(TIER_HOST, FINGERPRINT, gained, CHUNK_SIZE)
+            fleet.evicted(TIER_HOST, FINGERPRINT, self._held.popleft())
+
+    def _instance(self) -> Instance:
+        usage = TierUsage(tier=TIER_HOST, capacity_bytes=1 << 40, chunk_count=len(self._held))
+        return Instance(instance_id=self.name, epoch=1, peer_address=f"127.0.0.1:{1 + self._number}", tiers=[usage])
+
+    def _snapshot(self) -> Iterator[Held]:
+        for key in self._held:
+            yield Held(tier=TIER_HOST, fingerprint=FINGERPRINT, key=key, token_count=CHUNK_SIZE)
+
+
+async def live(args: argparse.Namespace) -> None:
+    """All nodes of this process."""
+    nodes = [ScaledNode(args.first + number, args.chunks) for number in range(args.count)]
+    at_a_time = asyncio.Semaphore(32)
+    async with asyncio.TaskGroup() as group:
+        for node in nodes:
+            group.create_task(node.live(args.coordinator, at_a_time))
+
+
+def main() -> None:
+    """Lives until it is ended."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--coordinator", required=True)
+    parser.add_argument("--first", type=int, required=True)
+    parser.add_argument("--count", type=int, required=True)
+    parser.add_argument("--chunks", type=int, required=True)
+    uvloop.run(live(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
