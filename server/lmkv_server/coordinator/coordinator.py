@@ -97,8 +97,15 @@ class Coordinator:
         scheme = "https" if self._tls.cert else "http"
         return f"{scheme}://{self.http_address}" if self.http_address else ""
 
+    @property
+    def tenants(self) -> Tenants:
+        """What it knows, by tenant, once it is entered."""
+        assert self._tenants is not None, "the coordinator has not been entered"
+        return self._tenants
+
     async def __aenter__(self) -> Self:
-        tenants, calls = Tenants(self._make_services), Calls()
+        tenants = self._tenants = Tenants(self._make_services)
+        calls = Calls()
         for tenant in self._gate.callers.tenants:
             tenants.of(tenant)
         server = await rpc.make_server(SERVICE_NAMES, calls, self._gate)
@@ -119,7 +126,6 @@ class Coordinator:
             await self._stop_serving(server)
             raise
         self._server = server
-        self._tenants = tenants
         self._sweeper = asyncio.create_task(_sweep(tenants), name="lmkv-coordinator-sweeper")
         return self
 

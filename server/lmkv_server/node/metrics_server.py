@@ -9,7 +9,9 @@ from typing import Self
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from lmkv.errors import ConfigError
+from lmkv.auth.gate import OPEN_GATE, Gate
+from lmkv.auth.token import HEADER
+from lmkv.errors import ConfigError, PermissionDenied, Unauthenticated
 from lmkv.rpc import PLAINTEXT
 from lmkv.tls import Tls
 
@@ -17,17 +19,30 @@ REQUEST_SECONDS = 5.0
 """Most time that one request, or its answer, may take to pass."""
 MAX_REQUEST_BYTES = 16 << 10
 MAX_CONNECTIONS = 32
+STANDS_FOR = "lmkv.v1.RegistryService/ListInstances"
+"""Who may read a node's metrics is who may call this."""
 
 
 class MetricsServer:
-    """Serves a registry while it is entered, over HTTPS if `tls` has a certificate. Entering raises `ConfigError` if the port cannot be had."""
+    """Serves a registry while it is entered, over HTTPS if `tls` has a certificate, to whom `gate` knows.
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int, tls: Tls = PLAINTEXT) -> None:
+    Entering raises `ConfigError` if the port cannot be had.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        host: str,
+        port: int,
+        tls: Tls = PLAINTEXT,
+        gate: Gate = OPEN_GATE,
+    ) -> None:
         self.port = port
         """The real one once it is entered."""
         self._registry = registry
         self._host = host
         self._tls = tls
+        self._gate = gate
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -90,8 +105,19 @@ class MetricsServer:
             return _response("404 Not Found", "text/plain", b"here is only /metrics\n")
         if method not in (b"GET", b"HEAD"):
             return _response("405 Method Not Allowed", "text/plain", b"/metrics takes GET\n")
+        try:
+            self._gate.admit(STANDS_FOR, _shown(head))
+        except (Unauthenticated, PermissionDenied) as error:
+            status = "401 Unauthorized" if isinstance(error, Unauthenticated) else "403 Forbidden"
+            return _response(status, "text/plain", f"{error}\n".encode())
         answer = _response("200 OK", CONTENT_TYPE_LATEST, generate_latest(self._registry))
         return answer if method == b"GET" else answer.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+
+
+def _shown(head: bytes) -> list[tuple[str, str]]:
+    """What a request says of who makes it, as gRPC's metadata would."""
+    lines = (line.partition(":") for line in head.decode("latin-1").split("\r\n")[1:])
+    return [(HEADER, value.strip()) for name, _, value in lines if name.lower() == HEADER]
 
 
 def _response(status: str, content_type: str, body: bytes) -> bytes:

@@ -14,6 +14,7 @@ from types import TracebackType
 import lmkv
 from lmkv import config as configuration
 from lmkv import numa, rpc
+from lmkv.auth.gate import Gate
 from lmkv.config import NodeConfig
 from lmkv.config.kinds import OFF
 from lmkv.errors import ConfigError
@@ -224,7 +225,8 @@ class Node:
         """Serves `/metrics` if it has a port."""
         port = self.config.metrics_port
         if port is not None and port != OFF:
-            server = MetricsServer(self.metrics.registry, self.config.p2p_host, port, self.config.metrics_tls)
+            gate = Gate(self.config.auth_tokens, self.config.tls.token)
+            server = MetricsServer(self.metrics.registry, self.config.p2p_host, port, self.config.metrics_tls, gate)
             self.metrics_port = (await self._stack.enter_async_context(server)).port
             scheme = "https" if self.config.tls_cert else "http"
             logger.info("metrics at %s://%s:%d/metrics", scheme, self.config.p2p_host, self.metrics_port)

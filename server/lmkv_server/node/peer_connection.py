@@ -38,8 +38,8 @@ class PeerConnection:
         channels: Channels,
         holder: Holder,
         on_mismatch: Callable[[str, KvSpecMismatch], None],
+        tls: Tls = rpc.PLAINTEXT,
     ) -> None:
-        tls: Tls = (rpc.PLAINTEXT,)
         """`instance_id` and `epoch` are the own ones; `on_mismatch` is told once which peer shares nothing, and why."""
         self.instance_id = holder.instance_id
         self.epoch = holder.epoch

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AsyncExitStack
 
 import grpc
 
 from lmkv import rpc
+from lmkv.auth.exposure import exposure
+from lmkv.auth.gate import Gate
 from lmkv.config import NodeConfig
 from lmkv.errors import ConfigError
 from lmkv.pool import Pool
@@ -24,6 +27,8 @@ from lmkv_server.node.peer_service import PeerService
 from lmkv_server.node.peers import Peers
 from lmkv_server.node.receiver import Receiver
 from lmkv_server.node.senders import MAX_SENDERS, Senders
+
+logger = logging.getLogger(__name__)
 
 PEER_SERVICE = "lmkv.v1.PeerService"
 STOP_GRACE_SECONDS = 0.5
@@ -127,7 +132,10 @@ class PeerSide:
         await stack.enter_async_context(self.peers)
         await stack.enter_async_context(self.receiver)
         await stack.enter_async_context(self.service)
-        server = await rpc.make_server([PEER_SERVICE], self._calls)
+        gate = Gate(config.auth_tokens, config.tls.token)
+        if warning := exposure(config.p2p_host, gate, config.peer_tls):
+            logger.warning(warning)
+        server = await rpc.make_server([PEER_SERVICE], self._calls, gate)
         peer_service_pb2_grpc.add_PeerServiceServicer_to_server(self.service, server)
         port = bind(server, f"{config.p2p_host}:{config.p2p_port}", "p2p_port", config.peer_tls)
         await server.start()

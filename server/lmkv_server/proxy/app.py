@@ -8,8 +8,12 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
 
+from lmkv.auth.gate import OPEN_GATE, Gate
+from lmkv.errors import PermissionDenied, Unauthenticated
+from lmkv_server.coordinator.http.access import CHALLENGE, LOOK, shown
 from lmkv_server.proxy import page
 from lmkv_server.proxy.door import Door, Entrance, Refusal, Visit
 from lmkv_server.proxy.engines import Fleet
@@ -23,8 +27,15 @@ PASSED_ON = {"/v1/models": "GET", "/tokenize": "POST", "/detokenize": "POST"}
 """What all engines answer alike."""
 
 
-def make_app(door: Door, exchange: Exchange, fleet: Fleet, statistics: Statistics, metrics: Metrics) -> Starlette:
-    """The application of a proxy."""
+def make_app(
+    door: Door,
+    exchange: Exchange,
+    fleet: Fleet,
+    statistics: Statistics,
+    metrics: Metrics,
+    gate: Gate = OPEN_GATE,
+) -> Starlette:
+    """The application of a proxy. `gate` is before what it tells of itself: requests carry what engines ask for."""
 
     async def complete(visit: Visit) -> None:
         await exchange.serve(_call(visit), visit.reply)
@@ -47,14 +58,34 @@ def make_app(door: Door, exchange: Exchange, fleet: Fleet, statistics: Statistic
         routes=[
             *(Route(path, Entrance(door, complete), methods=["POST"]) for path in (COMPLETIONS, CHAT)),
             *(Route(path, Entrance(door, pass_on), methods=[method]) for path, method in PASSED_ON.items()),
-            *page.routes(fleet, statistics),
+            *(_gated(route, gate) for route in [*page.routes(fleet, statistics), Route("/metrics", show_metrics)]),
             Route("/health", ready),
             Route("/healthz", alive),
             Route("/readyz", ready),
-            Route("/metrics", show_metrics),
         ],
         exception_handlers={HTTPException: _no_route},
     )
+
+
+def _gated(route: BaseRoute, gate: Gate) -> BaseRoute:
+    """The route, for whom the gate lets look."""
+    if isinstance(route, Route):
+        inner = route.app
+
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+            request = Request(scope)
+            try:
+                gate.admit(LOOK, shown(request))
+            except (Unauthenticated, PermissionDenied) as error:
+                is_unknown = isinstance(error, Unauthenticated)
+                status, headers = (401, CHALLENGE) if is_unknown else (403, {})
+                response = Response(error_body(status, str(error)), status, headers, media_type="application/json")
+                await response(scope, receive, send)
+            else:
+                await inner(scope, receive, send)
+
+        route.app = serve
+    return route
 
 
 def _call(visit: Visit) -> Call:

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
+from lmkv.auth.gate import Gate
 from lmkv.config import ProxyConfig
 from lmkv_server.coordinator.http.server import HttpServer
 from lmkv_server.coordinator.ports import address
@@ -75,7 +76,8 @@ class Proxy:
                 timeout_seconds=config.request_timeout,
                 session_header=config.session_header,
             )
-            app = make_app(door, exchange, self.fleet, self.statistics, self._metrics)
+            gate = Gate(config.auth_tokens)
+            app = make_app(door, exchange, self.fleet, self.statistics, self._metrics, gate)
             http = HttpServer(
                 config.host,
                 config.port,

@@ -11,7 +11,7 @@ from lmkv.auth.roles import ROLES
 from lmkv.auth.token import HEADER
 
 _PROBE = "grpc.health.v1.Health/Check"
-_LOOK = "lmkv.v1.RegistryService/ListInstances"
+LOOK = "lmkv.v1.RegistryService/ListInstances"
 _LOOKUP = "lmkv.v1.CacheService/Lookup"
 
 STANDS_FOR: Mapping[str, str] = {
@@ -25,13 +25,13 @@ STANDS_FOR: Mapping[str, str] = {
     "/pin": "lmkv.v1.CacheService/Pin",
     "/unpin": "lmkv.v1.CacheService/Unpin",
     "/check_finish": "google.longrunning.Operations/GetOperation",
-    "/health": _LOOK,
-    "/query_instance": _LOOK,
-    "/query_worker_info": _LOOK,
-    "/metrics": _LOOK,
-    "/openapi.json": _LOOK,
-    "/": _LOOK,
-    "/docs": _LOOK,
+    "/health": LOOK,
+    "/query_instance": LOOK,
+    "/query_worker_info": LOOK,
+    "/metrics": LOOK,
+    "/openapi.json": LOOK,
+    "/": LOOK,
+    "/docs": LOOK,
 }
 """By path; RPCs have paths of their own."""
 CHALLENGE = {"WWW-Authenticate": 'Basic realm="lmkv: any name, and a token as the password", Bearer'}
@@ -40,7 +40,7 @@ CHALLENGE = {"WWW-Authenticate": 'Basic realm="lmkv: any name, and a token as th
 
 def rpc_of(path: str) -> str:
     """The RPC that a path stands for. Who may look may also see what pages are made of, and that a path is unknown."""
-    return STANDS_FOR.get(path) or (path[1:] if path[1:] in ROLES else _LOOK)
+    return STANDS_FOR.get(path) or (path[1:] if path[1:] in ROLES else LOOK)
 
 
 def shown(request: Request) -> list[tuple[str, str]]:

@@ -107,8 +107,11 @@ class Guarded:
         self._host = host
         self._gate = gate
         self._apps: dict[Services, TenantApp] = {}
-        self.metrics = self._app(tenants.unnamed).metrics
+        unnamed = self._app(tenants.unnamed)
+        self.metrics = unnamed.metrics
         """Of the tenant without a name."""
+        self.paths = unnamed.paths
+        """What is served, but for files."""
 
     def _app(self, services: Services) -> TenantApp:
         if services not in self._apps:

@@ -1,0 +1,82 @@
+"""A coordinator that asks for tokens, and those who have some."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+from google.longrunning import operations_pb2_grpc
+
+from lmkv import rpc
+from lmkv.auth.gate import Gate
+from lmkv.auth.token import Token
+from lmkv.keys import ChunkKey
+from lmkv.tls import Tls
+from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
+from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
+from lmkv_server.coordinator.coordinator import Coordinator
+from tests.lmkv.auth.tokens import Entry, entry, write
+from tests.server.coordinator.cases import LLAMA
+from tests.server.coordinator.scripted_instance import ScriptedInstance
+
+ROLES = ("engine", "operator", "reader", "admin")
+TENANTS = ("", "a", "b")
+ENTRIES = [entry(role, tenant) for role in ROLES for tenant in TENANTS]
+
+
+class Guarded:
+    """The coordinator, and lines to it by token."""
+
+    def __init__(self, coordinator: Coordinator, tokens: Path, stack: AsyncExitStack) -> None:
+        self.coordinator = coordinator
+        self.tokens = tokens
+        """The file, to be written anew."""
+        self._stack = stack
+        self._fleets: dict[str, dict[str, ScriptedInstance]] = {}
+
+    async def channel(self, token: str) -> grpc.aio.Channel:
+        """A channel that shows a token; none if it is empty."""
+        opened = rpc.open_channel(self.coordinator.address, Tls(token=Token(text=token)))
+        return await self._stack.enter_async_context(opened)
+
+    async def cache(self, token: str) -> Any:
+        return CacheServiceStub(await self.channel(token))
+
+    async def registry(self, token: str) -> Any:
+        return RegistryServiceStub(await self.channel(token))
+
+    async def operations(self, token: str) -> Any:
+        return operations_pb2_grpc.OperationsStub(await self.channel(token))
+
+    async def instance(self, tenant: str, name: str, chunks: Iterable[ChunkKey] = ()) -> ScriptedInstance:
+        """An instance of a tenant, which has joined."""
+        channel = await self.channel(token_of("engine", tenant))
+        instance = ScriptedInstance(channel, self._fleets.setdefault(tenant, {}), name, LLAMA, chunks)
+        return await self._stack.enter_async_context(instance)
+
+    def http(self, token: str, **headers: str) -> httpx.AsyncClient:
+        """A client that shows a token; none if it is empty."""
+        shown = {"Authorization": f"Bearer {token}"} if token else {}
+        return httpx.AsyncClient(base_url=self.coordinator.url, headers=shown | headers, trust_env=False, timeout=10)
+
+
+def token_of(role: str, tenant: str = "") -> str:
+    return f"{role}-of-{tenant}-token" if tenant else f"{role}-token"
+
+
+@asynccontextmanager
+async def guarded(
+    folder: Path, entries: Iterable[Entry] = ENTRIES, quotas: dict[str, dict[str, int]] | None = None
+) -> AsyncIterator[Guarded]:
+    """A coordinator that lets in those whom a tokens file knows."""
+    path = folder / "tokens.yaml"
+    gate = Gate(write(path, *entries, **(quotas or {})))
+    async with (
+        Coordinator(port=0, http_ports={"http_port": 0}, lease_ttl=30.0, cluster_secret="hush", gate=gate) as serving,
+        AsyncExitStack() as stack,
+    ):
+        yield Guarded(serving, path, stack)

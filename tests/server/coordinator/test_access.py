@@ -1,0 +1,166 @@
+"""Who may call what, over real sockets: every RPC and path, without a token, in a wrong role, in the right one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from lmkv import rpc
+from lmkv.auth.gate import OPEN_GATE
+from lmkv.auth.roles import ROLES, Role
+from lmkv.telemetry.calls import Calls
+from lmkv.v1 import registry_service_pb2
+from lmkv.v1.cache_service_pb2 import LookupRequest, LookupStreamRequest, MoveRequest
+from lmkv_server.coordinator.http.access import STANDS_FOR, rpc_of
+from lmkv_server.coordinator.http.app import make_app
+from lmkv_server.coordinator.services import SERVICE_NAMES, Services
+from lmkv_server.coordinator.tenants import Tenants
+from lmkv_server.coordinator.tokenizers import Tokenizers
+from tests.lmkv.auth.tokens import entry, write
+from tests.server.coordinator.cases import KEYS
+from tests.server.coordinator.guarded import ENTRIES, Guarded, guarded, token_of
+
+SERVED = [method for method in ROLES if method.partition("/")[0] in SERVICE_NAMES]
+PATHS = [f"/{method}" for method in SERVED if not method.endswith(("Report", "Register", "LookupStream"))]
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Guarded]:
+    async with guarded(tmp_path) as fleet:
+        yield fleet
+
+
+async def code_of(channel: grpc.aio.Channel, method: str) -> str:
+    """How a call with an empty request ends; a stream that gives an answer, or none for a while, is let in."""
+    call = channel.stream_stream(f"/{method}", request_serializer=bytes, response_deserializer=bytes)
+    under_way = call(iter([b""]), timeout=3)
+    try:
+        await under_way.read()
+        return (await under_way.code()).name if under_way.done() else "OK"
+    except grpc.RpcError as error:
+        return error.code().name
+    finally:
+        under_way.cancel()
+
+
+async def test_nobody_calls_anything_without_a_token_but_probes(fleet: Guarded) -> None:
+    for token in ("", "unknown"):
+        channel = await fleet.channel(token)
+        codes = await asyncio.gather(*(code_of(channel, method) for method in SERVED))
+        assert dict(zip(SERVED, codes, strict=True)) == dict.fromkeys(SERVED, "UNAUTHENTICATED")
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.parametrize("role", list(Role))
+async def test_each_role_calls_what_the_table_says_and_nothing_else(fleet: Guarded, role: Role) -> None:
+    channel = await fleet.channel(token_of(role))
+    codes = await asyncio.gather(*(code_of(channel, method) for method in SERVED))
+    refused = {method for method, code in zip(SERVED, codes, strict=True) if code == "PERMISSION_DENIED"}
+    assert refused == {method for method in SERVED if role not in ROLES[method]}
+    assert "UNAUTHENTICATED" not in codes
+
+
+@pytest.mark.parametrize("role", ["", *Role])
+async def test_the_same_holds_over_http(fleet: Guarded, role: str) -> None:
+    async with fleet.http(token_of(role) if role else "") as http:
+        for path in [*STANDS_FOR, *PATHS, "/static/page.js"]:
+            response = await http.post(path, json={"startRevision": "-1"})  # which ends a watch
+            method = rpc_of(path)
+            if method not in ROLES:  # probes
+                assert response.status_code == 405
+            elif not role:
+                assert response.status_code == 401, path
+                assert response.headers["www-authenticate"].startswith("Basic realm=")
+            elif role not in ROLES[method]:
+                assert response.status_code == 403, path
+            else:
+                assert response.status_code not in (401, 403), path
+
+
+async def test_probes_need_no_token_and_are_told_no_names(fleet: Guarded) -> None:
+    engines = await fleet.registry(token_of("engine"))
+    instance = registry_service_pb2.Instance(instance_id="secretive", epoch=1, peer_address="10.0.0.1:1")
+    await engines.Register(registry_service_pb2.RegisterRequest(instance=instance), timeout=5)
+    async with fleet.http("") as http:
+        assert (await http.get("/healthz")).status_code == 200
+        ready = await http.get("/readyz")
+        assert ready.status_code == 503
+        assert "secretive" not in ready.text
+
+
+async def test_a_browser_shows_its_token_as_a_password(fleet: Guarded) -> None:
+    async with fleet.http("") as http:
+        page = await http.get("/", auth=httpx.BasicAuth("me", token_of("reader")))
+        assert page.status_code == 200
+        assert (await http.get("/", auth=httpx.BasicAuth("me", "wrong"))).status_code == 401
+
+
+async def test_every_path_is_in_the_table() -> None:
+    app = make_app(Tenants(lambda _: Services(lease_ttl=3.0)), Tokenizers({}), "127.0.0.1", OPEN_GATE, Calls())
+    paths = app.paths
+    assert paths == STANDS_FOR.keys() | {path for path in paths if path[1:] in ROLES}
+    assert len(paths) > 25
+
+
+async def test_a_token_that_is_taken_away_ends_its_stream_with_the_next_message(fleet: Guarded) -> None:
+    engine = await fleet.cache(token_of("engine"))
+    stream = engine.LookupStream()
+    request = LookupRequest(chunk_keys=b"".join(KEYS))
+    await stream.write(LookupStreamRequest(requests=[request]))
+    assert (await stream.read()).results
+    write(fleet.tokens, *(each for each in ENTRIES if each["name"] != "engine"))
+    await stream.write(LookupStreamRequest(requests=[request]))
+    with pytest.raises(grpc.RpcError) as refusal:
+        await stream.read()
+    assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_who_asks_too_often_is_told_when_to_come_back(tmp_path: Path) -> None:
+    async with guarded(tmp_path, [entry("reader", max_requests_per_second=1)]) as fleet:
+        cache = await fleet.cache(token_of("reader"))
+        await cache.Lookup(LookupRequest(), timeout=5)
+        with pytest.raises(grpc.RpcError) as caught:
+            await asyncio.gather(*(cache.Lookup(LookupRequest(), timeout=5) for _ in range(20)))
+        status = rpc_status.from_call(caught.value)  # type: ignore[arg-type]
+        assert status is not None
+        assert rpc.from_status(status).reason == "TOO_MANY_REQUESTS"
+        retry = error_details_pb2.RetryInfo()
+        assert any(detail.Unpack(retry) for detail in status.details)
+        assert 0 < retry.retry_delay.ToNanoseconds() <= 1e9
+        async with fleet.http(token_of("reader")) as http:
+            codes = [(await http.post("/lookup", json={"tokens": [1]})).status_code for _ in range(20)]
+            assert 429 in codes
+
+
+async def test_a_request_beyond_the_limit_is_refused_before_it_is_read(fleet: Guarded) -> None:
+    async with grpc.aio.insecure_channel(fleet.coordinator.address) as boundless:
+        call = boundless.unary_unary(
+            "/lmkv.v1.CacheService/Lookup", request_serializer=bytes, response_deserializer=bytes
+        )
+        with pytest.raises(grpc.RpcError) as refusal:
+            await call(bytes(2 << 20), timeout=5, metadata=[("authorization", f"Bearer {token_of('reader')}")])
+        assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_no_token_is_ever_logged(fleet: Guarded, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        for token in ("s3cret-token", token_of("reader"), token_of("operator")):
+            cache = await fleet.cache(token)
+            calls = (cache.Lookup(LookupRequest(), timeout=5), cache.Move(MoveRequest(), timeout=5))
+            for answer in await asyncio.gather(*calls, return_exceptions=True):
+                assert token not in str(answer)
+            async with fleet.http(token) as http:
+                await http.post("/move", json={})
+        assert "refused lmkv.v1.CacheService/Move" in caplog.text
+    for token in ("s3cret", *(token_of(role) for role in Role)):
+        assert token not in caplog.text

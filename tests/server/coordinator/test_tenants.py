@@ -1,0 +1,194 @@
+"""Tenants: each sees and touches only its own, by whichever way it asks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.longrunning import operations_pb2
+
+from lmkv import rpc
+from lmkv.errors import LmkvError
+from lmkv.keys import join_keys
+from lmkv.v1.cache_service_pb2 import (
+    ClearRequest,
+    ListPinsRequest,
+    LookupRequest,
+    MoveRequest,
+    PinRequest,
+    UnpinRequest,
+    WatchRequest,
+)
+from lmkv.v1.chunk_pb2 import TIER_HOST, Position
+from lmkv.v1.registry_service_pb2 import (
+    ChunkChange,
+    DeregisterRequest,
+    Instance,
+    ListInstancesRequest,
+    RegisterRequest,
+    ReportRequest,
+)
+from tests.lmkv.auth.tokens import entry
+from tests.server.coordinator.cases import KEYS, LLAMA, PROMPT
+from tests.server.coordinator.guarded import ENTRIES, Guarded, guarded, token_of
+
+BY_TOKENS = LookupRequest(tokens=PROMPT)
+BY_KEYS = LookupRequest(chunk_keys=join_keys(KEYS))
+UNKNOWN = LookupRequest(chunk_keys=join_keys(KEYS[:0:-1]))
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Guarded]:
+    async with guarded(tmp_path) as fleet:
+        yield fleet
+
+
+async def error_of(call: Any) -> LmkvError:
+    with pytest.raises(grpc.RpcError) as caught:
+        await call
+    return rpc.from_rpc_error(caught.value)
+
+
+async def test_a_lookup_finds_the_tenants_own_instances_only(fleet: Guarded) -> None:
+    await fleet.instance("a", "n1", KEYS)
+    await fleet.instance("b", "n1", KEYS[:1])  # a name of its own, though it is called the same
+    found = {}
+    for tenant in ("a", "b"):
+        cache = await fleet.cache(token_of("reader", tenant))
+        for request in (BY_TOKENS, BY_KEYS):
+            holders = (await cache.Lookup(request, timeout=5)).holders
+            found[tenant, request is BY_KEYS] = [(one.instance_id, one.matched_chunk_count) for one in holders]
+    assert found == {
+        ("a", False): [("n1", 3)],
+        ("a", True): [("n1", 3)],
+        ("b", False): [("n1", 1)],
+        ("b", True): [("n1", 1)],
+    }
+    nobodys = await fleet.cache(token_of("reader"))
+    assert not (await nobodys.Lookup(BY_KEYS, timeout=5)).holders
+
+
+async def test_anothers_prefix_is_answered_as_one_that_nobody_has(fleet: Guarded) -> None:
+    await fleet.instance("b", "theirs", [])
+    cache = await fleet.cache(token_of("engine", "b"))
+    before = await cache.Lookup(BY_KEYS, timeout=5)
+    await fleet.instance("a", "ours", KEYS)
+    assert await cache.Lookup(BY_KEYS, timeout=5) == before == await cache.Lookup(UNKNOWN, timeout=5)
+    # And in the same time, since it takes the same steps: the map that is asked has never heard of it.
+    tenants = fleet.coordinator.tenants
+    assert len(tenants.of("a").core.layout) == len(KEYS)
+    assert len(tenants.of("b").core.layout) == 0
+    assert tenants.of("b").core.layout.fingerprint_of(KEYS[0]) is None
+
+
+async def test_nothing_of_another_tenants_is_listed_or_watched(fleet: Guarded) -> None:
+    watcher = (await fleet.cache(token_of("reader", "b"))).Watch(WatchRequest())
+    first = await watcher.read()
+    a = await fleet.instance("a", "ours", KEYS)
+    pin = await (await fleet.cache(token_of("operator", "a"))).Pin(
+        PinRequest(position=Position(instance_id="ours"), tokens=PROMPT), timeout=5
+    )
+    assert a.pins.keys() == {pin.pin.pin_id}
+    cache, registry = await fleet.cache(token_of("admin", "b")), await fleet.registry(token_of("admin", "b"))
+    assert not (await registry.ListInstances(ListInstancesRequest(), timeout=5)).instances
+    assert not (await cache.ListPins(ListPinsRequest(), timeout=5)).pins
+    await fleet.instance("b", "theirs", KEYS[:1])
+    seen = f"{first}"
+    while "theirs" not in seen:
+        seen += f"{await watcher.read()}"
+    assert "ours" not in seen
+
+
+async def test_another_tenants_instances_pins_and_operations_cannot_be_touched(fleet: Guarded) -> None:
+    a = await fleet.instance("a", "ours", KEYS)
+    await fleet.instance("a", "ours-too")
+    await fleet.instance("b", "theirs")
+    own, other = await fleet.cache(token_of("operator", "a")), await fleet.cache(token_of("operator", "b"))
+    pin = (await own.Pin(PinRequest(position=Position(instance_id="ours"), tokens=PROMPT), timeout=5)).pin
+    copy = MoveRequest(
+        old_position=Position(instance_id="ours"),
+        new_position=Position(instance_id="ours-too"),
+        tokens=PROMPT,
+        copy=True,
+    )
+    operation = await own.Move(copy, timeout=5)
+    operations = await fleet.operations(token_of("admin", "b"))
+    stolen = MoveRequest()
+    stolen.CopyFrom(copy)
+    stolen.new_position.instance_id = "theirs"
+    refusals = [
+        await error_of(other.Move(stolen, timeout=5)),
+        await error_of(other.Clear(ClearRequest(instance_id="ours", all=True), timeout=5)),
+        await error_of(operations.GetOperation(operations_pb2.GetOperationRequest(name=operation.name), timeout=5)),
+        await error_of(
+            operations.CancelOperation(operations_pb2.CancelOperationRequest(name=operation.name), timeout=5)
+        ),
+        await error_of(
+            (await fleet.registry(token_of("engine", "b"))).Deregister(
+                DeregisterRequest(instance_id="ours", epoch=a.epoch), timeout=5
+            )
+        ),
+    ]
+    assert {refusal.code for refusal in refusals} <= {"NOT_FOUND", "FAILED_PRECONDITION"}
+    assert not (await operations.ListOperations(operations_pb2.ListOperationsRequest(), timeout=5)).operations
+    await asyncio.gather(other.Unpin(UnpinRequest(pin_id=pin.pin_id), timeout=5), return_exceptions=True)
+    assert a.pins.keys() == {pin.pin_id}
+    assert len(a.chunks) == len(KEYS)
+
+
+async def test_http_keeps_tenants_apart_as_well(fleet: Guarded) -> None:
+    await fleet.instance("a", "ours", KEYS)
+    async with fleet.http(token_of("reader", "a")) as own, fleet.http(token_of("reader", "b")) as other:
+        assert (await own.post("/lookup", json={"tokens": PROMPT})).json()["layout_info"].keys() == {"ours"}
+        missed = await other.post("/lookup", json={"tokens": PROMPT, "model_name": "llama"})
+        assert "ours" not in missed.text
+        for path in ("/lmkv.v1.RegistryService/ListInstances", "/query_worker_info"):
+            body = {"instance_id": "all"} if path == "/query_worker_info" else {}
+            assert "ours" in (await own.post(path, json=body)).text
+            assert "ours" not in (await other.post(path, json=body)).text
+        assert "ours" in (await own.get("/metrics")).text
+        assert "ours" not in (await other.get("/metrics")).text
+        assert (await other.post("/health", json={"instance_id": "ours"})).status_code == 404
+
+
+async def test_an_admin_of_the_fleet_may_look_into_each(fleet: Guarded) -> None:
+    await fleet.instance("a", "ours", KEYS)
+    async with fleet.http(token_of("admin")) as own, fleet.http(token_of("admin"), **{"lmkv-tenant": "a"}) as for_a:
+        path = "/lmkv.v1.RegistryService/ListInstances"
+        assert "ours" not in (await own.post(path, json={})).text
+        assert "ours" in (await for_a.post(path, json={})).text
+    async with fleet.http(token_of("admin", "b"), **{"lmkv-tenant": "a"}) as nosy:
+        assert (await nosy.post(path, json={})).status_code == 403
+
+
+async def test_a_tenant_has_no_more_instances_than_its_quota(tmp_path: Path) -> None:
+    async with guarded(tmp_path, ENTRIES, {"a": {"max_instances": 1}}) as fleet:
+        await fleet.instance("a", "first")
+        with pytest.raises(grpc.RpcError) as refusal:
+            await fleet.instance("a", "second")
+        error = rpc.from_rpc_error(refusal.value)
+        assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED")
+        assert "max_instances of this tenant is 1" in str(error)
+        for name in ("first", "second"):
+            await fleet.instance("b", name)
+
+
+async def test_a_tenant_has_no_more_chunks_than_its_quota(tmp_path: Path) -> None:
+    async with guarded(tmp_path, [*ENTRIES, entry("engine", "c")], {"a": {"max_chunks": 2}}) as fleet:
+        await fleet.instance("a", "fits", KEYS[:2])
+        await fleet.instance("a", "fits-too", KEYS[:2])  # they are the same chunks
+        registry = await fleet.registry(token_of("engine", "a"))
+        greedy = Instance(instance_id="greedy", epoch=1, peer_address="10.0.0.1:1", specs=[LLAMA.to_proto()])
+        await registry.Register(RegisterRequest(instance=greedy), timeout=5)
+        stream = registry.Report()
+        change = ChunkChange(tier=TIER_HOST, fingerprint=LLAMA.fingerprint, admitted_keys=join_keys(KEYS))
+        report = ReportRequest(instance_id="greedy", epoch=1, sequence=1, snapshot=True, changes=[change])
+        await stream.write(report)
+        error = await error_of(stream.read())
+        assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED")
+        assert "max_chunks of this tenant is 2" in str(error)
+        await fleet.instance("b", "free", KEYS)
