@@ -76,6 +76,11 @@ class RemoteLink:
         return self._store.shown
 
     @property
+    def asks_singly(self) -> bool:
+        """See `RemoteStore`."""
+        return self._store.asks_singly
+
+    @property
     def is_usable(self) -> bool:
         """Whether something may be begun."""
         return self.is_open and not self._late

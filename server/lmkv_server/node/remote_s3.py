@@ -32,6 +32,8 @@ _THERE = ("PreconditionFailed", "412", "ConditionalRequestConflict")
 class S3Store:
     """See `RemoteStore`. Credentials and region come from where AWS's own tools find them."""
 
+    asks_singly = True
+
     def __init__(self, url: RemoteUrl, *, endpoint_url: str = "", timeout_seconds: float) -> None:
         self.shown = f"{url.shown} at {endpoint_url}" if endpoint_url else url.shown
         self._url = url

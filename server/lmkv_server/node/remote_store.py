@@ -26,6 +26,10 @@ class RemoteStore(Protocol):
     def shown(self) -> str:
         """What people call it."""
 
+    @property
+    def asks_singly(self) -> bool:
+        """Whether each name costs a request of its own: then few are better asked about."""
+
     def open(self) -> None:
         """Returns once the store has answered."""
 

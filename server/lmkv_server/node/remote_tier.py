@@ -29,6 +29,8 @@ MAX_KNOWN = 65_536
 FIRST_ASKED = 16
 MOST_ASKED = 1024
 """Chunks of a prompt that are asked about at a time: few at first, for most prompts are not there at all."""
+PROBES = 4
+"""The same, where each costs a request of its own."""
 OPEN_SECONDS = 2.0
 """A node that starts waits so long for the store."""
 FLUSH_SECONDS = 3.0
@@ -90,22 +92,54 @@ class RemoteTier:
     async def count(self, spec: KvSpec, keys: Sequence[ChunkKey], after: int = 0) -> int:
         """How many chunks the store has without a gap, from `keys[after]` on, as far as it answers in time."""
         deadline = time.monotonic() + self._lookup_seconds
-        stop, asked_at_once = after, FIRST_ASKED
-        while self.is_usable and stop < len(keys):
-            if self.knows(keys[stop]):
-                stop += 1
-                continue
+        if not self.is_usable:
+            return 0
+        stop = after
+        while stop < len(keys) and self.knows(keys[stop]):
+            stop += 1
+        search = self._search if self.link.asks_singly else self._ask_all
+        return await search(spec, keys, stop, deadline) - after
+
+    async def _ask_all(self, spec: KvSpec, keys: Sequence[ChunkKey], stop: int, deadline: float) -> int:
+        """The end of the run that begins before `keys[stop]`: asks about one chunk after the other, many at a time."""
+        asked_at_once = FIRST_ASKED
+        while stop < len(keys):
             asked = keys[stop : stop + asked_at_once]
-            left = deadline - time.monotonic()
-            sizes = (
-                await self.link.sizes([object_name(spec.fingerprint, key) for key in asked], left) if left > 0 else []
-            )
-            there = self._note(spec, asked, sizes)
+            there = self._note(spec, asked, await self._sizes(spec, asked, deadline))
             stop += there
             if there < len(asked):
                 break
             asked_at_once = min(4 * asked_at_once, MOST_ASKED)
-        return stop - after
+        return stop
+
+    async def _search(self, spec: KvSpec, keys: Sequence[ChunkKey], stop: int, deadline: float) -> int:
+        """The same with few questions: the first and the last, then some between what is there and what is not.
+
+        Of the others it is supposed that where a chunk is, those before it are, and whole. A load notices if not.
+        """
+        low, high, probes = stop, len(keys), {stop, len(keys) - 1}
+        while low < high:
+            asked = sorted(probes)
+            sizes = await self._sizes(spec, [keys[index] for index in asked], deadline)
+            for index, size in zip(asked, sizes, strict=False):
+                if not self._note(spec, [keys[index]], [size]):
+                    high = index
+                    break
+                low = index + 1
+            if len(sizes) < len(asked):
+                break
+            probes = {low + (high - low) * part // (PROBES + 1) for part in range(1, PROBES + 1)}
+        for key in keys[stop:low]:
+            if not self.knows(key):
+                self._note(spec, [key], [HEADER_BYTES + spec.chunk_bytes])
+        return low
+
+    async def _sizes(self, spec: KvSpec, keys: Sequence[ChunkKey], deadline: float) -> Sequence[int]:
+        """Lengths of objects; nothing if they are not known in time."""
+        left = deadline - time.monotonic()
+        if left <= 0 or not self.is_usable:
+            return ()
+        return await self.link.sizes([object_name(spec.fingerprint, key) for key in keys], left)
 
     def _note(self, spec: KvSpec, keys: Sequence[ChunkKey], sizes: Sequence[int]) -> int:
         """Believes the store for a while; how many of the chunks it has before the first that it has not."""

@@ -30,6 +30,8 @@ _ABSENT = b"$-1\r\n"
 class ValkeyStore:
     """See `RemoteStore`."""
 
+    asks_singly = False
+
     def __init__(self, url: RemoteUrl, *, timeout_seconds: float, ttl_seconds: float = 0.0) -> None:
         """`ttl_seconds`: after which the server forgets what was put; 0: whenever it likes."""
         self.shown = url.shown

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from lmkv_server.node.remote_chunk import HEADER_BYTES, ROOT
+from lmkv_server.node.remote_s3 import S3Store
 from tests.server.node.cases import chunk_key, chunk_keys
 from tests.server.node.disk_parts import WAIT_SECONDS, content, until
 from tests.server.node.remote_parts import (
@@ -54,6 +55,15 @@ def server(request: pytest.FixtureRequest, _servers: dict[str, AnyServer]) -> An
     return server
 
 
+@pytest.fixture
+def s3(_servers: dict[str, AnyServer]) -> S3Server:
+    """An empty bucket."""
+    server = _servers["s3"]
+    assert isinstance(server, S3Server)
+    server.empty()
+    return server
+
+
 async def test_what_one_node_stores_another_finds_and_reads(server: AnyServer) -> None:
     async with host_with(server.store()) as first:
         first.store(*range(20))
@@ -77,13 +87,40 @@ async def test_a_chunk_is_put_once_whoever_has_it(server: AnyServer) -> None:
     assert server.names() == names_of(0, 1, 2)
 
 
-async def test_what_stands_after_a_gap_is_not_counted(server: AnyServer) -> None:
-    async with host_with(server.store()) as host:
+async def test_what_stands_after_a_gap_is_not_counted(redis: RedisServer) -> None:
+    async with host_with(redis.store()) as host:
         host.store(0, 1, 3)
         await host.flushed()
         assert await host.count(0, 1, 2, 3) == 2
         assert await host.remote.count(SPEC, chunk_keys(0, 1, 2, 3), 3) == 1
         assert await host.count(9) == 0
+
+
+@pytest.mark.parametrize("there", [0, 1, 2, 7, 19, 20])
+async def test_the_end_of_a_run_is_found(server: AnyServer, there: int) -> None:
+    async with host_with(server.store()) as host:
+        host.store(*range(there))
+        await host.flushed()
+        assert await host.count(*range(20)) == there
+
+
+async def test_a_bucket_is_asked_few_questions_and_a_gap_is_noticed_by_the_load(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    size = S3Store._size
+    monkeypatch.setattr(S3Store, "_size", lambda self, name: (asked.append(name), size(self, name))[1])
+    async with host_with(s3.store()) as host:
+        host.store(*range(10), *range(11, 30))
+        await host.flushed()
+        host.drop(*range(30))
+        asked.clear()
+        assert await host.count(*range(30)) == 30, "the first and the last are there"
+        assert sorted(asked) == [name_of(0), name_of(29)]
+        assert 10 not in await host.read(*range(30))
+        host.store(10)
+        await host.flushed()
+        assert name_of(10) in s3.names(), "whoever computes it fills the gap"
 
 
 @pytest.mark.parametrize(
