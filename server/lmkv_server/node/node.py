@@ -8,18 +8,16 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
-from pathlib import Path
 from types import TracebackType
 
 import lmkv
 from lmkv import config as configuration
-from lmkv import numa, rpc
+from lmkv import rpc
 from lmkv.auth.gate import Gate
 from lmkv.config import NodeConfig
 from lmkv.config.kinds import OFF
 from lmkv.errors import ConfigError
-from lmkv.pool import LEFT_BYTES, Pool
-from lmkv.pool_file import PoolFile, forget
+from lmkv.pool import LEFT_BYTES
 from lmkv.pool_socket import PoolSocket
 from lmkv.telemetry.calls import Calls
 from lmkv.transfer.channel import Region
@@ -34,11 +32,12 @@ from lmkv_server.node.eviction import POLICIES
 from lmkv_server.node.fleet import Fleet, Held
 from lmkv_server.node.host_tier import HostTier
 from lmkv_server.node.instance_lock import InstanceLock
-from lmkv_server.node.ledger import STAMP, Ledger, ledger_bytes
+from lmkv_server.node.ledger import Ledger
 from lmkv_server.node.metrics import Metrics
 from lmkv_server.node.metrics_server import MetricsServer
 from lmkv_server.node.orders import Orders
 from lmkv_server.node.peer_side import STOP_GRACE_SECONDS, PeerSide, bind
+from lmkv_server.node.pools import make_pool, open_file
 from lmkv_server.node.remote_store import store_for
 from lmkv_server.node.remote_tier import RemoteTier
 from lmkv_server.node.reporting import Reporting
@@ -346,29 +345,6 @@ class Node:
                 logger.info("no engine for %.0f s (node_linger): ending", self.config.node_linger)
                 return
             await asyncio.sleep(min(max(left, 0.1), 5.0))
-
-
-def open_file(config: NodeConfig) -> PoolFile:
-    """The file that the pool is kept in, with what an earlier life has left there."""
-    return PoolFile.open(
-        config.kept_pool_path,
-        config.pool_bytes,
-        ledger_bytes(config.pool_bytes),
-        stamp=STAMP,
-        numa_node=numa.node_for(config.numa_node),
-    )
-
-
-def make_pool(config: NodeConfig) -> Pool:
-    """A pool that ends with the node, and with its workers. What an earlier life has kept goes."""
-    if forget(config.kept_pool_path):
-        logger.info("removed the pool that was kept at %s: persist_pool is off now", config.kept_pool_path)
-    return Pool.create(
-        config.pool_bytes,
-        Path(config.pool_path) if config.pool_path else None,
-        huge_pages=config.pool_huge_pages,
-        numa_node=numa.node_for(config.numa_node),
-    )
 
 
 async def stopped(task: asyncio.Task[None]) -> None:
