@@ -38,7 +38,6 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",  # a token would be left in the user's home
     "RAY_health_check_timeout_ms": "60000",
     "RAY_metrics_report_interval_ms": "1000",
-    "RAY_raylet_start_wait_time_s": "120",
     "RAY_USAGE_STATS_ENABLED": "0",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -79,7 +78,9 @@ class Host:
         command += ["--num-cpus", str(PROCESSORS), "--object-store-memory", str(100 << 20), "--block"]
         command += [str(word) for pair in ports.items() for word in pair]
         path = os.pathsep.join([str(plain_nixl(folder)), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-        environment = ENVIRONMENT | {"PYTHONPATH": path} | lmkv
+        scratch = folder / "tmp"  # vLLM never removes its sockets
+        scratch.mkdir(exist_ok=True)
+        environment = ENVIRONMENT | {"PYTHONPATH": path, "TMPDIR": str(scratch)} | lmkv
         self.process = ServerProcess(name, command, logs / f"{name}.log", environment)
 
     def is_ready(self) -> bool:
@@ -181,6 +182,7 @@ class Hosts:
         with ExitStack() as last_first:
             last_first.callback(lambda: end_processes(self.node_pids()))
             for host in self.hosts.values():
+                host.process.request_stop()  # all at once: each takes its time
                 last_first.callback(host.process.stop)
 
 
