@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 from grpc_status import rpc_status
 
+from lmkv.auth.caller import check_caller
 from lmkv.auth.gate import Gate
 from lmkv.errors import LmkvError
 from lmkv.statuses import to_status
@@ -40,13 +41,13 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
 
             async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
                 try:
-                    with self._gate.passing(name, metadata) as caller:
+                    with self._gate.passing(name, metadata):
                         responses = inner_stream(request, context)
                         if inspect.isawaitable(responses):  # it writes them itself, as gRPC's own health service does
                             await responses
                             return
                         async for response in responses:
-                            self._gate.still_admits(caller)
+                            check_caller()
                             yield response
                 except Exception as error:
                     await _abort(_refusal(error, method), context)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -31,6 +31,7 @@ ANYBODY = Caller(name="anybody", role=Role.ADMIN)
 """Who calls where no tokens are configured, and who probes."""
 
 _current: ContextVar[Caller] = ContextVar("lmkv_caller", default=ANYBODY)
+_check: ContextVar[Callable[[Caller], None]] = ContextVar("lmkv_caller_check", default=lambda _: None)
 
 
 def current_caller() -> Caller:
@@ -38,12 +39,19 @@ def current_caller() -> Caller:
     return _current.get()
 
 
+def check_caller() -> None:
+    """Asked before each message of a stream. Raises `Unauthenticated` if who made the call is known no more."""
+    _check.get()(_current.get())
+
+
 @contextmanager
-def calling(caller: Caller) -> Iterator[None]:
-    """While this lasts, `current_caller` is this one."""
-    before = _current.get()
+def calling(caller: Caller, check: Callable[[Caller], None]) -> Iterator[None]:
+    """While this lasts, `current_caller` is this one, and `check` is how `check_caller` finds out."""
+    before, check_before = _current.get(), _check.get()
     _current.set(caller)
+    _check.set(check)
     try:
         yield
     finally:
         _current.set(before)  # not reset: a stream that is cut off may be ended in another context
+        _check.set(check_before)

@@ -59,11 +59,14 @@ class Gate:
     def passing(self, method: str, metadata: Metadata | None) -> Iterator[Caller]:
         """While a call of `SERVICE/METHOD` is answered; `current_caller` is who made it. Raises what `admit` does."""
         caller = self.admit(method, metadata)
+        if caller is ANYBODY:
+            yield caller
+            return
         allowance = self._allowance(caller)
         if allowance:
             allowance.begin(time.monotonic())
         try:
-            with calling(caller):
+            with calling(caller, self._still_admits):
                 yield caller
         finally:
             if allowance:
@@ -115,10 +118,7 @@ class Gate:
             )
         return caller
 
-    def still_admits(self, caller: Caller) -> None:
-        """Asked while a stream lasts. Raises `Unauthenticated` if the caller's token is known no more."""
-        if self._callers is None or caller is ANYBODY:
-            return
+    def _still_admits(self, caller: Caller) -> None:
         callers = self.callers
         if not (callers.knows(caller) or callers.knows(replace(caller, tenant=""))):
             raise Unauthenticated("the token is not known any more; show another")

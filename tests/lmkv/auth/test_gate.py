@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lmkv.auth.caller import ANYBODY, current_caller
+from lmkv.auth.caller import ANYBODY, check_caller, current_caller
 from lmkv.auth.gate import TENANT_HEADER, Gate
 from lmkv.auth.token import Token
 from lmkv.errors import ConfigError, PermissionDenied, TooManyRequests, Unauthenticated
@@ -67,11 +67,12 @@ def test_a_method_that_the_table_does_not_have_is_nobodys(path: Path) -> None:
 
 def test_a_file_that_is_replaced_counts_at_once_also_for_streams(path: Path) -> None:
     gate = Gate(write(path, entry("reader"), entry("engine")))
-    reader = gate.admit(LOOKUP, bearer("reader-token"))
-    gate.still_admits(reader)
-    write(path, entry("engine"))
-    with pytest.raises(Unauthenticated, match="not known any more"):
-        gate.still_admits(reader)
+    with gate.passing(LOOKUP, bearer("reader-token")):
+        check_caller()
+        write(path, entry("engine"))
+        with pytest.raises(Unauthenticated, match="not known any more"):
+            check_caller()
+    check_caller()  # nobody in particular
     with pytest.raises(Unauthenticated):
         gate.admit(LOOKUP, bearer("reader-token"))
     path.write_text("nonsense")
@@ -80,18 +81,18 @@ def test_a_file_that_is_replaced_counts_at_once_also_for_streams(path: Path) -> 
 
 def test_a_token_that_becomes_another_role_is_not_what_was_let_in(path: Path) -> None:
     gate = Gate(write(path, entry("operator")))
-    operator = gate.admit(MOVE, bearer("operator-token"))
-    write(path, entry("operator") | {"role": "reader"})
-    with pytest.raises(Unauthenticated):
-        gate.still_admits(operator)
+    with gate.passing(MOVE, bearer("operator-token")):
+        write(path, entry("operator") | {"role": "reader"})
+        with pytest.raises(Unauthenticated):
+            check_caller()
 
 
 def test_only_an_admin_without_a_tenant_calls_for_others(path: Path) -> None:
     gate = Gate(write(path, entry("admin"), entry("admin", "a"), entry("operator"), entry("reader", "b")))
     of_b = [(TENANT_HEADER, "b")]
-    admin = gate.admit(MOVE, bearer("admin-token") + of_b)
-    assert admin.tenant == "b"
-    gate.still_admits(admin)
+    with gate.passing(MOVE, bearer("admin-token") + of_b) as admin:
+        assert admin.tenant == "b"
+        check_caller()
     assert gate.admit(LOOKUP, bearer("reader-of-b-token") + of_b).tenant == "b"
     for token in ("admin-of-a-token", "operator-token"):
         with pytest.raises(PermissionDenied, match="may not call for tenant b"):

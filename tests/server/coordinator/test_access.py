@@ -125,6 +125,17 @@ async def test_a_token_that_is_taken_away_ends_its_stream_with_the_next_message(
     assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
+async def test_over_http_too(fleet: Guarded) -> None:
+    async with fleet.http(token_of("reader", "a")) as http:
+        watch = http.stream("POST", "/lmkv.v1.CacheService/Watch", json={})
+        async with watch as response, asyncio.timeout(10):
+            lines = response.aiter_lines()
+            await anext(lines)
+            write(fleet.tokens, *(each for each in ENTRIES if each["name"] != "reader-of-a"))
+            await fleet.instance("a", "n1", KEYS)
+            assert "UNAUTHENTICATED" in [line async for line in lines][-1]
+
+
 async def test_who_asks_too_often_is_told_when_to_come_back(tmp_path: Path) -> None:
     async with guarded(tmp_path, [entry("reader", max_requests_per_second=1)]) as fleet:
         cache = await fleet.cache(token_of("reader"))

@@ -25,6 +25,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from lmkv.auth.caller import check_caller
 from lmkv.errors import BadRequest
 from lmkv_server.coordinator.http.bodies import read_json
 from lmkv_server.coordinator.http.replies import CallAborted, json_response, status_of, to_json
@@ -151,6 +152,7 @@ async def _responses(handler: Callable[[Any, Any], Any], message: Message) -> As
     try:
         async with aclosing(handler(message, context)) as responses:
             async for response in responses:
+                check_caller()
                 yield to_json(response)
     finally:
         context.finish()
