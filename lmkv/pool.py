@@ -157,22 +157,25 @@ class Pool:
         """
         stop = self.size_bytes if stop is None else min(stop, self.size_bytes)
         start -= start % mmap.PAGESIZE
+        taken_until = 0
         for begin in range(start, stop, POPULATE_STEP_BYTES):
             with self._lock:
                 if self.closed:
                     return
                 step = min(POPULATE_STEP_BYTES, stop - begin)
-                needed = 0 if self.huge_page_bytes or self._is_taken(begin, step) else step + leave_bytes
-                if leave_bytes and available_bytes() < needed:
+                if leave_bytes and begin + step > taken_until:
+                    taken_until = self._taken_until(begin)
+                is_new = begin + step > taken_until and not self.huge_page_bytes
+                if leave_bytes and is_new and available_bytes() < step + leave_bytes:
                     raise self._ended(begin, f"less than {gb(leave_bytes)} would be left")
                 self._populate_step(begin, step)
 
-    def _is_taken(self, start: int, size_bytes: int) -> bool:
-        """Whether the file has this memory already, as one of an earlier life does."""
+    def _taken_until(self, start: int) -> int:
+        """Where the memory ends that the file has already, from `start` on. It takes time by what there is."""
         try:
-            return os.lseek(self.fd, start, os.SEEK_HOLE) >= start + size_bytes
+            return os.lseek(self.fd, start, os.SEEK_HOLE)
         except OSError:  # a hugetlbfs cannot tell
-            return False
+            return start
 
     def _ended(self, populated_bytes: int, reason: str | None) -> ConfigError:
         return ConfigError(
