@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -20,6 +21,7 @@ from typing import Any, Self, Unpack
 from google.longrunning.operations_pb2 import GetOperationRequest, ListOperationsRequest
 from google.protobuf.duration_pb2 import Duration
 
+from lmkv.auth.token import Token
 from lmkv.rpc import PLAINTEXT
 from lmkv.tiers import parse_position
 from lmkv.tls import Tls
@@ -52,7 +54,17 @@ class Coordinator:
     is made up if none is given, are carried out once. Closing is final and may be repeated.
     """
 
-    def __init__(self, address: str, *other_addresses: str, timeout_seconds: float = 5.0, tls: Tls = PLAINTEXT) -> None:
+    def __init__(
+        self,
+        address: str,
+        *other_addresses: str,
+        timeout_seconds: float = 5.0,
+        tls: Tls = PLAINTEXT,
+        token: str = "",
+    ) -> None:
+        """`token` is shown with every call, where the coordinator asks for one; one in a file goes into `tls`."""
+        if token:
+            tls = replace(tls, token=Token(text=token))
         self._connections = Connections((address, *other_addresses), timeout_seconds, tls)
 
     @property

@@ -186,11 +186,18 @@ def _operations(thread: _LoopThread, inner: list[aio.Operation[Any, Any]]) -> li
 class Coordinator(_Twin[aio.Coordinator]):
     """As `lmkv_client.Coordinator`. Iterators, such as that of `watch`, end with it."""
 
-    def __init__(self, address: str, *other_addresses: str, timeout_seconds: float = 5.0, tls: Tls = PLAINTEXT) -> None:
+    def __init__(
+        self,
+        address: str,
+        *other_addresses: str,
+        timeout_seconds: float = 5.0,
+        tls: Tls = PLAINTEXT,
+        token: str = "",
+    ) -> None:
         thread = _LoopThread()
 
         async def connect() -> aio.Coordinator:  # on the loop that it belongs to
-            return aio.Coordinator(address, *other_addresses, timeout_seconds=timeout_seconds, tls=tls)
+            return aio.Coordinator(address, *other_addresses, timeout_seconds=timeout_seconds, tls=tls, token=token)
 
         super().__init__(thread, thread.run(connect()))
 

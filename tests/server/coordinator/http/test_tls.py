@@ -17,7 +17,7 @@ from lmkv.v1 import registry_service_pb2, registry_service_pb2_grpc
 from lmkv_client.coordinator import Coordinator as SdkCoordinator
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
-from tests.lmkv.certificates import Certificates, issue
+from tests.lmkv.certificates import Certificates, issue, swap
 
 INSTANCES = "/lmkv.v1.RegistryService/ListInstances"
 
@@ -77,3 +77,23 @@ async def test_a_node_and_a_tool_come_over_tls(certificates: Certificates, short
             await node.fleet.started()
             async with SdkCoordinator(coordinator.address, tls=ClientConfig(**files).tls) as sdk:
                 assert [instance.instance_id for instance in await sdk.instances()] == ["node-1"]
+
+
+async def test_a_certificate_that_is_replaced_counts_on_both_ports_at_once(tmp_path: Path) -> None:
+    first, second = issue(tmp_path / "first"), issue(tmp_path / "second")
+    served = swap(tmp_path / "server", first)
+    async with make_coordinator(served.strict_server) as coordinator:
+        for current, old in ((first, second), (second, first)):
+            swap(tmp_path / "server", current)
+            async with make_client(coordinator, current.known_client) as http:
+                assert (await http.get("/healthz")).status_code == 200
+            async with make_client(coordinator, old.known_client) as http:
+                with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+                    await http.get("/healthz")
+            mixed = Tls(ca=current.ca, cert=old.cert, key=old.key)
+            async with make_client(coordinator, mixed) as http:
+                with pytest.raises(httpx.TransportError):
+                    await http.get("/healthz")
+            async with rpc.open_channel(coordinator.address, current.known_client) as channel:
+                stub: Any = registry_service_pb2_grpc.RegistryServiceStub(channel)
+                await stub.ListInstances(registry_service_pb2.ListInstancesRequest(), timeout=5)
