@@ -41,7 +41,7 @@ DECIDED = {
     },
 }
 """Keys that other values decide."""
-DECIDED_EVERYWHERE = re.compile(r"tls_.*|auth_.*|log_(level|format)|cluster_secret|engine_api_key")
+DECIDED_EVERYWHERE = re.compile(r"tls_.*|auth_.*|log_(level|format)|cluster_secret|engine_api_key|remote_url")
 
 PORT = {"minimum": 1, "maximum": 65535}
 SIZE = {"type": "number", "exclusiveMinimum": 0}
@@ -74,7 +74,6 @@ NARROWER: Mapping[str, Mapping[str, Any]] = {
     r"node\.mode": {"enum": ["daemonSet", "sidecar"]},
     r"node\.(maxLocalCpuSize|memoryOverhead)": SIZE,
     r"node\.maxLocalDiskSize": SIZE_OR_ZERO,
-    r"node\.poolMedium": {"enum": ["", "Memory", "HugePages-2Mi", "HugePages-1Gi"]},
     r"node\.transferChannel": {"enum": ["auto", "shm", "nixl", "tcp", "ucx"]},
     r"node\.nixlPorts": {"items": {"type": "integer", **PORT}, "minItems": 2, "maxItems": 2},
     r"node\.hostRuntimeDir": {"pattern": "^/[^ ]+$"},

@@ -6,9 +6,10 @@ import re
 import socket
 import ssl
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,15 @@ class LocalPod:
         self._folder = folder / name
         self._secrets = secrets or {}
         self._names = names or {}
+        self._memory = ExitStack()
         self._volumes = {volume["name"]: self._volume(volume, folder) for volume in pod["spec"]["volumes"]}
         self.processes: dict[str, ServerProcess] = {}
 
     def _volume(self, volume: Manifest, folder: Path) -> Path:
         if "hostPath" in volume:
             place: Path = folder / "host" / volume["hostPath"]["path"].strip("/").replace("/", "-")
+        elif volume.get("emptyDir", {}).get("medium") == "Memory":
+            place = Path(self._memory.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
         else:
             place = self._folder / volume["name"]
         place.mkdir(parents=True, exist_ok=True)
@@ -168,6 +172,7 @@ class LocalPod:
         """Ends what was started, within the time that the pod is given."""
         for process in reversed(self.processes.values()):
             process.stop(self.pod["spec"]["terminationGracePeriodSeconds"])
+        self._memory.close()
 
 
 def fetch(url: str, context: ssl.SSLContext | None = None, token: str = "") -> bytes:

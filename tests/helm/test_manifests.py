@@ -233,7 +233,7 @@ def test_a_nodes_memory_is_that_of_its_pool_and_some_more() -> None:
         return held
 
     assert limits("default") == {"memory": "6144Mi"}
-    assert limits("memory-volume") == {"memory": "9216Mi"}
+    assert limits("warm-restart") == {"memory": "9216Mi"}
     assert limits("rdma") == {"memory": "1024Mi", "hugepages-1Gi": "65536Mi", "rdma/hca_shared_devices_a": 1}
 
 

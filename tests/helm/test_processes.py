@@ -197,8 +197,14 @@ async def test_engines_find_their_hosts_node_and_the_proxy_its_engines(make_flee
 
 def test_sidecars_are_instances_of_their_pods_names_with_volumes_and_roles(make_fleet: Callable[..., Fleet]) -> None:
     groups = [{"name": role, "role": role, "model": MODEL} for role in ("prefill", "decode")]
-    disk = {"maxLocalDiskSize": 0.125, "diskVolume": {"emptyDir": {}}}
-    fleet = make_fleet({"node": {"mode": "sidecar", **disk}, "engines": {"groups": groups}})
+    node = {
+        "mode": "sidecar",
+        "maxLocalDiskSize": 0.125,
+        "diskVolume": {"emptyDir": {}},
+        "poolVolume": {"emptyDir": {"medium": "Memory"}},
+        "config": {"persist_pool": True},
+    }
+    fleet = make_fleet({"node": node, "engines": {"groups": groups}})
     fleet.started("StatefulSet/demo-lmkv-coordinator", "coordinator", name="coordinator-0")
     for number, role in enumerate(("prefill", "decode")):
         name = f"demo-lmkv-engine-{role}"

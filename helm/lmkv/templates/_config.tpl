@@ -57,7 +57,7 @@ tls_client_ca: /etc/lmkv-tls/ca.crt
 coordinator_address: {{ include "lmkv.coordinatorAddresses" . }}
 runtime_dir: /run/lmkv
 max_local_cpu_size: {{ .Values.node.maxLocalCpuSize }}
-{{- if .Values.node.poolMedium }}
+{{- if .Values.node.poolVolume }}
 pool_path: /pool/lmkv
 {{- end }}
 {{- if .Values.node.maxLocalDiskSize }}

@@ -40,7 +40,7 @@ volumeMounts:
     mountPath: /run/lmkv
   - name: node-tmp
     mountPath: /tmp
-  {{- if $values.poolMedium }}
+  {{- if $values.poolVolume }}
   - name: pool
     mountPath: /pool
   {{- end }}
@@ -76,9 +76,10 @@ volumeMounts:
 {{- $pool := mulf .maxLocalCpuSize 1024 | ceil | int -}}
 {{- $overhead := mulf .memoryOverhead 1024 | ceil | int -}}
 {{- $sizes := dict -}}
-{{- if hasPrefix "HugePages-" .poolMedium -}}
+{{- $medium := dig "emptyDir" "medium" "" .poolVolume -}}
+{{- if hasPrefix "HugePages-" $medium -}}
 {{- $_ := set $sizes "memory" (printf "%dMi" $overhead) -}}
-{{- $_ := set $sizes (printf "hugepages-%s" (trimPrefix "HugePages-" .poolMedium)) (printf "%dMi" $pool) -}}
+{{- $_ := set $sizes (printf "hugepages-%s" (trimPrefix "HugePages-" $medium)) (printf "%dMi" $pool) -}}
 {{- else -}}
 {{- $_ := set $sizes "memory" (printf "%dMi" (add $pool $overhead)) -}}
 {{- end -}}
@@ -102,13 +103,9 @@ volumeMounts:
 - name: node-tmp
   emptyDir:
     sizeLimit: 64Mi
-{{- if $values.poolMedium }}
+{{- with $values.poolVolume }}
 - name: pool
-  emptyDir:
-    medium: {{ $values.poolMedium }}
-    {{- if eq $values.poolMedium "Memory" }}
-    sizeLimit: {{ mulf $values.maxLocalCpuSize 1024 | ceil | int }}Mi
-    {{- end }}
+  {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with $values.diskVolume }}
 - name: disk
