@@ -143,7 +143,7 @@ def _failures() -> Iterator[None]:
         yield
     except ClientError as error:
         raise Refused(f"{_code(error)}: {error.response.get('Error', {}).get('Message', '')}") from None
-    except BotoCoreError as error:
+    except (BotoCoreError, ValueError) as error:
         raise OSError(str(error)) from None
 
 

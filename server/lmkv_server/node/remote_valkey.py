@@ -10,7 +10,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import valkey
@@ -19,6 +19,7 @@ from valkey.connection import Connection, ConnectionPool
 from valkey.exceptions import ResponseError, ValkeyError
 from valkey.retry import Retry
 
+from lmkv.errors import ConfigError
 from lmkv.remote_url import RemoteUrl
 from lmkv_server.node.remote_store import Refused
 
@@ -33,19 +34,28 @@ class ValkeyStore:
     asks_singly = False
 
     def __init__(self, url: RemoteUrl, *, timeout_seconds: float, ttl_seconds: float = 0.0) -> None:
-        """`ttl_seconds`: after which the server forgets what was put; 0: whenever it likes."""
+        """`ttl_seconds`: after which the server forgets what was put; 0: whenever it likes.
+
+        Raises `ConfigError` if valkey-py does not know what follows the `?` of the URL.
+        """
         self.shown = url.shown
         self._timeout_seconds = timeout_seconds
         self._ttl = [b"PX", b"%d" % max(1, round(ttl_seconds * 1000))] if ttl_seconds else []
         scheme, rest = url.url.split("://", 1)
-        self._pool = ConnectionPool.from_url(  # only makes connections: `_idle` keeps them
-            f"{scheme.replace('redis', 'valkey').replace('valkeyss', 'valkeys')}://{rest}",
-            socket_timeout=timeout_seconds,
-            socket_connect_timeout=timeout_seconds,
-            retry=Retry(NoBackoff(), 0),
-        )
         self._idle: deque[Connection] = deque()
         self._is_closed = False
+        try:
+            self._pool = ConnectionPool.from_url(  # only makes connections: `_idle` keeps them
+                f"{'valkeys' if scheme in ('rediss', 'valkeys') else 'valkey'}://{rest}",
+                socket_timeout=timeout_seconds,
+                socket_connect_timeout=timeout_seconds,
+                retry=Retry(NoBackoff(), 0),
+            )
+            self._idle.append(self._new_connection())
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"remote_url: {url.shown} has an option that is none: {error}", key="remote_url"
+            ) from None
 
     def open(self) -> None:
         """See `RemoteStore`."""
@@ -70,8 +80,10 @@ class ValkeyStore:
                 for part in parts:
                     wire.fill(part)
                 wire.fill(memoryview(bytearray(2)))  # the end of the line
+                wire.close(self._timeout_seconds)
                 return True
             if line == _ABSENT:
+                wire.close(self._timeout_seconds)
                 return False
             connection.disconnect()  # there is more to come, which nobody wants
             if line.startswith(b"-"):
@@ -115,15 +127,28 @@ class ValkeyStore:
         connection.send_command(*words)
         return connection.read_response()
 
+    def _new_connection(self) -> Connection:
+        """Connects when it is first used."""
+        return self._pool.connection_class(**self._pool.connection_kwargs)
+
+    def _idle_connection(self) -> Connection | None:
+        """A connection that stands. Servers close those that nobody used for long."""
+        while True:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                return None
+            with suppress(ValkeyError, OSError):
+                if connection._sock is None or not connection.can_read():  # there is nothing to read but an end
+                    return connection
+            connection.disconnect()
+
     @contextmanager
     def _connection(self) -> Iterator[Connection]:
         """A connection that nobody else uses meanwhile. It is kept for the next only if all went well."""
         if self._is_closed:
             raise OSError("closed")
-        try:
-            connection = self._idle.pop()
-        except IndexError:
-            connection = self._pool.connection_class(**self._pool.connection_kwargs)
+        connection = self._idle_connection() or self._new_connection()
         is_fine = False
         try:
             yield connection
@@ -169,6 +194,10 @@ class _Wire:
             if not count:
                 raise OSError("the connection was closed")
             at += count
+
+    def close(self, timeout_seconds: float) -> None:
+        """The answer is over: whoever uses the connection next has so long for each step."""
+        self._socket.settimeout(timeout_seconds)
 
     def _wait(self) -> None:
         """Bounds the next step by what is left of the time. Raises `TimeoutError` if nothing is."""

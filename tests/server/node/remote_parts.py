@@ -19,6 +19,7 @@ from botocore.session import get_session
 
 from lmkv.pool import Pool
 from lmkv.remote_url import parse_remote_url
+from lmkv_client.demo.process import free_port as find_free_port
 from lmkv_kernels import checksum
 from lmkv_server.node.host_tier import Chunk, HostTier
 from lmkv_server.node.remote_chunk import object_name
@@ -26,7 +27,6 @@ from lmkv_server.node.remote_s3 import S3Store
 from lmkv_server.node.remote_store import RemoteStore
 from lmkv_server.node.remote_tier import RemoteTier
 from lmkv_server.node.remote_valkey import ValkeyStore
-from tests.conftest import find_free_port
 from tests.server.node.cases import chunk_key, chunk_keys, small_spec
 from tests.server.node.disk_parts import WAIT_SECONDS, content, until
 

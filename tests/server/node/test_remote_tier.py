@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from lmkv.errors import ConfigError
+from lmkv_client.demo.process import free_port as find_free_port
 from lmkv_server.node.remote_chunk import HEADER_BYTES, ROOT
 from lmkv_server.node.remote_s3 import S3Store
+from tests.lmkv.certificates import issue
 from tests.server.node.cases import chunk_key, chunk_keys
 from tests.server.node.disk_parts import WAIT_SECONDS, content, until
 from tests.server.node.remote_parts import (
@@ -249,6 +253,43 @@ async def test_a_store_that_is_killed_while_it_is_read_is_a_miss(redis: RedisSer
         assert await host.read(*range(16)) == []
         assert not host.remote.is_usable
         assert host.remote.reader.damaged_count <= 1, "what cannot be reached is not damaged"
+
+
+async def test_connections_that_the_server_has_closed_are_no_failure(redis: RedisServer) -> None:
+    async with host_with(redis.store()) as host:
+        host.store(*range(8))
+        await host.flushed()
+        host.drop(*range(8))
+        assert await host.count(*range(8)) == 8
+        assert await host.read(*range(8)) == list(range(8))
+        with redis.client() as client:
+            assert client.client_kill_filter(_type="normal", skipme=True) > 0
+        assert await host.count(8) == 0
+        host.store(8)
+        await host.flushed()
+        assert host.remote.link.failure_count == 0
+
+
+async def test_an_option_that_is_none_is_said_at_the_start() -> None:
+    with pytest.raises(ConfigError, match="has an option that is none"):
+        RedisServer().store("redis://127.0.0.1/0?colour=red")
+
+
+async def test_tls_is_spoken_and_the_certificate_verified(tmp_path: Path) -> None:
+    files = issue(tmp_path)
+    tls_port = find_free_port()
+    options = {"tls-port": tls_port, "tls-cert-file": files.cert, "tls-key-file": files.key, "tls-auth-clients": "no"}
+    arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    with RedisServer(*arguments) as server:
+        url = f"rediss://127.0.0.1:{tls_port}/0"
+        async with host_with(server.store(url), ready=False) as host:
+            assert not host.remote.is_usable, "its certificate is nobody's that is known"
+        async with host_with(server.store(f"{url}?ssl_ca_certs={files.ca}")) as host:
+            host.store(*range(8))
+            await host.flushed()
+            host.drop(*range(8))
+            assert await host.count(*range(8)) == 8
+            assert await host.read(*range(8)) == list(range(8))
 
 
 async def test_a_frozen_store_costs_one_lookup_its_time_and_the_others_nothing(redis: RedisServer) -> None:
