@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lmkv import rpc
-from lmkv.keys import as_tokens, chunk_keys, root_key
-from lmkv_client import Coordinator
-from lmkv_client.demo import cluster
-from lmkv_client.demo.nodes import Nodes
-from lmkv_kernels import checksum
 from lmkv_server.coordinator import coordinator as server
 from tests.lmkv.certificates import issue
 from tests.sdk.buf import buf
+from tests.sdk.fleets import Fleet, processes
 from tests.sdk.node import PACKAGE, compile_package, run_node, tool
-from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT, keys_of
+from tests.server.coordinator.cases import LLAMA, keys_of
+from tests.server.coordinator.guarded import guarded
 from tests.server.coordinator.scripted_instance import ScriptedInstance
-from tests.server.node.cases import small_spec
-from tests.server.node.engine_client import EngineClient
 
-SPEC = small_spec()
-CHUNK_COUNT = 5
-TOKENS = list(range(CHUNK_COUNT * SPEC.chunk_size))
-NODES = ("node-1", "node-2")
 README_PROMPT = [128000, 849, 21435]
 
 pytestmark = pytest.mark.timeout(180)  # with the compiler, on a busy host
@@ -70,98 +59,46 @@ def test_the_lock_file_names_no_place_to_download_from_but_npms() -> None:
 async def test_a_coordinator_and_nodes_are_asked_ordered_and_watched(
     compiled: Path, tmp_path: Path, short_folder: Path
 ) -> None:
-    keys = chunk_keys(as_tokens(TOKENS), root_key(SPEC.fingerprint), SPEC.chunk_size)
-    with (
-        cluster.Coordinator(tmp_path) as coordinator,
-        Nodes(
-            NODES, coordinator_address=coordinator.address, runtime_dir=short_folder, logs=tmp_path, pool_size="16MiB"
-        ) as nodes,
-    ):
-        async with AsyncExitStack() as stack:
-            engines = [await stack.enter_async_context(EngineClient(nodes.socket(name), spec=SPEC)) for name in NODES]
-            credits_ = await engines[0].reserve(CHUNK_COUNT)
-            of_zeros = checksum(bytearray(SPEC.chunk_bytes), 0, SPEC.chunk_bytes)  # as fresh memory is
-            commits = [engines[0].commit(key, one, checksum=of_zeros) for key, one in zip(keys, credits_, strict=True)]
-            await engines[0].say(commits=commits)
-            await _until_known(coordinator.address, len(keys))
+    async with processes(tmp_path, short_folder) as (coordinator, setting):
 
-            def kill() -> None:
-                coordinator.process.kill()
-                coordinator.process.start()
+        def kill() -> None:
+            coordinator.process.kill()
+            coordinator.process.start()
 
-            setting = {
-                "address": coordinator.address,
-                "tokens": TOKENS,
-                "keys": [key.hex() for key in keys],
-                "instances": NODES,
-            }
-            await run_node(compiled / "fleet.test.js", setting, {"kill": kill})
-
-
-async def _until_known(address: str, chunk_count: int) -> None:
-    """Waits until the coordinator knows of two nodes, one of which holds so many chunks."""
-    async with asyncio.timeout(20), Coordinator(address) as coordinator:
-        async for update in coordinator.watch():
-            if any(len(change.admitted_keys) == 16 * chunk_count for change in update.changes):
-                return
-
-
-class PausedFleet:
-    """A coordinator, and two instances that hold back orders until `resume`; `a` holds the prompt of the cases."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._stack = AsyncExitStack()
-
-    async def start(self) -> None:
-        """Starts all of it, as it was at first."""
-        enter = self._stack.enter_async_context
-        self.coordinator = await enter(server.Coordinator(port=self._port, lease_ttl=60.0, cluster_secret="hush"))
-        channel = await enter(rpc.open_channel(self.coordinator.address))
-        known: dict[str, ScriptedInstance] = {}
-        self._instances = [
-            await enter(ScriptedInstance(channel, known, name, LLAMA, chunks))
-            for name, chunks in (("a", CHUNKS), ("b", {}))
-        ]
-        self.pause()
-
-    async def stop(self) -> None:
-        """Stops all of it."""
-        await self._stack.aclose()
-
-    async def restart(self) -> None:
-        """Another coordinator, at the same place."""
-        await self.stop()
-        await self.start()
-
-    def pause(self) -> None:
-        """Has the instances hold back orders."""
-        for instance in self._instances:
-            instance.going.clear()
-
-    def resume(self) -> None:
-        """Has the instances go on."""
-        for instance in self._instances:
-            instance.going.set()
+        await run_node(compiled / "fleet.test.js", setting, {"kill": kill})
 
 
 @pytest.fixture
-async def paused(free_port: Any) -> AsyncIterator[PausedFleet]:
-    fleet = PausedFleet(free_port())
-    await fleet.start()
-    yield fleet
-    await fleet.stop()
+async def fleet(free_port: Callable[[], int]) -> AsyncIterator[Fleet]:
+    made = Fleet(free_port())
+    await made.start()
+    yield made
+    await made.stop()
 
 
-async def test_operations_are_waited_for_followed_and_cancelled(compiled: Path, paused: PausedFleet) -> None:
-    setting = {
-        "address": paused.coordinator.address,
-        "tokens": PROMPT,
-        "keys": [key.hex() for key in KEYS],
-        "instances": ["a", "b"],
-    }
-    acts = {"pause": paused.pause, "resume": paused.resume, "restart": paused.restart}
-    await run_node(compiled / "paused.test.js", setting, acts)
+@pytest.fixture
+async def other_fleet(free_port: Callable[[], int]) -> AsyncIterator[Fleet]:
+    made = Fleet(free_port())
+    await made.start()
+    yield made
+    await made.stop()
+
+
+async def test_operations_are_waited_for_followed_and_cancelled(compiled: Path, fleet: Fleet) -> None:
+    fleet.pause()
+    acts = {"pause": fleet.pause, "resume": fleet.resume, "restart": fleet.restart}
+    await run_node(compiled / "paused.test.js", fleet.setting, acts)
+
+
+async def test_of_two_coordinators_the_second_takes_over(compiled: Path, fleet: Fleet, other_fleet: Fleet) -> None:
+    fleet.pause()
+    setting = {**fleet.setting, "otherAddress": other_fleet.coordinator.address}
+    await run_node(compiled / "failover.test.js", setting, {"stop the first": fleet.stop})
+
+
+async def test_a_token_says_who_calls(compiled: Path, tmp_path: Path) -> None:
+    async with guarded(tmp_path) as serving:
+        await run_node(compiled / "token.test.js", {"address": serving.coordinator.address})
 
 
 async def test_tls_lets_in_and_keeps_out(compiled: Path, tmp_path: Path) -> None:

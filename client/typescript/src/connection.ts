@@ -1,6 +1,6 @@
 /** The line to one coordinator: its services, how to call them, and what it means when a call fails. */
 
-import { type CallOptions, type Client, Code, ConnectError, createClient } from "@connectrpc/connect";
+import { type CallOptions, type Client, Code, ConnectError, createClient, type Interceptor } from "@connectrpc/connect";
 import { createGrpcTransport } from "@connectrpc/connect-node";
 
 import { codeName, fromDetails, LmkvError } from "./errors.js";
@@ -23,24 +23,36 @@ interface Page {
   nextPageToken: string;
 }
 
+export interface ConnectionOptions {
+  /** Most time that an answer may take. */
+  timeoutSeconds: number;
+  tls: Tls | undefined;
+  token: Token | undefined;
+}
+
+/** What says who calls, or answers it anew for each call, since tokens are replaced. */
+export type Token = string | (() => string);
+
 export class Connection {
   readonly cache: Client<typeof CacheService>;
   readonly registry: Client<typeof RegistryService>;
   readonly operations: Client<typeof Operations>;
+  readonly timeoutSeconds: number;
   private readonly closing = new AbortController();
 
   /** It connects when first used, and again after a loss. Throws `CONFIG_ERROR` if a file of `tls` cannot be read. */
   constructor(
     readonly address: string,
-    readonly timeoutSeconds: number,
-    tls?: Tls,
+    { timeoutSeconds, tls, token }: ConnectionOptions,
   ) {
+    this.timeoutSeconds = timeoutSeconds;
     const transport = createGrpcTransport({
       baseUrl: `${tls ? "https" : "http"}://${address}`,
       readMaxBytes: MAX_MESSAGE_BYTES,
       writeMaxBytes: MAX_MESSAGE_BYTES,
       ...KEEPALIVE,
       ...(tls && { nodeOptions: readTls(tls) }),
+      interceptors: token === undefined ? [] : [showing(token)],
     });
     this.cache = createClient(CacheService, transport);
     this.registry = createClient(RegistryService, transport);
@@ -99,11 +111,24 @@ export class Connection {
     return new LmkvError(`${code}: ${error.rawMessage}`, code, "INTERNAL");
   }
 
+  /** Whether an error says that this coordinator does not answer. */
+  isSilent(error: unknown): error is LmkvError {
+    return error instanceof LmkvError && error.reason === "UNREACHABLE" && error.metadata.address === this.address;
+  }
+
   /** The error that says that no coordinator answers. */
   unreachable(why: string): LmkvError {
     const message = `no coordinator answers at ${this.address}: ${why}`;
     return new LmkvError(message, "UNAVAILABLE", "UNREACHABLE", { address: this.address });
   }
+}
+
+/** Sends the token along. */
+function showing(token: Token): Interceptor {
+  return (next) => async (request) => {
+    request.header.set("authorization", `Bearer ${typeof token === "string" ? token : token()}`);
+    return await next(request);
+  };
 }
 
 /** Whether Node.js itself threw it: a socket that broke, or TLS that the two ends do not agree on. */

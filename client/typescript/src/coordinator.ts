@@ -2,16 +2,19 @@
 
 import { randomUUID } from "node:crypto";
 
+import type { Message } from "@bufbuild/protobuf";
 import { durationFromMs } from "@bufbuild/protobuf/wkt";
 
 import { chunkFields, type Chunks } from "./chunks.js";
-import { Connection } from "./connection.js";
+import { Connections } from "./connections.js";
+import type { Connection, Token } from "./connection.js";
 import { LmkvError } from "./errors.js";
+import type { Operation as OperationMessage } from "./gen/google/longrunning/operations_pb.js";
 import type { LookupResponse } from "./gen/lmkv/v1/cache_service_pb.js";
 import { type PinnedChunks, type Position, Tier } from "./gen/lmkv/v1/chunk_pb.js";
 import type { Instance } from "./gen/lmkv/v1/registry_service_pb.js";
 import { LookupStream } from "./lookup-stream.js";
-import { type ClearOperation, type MoveOperation, Operation } from "./operation.js";
+import { type Booked, type ClearOperation, type MoveOperation, Operation } from "./operation.js";
 import { parsePosition } from "./position.js";
 import type { Tls } from "./tls.js";
 import { type LayoutUpdate, watch, type WatchOptions } from "./watch.js";
@@ -21,6 +24,8 @@ export interface CoordinatorOptions {
   timeoutSeconds?: number;
   /** Speaks TLS. */
   tls?: Tls;
+  /** What says who calls, where the coordinator wants to know; or what answers it for each call. */
+  token?: Token;
 }
 
 /** What every order takes. */
@@ -51,28 +56,34 @@ export interface Clear extends Chunks, Order {
 }
 
 /**
- * A connection to one coordinator. It connects when first used, and again after a loss.
+ * A connection to the coordinator at `host:port`, or to several. It connects when first used, again after a loss.
+ *
+ * Of several, one is asked; the next takes its place when there is no answer, and the call is made again.
  *
  * Every call ends within `timeoutSeconds`. Calls throw `LmkvError`: the coordinator's own errors, each with its `reason`,
  * and `UNREACHABLE` if it does not answer. Answers are the messages of `lmkv.v1` themselves; `protos/lmkv/v1` says what
  * they hold. Closing is final and may be repeated.
  */
 export class Coordinator implements Disposable {
-  private readonly connection: Connection;
+  private readonly connections: Connections;
 
-  /** `address` is `host:port`. Throws `CONFIG_ERROR` if a file of `tls` cannot be read. */
-  constructor(address: string, { timeoutSeconds = 5, tls }: CoordinatorOptions = {}) {
-    this.connection = new Connection(address, timeoutSeconds, tls);
+  /** Throws `CONFIG_ERROR` if a file of `tls` cannot be read. */
+  constructor(
+    address: string | readonly [string, ...string[]],
+    { timeoutSeconds = 5, tls, token }: CoordinatorOptions = {},
+  ) {
+    const addresses = typeof address === "string" ? ([address] as const) : address;
+    this.connections = new Connections(addresses, { timeoutSeconds, tls, token });
   }
 
-  /** `host:port` of the coordinator. */
+  /** `host:port` of the coordinator that is asked now. */
   get address(): string {
-    return this.connection.address;
+    return this.connections.current.address;
   }
 
   /** Closes the connection; calls still running, and those to come, throw `CLOSED`. */
   close(): void {
-    this.connection.close();
+    this.connections.close();
   }
 
   [Symbol.dispose](): void {
@@ -86,12 +97,12 @@ export class Coordinator implements Disposable {
    */
   async lookup(chunks: Chunks): Promise<LookupResponse> {
     const request = chunkFields(chunks);
-    return await this.connection.call((options) => this.connection.cache.lookup(request, options));
+    return await this.connections.call((to, options) => to.cache.lookup(request, options));
   }
 
   /** A standing call for many lookups, which cost less over it; to be closed. */
   lookupStream(): LookupStream {
-    return new LookupStream(this.connection);
+    return new LookupStream(this.connections);
   }
 
   /**
@@ -116,8 +127,7 @@ export class Coordinator implements Disposable {
       copy,
       requestId: requestId ?? randomUUID(),
     };
-    const message = await this.connection.call((options) => this.connection.cache.move(request, options));
-    return new Operation(this.connection, message);
+    return await this.book((to) => to.call((options) => to.cache.move(request, options)));
   }
 
   /**
@@ -132,20 +142,24 @@ export class Coordinator implements Disposable {
       ttl: durationFromMs(Math.round(ttlSeconds * 1000)),
       requestId: requestId ?? randomUUID(),
     };
-    const { pin } = await this.connection.call((options) => this.connection.cache.pin(request, options));
+    const { pin } = await this.connections.call((to, options) => to.cache.pin(request, options));
     if (!pin) throw new LmkvError("the coordinator answered without a pin", "INTERNAL", "INTERNAL");
     return pin;
   }
 
   /** Ends a pin early; one that is gone is no error. */
   async unpin(pinId: string): Promise<void> {
-    await this.connection.call((options) => this.connection.cache.unpin({ pinId }, options));
+    await this.connections.call((to, options) => to.cache.unpin({ pinId }, options));
   }
 
   /** Every pin in force, ordered by id. */
   async pins(): Promise<PinnedChunks[]> {
-    const pages = this.connection.pages((page, options) => this.connection.cache.listPins(page, options));
-    return await gather(pages, (page) => page.pins);
+    return await this.connections.ask((to) =>
+      gather(
+        to.pages((page, options) => to.cache.listPins(page, options)),
+        (page) => page.pins,
+      ),
+    );
   }
 
   /**
@@ -162,30 +176,37 @@ export class Coordinator implements Disposable {
       dryRun: clear.dryRun ?? false,
       requestId: clear.requestId ?? randomUUID(),
     };
-    const message = await this.connection.call((options) => this.connection.cache.clear(request, options));
-    return new Operation(this.connection, message);
+    return await this.book((to) => to.call((options) => to.cache.clear(request, options)));
   }
 
   /** Every operation that runs or, unless only those are asked for, ended not too long ago; newest first. */
   async operations({ running = false } = {}): Promise<Operation[]> {
     const filter = running ? "done=false" : "";
-    const pages = this.connection.pages((page, options) =>
-      this.connection.operations.listOperations({ ...page, filter }, options),
-    );
-    const messages = await gather(pages, (page) => page.operations);
-    return messages.map((message) => new Operation(this.connection, message));
+    return await this.connections.ask(async (connection) => {
+      const pages = connection.pages((page, options) =>
+        connection.operations.listOperations({ ...page, filter }, options),
+      );
+      const messages = await gather(pages, (page) => page.operations);
+      return messages.map((message) => new Operation({ connection, message }));
+    });
   }
 
   /** The operation of this name, whoever began it. Throws `OPERATION_NOT_FOUND`. */
   async operation(name: string): Promise<Operation> {
-    const message = await this.connection.call((options) => this.connection.operations.getOperation({ name }, options));
-    return new Operation(this.connection, message);
+    return await this.connections.ask(async (connection) => {
+      const message = await connection.call((options) => connection.operations.getOperation({ name }, options));
+      return new Operation({ connection, message });
+    });
   }
 
   /** Every registered instance, ordered by id. */
   async instances(): Promise<Instance[]> {
-    const pages = this.connection.pages((page, options) => this.connection.registry.listInstances(page, options));
-    return await gather(pages, (page) => page.instances);
+    return await this.connections.ask((to) =>
+      gather(
+        to.pages((page, options) => to.registry.listInstances(page, options)),
+        (page) => page.instances,
+      ),
+    );
   }
 
   /**
@@ -195,7 +216,19 @@ export class Coordinator implements Disposable {
    * update that says `reset`. Throws `UNREACHABLE` if the coordinator stays away longer than `patienceSeconds`.
    */
   watch(options: WatchOptions = {}): AsyncGenerator<LayoutUpdate, void, void> {
-    return watch(this.connection, options);
+    return watch(this.connections, options);
+  }
+
+  /** The operation that a call begins, here or, once its coordinator is lost, elsewhere. */
+  private async book<Progress extends Message, Result extends Message>(
+    begin: (to: Connection) => Promise<OperationMessage>,
+  ): Promise<Operation<Progress, Result>> {
+    const book = async (connection: Connection): Promise<Booked> => ({ connection, message: await begin(connection) });
+    const bookElsewhere = (lost: Connection): Promise<Booked> => {
+      this.connections.failed(lost);
+      return this.connections.ask(book);
+    };
+    return new Operation(await this.connections.ask(book), this.connections.count > 1 ? bookElsewhere : undefined);
   }
 }
 

@@ -7,6 +7,7 @@
 
 export type { Chunks } from "./chunks.js";
 export { type Clear, Coordinator, type CoordinatorOptions, type Move, type Order, type Pin } from "./coordinator.js";
+export type { Token } from "./connection.js";
 export { type Code, LmkvError } from "./errors.js";
 export { Tier } from "./gen/lmkv/v1/chunk_pb.js";
 export type { LookupStream } from "./lookup-stream.js";

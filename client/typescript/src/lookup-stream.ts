@@ -9,6 +9,7 @@ import { create, type MessageInitShape } from "@bufbuild/protobuf";
 
 import { chunkFields, type Chunks } from "./chunks.js";
 import { type Connection, MAX_MESSAGE_BYTES } from "./connection.js";
+import type { Connections } from "./connections.js";
 import { fromStatus, LmkvError } from "./errors.js";
 import {
   type LookupRequest,
@@ -23,21 +24,26 @@ const MAX_IN_FLIGHT = 256;
 /** Questions are merged into messages of at most this size. */
 const MERGED_BYTES = MAX_MESSAGE_BYTES / 2;
 
-/** A standing call to look prompts up with. It opens when first used, and again after a loss. */
+/** A standing call to look prompts up with. It opens when first used, and after a loss again where somebody answers. */
 export class LookupStream implements Disposable {
   private line: Line | undefined;
 
   /** `Coordinator.lookupStream` makes it. */
-  constructor(private readonly connection: Connection) {}
+  constructor(private readonly connections: Connections) {}
 
   /** As `Coordinator.lookup`. Several may wait at a time. */
   async lookup(chunks: Chunks): Promise<LookupResponse> {
     const request = create(LookupRequestSchema, chunkFields(chunks));
-    if (!this.line || this.line.ended) this.line = new Line(this.connection);
+    const connection = this.connections.current;
+    if (!this.line || this.line.ended || this.line.connection !== connection) {
+      this.line?.close();
+      this.line = new Line(connection, this.connections);
+    }
     const question = new Question(request);
     const timer = setTimeout(() => {
-      question.reject(this.connection.unreachable("no answer in time"));
-    }, this.connection.timeoutSeconds * 1000);
+      this.connections.failed(connection);
+      question.reject(connection.unreachable("no answer in time"));
+    }, connection.timeoutSeconds * 1000);
     try {
       this.line.ask(question);
       return await question.answer;
@@ -96,7 +102,10 @@ class Line {
   private waiting: Question[] = [];
   private wake: () => void = () => undefined;
 
-  constructor(private readonly connection: Connection) {
+  constructor(
+    readonly connection: Connection,
+    private readonly connections: Connections,
+  ) {
     void this.read();
   }
 
@@ -151,6 +160,7 @@ class Line {
       this.ended = true;
       this.wake();
       this.ending.abort();
+      if (this.connection.isSilent(end)) this.connections.failed(this.connection);
       for (const question of [...this.waiting, ...this.unsent]) question.reject(end);
     }
   }

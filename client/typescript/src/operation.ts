@@ -29,21 +29,37 @@ const KINDS = createRegistry(MoveProgressSchema, MoveResultSchema, ClearProgress
 
 export type OperationState = "running" | "done" | "failed" | "cancelled";
 
+/** An operation's message, and the coordinator that it is at. */
+export interface Booked {
+  connection: Connection;
+  message: OperationMessage;
+}
+
 /**
  * An operation, in the state that it was last heard of: `wait`, `refresh` and iteration ask anew.
  *
  * It goes on whether or not anybody waits, and is known by its name for some time after its end. Every method throws
  * `OPERATION_NOT_FOUND` once it is not, and `UNREACHABLE`.
+ *
+ * It is its coordinator's. If that is lost while somebody waits, and another one answers, it is booked there again, under
+ * another name: what was done by then stays done, and counts no more.
  */
 export class Operation<
   Progress extends Message = Message,
   Result extends Message = Message,
 > implements AsyncIterable<Progress> {
+  /** `google.longrunning.Operation`. */
+  message: OperationMessage;
+  private connection: Connection;
+
+  /** `bookElsewhere` has another coordinator than the one that is lost do the same. */
   constructor(
-    private readonly connection: Connection,
-    /** `google.longrunning.Operation`. */
-    public message: OperationMessage,
-  ) {}
+    { connection, message }: Booked,
+    private readonly bookElsewhere?: (lost: Connection) => Promise<Booked>,
+  ) {
+    this.connection = connection;
+    this.message = message;
+  }
 
   /** Its id, which LMCache calls `event_id`. */
   get name(): string {
@@ -138,7 +154,8 @@ export class Operation<
       patience.renew();
     } catch (error) {
       if (!(error instanceof LmkvError && error.reason === "UNREACHABLE")) throw error;
-      await patience.endure(error);
+      if (!this.bookElsewhere || !this.connection.isSilent(error)) await patience.endure(error);
+      else ({ connection: this.connection, message: this.message } = await this.bookElsewhere(this.connection));
     }
   }
 }

@@ -1,6 +1,6 @@
 /** Following the layout map: a snapshot, then every change, through restarts and losses. */
 
-import type { Connection } from "./connection.js";
+import type { Connections } from "./connections.js";
 import type { LayoutChange } from "./gen/lmkv/v1/cache_service_pb.js";
 import { Patience } from "./patience.js";
 
@@ -29,15 +29,21 @@ export interface WatchOptions {
 
 /** See `Coordinator.watch`. */
 export async function* watch(
-  connection: Connection,
+  connections: Connections,
   { startRevision = 0n, fingerprint = new Uint8Array(), patienceSeconds, signal }: WatchOptions,
 ): AsyncGenerator<LayoutUpdate, void, void> {
   const patience = new Patience(patienceSeconds);
   const ending = new AbortController();
   const end = signal ? AbortSignal.any([ending.signal, signal]) : ending.signal;
   let revision = startRevision;
+  let toldBy = connections.current;
   try {
     for (;;) {
+      const connection = connections.current;
+      if (connection !== toldBy) {
+        revision = 0n; // revisions are a coordinator's own
+        toldBy = connection;
+      }
       let reset = revision === 0n;
       try {
         const request = { startRevision: revision, fingerprint };
@@ -55,9 +61,11 @@ export async function* watch(
           continue;
         }
         if (error.reason !== "UNREACHABLE") throw error;
+        connections.failed(connection);
         await patience.endure(error);
         continue;
       }
+      connections.failed(connection);
       await patience.endure(connection.unreachable("it ended the watch"));
     }
   } finally {

@@ -5,6 +5,8 @@ import { LmkvError } from "../src/index.js";
 /** Of the environment variable `SETTING`, JSON. */
 export interface Setting {
   address: string;
+  /** Another coordinator of the same fleet. */
+  otherAddress: string;
   /** A prompt, and the keys of its chunks, which only the first of two instances holds. */
   tokens: number[];
   keys: Uint8Array[];
