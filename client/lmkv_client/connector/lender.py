@@ -11,7 +11,7 @@ import grpc
 from vllm.logger import init_logger
 
 from lmkv import rpc
-from lmkv.errors import LmkvError
+from lmkv.errors import LmkvError, Unreachable
 from lmkv.transfer.nixl import NixlChannel
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1 import engine_service_pb2_grpc
@@ -44,7 +44,7 @@ class Lender:
     ) -> None:
         """`sums` is false for a rank whose heads another one sums."""
         self.buffer: DeviceBuffer | None = None
-        """The part, once it is there. Its bytes stay after the end, for loads that are planned."""
+        """The part, once it can be read into. Its bytes stay after the end, for loads that are planned."""
         self._attachment = attachment
         self._rank = rank
         self._pages = pages
@@ -81,9 +81,9 @@ class Lender:
     async def _lend(self) -> None:
         """Lasts as long as the stream. Raises why there is none."""
         buffer = DeviceBuffer(self._pages, self._attachment.device_buffer_bytes)
-        self.buffer = buffer
         name = f"{self._attachment.engine_id}/{self._rank}"
         nixl = await asyncio.to_thread(NixlChannel, name, buffer.region, self._nixl_backends, buffer.prepare_thread)
+        self.buffer = buffer
         try:
             async with rpc.open_channel(self._attachment.node_address) as channel:
                 await self._serve(channel, nixl, buffer)
@@ -105,8 +105,11 @@ class Lender:
                     task = asyncio.create_task(reads.carry_out(order))
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
+            raise Unreachable(f"the node takes no device buffer any more: {(await call.code()).name}")
         except grpc.RpcError as error:
             raise rpc.from_rpc_error(error) from None
+        except asyncio.InvalidStateError:
+            raise Unreachable("the node is gone") from None
         finally:
             call.cancel()
             for task in tasks:

@@ -59,6 +59,11 @@ class DeviceBuffers:
         buffer = self._buffers.get(sessions[0].engine_id) if len(sessions) == 1 else None
         return buffer if buffer and buffer.is_whole else None
 
+    def tier_of(self, engine_id: str) -> HostTier | None:
+        """The tier of the engine's buffer, if it has lent one."""
+        buffer = self._buffers.get(engine_id)
+        return buffer.tier if buffer else None
+
     def owning(self, tier: HostTier) -> DeviceBuffer | None:
         """The buffer whose tier this is."""
         return next((buffer for buffer in self._buffers.values() if buffer.tier is tier), None)

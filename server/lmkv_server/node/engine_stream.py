@@ -124,7 +124,7 @@ class EngineStream:
     def _lookup(self, lookup: pb.LookupChunks) -> None:
         ticket = self._session.open(lookup.request_id, split_keys(lookup.chunk_keys))
         ticket.handoff_id = lookup.handoff_id
-        ticket.on_release = self._sources.claim(lookup.handoff_id)
+        ticket.on_release = self._sources.claim(lookup.handoff_id, self._session.engine_id)
         on_disk = self._sources.on_disk(self._session.spec.fingerprint, ticket.keys, ticket.own_count)
         ticket.disk_count = min(on_disk, self._session.holdable_count)
         span = telemetry.follow("lmkv.lookup", lookup.traceparent, asked_chunks=len(ticket.keys))

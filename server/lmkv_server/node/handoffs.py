@@ -42,7 +42,7 @@ class Handoffs:
         self._by_grant: dict[str, Handoff] = {}
         self._by_request: dict[str, Handoff] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()  # names, oldest first
-        self._claims: set[str] = set()
+        self._claims: dict[str, HostTier | None] = {}
         self._serial = 0
 
     def __len__(self) -> int:
@@ -145,13 +145,20 @@ class Handoffs:
         """The prefill gave a sign of life, or the handoff has ended."""
         handoff.expire_at = now + (self.silence_seconds if handoff.is_open else self._abandon_seconds)
 
-    def claim(self, request_id: str) -> None:
-        """The decode's request has come; from now on it decides how long the chunks are kept. `unclaim` ends it."""
-        self._claims.add(request_id)
+    def claim(self, request_id: str, buffer: HostTier | None = None) -> None:
+        """The decode's request has come; from now on it decides how long the chunks are kept. `unclaim` ends it.
+
+        `buffer` is the device buffer of its engine.
+        """
+        self._claims[request_id] = buffer
+
+    def reaches(self, handoff: Handoff) -> bool:
+        """Whether the request that has come can load what the handoff brings: not out of another engine's buffer."""
+        return handoff.room is self._tier or handoff.room is self._claims.get(handoff.request_id)
 
     def unclaim(self, request_id: str) -> None:
         """The decode's request has what it wants, or is gone: the handoff is over, announced or not."""
-        self._claims.discard(request_id)
+        self._claims.pop(request_id, None)
         if handoff := self.find(request_id):
             self._close(handoff)
         self._remember(request_id)

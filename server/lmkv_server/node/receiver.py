@@ -229,9 +229,9 @@ class Receiver:
 
     # --- What the decode's requests want -------------------------------------------------------------------------
 
-    def claim(self, request_id: str) -> Callable[[], None]:
-        """A request has come for a handoff; the result is to be called when it lets go."""
-        self.handoffs.claim(request_id)
+    def claim(self, request_id: str, engine_id: str = "") -> Callable[[], None]:
+        """A request has come to an engine for a handoff; the result is to be called when it lets go."""
+        self.handoffs.claim(request_id, self.buffers.tier_of(engine_id))
 
         def unclaim() -> None:
             self.handoffs.unclaim(request_id)
@@ -244,13 +244,15 @@ class Receiver:
         handoff = self.handoffs.find(request_id)
         if handoff is None:
             return (0 if self.handoffs.is_over(request_id) else total - first), ""
+        if not self.handoffs.reaches(handoff):
+            return 0, ""
         return min(handoff.promised(first), total - first), handoff.giver.instance_id
 
     async def follow(self, request_id: str, progress: Progress, timeout_seconds: float) -> None:
         """Takes chunks as they come, until all are there, the handoff has ended, or the time is up."""
         deadline = time.monotonic() + timeout_seconds
         handoff = await self._announcement(request_id, min(timeout_seconds, ANNOUNCE_SECONDS))
-        while handoff and (left := deadline - time.monotonic()) > 0:
+        while handoff and self.handoffs.reaches(handoff) and (left := deadline - time.monotonic()) > 0:
             handoff.changed.clear()
             progress.find_own()
             brought = {chunk.key: chunk for chunk in handoff.kept}

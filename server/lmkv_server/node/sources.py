@@ -88,9 +88,9 @@ class Sources:
         holders = await self._fleet.lookup(keys[after:], self._locate_timeout_seconds)
         return [shifted(holder, -after) for holder in holders] if after else holders
 
-    def claim(self, handoff_id: str) -> Callable[[], None] | None:
-        """A request has come for a handoff; the result, if any, is to be called when it lets go."""
-        return self._receiver.claim(handoff_id) if handoff_id and self._receiver else None
+    def claim(self, handoff_id: str, engine_id: str) -> Callable[[], None] | None:
+        """A request has come to an engine for a handoff; the result, if any, is to be called when it lets go."""
+        return self._receiver.claim(handoff_id, engine_id) if handoff_id and self._receiver else None
 
     def promised(self, handoff_id: str, first: int, total: int) -> tuple[int, str]:
         """Of a prompt of `total` chunks, those from `first` on that a handoff may bring, and whose they are."""

@@ -31,19 +31,24 @@ class EngineClient:
         engine_id: str = "engine",
         spec: KvSpec | None = None,
         config: dict[str, str] | None = None,
+        worker_count: int = 1,
     ) -> None:
         socket = node if isinstance(node, Path) else node.config.engine_socket
         self.spec = spec or small_spec()
         self.engine_id = engine_id
         self.heard = pb.AttachResponse()
         self._config = config or {}
+        self._worker_count = worker_count
         self._channel: Any = rpc.open_channel(f"unix:{socket}")
         self.stub: Any = EngineServiceStub(self._channel)
         self.call: Any = self.stub.Attach()  # type: ignore[call-arg]
 
     async def __aenter__(self) -> Self:
         hello = pb.Hello(
-            engine_id=self.engine_id, spec=self.spec.to_proto(), worker_count=1, expected_config=self._config
+            engine_id=self.engine_id,
+            spec=self.spec.to_proto(),
+            worker_count=self._worker_count,
+            expected_config=self._config,
         )
         await self.say(hello=hello)
         self.welcomed = await self.welcome()
