@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
+from typing import Self
 
 from lmkv.pool_file import PoolFile
 from lmkv.units import format_bytes
@@ -62,7 +63,7 @@ class WarmStart:
         """Chunks that are not verified yet."""
         return len(self._waiting)
 
-    async def __aenter__(self) -> WarmStart:
+    async def __aenter__(self) -> Self:
         records = self.ledger.records
         for record in sorted(records, key=lambda record: record.offset):
             if self._tier.reserve_at(record.offset, record.size_bytes):
