@@ -113,8 +113,8 @@ async def test_what_a_life_had_no_time_to_verify_the_next_one_finds(path: Path) 
         assert life.held() == []
         life.file.close()
     life = Life(path)
-    async with WarmStart(life.file, life.ledger, life.tier) as warm:
-        await verified(warm)
+    async with WarmStart(life.file, life.ledger, life.tier) as last:
+        await verified(last)
         assert life.held() == [0, 1, 2, 3]
     life.file.close()
 
