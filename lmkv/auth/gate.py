@@ -36,8 +36,6 @@ class Gate:
         self._callers = Fresh(lambda: self._files, self._read) if path else None
         self._allowances: dict[str, Allowance] = {}
         self._own = own
-        self.refused_count = 0
-        """Calls that were refused for who made them, since the start."""
         if self._callers and own is not None:
             self._own_tenant()
 
@@ -79,7 +77,6 @@ class Gate:
         try:
             return self._admit(method, dict(metadata or ()))
         except (Unauthenticated, PermissionDenied) as error:
-            self.refused_count += 1
             logger.warning("refused %s: %s", method, error)
             raise
 

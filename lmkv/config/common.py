@@ -48,9 +48,9 @@ def auth_token_file() -> Any:
     return key(PATH, "", "File that holds the token, in place of `auth_token`; it may be replaced at any time.")
 
 
-def auth_tokens(who: str) -> Any:
+def auth_tokens(what: str) -> Any:
     """Whom a server lets in."""
-    return key(PATH, "", f"YAML file of the tokens whose owners may call {who}, with their roles; empty: anybody may.")
+    return key(PATH, "", f"YAML file of the tokens whose owners may {what}, with their roles; empty: anybody may.")
 
 
 def log_level() -> Any:

@@ -41,7 +41,7 @@ class CoordinatorConfig(Config):
     tls_cert: str = common.tls_cert()
     tls_key: str = common.tls_key()
     tls_client_ca: str = common.tls_client_ca("clients need none")
-    auth_tokens: str = common.auth_tokens("the coordinator")
+    auth_tokens: str = common.auth_tokens("call the coordinator")
     audit_log: str = key(
         PATH,
         "",

@@ -202,7 +202,7 @@ class NodeConfig(Config):
     )
     auth_token: str = common.auth_token()
     auth_token_file: str = common.auth_token_file()
-    auth_tokens: str = common.auth_tokens("the node and read its metrics")
+    auth_tokens: str = common.auth_tokens("call the node and read its metrics")
     metrics_port: int | None = key(
         PORT_IF_ANY, OFF, "Port on `p2p_host` to serve Prometheus's `/metrics` on; 0: a free one; off: none."
     )

@@ -191,7 +191,7 @@ class ProxyConfig(Config):
     )
     auth_token: str = common.auth_token()
     auth_token_file: str = common.auth_token_file()
-    auth_tokens: str = common.auth_tokens("read the proxy's page and metrics")
+    auth_tokens: str = common.auth_tokens("see the proxy's page and metrics")
     log_level: str = common.log_level()
     log_format: str = common.log_format()
 

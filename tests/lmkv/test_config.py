@@ -630,7 +630,7 @@ def test_help_explains_every_key(cls: type[Config]) -> None:
     for name, declared in keys(cls).items():
         assert declared.doc.endswith(".")
         if declared.kind.secret:
-            assert f"--{name.replace('_', '-')}" not in shown
+            assert f"--{name.replace('_', '-')} " not in shown
         else:
             assert f"--{name.replace('_', '-')} " in shown
             assert declared.doc in shown

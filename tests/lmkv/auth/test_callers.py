@@ -61,3 +61,22 @@ def test_one_token_is_one_callers(tmp_path: Path) -> None:
     twice = [{"name": name, "role": "reader", "sha256": sha256("same")} for name in ("a", "b")]
     with pytest.raises(ConfigError, match="gives one token to two callers"):
         read_callers(write(tmp_path / "tokens.yaml", *twice))
+
+
+def test_the_file_in_the_documentation_is_one(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "security.md").read_text(encoding="utf-8")
+    text = page.partition("```yaml\n")[2].partition("```")[0]
+    for name in ("router-a", "prometheus", "root"):
+        (tmp_path / name).write_text(f"{name}-token")
+    path = tmp_path / "tokens.yaml"
+    path.write_text(text.replace("/run/secrets", str(tmp_path)))
+    callers, _ = read_callers(str(path))
+    router = callers.find("router-a-token")
+    assert router is not None
+    assert (router.role, router.tenant) == (Role.OPERATOR, "team-a")
+    assert callers.quotas.keys() == {"team-a"}
+
+
+def test_the_documentation_tells_of_every_role() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "security.md").read_text(encoding="utf-8")
+    assert all(f"| `{role}` |" in page for role in Role)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -118,3 +119,16 @@ async def test_without_a_file_it_goes_where_the_process_logs(fleet: Guarded, cap
 def test_a_file_that_cannot_be_written_is_named_by_its_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="audit_log: cannot write"):
         write_audit_to(str(tmp_path / "none" / "audit.jsonl"))
+
+
+async def test_the_documentation_shows_a_line_as_it_is(fleet: Guarded, log: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "security.md").read_text(encoding="utf-8")
+    shown = json.loads(page.partition("```json\n")[2].partition("\n```")[0])
+    cache = await fleet.cache(token_of("operator", "a"))
+    n1, n2 = Position(instance_id="n1"), Position(instance_id="n2")
+    await cache.Move(MoveRequest(old_position=n1, new_position=n2, tokens=PROMPT, copy=True), timeout=5)
+    (line,) = lines(log)
+    assert list(line) == list(shown)
+    assert shown["request"].keys() < line["request"].keys()
+    for example in (shown, line):
+        assert re.fullmatch(r"copy-[0-9a-f]{16}", example["operation"])

@@ -152,7 +152,7 @@ def test_init_ports_make_addresses_of_nodes(flags: dict[str, str], addresses: li
         ({"decoder_port": "65535", "num_decoders": "2"}, "decoder_port 65535 leaves no room for 2 ports"),
         ({"decoder_init_port": "1,2,3"}, "decoder_init_port names 3, but there are 1 decoders"),
         ({"decoder_port": "0"}, "--decoder-port must be ports from 1 to 65535"),
-        ({"mode": "route", "engine": ["https://a:1"]}, "engine must be engines such as http://10.0.0.7:8000"),
+        ({"mode": "route", "engine": ["ftp://a:1"]}, "engine must be engines such as http://10.0.0.7:8000"),
         ({"mode": "route", "engine": ["http://a"]}, "engine must be engines such as http://10.0.0.7:8000"),
         ({"session_header": "no header"}, "--session-header must be the name of a header"),
     ],
