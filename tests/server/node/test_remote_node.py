@@ -243,6 +243,29 @@ async def test_a_move_to_the_store_is_refused(runtime_dir: Path, redis: RedisSer
             await cache.Move(move, timeout=5)
 
 
+async def test_what_a_peer_had_that_was_just_killed_comes_from_the_store(runtime_dir: Path, redis: RedisServer) -> None:
+    async with Coordinator(port=0) as coordinator:
+        more = {"coordinator_address": coordinator.address, "enable_p2p": True, "coordinator_timeout": 5}
+        process = NodeProcess(settings(runtime_dir, "a", redis.url, **more))
+        try:
+            await until(process.socket.exists)
+            async with engine_at_node(runtime_dir, "b", redis.url, **more) as (node, engine):
+                async with EngineClient(process.socket) as storing:
+                    with mapped(storing) as attached:
+                        await store(storing, attached.pool, 0, 1, 2)
+                    await until(lambda: redis.names() == names_of(0, 1, 2))
+                    for number in range(100):  # until the coordinator has heard
+                        found = await engine.lookup(str(number), chunk_keys(0, 1, 2))
+                        if found.peer_instance_id == "a":
+                            break
+                        await engine.release(found.request_id)
+                assert found.peer_instance_id == "a"
+                process.kill()
+                assert await load(engine, node.pool, found.request_id, 0, 3) == [0, 1, 2]
+        finally:
+            process.kill()
+
+
 async def test_what_peers_do_not_have_any_more_comes_from_the_store(runtime_dir: Path, redis: RedisServer) -> None:
     async with fleet(runtime_dir, redis.url) as (_, (holder, storing), (asker, asking)):
         await store(storing, holder.pool, 0, 1, 2, 3)
