@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import helm_python
 import kubernetes_validate
 import pytest
+import yaml
 
 from helm.generate import made
 from tests.helm.chart import CASES, CHART, NAMES, expected, manifests_of, name_of, notes, render, values_of
@@ -167,3 +169,21 @@ def test_the_notes_say_what_to_type_next(case: str, command: str) -> None:
     told = notes(values_of(case))
     assert "helm test demo --namespace prod --logs" in told
     assert command in told
+
+
+def test_values_in_our_pages_are_values_of_the_chart() -> None:
+    page = (CHART.parents[1] / "docs" / "kubernetes.md").read_text()
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 2
+    for block in blocks:
+        assert any(manifest["kind"] == "StatefulSet" for manifest in render(yaml.safe_load(block)))
+    known = json.loads((CHART / "values.schema.json").read_text())
+    for path in re.findall(
+        r"`((?:node|coordinator|engines|proxy|tls|auth|networkPolicy|monitoring)\.[A-Za-z._]+)", page
+    ):
+        place = known
+        for name in path.split("."):
+            assert name in place.get("properties", {}), f"docs/kubernetes.md names {path}, which is no value"
+            place = place["properties"][name]
+            if "properties" not in place:
+                break
