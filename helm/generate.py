@@ -74,7 +74,7 @@ NARROWER: Mapping[str, Mapping[str, Any]] = {
     r"node\.mode": {"enum": ["daemonSet", "sidecar"]},
     r"node\.(maxLocalCpuSize|memoryOverhead)": SIZE,
     r"node\.maxLocalDiskSize": SIZE_OR_ZERO,
-    r"node\.transferChannel": {"enum": ["auto", "shm", "nixl", "tcp", "ucx"]},
+    r"node\.transferChannel": {"enum": ["auto", "shm", "nixl", "tcp"]},
     r"node\.nixlPorts": {"items": {"type": "integer", **PORT}, "minItems": 2, "maxItems": 2},
     r"node\.hostRuntimeDir": {"pattern": "^/[^ ]+$"},
     r"node\.rdma\.count": {"minimum": 1},

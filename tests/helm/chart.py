@@ -70,6 +70,20 @@ def containers(pod: Manifest) -> list[Manifest]:
     return [*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]]
 
 
+class _Readable(yaml.SafeDumper):
+    """Writes files within manifests as they are, and what is said twice twice."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Readable.add_representer(str, _text)
+
+
 def expected(case: str) -> str:
     """What a case's `expected.yaml` must say: what it renders, and of the default what it does not.
 
@@ -80,7 +94,7 @@ def expected(case: str) -> str:
     told = [manifests[name] for name in sorted(manifests) if manifests[name] != usual.get(name)]
     gone = sorted(usual.keys() - manifests.keys())
     head = "".join(f"# gone: {name}\n" for name in gone)
-    return head + yaml.safe_dump_all(told, sort_keys=True, width=110, explicit_start=True)
+    return head + yaml.dump_all(told, Dumper=_Readable, width=110, explicit_start=True)
 
 
 if __name__ == "__main__":  # python -m tests.helm.chart: writes every expected.yaml anew

@@ -112,6 +112,7 @@ ISSUER = {"enabled": True, "issuerRef": {"name": "ca"}}
             "let their hosts in by networkPolicy.coordinatorFrom",
         ),
         ({"node": {"maxLocalDiskSize": 1}}, "set node.diskVolume to a volume"),
+        ({"node": {"config": {"persist_pool": True}}}, "set node.poolVolume to a volume"),
         ({"node": {"diskVolume": {"emptyDir": {}}}}, "set node.maxLocalDiskSize to the GB"),
         ({"node": {"nixlPorts": [9300, 9200]}}, "node.nixlPorts names the last port before the first"),
         ({"engines": {"groups": [GROUP, GROUP]}}, "engines.groups has two groups called a"),

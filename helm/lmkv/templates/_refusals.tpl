@@ -31,6 +31,9 @@
 {{- if and $node.maxLocalDiskSize (not $node.diskVolume) -}}
 {{- fail "node.maxLocalDiskSize needs a disk: set node.diskVolume to a volume" -}}
 {{- end -}}
+{{- if and $node.config.persist_pool (not $node.poolVolume) -}}
+{{- fail "node.config.persist_pool needs memory that outlives the node: set node.poolVolume to a volume" -}}
+{{- end -}}
 {{- if and $node.diskVolume (not $node.maxLocalDiskSize) -}}
 {{- fail "node.diskVolume needs a size: set node.maxLocalDiskSize to the GB that chunks may take" -}}
 {{- end -}}
