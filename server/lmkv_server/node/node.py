@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from types import TracebackType
 
@@ -23,13 +23,14 @@ from lmkv.telemetry.calls import Calls
 from lmkv.transfer.channel import Region
 from lmkv.transfer.nixl_files import NixlFiles
 from lmkv.units import format_bytes
-from lmkv.v1 import chunk_pb2, engine_service_pb2, engine_service_pb2_grpc, registry_service_pb2
+from lmkv.v1 import engine_service_pb2, engine_service_pb2_grpc, registry_service_pb2
+from lmkv_server.node import holdings
 from lmkv_server.node.disk_folder import FileIo, PlainIo
 from lmkv_server.node.disk_tier import DiskTier
 from lmkv_server.node.engine_service import EngineService
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.eviction import POLICIES
-from lmkv_server.node.fleet import Fleet, Held
+from lmkv_server.node.fleet import Fleet
 from lmkv_server.node.host_tier import HostTier
 from lmkv_server.node.instance_lock import InstanceLock
 from lmkv_server.node.ledger import Ledger
@@ -47,8 +48,6 @@ from lmkv_server.node.warm_start import WarmStart
 logger = logging.getLogger(__name__)
 
 ENGINE_SERVICE = "lmkv.v1.EngineService"
-MAX_TRAFFIC = 64
-"""Peers whose traffic the fleet is told of."""
 MIN_POOL_SHARE = 8
 """A node whose memory ends before this share of the pool, one so many-th, does not go on."""
 FIRST_ENGINE_SECONDS = 20.0
@@ -150,7 +149,7 @@ class Node:
             config.coordinator_address if config.enable_p2p else (),
             tls=config.tls,
             instance=self.describe,
-            snapshot=self._snapshot,
+            snapshot=lambda: holdings.held(self.tier, self.disk),
             orders=self.orders,
             on_conflicts=lambda conflicts: service.tell_conflicts(conflicts),
         )
@@ -268,53 +267,13 @@ class Node:
             peer_address=self.peer_address,
             specs=[spec.to_proto() for spec in self.engines.specs],
             version=lmkv.__version__,
-            tiers=self._usages(),
+            tiers=holdings.usages(self.tier, self.disk),
             engine_count=self.engines.attached_count,
-            stats=self._stats(),
+            stats=holdings.stats(self._lookups, self.tier, self._traffic()),
         )
 
-    def _usages(self) -> list[registry_service_pb2.TierUsage]:
-        host = registry_service_pb2.TierUsage(
-            tier=chunk_pb2.TIER_HOST,
-            capacity_bytes=self.tier.size_bytes,
-            used_bytes=self.tier.used_bytes,
-            chunk_count=len(self.tier),
-        )
-        if self.disk is None:
-            return [host]
-        disk = registry_service_pb2.TierUsage(
-            tier=chunk_pb2.TIER_DISK,
-            capacity_bytes=self.disk.capacity_bytes,
-            used_bytes=self.disk.used_bytes,
-            chunk_count=self.disk.chunk_count,
-        )
-        return [host, disk]
-
-    def _stats(self) -> registry_service_pb2.InstanceStats:
-        traffic = self._peer_side.peers.traffic.values() if self._peer_side else ()
-        return registry_service_pb2.InstanceStats(
-            asked_chunks=self._lookups.asked_chunks,
-            own_chunks=self._lookups.own_chunks + self._lookups.disk_chunks + self._lookups.remote_chunks,
-            peer_chunks=self._lookups.peer_chunks,
-            evicted_chunks=self.tier.evicted_count,
-            traffic=sorted(traffic, key=lambda peer: -peer.transferred_bytes)[:MAX_TRAFFIC],
-        )
-
-    def _snapshot(self) -> Iterator[Held]:
-        for chunk in self.tier:
-            yield Held(
-                tier=chunk_pb2.TIER_HOST,
-                fingerprint=chunk.fingerprint,
-                key=chunk.key,
-                token_count=chunk.token_count,
-            )
-        for stored in self.disk or ():
-            yield Held(
-                tier=chunk_pb2.TIER_DISK,
-                fingerprint=stored.fingerprint,
-                key=stored.key,
-                token_count=stored.token_count,
-            )
+    def _traffic(self) -> Iterable[registry_service_pb2.PeerTraffic]:
+        return self._peer_side.peers.traffic.values() if self._peer_side else ()
 
     def _engines_changed(self) -> None:
         self._idle_since = time.monotonic()
