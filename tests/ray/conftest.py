@@ -16,7 +16,7 @@ from tests.engines.llm import LlmProcess, Nursery
 from tests.ray.hosts import Hosts
 from tests.ray.page import Page
 
-TEST_TIMEOUT_SECONDS = 420
+TEST_TIMEOUT_SECONDS = 780
 HERE = Path(__file__).parent
 
 
