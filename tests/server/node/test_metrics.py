@@ -66,7 +66,8 @@ async def test_the_documentation_lists_every_metric_of_the_node(runtime_dir: Pat
     listed = {re.sub("_total$", "", name) for name in re.findall(r"`(lmkv_node_[a-z_]+)", page)}
     disk = {"local_disk": str(runtime_dir / "disk"), "max_local_disk_size": "16MB"}
     warm = {"persist_pool": True, "pool_path": str(runtime_dir / "pool")}
-    async with Node(node_config(runtime_dir, **disk, **warm)) as node:
+    remote = {"remote_url": "redis://127.0.0.1:1"}  # where nobody is
+    async with Node(node_config(runtime_dir, **disk, **warm, **remote)) as node:
         families = {family.name for family in node.metrics.collect()}
     assert listed == families
 
