@@ -180,7 +180,7 @@ class Sources:
         )
 
     def clear(self, fingerprint: bytes) -> int:
-        """Forgets every chunk of one spec that is not pinned, on disk and in the shared store, too; their count here."""
+        """Forgets every chunk of one spec that is not pinned, in deeper tiers, too; how many the node itself had."""
         keys = {chunk.key for chunk in self._tier if chunk.fingerprint == fingerprint and not chunk.pins}
         if self._disk:
             kept = {chunk.key for chunk in self._tier if chunk.pins}
