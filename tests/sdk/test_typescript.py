@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmkv import rpc
+from lmkv import __version__, rpc
 from lmkv_server.coordinator import coordinator as server
 from tests.lmkv.certificates import issue
 from tests.sdk.buf import buf
@@ -49,6 +50,11 @@ def _texts(folder: Path) -> dict[str, str]:
 def test_the_code_is_formatted_and_the_linter_finds_nothing() -> None:
     tool("prettier", "--check", ".")
     tool("eslint", ".")
+
+
+def test_its_version_is_lmkvs() -> None:
+    for name in ("package.json", "package-lock.json"):
+        assert json.loads((PACKAGE / name).read_text())["version"] == __version__
 
 
 def test_the_lock_file_names_no_place_to_download_from_but_npms() -> None:

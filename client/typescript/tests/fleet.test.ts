@@ -4,6 +4,8 @@ import assert from "node:assert/strict";
 import { randomUUID } from "node:crypto";
 import { after, test } from "node:test";
 
+import { LookupResponseSchema } from "lmkv-client/v1/cache_service";
+
 import { Coordinator, type LayoutUpdate, Tier } from "../src/index.js";
 import { ask, refusal, setting, splitKeys } from "./setting.js";
 
@@ -42,6 +44,7 @@ class LayoutMap {
 test("a prompt is looked up by tokens or by keys", async () => {
   const byTokens = await coordinator.lookup({ tokens, modelName: "small" });
   const byKeys = await coordinator.lookup({ keys });
+  assert.equal(byTokens.$typeName, LookupResponseSchema.typeName);
   assert.deepEqual(byKeys.holders, byTokens.holders);
   const [holder] = byTokens.holders;
   assert.equal(holder?.instanceId, source);
