@@ -107,7 +107,7 @@ def test_what_go_makes_of_it_compiles_with_our_example(tmp_path: Path) -> None:
     program = sources / "example/main.go"
     program.parent.mkdir()
     program.write_text(example("go").replace("example.com/yours/lmkv/v1", "lmkv/v1"))
-    paths = {"GOPATH": f"{tmp_path}:{GO_SOURCES}", "GOCACHE": str(tmp_path / "cache"), "GO111MODULE": "off"}
+    paths = {"GOPATH": f"{tmp_path}:{GO_SOURCES}", "GO111MODULE": "off"}
     compile_with(["go", "build", "-o", tmp_path / "example", "."], program.parent, **paths)
 
 
