@@ -100,8 +100,8 @@ class EngineServiceServicer:
         stream has ended, the buffer cannot be lent again under the same attachment.
 
         Errors:
-        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no part at first, or one that the engine cannot have; the node takes no
-        handoffs; the buffer was lent before.
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no part at first, a second one, or one that the engine cannot have; the node
+        takes no handoffs; the buffer was lent before; a result is of no read, or makes no sense.
         * `NOT_FOUND` (`ENGINE_NOT_FOUND`): no such engine is attached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

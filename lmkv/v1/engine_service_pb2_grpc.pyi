@@ -60,8 +60,8 @@ class EngineServiceStub:
     stream has ended, the buffer cannot be lent again under the same attachment.
 
     Errors:
-    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no part at first, or one that the engine cannot have; the node takes no
-      handoffs; the buffer was lent before.
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no part at first, a second one, or one that the engine cannot have; the node
+      takes no handoffs; the buffer was lent before; a result is of no read, or makes no sense.
     * `NOT_FOUND` (`ENGINE_NOT_FOUND`): no such engine is attached.
     """
     Lookup: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.EngineServiceLookupRequest, _engine_service_pb2.EngineServiceLookupResponse]
@@ -117,8 +117,8 @@ class EngineServiceAsyncStub(EngineServiceStub):
     stream has ended, the buffer cannot be lent again under the same attachment.
 
     Errors:
-    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no part at first, or one that the engine cannot have; the node takes no
-      handoffs; the buffer was lent before.
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no part at first, a second one, or one that the engine cannot have; the node
+      takes no handoffs; the buffer was lent before; a result is of no read, or makes no sense.
     * `NOT_FOUND` (`ENGINE_NOT_FOUND`): no such engine is attached.
     """
     Lookup: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.EngineServiceLookupRequest, _engine_service_pb2.EngineServiceLookupResponse]  # type: ignore[assignment]
@@ -183,8 +183,8 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         stream has ended, the buffer cannot be lent again under the same attachment.
 
         Errors:
-        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no part at first, or one that the engine cannot have; the node takes no
-          handoffs; the buffer was lent before.
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no part at first, a second one, or one that the engine cannot have; the node
+          takes no handoffs; the buffer was lent before; a result is of no read, or makes no sense.
         * `NOT_FOUND` (`ENGINE_NOT_FOUND`): no such engine is attached.
         """
 

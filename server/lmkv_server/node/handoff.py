@@ -82,6 +82,7 @@ class Handoff:
         self._kept: list[Chunk] = []
         self._landed_bytes = 0
         self._closed = False
+        self._has_room = True
 
     @property
     def is_open(self) -> bool:
@@ -149,9 +150,9 @@ class Handoff:
         return begun
 
     def land(self, index: int, chunk: Chunk, tier: HostTier) -> None:
-        """A chunk that was begun is in the tier. It is kept, unless nobody wants it any more."""
+        """A chunk that was begun is here. It is kept, unless nobody wants it any more, or it is gone with its room."""
         reserved = self._reading.pop(index)
-        if not self._closed:
+        if not self._closed and (self._has_room or chunk.tier is not self.room):
             tier.hold([chunk])
             self._kept.append(chunk)
             self._landed_bytes += reserved.size_bytes
@@ -165,11 +166,14 @@ class Handoff:
 
     def lose_room(self, tier: HostTier) -> None:
         """The room is gone, and what it held: only what is in the tier is kept."""
+        self._has_room = False
         self.end(State.ABORTED)
         gone = [chunk for chunk in self._kept if chunk.tier is self.room]
         self._kept = [chunk for chunk in self._kept if chunk.tier is not self.room]
         tier.unhold(gone)
         self._landed_bytes = 0
+        if gone:
+            self.state = State.ABORTED
 
     def end(self, state: State) -> None:
         """Nothing more will come: gives back the room. Without effect if it has ended."""

@@ -15,7 +15,7 @@ from lmkv_client.connector.copying import HostCopies
 from lmkv_client.connector.device import DeviceCopies
 from lmkv_client.connector.device_buffer import DeviceBuffer
 from lmkv_client.connector.identity import Share
-from lmkv_kernels import ChunkCopy, Pages, checksum, token_rows
+from lmkv_kernels import ChunkCopy, Pages, checksum, scatter, token_rows
 from tests.client.connector.test_device import Model, open_emulated
 from tests.kernels.layouts import Bytes, kv_cache, random_bytes
 from tests.kernels.test_cuda_emulated import on_device, whole_chunks
@@ -41,7 +41,7 @@ def fill(buffer: DeviceBuffer, pool: Bytes, chunks: list[pb.BufferCopy]) -> None
 
 @settings(deadline=None, max_examples=40)
 @given(
-    shape=st.sampled_from([(1, 1), (1, 4), (2, 4), (4, 4), (8, 4), (4, 1), (3, 3), (2, 6)]),
+    shape=st.sampled_from([(1, 1), (1, 4), (2, 4), (4, 4), (8, 4), (4, 1), (2, 6)]),
     places=st.permutations(range(4)),
     seed=st.integers(0, 2**32 - 1),
 )
@@ -63,11 +63,7 @@ def test_the_ranks_parts_scatter_what_the_whole_chunks_hold_and_their_sums_add_u
     for rank in range(rank_count):
         memory, pages = pages_of(rank, rank_count, heads)
         before = memory.copy()
-        try:
-            buffer = DeviceBuffer(pages, 4 * room)
-        except ValueError:
-            assert STEP * pages.head_count % (16 * heads)
-            return
+        buffer = DeviceBuffer(pages, 4 * room)
         assert buffer.size_bytes == 4 * room * pages.head_count // heads
         fill(buffer, pool, chunks)
         if Share.of_rank(rank, rank_count, heads).is_writer:
@@ -79,7 +75,7 @@ def test_the_ranks_parts_scatter_what_the_whole_chunks_hold_and_their_sums_add_u
         scattered = memory.copy()
         memory[:] = before
         from_pool = [copy_of(index * extent_bytes, block_ids) for index, block_ids in enumerate(blocks)]
-        host_from(pages, pool, from_pool)
+        scatter(pages, pool, from_pool)
         assert np.array_equal(scattered, memory)
     assert sums == [checksum(pool, index * extent_bytes, extent_bytes) for index in range(3)]
 
@@ -87,13 +83,6 @@ def test_the_ranks_parts_scatter_what_the_whole_chunks_hold_and_their_sums_add_u
 def copy_of(offset: int, block_ids: list[int]) -> ChunkCopy:
     """A whole chunk."""
     return ChunkCopy(offset=offset, extent_tokens=TOKENS, token_count=TOKENS, block_ids=block_ids)
-
-
-def host_from(pages: Pages, pool: Bytes, copies: list[ChunkCopy]) -> None:
-    """Scatters out of whole chunks."""
-    from lmkv_kernels import scatter
-
-    scatter(pages, pool, copies)
 
 
 def test_a_part_that_could_not_begin_where_kernels_can_read_is_refused() -> None:
@@ -131,9 +120,8 @@ def test_kernels_read_the_part_as_it_is(sync: bool) -> None:
     finally:
         device.close()
         model.close()
+    loaded = case.memory.copy()
     case.memory[:] = before
     case.twin.scatter(case.pool_tensor, case.copies)
-    if sync:
-        assert np.array_equal(seen, case.memory)
-    else:
-        assert np.array_equal(seen, before)
+    assert np.array_equal(loaded, case.memory)
+    assert np.array_equal(seen, loaded if sync else before)

@@ -20,6 +20,7 @@ SILENCE, ABANDON = 5.0, 60.0
 GIVER = Giver(instance_id="prefill", epoch=1, address="127.0.0.1:1")
 POOL_CHUNKS = 24
 BUFFER_CHUNKS = 12
+DEVICE_CHUNKS = 6
 KEYS = keys_of(40)
 
 
@@ -32,21 +33,28 @@ def table(pool_chunks: int = POOL_CHUNKS, buffer_chunks: int = BUFFER_CHUNKS) ->
     return tier, handoffs
 
 
-def begin(handoffs: Handoffs, name: str, keys: list[ChunkKey], now: float = 0.0) -> Handoff:
+def begin(
+    handoffs: Handoffs, name: str, keys: list[ChunkKey], now: float = 0.0, buffer: HostTier | None = None
+) -> Handoff:
     """A prefill announces the prompt of these chunks, all of them full."""
-    return handoffs.allocate(name, GIVER, SMALL, keys, len(keys) * SMALL.chunk_size, now)
+    return handoffs.allocate(name, GIVER, SMALL, keys, len(keys) * SMALL.chunk_size, now, buffer)
+
+
+def device_buffer() -> HostTier:
+    """An engine's."""
+    return HostTier(DEVICE_CHUNKS * SMALL.chunk_bytes, region=1)
 
 
 def commit(tier: HostTier, handoff: Handoff, index: int, reserved: Reserved) -> Chunk:
     """What the receiver does when a chunk has been read and is sound."""
-    chunk = tier.commit(
+    chunk = handoff.room.commit(
         reserved.offset,
         key=handoff.keys[index],
         fingerprint=SMALL.fingerprint,
         size_bytes=handoff.size_of(index),
         checksum=1,
         token_count=handoff.tokens_of(index),
-    ) or tier.get(handoff.keys[index])
+    ) or handoff.room.get(handoff.keys[index])
     assert chunk
     handoff.land(index, chunk, tier)
     return chunk
@@ -286,6 +294,45 @@ def test_the_names_of_ended_handoffs_are_bounded(monkeypatch: pytest.MonkeyPatch
     assert [handoffs.is_over(f"r{number}") for number in range(10)] == [False] * 7 + [True] * 3
 
 
+def test_a_prompt_goes_into_the_device_buffer_while_that_has_room() -> None:
+    tier, handoffs = table()
+    buffer = device_buffer()
+    first, second = begin(handoffs, "a", KEYS[:4], buffer=buffer), begin(handoffs, "b", KEYS[10:14], buffer=buffer)
+    assert (first.room, second.room) == (buffer, tier)
+    assert handoffs.used_bytes == 4 * SMALL.chunk_bytes, "the bound is on the pool"
+    with pytest.raises(RequestTooLarge):
+        begin(handoffs, "c", KEYS[:20], buffer=buffer)
+    take(tier, first, 0, 1, 2, 3)
+    assert not tier.get(KEYS[0])
+    handoffs.unclaim("a")
+    again = begin(handoffs, "d", KEYS[:5], buffer=buffer)
+    assert again.missing == (4,), "what is in the buffer still need not be sent again"
+
+
+def test_what_is_in_a_device_buffer_is_for_its_engine_only() -> None:
+    _, handoffs = table()
+    buffer = device_buffer()
+    handoff, in_pool = begin(handoffs, "a", KEYS[:4], buffer=buffer), begin(handoffs, "b", KEYS[10:14])
+    handoffs.claim("a", device_buffer())
+    assert not handoffs.reaches(handoff)
+    handoffs.claim("a", buffer)
+    assert handoffs.reaches(handoff)
+    assert handoffs.reaches(in_pool)
+
+
+def test_a_device_buffer_that_is_lost_takes_what_it_held() -> None:
+    tier, handoffs = table()
+    buffer = device_buffer()
+    take(tier, begin(handoffs, "before", KEYS[:1]), 0)
+    handoff = begin(handoffs, "a", KEYS[:3], buffer=buffer)
+    take(tier, handoff, 1)
+    (late,) = handoff.begin([2], tier).values()
+    handoffs.lose_room(buffer, 0.0)
+    assert (handoff.state, [chunk.key for chunk in handoff.kept]) == (State.ABORTED, KEYS[:1])
+    commit(tier, handoff, 2, late)
+    assert [chunk.key for chunk in handoff.kept] == KEYS[:1]
+
+
 def test_the_number_of_handoffs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_HANDOFFS", 2)
     _, handoffs = table()
@@ -306,6 +353,7 @@ class HandoffsMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.tier, self.handoffs = table()
+        self.buffer = device_buffer()
         self.now = 0.0
         self.known: dict[str, Handoff] = {}
         self.landed: dict[str, set[int]] = {}
@@ -315,11 +363,11 @@ class HandoffsMachine(RuleBasedStateMachine):
 
     names = st.sampled_from("abcd")
 
-    @rule(name=names, first=st.integers(0, 6), count=st.integers(1, 8))
-    def announce(self, name: str, first: int, count: int) -> None:
+    @rule(name=names, first=st.integers(0, 6), count=st.integers(1, 8), to_device=st.booleans())
+    def announce(self, name: str, first: int, count: int, to_device: bool) -> None:
         keys = KEYS[: first + count] if name in "ab" else KEYS[20 + first : 20 + first + count]
         try:
-            handoff = begin(self.handoffs, name, keys, self.now)
+            handoff = begin(self.handoffs, name, keys, self.now, self.buffer if to_device else None)
         except GrantNotFound:
             assert name in self.over
         except BadMessage:
@@ -352,10 +400,22 @@ class HandoffsMachine(RuleBasedStateMachine):
         self.under_way.remove(read)
         if is_sound:
             commit(self.tier, handoff, index, reserved)
-            self.landed[handoff.request_id].add(index)
+            if handoff.room in (self.tier, self.buffer):
+                self.landed[handoff.request_id].add(index)
         else:
-            self.tier.give_back(reserved.offset)
+            handoff.room.give_back(reserved.offset)
             handoff.lose([index])
+
+    @rule()
+    def the_device_buffer_is_lost(self) -> None:
+        """Reads into it go on in vain; the engine lends another one."""
+        lost, self.buffer = self.buffer, device_buffer()
+        self.handoffs.lose_room(lost, self.now)
+        for name, handoff in self.known.items():
+            if handoff.room is lost:
+                here = {chunk.key for chunk in handoff.kept}
+                assert not any(chunk.tier is lost for chunk in handoff.kept)
+                self.landed[name] = {index for index in self.landed[name] if handoff.keys[index] in here}
 
     @rule(name=names)
     def prefill_is_done(self, name: str) -> None:
@@ -405,7 +465,8 @@ class HandoffsMachine(RuleBasedStateMachine):
             return
         self.handoffs.check()
         dropped = {id(chunk): chunk for handoff in self.handoffs for chunk in handoff.kept if chunk.dropped}
-        self.tier.check(dropped.values())
+        for tier in (self.tier, self.buffer):
+            tier.check(chunk for chunk in dropped.values() if chunk.tier is tier)
         assert {handoff.request_id for handoff in self.handoffs} == set(self.known)
         for name, handoff in self.known.items():
             here = {chunk.key for chunk in handoff.kept}
@@ -420,9 +481,10 @@ class HandoffsMachine(RuleBasedStateMachine):
         if not hasattr(self, "tier"):
             return
         for handoff, index, reserved in self.under_way:
-            self.tier.give_back(reserved.offset)
+            handoff.room.give_back(reserved.offset)
             handoff.lose([index])
         self.handoffs.clear()
+        assert not any(chunk.holds for chunk in self.buffer)
         assert_nothing_is_left(self.tier, self.handoffs)
 
 
