@@ -14,7 +14,6 @@ from logging.handlers import WatchedFileHandler
 from pathlib import Path
 
 from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from lmkv.auth.caller import current_caller
@@ -74,7 +73,10 @@ def _told(field: FieldDescriptor, value: object) -> object:
     if field.is_repeated:
         return f"{len(value)} {field.name}"  # type: ignore[arg-type]
     if isinstance(value, Message):
-        return MessageToDict(value, preserving_proto_field_name=True)
+        return told(value)
+    if field.enum_type is not None and isinstance(value, int):
+        known = field.enum_type.values_by_number.get(value)
+        return known.name if known else value
     return short(value) if isinstance(value, str) else value
 
 
