@@ -120,8 +120,8 @@ def test_what_java_makes_of_it_compiles_with_our_example(tmp_path: Path) -> None
     (tmp_path / "plugins").mkdir()
     (tmp_path / "plugins/protoc-gen-grpc-java").symlink_to(plugin)
     sources = tmp_path / "src"
-    options = ["--template", template("java"), "--include-imports", "-o", sources]
-    buf("generate", *options, plugins=tmp_path / "plugins")
+    options = ("--include-imports", "-o", sources)
+    buf("generate", "--template", template("java"), *options, plugins=tmp_path / "plugins")
     for name in SERVICE_NAMES:
         package, _, service = name.rpartition(".")
         if package == "lmkv.v1":
