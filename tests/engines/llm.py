@@ -242,6 +242,10 @@ class LlmProcess:
         """Empties vLLM's own prefix cache, and lmkv's through the connector if `external`."""
         assert self._do("forget", external=external)
 
+    def sleep(self, level: int) -> None:
+        """Sends the engine to sleep, and wakes it up again."""
+        assert self._do("sleep", level=level)
+
     def ask_again(self, *prompts: Sequence[int], **options: Any) -> Answers:
         """As `ask`, after vLLM has forgotten what it knew: what is cached then is lmkv's."""
         self.forget()

@@ -44,6 +44,12 @@ class Worker:
         """Empties vLLM's prefix cache, and with `external` lmkv's; whether that was done."""
         return bool(self._llm.reset_prefix_cache(reset_connector=external))
 
+    def sleep(self, level: int) -> bool:
+        """Puts the engine to sleep and wakes it up; whether it is awake again."""
+        self._llm.sleep(level)
+        self._llm.wake_up()
+        return not self._engine.is_sleeping()
+
     def metrics(self) -> dict[str, float]:
         """Current values by sample name, summed over their labels."""
         from prometheus_client import REGISTRY
