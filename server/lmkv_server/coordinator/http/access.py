@@ -34,8 +34,8 @@ STANDS_FOR: Mapping[str, str] = {
     "/docs": LOOK,
 }
 """By path; RPCs have paths of their own."""
-CHALLENGE = {"WWW-Authenticate": 'Basic realm="lmkv: any name, and a token as the password", Bearer'}
-"""Has a browser ask for a token."""
+CHALLENGE = {"WWW-Authenticate": 'Basic realm="lmkv: any name, and a token as the password"'}
+"""Has a browser ask for a token. It names no other scheme: browsers read only one a line."""
 
 
 def rpc_of(path: str) -> str:

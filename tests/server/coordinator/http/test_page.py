@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,6 +26,7 @@ from lmkv.v1.registry_service_pb2 import ChunkChange, DeregisterRequest, Instanc
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.http.app import STATIC
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, LLAMA_FLOAT, PROMPT, QWEN, keys_of
+from tests.server.coordinator.guarded import guarded, token_of
 from tests.server.coordinator.scripted_instance import HOST, Make, ScriptedInstance, until
 
 GIB = 1 << 30
@@ -936,3 +938,14 @@ NAMELESS = """() => [...document.querySelectorAll(
     return ![element.getAttribute("aria-label"), ...by, ...labels, own].some(name => name?.trim());
 }).map(element => element.outerHTML.slice(0, 120))"""
 """Things that can be used or mean something, and that a screen reader has no name for."""
+
+
+async def test_who_shows_a_token_sees_the_fleet_of_its_tenant(browser: Browser, tmp_path: Path) -> None:
+    async with guarded(tmp_path) as fleet:
+        await fleet.instance("a", "ours", CHUNKS)
+        await fleet.instance("b", "theirs", CHUNKS)
+        visitor = Visitor(browser, fleet.coordinator)
+        page = await visitor.open(http_credentials={"username": "me", "password": token_of("reader", "a")})
+        await expect(page.get_by_role("heading", name="ours", exact=True)).to_be_visible()
+        assert "theirs" not in await page.content()
+        visitor.check()
