@@ -27,6 +27,16 @@ class DeviceBuffers:
         self._on_lost = on_lost
         self._buffers: dict[str, DeviceBuffer] = {}
 
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes that handoffs may use now."""
+        return sum(buffer.size_bytes for buffer in self._buffers.values() if buffer.is_whole)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of these that chunks take, or room for them."""
+        return sum(buffer.tier.used_bytes for buffer in self._buffers.values() if buffer.is_whole)
+
     def lend(self, part: pb.BufferPart) -> Part:
         """Takes a worker's part. Raises `EngineNotFound`, or `BadMessage` if there can be no such part."""
         session = self._engines.session(part.engine_id)

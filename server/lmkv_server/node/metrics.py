@@ -187,6 +187,13 @@ class Metrics(Collector):
         yield _gauge("handoff_buffer_bytes", "Bytes of the pool that these take.", handoffs.used_bytes)
         yield _gauge("handoff_buffer_limit_bytes", "Most bytes of the pool that they may take.", handoffs.buffer_bytes)
         yield _counter("handoff_received_bytes", "Bytes read for handoffs.", receiver.received_bytes)
+        yield _counter(
+            "handoff_device_bytes", "Bytes of these that went into device buffers.", receiver.received_device_bytes
+        )
+        yield _gauge(
+            "device_buffer_bytes", "Device memory that engines lend for handoffs.", receiver.buffers.lent_bytes
+        )
+        yield _gauge("device_buffer_used_bytes", "Bytes of it that are in use.", receiver.buffers.used_bytes)
         ended = CounterMetricFamily(f"{PREFIX}handoffs_received", "Handoffs that are over, by end.", labels=["end"])
         for state, count in handoffs.ended_counts.items():
             ended.add_metric([state.value], count)

@@ -48,6 +48,8 @@ class Receiver:
         """Chunks that were read, verified and made visible since the start."""
         self.received_bytes = 0
         """Bytes of these."""
+        self.received_device_bytes = 0
+        """Bytes of these that went into device buffers."""
         self._peers = peers
         self._tier = peers.tier
         self._engines = engines
@@ -225,6 +227,7 @@ class Receiver:
                 self._peers.count(connection.instance_id, committed)
                 self.received_chunks += 1
                 self.received_bytes += committed.size_bytes
+                self.received_device_bytes += committed.size_bytes * (committed.tier is not self._tier)
         return damaged
 
     # --- What the decode's requests want -------------------------------------------------------------------------

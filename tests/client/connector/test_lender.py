@@ -152,6 +152,8 @@ async def test_a_prompt_is_read_into_the_buffer_and_loaded_out_of_it(make: Make,
     assert await decode.hand("r", SECOND) is State.COMMITTED
     assert not any(decode.node.tier.get(key) for key in SECOND), "nothing came through the pool"
     assert all(buffer.tier.get(key) for key in SECOND)
+    assert decode.receiver.received_device_bytes == decode.receiver.buffers.used_bytes
+    assert decode.receiver.received_bytes - decode.receiver.received_device_bytes == len(FIRST) * SPEC.chunk_bytes
     extents = await decode.load("r", SECOND)
     assert [one.region for one in extents] == [1] * len(SECOND)
     assert await asyncio.to_thread(decode.workers.loaded_sums, extents) == decode.expected_sums(SECOND)
