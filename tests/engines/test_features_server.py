@@ -15,7 +15,7 @@ import pytest
 
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.engine import Engine
-from tests.engines.llm import CALM, Fleet, LlmProcess, Nursery, make_prompt
+from tests.engines.llm import CALM, READY_TIMEOUT_SECONDS, Fleet, LlmProcess, Nursery, make_prompt
 
 pytestmark = pytest.mark.engine
 
@@ -32,7 +32,7 @@ def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder,
         Cluster(Path(folder), tiny_model, logs=logs, settings=settings, coordinator=False) as cluster,
     ):
-        cluster.add_engine(
+        engine = cluster.add_engine(
             NAME,
             kv_cache_bytes=64 << 20,
             extra_arguments=(
@@ -45,6 +45,7 @@ def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             ),
             environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
         )
+        engine.ready_timeout_seconds = READY_TIMEOUT_SECONDS  # four processes import vLLM
         cluster.start_engines()
         yield cluster
 
