@@ -52,7 +52,8 @@ class LocalPod:
         self._secrets = secrets or {}
         self._names = names or {}
         self._memory = ExitStack()
-        self._volumes = {volume["name"]: self._volume(volume, folder) for volume in pod["spec"]["volumes"]}
+        self.volumes = {volume["name"]: self._volume(volume, folder) for volume in pod["spec"]["volumes"]}
+        """The folder of each volume, by its name."""
         self.processes: dict[str, ServerProcess] = {}
 
     def _volume(self, volume: Manifest, folder: Path) -> Path:
@@ -83,7 +84,7 @@ class LocalPod:
         """A container's command as it stands, but for paths and names of hosts, also in the files that it reads."""
         container = self.container(name)
         for mount in container["volumeMounts"]:
-            for file in self._volumes[mount["name"]].glob("*.yaml"):
+            for file in self.volumes[mount["name"]].glob("*.yaml"):
                 file.write_text(self.here(container, file.read_text()))
         program, *arguments = (self.here(container, word) for word in container["command"])
         return [str(BIN / program), *arguments]
@@ -114,7 +115,7 @@ class LocalPod:
 
     def here(self, container: Manifest, text: str) -> str:
         """A text with this host's paths and addresses."""
-        moved = {mount["mountPath"]: str(self._volumes[mount["name"]]) for mount in container["volumeMounts"]}
+        moved = {mount["mountPath"]: str(self.volumes[mount["name"]]) for mount in container["volumeMounts"]}
         known = {**moved, **self._names}
         words = "|".join(re.escape(word) for word in sorted(known, key=len, reverse=True))
         return re.sub(rf"(?<![\w.-])({words})(?![\w.-])", lambda found: known[found[1]], text)
@@ -156,7 +157,7 @@ class LocalPod:
 
     def written_elsewhere(self, name: str) -> set[str]:
         """Files that a process has open for writing and that its mounts do not allow: the root is read-only."""
-        writable = [self._volumes[m["name"]] for m in self.container(name)["volumeMounts"] if not m.get("readOnly")]
+        writable = [self.volumes[m["name"]] for m in self.container(name)["volumeMounts"] if not m.get("readOnly")]
         found = set()
         for entry in Path(f"/proc/{self.processes[name].pid}/fd").iterdir():
             with suppress(FileNotFoundError):  # closed meanwhile

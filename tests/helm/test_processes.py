@@ -59,6 +59,9 @@ class Fleet:
         pod = self.pod(owner, name=name, ip=ip, **names)
         pod.start(container)
         pod.wait_probed(container)
+        if container == "node":  # its probes know of peers alone, and engines' socket comes last
+            sockets = pod.volumes["runtime"]
+            pod.processes["node"].wait_until(lambda: any(sockets.glob("*/engine.sock")), "ready for engines", 30.0)
         return pod
 
     def ask(self, *arguments: str) -> Any:
@@ -118,18 +121,25 @@ def tokens_file(**tokens: str) -> bytes:
     return yaml.safe_dump({"tokens": known}).encode()
 
 
+TOKENS = {"engine": "token-of-nodes", "reader": "token-of-Prometheus"}
+
+
+def all_secrets(folder: Path) -> dict[str, dict[str, bytes]]:
+    """Every secret that `SECURITY` names."""
+    certificates = issue(folder, "127.0.0.1", "demo-node")
+    return {
+        "server-tls": secret(certificates),
+        "client-tls": secret(certificates),
+        "tokens": {"tokens.yaml": tokens_file(**TOKENS)},
+        **{role: {"token": token.encode()} for role, token in TOKENS.items()},
+    }
+
+
 @pytest.mark.parametrize("security", SECURITY)
 def test_coordinator_node_and_test_run_as_they_are_rendered(
     make_fleet: Callable[..., Fleet], tmp_path: Path, security: str
 ) -> None:
-    server = issue(tmp_path / "tls", "127.0.0.1", "demo-node")
-    tokens = {"engine": "token-of-nodes", "reader": "token-of-Prometheus"}
-    secrets = {
-        "server-tls": secret(server),
-        "client-tls": secret(server),
-        **{role: {"token": token.encode()} for role, token in tokens.items()},
-        "tokens": {"tokens.yaml": tokens_file(**tokens)},
-    }
+    secrets = all_secrets(tmp_path / "tls")
     fleet = make_fleet({"monitoring": {"serviceMonitor": {"enabled": True}}, **SECURITY[security]}, secrets)
     coordinator = fleet.started("StatefulSet/demo-lmkv-coordinator", "coordinator", name="coordinator-0")
     node = fleet.started("DaemonSet/demo-lmkv-node", "node", name="node-0")
@@ -141,10 +151,10 @@ def test_coordinator_node_and_test_run_as_they_are_rendered(
 
     def scraped(pod: LocalPod, container: str, monitored: Manifest) -> bytes:
         """What Prometheus is answered where a monitor sends it, with what it has it show."""
-        context = ssl.create_default_context(cafile=server.ca)
+        context = ssl.create_default_context(cadata=secrets["server-tls"]["ca.crt"].decode())
         context.check_hostname = False  # it is told another name than the address: `serverName`
         if "cert" in monitored.get("tlsConfig", {}):
-            context.load_cert_chain(server.cert, server.key)
+            context.load_cert_chain(tmp_path / "tls" / "cert.pem", tmp_path / "tls" / "key.pem")
         shown = monitored.get("authorization", {}).get("credentials")
         port = pod.port(pod.container(container), monitored["port"])
         url = f"{monitored.get('scheme', 'http')}://127.0.0.1:{port}{monitored['path']}"
@@ -162,7 +172,10 @@ def test_coordinator_node_and_test_run_as_they_are_rendered(
         assert "WARNING" not in pod.processes[container].log()
 
 
-async def test_engines_find_their_hosts_node_and_the_proxy_its_engines(make_fleet: Callable[..., Fleet]) -> None:
+@pytest.mark.parametrize("security", ["none", "mutual-tls", "tokens"])
+async def test_engines_find_their_hosts_node_and_the_proxy_its_engines(
+    make_fleet: Callable[..., Fleet], tmp_path: Path, security: str
+) -> None:
     engine = ScriptedEngine()
     await engine.start()
     groups = [{"name": "llama", "model": MODEL}]
@@ -170,7 +183,9 @@ async def test_engines_find_their_hosts_node_and_the_proxy_its_engines(make_flee
         {
             "engines": {"groups": groups, "port": engine.port, "config": {"chunk_size": 64}},
             "proxy": {"enabled": True, "policy": "kv_aware"},
-        }
+            **SECURITY[security],
+        },
+        all_secrets(tmp_path / "tls"),
     )
     try:
         await asyncio.to_thread(fleet.started, "StatefulSet/demo-lmkv-coordinator", "coordinator", name="coordinator-0")
@@ -188,7 +203,8 @@ async def test_engines_find_their_hosts_node_and_the_proxy_its_engines(make_flee
             fleet.started, "Deployment/demo-lmkv-proxy", "proxy", name="proxy-0", **{name: "127.0.0.1"}
         )
         port = proxy.port(proxy.container("proxy"), "http")
-        served = json.loads(await asyncio.to_thread(fetch, f"http://127.0.0.1:{port}/v1/models"))
+        scheme = "https" if security == "mutual-tls" else "http"
+        served = json.loads(await asyncio.to_thread(fetch, f"{scheme}://127.0.0.1:{port}/v1/models"))
         assert MODEL in [model["id"] for model in served["data"]]
         assert not proxy.written_elsewhere("proxy")
     finally:
