@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Generic, TypeVar
 
 from lmkv.errors import ConfigError
@@ -48,7 +48,8 @@ class Fresh(Generic[T]):
 def _stamp(path: str) -> tuple[int, int, int] | None:
     """What tells one content of a file from the next; None if there is no such file."""
     try:
-        status = Path(path).stat()  # follows links: Kubernetes swaps the one that all secrets are behind
+        # Follows links: Kubernetes swaps the one that all secrets are behind. Path would cost four times as much.
+        status = os.stat(path)  # noqa: PTH116
     except OSError:
         return None
     return status.st_mtime_ns, status.st_ino, status.st_size

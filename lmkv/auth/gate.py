@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 TENANT_HEADER = "lmkv-tenant"
 """For which tenant an admin calls who has none of its own."""
 
+QUIET_SECONDS = 1.0
+"""Between two lines of the log about callers whom nobody knows."""
+
 Metadata = Iterable[tuple[str, str | bytes]]
 
 
@@ -36,6 +39,8 @@ class Gate:
         self._callers = Fresh(lambda: self._files, self._read) if path else None
         self._allowances: dict[str, Allowance] = {}
         self._own = own
+        self._quiet_until = 0.0
+        self._unsaid_count = 0
         if self._callers and own is not None:
             self._own_tenant()
 
@@ -76,9 +81,22 @@ class Gate:
             return ANYBODY
         try:
             return self._admit(method, dict(metadata or ()))
-        except (Unauthenticated, PermissionDenied) as error:
+        except Unauthenticated as error:
+            self._warn(method, error)
+            raise
+        except PermissionDenied as error:
             logger.warning("refused %s: %s", method, error)
             raise
+
+    def _warn(self, method: str, error: Unauthenticated) -> None:
+        """Logs a refusal, but not more often than strangers may make this process write."""
+        now = time.monotonic()
+        if now < self._quiet_until:
+            self._unsaid_count += 1
+            return
+        others = f", and {self._unsaid_count} other calls since the last such line" if self._unsaid_count else ""
+        logger.warning("refused %s: %s%s", method, error, others)
+        self._quiet_until, self._unsaid_count = now + QUIET_SECONDS, 0
 
     def _admit(self, method: str, headers: dict[str, str | bytes]) -> Caller:
         token = token_in(str(headers.get(HEADER, "")))

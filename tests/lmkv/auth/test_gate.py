@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lmkv.auth import gate as gate_module
 from lmkv.auth.caller import ANYBODY, check_caller, current_caller
 from lmkv.auth.gate import TENANT_HEADER, Gate
 from lmkv.auth.token import Token
@@ -57,6 +58,21 @@ def test_refusals_name_the_fix_and_never_the_token(path: Path, caplog: pytest.Lo
     for text in (caplog.text, str(unknown.value), str(denied.value), str(denied.value.metadata)):
         assert "s3cret" not in text
         assert "reader-token" not in text
+
+
+def test_strangers_cannot_fill_the_log(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(write(path, entry("reader")))
+    monkeypatch.setattr(gate_module, "QUIET_SECONDS", 3600.0)
+    for _ in range(100):
+        with pytest.raises(Unauthenticated):
+            gate.admit(LOOKUP, None)
+    assert len(caplog.records) == 1
+    gate._quiet_until = 0.0
+    with pytest.raises(Unauthenticated):
+        gate.admit(LOOKUP, None)
+    assert caplog.records[-1].message.endswith(", and 99 other calls since the last such line")
 
 
 def test_a_method_that_the_table_does_not_have_is_nobodys(path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -42,10 +43,10 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Guarded]:
 async def code_of(channel: grpc.aio.Channel, method: str) -> str:
     """How a call with an empty request ends; a stream that gives an answer, or none for a while, is let in."""
     call = channel.stream_stream(f"/{method}", request_serializer=bytes, response_deserializer=bytes)
-    under_way = call(iter([b""]), timeout=3)
+    under_way = call(iter([b""]), timeout=5)
     try:
-        await under_way.read()
-        return (await under_way.code()).name if under_way.done() else "OK"
+        answer: Any = await under_way.read()
+        return (await under_way.code()).name if answer is grpc.aio.EOF else "OK"
     except grpc.RpcError as error:
         return error.code().name
     finally:
