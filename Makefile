@@ -44,7 +44,7 @@ test-ray: $(RAY_STAMP) ## run the tests with Ray Serve
 soak: $(STAMP) ## kill and freeze nodes for ten minutes and see that nothing is lost or left
 	@LMKV_SOAK_SECONDS=$${LMKV_SOAK_SECONDS:-600} $(BIN)/python -m pytest -q tests/soak $(ARGS)
 
-protos: fix-protos ## generate the Python stubs in lmkv/v1, and TypeScript's, from protos/
+protos: fix-protos ## generate the Python stubs in lmkv/v1, TypeScript's, and docs/api.md from protos/
 
 verify: verify-format verify-lint verify-types verify-protos verify-floors verify-typescript ## all of the following
 
@@ -71,6 +71,7 @@ verify-protos: $(STAMP) ## check the protos' style, that they break nobody, and 
 fix-protos: $(STAMP)
 	@$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. $(PROTOS)
 	@$(BUF) generate --template client/typescript/buf.gen.yaml
+	@$(BIN)/python scripts/api-reference
 
 verify-typescript: $(STAMP) ## check format, style and types of the TypeScript package
 	@cd client/typescript && npm run --silent verify
