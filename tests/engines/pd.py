@@ -29,6 +29,8 @@ CHUNK_BYTES = 1 << 20
 STEP_TOKENS = 512
 """Most tokens that an engine computes in one step, so that a long prompt takes several."""
 OUTPUT_TOKENS = 16
+ROOT = Path(__file__).parents[2]
+"""Where engines find connectors of the tests."""
 REQUEST_TIMEOUT_SECONDS = 60.0
 BUFFER_CHUNKS = 16
 LOAD_TIMEOUT_SECONDS = 4.0
@@ -48,17 +50,26 @@ SETTINGS = {
 class Trio:
     """Engines `prefill` and `decode` with their nodes, and the proxy, all ready. A context manager that ends it all."""
 
-    def __init__(self, folder: Path, model: Path, logs: Path, *, seed: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        logs: Path,
+        *,
+        seed: int,
+        decode_connector: Mapping[str, str] = {},  # never changed
+    ) -> None:
+        """`decode_connector` are more words of the decode engine's `kv_transfer_config`."""
         self.cluster = Cluster(folder, model, logs=logs, settings=SETTINGS, coordinator=False)
         self._ports = {"prefill": free_port(), "decode": free_port()}
         self.prefill, self.decode = (
             self.cluster.add_engine(
                 name,
-                settings={"LMKV_METRICS_PORT": str(self._ports[name])},
-                transfer_config={"kv_connector": "LMKVConnector", "kv_role": role},
+                settings={"LMKV_METRICS_PORT": str(self._ports[name]), "PYTHONPATH": str(ROOT)},
+                transfer_config={"kv_connector": "LMKVConnector", "kv_role": role, **more},
                 extra_arguments=("--max-num-batched-tokens", str(STEP_TOKENS), "--shutdown-timeout", "0"),
             )
-            for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer"))
+            for name, role, more in (("prefill", "kv_producer", {}), ("decode", "kv_consumer", decode_connector))
         )
         self.proxy = Proxy(
             logs, [self.prefill], [self.decode], arguments=("--health-interval", "200ms", "--health-timeout", "2")

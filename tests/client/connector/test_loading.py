@@ -208,3 +208,13 @@ def test_chunks_outside_of_the_load_are_ignored() -> None:
     loading = SMALL.loading()
     assert loading.arrived(2, [Extent(token_count=32)]) == 0
     assert loading.take() is None
+
+
+def test_extents_in_the_device_buffer_are_copied_apart_and_need_no_check() -> None:
+    loading = SMALL.loading(verify=True)
+    loading.arrived(0, [Extent(offset=4096, token_count=32), Extent(region=1, offset=8192, token_count=28)])
+    load = loading.take()
+    assert load
+    assert ([copy.offset for copy in load.copies], [copy.offset for copy in load.buffered]) == ([4096], [8192])
+    assert [check.offset for check in load.checks] == [4096]
+    assert load.final
