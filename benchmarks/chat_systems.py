@@ -42,7 +42,7 @@ class Plan:
 def systems(
     run: Run, plan: Plan, lmcache_python: Path | None
 ) -> dict[str, Callable[[], AbstractContextManager[Engine]]]:
-    """The systems that can be measured, by the name that their rows begin with; each yields an engine that is ready."""
+    """The systems that can be measured, by the name that their rows begin with; each yields an engine that starts."""
     found: dict[str, Callable[[], AbstractContextManager[Engine]]] = {
         ALONE: partial(alone, plan),
         "lmkv": partial(lmkv, plan),
@@ -70,7 +70,7 @@ def lmkv(plan: Plan) -> Iterator[Engine]:
     run = plan.run
     with Cluster(run.folder, plan.model, logs=run.logs, settings=settings, coordinator=False) as cluster:
         engine = cluster.add_engine("lmkv", **plan.options)
-        cluster.start_engines()
+        engine.start()
         yield engine
 
 
@@ -137,7 +137,6 @@ def lmcache(plan: Plan, python: Path) -> Iterator[Engine]:
 def _running(engine: Engine) -> Iterator[None]:
     try:
         engine.start()
-        engine.wait_ready()
         yield
     finally:
         engine.stop()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,8 +76,8 @@ class Turn:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this benchmark."""
     engines.add_dtype_argument(parser)
-    parser.add_argument("--users", type=int, metavar="N", help="chats at a time (6; 4 with --quick)")
-    parser.add_argument("--turns", type=int, metavar="N", help="turns of each (6; 3 with --quick)")
+    parser.add_argument("--users", type=int, metavar="N", help="chats at a time (5; 4 with --quick)")
+    parser.add_argument("--turns", type=int, metavar="N", help="turns of each (5; 3 with --quick)")
     parser.add_argument(
         "--first-tokens", type=int, metavar="N", help="tokens of each first prompt (1024; 512 with --quick)"
     )
@@ -84,13 +85,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(run: Run) -> None:
-    """Every system that is there, one after the other."""
+    """Every system that is there, side by side."""
     args = run.args
     dtype = engines.choose_dtype(run)
     workload = Workload(
         first_tokens=args.first_tokens or (512 if run.quick else 1024),
-        user_count=args.users or (4 if run.quick else 6),
-        turn_count=args.turns or (3 if run.quick else 6),
+        user_count=args.users or (4 if run.quick else 5),
+        turn_count=args.turns or (3 if run.quick else 5),
     )
     chat_bytes = workload.context_tokens * engines.token_bytes(dtype)
     plan = Plan(
@@ -109,39 +110,59 @@ def measure(run: Run) -> None:
         "answer_tokens": ANSWER_TOKENS,
         "chats_in_cache": CHATS_IN_CACHE,
     }
-    engines.check_memory(engines.ENGINE_BYTES + CHATS_IN_CACHE * chat_bytes + plan.pool_bytes)
-    spoken: dict[str, list[Turn]] = {}
-    for name, open_engine in chat_systems.systems(run, plan, args.lmcache_python).items():
-        if run.quick and name == "lmcache":  # four engines do not start and talk in three minutes
-            run.note("LMCache was not measured: --quick leaves it out")
-            continue
-        run.say(f"{name}: starting an engine, {dtype}; twenty seconds or more")
+    engines.check_memory(4 * (engines.ENGINE_BYTES + CHATS_IN_CACHE * chat_bytes) + 3 * plan.pool_bytes)
+    with ExitStack() as stack:
+        talking = start(run, stack, chat_systems.systems(run, plan, args.lmcache_python))
+        run.add(*rows_of(talk(run, talking, workload)))
+
+
+def start(
+    run: Run, stack: ExitStack, systems: Mapping[str, Callable[[], AbstractContextManager[Engine]]]
+) -> dict[str, Engine]:
+    """The engines of all systems that come up, started at once; the engine alone and lmkv's must."""
+    if run.quick and "lmcache" in systems:  # four engines do not start and talk in three minutes
+        run.note("LMCache was not measured: --quick leaves it out")
+        systems = {name: system for name, system in systems.items() if name != "lmcache"}
+    run.say(f"starting {len(systems)} engines, {run.report.settings['dtype']}; half a minute or more")
+    starting = {name: stack.enter_context(system()) for name, system in systems.items()}
+    ready = {}
+    for name, engine in starting.items():
         try:
-            with open_engine() as engine:
-                spoken[name] = talk(run, name, engine, workload)
+            engine.wait_ready()
+            engine.complete(Prompts(seed=6).make(2 * engines.CHUNK_SIZE), 2)  # warms up
         except LmkvError as error:
             if name in (ALONE, "lmkv"):
                 raise
             run.note(f"{name} could not be measured: {error}")
-    run.add(*rows_of(spoken))
+        else:
+            ready[name] = engine
+            run.say(f"{name} is ready")
+    return ready
 
 
-def talk(run: Run, name: str, engine: Engine, workload: Workload) -> list[Turn]:
-    """All chats, turn by turn: each user's prompt is all that was said before, and a message."""
-    engine.complete(Prompts(seed=6).make(2 * engines.CHUNK_SIZE), 2)  # warms up
-    chats: list[list[int]] = [[] for _ in range(workload.user_count)]
-    turns = []
+def talk(run: Run, systems: Mapping[str, Engine], workload: Workload) -> dict[str, list[Turn]]:
+    """All chats, turn by turn, with every system: each prompt is all that was said before, and a message.
+
+    One request is under way at a time, and the systems take turns, in changing order: what else the machine does then
+    meets all of them.
+    """
+    chats: dict[str, list[list[int]]] = {name: [[] for _ in range(workload.user_count)] for name in systems}
+    turns: dict[str, list[Turn]] = {name: [] for name in systems}
+    order = list(systems)
     for number, messages in enumerate(workload.messages(), 1):
-        completions = []
-        for chat, message in zip(chats, messages, strict=True):
-            chat += message
-            completions.append(engine.complete(chat, ANSWER_TOKENS))
-            chat += completions[-1].token_ids
-        turn = Turn(completions=completions)
-        turns.append(turn)
-        run.say(
-            f"{name}, turn {number}: {turn.ttft_ms:.0f} ms, {turn.cached_tokens} of {turn.prompt_tokens} tokens cached"
-        )
+        completions: dict[str, list[Completion]] = {name: [] for name in systems}
+        for user, message in enumerate(messages):
+            for name in order:
+                chat = chats[name][user]
+                chat += message
+                completions[name].append(systems[name].complete(chat, ANSWER_TOKENS))
+                chat += completions[name][-1].token_ids
+            order.append(order.pop(0))
+        for name in systems:
+            turn = Turn(completions=completions[name])
+            turns[name].append(turn)
+            cached = f"{turn.cached_tokens} of {turn.prompt_tokens} tokens cached"
+            run.say(f"turn {number}, {name}: {turn.ttft_ms:.0f} ms, {cached}")
     return turns
 
 
