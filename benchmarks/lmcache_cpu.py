@@ -1,7 +1,7 @@
 """Lets LMCache's in-process connector run with vLLM on CPUs: it ships no copy between vLLM's CPU pages and its memory.
 
-Only `rivals` uses it, in LMCache's own environment, by vLLM's `kv_connector_module_path`. Lookup, allocation, control
-and transfer stay LMCache's; the speed of the copies is not its own. Made for LMCache 0.5.
+Only `rivals` and `multi_turn` use it, in LMCache's own environment, by vLLM's `kv_connector_module_path`. Lookup,
+allocation, control and transfer stay LMCache's; the speed of the copies is not its own. Made for LMCache 0.5.
 """
 
 from __future__ import annotations

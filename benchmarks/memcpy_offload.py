@@ -1,6 +1,7 @@
 """Lets vLLM's own `OffloadingConnector` run on CPUs, where it ships no worker: a spec whose copies are NumPy's.
 
-Only `rivals` uses it, by vLLM's `spec_module_path`. Scheduling, tiers and transfers between engines stay vLLM's.
+Only `rivals` and `multi_turn` use it, by vLLM's `spec_module_path`. Scheduling, tiers and transfers between engines
+stay vLLM's.
 """
 
 from __future__ import annotations
