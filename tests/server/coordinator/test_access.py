@@ -46,7 +46,7 @@ async def code_of(channel: grpc.aio.Channel, method: str) -> str:
     under_way = call(iter([b""]), timeout=5)
     try:
         answer: Any = await under_way.read()
-        return (await under_way.code()).name if answer is grpc.aio.EOF else "OK"
+        return "OK" if isinstance(answer, bytes) else (await under_way.code()).name
     except grpc.RpcError as error:
         return error.code().name
     finally:
