@@ -207,6 +207,14 @@ class Full(LmkvError):
     code = "RESOURCE_EXHAUSTED"
     reason = "FULL"
 
+    @property
+    def retry_seconds(self) -> float:
+        """When to come back."""
+        try:
+            return max(float(self.metadata["retry_seconds"]), 0.0)
+        except (KeyError, ValueError):  # who refuses need not say, and what comes over the wire may be anything
+            return 1.0
+
 
 class NoFreeExtents(Full):
     """The pool is full of chunks that may not be evicted."""

@@ -27,7 +27,7 @@ def to_status(error: LmkvError) -> status_pb2.Status:
     metadata = {name: short(value) for name, value in error.metadata.items()}
     details: list[Any] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)]
     if isinstance(error, Full):
-        delay = float(error.metadata.get("retry_seconds", 1.0))
+        delay = error.retry_seconds
         details.append(
             error_details_pb2.RetryInfo(
                 retry_delay=duration_pb2.Duration(nanos=round(delay % 1 * 1e9), seconds=int(delay))

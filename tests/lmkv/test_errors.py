@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from lmkv import errors
-from lmkv.errors import ConfigError, LmkvError, Unreachable
+from lmkv.errors import ConfigError, Full, LmkvError, Unreachable
 
 CLASSES = [item for _, item in inspect.getmembers(errors, inspect.isclass) if issubclass(item, LmkvError)]
 
@@ -45,3 +45,10 @@ def test_one_except_clause_catches_everything() -> None:
     for cls in (Unreachable, ConfigError):
         with pytest.raises(LmkvError):
             raise cls("no")
+
+
+def test_who_has_no_room_says_when_to_come_back() -> None:
+    assert Full("no", retry_seconds=2.5).retry_seconds == 2.5
+    for said in ({}, {"retry_seconds": "soon"}):
+        assert Full("no", **said).retry_seconds == 1.0
+    assert Full("no", retry_seconds=-1).retry_seconds == 0.0

@@ -18,7 +18,7 @@ from typing import Any, Self, cast
 import grpc
 
 from lmkv import rpc
-from lmkv.errors import ConfigError, InstanceIdInUse, LmkvError, StaleEpoch, Unreachable
+from lmkv.errors import ConfigError, Full, InstanceIdInUse, LmkvError, StaleEpoch, Unreachable
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.tls import Tls
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, chunk_pb2, registry_service_pb2_grpc
@@ -34,6 +34,8 @@ DEREGISTER_TIMEOUT_SECONDS = 0.5
 MIN_PAUSE_SECONDS = 0.05
 MAX_PAUSE_SECONDS = 0.5
 """Between two attempts to join; an attempt may take `REGISTER_TIMEOUT_SECONDS` besides."""
+MAX_REST_SECONDS = 30.0
+"""The same, where the coordinator has no room and says when to come back."""
 MIN_LEASE_SECONDS = 0.05
 """Whatever the coordinator says, heartbeats come no faster than three in this."""
 MAX_LOOKUP_KEYS = 32_768
@@ -85,6 +87,7 @@ class Member:
         self._registration_is_old = False
         self._doubted = False
         self._refused_since: float | None = None
+        self._rest_seconds = 0.0
         self._logged = ""
         self._settled = asyncio.Event()
         self._ended = asyncio.Event()
@@ -206,7 +209,8 @@ class Member:
             lease_ttl = self._last_membership.lease_ttl if self._last_membership else 0.0
             was_stable = lease_ttl and time.monotonic() - began > lease_ttl
             pause = MIN_PAUSE_SECONDS if was_stable else min(2 * pause, MAX_PAUSE_SECONDS)
-            await asyncio.sleep(pause)
+            await asyncio.sleep(max(pause, self._rest_seconds))
+            self._rest_seconds = 0.0
         self._settled.set()
         self._ended.set()
 
@@ -226,6 +230,8 @@ class Member:
         except StaleEpoch as error:
             self._give_up(error)
         except LmkvError as error:
+            if isinstance(error, Full):
+                self._rest_seconds = min(error.retry_seconds, MAX_REST_SECONDS)
             self._log_loss(error)
             self._settled.set()
         except Exception:

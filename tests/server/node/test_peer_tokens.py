@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ from lmkv.errors import ConfigError, LmkvError
 from lmkv.tls import Tls
 from lmkv.v1.peer_service_pb2 import InitRequest
 from lmkv.v1.peer_service_pb2_grpc import PeerServiceStub
+from lmkv_server.coordinator import registry_service
+from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.metrics_server import MetricsServer
 from lmkv_server.node.node import Node
 from tests.lmkv.auth.tokens import entry, write
+from tests.server.coordinator.scripted_instance import until
 from tests.server.node.peer_parts import SMALL, Parts, Taken, keys_of
 
 KEYS = keys_of(2)
@@ -100,3 +104,25 @@ async def test_metrics_are_for_those_who_may_look(path: str) -> None:
         assert codes == [401, 401, 200, 403]
         assert "answer 42.0" in answers["reader-of-a-token"].text
         assert "set auth_token" in answers[""].text
+
+
+async def test_a_node_whose_tenant_is_full_joins_once_there_is_room(
+    path: str, tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry_service, "QUOTA_RETRY_SECONDS", 0.1)
+    tokens = [entry("engine", "a"), entry("reader", "a")]
+    quota = write(tmp_path / "coordinator.yaml", *tokens, a={"max_instances": 1})
+    async with Coordinator(port=0, gate=Gate(quota)) as coordinator, AsyncExitStack() as stack:
+        for name in ("first", "second"):
+            config = NodeConfig(
+                instance_id=name,
+                runtime_dir=str(runtime_dir),
+                max_local_cpu_size=1 / 64,
+                coordinator_address=(coordinator.address,),
+                auth_token="engine-of-a-token",
+            )
+            await stack.enter_async_context(Node(config))
+        instances = coordinator.tenants.of("a").core.instances
+        assert [instance.said.instance_id for instance in instances] == ["first"]
+        write(tmp_path / "coordinator.yaml", *tokens, a={"max_instances": 2})
+        await until(lambda: len(instances) == 2)
