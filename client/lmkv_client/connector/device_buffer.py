@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +46,8 @@ class DeviceBuffer:
         self.buffer_size_bytes = buffer_size_bytes // STEP_BYTES * STEP_BYTES
         self.size_bytes = self._shrunk(self.buffer_size_bytes)
         self.tensor = torch.empty(self.size_bytes, dtype=torch.uint8, device=pages.device)
-        self._stream = torch.cuda.Stream(self.tensor.device) if self.tensor.is_cuda else None
+        make_stream: Any = torch.cuda.Stream  # has no types
+        self._stream = make_stream(self.tensor.device) if self.tensor.is_cuda else None
 
     @property
     def device_address(self) -> int:
