@@ -8,8 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from tests.lmkv.auth.tokens import entry, write
+from tests.lmkv.certificates import issue
 
 RUN = [
     sys.executable,
@@ -54,3 +58,36 @@ def test_a_port_in_use_is_one_line_and_exit_code_2() -> None:
     assert done.stderr == (
         f"lmkv: error: port {port} on 127.0.0.1 is in use; set port to a free port, or stop who uses it\n"
     )
+
+
+def test_one_that_others_reach_warns_unless_it_asks_for_tokens_over_tls(tmp_path: Path) -> None:
+    tokens = write(tmp_path / "tokens.yaml", entry("reader"))
+    pair = issue(tmp_path / "tls")
+    for flags, first in (
+        ([], "WARNING whoever reaches 0.0.0.0 may call it: set auth_tokens, or tls_client_ca, or bind 127.0.0.1"),
+        (["--auth-tokens", tokens], "WARNING tokens reach 0.0.0.0 in the clear: set tls_cert and tls_key"),
+        (["--auth-tokens", tokens, "--tls-cert", pair.cert, "--tls-key", pair.key], "INFO lmkv coordinator ready"),
+    ):
+        command = [*RUN, "--port", "0", "--host", "0.0.0.0", *flags]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+            try:
+                assert process.stderr is not None
+                assert first in process.stderr.readline()
+            finally:
+                process.kill()
+
+
+def test_a_tokens_file_that_is_wrong_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.yaml"
+    path.write_text("tokens: [{name: a, role: reader, token: s3cret}]")
+    done = subprocess.run(
+        [*RUN, "--port", "0", "--auth-tokens", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+        env=ENVIRONMENT,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"lmkv: error: auth_tokens: {path}: Object contains unknown field `token`")
+    assert "s3cret" not in done.stderr
