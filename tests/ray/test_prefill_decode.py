@@ -15,6 +15,9 @@ from tests.ray.page import Page
 
 HELD_TOKENS = 1024
 """Of a prompt of 1100, in whole chunks."""
+LOADED_TOKENS = "ray_lmkv_loaded_tokens_total"
+EXTERNAL_HITS = "ray_vllm_external_prefix_cache_hits_total"
+"""Tokens that any of the connectors gave."""
 
 
 @pytest.fixture(scope="module")
@@ -26,22 +29,28 @@ def served(hosts: Hosts, page: Page, model: Path) -> Iterator[Endpoint]:
     hosts.shut_down()
 
 
-def loaded_tokens(hosts: Hosts) -> dict[str, float]:
-    """Tokens that lmkv has loaded, by whether that was for a prefill or a decode."""
+def counters(hosts: Hosts, name: str) -> dict[str, float]:
+    """A counter of the engines as Ray exports it, by whether it is the prefill's or the decode's."""
     return {
-        role: host.metrics.metrics().get("ray_lmkv_loaded_tokens_total", 0.0)
+        role: host.metrics.metrics().get(name, 0.0)
         for host in hosts.hosts.values()
         for role in ("Prefill:", "Decode:")
         if host.pids(role)
     }
 
 
-def test_nixl_hands_over_what_is_less_than_a_chunk(served: Endpoint, alone: LlmProcess) -> None:
+def test_nixl_hands_over_what_is_less_than_a_chunk(served: Endpoint, hosts: Hosts, alone: LlmProcess) -> None:
     prompt = make_prompt(11, 200)
     (expected,) = alone.compute(prompt)
+    before, loaded = counters(hosts, EXTERNAL_HITS), counters(hosts, LOADED_TOKENS)
     answer = served.complete(prompt, stream=False)
     assert answer.token_ids == expected
-    assert answer.cached_tokens >= len(prompt) - 1
+
+    def handed_over() -> bool:
+        return counters(hosts, EXTERNAL_HITS)["Decode:"] - before["Decode:"] >= len(prompt) - 1
+
+    until(handed_over, "the decode had the prompt from elsewhere")
+    assert counters(hosts, LOADED_TOKENS) == loaded
 
 
 def test_lmkv_gives_both_what_they_have_evicted(served: Endpoint, hosts: Hosts, alone: LlmProcess) -> None:
@@ -50,14 +59,14 @@ def test_lmkv_gives_both_what_they_have_evicted(served: Endpoint, hosts: Hosts, 
     assert served.complete(prompt, stream=False).token_ids == expected
     for seed in range(13, 17):
         served.complete(make_prompt(seed, 1100), 1, stream=False)
-    before = loaded_tokens(hosts)
+    before = counters(hosts, LOADED_TOKENS)
     assert before.keys() == {"Prefill:", "Decode:"}
     answer = served.complete(prompt, stream=False)
     assert answer.token_ids == expected
-    assert answer.cached_tokens >= HELD_TOKENS
+    assert answer.cached_tokens >= HELD_TOKENS, "the prefill computed it again"
 
     def both_loaded() -> bool:
-        after = loaded_tokens(hosts)
+        after = counters(hosts, LOADED_TOKENS)
         return all(after[role] - before[role] >= HELD_TOKENS for role in before)
 
     until(both_loaded, "both engines loaded the prompt")
