@@ -1,4 +1,4 @@
-"""Puts the committed results into the pages that show them, and draws the picture: `python -m benchmarks.tables`.
+"""Puts the committed results into the pages that show them, and draws the pictures: `python -m benchmarks.tables`.
 
 A page marks the place of a table by a pair of comments; what is between them is made here:
 
@@ -12,16 +12,21 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks import picture
+from benchmarks import picture, turns_picture
 from benchmarks.meanings import meaning_of
 from benchmarks.rows import Report, markdown_table, read_report
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "eviction.md")
-PICTURE = ROOT / "docs" / "ttft-steps.svg"
+PICTURES: Mapping[Path, tuple[str, Callable[[Report], str]]] = {
+    ROOT / "docs" / "ttft-steps.svg": ("data_path", picture.draw),
+    ROOT / "docs" / "multi-turn.svg": ("multi_turn", turns_picture.draw),
+}
+"""By file: the result that it shows, and who draws it."""
 
 _PLACE = re.compile(
     r"(?P<open><!-- benchmark (?P<name>[a-z_]+)(?:: (?P<rows>[a-z0-9_ ]+?))? -->\n)"
@@ -44,12 +49,13 @@ def fill(page: str, results: Path = RESULTS) -> str:
     return _PLACE.sub(table, page)
 
 
-def draw(results: Path = RESULTS) -> str:
-    """The picture, as the results say. Raises `ValueError` if a row is missing."""
+def draw(file: Path, results: Path = RESULTS) -> str:
+    """One of the pictures, as the results say. Raises `ValueError` if a row is missing."""
+    name, picture_of = PICTURES[file]
     try:
-        return picture.draw(read_report(results / "data_path.json"))
+        return picture_of(read_report(results / f"{name}.json"))
     except KeyError as missing:
-        raise ValueError(f"data_path has no row {missing}") from None
+        raise ValueError(f"{name} has no row {missing}") from None
 
 
 def render(report: Report, names: list[str]) -> str:
@@ -88,10 +94,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a page is not up to date")
     args = parser.parse_args(arguments)
     stale = 0
-    for file in (*PAGES, PICTURE):
+    for file in (*PAGES, *PICTURES):
         page = file.read_text() if file.exists() else ""
         try:
-            filled = draw() if file == PICTURE else fill(page)
+            filled = draw(file) if file in PICTURES else fill(page)
         except ValueError as error:
             print(f"{file.name}: {error}", file=sys.stderr)
             return 1
