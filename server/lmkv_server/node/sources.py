@@ -160,6 +160,8 @@ class Sources:
             if progress.missing and rest_seconds > 0 and self._peers:
                 if handoff_id:
                     holders, rest_seconds = await self.locate(keys), min(rest_seconds, REST_SECONDS)
+                if self._remote and self._remote.is_usable:  # which is asked after them: not all the time
+                    rest_seconds /= 2
                 if handoff_id or holders:
                     return await self._peers.bring(progress, holders, rest_seconds)
         finally:

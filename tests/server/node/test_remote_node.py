@@ -243,7 +243,10 @@ async def test_a_move_to_the_store_is_refused(runtime_dir: Path, redis: RedisSer
             await cache.Move(move, timeout=5)
 
 
-async def test_what_a_peer_had_that_was_just_killed_comes_from_the_store(runtime_dir: Path, redis: RedisServer) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_what_a_peer_had_that_answers_no_more_comes_from_the_store(
+    runtime_dir: Path, redis: RedisServer, how: signal.Signals
+) -> None:
     async with Coordinator(port=0) as coordinator:
         more = {"coordinator_address": coordinator.address, "enable_p2p": True, "coordinator_timeout": 5}
         process = NodeProcess(settings(runtime_dir, "a", redis.url, **more))
@@ -260,7 +263,7 @@ async def test_what_a_peer_had_that_was_just_killed_comes_from_the_store(runtime
                             break
                         await engine.release(found.request_id)
                 assert found.peer_instance_id == "a"
-                process.kill()
+                process.process.send_signal(how)
                 assert await load(engine, node.pool, found.request_id, 0, 3) == [0, 1, 2]
         finally:
             process.kill()
