@@ -16,7 +16,7 @@ SYSTEMS = {
     "lmcache": ("LMCache", "#d1781f"),
 }
 """What each line is called, and its colour, which stands out on white and on black."""
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 800, 330, 62, 20, 36, 64
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 800, 330, 84, 20, 36, 64
 TEXT = 'font-family="system-ui, sans-serif" font-size="13" fill="#7b8490"'
 GRID_LINES = 4
 
