@@ -116,9 +116,9 @@ class NodeConfig(Config):
         GIGABYTES_OR_ZERO, 0.0, "Disk for chunks in all folders of `local_disk`, in GB unless it says its unit."
     )
     local_disk_io: str = key(
-        choice("plain", "nixl"),
+        choice("plain", "nixl", "gds"),
         "plain",
-        "What moves bytes between disk and pool: plain system calls, or NIXL's POSIX plugin.",
+        "What moves bytes between disk and pool: plain system calls, NIXL's POSIX plugin, or its GDS plugin.",
     )
     remote_url: str = key(
         REMOTE_URL,

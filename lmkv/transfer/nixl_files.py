@@ -1,4 +1,4 @@
-"""Files read and written by NIXL's POSIX plugin, with io_uring where the kernel has it. For the node's disk tier.
+"""Files read and written by NIXL: its POSIX plugin, or its GDS plugin beside a GPU. For the node's disk tier.
 
 Each thread that calls has an agent of its own, since an agent is not to be used by two at a time.
 """
@@ -10,7 +10,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lmkv.errors import ConfigError
@@ -18,22 +18,34 @@ from lmkv.transfer import nixl_api
 from lmkv.transfer.channel import Region
 
 POLL_SECONDS = 0.0001
-WAYS: Sequence[dict[str, str]] = ({"use_uring": "true", "use_aio": "false"}, {})
-"""How the plugin may do it, best first; the last leaves it the choice."""
+WAYS: Mapping[str, Sequence[dict[str, str]]] = {
+    "POSIX": ({"use_uring": "true", "use_aio": "false"}, {}),
+    "GDS": ({},),
+}
+"""How each plugin may do it, best first; POSIX has io_uring where the kernel has it, the last leaves it the choice."""
 
 
 class NixlFiles:
     """Moves bytes between open files and one region of memory. Methods block; any thread may call them."""
 
-    def __init__(self, region: Region) -> None:
-        """Raises `ConfigError` if NIXL is not there."""
+    def __init__(self, region: Region, plugin: str = "POSIX") -> None:
+        """Raises `ConfigError` if NIXL is not there, or its plugin does not start."""
         try:
             self._api = nixl_api.load()
         except ConfigError as error:
             raise ConfigError(f"local_disk_io: {error}", key="local_disk_io") from None
         self._errors = nixl_api.errors(self._api)
         self._region = region
+        self._plugin = plugin
         self._agents = threading.local()
+        try:
+            self._agent()
+        except self._errors as error:
+            needs = "; it needs a GPU, its driver's nvidia-fs, and libcufile" if plugin == "GDS" else ""
+            raise ConfigError(
+                f"local_disk_io: NIXL's {plugin} plugin did not start: {error}{needs}; set local_disk_io to plain",
+                key="local_disk_io",
+            ) from None
 
     def read(self, fd: int, memory: memoryview) -> int:
         """Reads from the file's beginning into a part of the region; how many bytes came before the file's end.
@@ -84,12 +96,13 @@ class NixlFiles:
         if agent is None:
             config = self._api.nixl_agent_config(enable_prog_thread=False, backends=[])
             agent = self._api.nixl_agent(f"lmkv-files-{threading.get_ident()}", config)
-            for way in WAYS:
+            ways = WAYS[self._plugin]
+            for way in ways:
                 try:
-                    agent.create_backend("POSIX", way)
+                    agent.create_backend(self._plugin, way)
                     break
                 except self._errors:
-                    if way is WAYS[-1]:
+                    if way is ways[-1]:
                         raise
             agent.register_memory([(self._region.address, self._region.size_bytes, 0, "")], "DRAM")
             self._agents.agent = agent

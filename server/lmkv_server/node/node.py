@@ -217,7 +217,8 @@ class Node:
         """Raises `ConfigError` if NIXL is wanted and not there."""
         if self.config.local_disk_io == "plain":
             return PlainIo()
-        return NixlFiles(Region(address=self.pool.address, size_bytes=self.pool.size_bytes))
+        region = Region(address=self.pool.address, size_bytes=self.pool.size_bytes)
+        return NixlFiles(region, "GDS" if self.config.local_disk_io == "gds" else "POSIX")
 
     async def _serve_metrics(self) -> None:
         """Serves `/metrics` if it has a port."""

@@ -1,4 +1,4 @@
-"""Files by NIXL's POSIX plugin: bytes arrive whole, and what goes wrong is an `OSError` that says what."""
+"""Files by NIXL: bytes arrive whole, and what goes wrong is an `OSError` that says what."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
+from lmkv.errors import ConfigError
 from lmkv.pool import Pool
 from lmkv.transfer.channel import Region
 from lmkv.transfer.nixl_files import NixlFiles
@@ -70,3 +72,10 @@ def test_a_file_that_cannot_be_written_is_an_error_of_the_system(nixl: NixlFiles
         nixl.write(fd, pool.buffer[:SIZE])
     os.close(fd)
     assert raised.value.errno == errno.EBADF
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and GDS may start")
+def test_a_plugin_that_does_not_start_is_said_with_the_fix(pool: Pool) -> None:
+    region = Region(address=pool.address, size_bytes=pool.size_bytes)
+    with pytest.raises(ConfigError, match=r"local_disk_io: NIXL's GDS plugin .* libcufile; set local_disk_io to plain"):
+        NixlFiles(region, "GDS")
