@@ -36,7 +36,7 @@ demo: $(STAMP) ## start a coordinator and two engines here and watch them share 
 	@$(BIN)/lmkv demo $(ARGS)
 
 test: $(STAMP) ## run the tests, those with real engines beside the others
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 test-ray: $(RAY_STAMP) ## run the tests with Ray Serve
 	@.venv-ray/bin/python -m pytest tests/ray $(ARGS)

@@ -10,14 +10,17 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from lmkv_client.demo.process import free_port as find_free_port
 
 pytest_plugins = ("tests.engines.llm",)  # pytest takes this here only
 
-ENGINES = Path(__file__).parent / "engines"
+ENGINES = "tests/engines/"
+"""Where all tests with engines are."""
 RUN_VARIABLE = "TESTS_OF_LMKV"
 """Set for every process that the tests start; not `LMKV_...`, since those are configuration."""
 LEFT_BEHIND_TIMEOUT_SECONDS = 10.0
@@ -32,22 +35,21 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """Has one of two processes run all that has engines, which would be in each other's way, and the other the rest."""
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return ENGINES if file.startswith(ENGINES) else file
+
+    return ByFile(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Runs what needs no engine first: it is fast, and it finds most mistakes.
-
-    Of two processes one runs all that has engines, which would be in each other's way, and the other one the rest, file
-    by file: then what takes longest begins first.
-    """
-
-    def has_engine(item: pytest.Item) -> bool:
-        return ENGINES in item.path.parents or item.get_closest_marker("engine") is not None
-
+    """Runs what needs no engine first: it is fast, and finds most mistakes. Of two processes, one begins with them."""
     is_shared = hasattr(config, "workerinput")
-    if is_shared:
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group("engines" if has_engine(item) else str(item.path)))
-    items.sort(key=lambda item: has_engine(item) is not is_shared)
+    items.sort(key=lambda item: item.nodeid.startswith(ENGINES) is not is_shared)
 
 
 @pytest.fixture
