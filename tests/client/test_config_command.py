@@ -34,7 +34,7 @@ def test_import_prints_the_file_and_says_on_the_other_stream_what_became_of_each
     assert cli.main(["config", "import", str(source)]) == 0
     shown = capsys.readouterr()
     made = yaml.safe_load(shown.out)
-    assert made["coordinator_address"] == "localhost:8300"
+    assert made["coordinator_address"] == ["localhost:8300"]
     assert "# p2p_lookup_ports: 8201  # p2p_port serves lookups too" in shown.out.splitlines()
     notices = shown.err.splitlines()
     assert len(notices) == len([line for line in SEED_P2P.splitlines() if ": " in line])

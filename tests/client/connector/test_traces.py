@@ -60,9 +60,15 @@ class Fleet:
         self.coordinator.process.environment |= environment
 
     def __enter__(self) -> Fleet:
-        self._stack.callback(self.coordinator.stop)
-        self.coordinator.start()
-        self.coordinator.wait_ready()
+        try:
+            self._start_all()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def _start_all(self) -> None:
+        self._stack.enter_context(self.coordinator)
         self.holder, self.asker = self._config("holder"), self._config("asker")
         nodes = [self._start(config) for config in (self.holder, self.asker)]
         self.processes = [self.coordinator.process, *nodes]
@@ -71,7 +77,6 @@ class Fleet:
         link.start()
         self._stack.callback(link.close)
         self.engine = SchedulerSide(self.asker, SPEC, link, block_size=SPEC.block_size, rank_count=1, step_tokens=2048)
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
@@ -91,8 +96,9 @@ class Fleet:
         return ConnectorConfig(**(vars(node) | {"node_address": str(node.engine_socket)}))
 
     def _start(self, config: ConnectorConfig) -> ServerProcess:
-        names = ("instance_id", "runtime_dir", "coordinator_address", "coordinator_timeout")
+        names = ("instance_id", "runtime_dir", "coordinator_timeout")
         settings = {f"LMKV_{name.upper()}": str(getattr(config, name)) for name in names}
+        settings["LMKV_COORDINATOR_ADDRESS"] = self.coordinator.address
         process = ServerProcess(
             config.instance_id,
             [sys.executable, "-m", "lmkv", "node", "--max-local-cpu-size", "16MB", "--log-format", "json"],

@@ -32,6 +32,7 @@ class Ordering(registry_service_pb2_grpc.RegistryServiceServicer):
         self.stream_count = 0
         self.acking = True
         """Whether reports are acknowledged."""
+        self.lease_seconds = 0.4
         self._orders: asyncio.Queue[pb.Order | None] = asyncio.Queue()
 
     ListInstances: Any = None
@@ -65,7 +66,7 @@ class Ordering(registry_service_pb2_grpc.RegistryServiceServicer):
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:  # noqa: N802
         response = pb.RegisterResponse(instance=request.instance)
-        response.lease_ttl.FromMilliseconds(400 if self.acking else 5000)
+        response.lease_ttl.FromMilliseconds(round(1e3 * self.lease_seconds) if self.acking else 5000)
         return response
 
     async def Deregister(self, request: pb.DeregisterRequest, context: Any) -> pb.DeregisterResponse:  # noqa: N802

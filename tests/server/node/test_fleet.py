@@ -775,6 +775,7 @@ async def test_as_many_pins_as_there_may_be_travel_beside_a_full_report() -> Non
 
 async def test_many_large_outcomes_travel_in_several_reports() -> None:
     ordering, shelf = Ordering(), Shelf()
+    ordering.lease_seconds = 5.0  # each outcome takes the loop a while, on a busy machine longer than a short lease
     keys = [ChunkKey(sha256(i.to_bytes(4, "little")).digest()[:16]) for i in range(MAX_ORDER_KEYS)]
     async with serving(ordering) as address, shelf.join(address):
         fetch = FetchOrder(instance_id="b", peer_address="127.0.0.1:9", chunk_keys=join_keys(keys))
