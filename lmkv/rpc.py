@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -114,9 +115,20 @@ def open_channel(address: str, tls: Tls = PLAINTEXT) -> grpc.aio.Channel:
 
     It speaks TLS if there is somebody to trust, and shows the token if there is one.
     """
+    _keep_poller()
     if not (tls.ca or tls.token):
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     return RenewedChannel(tls.paths, lambda: _bare_channel(address, tls), tls.token.headers)
+
+
+@functools.cache
+def _keep_poller() -> None:
+    """Keeps gRPC's polling thread for as long as the process lives.
+
+    gRPC ends it when the process's last channel is collected, whatever thread that happens in, and waits for its end
+    under a lock that a channel being made in another thread needs: with two event loops, both can stand still.
+    """
+    grpc.aio.init_grpc_aio()
 
 
 def _bare_channel(address: str, tls: Tls) -> grpc.aio.Channel:

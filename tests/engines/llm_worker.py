@@ -16,11 +16,17 @@ import traceback
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.lora.request import LoRARequest
 from vllm.v1.worker import cpu_worker  # noqa: F401 # half of what is left of a start
 
 FREE_TIMEOUT_SECONDS = 30.0
 """How long pages may stay in use after the last request."""
+
+
+RANK_POLL_SECONDS = 0.0005
+# Ranks wait for each step in a loop that yields, which takes all of two cores from nodes and whatever else runs.
+shm_broadcast.sched_yield = lambda: time.sleep(RANK_POLL_SECONDS)
 
 
 class Worker:
