@@ -128,7 +128,7 @@ def _keep_poller() -> None:
     gRPC ends it when the process's last channel is collected, whatever thread that happens in, and waits for its end
     under a lock that a channel being made in another thread needs: with two event loops, both can stand still.
     """
-    grpc.aio.init_grpc_aio()
+    grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]  # the stubs lack it
 
 
 def _bare_channel(address: str, tls: Tls) -> grpc.aio.Channel:
