@@ -13,13 +13,13 @@ from grpc_reflection.v1alpha import reflection
 
 from lmkv import telemetry
 from lmkv.auth.gate import OPEN_GATE, Gate
+from lmkv.credentials import Credentials
 from lmkv.errors import Unreachable
 from lmkv.fresh import Fresh
 from lmkv.interceptor import Interceptor
 from lmkv.renewed_channel import RenewedChannel
 from lmkv.statuses import DOMAIN, MAX_TEXT, from_rpc_error, from_status, short, to_status
 from lmkv.telemetry.calls import Calls
-from lmkv.tls import Tls
 
 __all__ = [
     "CHANNEL_OPTIONS",
@@ -40,7 +40,7 @@ __all__ = [
 
 Response = TypeVar("Response")
 
-PLAINTEXT = Tls()
+PLAINTEXT = Credentials()
 MAX_MESSAGE_BYTES = 1 << 20
 """Bytes never ride gRPC; this limit, the same on every end, keeps it true."""
 MAX_CALLS_PER_CONNECTION = 1_000
@@ -81,25 +81,25 @@ async def make_server(
     return server
 
 
-def add_port(server: grpc.aio.Server, address: str, tls: Tls = PLAINTEXT) -> int:
+def add_port(server: grpc.aio.Server, address: str, credentials: Credentials = PLAINTEXT) -> int:
     """Has a server listen at `host:port` or `unix:PATH`, with TLS if there is a certificate; returns the port.
 
     Raises `RuntimeError` if the address cannot be had.
     """
-    if not tls.cert:
+    if not credentials.cert:
         return int(server.add_insecure_port(address))
-    return int(server.add_secure_port(address, _server_credentials(tls)))
+    return int(server.add_secure_port(address, _server_credentials(credentials)))
 
 
-def _server_credentials(tls: Tls) -> grpc.ServerCredentials:
+def _server_credentials(credentials: Credentials) -> grpc.ServerCredentials:
     """Credentials that gRPC asks for before each handshake, in a thread of its own."""
 
     def make() -> Any:
-        tls.__post_init__()
-        pair = (tls.pem("key") or b"", tls.pem("cert") or b"")
-        return grpc.ssl_server_certificate_configuration([pair], tls.pem("client_ca"))
+        credentials.__post_init__()
+        pair = (credentials.pem("key") or b"", credentials.pem("cert") or b"")
+        return grpc.ssl_server_certificate_configuration([pair], credentials.pem("client_ca"))
 
-    fresh = Fresh(tls.paths, make)
+    fresh = Fresh(credentials.paths, make)
     told = fresh.get()
 
     def news() -> Any:
@@ -107,18 +107,18 @@ def _server_credentials(tls: Tls) -> grpc.ServerCredentials:
         known, told = told, fresh.get()
         return None if told is known else told
 
-    return grpc.dynamic_ssl_server_credentials(told, news, require_client_authentication=bool(tls.client_ca))
+    return grpc.dynamic_ssl_server_credentials(told, news, require_client_authentication=bool(credentials.client_ca))
 
 
-def open_channel(address: str, tls: Tls = PLAINTEXT) -> grpc.aio.Channel:
+def open_channel(address: str, credentials: Credentials = PLAINTEXT) -> grpc.aio.Channel:
     """A channel to `host:port` or `unix:PATH` with lmkv's limits. It connects by itself, and again after a loss.
 
     It speaks TLS if there is somebody to trust, and shows the token if there is one.
     """
     _keep_poller()
-    if not (tls.ca or tls.token):
+    if not (credentials.ca or credentials.token):
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    return RenewedChannel(tls.paths, lambda: _bare_channel(address, tls), tls.token.headers)
+    return RenewedChannel(credentials.paths, lambda: _bare_channel(address, credentials), credentials.token.headers)
 
 
 @functools.cache
@@ -131,13 +131,13 @@ def _keep_poller() -> None:
     grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]  # the stubs lack it
 
 
-def _bare_channel(address: str, tls: Tls) -> grpc.aio.Channel:
-    if not tls.ca:
+def _bare_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
+    if not credentials.ca:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    tls.__post_init__()
-    credentials = grpc.ssl_channel_credentials(tls.pem("ca"), tls.pem("key"), tls.pem("cert"))
-    named = (("grpc.ssl_target_name_override", tls.name),) if tls.name else ()
-    return grpc.aio.secure_channel(address, credentials, options=(*CHANNEL_OPTIONS, *named))
+    credentials.__post_init__()
+    shown = grpc.ssl_channel_credentials(credentials.pem("ca"), credentials.pem("key"), credentials.pem("cert"))
+    named = (("grpc.ssl_target_name_override", credentials.name),) if credentials.name else ()
+    return grpc.aio.secure_channel(address, shown, options=(*CHANNEL_OPTIONS, *named))
 
 
 async def call(

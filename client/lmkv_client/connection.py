@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import grpc
 from google.longrunning import operations_pb2_grpc
 
+from lmkv.credentials import Credentials
 from lmkv.errors import LmkvError, Unreachable
 from lmkv.rpc import PLAINTEXT, from_rpc_error, open_channel
-from lmkv.tls import Tls
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 
@@ -32,11 +32,11 @@ _NO_ANSWER = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 class Connection:
     """A channel to one coordinator, which connects when first used and again after a loss."""
 
-    def __init__(self, address: str, timeout_seconds: float, tls: Tls = PLAINTEXT) -> None:
+    def __init__(self, address: str, timeout_seconds: float, credentials: Credentials = PLAINTEXT) -> None:
         self.address = address
         self.timeout_seconds = timeout_seconds
         """Most time that an answer may take."""
-        self.channel = open_channel(address, tls)
+        self.channel = open_channel(address, credentials)
         self.cache = CacheServiceStub(self.channel)
         self.registry = RegistryServiceStub(self.channel)
         self.operations = operations_pb2_grpc.OperationsStub(self.channel)

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
+from lmkv.credentials import Credentials
 from lmkv.errors import Unreachable
 from lmkv.in_turn import InTurn
-from lmkv.tls import Tls
 from lmkv_client.connection import Connection
 
 Response = TypeVar("Response")
@@ -21,8 +21,8 @@ class Connections:
     What began at one of them, an operation or a stream, is that one's: it keeps the `Connection` that it began on.
     """
 
-    def __init__(self, addresses: Sequence[str], timeout_seconds: float, tls: Tls) -> None:
-        self._all = [Connection(address, timeout_seconds, tls) for address in addresses]
+    def __init__(self, addresses: Sequence[str], timeout_seconds: float, credentials: Credentials) -> None:
+        self._all = [Connection(address, timeout_seconds, credentials) for address in addresses]
         self._turns = InTurn(self._all)
 
     def __len__(self) -> int:

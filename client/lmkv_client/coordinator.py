@@ -22,9 +22,9 @@ from google.longrunning.operations_pb2 import GetOperationRequest, ListOperation
 from google.protobuf.duration_pb2 import Duration
 
 from lmkv.auth.token import Token
+from lmkv.credentials import Credentials
 from lmkv.rpc import PLAINTEXT
 from lmkv.tiers import parse_position
-from lmkv.tls import Tls
 from lmkv.v1.cache_service_pb2 import (
     ClearRequest,
     ListPinsRequest,
@@ -59,13 +59,13 @@ class Coordinator:
         address: str,
         *other_addresses: str,
         timeout_seconds: float = 5.0,
-        tls: Tls = PLAINTEXT,
+        credentials: Credentials = PLAINTEXT,
         token: str = "",
     ) -> None:
-        """`token` is shown with every call, where the coordinator asks for one; one in a file goes into `tls`."""
+        """`token` is shown with every call, where the coordinator asks for one; a file's goes into `credentials`."""
         if token:
-            tls = replace(tls, token=Token(text=token))
-        self._connections = Connections((address, *other_addresses), timeout_seconds, tls)
+            credentials = replace(credentials, token=Token(text=token))
+        self._connections = Connections((address, *other_addresses), timeout_seconds, credentials)
 
     @property
     def address(self) -> str:

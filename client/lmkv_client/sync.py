@@ -19,9 +19,9 @@ from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import lmkv_client as aio
+from lmkv.credentials import Credentials
 from lmkv.errors import LmkvError
 from lmkv.rpc import PLAINTEXT
-from lmkv.tls import Tls
 from lmkv.v1.cache_service_pb2 import ClearProgress, ClearResult, MoveProgress, MoveResult
 from lmkv_client.operation import OperationState
 
@@ -191,13 +191,15 @@ class Coordinator(_Twin[aio.Coordinator]):
         address: str,
         *other_addresses: str,
         timeout_seconds: float = 5.0,
-        tls: Tls = PLAINTEXT,
+        credentials: Credentials = PLAINTEXT,
         token: str = "",
     ) -> None:
         thread = _LoopThread()
 
         async def connect() -> aio.Coordinator:  # on the loop that it belongs to
-            return aio.Coordinator(address, *other_addresses, timeout_seconds=timeout_seconds, tls=tls, token=token)
+            return aio.Coordinator(
+                address, *other_addresses, timeout_seconds=timeout_seconds, credentials=credentials, token=token
+            )
 
         super().__init__(thread, thread.run(connect()))
 

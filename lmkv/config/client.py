@@ -8,7 +8,7 @@ from lmkv.auth.token import Token
 from lmkv.config import common
 from lmkv.config.kinds import ADDRESSES
 from lmkv.config.schema import Config, key
-from lmkv.tls import Tls
+from lmkv.credentials import Credentials
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class ClientConfig(Config):
     auth_token_file: str = common.auth_token_file()
 
     @property
-    def tls(self) -> Tls:
+    def credentials(self) -> Credentials:
         """How to speak to the coordinator. Raises `ConfigError` if a file is not what it should be."""
         token = Token(text=self.auth_token, file=self.auth_token_file)
-        return Tls(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key, token=token)
+        return Credentials(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key, token=token)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lmkv.config import common
 from lmkv.config.kinds import FOLDERS, HOST, OFF, PATH, PORT, PORT_IF_ANY, PORTS, SECONDS
 from lmkv.config.schema import Alias, Config, key
-from lmkv.tls import Tls
+from lmkv.credentials import Credentials
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +52,9 @@ class CoordinatorConfig(Config):
     log_format: str = common.log_format()
 
     @property
-    def tls(self) -> Tls:
+    def credentials(self) -> Credentials:
         """How to serve. Raises `ConfigError` if a file is not what it should be."""
-        return Tls(cert=self.tls_cert, key=self.tls_key, client_ca=self.tls_client_ca)
+        return Credentials(cert=self.tls_cert, key=self.tls_key, client_ca=self.tls_client_ca)
 
     @property
     def grpc_ports(self) -> Mapping[str, int]:

@@ -35,8 +35,8 @@ from lmkv.config.kinds import (
     one_port,
 )
 from lmkv.config.schema import Alias, Config, key
+from lmkv.credentials import Credentials
 from lmkv.errors import ConfigError
-from lmkv.tls import Tls
 from lmkv.units import GB
 
 MAX_SOCKET_PATH_BYTES = 100
@@ -227,22 +227,22 @@ class NodeConfig(Config):
             )
 
     @property
-    def tls(self) -> Tls:
+    def credentials(self) -> Credentials:
         """How to speak to the coordinator. Raises `ConfigError` if a file is not what it should be."""
         token = Token(text=self.auth_token, file=self.auth_token_file)
-        return Tls(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key, token=token)
+        return Credentials(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key, token=token)
 
     @property
-    def peer_tls(self) -> Tls:
+    def peer_tls(self) -> Credentials:
         """How to speak to peers, as server and as client: each side shows its certificate, if nodes have any."""
         if not (self.tls_cert and self.tls_ca):
-            return Tls(token=self.tls.token)
-        return replace(self.tls, client_ca=self.tls_client_ca or self.tls_ca, name=self.tls_peer_name)
+            return Credentials(token=self.credentials.token)
+        return replace(self.credentials, client_ca=self.tls_client_ca or self.tls_ca, name=self.tls_peer_name)
 
     @property
-    def metrics_tls(self) -> Tls:
+    def metrics_tls(self) -> Credentials:
         """How to serve metrics."""
-        return Tls(cert=self.tls_cert, key=self.tls_key, client_ca=self.tls_client_ca)
+        return Credentials(cert=self.tls_cert, key=self.tls_key, client_ca=self.tls_client_ca)
 
     @property
     def pool_bytes(self) -> int:

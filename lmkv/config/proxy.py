@@ -26,8 +26,8 @@ from lmkv.config.kinds import (
     whole,
 )
 from lmkv.config.schema import Alias, Config, key
+from lmkv.credentials import Credentials
 from lmkv.errors import ConfigError
-from lmkv.tls import Tls
 from lmkv.units import GB
 
 
@@ -214,20 +214,20 @@ class ProxyConfig(Config):
             _ = self.prefillers, self.decoders, self.decoder_addresses
 
     @property
-    def tls(self) -> Tls:
+    def credentials(self) -> Credentials:
         """How to speak to the coordinator. Raises `ConfigError` if a file is not what it should be."""
         token = Token(text=self.auth_token, file=self.auth_token_file)
-        return Tls(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key, token=token)
+        return Credentials(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key, token=token)
 
     @property
-    def client_tls(self) -> Tls:
+    def client_tls(self) -> Credentials:
         """How to serve clients."""
-        return Tls(cert=self.tls_cert, key=self.tls_key, client_ca=self.tls_client_ca)
+        return Credentials(cert=self.tls_cert, key=self.tls_key, client_ca=self.tls_client_ca)
 
     @property
-    def engine_tls(self) -> Tls:
+    def engine_tls(self) -> Credentials:
         """How to speak to engines that are named by https."""
-        return Tls(ca=self.engine_tls_ca, cert=self.tls_cert, key=self.tls_key)
+        return Credentials(ca=self.engine_tls_ca, cert=self.tls_cert, key=self.tls_key)
 
     @property
     def max_body_bytes(self) -> int:

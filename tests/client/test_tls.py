@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from lmkv.credentials import Credentials
 from lmkv.errors import Unreachable
-from lmkv.tls import Tls
 from lmkv_client import Coordinator, sync
 from lmkv_server.coordinator import coordinator as server
 from tests.client.conftest import RunCommand
@@ -24,23 +24,23 @@ def certificates(tmp_path: Path) -> Certificates:
 @pytest.fixture
 async def address(certificates: Certificates) -> AsyncIterator[str]:
     """Where a coordinator is that lets in only whom the issuer knows."""
-    async with server.Coordinator(port=0, tls=certificates.strict_server) as serving:
+    async with server.Coordinator(port=0, credentials=certificates.strict_server) as serving:
         yield serving.address
 
 
 async def test_the_sdk_and_its_twin_show_a_certificate(address: str, certificates: Certificates) -> None:
     def ask() -> int:
-        with sync.Coordinator(address, tls=certificates.known_client) as coordinator:
+        with sync.Coordinator(address, credentials=certificates.known_client) as coordinator:
             return len(coordinator.instances())
 
-    async with Coordinator(address, tls=certificates.known_client) as coordinator:
+    async with Coordinator(address, credentials=certificates.known_client) as coordinator:
         assert await coordinator.instances() == []
     assert await asyncio.to_thread(ask) == 0
 
 
 async def test_without_a_certificate_nobody_is_reached(address: str, certificates: Certificates) -> None:
-    for tls in (certificates.client, Tls()):
-        async with Coordinator(address, tls=tls, timeout_seconds=2) as coordinator:
+    for credentials in (certificates.client, Credentials()):
+        async with Coordinator(address, credentials=credentials, timeout_seconds=2) as coordinator:
             with pytest.raises(Unreachable):
                 await coordinator.instances()
 

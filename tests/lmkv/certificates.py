@@ -10,7 +10,7 @@ from typing import Any
 
 import trustme
 
-from lmkv.tls import Tls
+from lmkv.credentials import Credentials
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,24 +22,24 @@ class Certificates:
     key: str
 
     @property
-    def server(self) -> Tls:
+    def server(self) -> Credentials:
         """Of a server that lets anybody in."""
-        return Tls(cert=self.cert, key=self.key)
+        return Credentials(cert=self.cert, key=self.key)
 
     @property
-    def strict_server(self) -> Tls:
+    def strict_server(self) -> Credentials:
         """Of a server that lets in only whom the issuer knows."""
-        return Tls(cert=self.cert, key=self.key, client_ca=self.ca)
+        return Credentials(cert=self.cert, key=self.key, client_ca=self.ca)
 
     @property
-    def client(self) -> Tls:
+    def client(self) -> Credentials:
         """Of a client that shows nothing."""
-        return Tls(ca=self.ca)
+        return Credentials(ca=self.ca)
 
     @property
-    def known_client(self) -> Tls:
+    def known_client(self) -> Credentials:
         """Of a client that shows a certificate."""
-        return Tls(ca=self.ca, cert=self.cert, key=self.key)
+        return Credentials(ca=self.ca, cert=self.cert, key=self.key)
 
 
 def issue(folder: Path, *names: str, expired: bool = False) -> Certificates:

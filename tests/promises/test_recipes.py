@@ -16,8 +16,8 @@ import pytest
 from google.protobuf.descriptor_pool import Default
 
 from lmkv import rpc
+from lmkv.credentials import Credentials
 from lmkv.keys import as_tokens, chunk_keys, root_key
-from lmkv.tls import Tls
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.services import SERVICE_NAMES
@@ -43,15 +43,17 @@ def find_buf() -> str:
 
 
 @asynccontextmanager
-async def fleet(tls: Tls, ca: str, folder: Path) -> AsyncIterator[Place]:
+async def fleet(credentials: Credentials, ca: str, folder: Path) -> AsyncIterator[Place]:
     """A coordinator and the instances that the pages speak of: `lmkv-1` with the prompt and `lmkv-2` with nothing."""
     keys = chunk_keys(as_tokens(PROMPT), root_key(LLAMA.fingerprint), LLAMA.chunk_size, partial=True)
     async with AsyncExitStack() as stack:
         # A short lease, so that the map counts as whole soon; the instances report often enough.
         tokenizers = {"llama": str(save_tokenizer(folder / "llama", {"Hello": 9906, "world": 1917}))}
-        coordinator = Coordinator(port=0, http_ports={"http_port": 0}, lease_ttl=1.0, tokenizers=tokenizers, tls=tls)
+        coordinator = Coordinator(
+            port=0, http_ports={"http_port": 0}, lease_ttl=1.0, tokenizers=tokenizers, credentials=credentials
+        )
         await stack.enter_async_context(coordinator)
-        channel = rpc.open_channel(f"localhost:{coordinator.port}", Tls(ca=ca))
+        channel = rpc.open_channel(f"localhost:{coordinator.port}", Credentials(ca=ca))
         await stack.enter_async_context(channel)
         others: dict[str, ScriptedInstance] = {}
         held = {"lmkv-1": {keys[0]: len(PROMPT)}, "lmkv-2": {}}
@@ -119,7 +121,9 @@ async def check(recipe: Recipe, place: Place, names: Names) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 async def test_every_recipe_answers_what_the_page_says(page: Path, is_tls: bool, tmp_path: Path) -> None:
     certificates = issue(tmp_path / "tls")
-    async with fleet(certificates.server if is_tls else Tls(), certificates.ca if is_tls else "", tmp_path) as place:
+    async with fleet(
+        certificates.server if is_tls else Credentials(), certificates.ca if is_tls else "", tmp_path
+    ) as place:
         names = Names()
         for recipe in recipes_of(page):
             await check(recipe, place, names)

@@ -111,7 +111,7 @@ async def test_tls_lets_in_and_keeps_out(compiled: Path, tmp_path: Path) -> None
     certificates = issue(tmp_path / "ours")
     files = {"ca": certificates.ca, "cert": certificates.cert, "key": certificates.key}
     stranger = issue(tmp_path / "another's")
-    async with server.Coordinator(port=0, tls=certificates.strict_server) as coordinator:
+    async with server.Coordinator(port=0, credentials=certificates.strict_server) as coordinator:
         setting = {"address": coordinator.address, "tls": {**files, "otherCa": stranger.ca}}
         await run_node(compiled / "tls.test.js", setting)
 

@@ -46,7 +46,7 @@ def ask(args: argparse.Namespace, question: Callable[[Coordinator], Awaitable[An
     addresses = config.coordinator_address or ClientConfig().coordinator_address
 
     async def connect_and_ask() -> Answer:
-        async with Coordinator(*addresses, tls=config.tls) as coordinator:
+        async with Coordinator(*addresses, credentials=config.credentials) as coordinator:
             return await question(coordinator)
 
     try:

@@ -63,7 +63,7 @@ async def serve(config: CoordinatorConfig) -> None:
     stop = stop_on_signals()
     gate = Gate(config.auth_tokens)
     write_audit_to(config.audit_log)
-    if warning := exposure(config.host, gate, config.tls):
+    if warning := exposure(config.host, gate, config.credentials):
         logger.warning(warning)
     coordinator = Coordinator(
         host=config.host,
@@ -73,7 +73,7 @@ async def serve(config: CoordinatorConfig) -> None:
         operation_ttl=config.operation_ttl,
         cluster_secret=config.cluster_secret,
         tokenizers=config.tokenizers,
-        tls=config.tls,
+        credentials=config.credentials,
         gate=gate,
     )
     async with coordinator, telemetry.export_metrics(coordinator.metrics, SERVICE_NAME, ""):

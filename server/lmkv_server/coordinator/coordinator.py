@@ -14,9 +14,9 @@ from prometheus_client import CollectorRegistry
 
 from lmkv import rpc
 from lmkv.auth.gate import OPEN_GATE, Gate
+from lmkv.credentials import Credentials
 from lmkv.errors import ConfigError
 from lmkv.telemetry.calls import Calls
-from lmkv.tls import Tls
 from lmkv_server.coordinator.http.app import make_app
 from lmkv_server.coordinator.http.server import HttpServer
 from lmkv_server.coordinator.ports import address, listen
@@ -38,8 +38,8 @@ class Coordinator:
     """Serves `CacheService`, `RegistryService` and `Operations` while it is entered.
 
     It speaks gRPC on `port`, or on `grpc_ports` if they are given, and HTTP on `http_ports`. Ports are given by the
-    configuration key that sets them; 0 takes a free one. All speak TLS if `tls` has a certificate, and let in whom
-    `gate` knows, each to its tenant. Leases last `lease_ttl` seconds, operations that ended are kept for
+    configuration key that sets them; 0 takes a free one. All speak TLS if `credentials` have a certificate, and let in
+    whom `gate` knows, each to its tenant. Leases last `lease_ttl` seconds, operations that ended are kept for
     `operation_ttl`. It makes tokens of text for the models whose folders `tokenizers` names. Entering raises
     `ConfigError` if a port or a tokenizer cannot be had.
     """
@@ -55,7 +55,7 @@ class Coordinator:
         operation_ttl: float = 3600.0,
         cluster_secret: str = "",
         tokenizers: Mapping[str, str] | None = None,
-        tls: Tls = rpc.PLAINTEXT,
+        credentials: Credentials = rpc.PLAINTEXT,
         gate: Gate = OPEN_GATE,
     ) -> None:
         self.host = host
@@ -67,7 +67,7 @@ class Coordinator:
         self._operation_ttl = operation_ttl
         self._secret = cluster_secret.encode()
         self._tokenizers = tokenizers or {}
-        self._tls = tls
+        self._credentials = credentials
         self._gate = gate
         self.metrics = CollectorRegistry()
         """What it knows and has done, once it is entered."""
@@ -94,7 +94,7 @@ class Coordinator:
     @property
     def url(self) -> str:
         """`http://host:port`, or `https://`; empty if it has no HTTP server."""
-        scheme = "https" if self._tls.cert else "http"
+        scheme = "https" if self._credentials.cert else "http"
         return f"{scheme}://{self.http_address}" if self.http_address else ""
 
     @property
@@ -114,9 +114,9 @@ class Coordinator:
         self.metrics = app.metrics.registry
         try:
             for key, port in self.grpc_ports.items():
-                self.grpc_ports[key] = _bind(server, self.host, port, key, self._tls)
+                self.grpc_ports[key] = _bind(server, self.host, port, key, self._credentials)
             for key, port in self.http_ports.items():
-                http = HttpServer(self.host, port, key, app, self._tls)
+                http = HttpServer(self.host, port, key, app, self._credentials)
                 self.http_ports[key] = http.port
                 self._http.append(http)
             await server.start()
@@ -192,11 +192,11 @@ def _sweep_once(registry: Registry, now: float) -> float:
     return SWEEP_SECONDS if expiry is None else min(max(expiry - now, 0.001), SWEEP_SECONDS)
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int, key: str, tls: Tls) -> int:
+def _bind(server: grpc.aio.Server, host: str, port: int, key: str, credentials: Credentials) -> int:
     """Binds one port of the server and returns it. Raises `ConfigError` that names the key and the fix."""
     listen(host, port, key).close()  # says why a port cannot be had, which gRPC does not: it only logs
     try:
-        return rpc.add_port(server, address(host, port), tls)
+        return rpc.add_port(server, address(host, port), credentials)
     except RuntimeError as error:
         raise ConfigError(
             f"{key} {port} on {host} cannot be had ({error}); set {key} to a free port", key=key

@@ -17,10 +17,10 @@ from types import TracebackType
 from typing import Self
 
 from lmkv import rpc
+from lmkv.credentials import Credentials
 from lmkv.errors import LmkvError, Unreachable
 from lmkv.keys import ChunkKey
 from lmkv.resolver import resolve
-from lmkv.tls import Tls
 from lmkv.v1 import cache_service_pb2, chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.member import Member
@@ -54,14 +54,14 @@ class Fleet:
         register_interval_seconds: float = 30.0,
         resolve_interval_seconds: float = 5.0,
         max_pending_changes: int = 200_000,
-        tls: Tls = rpc.PLAINTEXT,
+        credentials: Credentials = rpc.PLAINTEXT,
         resolve: Callable[[str], Awaitable[list[str]]] = resolve,
     ) -> None:
         self.on_conflicts = on_conflicts
         self._names = tuple(dict.fromkeys(coordinator_addresses))
         self._resolve = resolve
         self._resolve_interval_seconds = resolve_interval_seconds
-        self._tls = tls
+        self._credentials = credentials
         self._make_member = partial(
             Member,
             instance=instance,
@@ -146,8 +146,10 @@ class Fleet:
 
     async def _join(self, address: str, name: str) -> None:
         host = name.rpartition(":")[0]
-        tls = dataclasses.replace(self._tls, name=host) if self._tls.ca and not self._tls.name else self._tls
-        member = await self._make_member(address, tls=tls).__aenter__()
+        credentials = self._credentials
+        if credentials.ca and not credentials.name:
+            credentials = dataclasses.replace(credentials, name=host)
+        member = await self._make_member(address, credentials=credentials).__aenter__()
         self._members[address] = member
         self._waits[address] = asyncio.create_task(self._watch(member), name=f"lmkv-fleet-{address}")
 

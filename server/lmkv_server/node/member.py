@@ -18,9 +18,9 @@ from typing import Any, Self, cast
 import grpc
 
 from lmkv import rpc
+from lmkv.credentials import Credentials
 from lmkv.errors import ConfigError, Full, InstanceIdInUse, LmkvError, StaleEpoch, Unreachable
 from lmkv.keys import ChunkKey, join_keys
-from lmkv.tls import Tls
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, chunk_pb2, registry_service_pb2_grpc
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.orders import Orders
@@ -62,10 +62,10 @@ class Member:
         digest_interval_seconds: float = 60.0,
         register_interval_seconds: float = 30.0,
         max_pending_changes: int = 200_000,
-        tls: Tls = rpc.PLAINTEXT,
+        credentials: Credentials = rpc.PLAINTEXT,
     ) -> None:
         self.coordinator_address = coordinator_address
-        self._tls = tls
+        self._credentials = credentials
         self.conflicts: list[pb.SpecConflict] = []
         """Instances of the same models that share nothing with this one, and why, as of the last registration."""
         self.lookup_failures = 0
@@ -96,7 +96,7 @@ class Member:
     # --- Life ----------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        self._channel = rpc.open_channel(self.coordinator_address, self._tls)
+        self._channel = rpc.open_channel(self.coordinator_address, self._credentials)
         self._registry = registry_service_pb2_grpc.RegistryServiceStub(self._channel)
         self._cache = cache_service_pb2_grpc.CacheServiceStub(self._channel)
         self._task = asyncio.create_task(self._stay(), name=f"lmkv-member-{self.coordinator_address}")

@@ -11,9 +11,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from lmkv.auth.gate import OPEN_GATE, Gate
 from lmkv.auth.token import HEADER
+from lmkv.credentials import Credentials
 from lmkv.errors import ConfigError, PermissionDenied, Unauthenticated
 from lmkv.rpc import PLAINTEXT
-from lmkv.tls import Tls
 
 REQUEST_SECONDS = 5.0
 """Most time that one request, or its answer, may take to pass."""
@@ -24,7 +24,7 @@ STANDS_FOR = "lmkv.v1.RegistryService/ListInstances"
 
 
 class MetricsServer:
-    """Serves a registry while it is entered, over HTTPS if `tls` has a certificate, to whom `gate` knows.
+    """Serves a registry while it is entered, over HTTPS if `credentials` have a certificate, to whom `gate` knows.
 
     Entering raises `ConfigError` if the port cannot be had.
     """
@@ -34,14 +34,14 @@ class MetricsServer:
         registry: CollectorRegistry,
         host: str,
         port: int,
-        tls: Tls = PLAINTEXT,
+        credentials: Credentials = PLAINTEXT,
         gate: Gate = OPEN_GATE,
     ) -> None:
         self.port = port
         """The real one once it is entered."""
         self._registry = registry
         self._host = host
-        self._tls = tls
+        self._credentials = credentials
         self._gate = gate
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
@@ -54,7 +54,7 @@ class MetricsServer:
                 self.port,
                 limit=MAX_REQUEST_BYTES,
                 backlog=MAX_CONNECTIONS,
-                ssl=self._tls.server_context() if self._tls.cert else None,
+                ssl=self._credentials.server_context() if self._credentials.cert else None,
             )
         except OSError as error:
             raise ConfigError(

@@ -147,7 +147,7 @@ class Node:
         )
         self.fleet = Fleet(
             config.coordinator_address if config.enable_p2p else (),
-            tls=config.tls,
+            credentials=config.credentials,
             instance=self.describe,
             snapshot=lambda: holdings.held(self.tier, self.disk),
             orders=self.orders,
@@ -224,7 +224,7 @@ class Node:
         """Serves `/metrics` if it has a port."""
         port = self.config.metrics_port
         if port is not None and port != OFF:
-            gate = Gate(self.config.auth_tokens, self.config.tls.token)
+            gate = Gate(self.config.auth_tokens, self.config.credentials.token)
             server = MetricsServer(self.metrics.registry, self.config.p2p_host, port, self.config.metrics_tls, gate)
             self.metrics_port = (await self._stack.enter_async_context(server)).port
             scheme = "https" if self.config.tls_cert else "http"

@@ -11,10 +11,10 @@ from typing import Any
 from google.protobuf import duration_pb2
 
 from lmkv import rpc
+from lmkv.credentials import Credentials
 from lmkv.errors import ChannelUnsupported, KvSpecMismatch, LmkvError, Unreachable
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.spec import KvSpec
-from lmkv.tls import Tls
 from lmkv.transfer import Channels
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
@@ -38,7 +38,7 @@ class PeerConnection:
         channels: Channels,
         holder: Holder,
         on_mismatch: Callable[[str, KvSpecMismatch], None],
-        tls: Tls = rpc.PLAINTEXT,
+        credentials: Credentials = rpc.PLAINTEXT,
     ) -> None:
         """`instance_id` and `epoch` are the own ones; `on_mismatch` is told once which peer shares nothing, and why."""
         self.instance_id = holder.instance_id
@@ -63,7 +63,7 @@ class PeerConnection:
         self._agreeing = asyncio.Lock()
         self._failure_count = 0
         self._retry_at = 0.0
-        self._words = rpc.open_channel(self.address, tls)
+        self._words = rpc.open_channel(self.address, credentials)
         self._stub = pb_grpc.PeerServiceStub(self._words)
 
     @property

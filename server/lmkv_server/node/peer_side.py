@@ -11,10 +11,10 @@ from lmkv import rpc
 from lmkv.auth.exposure import exposure
 from lmkv.auth.gate import Gate
 from lmkv.config import NodeConfig
+from lmkv.credentials import Credentials
 from lmkv.errors import ConfigError
 from lmkv.pool import Pool
 from lmkv.telemetry.calls import Calls
-from lmkv.tls import Tls
 from lmkv.transfer import Channels, End
 from lmkv.v1 import peer_service_pb2_grpc
 from lmkv_kernels import summed_copy
@@ -76,7 +76,7 @@ class PeerSide:
             pool=pool,
             host=config.p2p_host,
             verify_transfers=config.verify_transfers,
-            tls=config.peer_tls,
+            credentials=config.peer_tls,
         )
         self.receiver = Receiver(
             Handoffs(
@@ -132,7 +132,7 @@ class PeerSide:
         await stack.enter_async_context(self.peers)
         await stack.enter_async_context(self.receiver)
         await stack.enter_async_context(self.service)
-        gate = Gate(config.auth_tokens, config.tls.token)
+        gate = Gate(config.auth_tokens, config.credentials.token)
         if warning := exposure(config.p2p_host, gate, config.peer_tls):
             logger.warning(warning)
         server = await rpc.make_server([PEER_SERVICE], self._calls, gate)
@@ -144,10 +144,10 @@ class PeerSide:
         await stack.enter_async_context(self.senders)
 
 
-def bind(server: grpc.aio.Server, address: str, key: str, tls: Tls = rpc.PLAINTEXT) -> int:
+def bind(server: grpc.aio.Server, address: str, key: str, credentials: Credentials = rpc.PLAINTEXT) -> int:
     """The port that the server now listens on. Raises `ConfigError` naming `key` if it is taken."""
     try:
-        return rpc.add_port(server, address, tls)
+        return rpc.add_port(server, address, credentials)
     except RuntimeError:
         raise ConfigError(
             f"{key}: cannot listen on {address}; is it in use? choose another, or 0 for any free port"

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmkv import rpc
+from lmkv.credentials import Credentials
 from lmkv.errors import KvSpecMismatch, LmkvError, Unreachable
 from lmkv.keys import ChunkKey
 from lmkv.pool import Pool
 from lmkv.spec import KvSpec
-from lmkv.tls import Tls
 from lmkv.transfer import Channels, Copy
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
@@ -69,9 +69,9 @@ class Peers:
         pool: Pool,
         host: str = "127.0.0.1",
         verify_transfers: bool = True,
-        tls: Tls = rpc.PLAINTEXT,
+        credentials: Credentials = rpc.PLAINTEXT,
     ) -> None:
-        """`host` is what peers know this machine by; `tls` is how to speak to them."""
+        """`host` is what peers know this machine by; `credentials` are how to speak to them."""
         self.fetched_chunks = 0
         """Chunks brought in whole since the start."""
         self.fetched_bytes = 0
@@ -100,7 +100,7 @@ class Peers:
         self._quarantine: set[Landing] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._host = host
-        self._tls = tls
+        self._credentials = credentials
         self.verifies = verify_transfers
         """Whether the checksum of each chunk is compared."""
         self._verifier = ThreadPoolExecutor(VERIFY_THREADS, "lmkv-verify")
@@ -183,7 +183,7 @@ class Peers:
         if known:
             self._leave(known)
         connection = PeerConnection(
-            self._instance_id, self._epoch, self.channels, holder, self._note_mismatch, self._tls
+            self._instance_id, self._epoch, self.channels, holder, self._note_mismatch, self._credentials
         )
         self._connections[holder.instance_id] = connection
         if len(self._connections) > MAX_CONNECTIONS:
@@ -214,7 +214,7 @@ class Peers:
             del self._identified[place]
 
     async def _ask_who(self, address: str, spec: KvSpec, timeout_seconds: float) -> Holder:
-        async with rpc.open_channel(address, self._tls) as channel:
+        async with rpc.open_channel(address, self._credentials) as channel:
             request = pb.InitRequest(instance_id=self._instance_id, epoch=self._epoch, spec=spec.to_proto())
             method: Any = pb_grpc.PeerServiceStub(channel).Init
             answer: pb.InitResponse = await rpc.call(

@@ -10,9 +10,9 @@ from typing import Any, cast
 import msgspec
 
 from lmkv import rpc
+from lmkv.credentials import Credentials
 from lmkv.errors import LmkvError, Unreachable
 from lmkv.in_turn import InTurn
-from lmkv.tls import Tls
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv_server.proxy.metrics import Metrics
@@ -38,8 +38,10 @@ class Lookups:
     A lookup that fails is no more than a request that is routed by load alone.
     """
 
-    def __init__(self, addresses: Sequence[str], tls: Tls, timeout_seconds: float, metrics: Metrics) -> None:
-        self._channels = {address: rpc.open_channel(address, tls) for address in addresses}
+    def __init__(
+        self, addresses: Sequence[str], credentials: Credentials, timeout_seconds: float, metrics: Metrics
+    ) -> None:
+        self._channels = {address: rpc.open_channel(address, credentials) for address in addresses}
         self._coordinators = InTurn(addresses)
         self._timeout_seconds = timeout_seconds
         self._metrics = metrics

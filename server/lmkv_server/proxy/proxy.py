@@ -59,7 +59,7 @@ class Proxy:
             upstreams = {engine: Upstream(engine, session, contexts) for engine in self.fleet.engines}
             lookups = None
             if config.policy == "kv_aware":
-                lookups = Lookups(config.coordinator_address, config.tls, config.lookup_timeout, self._metrics)
+                lookups = Lookups(config.coordinator_address, config.credentials, config.lookup_timeout, self._metrics)
                 stack.push_async_callback(lookups.aclose)
             exchange = Exchange(
                 fleet=self.fleet,

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from lmkv.tls import Tls
+from lmkv.credentials import Credentials
 from lmkv_server.node.metrics_server import MetricsServer
 from tests.lmkv.certificates import Certificates, issue, swap
 from tests.server.node.peer_parts import SMALL, Parts, Taken, keys_of
@@ -79,6 +79,6 @@ async def test_metrics_come_over_https_and_follow_their_certificate(tmp_path: Pa
             await scrape(server.port, first.client)
 
 
-async def scrape(port: int, tls: Tls) -> str:
-    async with httpx.AsyncClient(verify=tls.client_contexts().get(), trust_env=False) as client:
+async def scrape(port: int, credentials: Credentials) -> str:
+    async with httpx.AsyncClient(verify=credentials.client_contexts().get(), trust_env=False) as client:
         return (await client.get(f"https://127.0.0.1:{port}/metrics", timeout=10)).text

@@ -14,8 +14,8 @@ from lmkv import rpc
 from lmkv.auth.gate import Gate
 from lmkv.auth.token import Token
 from lmkv.config import NodeConfig
+from lmkv.credentials import Credentials
 from lmkv.errors import ConfigError, LmkvError
-from lmkv.tls import Tls
 from lmkv.v1.peer_service_pb2 import InitRequest
 from lmkv.v1.peer_service_pb2_grpc import PeerServiceStub
 from lmkv_server.coordinator import registry_service
@@ -71,7 +71,7 @@ async def test_chunks_go_to_nodes_of_the_same_tenant_only(path: str, tenant: str
 async def test_nobody_else_is_told_how_to_read_the_memory(path: str, token: str, code: str) -> None:
     async with (
         node("owner", path, "engine-of-a-token") as owner,
-        rpc.open_channel(owner.address, Tls(token=Token(text=token))) as channel,
+        rpc.open_channel(owner.address, Credentials(token=Token(text=token))) as channel,
     ):
         stub: Any = PeerServiceStub(channel)
         request = InitRequest(instance_id="x", epoch=1, spec=SMALL.to_proto(), channels=["shm"])

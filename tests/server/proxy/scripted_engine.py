@@ -18,8 +18,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from lmkv.credentials import Credentials
 from lmkv.rpc import PLAINTEXT
-from lmkv.tls import Tls
 from lmkv_server.coordinator.http.server import HttpServer
 
 MODEL = "scripted"
@@ -38,7 +38,7 @@ class Died(Exception):
 class ScriptedEngine:
     """Serves from `start` to `stop`. What it was asked is in `asked`; what it is to do wrong is set beforehand."""
 
-    def __init__(self, instance_id: str = "", peer_address: str = "", tls: Tls = PLAINTEXT) -> None:
+    def __init__(self, instance_id: str = "", peer_address: str = "", credentials: Credentials = PLAINTEXT) -> None:
         self.asked: list[tuple[str, Json, dict[str, str]]] = []
         """Path, body and headers of each request for tokens, probes left out."""
         self.url = ""
@@ -68,7 +68,7 @@ class ScriptedEngine:
         self.thinks = False
         """Whether it has a parser that takes what it says in chats for reasoning."""
         self.api_key = ""
-        self._tls = tls
+        self._credentials = credentials
         self._http: HttpServer | None = None
 
     async def start(self) -> None:
@@ -82,9 +82,9 @@ class ScriptedEngine:
                 Route("/v1/chat/completions", self._generate, methods=["POST"]),
             ]
         )
-        self._http = HttpServer("127.0.0.1", self.port, "port", app, self._tls)
+        self._http = HttpServer("127.0.0.1", self.port, "port", app, self._credentials)
         self.port = self._http.port
-        self.url = f"{'https' if self._tls.cert else 'http'}://127.0.0.1:{self.port}"
+        self.url = f"{'https' if self._credentials.cert else 'http'}://127.0.0.1:{self.port}"
         await self._http.start()
 
     async def stop(self) -> None:

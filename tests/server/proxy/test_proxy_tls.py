@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from lmkv.config import ProxyConfig
-from lmkv.tls import Tls
+from lmkv.credentials import Credentials
 from lmkv_server.proxy.proxy import Proxy
 from tests.lmkv.certificates import Certificates, issue, swap
 from tests.server.coordinator.scripted_instance import until
@@ -23,7 +23,7 @@ BODY = {"model": MODEL, "prompt": "once upon", "max_tokens": 4}
 @pytest.fixture
 async def engine(tmp_path: Path, stack: AsyncExitStack) -> ScriptedEngine:
     """An engine that lets in only whom the issuer of its certificate knows."""
-    engine = ScriptedEngine(tls=issue(tmp_path / "engine").strict_server)
+    engine = ScriptedEngine(credentials=issue(tmp_path / "engine").strict_server)
     await engine.start()
     stack.push_async_callback(engine.stop)
     return engine
@@ -38,8 +38,8 @@ def make_proxy(engine: ScriptedEngine, **settings: Any) -> Proxy:
     return Proxy(ProxyConfig(port=0, mode="route", engines=(engine.url,), **(QUICK | settings)))
 
 
-async def post(url: str, tls: Tls) -> httpx.Response:
-    async with httpx.AsyncClient(verify=tls.client_contexts().get(), trust_env=False, timeout=20) as client:
+async def post(url: str, credentials: Credentials) -> httpx.Response:
+    async with httpx.AsyncClient(verify=credentials.client_contexts().get(), trust_env=False, timeout=20) as client:
         return await client.post(f"{url}/v1/completions", json=BODY)
 
 
@@ -48,7 +48,7 @@ async def test_a_request_goes_over_tls_all_the_way(engine: ScriptedEngine, tmp_p
     async with make_proxy(engine, **files) as proxy:
         await until(lambda: proxy.fleet.engines[0].is_healthy)
         assert proxy.url.startswith("https://")
-        assert (await post(proxy.url, Tls(ca=files["engine_tls_ca"]))).status_code == 200
+        assert (await post(proxy.url, Credentials(ca=files["engine_tls_ca"]))).status_code == 200
 
 
 async def test_prefill_and_decode_engines_are_spoken_to_over_tls(engine: ScriptedEngine, tmp_path: Path) -> None:
@@ -80,4 +80,4 @@ async def test_clients_see_a_new_certificate_and_new_issuers_without_a_restart(
         swap(tmp_path / "proxy", second)
         assert (await post(proxy.url, second.known_client)).status_code == 503
         with pytest.raises(httpx.TransportError):
-            await post(proxy.url, Tls(ca=second.ca, cert=first.cert, key=first.key))
+            await post(proxy.url, Credentials(ca=second.ca, cert=first.cert, key=first.key))

@@ -21,11 +21,11 @@ _BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
 def check_tls(config: ConnectorConfig | CoordinatorConfig) -> Iterator[Finding]:
     """Whether the files can be used, and none of their certificates is out of date or will soon be."""
     try:
-        tls = config.tls
+        credentials = config.credentials
     except ConfigError as error:
         yield fail("tls", str(error))
         return
-    files = {"tls_cert": tls.cert, "tls_ca": tls.ca, "tls_client_ca": tls.client_ca}
+    files = {"tls_cert": credentials.cert, "tls_ca": credentials.ca, "tls_client_ca": credentials.client_ca}
     if not any(files.values()):
         yield ok("tls", "not configured: words travel in the clear")
     for name, path in files.items():

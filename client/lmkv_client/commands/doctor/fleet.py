@@ -64,7 +64,7 @@ async def check_fleet(config: ConnectorConfig) -> AsyncIterator[Finding]:
 
 async def _check_at(address: str, config: ConnectorConfig) -> AsyncIterator[Finding]:
     begin = time.monotonic()
-    async with Coordinator(address, tls=config.tls, timeout_seconds=ANSWER_SECONDS) as coordinator:
+    async with Coordinator(address, credentials=config.credentials, timeout_seconds=ANSWER_SECONDS) as coordinator:
         try:
             instances = await coordinator.instances()
         except Unreachable as error:
@@ -148,7 +148,7 @@ class _Visitor:
     @asynccontextmanager
     async def register(cls, address: str, config: ConnectorConfig, specs: Sequence[KvSpec]) -> AsyncIterator[_Visitor]:
         """Joins, and leaves in the end. Raises `LmkvError`."""
-        connection = Connection(address, ANSWER_SECONDS, config.tls)
+        connection = Connection(address, ANSWER_SECONDS, config.credentials)
         instance = Instance(
             instance_id=f"doctor-{socket.gethostname()[:32]}-{os.getpid()}",
             epoch=time.time_ns(),

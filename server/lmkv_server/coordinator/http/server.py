@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
+from lmkv.credentials import Credentials
 from lmkv.rpc import PLAINTEXT
-from lmkv.tls import Tls
 from lmkv_server.coordinator.http.deadline import Deadline
 from lmkv_server.coordinator.ports import listen
 
@@ -28,7 +28,7 @@ logging.getLogger("uvicorn").setLevel(logging.WARNING)
 class HttpServer:
     """Serves an application on one port from `start` to `aclose`; the port is taken at once.
 
-    It speaks HTTPS if `tls` has a certificate. Raises `ConfigError` if the port cannot be had.
+    It speaks HTTPS if `credentials` have a certificate. Raises `ConfigError` if the port cannot be had.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class HttpServer:
         port: int,
         key: str,
         app: ASGIApp,
-        tls: Tls = PLAINTEXT,
+        credentials: Credentials = PLAINTEXT,
         *,
         name: str = "lmkv-coordinator-http",
         max_concurrent_requests: int = MAX_CONCURRENT_REQUESTS,
@@ -60,7 +60,7 @@ class HttpServer:
             timeout_graceful_shutdown=1,
         )
         config.load()
-        config.ssl = tls.server_context() if tls.cert else None
+        config.ssl = credentials.server_context() if credentials.cert else None
         self._server = _Server(config, grace_seconds)
         self._task: asyncio.Task[None] | None = None
 

@@ -12,7 +12,7 @@ import pytest
 
 from lmkv import rpc
 from lmkv.config import ClientConfig, NodeConfig
-from lmkv.tls import Tls
+from lmkv.credentials import Credentials
 from lmkv.v1 import registry_service_pb2, registry_service_pb2_grpc
 from lmkv_client.coordinator import Coordinator as SdkCoordinator
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -27,14 +27,14 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return issue(tmp_path_factory.mktemp("tls"))
 
 
-def make_coordinator(tls: Tls) -> Coordinator:
-    return Coordinator(port=0, http_ports={"http_port": 0}, tls=tls)
+def make_coordinator(credentials: Credentials) -> Coordinator:
+    return Coordinator(port=0, http_ports={"http_port": 0}, credentials=credentials)
 
 
-def make_client(coordinator: Coordinator, tls: Tls) -> httpx.AsyncClient:
-    context = ssl.create_default_context(cafile=tls.ca or None)
-    if tls.cert:
-        context.load_cert_chain(tls.cert, tls.key)
+def make_client(coordinator: Coordinator, credentials: Credentials) -> httpx.AsyncClient:
+    context = ssl.create_default_context(cafile=credentials.ca or None)
+    if credentials.cert:
+        context.load_cert_chain(credentials.cert, credentials.key)
     return httpx.AsyncClient(base_url=coordinator.url, verify=context, trust_env=False, timeout=10)
 
 
@@ -49,7 +49,7 @@ async def test_both_ports_speak_tls_and_nothing_else(certificates: Certificates)
         async with httpx.AsyncClient(trust_env=False) as plain:
             with pytest.raises(httpx.TransportError):
                 await plain.get(f"http://{coordinator.http_address}/healthz")
-        async with make_client(coordinator, Tls()) as trusts_others:
+        async with make_client(coordinator, Credentials()) as trusts_others:
             with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
                 await trusts_others.get("/healthz")
 
@@ -75,7 +75,7 @@ async def test_a_node_and_a_tool_come_over_tls(certificates: Certificates, short
         )
         async with Node(config) as node, asyncio.timeout(20):
             await node.fleet.started()
-            async with SdkCoordinator(coordinator.address, tls=ClientConfig(**files).tls) as sdk:
+            async with SdkCoordinator(coordinator.address, credentials=ClientConfig(**files).credentials) as sdk:
                 assert [instance.instance_id for instance in await sdk.instances()] == ["node-1"]
 
 
@@ -90,7 +90,7 @@ async def test_a_certificate_that_is_replaced_counts_on_both_ports_at_once(tmp_p
             async with make_client(coordinator, old.known_client) as http:
                 with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
                     await http.get("/healthz")
-            mixed = Tls(ca=current.ca, cert=old.cert, key=old.key)
+            mixed = Credentials(ca=current.ca, cert=old.cert, key=old.key)
             async with make_client(coordinator, mixed) as http:
                 with pytest.raises(httpx.TransportError):
                     await http.get("/healthz")

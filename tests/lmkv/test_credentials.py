@@ -12,8 +12,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lmkv import rpc
+from lmkv.credentials import Credentials
 from lmkv.errors import ConfigError, Unreachable
-from lmkv.tls import Tls
 from tests.lmkv.certificates import Certificates, issue, replace, swap
 
 
@@ -23,9 +23,9 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 
 @asynccontextmanager
-async def serving(tls: Tls) -> AsyncIterator[int]:
+async def serving(credentials: Credentials) -> AsyncIterator[int]:
     server = await rpc.make_server([])
-    port = rpc.add_port(server, "127.0.0.1:0", tls)
+    port = rpc.add_port(server, "127.0.0.1:0", credentials)
     await server.start()
     try:
         yield port
@@ -33,9 +33,9 @@ async def serving(tls: Tls) -> AsyncIterator[int]:
         await server.stop(0)
 
 
-async def ask(port: int, tls: Tls, host: str = "localhost") -> None:
+async def ask(port: int, credentials: Credentials, host: str = "localhost") -> None:
     """One call. Raises what it fails with, as lmkv's errors."""
-    async with rpc.open_channel(f"{host}:{port}", tls) as channel:
+    async with rpc.open_channel(f"{host}:{port}", credentials) as channel:
         try:
             request = health_pb2.HealthCheckRequest()
             await health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)
@@ -82,11 +82,11 @@ async def test_a_server_of_another_name_is_refused(tmp_path: Path) -> None:
 
 async def test_a_strict_server_lets_in_only_whom_its_issuer_knows(certificates: Certificates, tmp_path: Path) -> None:
     stranger = issue(tmp_path)
-    unknown = Tls(ca=certificates.ca, cert=stranger.cert, key=stranger.key)
+    unknown = Credentials(ca=certificates.ca, cert=stranger.cert, key=stranger.key)
     async with serving(certificates.strict_server) as port:
-        for tls in (certificates.client, unknown, rpc.PLAINTEXT):
+        for credentials in (certificates.client, unknown, rpc.PLAINTEXT):
             with pytest.raises(Unreachable, match="if it asks for certificates, tls_cert and tls_key too"):
-                await ask(port, tls)
+                await ask(port, credentials)
         await ask(port, certificates.known_client)
 
 
@@ -107,7 +107,7 @@ def test_files_that_are_wrong_are_named_by_their_key(certificates: Certificates,
     ]
     for files, says in wrong:
         with pytest.raises(ConfigError, match=says):
-            Tls(**files)
+            Credentials(**files)
 
 
 async def test_certificates_are_replaced_under_running_ends(tmp_path: Path) -> None:
@@ -144,15 +144,15 @@ async def test_an_expired_certificate_is_refused_on_either_side(certificates: Ce
     async with serving(old.server) as port:
         with pytest.raises(Unreachable, match="is not of those whom tls_ca names, or out of date"):
             await ask(port, old.client)
-    strict = Tls(cert=certificates.cert, key=certificates.key, client_ca=old.ca)
+    strict = Credentials(cert=certificates.cert, key=certificates.key, client_ca=old.ca)
     async with serving(strict) as port:
         with pytest.raises(Unreachable):
-            await ask(port, Tls(ca=certificates.ca, cert=old.cert, key=old.key))
+            await ask(port, Credentials(ca=certificates.ca, cert=old.cert, key=old.key))
 
 
 async def test_a_name_may_stand_for_the_address(tmp_path: Path) -> None:
     fleet = issue(tmp_path, "lmkv-node")
     async with serving(fleet.server) as port:
-        await ask(port, Tls(ca=fleet.ca, name="lmkv-node"), "127.0.0.1")
+        await ask(port, Credentials(ca=fleet.ca, name="lmkv-node"), "127.0.0.1")
         with pytest.raises(Unreachable, match="is for another name"):
-            await ask(port, Tls(ca=fleet.ca, name="lmkv-other"), "127.0.0.1")
+            await ask(port, Credentials(ca=fleet.ca, name="lmkv-other"), "127.0.0.1")

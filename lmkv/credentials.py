@@ -15,7 +15,7 @@ from lmkv.fresh import Fresh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tls:
+class Credentials:
     """PEM files, by the configuration keys that name them; empty where there is none.
 
     A server speaks TLS if it has a certificate, and then lets in only clients that show one of `client_ca`'s, if set.
