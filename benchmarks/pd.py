@@ -131,8 +131,8 @@ def ask_all(systems: Mapping[str, System], prompt: Sequence[int], token_count: i
         if len(answer.token_ids) != token_count:
             raise LmkvError(f"{name} answered with {len(answer.token_ids)} tokens instead of {token_count}")
         answers[name] = replace(answer, step=step_seconds(system, prompt, answer)) if answer.seam else answer
-    is_exact = "float32" in systems[ONE].decode.process.command
-    if is_exact and answers[LMKV].token_ids != answers[ONE].token_ids:
+    is_exact = "float32" in systems[LMKV].decode.process.command
+    if is_exact and ONE in answers and answers[LMKV].token_ids != answers[ONE].token_ids:
         raise LmkvError("lmkv's completion is not that of one engine")
     return answers
 

@@ -15,8 +15,9 @@ import zmq
 from benchmarks import pd, pd_systems
 from benchmarks.meanings import meaning_of
 from benchmarks.pd_calls import SERVICE, Counts
-from benchmarks.pd_systems import Answer
+from benchmarks.pd_systems import Answer, System
 from lmkv.errors import LmkvError
+from lmkv_client.demo.engine import Engine
 from lmkv_client.demo.process import ServerProcess, session_pids
 
 
@@ -57,6 +58,24 @@ def test_answers_that_differ_are_counted() -> None:
     odd = make_round() | {"lmcache": replace(make_round()["lmcache"], token_ids=(1, 2, 3, 5))}
     rows = {row.name: row.value for row in pd.rows_of([make_round(), odd], "_4096")}
     assert rows["pd_identical_4096"] == 50
+
+
+def make_systems(folder: Path, token_ids: dict[str, tuple[int, ...]]) -> dict[str, System]:
+    """Systems that answer so, at once; in float32."""
+    engine = Engine(folder, folder)
+    answers = {name: Answer(token_ids=said, seconds=(1.0, 1.1, 1.2)) for name, said in token_ids.items()}
+    return {name: System(ask=lambda *_, said=said: said, decode=engine) for name, said in answers.items()}
+
+
+def test_an_answer_of_lmkvs_that_is_not_that_of_one_engine_ends_it(tmp_path: Path) -> None:
+    systems = make_systems(tmp_path, {"one_engine": (1, 2, 3), "lmkv": (1, 2, 4)})
+    with pytest.raises(LmkvError, match="not that of one engine"):
+        pd.ask_all(systems, [5, 6], 3)
+
+
+def test_without_one_engine_nothing_is_compared(tmp_path: Path) -> None:
+    systems = make_systems(tmp_path, {"lmkv": (1, 2, 4), "nixlconnector": (1, 2, 3)})
+    assert pd.ask_all(systems, [5, 6], 3).keys() == systems.keys()
 
 
 def test_calls_are_those_of_the_requests_between_two_moments() -> None:
