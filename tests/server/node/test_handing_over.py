@@ -6,7 +6,9 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
+from itertools import product
 
 import grpc
 import pytest
@@ -109,6 +111,28 @@ async def test_early_chunks_arrive_while_later_ones_are_still_computed(prefill: 
         await until(lambda key=key: decode.tier.get(key) is not None)  # type: ignore[misc]
         assert state_of(decode) is (State.TRANSFERRING if index < 7 else State.COMMITTED)
     assert (await ended).chunk_count == 8
+
+
+async def test_every_prefill_hands_to_every_decode_at_once() -> None:
+    async with AsyncExitStack() as stack:
+        prefills = [await stack.enter_async_context(Parts(f"prefill-{number}")) for number in range(2)]
+        decodes = [await stack.enter_async_context(Parts(f"decode-{number}", chunk_count=64)) for number in range(2)]
+        prompts = {f"r{number}": keys_of(8 * number + 8)[-8:] for number in range(4)}
+        pairs = dict(zip(prompts, product(prefills, decodes), strict=True))
+        handed = [prefill.hand(name, decode.address, prompts[name]) for name, (prefill, decode) in pairs.items()]
+        for name, (prefill, _) in pairs.items():
+            for key in prompts[name]:
+                prefill.put(key)
+        assert [(one.error, one.chunk_count) for one in await asyncio.gather(*handed)] == [(None, 8)] * 4
+        for name, (_, decode) in pairs.items():
+            taken = await follow(decode, name, prompts[name])
+            assert taken.keys() == prompts[name]
+            taken.let_go()
+        for decode in decodes:
+            await finish(decode)
+        for prefill in prefills:
+            await until(lambda senders=prefill.senders: len(senders) == 0)  # type: ignore[misc]
+            prefill.check_nothing_left()
 
 
 async def test_a_partial_last_chunk_arrives(prefill: Parts, decode: Parts) -> None:

@@ -143,6 +143,19 @@ async def test_a_repeated_answer_that_has_not_begun_is_another_engines(
     assert told(await front.ask(COMPLETIONS, REPEATED | STREAM)) == expected
 
 
+@pytest.mark.parametrize("status", [500, 503, 429])
+@pytest.mark.parametrize("body", [BODY, BODY | STREAM, REPEATED, REPEATED | STREAM])
+async def test_another_decode_engine_is_asked(
+    make_engine: MakeEngine, make_proxy: MakeProxy, body: dict[str, Any], status: int
+) -> None:
+    front, _, decoders = await fleet(make_engine, make_proxy, 1, 2)
+    expected = await alone(decoders[1], COMPLETIONS, body)
+    decoders[0].refusals = [status]
+    assert told(await front.ask(COMPLETIONS, body)) == expected
+    assert not decoders[0].refusals
+    await front.counts("lmkv_proxy_retries_total", 1, role="decode")
+
+
 async def test_an_engines_refusal_is_passed_on_as_it_is(front: Front, prefiller: ScriptedEngine) -> None:
     for body in (BODY, REPEATED):
         response = await front.ask(COMPLETIONS, body | {"model": "unknown"})
