@@ -25,8 +25,10 @@ class EngineHandoffs:
         self._running: set[str] = set()
 
     def begin(self, handoff: pb.HandChunks) -> None:
-        """Begins one. Raises `BadChunkKey` if its keys make no sense."""
+        """Begins one. A repeat changes nothing. Raises `BadChunkKey` if its keys make no sense."""
         keys = split_keys(handoff.chunk_keys)
+        if handoff.request_id in self._running:
+            return
         if self._senders is None:
             alone = Unreachable("this node has no peers: set enable_p2p")
             self._ended(Handed(request_id=handoff.request_id, error=alone))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from lmkv import telemetry
-from lmkv.errors import Full
+from lmkv.errors import BadMessage, Full, LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
 from lmkv.telemetry import Span
@@ -94,11 +94,8 @@ class Senders:
         on_end: Callable[[Handed], None],
         traceparent: str = "",
     ) -> None:
-        """Begins a handoff, which tells `on_end` how it went. A repeat is no error and changes nothing."""
-        if request_id in self._running:
-            return
-        if len(self._running) >= self._limit:
-            error = Full(f"{self._limit} handoffs are all that this node may give at a time", limit=self._limit)
+        """Begins a handoff, which tells `on_end` how it went: at once if another of its name is under way."""
+        if error := self._refusal(request_id):
             on_end(Handed(request_id=request_id, error=error))
             return
         sender = Sender(self, request_id=request_id, address=address, spec=spec, keys=keys, token_count=token_count)
@@ -107,6 +104,13 @@ class Senders:
         task = asyncio.create_task(running, name=f"lmkv-handoff-{request_id}")
         self._running[request_id] = sender, task
         task.add_done_callback(lambda _: self._running.pop(request_id, None))
+
+    def _refusal(self, request_id: str) -> LmkvError | None:
+        if request_id in self._running:
+            return BadMessage(f"a handoff {request_id!r} is under way already", field="request_id")
+        if len(self._running) >= self._limit:
+            return Full(f"{self._limit} handoffs are all that this node may give at a time", limit=self._limit)
+        return None
 
     def end(self, request_id: str) -> None:
         """No chunk of this handoff will be committed any more. One that has ended is no error."""

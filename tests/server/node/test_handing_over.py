@@ -18,10 +18,12 @@ from lmkv.errors import BadMessage, GrantNotFound, KvSpecMismatch, NoFreeExtents
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
+from lmkv.v1 import engine_service_pb2 as engine_pb
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.arrivals import Progress
+from lmkv_server.node.engine_handoffs import EngineHandoffs
 from lmkv_server.node.handoff import State
 from tests.server.node.peer_parts import LARGE, SMALL, Parts, Remote, Taken, keys_of
 
@@ -306,6 +308,26 @@ async def test_who_serves_at_an_address_is_asked_once(
 async def test_nobody_at_the_address_is_an_error(prefill: Parts) -> None:
     handed = await prefill.hand("r", "127.0.0.1:1", KEYS)
     assert isinstance(handed.error, Unreachable)
+
+
+async def test_a_name_is_one_handoff_of_one_engine_however_often_it_asks(prefill: Parts, decode: Parts) -> None:
+    message = engine_pb.HandChunks(
+        request_id="r", decode_address=decode.address, chunk_keys=join_keys(KEYS), token_count=8 * SMALL.chunk_size
+    )
+    answers: list[engine_pb.AttachResponse] = []
+    refusals: list[engine_pb.AttachResponse] = []
+    engine = EngineHandoffs(SMALL, prefill.senders, answers.append)
+    other = EngineHandoffs(SMALL, prefill.senders, refusals.append)
+    for each in (engine, engine, other):
+        each.begin(message)
+    assert [answer.handed[0].status.code for answer in refusals] == [grpc.StatusCode.INVALID_ARGUMENT.value[0]]
+    other.end("r")
+    other.close()
+    for key in KEYS:
+        prefill.put(key)
+    await until(lambda: bool(answers))
+    (handed,) = (one for answer in answers for one in answer.handed)
+    assert (handed.chunk_count, handed.status.code) == (8, 0)
 
 
 # ---- damage, silence, death --------------------------------------------------------------------------------------
