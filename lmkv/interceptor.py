@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,11 +13,14 @@ from grpc_status import rpc_status
 
 from lmkv.auth.caller import check_caller
 from lmkv.auth.gate import Gate
-from lmkv.errors import LmkvError
+from lmkv.errors import BadMessage, LmkvError
 from lmkv.statuses import to_status
 from lmkv.telemetry.calls import Calls
 
 logger = logging.getLogger(__name__)
+
+MESSAGE_SECONDS = 10.0
+"""Most time that a call's only message may take to come."""
 
 
 class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
@@ -36,36 +40,28 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
             return None  # type: ignore[return-value]
         method = handler_call_details.method
         name, metadata = method.removeprefix("/"), handler_call_details.invocation_metadata
-        if handler.response_streaming:
-            inner_stream = handler.stream_stream or handler.unary_stream
+        # gRPC is told that all requests come in parts: it then calls handlers before the first has come. So the gate
+        # refuses strangers before they have made us hold anything, and nobody is waited for who never ends a message.
+        inner = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
-            async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-                try:
-                    with self._gate.passing(name, metadata):
-                        responses = inner_stream(request, context)
-                        if inspect.isawaitable(responses):  # it writes them itself, as gRPC's own health service does
-                            await responses
-                            return
-                        async for response in responses:
-                            check_caller()
-                            yield response
-                except Exception as error:
-                    await _abort(_refusal(error, method), context)
+        async def stream(parts: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+            try:
+                with self._gate.passing(name, metadata):
+                    responses = inner(parts if handler.request_streaming else await _whole(parts), context)
+                    if inspect.isawaitable(responses):  # it writes them itself, as gRPC's own health service does
+                        await responses
+                        return
+                    async for response in responses:
+                        check_caller()
+                        yield response
+            except Exception as error:
+                await _abort(_refusal(error, method), context)
 
-            make = (
-                grpc.stream_stream_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_stream_rpc_method_handler
-            )
-            return make(stream, handler.request_deserializer, handler.response_serializer)
-
-        inner = handler.unary_unary or handler.stream_unary
-
-        async def unary(request: Any, context: Any) -> Any:
+        async def unary(parts: AsyncIterator[Any], context: Any) -> Any:
             with self._calls.observe(method, metadata) as call:
                 try:
                     with self._gate.passing(name, metadata):
-                        return await inner(request, context)
+                        return await inner(parts if handler.request_streaming else await _whole(parts), context)
                 except grpc.aio.AbortError:  # the handler aborted the call itself
                     call.failed(_code_name(context.code()))
                     raise
@@ -74,10 +70,21 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
                     call.failed(refusal.code)
                     await _abort(refusal, context)
 
-        make = (
-            grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
-        )
-        return make(unary, handler.request_deserializer, handler.response_serializer)
+        codecs = (handler.request_deserializer, handler.response_serializer)
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(stream, *codecs)
+        return grpc.stream_unary_rpc_method_handler(unary, *codecs)
+
+
+async def _whole(parts: AsyncIterator[Any]) -> Any:
+    """The only message of a request. Raises `BadMessage` if it does not come, or not in time."""
+    try:
+        async with asyncio.timeout(MESSAGE_SECONDS):
+            return await anext(parts)
+    except TimeoutError:
+        raise BadMessage(f"no message within {MESSAGE_SECONDS:g} s; send it at once") from None
+    except StopAsyncIteration:
+        raise BadMessage("the call ended without a message; send one") from None
 
 
 def _refusal(error: Exception, method: str) -> LmkvError:

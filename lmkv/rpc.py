@@ -45,6 +45,8 @@ MAX_MESSAGE_BYTES = 1 << 20
 """Bytes never ride gRPC; this limit, the same on every end, keeps it true."""
 MAX_CALLS_PER_CONNECTION = 1_000
 """Further ones wait in the client until one has ended."""
+HANDSHAKE_MS = 10_000
+"""Most time from a connection until TLS and HTTP/2 have begun; gRPC would wait two minutes."""
 CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -60,6 +62,7 @@ SERVER_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
+    ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
 )
 
 

@@ -32,19 +32,24 @@ class Allowance:
                 limit=self._concurrent,
                 retry_seconds=BURST_SECONDS,
             )
-        if self._per_second:
-            earned = (now - self._time) * self._per_second
-            self._left = min(self._left + earned, self._per_second * BURST_SECONDS)
-            self._time = now
-            if self._left < 1:
-                raise TooManyRequests(
-                    f"this token may ask {self._per_second} times a second; ask less often, or raise its "
-                    "max_requests_per_second",
-                    limit=self._per_second,
-                    retry_seconds=round((1 - self._left) / self._per_second, 3),
-                )
-            self._left -= 1
+        self.ask(now)
         self.under_way_count += 1
+
+    def ask(self, now: float) -> None:
+        """Lets one more question of a request in. Raises as `begin` does."""
+        if not self._per_second:
+            return
+        earned = (now - self._time) * self._per_second
+        self._left = min(self._left + earned, self._per_second * BURST_SECONDS)
+        self._time = now
+        if self._left < 1:
+            raise TooManyRequests(
+                f"this token may ask {self._per_second} times a second; ask less often, or raise its "
+                "max_requests_per_second",
+                limit=self._per_second,
+                retry_seconds=round((1 - self._left) / self._per_second, 3),
+            )
+        self._left -= 1
 
     def end(self) -> None:
         """One request is over."""

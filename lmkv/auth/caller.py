@@ -32,6 +32,7 @@ ANYBODY = Caller(name="anybody", role=Role.ADMIN)
 
 _current: ContextVar[Caller] = ContextVar("lmkv_caller", default=ANYBODY)
 _check: ContextVar[Callable[[Caller], None]] = ContextVar("lmkv_caller_check", default=lambda _: None)
+_ask: ContextVar[Callable[[], None]] = ContextVar("lmkv_caller_ask", default=lambda: None)
 
 
 def current_caller() -> Caller:
@@ -44,14 +45,23 @@ def check_caller() -> None:
     _check.get()(_current.get())
 
 
+def count_question() -> None:
+    """Asked before each question of a stream is answered. Raises `TooManyRequests` if who asks is past its limit."""
+    _ask.get()()
+
+
 @contextmanager
-def calling(caller: Caller, check: Callable[[Caller], None]) -> Iterator[None]:
-    """While this lasts, `current_caller` is this one, and `check` is how `check_caller` finds out."""
-    before, check_before = _current.get(), _check.get()
-    _current.set(caller)
-    _check.set(check)
+def calling(caller: Caller, check: Callable[[Caller], None], ask: Callable[[], None]) -> Iterator[None]:
+    """While this lasts `current_caller` is this one; `check_caller` calls `check`, and `count_question` calls `ask`."""
+    before = _current.get(), _check.get(), _ask.get()
+    _set(caller, check, ask)
     try:
         yield
     finally:
-        _current.set(before)  # not reset: a stream that is cut off may be ended in another context
-        _check.set(check_before)
+        _set(*before)  # not reset: a stream that is cut off may be ended in another context
+
+
+def _set(caller: Caller, check: Callable[[Caller], None], ask: Callable[[], None]) -> None:
+    _current.set(caller)
+    _check.set(check)
+    _ask.set(ask)

@@ -66,14 +66,12 @@ class Gate:
             yield caller
             return
         allowance = self._allowance(caller)
-        if allowance:
-            allowance.begin(time.monotonic())
+        allowance.begin(time.monotonic())
         try:
-            with calling(caller, self._still_admits):
+            with calling(caller, self._still_admits, lambda: allowance.ask(time.monotonic())):
                 yield caller
         finally:
-            if allowance:
-                allowance.end()
+            allowance.end()
 
     def admit(self, method: str, metadata: Metadata | None) -> Caller:
         """Who calls. Raises `Unauthenticated` or `PermissionDenied`, each with the fix and without the token."""
@@ -138,11 +136,9 @@ class Gate:
         if not (callers.knows(caller) or callers.knows(replace(caller, tenant=""))):
             raise Unauthenticated("the token is not known any more; show another")
 
-    def _allowance(self, caller: Caller) -> Allowance | None:
-        """The bucket of all tokens of one name, if they have a limit."""
+    def _allowance(self, caller: Caller) -> Allowance:
+        """The bucket of all tokens of one name."""
         per_second, concurrent = caller.max_requests_per_second, caller.max_concurrent_requests
-        if not (per_second or concurrent):
-            return None
         allowance = self._allowances.get(caller.name)
         if allowance is None or not allowance.is_of(per_second, concurrent):
             allowance = self._allowances[caller.name] = Allowance(per_second, concurrent, time.monotonic())

@@ -11,6 +11,7 @@ from google.longrunning import operations_pb2
 from numpy.typing import NDArray
 
 from lmkv import rpc
+from lmkv.auth.caller import count_question
 from lmkv.errors import LmkvError
 from lmkv.tiers import LOCATIONS
 from lmkv.v1 import cache_service_pb2 as pb
@@ -63,6 +64,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
                     answer, size_bytes = pb.LookupStreamResponse(), 0
                 result = answer.results.add()
                 try:
+                    count_question()
                     self._lookup(request, result.response)
                 except LmkvError as error:
                     result.error.CopyFrom(rpc.to_status(error))

@@ -35,6 +35,24 @@ def test_only_so_many_are_under_way() -> None:
     assert allowance.under_way_count == 2
 
 
+def test_each_question_of_a_request_counts_like_one() -> None:
+    allowance = Allowance(4, 1, 0.0)
+    allowance.begin(0.0)
+    for _ in range(3):
+        allowance.ask(0.0)
+    with pytest.raises(TooManyRequests, match="4 times a second"):
+        allowance.ask(0.0)
+    allowance.ask(0.25)
+    assert allowance.under_way_count == 1
+
+
+def test_without_limits_everything_is_let_in() -> None:
+    allowance = Allowance(0, 0, 0.0)
+    for _ in range(100):
+        allowance.begin(0.0)
+        allowance.ask(0.0)
+
+
 def test_who_is_refused_takes_nothing() -> None:
     allowance = Allowance(1, 1, 0.0)
     allowance.begin(0.0)

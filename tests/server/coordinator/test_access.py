@@ -154,6 +154,20 @@ async def test_who_asks_too_often_is_told_when_to_come_back(tmp_path: Path) -> N
             assert 429 in codes
 
 
+async def test_each_question_of_a_stream_counts_against_the_rate(tmp_path: Path) -> None:
+    async with guarded(tmp_path, [entry("reader", max_requests_per_second=5)]) as fleet:
+        stream = (await fleet.cache(token_of("reader"))).LookupStream()
+        await stream.write(LookupStreamRequest(requests=[LookupRequest()] * 200))
+        results: list[Any] = []
+        while len(results) < 200:
+            results += (await asyncio.wait_for(stream.read(), 10)).results
+        assert results[0].WhichOneof("result") == "response"
+        refused = [rpc.from_status(result.error) for result in results if result.WhichOneof("result") == "error"]
+        assert refused
+        assert {(error.reason, error.metadata["limit"]) for error in refused} == {("TOO_MANY_REQUESTS", "5")}
+        stream.cancel()
+
+
 async def test_a_request_beyond_the_limit_is_refused_before_it_is_read(fleet: Guarded) -> None:
     async with grpc.aio.insecure_channel(fleet.coordinator.address) as boundless:
         call = boundless.unary_unary(
