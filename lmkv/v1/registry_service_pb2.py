@@ -23,13 +23,15 @@ _sym_db = _symbol_database.Default()
 
 
 from google.api import field_behavior_pb2 as google_dot_api_dot_field__behavior__pb2
+from google.longrunning import operations_pb2 as google_dot_longrunning_dot_operations__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
+from lmkv.v1 import cache_service_pb2 as lmkv_dot_v1_dot_cache__service__pb2
 from lmkv.v1 import chunk_pb2 as lmkv_dot_v1_dot_chunk__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1elmkv/v1/registry_service.proto\x12\x07lmkv.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a\x13lmkv/v1/chunk.proto\"\x9d\x03\n\x08Instance\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x1a\n\x0cpeer_address\x18\x03 \x01(\tB\x04\xe2\x41\x01\x02\x12\x1e\n\x05specs\x18\x04 \x03(\x0b\x32\x0f.lmkv.v1.KvSpec\x12\x0f\n\x07version\x18\x05 \x01(\t\x12!\n\x05tiers\x18\x06 \x03(\x0b\x32\x12.lmkv.v1.TierUsage\x12\x14\n\x0c\x65ngine_count\x18\x07 \x01(\x05\x12.\n\tconflicts\x18\x08 \x03(\x0b\x32\x15.lmkv.v1.SpecConflictB\x04\xe2\x41\x01\x03\x12\x14\n\x06synced\x18\t \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x37\n\rregister_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12\x35\n\x0b\x65xpire_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12%\n\x05stats\x18\x0c \x01(\x0b\x32\x16.lmkv.v1.InstanceStats\"\x8d\x01\n\rInstanceStats\x12\x14\n\x0c\x61sked_chunks\x18\x01 \x01(\x03\x12\x12\n\nown_chunks\x18\x02 \x01(\x03\x12\x13\n\x0bpeer_chunks\x18\x03 \x01(\x03\x12\x16\n\x0e\x65victed_chunks\x18\x04 \x01(\x03\x12%\n\x07traffic\x18\x05 \x03(\x0b\x32\x14.lmkv.v1.PeerTraffic\"R\n\x0bPeerTraffic\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x03\x12\x19\n\x11transferred_bytes\x18\x03 \x01(\x03\"i\n\tTierUsage\x12\x1b\n\x04tier\x18\x01 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x02 \x01(\x03\x12\x12\n\nused_bytes\x18\x03 \x01(\x03\x12\x13\n\x0b\x63hunk_count\x18\x04 \x01(\x03\"n\n\x0cSpecConflict\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x12\n\nmodel_name\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x11\n\town_value\x18\x04 \x01(\t\x12\x13\n\x0bother_value\x18\x05 \x01(\t\"<\n\x0fRegisterRequest\x12)\n\x08instance\x18\x01 \x01(\x0b\x32\x11.lmkv.v1.InstanceB\x04\xe2\x41\x01\x02\"e\n\x10RegisterResponse\x12#\n\x08instance\x18\x01 \x01(\x0b\x32\x11.lmkv.v1.Instance\x12,\n\tlease_ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xab\x03\n\rReportRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x16\n\x08sequence\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x16\n\x08snapshot\x18\x04 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1a\n\x0csnapshot_end\x18\x05 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12+\n\x07\x63hanges\x18\x06 \x03(\x0b\x32\x14.lmkv.v1.ChunkChangeB\x04\xe2\x41\x01\x01\x12-\n\x08outcomes\x18\x07 \x03(\x0b\x32\x15.lmkv.v1.OrderOutcomeB\x04\xe2\x41\x01\x01\x12*\n\x07\x64igests\x18\x08 \x03(\x0b\x32\x13.lmkv.v1.TierDigestB\x04\xe2\x41\x01\x01\x12\'\n\x05tiers\x18\t \x03(\x0b\x32\x12.lmkv.v1.TierUsageB\x04\xe2\x41\x01\x01\x12\x1a\n\x0c\x65ngine_count\x18\n \x01(\x05\x42\x04\xe2\x41\x01\x01\x12$\n\x04pins\x18\x0b \x01(\x0b\x32\x10.lmkv.v1.PinListB\x04\xe2\x41\x01\x01\x12+\n\x05stats\x18\x0c \x01(\x0b\x32\x16.lmkv.v1.InstanceStatsB\x04\xe2\x41\x01\x01\".\n\x07PinList\x12#\n\x04pins\x18\x01 \x03(\x0b\x32\x15.lmkv.v1.PinnedChunks\"\xf3\x01\n\x0b\x43hunkChange\x12\x1b\n\x04tier\x18\x01 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x12\x15\n\radmitted_keys\x18\x03 \x01(\x0c\x12J\n\x14partial_token_counts\x18\x04 \x03(\x0b\x32,.lmkv.v1.ChunkChange.PartialTokenCountsEntry\x12\x14\n\x0c\x65victed_keys\x18\x05 \x01(\x0c\x1a\x39\n\x17PartialTokenCountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\"O\n\nTierDigest\x12\x1b\n\x04tier\x18\x01 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x03\x12\x0f\n\x07key_sum\x18\x03 \x01(\x06\"\xb2\x01\n\x0cOrderOutcome\x12\x10\n\x08order_id\x18\x01 \x01(\t\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12\x13\n\x0b\x63hunk_count\x18\x03 \x01(\x05\x12\x13\n\x0btoken_count\x18\x04 \x01(\x03\x12\x19\n\x11transferred_bytes\x18\x05 \x01(\x03\x12\'\n\x08\x66\x61ilures\x18\x06 \x03(\x0b\x32\x15.lmkv.v1.ChunkFailure\"Z\n\x0eReportResponse\x12\x16\n\x0e\x61\x63ked_sequence\x18\x01 \x01(\x03\x12\x10\n\x08revision\x18\x02 \x01(\x03\x12\x1e\n\x06orders\x18\x03 \x03(\x0b\x32\x0e.lmkv.v1.Order\"\xa3\x02\n\x05Order\x12\x10\n\x08order_id\x18\x01 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12$\n\x05\x66\x65tch\x18\x03 \x01(\x0b\x32\x13.lmkv.v1.FetchOrderH\x00\x12\"\n\x04\x64rop\x18\x04 \x01(\x0b\x32\x12.lmkv.v1.DropOrderH\x00\x12 \n\x03pin\x18\x05 \x01(\x0b\x32\x11.lmkv.v1.PinOrderH\x00\x12$\n\x05unpin\x18\x06 \x01(\x0b\x32\x13.lmkv.v1.UnpinOrderH\x00\x12&\n\x06\x63\x61ncel\x18\x07 \x01(\x0b\x32\x14.lmkv.v1.CancelOrderH\x00\x12\x13\n\x0btraceparent\x18\x08 \x01(\tB\x08\n\x06\x61\x63tion\"\x8c\x01\n\nFetchOrder\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x14\n\x0cpeer_address\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x12\n\nchunk_keys\x18\x04 \x01(\x0c\x12\x1b\n\x04tier\x18\x05 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\r\n\x05\x65poch\x18\x06 \x01(\x03\"o\n\tDropOrder\x12\x1b\n\x04tier\x18\x01 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x12\n\nchunk_keys\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x0b\n\x03\x61ll\x18\x05 \x01(\x08\x12\x0f\n\x07\x64ry_run\x18\x04 \x01(\x08\"s\n\x08PinOrder\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\x12\x1b\n\x04tier\x18\x02 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x12\n\nchunk_keys\x18\x03 \x01(\x0c\x12&\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x1c\n\nUnpinOrder\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\"\x1f\n\x0b\x43\x61ncelOrder\x12\x10\n\x08order_id\x18\x01 \x01(\t\"C\n\x11\x44\x65registerRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\"\x14\n\x12\x44\x65registerResponse\"I\n\x14ListInstancesRequest\x12\x17\n\tpage_size\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\"V\n\x15ListInstancesResponse\x12$\n\tinstances\x18\x01 \x03(\x0b\x32\x11.lmkv.v1.Instance\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xa8\x02\n\x0fRegistryService\x12?\n\x08Register\x12\x18.lmkv.v1.RegisterRequest\x1a\x19.lmkv.v1.RegisterResponse\x12=\n\x06Report\x12\x16.lmkv.v1.ReportRequest\x1a\x17.lmkv.v1.ReportResponse(\x01\x30\x01\x12\x45\n\nDeregister\x12\x1a.lmkv.v1.DeregisterRequest\x1a\x1b.lmkv.v1.DeregisterResponse\x12N\n\rListInstances\x12\x1d.lmkv.v1.ListInstancesRequest\x1a\x1e.lmkv.v1.ListInstancesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1elmkv/v1/registry_service.proto\x12\x07lmkv.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a#google/longrunning/operations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a\x1blmkv/v1/cache_service.proto\x1a\x13lmkv/v1/chunk.proto\"\x9d\x03\n\x08Instance\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x1a\n\x0cpeer_address\x18\x03 \x01(\tB\x04\xe2\x41\x01\x02\x12\x1e\n\x05specs\x18\x04 \x03(\x0b\x32\x0f.lmkv.v1.KvSpec\x12\x0f\n\x07version\x18\x05 \x01(\t\x12!\n\x05tiers\x18\x06 \x03(\x0b\x32\x12.lmkv.v1.TierUsage\x12\x14\n\x0c\x65ngine_count\x18\x07 \x01(\x05\x12.\n\tconflicts\x18\x08 \x03(\x0b\x32\x15.lmkv.v1.SpecConflictB\x04\xe2\x41\x01\x03\x12\x14\n\x06synced\x18\t \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x37\n\rregister_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12\x35\n\x0b\x65xpire_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12%\n\x05stats\x18\x0c \x01(\x0b\x32\x16.lmkv.v1.InstanceStats\"\x8d\x01\n\rInstanceStats\x12\x14\n\x0c\x61sked_chunks\x18\x01 \x01(\x03\x12\x12\n\nown_chunks\x18\x02 \x01(\x03\x12\x13\n\x0bpeer_chunks\x18\x03 \x01(\x03\x12\x16\n\x0e\x65victed_chunks\x18\x04 \x01(\x03\x12%\n\x07traffic\x18\x05 \x03(\x0b\x32\x14.lmkv.v1.PeerTraffic\"R\n\x0bPeerTraffic\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x03\x12\x19\n\x11transferred_bytes\x18\x03 \x01(\x03\"i\n\tTierUsage\x12\x1b\n\x04tier\x18\x01 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x02 \x01(\x03\x12\x12\n\nused_bytes\x18\x03 \x01(\x03\x12\x13\n\x0b\x63hunk_count\x18\x04 \x01(\x03\"n\n\x0cSpecConflict\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x12\n\nmodel_name\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x11\n\town_value\x18\x04 \x01(\t\x12\x13\n\x0bother_value\x18\x05 \x01(\t\"<\n\x0fRegisterRequest\x12)\n\x08instance\x18\x01 \x01(\x0b\x32\x11.lmkv.v1.InstanceB\x04\xe2\x41\x01\x02\"e\n\x10RegisterResponse\x12#\n\x08instance\x18\x01 \x01(\x0b\x32\x11.lmkv.v1.Instance\x12,\n\tlease_ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xdc\x03\n\rReportRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x16\n\x08sequence\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x16\n\x08snapshot\x18\x04 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1a\n\x0csnapshot_end\x18\x05 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12+\n\x07\x63hanges\x18\x06 \x03(\x0b\x32\x14.lmkv.v1.ChunkChangeB\x04\xe2\x41\x01\x01\x12-\n\x08outcomes\x18\x07 \x03(\x0b\x32\x15.lmkv.v1.OrderOutcomeB\x04\xe2\x41\x01\x01\x12*\n\x07\x64igests\x18\x08 \x03(\x0b\x32\x13.lmkv.v1.TierDigestB\x04\xe2\x41\x01\x01\x12\'\n\x05tiers\x18\t \x03(\x0b\x32\x12.lmkv.v1.TierUsageB\x04\xe2\x41\x01\x01\x12\x1a\n\x0c\x65ngine_count\x18\n \x01(\x05\x42\x04\xe2\x41\x01\x01\x12$\n\x04pins\x18\x0b \x01(\x0b\x32\x10.lmkv.v1.PinListB\x04\xe2\x41\x01\x01\x12+\n\x05stats\x18\x0c \x01(\x0b\x32\x16.lmkv.v1.InstanceStatsB\x04\xe2\x41\x01\x01\x12/\n\x07records\x18\r \x03(\x0b\x32\x18.lmkv.v1.OperationRecordB\x04\xe2\x41\x01\x01\"\x83\x02\n\x0fOperationRecord\x12\x30\n\toperation\x18\x01 \x01(\x0b\x32\x1d.google.longrunning.Operation\x12$\n\x04move\x18\x02 \x01(\x0b\x32\x14.lmkv.v1.MoveRequestH\x00\x12&\n\x05\x63lear\x18\x03 \x01(\x0b\x32\x15.lmkv.v1.ClearRequestH\x00\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\x05\x12\x11\n\tcancelled\x18\x05 \x01(\x08\x12/\n\x0b\x65xpire_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08orphaned\x18\x07 \x01(\x08\x42\t\n\x07request\".\n\x07PinList\x12#\n\x04pins\x18\x01 \x03(\x0b\x32\x15.lmkv.v1.PinnedChunks\"\xf3\x01\n\x0b\x43hunkChange\x12\x1b\n\x04tier\x18\x01 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x12\x15\n\radmitted_keys\x18\x03 \x01(\x0c\x12J\n\x14partial_token_counts\x18\x04 \x03(\x0b\x32,.lmkv.v1.ChunkChange.PartialTokenCountsEntry\x12\x14\n\x0c\x65victed_keys\x18\x05 \x01(\x0c\x1a\x39\n\x17PartialTokenCountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\"O\n\nTierDigest\x12\x1b\n\x04tier\x18\x01 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x03\x12\x0f\n\x07key_sum\x18\x03 \x01(\x06\"\xb2\x01\n\x0cOrderOutcome\x12\x10\n\x08order_id\x18\x01 \x01(\t\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12\x13\n\x0b\x63hunk_count\x18\x03 \x01(\x05\x12\x13\n\x0btoken_count\x18\x04 \x01(\x03\x12\x19\n\x11transferred_bytes\x18\x05 \x01(\x03\x12\'\n\x08\x66\x61ilures\x18\x06 \x03(\x0b\x32\x15.lmkv.v1.ChunkFailure\"Z\n\x0eReportResponse\x12\x16\n\x0e\x61\x63ked_sequence\x18\x01 \x01(\x03\x12\x10\n\x08revision\x18\x02 \x01(\x03\x12\x1e\n\x06orders\x18\x03 \x03(\x0b\x32\x0e.lmkv.v1.Order\"\xf4\x02\n\x05Order\x12\x10\n\x08order_id\x18\x01 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12$\n\x05\x66\x65tch\x18\x03 \x01(\x0b\x32\x13.lmkv.v1.FetchOrderH\x00\x12\"\n\x04\x64rop\x18\x04 \x01(\x0b\x32\x12.lmkv.v1.DropOrderH\x00\x12 \n\x03pin\x18\x05 \x01(\x0b\x32\x11.lmkv.v1.PinOrderH\x00\x12$\n\x05unpin\x18\x06 \x01(\x0b\x32\x13.lmkv.v1.UnpinOrderH\x00\x12&\n\x06\x63\x61ncel\x18\x07 \x01(\x0b\x32\x14.lmkv.v1.CancelOrderH\x00\x12&\n\x06record\x18\t \x01(\x0b\x32\x14.lmkv.v1.RecordOrderH\x00\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12\x16\n\x0eoperation_name\x18\n \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x0b \x01(\x05\x42\x08\n\x06\x61\x63tion\"\x8c\x01\n\nFetchOrder\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x14\n\x0cpeer_address\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x12\n\nchunk_keys\x18\x04 \x01(\x0c\x12\x1b\n\x04tier\x18\x05 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\r\n\x05\x65poch\x18\x06 \x01(\x03\"o\n\tDropOrder\x12\x1b\n\x04tier\x18\x01 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x12\n\nchunk_keys\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x0b\n\x03\x61ll\x18\x05 \x01(\x08\x12\x0f\n\x07\x64ry_run\x18\x04 \x01(\x08\"s\n\x08PinOrder\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\x12\x1b\n\x04tier\x18\x02 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x12\n\nchunk_keys\x18\x03 \x01(\x0c\x12&\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x1c\n\nUnpinOrder\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\"7\n\x0b\x43\x61ncelOrder\x12\x10\n\x08order_id\x18\x01 \x01(\t\x12\x16\n\x0eoperation_name\x18\x02 \x01(\t\"7\n\x0bRecordOrder\x12(\n\x06record\x18\x01 \x01(\x0b\x32\x18.lmkv.v1.OperationRecord\"C\n\x11\x44\x65registerRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\"\x14\n\x12\x44\x65registerResponse\"I\n\x14ListInstancesRequest\x12\x17\n\tpage_size\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\"V\n\x15ListInstancesResponse\x12$\n\tinstances\x18\x01 \x03(\x0b\x32\x11.lmkv.v1.Instance\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xa8\x02\n\x0fRegistryService\x12?\n\x08Register\x12\x18.lmkv.v1.RegisterRequest\x1a\x19.lmkv.v1.RegisterResponse\x12=\n\x06Report\x12\x16.lmkv.v1.ReportRequest\x1a\x17.lmkv.v1.ReportResponse(\x01\x30\x01\x12\x45\n\nDeregister\x12\x1a.lmkv.v1.DeregisterRequest\x1a\x1b.lmkv.v1.DeregisterResponse\x12N\n\rListInstances\x12\x1d.lmkv.v1.ListInstancesRequest\x1a\x1e.lmkv.v1.ListInstancesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -76,6 +78,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPORTREQUEST'].fields_by_name['pins']._serialized_options = b'\342A\001\001'
   _globals['_REPORTREQUEST'].fields_by_name['stats']._loaded_options = None
   _globals['_REPORTREQUEST'].fields_by_name['stats']._serialized_options = b'\342A\001\001'
+  _globals['_REPORTREQUEST'].fields_by_name['records']._loaded_options = None
+  _globals['_REPORTREQUEST'].fields_by_name['records']._serialized_options = b'\342A\001\001'
   _globals['_CHUNKCHANGE_PARTIALTOKENCOUNTSENTRY']._loaded_options = None
   _globals['_CHUNKCHANGE_PARTIALTOKENCOUNTSENTRY']._serialized_options = b'8\001'
   _globals['_DEREGISTERREQUEST'].fields_by_name['instance_id']._loaded_options = None
@@ -86,54 +90,58 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTINSTANCESREQUEST'].fields_by_name['page_size']._serialized_options = b'\342A\001\001'
   _globals['_LISTINSTANCESREQUEST'].fields_by_name['page_token']._loaded_options = None
   _globals['_LISTINSTANCESREQUEST'].fields_by_name['page_token']._serialized_options = b'\342A\001\001'
-  _globals['_INSTANCE']._serialized_start=188
-  _globals['_INSTANCE']._serialized_end=601
-  _globals['_INSTANCESTATS']._serialized_start=604
-  _globals['_INSTANCESTATS']._serialized_end=745
-  _globals['_PEERTRAFFIC']._serialized_start=747
-  _globals['_PEERTRAFFIC']._serialized_end=829
-  _globals['_TIERUSAGE']._serialized_start=831
-  _globals['_TIERUSAGE']._serialized_end=936
-  _globals['_SPECCONFLICT']._serialized_start=938
-  _globals['_SPECCONFLICT']._serialized_end=1048
-  _globals['_REGISTERREQUEST']._serialized_start=1050
-  _globals['_REGISTERREQUEST']._serialized_end=1110
-  _globals['_REGISTERRESPONSE']._serialized_start=1112
-  _globals['_REGISTERRESPONSE']._serialized_end=1213
-  _globals['_REPORTREQUEST']._serialized_start=1216
-  _globals['_REPORTREQUEST']._serialized_end=1643
-  _globals['_PINLIST']._serialized_start=1645
-  _globals['_PINLIST']._serialized_end=1691
-  _globals['_CHUNKCHANGE']._serialized_start=1694
-  _globals['_CHUNKCHANGE']._serialized_end=1937
-  _globals['_CHUNKCHANGE_PARTIALTOKENCOUNTSENTRY']._serialized_start=1880
-  _globals['_CHUNKCHANGE_PARTIALTOKENCOUNTSENTRY']._serialized_end=1937
-  _globals['_TIERDIGEST']._serialized_start=1939
-  _globals['_TIERDIGEST']._serialized_end=2018
-  _globals['_ORDEROUTCOME']._serialized_start=2021
-  _globals['_ORDEROUTCOME']._serialized_end=2199
-  _globals['_REPORTRESPONSE']._serialized_start=2201
-  _globals['_REPORTRESPONSE']._serialized_end=2291
-  _globals['_ORDER']._serialized_start=2294
-  _globals['_ORDER']._serialized_end=2585
-  _globals['_FETCHORDER']._serialized_start=2588
-  _globals['_FETCHORDER']._serialized_end=2728
-  _globals['_DROPORDER']._serialized_start=2730
-  _globals['_DROPORDER']._serialized_end=2841
-  _globals['_PINORDER']._serialized_start=2843
-  _globals['_PINORDER']._serialized_end=2958
-  _globals['_UNPINORDER']._serialized_start=2960
-  _globals['_UNPINORDER']._serialized_end=2988
-  _globals['_CANCELORDER']._serialized_start=2990
-  _globals['_CANCELORDER']._serialized_end=3021
-  _globals['_DEREGISTERREQUEST']._serialized_start=3023
-  _globals['_DEREGISTERREQUEST']._serialized_end=3090
-  _globals['_DEREGISTERRESPONSE']._serialized_start=3092
-  _globals['_DEREGISTERRESPONSE']._serialized_end=3112
-  _globals['_LISTINSTANCESREQUEST']._serialized_start=3114
-  _globals['_LISTINSTANCESREQUEST']._serialized_end=3187
-  _globals['_LISTINSTANCESRESPONSE']._serialized_start=3189
-  _globals['_LISTINSTANCESRESPONSE']._serialized_end=3275
-  _globals['_REGISTRYSERVICE']._serialized_start=3278
-  _globals['_REGISTRYSERVICE']._serialized_end=3574
+  _globals['_INSTANCE']._serialized_start=254
+  _globals['_INSTANCE']._serialized_end=667
+  _globals['_INSTANCESTATS']._serialized_start=670
+  _globals['_INSTANCESTATS']._serialized_end=811
+  _globals['_PEERTRAFFIC']._serialized_start=813
+  _globals['_PEERTRAFFIC']._serialized_end=895
+  _globals['_TIERUSAGE']._serialized_start=897
+  _globals['_TIERUSAGE']._serialized_end=1002
+  _globals['_SPECCONFLICT']._serialized_start=1004
+  _globals['_SPECCONFLICT']._serialized_end=1114
+  _globals['_REGISTERREQUEST']._serialized_start=1116
+  _globals['_REGISTERREQUEST']._serialized_end=1176
+  _globals['_REGISTERRESPONSE']._serialized_start=1178
+  _globals['_REGISTERRESPONSE']._serialized_end=1279
+  _globals['_REPORTREQUEST']._serialized_start=1282
+  _globals['_REPORTREQUEST']._serialized_end=1758
+  _globals['_OPERATIONRECORD']._serialized_start=1761
+  _globals['_OPERATIONRECORD']._serialized_end=2020
+  _globals['_PINLIST']._serialized_start=2022
+  _globals['_PINLIST']._serialized_end=2068
+  _globals['_CHUNKCHANGE']._serialized_start=2071
+  _globals['_CHUNKCHANGE']._serialized_end=2314
+  _globals['_CHUNKCHANGE_PARTIALTOKENCOUNTSENTRY']._serialized_start=2257
+  _globals['_CHUNKCHANGE_PARTIALTOKENCOUNTSENTRY']._serialized_end=2314
+  _globals['_TIERDIGEST']._serialized_start=2316
+  _globals['_TIERDIGEST']._serialized_end=2395
+  _globals['_ORDEROUTCOME']._serialized_start=2398
+  _globals['_ORDEROUTCOME']._serialized_end=2576
+  _globals['_REPORTRESPONSE']._serialized_start=2578
+  _globals['_REPORTRESPONSE']._serialized_end=2668
+  _globals['_ORDER']._serialized_start=2671
+  _globals['_ORDER']._serialized_end=3043
+  _globals['_FETCHORDER']._serialized_start=3046
+  _globals['_FETCHORDER']._serialized_end=3186
+  _globals['_DROPORDER']._serialized_start=3188
+  _globals['_DROPORDER']._serialized_end=3299
+  _globals['_PINORDER']._serialized_start=3301
+  _globals['_PINORDER']._serialized_end=3416
+  _globals['_UNPINORDER']._serialized_start=3418
+  _globals['_UNPINORDER']._serialized_end=3446
+  _globals['_CANCELORDER']._serialized_start=3448
+  _globals['_CANCELORDER']._serialized_end=3503
+  _globals['_RECORDORDER']._serialized_start=3505
+  _globals['_RECORDORDER']._serialized_end=3560
+  _globals['_DEREGISTERREQUEST']._serialized_start=3562
+  _globals['_DEREGISTERREQUEST']._serialized_end=3629
+  _globals['_DEREGISTERRESPONSE']._serialized_start=3631
+  _globals['_DEREGISTERRESPONSE']._serialized_end=3651
+  _globals['_LISTINSTANCESREQUEST']._serialized_start=3653
+  _globals['_LISTINSTANCESREQUEST']._serialized_end=3726
+  _globals['_LISTINSTANCESRESPONSE']._serialized_start=3728
+  _globals['_LISTINSTANCESRESPONSE']._serialized_end=3814
+  _globals['_REGISTRYSERVICE']._serialized_start=3817
+  _globals['_REGISTRYSERVICE']._serialized_end=4113
 # @@protoc_insertion_point(module_scope)

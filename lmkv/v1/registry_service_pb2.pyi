@@ -4,12 +4,14 @@ isort:skip_file
 """
 
 from collections import abc as _abc
+from google.longrunning import operations_pb2 as _operations_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.rpc import status_pb2 as _status_pb2
+from lmkv.v1 import cache_service_pb2 as _cache_service_pb2
 from lmkv.v1 import chunk_pb2 as _chunk_pb2
 import builtins as _builtins
 import sys
@@ -314,6 +316,7 @@ class ReportRequest(_message.Message):
     ENGINE_COUNT_FIELD_NUMBER: _builtins.int
     PINS_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
+    RECORDS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The instance."""
     epoch: _builtins.int
@@ -350,6 +353,10 @@ class ReportRequest(_message.Message):
     def stats(self) -> Global___InstanceStats:
         """What the instance has done; unset: as it last said."""
 
+    @_builtins.property
+    def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperationRecord]:
+        """Records of operations that it keeps: after the opening snapshot every one, then those that have changed."""
+
     def __init__(
         self,
         *,
@@ -365,14 +372,74 @@ class ReportRequest(_message.Message):
         engine_count: _builtins.int = ...,
         pins: Global___PinList | None = ...,
         stats: Global___InstanceStats | None = ...,
+        records: _abc.Iterable[Global___OperationRecord] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pins", b"pins", "stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "digests", b"digests", "engine_count", b"engine_count", "epoch", b"epoch", "instance_id", b"instance_id", "outcomes", b"outcomes", "pins", b"pins", "sequence", b"sequence", "snapshot", b"snapshot", "snapshot_end", b"snapshot_end", "stats", b"stats", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "digests", b"digests", "engine_count", b"engine_count", "epoch", b"epoch", "instance_id", b"instance_id", "outcomes", b"outcomes", "pins", b"pins", "records", b"records", "sequence", b"sequence", "snapshot", b"snapshot", "snapshot_end", b"snapshot_end", "stats", b"stats", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportRequest: _TypeAlias = ReportRequest  # noqa: Y015
+
+@_typing.final
+class OperationRecord(_message.Message):
+    """An operation as nodes keep it, so that it outlives the coordinator that booked it and is known at each.
+
+    Of two records of one operation, that of the higher attempt counts; of the same attempt, the one that is over.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPERATION_FIELD_NUMBER: _builtins.int
+    MOVE_FIELD_NUMBER: _builtins.int
+    CLEAR_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    CANCELLED_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    ORPHANED_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.int
+    """1 at the coordinator that booked it, one more at each that took it over."""
+    cancelled: _builtins.bool
+    """Whether somebody wants it to stop; once that is so it stays so."""
+    orphaned: _builtins.bool
+    """Set by the node, and told to one coordinator: nobody sees the operation through, so that one shall."""
+    @_builtins.property
+    def operation(self) -> _operations_pb2.Operation:
+        """What it is, and how it ended if it has."""
+
+    @_builtins.property
+    def move(self) -> _cache_service_pb2.MoveRequest:
+        """A move or a copy."""
+
+    @_builtins.property
+    def clear(self) -> _cache_service_pb2.ClearRequest:
+        """A clear."""
+
+    @_builtins.property
+    def expire_time(self) -> _timestamp_pb2.Timestamp:
+        """When it is forgotten; unset while it runs."""
+
+    def __init__(
+        self,
+        *,
+        operation: _operations_pb2.Operation | None = ...,
+        move: _cache_service_pb2.MoveRequest | None = ...,
+        clear: _cache_service_pb2.ClearRequest | None = ...,
+        attempt: _builtins.int = ...,
+        cancelled: _builtins.bool = ...,
+        expire_time: _timestamp_pb2.Timestamp | None = ...,
+        orphaned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["clear", b"clear", "expire_time", b"expire_time", "move", b"move", "operation", b"operation", "request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cancelled", b"cancelled", "clear", b"clear", "expire_time", b"expire_time", "move", b"move", "operation", b"operation", "orphaned", b"orphaned", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["move", "clear"]  # noqa: Y015
+    _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
+
+Global___OperationRecord: _TypeAlias = OperationRecord  # noqa: Y015
 
 @_typing.final
 class PinList(_message.Message):
@@ -579,11 +646,18 @@ class Order(_message.Message):
     PIN_FIELD_NUMBER: _builtins.int
     UNPIN_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    OPERATION_NAME_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     order_id: _builtins.str
     """Id to quote in `ReportRequest.outcomes`."""
     traceparent: _builtins.str
     """W3C `traceparent` of the coordinator's span for this order; empty if it does not trace."""
+    operation_name: _builtins.str
+    """The operation that the order is for; empty if for none."""
+    attempt: _builtins.int
+    """Which attempt at it: an order is refused once the instance keeps the record of a later one."""
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """When the coordinator stops waiting for the outcome."""
@@ -608,6 +682,10 @@ class Order(_message.Message):
     def cancel(self) -> Global___CancelOrder:
         """Stop working on an earlier order."""
 
+    @_builtins.property
+    def record(self) -> Global___RecordOrder:
+        """Keep the record of an operation."""
+
     def __init__(
         self,
         *,
@@ -618,13 +696,16 @@ class Order(_message.Message):
         pin: Global___PinOrder | None = ...,
         unpin: Global___UnpinOrder | None = ...,
         cancel: Global___CancelOrder | None = ...,
+        record: Global___RecordOrder | None = ...,
         traceparent: _builtins.str = ...,
+        operation_name: _builtins.str = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel", b"cancel", "drop", b"drop", "expire_time", b"expire_time", "fetch", b"fetch", "pin", b"pin", "unpin", b"unpin"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel", b"cancel", "drop", b"drop", "expire_time", b"expire_time", "fetch", b"fetch", "pin", b"pin", "record", b"record", "unpin", b"unpin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel", b"cancel", "drop", b"drop", "expire_time", b"expire_time", "fetch", b"fetch", "order_id", b"order_id", "pin", b"pin", "traceparent", b"traceparent", "unpin", b"unpin"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "attempt", b"attempt", "cancel", b"cancel", "drop", b"drop", "expire_time", b"expire_time", "fetch", b"fetch", "operation_name", b"operation_name", "order_id", b"order_id", "pin", b"pin", "record", b"record", "traceparent", b"traceparent", "unpin", b"unpin"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["fetch", "drop", "pin", "unpin", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["fetch", "drop", "pin", "unpin", "cancel", "record"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
@@ -770,25 +851,58 @@ Global___UnpinOrder: _TypeAlias = UnpinOrder  # noqa: Y015
 
 @_typing.final
 class CancelOrder(_message.Message):
-    """Order to stop working on an earlier order; its outcome says how far it came."""
+    """Order to stop working on an earlier order, whose outcome says how far it came; or to tell whoever sees an operation
+    through that it shall stop.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ORDER_ID_FIELD_NUMBER: _builtins.int
+    OPERATION_NAME_FIELD_NUMBER: _builtins.int
     order_id: _builtins.str
     """The order to stop."""
+    operation_name: _builtins.str
+    """The operation whose record is to be told as cancelled."""
     def __init__(
         self,
         *,
         order_id: _builtins.str = ...,
+        operation_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["order_id", b"order_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation_name", b"operation_name", "order_id", b"order_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CancelOrder: _TypeAlias = CancelOrder  # noqa: Y015
+
+@_typing.final
+class RecordOrder(_message.Message):
+    """Order to keep the record of an operation, unless a newer one is kept, and to tell it to every coordinator.
+
+    Who gives it sees the operation through until its reports end.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def record(self) -> Global___OperationRecord:
+        """The record."""
+
+    def __init__(
+        self,
+        *,
+        record: Global___OperationRecord | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordOrder: _TypeAlias = RecordOrder  # noqa: Y015
 
 @_typing.final
 class DeregisterRequest(_message.Message):

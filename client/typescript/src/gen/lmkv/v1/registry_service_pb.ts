@@ -5,10 +5,14 @@
 import type { GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
 import { fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
 import { file_google_api_field_behavior } from "../../google/api/field_behavior_pb.js";
+import type { Operation } from "../../google/longrunning/operations_pb.js";
+import { file_google_longrunning_operations } from "../../google/longrunning/operations_pb.js";
 import type { Duration, Timestamp } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_duration, file_google_protobuf_timestamp } from "@bufbuild/protobuf/wkt";
 import type { Status } from "../../google/rpc/status_pb.js";
 import { file_google_rpc_status } from "../../google/rpc/status_pb.js";
+import type { ClearRequest, MoveRequest } from "./cache_service_pb.js";
+import { file_lmkv_v1_cache_service } from "./cache_service_pb.js";
 import type { ChunkFailure, KvSpec, PinnedChunks, Tier } from "./chunk_pb.js";
 import { file_lmkv_v1_chunk } from "./chunk_pb.js";
 import type { Message } from "@bufbuild/protobuf";
@@ -17,7 +21,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file lmkv/v1/registry_service.proto.
  */
 export const file_lmkv_v1_registry_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch5sbWt2L3YxL3JlZ2lzdHJ5X3NlcnZpY2UucHJvdG8SB2xta3YudjEinQMKCEluc3RhbmNlEhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQECEhMKBWVwb2NoGAIgASgDQgTiQQECEhoKDHBlZXJfYWRkcmVzcxgDIAEoCUIE4kEBAhIeCgVzcGVjcxgEIAMoCzIPLmxta3YudjEuS3ZTcGVjEg8KB3ZlcnNpb24YBSABKAkSIQoFdGllcnMYBiADKAsyEi5sbWt2LnYxLlRpZXJVc2FnZRIUCgxlbmdpbmVfY291bnQYByABKAUSLgoJY29uZmxpY3RzGAggAygLMhUubG1rdi52MS5TcGVjQ29uZmxpY3RCBOJBAQMSFAoGc3luY2VkGAkgASgIQgTiQQEDEjcKDXJlZ2lzdGVyX3RpbWUYCiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wQgTiQQEDEjUKC2V4cGlyZV90aW1lGAsgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcEIE4kEBAxIlCgVzdGF0cxgMIAEoCzIWLmxta3YudjEuSW5zdGFuY2VTdGF0cyKNAQoNSW5zdGFuY2VTdGF0cxIUCgxhc2tlZF9jaHVua3MYASABKAMSEgoKb3duX2NodW5rcxgCIAEoAxITCgtwZWVyX2NodW5rcxgDIAEoAxIWCg5ldmljdGVkX2NodW5rcxgEIAEoAxIlCgd0cmFmZmljGAUgAygLMhQubG1rdi52MS5QZWVyVHJhZmZpYyJSCgtQZWVyVHJhZmZpYxITCgtpbnN0YW5jZV9pZBgBIAEoCRITCgtjaHVua19jb3VudBgCIAEoAxIZChF0cmFuc2ZlcnJlZF9ieXRlcxgDIAEoAyJpCglUaWVyVXNhZ2USGwoEdGllchgBIAEoDjINLmxta3YudjEuVGllchIWCg5jYXBhY2l0eV9ieXRlcxgCIAEoAxISCgp1c2VkX2J5dGVzGAMgASgDEhMKC2NodW5rX2NvdW50GAQgASgDIm4KDFNwZWNDb25mbGljdBITCgtpbnN0YW5jZV9pZBgBIAEoCRISCgptb2RlbF9uYW1lGAIgASgJEg0KBWZpZWxkGAMgASgJEhEKCW93bl92YWx1ZRgEIAEoCRITCgtvdGhlcl92YWx1ZRgFIAEoCSI8Cg9SZWdpc3RlclJlcXVlc3QSKQoIaW5zdGFuY2UYASABKAsyES5sbWt2LnYxLkluc3RhbmNlQgTiQQECImUKEFJlZ2lzdGVyUmVzcG9uc2USIwoIaW5zdGFuY2UYASABKAsyES5sbWt2LnYxLkluc3RhbmNlEiwKCWxlYXNlX3R0bBgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiKrAwoNUmVwb3J0UmVxdWVzdBIZCgtpbnN0YW5jZV9pZBgBIAEoCUIE4kEBAhITCgVlcG9jaBgCIAEoA0IE4kEBAhIWCghzZXF1ZW5jZRgDIAEoA0IE4kEBAhIWCghzbmFwc2hvdBgEIAEoCEIE4kEBARIaCgxzbmFwc2hvdF9lbmQYBSABKAhCBOJBAQESKwoHY2hhbmdlcxgGIAMoCzIULmxta3YudjEuQ2h1bmtDaGFuZ2VCBOJBAQESLQoIb3V0Y29tZXMYByADKAsyFS5sbWt2LnYxLk9yZGVyT3V0Y29tZUIE4kEBARIqCgdkaWdlc3RzGAggAygLMhMubG1rdi52MS5UaWVyRGlnZXN0QgTiQQEBEicKBXRpZXJzGAkgAygLMhIubG1rdi52MS5UaWVyVXNhZ2VCBOJBAQESGgoMZW5naW5lX2NvdW50GAogASgFQgTiQQEBEiQKBHBpbnMYCyABKAsyEC5sbWt2LnYxLlBpbkxpc3RCBOJBAQESKwoFc3RhdHMYDCABKAsyFi5sbWt2LnYxLkluc3RhbmNlU3RhdHNCBOJBAQEiLgoHUGluTGlzdBIjCgRwaW5zGAEgAygLMhUubG1rdi52MS5QaW5uZWRDaHVua3Mi8wEKC0NodW5rQ2hhbmdlEhsKBHRpZXIYASABKA4yDS5sbWt2LnYxLlRpZXISEwoLZmluZ2VycHJpbnQYAiABKAwSFQoNYWRtaXR0ZWRfa2V5cxgDIAEoDBJKChRwYXJ0aWFsX3Rva2VuX2NvdW50cxgEIAMoCzIsLmxta3YudjEuQ2h1bmtDaGFuZ2UuUGFydGlhbFRva2VuQ291bnRzRW50cnkSFAoMZXZpY3RlZF9rZXlzGAUgASgMGjkKF1BhcnRpYWxUb2tlbkNvdW50c0VudHJ5EgsKA2tleRgBIAEoBRINCgV2YWx1ZRgCIAEoBToCOAEiTwoKVGllckRpZ2VzdBIbCgR0aWVyGAEgASgOMg0ubG1rdi52MS5UaWVyEhMKC2NodW5rX2NvdW50GAIgASgDEg8KB2tleV9zdW0YAyABKAYisgEKDE9yZGVyT3V0Y29tZRIQCghvcmRlcl9pZBgBIAEoCRIiCgZzdGF0dXMYAiABKAsyEi5nb29nbGUucnBjLlN0YXR1cxITCgtjaHVua19jb3VudBgDIAEoBRITCgt0b2tlbl9jb3VudBgEIAEoAxIZChF0cmFuc2ZlcnJlZF9ieXRlcxgFIAEoAxInCghmYWlsdXJlcxgGIAMoCzIVLmxta3YudjEuQ2h1bmtGYWlsdXJlIloKDlJlcG9ydFJlc3BvbnNlEhYKDmFja2VkX3NlcXVlbmNlGAEgASgDEhAKCHJldmlzaW9uGAIgASgDEh4KBm9yZGVycxgDIAMoCzIOLmxta3YudjEuT3JkZXIiowIKBU9yZGVyEhAKCG9yZGVyX2lkGAEgASgJEi8KC2V4cGlyZV90aW1lGAIgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIkCgVmZXRjaBgDIAEoCzITLmxta3YudjEuRmV0Y2hPcmRlckgAEiIKBGRyb3AYBCABKAsyEi5sbWt2LnYxLkRyb3BPcmRlckgAEiAKA3BpbhgFIAEoCzIRLmxta3YudjEuUGluT3JkZXJIABIkCgV1bnBpbhgGIAEoCzITLmxta3YudjEuVW5waW5PcmRlckgAEiYKBmNhbmNlbBgHIAEoCzIULmxta3YudjEuQ2FuY2VsT3JkZXJIABITCgt0cmFjZXBhcmVudBgIIAEoCUIICgZhY3Rpb24ijAEKCkZldGNoT3JkZXISEwoLaW5zdGFuY2VfaWQYASABKAkSFAoMcGVlcl9hZGRyZXNzGAIgASgJEhMKC2ZpbmdlcnByaW50GAMgASgMEhIKCmNodW5rX2tleXMYBCABKAwSGwoEdGllchgFIAEoDjINLmxta3YudjEuVGllchINCgVlcG9jaBgGIAEoAyJvCglEcm9wT3JkZXISGwoEdGllchgBIAEoDjINLmxta3YudjEuVGllchISCgpjaHVua19rZXlzGAIgASgMEhMKC2ZpbmdlcnByaW50GAMgASgMEgsKA2FsbBgFIAEoCBIPCgdkcnlfcnVuGAQgASgIInMKCFBpbk9yZGVyEg4KBnBpbl9pZBgBIAEoCRIbCgR0aWVyGAIgASgOMg0ubG1rdi52MS5UaWVyEhIKCmNodW5rX2tleXMYAyABKAwSJgoDdHRsGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIhwKClVucGluT3JkZXISDgoGcGluX2lkGAEgASgJIh8KC0NhbmNlbE9yZGVyEhAKCG9yZGVyX2lkGAEgASgJIkMKEURlcmVnaXN0ZXJSZXF1ZXN0EhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQECEhMKBWVwb2NoGAIgASgDQgTiQQECIhQKEkRlcmVnaXN0ZXJSZXNwb25zZSJJChRMaXN0SW5zdGFuY2VzUmVxdWVzdBIXCglwYWdlX3NpemUYASABKAVCBOJBAQESGAoKcGFnZV90b2tlbhgCIAEoCUIE4kEBASJWChVMaXN0SW5zdGFuY2VzUmVzcG9uc2USJAoJaW5zdGFuY2VzGAEgAygLMhEubG1rdi52MS5JbnN0YW5jZRIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkyqAIKD1JlZ2lzdHJ5U2VydmljZRI/CghSZWdpc3RlchIYLmxta3YudjEuUmVnaXN0ZXJSZXF1ZXN0GhkubG1rdi52MS5SZWdpc3RlclJlc3BvbnNlEj0KBlJlcG9ydBIWLmxta3YudjEuUmVwb3J0UmVxdWVzdBoXLmxta3YudjEuUmVwb3J0UmVzcG9uc2UoATABEkUKCkRlcmVnaXN0ZXISGi5sbWt2LnYxLkRlcmVnaXN0ZXJSZXF1ZXN0GhsubG1rdi52MS5EZXJlZ2lzdGVyUmVzcG9uc2USTgoNTGlzdEluc3RhbmNlcxIdLmxta3YudjEuTGlzdEluc3RhbmNlc1JlcXVlc3QaHi5sbWt2LnYxLkxpc3RJbnN0YW5jZXNSZXNwb25zZWIGcHJvdG8z", [file_google_api_field_behavior, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status, file_lmkv_v1_chunk]);
+  fileDesc("Ch5sbWt2L3YxL3JlZ2lzdHJ5X3NlcnZpY2UucHJvdG8SB2xta3YudjEinQMKCEluc3RhbmNlEhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQECEhMKBWVwb2NoGAIgASgDQgTiQQECEhoKDHBlZXJfYWRkcmVzcxgDIAEoCUIE4kEBAhIeCgVzcGVjcxgEIAMoCzIPLmxta3YudjEuS3ZTcGVjEg8KB3ZlcnNpb24YBSABKAkSIQoFdGllcnMYBiADKAsyEi5sbWt2LnYxLlRpZXJVc2FnZRIUCgxlbmdpbmVfY291bnQYByABKAUSLgoJY29uZmxpY3RzGAggAygLMhUubG1rdi52MS5TcGVjQ29uZmxpY3RCBOJBAQMSFAoGc3luY2VkGAkgASgIQgTiQQEDEjcKDXJlZ2lzdGVyX3RpbWUYCiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wQgTiQQEDEjUKC2V4cGlyZV90aW1lGAsgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcEIE4kEBAxIlCgVzdGF0cxgMIAEoCzIWLmxta3YudjEuSW5zdGFuY2VTdGF0cyKNAQoNSW5zdGFuY2VTdGF0cxIUCgxhc2tlZF9jaHVua3MYASABKAMSEgoKb3duX2NodW5rcxgCIAEoAxITCgtwZWVyX2NodW5rcxgDIAEoAxIWCg5ldmljdGVkX2NodW5rcxgEIAEoAxIlCgd0cmFmZmljGAUgAygLMhQubG1rdi52MS5QZWVyVHJhZmZpYyJSCgtQZWVyVHJhZmZpYxITCgtpbnN0YW5jZV9pZBgBIAEoCRITCgtjaHVua19jb3VudBgCIAEoAxIZChF0cmFuc2ZlcnJlZF9ieXRlcxgDIAEoAyJpCglUaWVyVXNhZ2USGwoEdGllchgBIAEoDjINLmxta3YudjEuVGllchIWCg5jYXBhY2l0eV9ieXRlcxgCIAEoAxISCgp1c2VkX2J5dGVzGAMgASgDEhMKC2NodW5rX2NvdW50GAQgASgDIm4KDFNwZWNDb25mbGljdBITCgtpbnN0YW5jZV9pZBgBIAEoCRISCgptb2RlbF9uYW1lGAIgASgJEg0KBWZpZWxkGAMgASgJEhEKCW93bl92YWx1ZRgEIAEoCRITCgtvdGhlcl92YWx1ZRgFIAEoCSI8Cg9SZWdpc3RlclJlcXVlc3QSKQoIaW5zdGFuY2UYASABKAsyES5sbWt2LnYxLkluc3RhbmNlQgTiQQECImUKEFJlZ2lzdGVyUmVzcG9uc2USIwoIaW5zdGFuY2UYASABKAsyES5sbWt2LnYxLkluc3RhbmNlEiwKCWxlYXNlX3R0bBgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiLcAwoNUmVwb3J0UmVxdWVzdBIZCgtpbnN0YW5jZV9pZBgBIAEoCUIE4kEBAhITCgVlcG9jaBgCIAEoA0IE4kEBAhIWCghzZXF1ZW5jZRgDIAEoA0IE4kEBAhIWCghzbmFwc2hvdBgEIAEoCEIE4kEBARIaCgxzbmFwc2hvdF9lbmQYBSABKAhCBOJBAQESKwoHY2hhbmdlcxgGIAMoCzIULmxta3YudjEuQ2h1bmtDaGFuZ2VCBOJBAQESLQoIb3V0Y29tZXMYByADKAsyFS5sbWt2LnYxLk9yZGVyT3V0Y29tZUIE4kEBARIqCgdkaWdlc3RzGAggAygLMhMubG1rdi52MS5UaWVyRGlnZXN0QgTiQQEBEicKBXRpZXJzGAkgAygLMhIubG1rdi52MS5UaWVyVXNhZ2VCBOJBAQESGgoMZW5naW5lX2NvdW50GAogASgFQgTiQQEBEiQKBHBpbnMYCyABKAsyEC5sbWt2LnYxLlBpbkxpc3RCBOJBAQESKwoFc3RhdHMYDCABKAsyFi5sbWt2LnYxLkluc3RhbmNlU3RhdHNCBOJBAQESLwoHcmVjb3JkcxgNIAMoCzIYLmxta3YudjEuT3BlcmF0aW9uUmVjb3JkQgTiQQEBIoMCCg9PcGVyYXRpb25SZWNvcmQSMAoJb3BlcmF0aW9uGAEgASgLMh0uZ29vZ2xlLmxvbmdydW5uaW5nLk9wZXJhdGlvbhIkCgRtb3ZlGAIgASgLMhQubG1rdi52MS5Nb3ZlUmVxdWVzdEgAEiYKBWNsZWFyGAMgASgLMhUubG1rdi52MS5DbGVhclJlcXVlc3RIABIPCgdhdHRlbXB0GAQgASgFEhEKCWNhbmNlbGxlZBgFIAEoCBIvCgtleHBpcmVfdGltZRgGIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASEAoIb3JwaGFuZWQYByABKAhCCQoHcmVxdWVzdCIuCgdQaW5MaXN0EiMKBHBpbnMYASADKAsyFS5sbWt2LnYxLlBpbm5lZENodW5rcyLzAQoLQ2h1bmtDaGFuZ2USGwoEdGllchgBIAEoDjINLmxta3YudjEuVGllchITCgtmaW5nZXJwcmludBgCIAEoDBIVCg1hZG1pdHRlZF9rZXlzGAMgASgMEkoKFHBhcnRpYWxfdG9rZW5fY291bnRzGAQgAygLMiwubG1rdi52MS5DaHVua0NoYW5nZS5QYXJ0aWFsVG9rZW5Db3VudHNFbnRyeRIUCgxldmljdGVkX2tleXMYBSABKAwaOQoXUGFydGlhbFRva2VuQ291bnRzRW50cnkSCwoDa2V5GAEgASgFEg0KBXZhbHVlGAIgASgFOgI4ASJPCgpUaWVyRGlnZXN0EhsKBHRpZXIYASABKA4yDS5sbWt2LnYxLlRpZXISEwoLY2h1bmtfY291bnQYAiABKAMSDwoHa2V5X3N1bRgDIAEoBiKyAQoMT3JkZXJPdXRjb21lEhAKCG9yZGVyX2lkGAEgASgJEiIKBnN0YXR1cxgCIAEoCzISLmdvb2dsZS5ycGMuU3RhdHVzEhMKC2NodW5rX2NvdW50GAMgASgFEhMKC3Rva2VuX2NvdW50GAQgASgDEhkKEXRyYW5zZmVycmVkX2J5dGVzGAUgASgDEicKCGZhaWx1cmVzGAYgAygLMhUubG1rdi52MS5DaHVua0ZhaWx1cmUiWgoOUmVwb3J0UmVzcG9uc2USFgoOYWNrZWRfc2VxdWVuY2UYASABKAMSEAoIcmV2aXNpb24YAiABKAMSHgoGb3JkZXJzGAMgAygLMg4ubG1rdi52MS5PcmRlciL0AgoFT3JkZXISEAoIb3JkZXJfaWQYASABKAkSLwoLZXhwaXJlX3RpbWUYAiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEiQKBWZldGNoGAMgASgLMhMubG1rdi52MS5GZXRjaE9yZGVySAASIgoEZHJvcBgEIAEoCzISLmxta3YudjEuRHJvcE9yZGVySAASIAoDcGluGAUgASgLMhEubG1rdi52MS5QaW5PcmRlckgAEiQKBXVucGluGAYgASgLMhMubG1rdi52MS5VbnBpbk9yZGVySAASJgoGY2FuY2VsGAcgASgLMhQubG1rdi52MS5DYW5jZWxPcmRlckgAEiYKBnJlY29yZBgJIAEoCzIULmxta3YudjEuUmVjb3JkT3JkZXJIABITCgt0cmFjZXBhcmVudBgIIAEoCRIWCg5vcGVyYXRpb25fbmFtZRgKIAEoCRIPCgdhdHRlbXB0GAsgASgFQggKBmFjdGlvbiKMAQoKRmV0Y2hPcmRlchITCgtpbnN0YW5jZV9pZBgBIAEoCRIUCgxwZWVyX2FkZHJlc3MYAiABKAkSEwoLZmluZ2VycHJpbnQYAyABKAwSEgoKY2h1bmtfa2V5cxgEIAEoDBIbCgR0aWVyGAUgASgOMg0ubG1rdi52MS5UaWVyEg0KBWVwb2NoGAYgASgDIm8KCURyb3BPcmRlchIbCgR0aWVyGAEgASgOMg0ubG1rdi52MS5UaWVyEhIKCmNodW5rX2tleXMYAiABKAwSEwoLZmluZ2VycHJpbnQYAyABKAwSCwoDYWxsGAUgASgIEg8KB2RyeV9ydW4YBCABKAgicwoIUGluT3JkZXISDgoGcGluX2lkGAEgASgJEhsKBHRpZXIYAiABKA4yDS5sbWt2LnYxLlRpZXISEgoKY2h1bmtfa2V5cxgDIAEoDBImCgN0dGwYBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iHAoKVW5waW5PcmRlchIOCgZwaW5faWQYASABKAkiNwoLQ2FuY2VsT3JkZXISEAoIb3JkZXJfaWQYASABKAkSFgoOb3BlcmF0aW9uX25hbWUYAiABKAkiNwoLUmVjb3JkT3JkZXISKAoGcmVjb3JkGAEgASgLMhgubG1rdi52MS5PcGVyYXRpb25SZWNvcmQiQwoRRGVyZWdpc3RlclJlcXVlc3QSGQoLaW5zdGFuY2VfaWQYASABKAlCBOJBAQISEwoFZXBvY2gYAiABKANCBOJBAQIiFAoSRGVyZWdpc3RlclJlc3BvbnNlIkkKFExpc3RJbnN0YW5jZXNSZXF1ZXN0EhcKCXBhZ2Vfc2l6ZRgBIAEoBUIE4kEBARIYCgpwYWdlX3Rva2VuGAIgASgJQgTiQQEBIlYKFUxpc3RJbnN0YW5jZXNSZXNwb25zZRIkCglpbnN0YW5jZXMYASADKAsyES5sbWt2LnYxLkluc3RhbmNlEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCTKoAgoPUmVnaXN0cnlTZXJ2aWNlEj8KCFJlZ2lzdGVyEhgubG1rdi52MS5SZWdpc3RlclJlcXVlc3QaGS5sbWt2LnYxLlJlZ2lzdGVyUmVzcG9uc2USPQoGUmVwb3J0EhYubG1rdi52MS5SZXBvcnRSZXF1ZXN0GhcubG1rdi52MS5SZXBvcnRSZXNwb25zZSgBMAESRQoKRGVyZWdpc3RlchIaLmxta3YudjEuRGVyZWdpc3RlclJlcXVlc3QaGy5sbWt2LnYxLkRlcmVnaXN0ZXJSZXNwb25zZRJOCg1MaXN0SW5zdGFuY2VzEh0ubG1rdi52MS5MaXN0SW5zdGFuY2VzUmVxdWVzdBoeLmxta3YudjEuTGlzdEluc3RhbmNlc1Jlc3BvbnNlYgZwcm90bzM", [file_google_api_field_behavior, file_google_longrunning_operations, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status, file_lmkv_v1_cache_service, file_lmkv_v1_chunk]);
 
 /**
  * A node as the fleet knows it.
@@ -430,6 +434,13 @@ export type ReportRequest = Message<"lmkv.v1.ReportRequest"> & {
    * @generated from field: lmkv.v1.InstanceStats stats = 12;
    */
   stats?: InstanceStats;
+
+  /**
+   * Records of operations that it keeps: after the opening snapshot every one, then those that have changed.
+   *
+   * @generated from field: repeated lmkv.v1.OperationRecord records = 13;
+   */
+  records: OperationRecord[];
 };
 
 /**
@@ -438,6 +449,80 @@ export type ReportRequest = Message<"lmkv.v1.ReportRequest"> & {
  */
 export const ReportRequestSchema: GenMessage<ReportRequest> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_registry_service, 7);
+
+/**
+ * An operation as nodes keep it, so that it outlives the coordinator that booked it and is known at each.
+ *
+ * Of two records of one operation, that of the higher attempt counts; of the same attempt, the one that is over.
+ *
+ * @generated from message lmkv.v1.OperationRecord
+ */
+export type OperationRecord = Message<"lmkv.v1.OperationRecord"> & {
+  /**
+   * What it is, and how it ended if it has.
+   *
+   * @generated from field: google.longrunning.Operation operation = 1;
+   */
+  operation?: Operation;
+
+  /**
+   * What was asked for; unset if that is too long to be kept beside the result.
+   *
+   * @generated from oneof lmkv.v1.OperationRecord.request
+   */
+  request: {
+    /**
+     * A move or a copy.
+     *
+     * @generated from field: lmkv.v1.MoveRequest move = 2;
+     */
+    value: MoveRequest;
+    case: "move";
+  } | {
+    /**
+     * A clear.
+     *
+     * @generated from field: lmkv.v1.ClearRequest clear = 3;
+     */
+    value: ClearRequest;
+    case: "clear";
+  } | { case: undefined; value?: undefined };
+
+  /**
+   * 1 at the coordinator that booked it, one more at each that took it over.
+   *
+   * @generated from field: int32 attempt = 4;
+   */
+  attempt: number;
+
+  /**
+   * Whether somebody wants it to stop; once that is so it stays so.
+   *
+   * @generated from field: bool cancelled = 5;
+   */
+  cancelled: boolean;
+
+  /**
+   * When it is forgotten; unset while it runs.
+   *
+   * @generated from field: google.protobuf.Timestamp expire_time = 6;
+   */
+  expireTime?: Timestamp;
+
+  /**
+   * Set by the node, and told to one coordinator: nobody sees the operation through, so that one shall.
+   *
+   * @generated from field: bool orphaned = 7;
+   */
+  orphaned: boolean;
+};
+
+/**
+ * Describes the message lmkv.v1.OperationRecord.
+ * Use `create(OperationRecordSchema)` to create a new message.
+ */
+export const OperationRecordSchema: GenMessage<OperationRecord> = /*@__PURE__*/
+  messageDesc(file_lmkv_v1_registry_service, 8);
 
 /**
  * All pins in force on one instance.
@@ -458,7 +543,7 @@ export type PinList = Message<"lmkv.v1.PinList"> & {
  * Use `create(PinListSchema)` to create a new message.
  */
 export const PinListSchema: GenMessage<PinList> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 8);
+  messageDesc(file_lmkv_v1_registry_service, 9);
 
 /**
  * Chunks of one spec that one tier gained or lost.
@@ -507,7 +592,7 @@ export type ChunkChange = Message<"lmkv.v1.ChunkChange"> & {
  * Use `create(ChunkChangeSchema)` to create a new message.
  */
 export const ChunkChangeSchema: GenMessage<ChunkChange> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 9);
+  messageDesc(file_lmkv_v1_registry_service, 10);
 
 /**
  * An order-independent digest of the keys that one tier holds.
@@ -542,7 +627,7 @@ export type TierDigest = Message<"lmkv.v1.TierDigest"> & {
  * Use `create(TierDigestSchema)` to create a new message.
  */
 export const TierDigestSchema: GenMessage<TierDigest> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 10);
+  messageDesc(file_lmkv_v1_registry_service, 11);
 
 /**
  * How one order ended on the instance.
@@ -598,7 +683,7 @@ export type OrderOutcome = Message<"lmkv.v1.OrderOutcome"> & {
  * Use `create(OrderOutcomeSchema)` to create a new message.
  */
 export const OrderOutcomeSchema: GenMessage<OrderOutcome> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 11);
+  messageDesc(file_lmkv_v1_registry_service, 12);
 
 /**
  * Response for `RegistryService.Report`: acknowledges, and carries orders.
@@ -633,7 +718,7 @@ export type ReportResponse = Message<"lmkv.v1.ReportResponse"> & {
  * Use `create(ReportResponseSchema)` to create a new message.
  */
 export const ReportResponseSchema: GenMessage<ReportResponse> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 12);
+  messageDesc(file_lmkv_v1_registry_service, 13);
 
 /**
  * Something the coordinator wants an instance to do.
@@ -700,6 +785,14 @@ export type Order = Message<"lmkv.v1.Order"> & {
      */
     value: CancelOrder;
     case: "cancel";
+  } | {
+    /**
+     * Keep the record of an operation.
+     *
+     * @generated from field: lmkv.v1.RecordOrder record = 9;
+     */
+    value: RecordOrder;
+    case: "record";
   } | { case: undefined; value?: undefined };
 
   /**
@@ -708,6 +801,20 @@ export type Order = Message<"lmkv.v1.Order"> & {
    * @generated from field: string traceparent = 8;
    */
   traceparent: string;
+
+  /**
+   * The operation that the order is for; empty if for none.
+   *
+   * @generated from field: string operation_name = 10;
+   */
+  operationName: string;
+
+  /**
+   * Which attempt at it: an order is refused once the instance keeps the record of a later one.
+   *
+   * @generated from field: int32 attempt = 11;
+   */
+  attempt: number;
 };
 
 /**
@@ -715,7 +822,7 @@ export type Order = Message<"lmkv.v1.Order"> & {
  * Use `create(OrderSchema)` to create a new message.
  */
 export const OrderSchema: GenMessage<Order> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 13);
+  messageDesc(file_lmkv_v1_registry_service, 14);
 
 /**
  * Order to fetch chunks from a peer and commit them.
@@ -771,7 +878,7 @@ export type FetchOrder = Message<"lmkv.v1.FetchOrder"> & {
  * Use `create(FetchOrderSchema)` to create a new message.
  */
 export const FetchOrderSchema: GenMessage<FetchOrder> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 14);
+  messageDesc(file_lmkv_v1_registry_service, 15);
 
 /**
  * Order to forget chunks. Pinned chunks stay, and are failures if their keys were given.
@@ -820,7 +927,7 @@ export type DropOrder = Message<"lmkv.v1.DropOrder"> & {
  * Use `create(DropOrderSchema)` to create a new message.
  */
 export const DropOrderSchema: GenMessage<DropOrder> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 15);
+  messageDesc(file_lmkv_v1_registry_service, 16);
 
 /**
  * Order to keep chunks from eviction; those that are not held, from the first gap on, are not kept.
@@ -862,7 +969,7 @@ export type PinOrder = Message<"lmkv.v1.PinOrder"> & {
  * Use `create(PinOrderSchema)` to create a new message.
  */
 export const PinOrderSchema: GenMessage<PinOrder> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 16);
+  messageDesc(file_lmkv_v1_registry_service, 17);
 
 /**
  * Order to stop keeping chunks.
@@ -883,10 +990,11 @@ export type UnpinOrder = Message<"lmkv.v1.UnpinOrder"> & {
  * Use `create(UnpinOrderSchema)` to create a new message.
  */
 export const UnpinOrderSchema: GenMessage<UnpinOrder> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 17);
+  messageDesc(file_lmkv_v1_registry_service, 18);
 
 /**
- * Order to stop working on an earlier order; its outcome says how far it came.
+ * Order to stop working on an earlier order, whose outcome says how far it came; or to tell whoever sees an operation
+ * through that it shall stop.
  *
  * @generated from message lmkv.v1.CancelOrder
  */
@@ -897,6 +1005,13 @@ export type CancelOrder = Message<"lmkv.v1.CancelOrder"> & {
    * @generated from field: string order_id = 1;
    */
   orderId: string;
+
+  /**
+   * The operation whose record is to be told as cancelled.
+   *
+   * @generated from field: string operation_name = 2;
+   */
+  operationName: string;
 };
 
 /**
@@ -904,7 +1019,30 @@ export type CancelOrder = Message<"lmkv.v1.CancelOrder"> & {
  * Use `create(CancelOrderSchema)` to create a new message.
  */
 export const CancelOrderSchema: GenMessage<CancelOrder> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 18);
+  messageDesc(file_lmkv_v1_registry_service, 19);
+
+/**
+ * Order to keep the record of an operation, unless a newer one is kept, and to tell it to every coordinator.
+ *
+ * Who gives it sees the operation through until its reports end.
+ *
+ * @generated from message lmkv.v1.RecordOrder
+ */
+export type RecordOrder = Message<"lmkv.v1.RecordOrder"> & {
+  /**
+   * The record.
+   *
+   * @generated from field: lmkv.v1.OperationRecord record = 1;
+   */
+  record?: OperationRecord;
+};
+
+/**
+ * Describes the message lmkv.v1.RecordOrder.
+ * Use `create(RecordOrderSchema)` to create a new message.
+ */
+export const RecordOrderSchema: GenMessage<RecordOrder> = /*@__PURE__*/
+  messageDesc(file_lmkv_v1_registry_service, 20);
 
 /**
  * Request for `RegistryService.Deregister`.
@@ -932,7 +1070,7 @@ export type DeregisterRequest = Message<"lmkv.v1.DeregisterRequest"> & {
  * Use `create(DeregisterRequestSchema)` to create a new message.
  */
 export const DeregisterRequestSchema: GenMessage<DeregisterRequest> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 19);
+  messageDesc(file_lmkv_v1_registry_service, 21);
 
 /**
  * Response for `RegistryService.Deregister`.
@@ -947,7 +1085,7 @@ export type DeregisterResponse = Message<"lmkv.v1.DeregisterResponse"> & {
  * Use `create(DeregisterResponseSchema)` to create a new message.
  */
 export const DeregisterResponseSchema: GenMessage<DeregisterResponse> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 20);
+  messageDesc(file_lmkv_v1_registry_service, 22);
 
 /**
  * Request for `RegistryService.ListInstances`.
@@ -975,7 +1113,7 @@ export type ListInstancesRequest = Message<"lmkv.v1.ListInstancesRequest"> & {
  * Use `create(ListInstancesRequestSchema)` to create a new message.
  */
 export const ListInstancesRequestSchema: GenMessage<ListInstancesRequest> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 21);
+  messageDesc(file_lmkv_v1_registry_service, 23);
 
 /**
  * Response for `RegistryService.ListInstances`.
@@ -1003,7 +1141,7 @@ export type ListInstancesResponse = Message<"lmkv.v1.ListInstancesResponse"> & {
  * Use `create(ListInstancesResponseSchema)` to create a new message.
  */
 export const ListInstancesResponseSchema: GenMessage<ListInstancesResponse> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 22);
+  messageDesc(file_lmkv_v1_registry_service, 24);
 
 /**
  * Who is in the fleet and what they hold. Served by the coordinator; called by nodes.
