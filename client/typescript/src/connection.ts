@@ -7,7 +7,7 @@ import { codeName, fromDetails, LmkvError } from "./errors.js";
 import { Operations } from "./gen/google/longrunning/operations_pb.js";
 import { CacheService } from "./gen/lmkv/v1/cache_service_pb.js";
 import { RegistryService } from "./gen/lmkv/v1/registry_service_pb.js";
-import { readTls, type Tls } from "./tls.js";
+import { type Tls, TlsConnector } from "./tls.js";
 
 /** The services' own limit. */
 export const MAX_MESSAGE_BYTES = 1 << 20;
@@ -40,18 +40,19 @@ export class Connection {
   readonly timeoutSeconds: number;
   private readonly closing = new AbortController();
 
-  /** It connects when first used, and again after a loss. Throws `CONFIG_ERROR` if a file of `tls` cannot be read. */
+  /** It connects when first used, and again after a loss. Throws `CONFIG_ERROR` if the files of `tls` cannot be used. */
   constructor(
     readonly address: string,
     { timeoutSeconds, tls, token }: ConnectionOptions,
   ) {
     this.timeoutSeconds = timeoutSeconds;
+    const connector = tls && new TlsConnector(tls);
     const transport = createGrpcTransport({
       baseUrl: `${tls ? "https" : "http"}://${address}`,
       readMaxBytes: MAX_MESSAGE_BYTES,
       writeMaxBytes: MAX_MESSAGE_BYTES,
       ...KEEPALIVE,
-      ...(tls && { nodeOptions: readTls(tls) }),
+      ...(connector && { nodeOptions: { createConnection: (authority: URL) => connector.connect(authority) } }),
       interceptors: token === undefined ? [] : [showing(token)],
     });
     this.cache = createClient(CacheService, transport);

@@ -67,7 +67,7 @@ export interface Clear extends Chunks, Order {
 export class Coordinator implements Disposable {
   private readonly connections: Connections;
 
-  /** Throws `CONFIG_ERROR` if a file of `tls` cannot be read. */
+  /** Throws `CONFIG_ERROR` if the files of `tls` cannot be used. */
   constructor(
     address: string | readonly [string, ...string[]],
     { timeoutSeconds = 5, tls, token }: CoordinatorOptions = {},
