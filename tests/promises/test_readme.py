@@ -1,8 +1,7 @@
-"""What the README and CONTRIBUTING tell people to type exists, and the files they link to too."""
+"""What the README and CONTRIBUTING tell people to type exists."""
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 from importlib.metadata import EntryPoint
@@ -11,20 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.promises.commands import command_lines, takes
+
 PAGES = ("README.md", "CONTRIBUTING.md")
-
-BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\(([^)#]+)\)")
-INLINE = re.compile(r"`([^`\n]+)`")
-
-
-def command_lines(page: Path, program: str) -> list[list[str]]:
-    """Words of every command line of `program` in code blocks and inline code, without the remark behind it."""
-    text = page.read_text()
-    lines = [line for block in BLOCK.findall(text) for line in block.splitlines()]
-    lines += INLINE.findall(BLOCK.sub("", text))
-    commands = [re.split(r" {2,}", line.strip())[0] for line in lines]
-    return [shlex.split(command) for command in commands if command.startswith(f"{program} ")]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -41,28 +29,16 @@ def test_every_lmkv_command_in_the_readme_exists_and_takes_its_flags(root: Path,
     assert {"coordinator", "lookup", "instances"} <= {line[1] for line in lines}
     for _, name, *arguments in lines:
         assert name in points, f"README names `lmkv {name}`"
-        command = EntryPoint(name, points[name], "lmkv.commands").load()
-        parser = argparse.ArgumentParser()
-        command.add_arguments(parser)
-        parser.parse_args(arguments)  # exits on an unknown flag
+        takes(EntryPoint(name, points[name], "lmkv.commands"), arguments)
 
 
 def test_the_demo_takes_the_flags_that_the_readme_passes_on(root: Path, pyproject: dict[str, Any]) -> None:
-    command = EntryPoint("demo", pyproject["project"]["entry-points"]["lmkv.commands"]["demo"], "").load()
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    command = EntryPoint("demo", pyproject["project"]["entry-points"]["lmkv.commands"]["demo"], "")
     passed_on = re.findall(r'make demo ARGS="([^"]*)"', (root / "README.md").read_text())
     assert passed_on
     for arguments in passed_on:
         if arguments != "--help":
-            parser.parse_args(shlex.split(arguments))
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_file_that_a_page_links_to_is_there(root: Path, page: str) -> None:
-    links = [link for link in LINK.findall((root / page).read_text()) if "://" not in link]
-    missing = [link for link in links if not (root / link).exists()]
-    assert not missing
+            takes(command, shlex.split(arguments))
 
 
 def test_every_folder_in_the_map_is_there(root: Path) -> None:

@@ -1,0 +1,120 @@
+"""docs/operating.md: each alert has its runbook, and what the runbooks ask for is there."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lmkv import rpc
+from lmkv_server.coordinator.coordinator import Coordinator
+from tests.promises.commands import command_lines, takes
+from tests.server.coordinator.cases import LLAMA, keys_of
+from tests.server.coordinator.scripted_instance import ScriptedInstance
+from tests.server.test_prometheus_rules import measured, plain, promtool
+
+RUNBOOK = re.compile(r"^### (Lmkv\w+)\n(.*?)(?=^##)", re.MULTILINE | re.DOTALL)
+ENDS = ("", "_total", "_bucket", "_sum", "_count")
+PROCESS_WAIT_SECONDS = 50
+
+
+@pytest.fixture
+def page(root: Path) -> str:
+    """What the page says."""
+    return (root / "docs" / "operating.md").read_text()
+
+
+@pytest.fixture
+def alerts(root: Path) -> dict[str, dict[str, Any]]:
+    """Every alert by its name."""
+    groups = yaml.safe_load((root / "docs" / "prometheus" / "rules.yaml").read_text())["groups"]
+    return {rule["alert"]: rule for group in groups for rule in group["rules"] if "alert" in rule}
+
+
+def test_every_alert_has_a_runbook_and_every_runbook_an_alert(page: str, alerts: dict[str, Any]) -> None:
+    sections = [name for name, _ in RUNBOOK.findall(page)]
+    assert sorted(sections) == sorted(alerts)
+    _, _, after = page.partition("\n## Alerts\n")
+    table = after.partition("###")[0]
+    listed = {
+        name: severity
+        for row in re.findall(r"^\| (\[Lmkv.*) \| .* \| (\w+) \|$", table, re.MULTILINE)
+        for name, severity in ((name, row[1]) for name in re.findall(r"\[(\w+)\]", row[0]))
+    }
+    assert listed == {name: alert["labels"]["severity"] for name, alert in alerts.items()}
+
+
+def test_every_alert_points_at_its_runbook(alerts: dict[str, Any]) -> None:
+    for name, alert in alerts.items():
+        assert alert["annotations"]["runbook_url"] == f"docs/operating.md#{name.lower()}"
+
+
+def test_every_runbook_says_what_it_means_who_notices_what_to_do_and_when_it_is_over(page: str) -> None:
+    for name, text in RUNBOOK.findall(page):
+        said = re.findall(r"\*\*(Means|Users\s+notice|Do|Over)\*\*", text)
+        assert [" ".join(part.split()) for part in said] == ["Means", "Users notice", "Do", "Over"], name
+        assert "```" in text, f"{name} has nothing to type"
+
+
+async def test_every_metric_on_the_page_is_measured(page: str, runtime_dir: Path) -> None:
+    known = await measured(runtime_dir)
+    named = set(re.findall(r"\blmkv(?:_(?:coordinator|node|proxy)_|:)[a-z0-9_]*[a-z0-9](?:[:][a-z0-9_]+)*", page))
+    named -= {"lmkv_node_disk", "lmkv_node_remote"}  # beginnings, for grep
+    assert len(named) > 15
+    assert {plain(name) for name in named} - known == set()
+
+
+async def test_every_pattern_that_is_searched_for_finds_a_metric(page: str, runtime_dir: Path) -> None:
+    known = await measured(runtime_dir)
+    patterns = re.findall(r"/metrics \| grep (?:-E )?'?([^'\s]+)", page)
+    assert len(patterns) > 10
+    for pattern in patterns:
+        for part in re.split(r"\|(?![^(]*\))", pattern):
+            found = [name for name in known if any(re.search(part, f"{name}{end}") for end in ENDS)]
+            assert found or part == "Lookup", f"nothing is called {part}"
+
+
+def test_prometheus_understands_what_is_to_be_watched(page: str, tmp_path: Path) -> None:
+    _, _, after = page.partition("## What to watch, in what order")
+    cells = re.findall(r"^\| \d \| [^|]+ \| (.+) \| [^|]+ \|$", after.partition("\n## ")[0], re.MULTILINE)
+    asked = [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
+    assert len(asked) >= 8
+    file = tmp_path / "asked.yaml"
+    rules = [{"record": f"asked:{number}", "expr": text} for number, text in enumerate(asked)]
+    file.write_text(yaml.safe_dump({"groups": [{"name": "asked", "rules": rules}]}))
+    assert f"{len(asked)} rules found" in promtool("check", "rules", str(file))
+
+
+def test_every_command_on_the_page_exists_and_takes_its_flags(root: Path, pyproject: dict[str, Any]) -> None:
+    points = pyproject["project"]["entry-points"]["lmkv.commands"]
+    lines = command_lines(root / "docs" / "operating.md", "lmkv")
+    assert {"doctor", "instances", "ops", "move", "pin", "clear"} <= {line[1] for line in lines}
+    for _, name, *arguments in lines:
+        assert name in points, f"the page names `lmkv {name}`"
+        takes(EntryPoint(name, points[name], "lmkv.commands"), arguments)
+
+
+async def test_the_program_that_drains_a_host_leaves_nothing_on_it(page: str, tmp_path: Path) -> None:
+    (program,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    held = dict.fromkeys(keys_of([1, 2, 3]), 3)
+    async with Coordinator(port=0, lease_ttl=30.0) as coordinator, rpc.open_channel(coordinator.address) as channel:
+        fleet: dict[str, ScriptedInstance] = {}
+        async with (
+            ScriptedInstance(channel, fleet, "engine-1", LLAMA, held) as source,
+            ScriptedInstance(channel, fleet, "engine-2", LLAMA, {}) as destination,
+        ):
+            file = tmp_path / "drain.py"
+            file.write_text(program.replace("localhost:9000", coordinator.address))
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, file, "engine-1", "engine-2", stdout=asyncio.subprocess.PIPE
+            )
+            said, _ = await asyncio.wait_for(process.communicate(), PROCESS_WAIT_SECONDS)
+            assert process.returncode == 0
+            assert said.decode() == "1 of 1 chunks moved\n"
+            assert (len(source.chunks), len(destination.chunks)) == (0, 1)
