@@ -46,6 +46,7 @@ DECIDED_EVERYWHERE = re.compile(r"tls_.*|auth_.*|log_(level|format)|cluster_secr
 PORT = {"minimum": 1, "maximum": 65535}
 SIZE = {"type": "number", "exclusiveMinimum": 0}
 SIZE_OR_ZERO = {"type": "number", "minimum": 0}
+ID = {"type": "integer", "minimum": 0}
 TIME = {"pattern": r"^([0-9]+(h|m|s|ms))+$"}
 GROUP = {
     "type": "object",
@@ -67,6 +68,12 @@ NARROWER: Mapping[str, Mapping[str, Any]] = {
     r".*\.service\.type": {"enum": ["ClusterIP", "LoadBalancer", "NodePort"]},
     r"logLevel": {"enum": ["debug", "info", "warning", "error"]},
     r"logFormat": {"enum": ["text", "json"]},
+    # Nobody else may choose them: the node's folder is given to this user, and engines share its sockets.
+    r"podSecurityContext": {
+        "required": ["runAsUser", "runAsGroup"],
+        "properties": {"runAsUser": ID, "runAsGroup": ID},
+    },
+    r"node\.capabilities": {"items": {"type": "string", "pattern": "^[A-Z_]+$"}},
     r"image\.pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
     r"otlpEndpoint": {"pattern": "^(https?://.+)?$"},
     r"tls\.certManager\.(duration|renewBefore)": TIME,

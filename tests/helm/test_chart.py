@@ -69,6 +69,8 @@ def test_readme_schema_and_rules_are_what_follows_from_values_and_code() -> None
         ({"node": {"mode": "deployment"}}, "at '/node/mode': value must be one of 'daemonSet', 'sidecar'"),
         ({"node": {"maxLocalCpuSize": 0}}, "at '/node/maxLocalCpuSize': exclusiveMinimum: got 0, want 0"),
         ({"node": {"maxLocalCpuSize": "5GB"}}, "at '/node/maxLocalCpuSize': got string, want number"),
+        ({"node": {"capabilities": ["cap_sys_nice"]}}, "at '/node/capabilities/0': 'cap_sys_nice' does not match"),
+        ({"podSecurityContext": {"runAsUser": None}}, "at '/podSecurityContext': missing property 'runAsUser'"),
         ({"node": {"nixlPorts": [1]}}, "at '/node/nixlPorts': minItems: got 1, want 2"),
         ({"engines": {"groups": [{"name": "a"}]}}, "at '/engines/groups/0': missing property 'model'"),
         ({"engines": {"groups": [{"name": "A", "model": "m"}]}}, "at '/engines/groups/0/name': 'A' does not match"),

@@ -123,7 +123,7 @@ def test_processes_have_no_rights_that_they_do_not_need(case: str) -> None:
                 assert name.startswith("DaemonSet/")
             else:
                 assert "runAsUser" not in context
-                assert added == ({"IPC_LOCK"} if case == "rdma" and container["name"] == "node" else set())
+                assert added == ({"IPC_LOCK", "SYS_NICE"} if case == "rdma" and container["name"] == "node" else set())
                 assert container["resources"]["limits"]
 
 
@@ -234,6 +234,45 @@ def test_network_policies_let_nodes_use_exactly_the_ports_of_their_channels() ->
     assert ports("network-policy-sidecar") == [{"port": 9200}, {"port": 9201}]
     (node,) = dict(pods(manifests_of("network-policy")))["DaemonSet/demo-lmkv-node"]["spec"]["containers"]
     assert variable(node, "UCX_TCP_PORT_RANGE") == {"value": "9210-9229"}
+
+
+WAYS = {
+    "coordinator": {
+        *("node:grpc", "proxy:grpc", "test:grpc"),
+        *("operator:grpc", "operator:http", "monitoring:http"),
+    },
+    "node": {"node:9200", "node:9201", "node:9210", "monitoring:9202"},
+    "engine": {"proxy:http", "monitoring:http"},
+    "proxy": {"apps:http", "monitoring:http"},
+}
+"""Who reaches which ports of which component, where network policies are on."""
+
+
+def test_network_policies_let_in_those_who_have_to_and_nobody_else() -> None:
+    manifests = manifests_of("network-policy")
+    ways: dict[str, set[str]] = {}
+    for policy in (manifest for manifest in manifests if manifest["kind"] == "NetworkPolicy"):
+        assert policy["spec"]["policyTypes"] == ["Ingress"]
+        ways[policy["metadata"]["labels"]["app.kubernetes.io/component"]] = {
+            f"{who_of(peer)}:{port['port']}"
+            for rule in policy["spec"]["ingress"]
+            for peer in rule["from"]
+            for port in rule["ports"]
+        }
+    assert ways == WAYS
+    components = {pod["metadata"]["labels"]["app.kubernetes.io/component"] for _, pod in pods(manifests)}
+    assert {component.partition("-")[0] for component in components} == {*WAYS, "test"}, "somebody has no policy"
+
+
+def who_of(peer: Manifest) -> str:
+    """Whom a policy lets in: the component of this release, or the one label that others are known by."""
+    (selector,) = peer.values()
+    labels = selector["matchLabels"]
+    if "app.kubernetes.io/component" not in labels:
+        (name,) = labels.values()
+        return str(name)
+    assert labels["app.kubernetes.io/instance"] == "demo", "other releases are strangers"
+    return str(labels["app.kubernetes.io/component"])
 
 
 def test_images_are_those_that_the_dockerfile_makes() -> None:

@@ -180,6 +180,7 @@ metadata:
   {{- include "lmkv.metadata" (list (index . 0) (index . 1)) | nindent 2 }}
 spec:
   maxUnavailable: {{ (index . 2).podDisruptionBudget.maxUnavailable }}
+  unhealthyPodEvictionPolicy: AlwaysAllow  # one that is broken keeps no host from being drained
   selector:
     matchLabels:
       {{- include "lmkv.selector" (list (index . 0) (index . 1)) | nindent 6 }}

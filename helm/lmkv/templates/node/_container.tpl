@@ -30,8 +30,10 @@ resources:
   {{- include "lmkv.nodeResources" $values | nindent 2 }}
 securityContext:
   {{- $context := deepCopy $root.Values.securityContext }}
-  {{- if $values.rdma.resource }}
-  {{- $_ := set $context "capabilities" (merge (dict "add" (list "IPC_LOCK")) (default dict $context.capabilities)) }}
+  {{- $capabilities := default dict $context.capabilities }}
+  {{- $added := concat (default list $capabilities.add) $values.capabilities (ternary (list "IPC_LOCK") list (ne $values.rdma.resource "")) }}
+  {{- with $added }}
+  {{- $_ := set $context "capabilities" (set $capabilities "add" (uniq .)) }}
   {{- end }}
   {{- toYaml $context | nindent 2 }}
 volumeMounts:
