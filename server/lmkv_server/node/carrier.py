@@ -91,7 +91,7 @@ class Carrier:
             self._plan.give_back(self._source, window)
             if grant_id := response.grant.grant_id:
                 places = [place for place, at in enumerate(response.present) if damaged and window[at] in damaged]
-                self._releasing = self._peers.release(self._peer, grant_id, places)
+                self._releasing = self._peers.connections.release(self._peer, grant_id, places)
 
     async def _acquire(self, window: Sequence[int]) -> pb.AcquireResponse:
         keys = [self._progress.keys[index] for index in window]
@@ -102,7 +102,7 @@ class Carrier:
         try:
             response = await asyncio.shield(acquiring)
         except asyncio.CancelledError:
-            self._peers.release_once_granted(self._peer, acquiring)
+            self._peers.connections.release_once_granted(self._peer, acquiring)
             raise
         now = time.monotonic()
         self._peer.bandwidth.answered(now - started, now)
@@ -190,7 +190,7 @@ class Carrier:
         """Commits what is what its owner committed, and hands it on."""
         instance_id = self._peer.instance_id
         arrived: list[tuple[int, Chunk]] = []
-        for chunk, intact in zip(incoming, await self._peers.intact(incoming, sums), strict=True):
+        for chunk, intact in zip(incoming, await self._peers.verifier.intact(incoming, sums), strict=True):
             if not intact:
                 damaged.append(chunk.index)
                 self._reject(chunk)

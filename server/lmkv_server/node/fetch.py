@@ -37,10 +37,11 @@ class Fetch:
         self.peers = peers
         self.progress = progress
         self._deadline = deadline
+        known = peers.connections
         self._connections = {
-            Source(matched_count=holder.matched_chunk_count, near=peers.is_near(peer), bandwidth=peer.bandwidth): peer
+            Source(matched_count=holder.matched_chunk_count, near=known.is_near(peer), bandwidth=peer.bandwidth): peer
             for holder in holders
-            if (peer := peers.connection(holder)) and not self._avoided(peer)
+            if (peer := known.get(holder)) and not self._avoided(peer)
         }
         self.plan = Plan(progress, peers.flights, self._connections, peers.together)
 

@@ -186,9 +186,9 @@ class Metrics(Collector):
         yield _gauge("handoffs_receiving", "Handoffs that are kept here now.", len(handoffs))
         yield _gauge("handoff_buffer_bytes", "Bytes of the pool that these take.", handoffs.used_bytes)
         yield _gauge("handoff_buffer_limit_bytes", "Most bytes of the pool that they may take.", handoffs.buffer_bytes)
-        yield _counter("handoff_received_bytes", "Bytes read for handoffs.", receiver.received_bytes)
+        yield _counter("handoff_received_bytes", "Bytes read for handoffs.", receiver.intake.received_bytes)
         yield _counter(
-            "handoff_device_bytes", "Bytes of these that went into device buffers.", receiver.received_device_bytes
+            "handoff_device_bytes", "Bytes of these that went into device buffers.", receiver.intake.device_bytes
         )
         yield _gauge(
             "device_buffer_bytes", "Device memory that engines lend for handoffs.", receiver.buffers.lent_bytes

@@ -1,4 +1,4 @@
-"""The decode's side of handoffs: reads what prefills hand over, and hands it on to the requests that come for it.
+"""The decode's side of handoffs: has read what prefills hand over, and hands it on to the requests that come for it.
 
 `Allocate`, `Commit` and `Release` of `PeerService` end here, and so do lookups and loads that name a handoff.
 """
@@ -8,33 +8,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 from google.protobuf import duration_pb2
 
-from lmkv.errors import BadMessage, GrantNotFound, KvSpecMismatch, LmkvError
+from lmkv.errors import BadMessage, GrantNotFound, KvSpecMismatch
 from lmkv.keys import split_keys
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.alarm import Alarm
-from lmkv_server.node.arrivals import Incoming, Landing, Progress
+from lmkv_server.node.arrivals import Progress
 from lmkv_server.node.device_buffers import DeviceBuffers
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.handoff import Giver, Handoff, State
 from lmkv_server.node.handoffs import Handoffs
 from lmkv_server.node.host_tier import HostTier
+from lmkv_server.node.intake import READ_SECONDS, Intake
 from lmkv_server.node.peer_connection import PeerConnection
 from lmkv_server.node.peers import Peers
 
 logger = logging.getLogger(__name__)
 
 MAX_KEYS = 4096
-PIECE_BYTES = 32 << 20
-"""One read is about this large: while it runs, the one before it is verified."""
-READS_AHEAD = 2
-READ_SECONDS = 10.0
-"""A prefill's node whose bytes take longer has failed."""
 ANNOUNCE_SECONDS = 1.0
 """A request that comes before its handoff was announced waits for that so long."""
 
@@ -44,17 +40,15 @@ class Receiver:
 
     def __init__(self, handoffs: Handoffs, peers: Peers, engines: Engines) -> None:
         self.handoffs = handoffs
-        self.received_chunks = 0
-        """Chunks that were read, verified and made visible since the start."""
-        self.received_bytes = 0
-        """Bytes of these."""
-        self.received_device_bytes = 0
-        """Bytes of these that went into device buffers."""
         self._peers = peers
         self._tier = peers.tier
         self._engines = engines
-        self.buffers = DeviceBuffers(engines, handoffs.buffer_bytes, verify=peers.verifies, on_lost=self._lost_buffer)
+        self.buffers = DeviceBuffers(
+            engines, handoffs.buffer_bytes, verify=peers.verifier.enabled, on_lost=self._lost_buffer
+        )
         """What engines have lent for prompts that are handed to them."""
+        self.intake = Intake(peers, self.buffers)
+        """What reads."""
         self._announced: dict[str, asyncio.Event] = {}
         self._alarm = Alarm(self._expire)
 
@@ -86,7 +80,7 @@ class Receiver:
         handoff = self.handoffs.allocate(request.request_id, giver, spec, keys, request.token_count, now, room)
         self._alarm.changed()
         if handoff.is_open:
-            self._peers.introduce(connection, spec, READ_SECONDS, by_nixl=buffer is not None)
+            self._peers.connections.introduce(connection, spec, READ_SECONDS, by_nixl=buffer is not None)
         if announced := self._announced.get(handoff.request_id):
             announced.set()
         timeout = duration_pb2.Duration()
@@ -106,7 +100,7 @@ class Receiver:
             if request.indices:
                 connection = self._connection(handoff.giver)
                 await connection.agree(handoff.spec, READ_SECONDS)
-                await self._read_all(handoff, connection, self._incoming(handoff, request, connection), damaged)
+                damaged = await self.intake.bring(handoff, connection, request)
         finally:
             self.handoffs.heard(handoff, time.monotonic())
             self._alarm.changed()
@@ -120,115 +114,13 @@ class Receiver:
 
     def _connection(self, giver: Giver) -> PeerConnection:
         holder = Holder(instance_id=giver.instance_id, epoch=giver.epoch, peer_address=giver.address)
-        connection = self._peers.connection(holder)
+        connection = self._peers.connections.get(holder)
         if connection is None:
             raise BadMessage(
                 f"{giver.instance_id!r} of epoch {giver.epoch} at {giver.address!r} is no peer to read from",
                 field="peer_address",
             )
         return connection
-
-    def _incoming(self, handoff: Handoff, request: pb.CommitRequest, connection: PeerConnection) -> list[Incoming]:
-        """What is to be read: the chunks that are still wanted. Raises `BadMessage` if an offer makes no sense."""
-        regions = connection.regions
-        for index, extent in zip(request.indices, request.extents, strict=True):
-            if not (
-                0 <= index < len(handoff.keys)
-                and 0 <= extent.region < len(regions)
-                and extent.token_count == handoff.tokens_of(index)
-                and extent.size_bytes == handoff.size_of(index)
-                and 0 <= extent.offset <= regions[extent.region].size_bytes - extent.size_bytes
-            ):
-                raise BadMessage(f"a handoff cannot have chunk {index} at {extent}", field="extents")
-        offers = dict(zip(request.indices, request.extents, strict=True))
-        return [
-            Incoming(
-                index=index,
-                remote_address=regions[offers[index].region].address + offers[index].offset,
-                checksum=offers[index].checksum,
-                token_count=offers[index].token_count,
-                size_bytes=offers[index].size_bytes,
-                reserved=reserved,
-            )
-            for index, reserved in handoff.begin(offers, self._tier).items()
-        ]
-
-    async def _read_all(
-        self, handoff: Handoff, connection: PeerConnection, incoming: Sequence[Incoming], damaged: list[int]
-    ) -> None:
-        """Reads in pieces. Raises why one failed, after the others have ended."""
-        ahead = asyncio.Semaphore(READS_AHEAD)
-        failures: list[LmkvError] = []
-
-        async def read(piece: Sequence[Incoming], landing: Landing) -> None:
-            try:
-                async with ahead:
-                    sums = await self._read(handoff, connection, piece, landing)
-                damaged.extend(await self._verify(handoff, connection, piece, sums, landing))
-            except LmkvError as error:
-                failures.append(error)
-
-        landings = [(piece, self._landing(handoff, piece)) for piece in pieces(incoming)]
-        try:
-            async with asyncio.TaskGroup() as reads:
-                for piece, landing in landings:
-                    reads.create_task(read(piece, landing))
-        finally:
-            handoff.lose(chunk.index for chunk in incoming)
-            for _, landing in landings:
-                landing.close()
-                if landing.quarantined:
-                    self._peers.quarantine(landing)
-        if failures:
-            raise failures[0]
-
-    async def _read(
-        self, handoff: Handoff, connection: PeerConnection, piece: Sequence[Incoming], landing: Landing
-    ) -> list[int] | None:
-        """Reads one piece into the handoff's room; see `Peers.read`."""
-        buffer = self.buffers.owning(handoff.room)
-        if buffer is None:
-            return await self._peers.read(connection, piece, landing, READ_SECONDS)
-        try:
-            return await buffer.read(connection, piece, landing, READ_SECONDS)
-        except LmkvError as error:
-            if not buffer.closed and connection.nixl_metadata:
-                connection.nixl_metadata = b""
-                logger.warning(
-                    "what %s hands over comes through the pool from now on, not to the device: %s",
-                    connection.name,
-                    error,
-                )
-            raise
-
-    def _landing(self, handoff: Handoff, piece: Sequence[Incoming]) -> Landing:
-        landing = Landing(handoff.room)
-        for chunk in piece:
-            landing.adopt(chunk.reserved)
-        return landing
-
-    async def _verify(
-        self,
-        handoff: Handoff,
-        connection: PeerConnection,
-        piece: Sequence[Incoming],
-        sums: Sequence[int] | None,
-        landing: Landing,
-    ) -> list[int]:
-        """Commits what is what the prefill committed; returns what came damaged."""
-        damaged = []
-        for chunk, intact in zip(piece, await self._peers.intact(piece, sums), strict=True):
-            if not intact:
-                damaged.append(chunk.index)
-                self._peers.checksum_mismatches += 1
-                logger.warning("chunk %d of handoff %s came damaged", chunk.index, handoff.request_id)
-            elif committed := landing.commit(handoff.keys, handoff.spec.fingerprint, chunk):
-                handoff.land(chunk.index, committed, self._tier)
-                self._peers.count(connection.instance_id, committed)
-                self.received_chunks += 1
-                self.received_bytes += committed.size_bytes
-                self.received_device_bytes += committed.size_bytes * (committed.tier is not self._tier)
-        return damaged
 
     # --- What the decode's requests want -------------------------------------------------------------------------
 
@@ -294,17 +186,3 @@ class Receiver:
                 self.handoffs.silence_seconds,
             )
         return self.handoffs.next_expiry()
-
-
-def pieces(incoming: Sequence[Incoming]) -> Iterator[list[Incoming]]:
-    """The chunks in runs of about `PIECE_BYTES`."""
-    piece: list[Incoming] = []
-    size_bytes = 0
-    for chunk in incoming:
-        piece.append(chunk)
-        size_bytes += chunk.size_bytes
-        if size_bytes >= PIECE_BYTES:
-            yield piece
-            piece, size_bytes = [], 0
-    if piece:
-        yield piece

@@ -106,21 +106,21 @@ class Sender:
 
     async def _hand_over(self) -> None:
         self._missing = {key: index for index, key in enumerate(self._keys)}
-        peers = self._senders.peers
-        peer = await peers.identify(self._address, self._spec, ANSWER_SECONDS)
+        connections = self._senders.peers.connections
+        peer = await connections.identify(self._address, self._spec, ANSWER_SECONDS)
         if peer is None:  # both engines share this node: what is committed is there
             self._missing.clear()
             return
         try:
             answer = await self._announce(peer)
         except WrongInstance:  # it was started anew
-            peers.forget(self._address)
-            peer = await peers.identify(self._address, self._spec, ANSWER_SECONDS)
+            connections.forget(self._address)
+            peer = await connections.identify(self._address, self._spec, ANSWER_SECONDS)
             if peer is None:
                 raise
             answer = await self._announce(peer)
         except Unreachable:
-            peers.forget(self._address)
+            connections.forget(self._address)
             raise
         self._missing = {self._keys[index]: index for index in answer.missing if 0 <= index < len(self._keys)}
         try:
@@ -129,7 +129,7 @@ class Sender:
             await self._send_all(peer, answer)
         finally:
             if self._missing:
-                peers.release(peer, answer.grant_id)
+                connections.release(peer, answer.grant_id)
 
     async def _announce(self, peer: PeerConnection) -> pb.AllocateResponse:
         """Asks for room until there is some. Raises why there is none."""

@@ -19,7 +19,7 @@ from lmkv.keys import ChunkKey, join_keys
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import Extent
 from lmkv_client.connector.messages import Attachment
-from lmkv_server.node import device_buffer, receiver
+from lmkv_server.node import device_buffer, intake
 from lmkv_server.node.device_buffer import DeviceBuffer
 from lmkv_server.node.handoff import State
 from lmkv_server.node.node import Node
@@ -74,7 +74,7 @@ class Decode:
         assert await self.hand("first", FIRST) is State.COMMITTED
         assert all(self.node.tier.get(key) for key in FIRST)
         self.receiver.handoffs.unclaim("first")
-        connection = self.receiver._peers._connections["prefill"]
+        connection = self.receiver._peers.connections._by_instance["prefill"]
         await until(lambda: connection.nixl_metadata)
 
     async def load(self, name: str, keys: list[ChunkKey]) -> list[Extent]:
@@ -152,8 +152,8 @@ async def test_a_prompt_is_read_into_the_buffer_and_loaded_out_of_it(make: Make,
     assert await decode.hand("r", SECOND) is State.COMMITTED
     assert not any(decode.node.tier.get(key) for key in SECOND), "nothing came through the pool"
     assert all(buffer.tier.get(key) for key in SECOND)
-    assert decode.receiver.received_device_bytes == decode.receiver.buffers.used_bytes
-    assert decode.receiver.received_bytes - decode.receiver.received_device_bytes == len(FIRST) * SPEC.chunk_bytes
+    assert decode.receiver.intake.device_bytes == decode.receiver.buffers.used_bytes
+    assert decode.receiver.intake.received_bytes - decode.receiver.intake.device_bytes == len(FIRST) * SPEC.chunk_bytes
     extents = await decode.load("r", SECOND)
     assert [one.region for one in extents] == [1] * len(SECOND)
     assert await asyncio.to_thread(decode.workers.loaded_sums, extents) == decode.expected_sums(SECOND)
@@ -163,9 +163,9 @@ async def test_a_prompt_is_read_into_the_buffer_and_loaded_out_of_it(make: Make,
     buffer.tier.check()
 
     # What is handed over again is not sent again, and is still right.
-    received = decode.receiver.received_bytes
+    received = decode.receiver.intake.received_bytes
     assert await decode.hand("again", SECOND) is State.COMMITTED
-    assert decode.receiver.received_bytes == received
+    assert decode.receiver.intake.received_bytes == received
     extents = await decode.load("again", SECOND)
     assert await asyncio.to_thread(decode.workers.loaded_sums, extents) == decode.expected_sums(SECOND)
     await decode.engine.release("again")
@@ -200,7 +200,7 @@ async def test_a_damaged_chunk_is_not_taken(make: Make) -> None:
 async def test_a_frozen_worker_costs_one_handoff_and_its_room_is_kept_until_it_goes_on(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiver, "READ_SECONDS", 0.5)
+    monkeypatch.setattr(intake, "READ_SECONDS", 0.5)
     monkeypatch.setattr(device_buffer, "ANSWER_SECONDS", 0.1)
     decode = await make()
     await decode.meet()

@@ -97,7 +97,7 @@ async def test_a_prompt_arrives_bit_for_bit_over_every_channel(transfer_channel:
         handed = await prefill.hand("r", decode.address, KEYS)
         assert (handed.error, handed.chunk_count, handed.size_bytes) == (None, 8, 8 * LARGE.chunk_bytes)
         assert state_of(decode) is State.COMMITTED
-        assert decode.receiver.received_bytes == prefill.senders.sent_bytes == 8 * LARGE.chunk_bytes
+        assert decode.receiver.intake.received_bytes == prefill.senders.sent_bytes == 8 * LARGE.chunk_bytes
         taken = await follow(decode, "r", KEYS)
         assert taken.keys() == KEYS
         taken.let_go()
@@ -292,13 +292,13 @@ async def test_who_serves_at_an_address_is_asked_once(
     prefill: Parts, decode: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    ask = prefill.peers._ask_who
+    ask = prefill.peers.connections._ask_who
 
     async def counted(address: str, spec: KvSpec, timeout_seconds: float) -> Holder:
         asked.append(address)
         return await ask(address, spec, timeout_seconds)
 
-    monkeypatch.setattr(prefill.peers, "_ask_who", counted)
+    monkeypatch.setattr(prefill.peers.connections, "_ask_who", counted)
     for number in range(3):
         prefill.put(KEYS[number])
         assert (await prefill.hand(f"r{number}", decode.address, KEYS[: number + 1])).error is None

@@ -77,7 +77,7 @@ async def test_a_pinned_chunk_is_dropped_too_and_its_bytes_stay_until_the_pin_en
 
 
 async def test_nothing_is_dropped_on_a_peers_word_alone(owner: Parts, reader: Parts, gone: Gone) -> None:
-    connection = reader.peers.connection(owner.holder(8))
+    connection = reader.peers.connections.get(owner.holder(8))
     assert connection
     await connection.agree(SMALL, 5.0)
     response = await connection.acquire(SMALL, KEYS, 5.0, 5.0)

@@ -170,9 +170,9 @@ async def test_a_short_prompt_is_asked_of_one_holder_alone(owner: Parts, reader:
 async def test_a_peer_at_the_own_address_or_at_loopback_is_near(reader: Parts) -> None:
     def is_near(address: str) -> bool:
         holder = Holder(instance_id=address, epoch=1, peer_address=address, matched_chunk_count=1)
-        connection = peers.connection(holder)
+        connection = peers.connections.get(holder)
         assert connection
-        return peers.is_near(connection)
+        return peers.connections.is_near(connection)
 
     async with Peers(
         instance_id="here", epoch=1, tier=reader.tier, channels=reader.channels, pool=reader.pool, host="10.0.0.7"
@@ -257,7 +257,7 @@ async def test_unlike_specs_never_exchange_a_byte_and_are_not_asked_again(
             assert isinstance(fetched.error, KvSpecMismatch)
             assert fetched.error.metadata["field"] == "kv_dtype"
             assert (fetched.chunk_count, fetched.size_bytes, taken.chunks) == (0, 0, [])
-        assert reader.peers.spec_mismatches == 1
+        assert reader.peers.connections.spec_mismatches == 1
         assert reader.peers.unreachable == 0
         lines = [record.message for record in caplog.records if "kv_dtype" in record.message]
         assert len([line for line in lines if "no chunks are shared with owner" in line]) == 1
