@@ -12,7 +12,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-ray demo test test-ray soak protos verify \
+.PHONY: help setup setup-ray demo test test-ray chaos protos verify \
 	verify-format verify-lint verify-types verify-protos verify-floors verify-typescript \
 	fix-format fix-lint fix-protos fix-typescript
 
@@ -41,8 +41,8 @@ test: $(STAMP) ## run the tests, those with real engines beside the others
 test-ray: $(RAY_STAMP) ## run the tests with Ray Serve
 	@.venv-ray/bin/python -m pytest tests/ray $(ARGS)
 
-soak: $(STAMP) ## kill and freeze nodes for ten minutes and see that nothing is lost or left
-	@LMKV_SOAK_SECONDS=$${LMKV_SOAK_SECONDS:-600} $(BIN)/python -m pytest -q tests/soak $(ARGS)
+chaos: $(STAMP) ## kill, freeze and cut apart a fleet for ten minutes and see that nothing is wrong or left
+	@LMKV_CHAOS_SECONDS=$${LMKV_CHAOS_SECONDS:-600} $(BIN)/python -m pytest -q tests/chaos $(ARGS)
 
 protos: fix-protos ## generate the Python stubs in lmkv/v1, TypeScript's, and docs/api.md from protos/
 

@@ -32,6 +32,7 @@ class EngineClient:
         spec: KvSpec | None = None,
         config: dict[str, str] | None = None,
         worker_count: int = 1,
+        answer_seconds: float = ANSWER_SECONDS,
     ) -> None:
         socket = node if isinstance(node, Path) else node.config.engine_socket
         self.spec = spec or small_spec()
@@ -39,6 +40,7 @@ class EngineClient:
         self.heard = pb.AttachResponse()
         self._config = config or {}
         self._worker_count = worker_count
+        self._answer_seconds = answer_seconds
         self._channel: Any = rpc.open_channel(f"unix:{socket}")
         self.stub: Any = EngineServiceStub(self._channel)
         self.call: Any = self.stub.Attach()  # type: ignore[call-arg]
@@ -70,7 +72,7 @@ class EngineClient:
 
     async def hear(self, field: str) -> Any:
         """The value of a field of `AttachResponse`, as soon as it is there; forgets it."""
-        async with asyncio.timeout(ANSWER_SECONDS):
+        async with asyncio.timeout(self._answer_seconds):
             while not (getattr(self.heard, field) if field != "conflicts" else self.heard.HasField("conflicts")):
                 answer = await self._read()
                 settled = self.heard.settled_reserve_count + answer.settled_reserve_count
@@ -86,7 +88,7 @@ class EngineClient:
 
     async def welcome(self) -> pb.Welcome:
         """What the node says first."""
-        async with asyncio.timeout(ANSWER_SECONDS):
+        async with asyncio.timeout(self._answer_seconds):
             answer = await self._read()
         assert answer.HasField("welcome")
         return answer.welcome
@@ -143,7 +145,7 @@ class EngineClient:
     async def ending(self) -> LmkvError | None:
         """Why the node ends the stream; None if it does so without complaint."""
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
+            async with asyncio.timeout(self._answer_seconds):
                 while isinstance(await self.call.read(), pb.AttachResponse):
                     pass
         except grpc.RpcError as error:

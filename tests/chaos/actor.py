@@ -1,0 +1,46 @@
+"""Somebody who acts until the test ends. Each draws what it does next from a generator of its own, seeded by its name.
+
+What they do is the same for the same seed; how far each thing comes is up to the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable
+
+import grpc
+
+from lmkv.errors import LmkvError
+
+TROUBLE = (LmkvError, grpc.RpcError, TimeoutError, OSError, AssertionError, asyncio.InvalidStateError)
+"""What an engine may see of a node that is killed or frozen; `EngineClient` asserts that its stream goes on."""
+
+
+class Actor(ABC):
+    """Something that acts until the test ends."""
+
+    def __init__(self, name: str, seed: int, counts: Counter[str]) -> None:
+        self.name = name
+        self.chance = random.Random(f"{seed}/{name}")
+        self.counts = counts
+        """How often each thing was done, for the report."""
+
+    @abstractmethod
+    async def run(self) -> None:
+        """Acts until it is cancelled. Raises what must never be."""
+
+
+async def act(actors: Iterable[Actor], seconds: float | None = None, *others: asyncio.Task[None]) -> None:
+    """Has everybody act for a time, or without end. Raises what the first of them, or of `others`, finds wrong."""
+    tasks = [asyncio.create_task(actor.run(), name=actor.name) for actor in actors]
+    try:
+        done, _ = await asyncio.wait([*tasks, *others], timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)

@@ -1,0 +1,150 @@
+"""What holds once nobody makes trouble any more: within a minute nothing is left, and everybody says the same."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+import grpc
+
+from lmkv.keys import ChunkKey
+from lmkv.v1 import engine_service_pb2 as pb
+from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_HOST, Extent
+from lmkv_kernels import checksum
+from tests.chaos.actor import TROUBLE
+from tests.chaos.engine import SPEC, Engine, words_of
+from tests.chaos.fleet import Fleet
+from tests.chaos.operators import Line
+from tests.chaos.victim import Coordinator, Node, Victim
+from tests.chaos.watchers import LayoutWatcher
+
+READY_SECONDS = 60.0
+CALM_SECONDS = 90.0
+"""So long it may take until nothing is left: a grant expires after four seconds, a full disk is tried after sixty."""
+LOOKUPS = 50
+"""So many are on their way to a node at a time."""
+NOTHING_LEFT = (
+    "engines",
+    "read_grants",
+    "quarantined_batches",
+    "quarantined_bytes",
+    "pool_reserved_bytes",
+    "orders_running",
+    "handoffs_sending",
+    "handoffs_receiving",
+    "disk_folders_down",
+    "disk_waiting_chunks",
+)
+
+
+async def calm(fleet: Fleet, watchers: Sequence[LayoutWatcher]) -> int:
+    """Waits until all is calm. Raises `AssertionError` if something stays. Answers how many chunks it compared."""
+    for victim in fleet.victims.values():
+        victim.thaw()
+        if not victim.is_wanted:
+            victim.start()
+    for node in fleet.nodes:
+        await ready(node)
+    for coordinator in fleet.coordinators:
+        await asyncio.to_thread(coordinator.server.wait_ready)
+        await until(partial(over, coordinator), coordinator)
+    for node in fleet.nodes:
+        await until(partial(left, node), node)
+    for node in fleet.nodes:
+        await until(partial(told, node, fleet.coordinators, watchers), node)
+    held = [await contents(node, watchers[0].held(node.name, TIER_HOST)) for node in fleet.nodes]
+    for victim in fleet.victims.values():
+        assert "Traceback" not in victim.process.log(), f"{victim.name}: {victim.process.log_file} tells of a mistake"
+    return sum(held)
+
+
+async def ready(node: Node) -> None:
+    """Waits until engines can attach."""
+    deadline = time.monotonic() + READY_SECONDS
+    while True:
+        try:
+            async with node.engine():
+                return
+        except TROUBLE:
+            assert time.monotonic() < deadline, node.process.log()[-2000:]
+            await asyncio.sleep(0.1)
+
+
+async def until(what_is_wrong: Callable[[], Awaitable[str]], victim: Victim) -> None:
+    """Waits until nothing is."""
+    deadline = time.monotonic() + CALM_SECONDS
+    while wrong := await what_is_wrong():
+        assert time.monotonic() < deadline, (
+            f"{victim.name}: {wrong}; the end of its log:\n{victim.process.log()[-3000:]}"
+        )
+        await asyncio.sleep(0.2)
+
+
+async def over(coordinator: Coordinator) -> str:
+    """Operations that run, and pins that are in force."""
+    async with Line(coordinator) as line:
+        try:
+            running, pins = await line.running(), await line.pins()
+        except grpc.RpcError as error:
+            return f"does not answer: {error}"
+    return f"operations run: {running}; pins are in force: {pins}" if running or pins else ""
+
+
+async def left(node: Node) -> str:
+    """What is not a chunk's and not free, or who has leave to touch it."""
+    metrics = await node.metrics()
+    kept = {name: metrics[name] for name in NOTHING_LEFT if metrics.get(name)}
+    if metrics["pool_used_bytes"] != metrics["pool_chunk_bytes"]:
+        kept["pool_used_bytes"] = metrics["pool_used_bytes"]
+    return f"keeps {kept}: {metrics}" if kept else ""
+
+
+async def told(node: Node, coordinators: Sequence[Coordinator], watchers: Sequence[LayoutWatcher]) -> str:
+    """How what coordinators tell, in answers and to watchers, differs from each other or from what the node holds."""
+    metrics = await node.metrics()
+    there = {TIER_HOST: metrics["chunks"]} | ({TIER_DISK: metrics["disk_chunks"]} if node.has_disk else {})
+    wrong = []
+    for coordinator, watcher in zip(coordinators, watchers, strict=True):
+        instance = (await asyncio.to_thread(coordinator.server.instances)).get(node.name)
+        usage = {tier.tier: tier.chunk_count for tier in instance.tiers} if instance else {}
+        known = {tier: len(watcher.held(node.name, tier)) for tier in there}
+        if not usage == known == there:
+            wrong.append(f"{coordinator.name} says {usage}, and {known} to its watcher, where {there} are")
+    for tier in there:
+        one, other = (watcher.held(node.name, tier) for watcher in watchers)
+        if one != other:
+            wrong.append(f"coordinators know of {len(one - other)} and {len(other - one)} that the other does not")
+    return "; ".join(wrong)
+
+
+async def contents(node: Node, keys: set[ChunkKey]) -> int:
+    """Asserts that the node has these chunks in memory, that each is what it should be, and that there are no others.
+
+    Answers how many these are.
+    """
+    count = 0
+    async with node.engine() as engine:
+        for some in batched(sorted(keys)):
+            for key, extent in await looked_up(engine, some):
+                engine.check(key, extent)
+                assert extent.checksum == checksum(words_of(key).data, 0, SPEC.chunk_bytes)
+                count += 1
+            await engine.client.say(releases=[pb.ReleaseChunks(request_id=key.hex()) for key in some])
+    assert count == len(keys) == (await node.metrics())["chunks"], f"of {len(keys)} chunks {node.name} has {count}"
+    return count
+
+
+def batched(keys: Sequence[ChunkKey]) -> list[Sequence[ChunkKey]]:
+    """The keys, some at a time."""
+    return [keys[start : start + LOOKUPS] for start in range(0, len(keys), LOOKUPS)]
+
+
+async def looked_up(engine: Engine, keys: Sequence[ChunkKey]) -> list[tuple[ChunkKey, Extent]]:
+    """Those of the keys that the node has in memory, each looked up by itself, all at once."""
+    await engine.client.say(lookups=[pb.LookupChunks(request_id=key.hex(), chunk_keys=key) for key in keys])
+    found: list[pb.FoundChunks] = []
+    while len(found) < len(keys):
+        found += await engine.client.hear("found")
+    return [(ChunkKey(bytes.fromhex(one.request_id)), extent) for one in found for extent in one.own]

@@ -1,0 +1,169 @@
+"""Relays of gRPC calls: where addresses are replaced by those of links, and reports are repeated and reordered.
+
+    node ──link──► relay ──► coordinator          node ──link──► relay ──► node
+
+A link knows bytes only; a relay is behind it, and never in trouble itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from types import SimpleNamespace, TracebackType
+from typing import Any, Self, cast
+
+import grpc
+
+from lmkv import rpc
+from lmkv.transfer.metadata import unwrap, wrap
+from lmkv.v1 import peer_service_pb2 as peer_pb
+from lmkv.v1 import registry_service_pb2 as registry_pb
+from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
+from tests.chaos.schedule import Kind
+
+REPORT = "/lmkv.v1.RegistryService/Report"
+LOOKUP = "/lmkv.v1.CacheService/Lookup"
+INIT = "/lmkv.v1.PeerService/Init"
+
+AddressOf = Callable[[str, str], str]
+"""Where one node, by its name, reaches another one."""
+
+
+class Relay(grpc.GenericRpcHandler, ABC):  # type: ignore[type-arg]  # not generic at run time
+    """Passes all calls on to who listens at a port of this host. A context manager that serves at a port of its own."""
+
+    def __init__(self, port: int) -> None:
+        self.port = 0
+        """Where it serves, once it is entered."""
+        self._channel: Any = rpc.open_channel(f"127.0.0.1:{port}")
+        self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+
+    async def __aenter__(self) -> Self:
+        self._server.add_generic_rpc_handlers((self,))
+        self.port = rpc.add_port(self._server, "127.0.0.1:0")
+        await self._server.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._server.stop(None)
+        await self._channel.close()
+
+    def service(self, details: Any) -> Any:
+        """See `grpc.GenericRpcHandler`: messages stay bytes."""
+        return grpc.unary_unary_rpc_method_handler(partial(self._pass_on, details.method))
+
+    async def _pass_on(self, method: str, request: bytes, context: Any) -> bytes:
+        try:
+            answer = await self._channel.unary_unary(method)(request, timeout=context.time_remaining())
+        except grpc.aio.AioRpcError as error:
+            await _abort(context, error)
+        return self._answer(method, request, answer)
+
+    @abstractmethod
+    def _answer(self, method: str, request: bytes, answer: bytes) -> bytes:
+        """What who asked is told."""
+
+
+class PeerRelay(Relay):
+    """Before one node: tells its peers to take bytes by their links, too."""
+
+    def __init__(self, port: int, bytes_address: Callable[[str], str]) -> None:
+        """`bytes_address` is where a peer, by its name, reaches the node's port for bytes over TCP."""
+        super().__init__(port)
+        self._bytes_address = bytes_address
+
+    def _answer(self, method: str, request: bytes, answer: bytes) -> bytes:
+        if method != INIT:
+            return answer
+        asked, said = peer_pb.InitRequest.FromString(request), peer_pb.InitResponse.FromString(answer)
+        if said.channel == "tcp":
+            owner = f"{asked.peer_instance_id}:{asked.peer_epoch}"
+            region, payload = unwrap(said.channel, owner, said.channel_metadata)
+            host, _, port = self._bytes_address(asked.instance_id).rpartition(":")
+            words = json.loads(payload) | {"host": host, "port": int(port)}
+            end = cast(Any, SimpleNamespace(name=owner, pool=region))
+            said.channel_metadata = wrap(said.channel, end, json.dumps(words).encode())
+        return said.SerializeToString()
+
+
+class CoordinatorRelay(Relay):
+    """Before one coordinator: tells nodes to call each other by their links, and makes mischief with reports."""
+
+    def __init__(self, port: int, address_of: AddressOf) -> None:
+        super().__init__(port)
+        self._address_of = address_of
+        self._mischief: Counter[tuple[str, Kind]] = Counter()
+
+    def service(self, details: Any) -> Any:
+        """See `Relay`."""
+        if details.method == REPORT:
+            return grpc.stream_stream_rpc_method_handler(self._report)
+        return super().service(details)
+
+    def begin(self, node: str, kind: Kind) -> None:
+        """Repeats or reorders the node's reports from now on."""
+        self._mischief[node, kind] += 1
+
+    def end(self, node: str, kind: Kind) -> None:
+        """Takes a `begin` back."""
+        self._mischief[node, kind] -= 1
+
+    def _answer(self, method: str, request: bytes, answer: bytes) -> bytes:
+        if method != LOOKUP:
+            return answer
+        node, found = LookupRequest.FromString(request).excluded_instance_id, LookupResponse.FromString(answer)
+        for holder in found.holders:
+            holder.peer_address = self._address_of(node, holder.instance_id)
+        return found.SerializeToString()
+
+    async def _report(self, reports: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        call = self._channel.stream_stream(REPORT)()
+        context.add_done_callback(lambda _: call.cancel())  # also where this is not continued any more
+        first = await anext(reports, None)
+        if first is None:
+            return
+        node = registry_pb.ReportRequest.FromString(first).instance_id
+        sending = asyncio.create_task(self._send(node, first, reports, call))
+        try:
+            async for answer in call:
+                for _ in range(2 if self._mischief[node, Kind.REPEAT] else 1):
+                    yield self._ordered(node, answer)
+        except grpc.aio.AioRpcError as error:
+            await _abort(context, error)
+        finally:
+            sending.cancel()
+            call.cancel()
+
+    def _ordered(self, node: str, answer: bytes) -> bytes:
+        """The answer, with the link's address in orders to fetch."""
+        said = registry_pb.ReportResponse.FromString(answer)
+        for order in said.orders:
+            if order.HasField("fetch"):
+                order.fetch.peer_address = self._address_of(node, order.fetch.instance_id)
+        return said.SerializeToString()
+
+    async def _send(self, node: str, report: bytes | None, reports: AsyncIterator[bytes], call: Any) -> None:
+        held: bytes | None = None
+        try:
+            while report is not None:
+                if held is None and self._mischief[node, Kind.REORDER]:
+                    held = report
+                else:
+                    for one in (report, held) if held is not None else (report,):
+                        for _ in range(2 if self._mischief[node, Kind.REPEAT] else 1):
+                            await call.write(one)
+                    held = None
+                report = await anext(reports, None)
+            await call.done_writing()
+        except (grpc.RpcError, asyncio.InvalidStateError):  # the call is over, as who reads its answers sees
+            pass
+
+
+async def _abort(context: Any, error: grpc.aio.AioRpcError) -> None:
+    await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))

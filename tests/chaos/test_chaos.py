@@ -1,0 +1,64 @@
+"""Chaos: a fleet under load is killed, frozen, cut apart, filled up and lied to; no byte is wrong, and nothing is left.
+
+`make chaos` runs it for ten minutes, every run of the tests for some seconds. LMKV_CHAOS_SECONDS says for how long,
+LMKV_CHAOS_SEED by which schedule; a failure says both, and what had been done by then (docs/chaos.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.actor import act
+from tests.chaos.calm import calm, ready
+from tests.chaos.engine_actor import EngineActor
+from tests.chaos.fleet import COORDINATORS, WITH_DISK, Fleet
+from tests.chaos.havoc import Havoc
+from tests.chaos.operators import MoveActor, PinActor
+from tests.chaos.schedule import schedule
+from tests.chaos.watchers import LayoutWatcher, MetricsWatcher
+
+SECONDS = float(os.environ.get("LMKV_CHAOS_SECONDS", "20"))
+SEED = int(os.environ.get("LMKV_CHAOS_SEED", random.SystemRandom().randrange(1 << 32)))
+ENGINES = 2
+"""At each node."""
+REST_SECONDS = 420.0
+"""What the beginning and the end may take besides, on a slow machine."""
+
+
+@pytest.mark.timeout(SECONDS + REST_SECONDS)
+async def test_whatever_is_done_to_the_fleet_no_byte_is_wrong_and_nothing_is_left(
+    tmp_path: Path, short_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with capsys.disabled():
+        print(f"\nLMKV_CHAOS_SEED={SEED} LMKV_CHAOS_SECONDS={SECONDS:g}")
+    counts: Counter[str] = Counter()
+    async with Fleet(short_folder, tmp_path) as fleet:
+        for node in fleet.nodes:
+            await ready(node)
+        names = [node.name for node in fleet.nodes]
+        havoc = Havoc(fleet, schedule(SEED, names, COORDINATORS, WITH_DISK), SEED, counts)
+        engines = [EngineActor(node, number, SEED, counts) for node in fleet.nodes for number in range(ENGINES)]
+        operators = [actor(fleet.nodes, fleet.coordinators, SEED, counts) for actor in (MoveActor, PinActor)]
+        watchers = [LayoutWatcher(coordinator, SEED, counts) for coordinator in fleet.coordinators]
+        watching = asyncio.create_task(act([*watchers, MetricsWatcher(fleet, SEED, counts)]))
+        try:
+            await act([*engines, *operators, havoc], SECONDS, watching)
+            counts["chunks compared"] += await calm(fleet, watchers)
+            await fleet.end()
+        except Exception as error:
+            done = "\n".join(map(str, havoc.done))
+            error.add_note(f"LMKV_CHAOS_SEED={SEED} LMKV_CHAOS_SECONDS={SECONDS:g}; what was done:\n{done}")
+            raise
+        finally:
+            watching.cancel()
+            await asyncio.wait([watching])
+    with capsys.disabled():
+        print(", ".join(f"{count} {what}" for what, count in sorted(counts.items())))
+    assert counts["chunks fetched"] > 0
+    assert counts["chunks compared"] > 0

@@ -1,0 +1,43 @@
+"""The schedule: repeatable, in order, and with a place for every kind of fault."""
+
+from __future__ import annotations
+
+from itertools import islice, pairwise
+
+from tests.chaos.schedule import DELAYS, LAST_SECONDS, Fault, Kind, schedule
+
+NODES, COORDINATORS, DISKS = ("a", "b"), ("x", "y"), ("b",)
+
+
+def drawn(seed: int, count: int = 1000) -> list[Fault]:
+    """The first faults of a schedule."""
+    return list(islice(schedule(seed, NODES, COORDINATORS, DISKS), count))
+
+
+def test_a_seed_is_a_schedule() -> None:
+    assert drawn(1) == drawn(1)
+    assert drawn(1) != drawn(2)
+    assert drawn(1, 10) == drawn(1, 20)[:10]
+
+
+def test_faults_come_in_order_of_every_kind_and_end() -> None:
+    faults = drawn(3)
+    assert all(one.at < other.at for one, other in pairwise(faults))
+    assert {fault.kind for fault in faults} == set(Kind)
+    assert all(LAST_SECONDS[0] <= fault.seconds <= LAST_SECONDS[1] for fault in faults)
+
+
+def test_each_kind_finds_all_its_targets_and_no_other() -> None:
+    faults = drawn(4, 5000)
+    found = {kind: {fault.target for fault in faults if fault.kind is kind} for kind in Kind}
+    reports = {"a>x", "a>y", "b>x", "b>y"}
+    assert found[Kind.KILL] == found[Kind.FREEZE] == found[Kind.CLOCK] == {"a", "b", "x", "y"}
+    assert found[Kind.PARTITION] == {"a", "b"}
+    assert found[Kind.FILL] == {"b"}
+    assert found[Kind.REPEAT] == found[Kind.REORDER] == reports
+    assert found[Kind.CUT] == found[Kind.RESET] == found[Kind.DELAY] == reports | {"a>b", "b>a"}
+
+
+def test_a_fault_says_what_it_is_in_a_line() -> None:
+    fault = Fault(at=1.5, kind=Kind.DELAY, target="a>x", seconds=0.25, amount=DELAYS[0])
+    assert str(fault) == "    1.50 s  delay a>x by 0.01 s for 0.25 s"

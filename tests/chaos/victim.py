@@ -1,0 +1,200 @@
+"""Processes that are killed, frozen and started again: nodes and coordinators."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from lmkv.pool_socket import attach
+from lmkv_client.demo import cluster
+from lmkv_client.demo.process import ServerProcess, free_port, session_pids
+from tests.chaos.clock import Clock
+from tests.chaos.disks import Disks
+from tests.chaos.engine import SPEC, Engine
+from tests.server.node.engine_client import EngineClient
+
+POOL_SIZE = "48MiB"
+"""A third of all prompts: nodes evict, and find what they lack on disk and at others."""
+DISK_SIZE = "40MiB"
+"""Less than its tmpfs has: the limit holds, until that is filled."""
+UCX = {"UCX_TLS": "tcp"}
+"""Where NIXL reads need their owner, as between hosts: what a frozen one owes is quarantined."""
+PATIENCE_SECONDS = 20.0
+"""Whoever has been left alone for so long and still does not answer hangs."""
+END_SECONDS = 30.0
+
+
+class Hangs(Exception):
+    """Somebody did not answer though nothing was done to it."""
+
+
+class Victim:
+    """One process, and what was done to it."""
+
+    def __init__(self, process: ServerProcess, clock: Clock) -> None:
+        self.process = process
+        self.clock = clock
+        self.is_wanted = False
+        """Whether it was started, and not killed since."""
+        self.frozen = False
+        self.life = 0
+        """Which one this is, from 1."""
+        self._touched_at = 0.0
+        process.environment.update(clock.environment)
+
+    @property
+    def name(self) -> str:
+        """Its name in the schedule, and in the fleet if it is a node."""
+        return self.process.name
+
+    def start(self) -> None:
+        """Starts it, also again; without waiting."""
+        self._touch()
+        self.life += 1
+        self.process.start()
+        self.is_wanted = True
+
+    def kill(self) -> None:
+        """Kills it as a crash would."""
+        self._touch()
+        self.is_wanted = False
+        self.process.kill()
+        self.frozen = False
+
+    def freeze(self) -> None:
+        """Stops it where it is."""
+        self._touch()
+        os.kill(self.process.pid, signal.SIGSTOP)
+        self.frozen = True
+
+    def thaw(self) -> None:
+        """Lets it go on, if it is frozen."""
+        if self.frozen:
+            self._touch()
+            os.kill(self.process.pid, signal.SIGCONT)
+            self.frozen = False
+
+    def overdue(self, error: BaseException) -> None:
+        """Somebody waited `PATIENCE_SECONDS` for it in vain. Raises `Hangs` if that is nobody's doing but its own."""
+        if self.process.alive and not self.frozen and time.monotonic() - self._touched_at > PATIENCE_SECONDS + 1:
+            raise Hangs(f"{self.name} did not answer for {PATIENCE_SECONDS:g} s") from error
+
+    async def end(self) -> None:
+        """Asks it to end. Raises `Hangs` if it does not, or leaves a process behind."""
+        self.thaw()
+        if not self.is_wanted:
+            return
+        self.is_wanted = False
+        self.process.request_stop()
+        deadline = time.monotonic() + END_SECONDS
+        while session_pids(self.process.pid):
+            if time.monotonic() > deadline:
+                raise Hangs(f"{self.name} does not end within {END_SECONDS:g} s")
+            await asyncio.sleep(0.05)
+
+    def _touch(self) -> None:
+        self._touched_at = time.monotonic()
+
+
+class Coordinator(Victim):
+    """One `lmkv coordinator`."""
+
+    def __init__(self, name: str, folder: Path, clock: Clock) -> None:
+        (folder / name).mkdir()
+        self.server = cluster.Coordinator(folder / name)
+        self.server.process.name = name
+        super().__init__(self.server.process, clock)
+
+    @property
+    def port(self) -> int:
+        """Where it serves, over all its lives."""
+        return self.server.port
+
+    @property
+    def address(self) -> str:
+        """The same, for who is not to go by a link."""
+        return self.server.address
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a node is, and how it differs from others."""
+
+    name: str
+    channel: str
+    runtime_dir: Path
+    logs: Path
+    coordinator_addresses: str
+
+
+class Node(Victim):
+    """One `lmkv node`."""
+
+    def __init__(self, place: Place, disks: Disks, clock: Clock) -> None:
+        self.has_disk = place.name in disks.names
+        self.port = free_port()
+        """For peers' words."""
+        self.bytes_port = free_port()
+        """For their reads over TCP."""
+        self._socket = place.runtime_dir / place.name / "engine.sock"
+        self._metrics_port = free_port()
+        self._engine_count = 0
+        settings = {
+            "INSTANCE_ID": place.name,
+            "RUNTIME_DIR": str(place.runtime_dir),
+            "COORDINATOR_ADDRESS": place.coordinator_addresses,
+            "COORDINATOR_TIMEOUT": "0.5",
+            "MAX_LOCAL_CPU_SIZE": POOL_SIZE,
+            "METRICS_PORT": str(self._metrics_port),
+            "P2P_PORT": str(self.port),
+            "TRANSFER_PORT": str(self.bytes_port),
+            "TRANSFER_CHANNEL": place.channel,
+            "GRANT_TTL": "4",
+            "NODE_LINGER": "3600",
+        }
+        if self.has_disk:
+            settings |= {"LOCAL_DISK": str(disks.path(place.name)), "MAX_LOCAL_DISK_SIZE": DISK_SIZE}
+        environment = {f"LMKV_{key}": value for key, value in settings.items()} | UCX
+        log = place.logs / f"{place.name}.log"
+        super().__init__(ServerProcess(place.name, disks.command(place.name), log, environment), clock)
+
+    @asynccontextmanager
+    async def engine(self) -> AsyncIterator[Engine]:
+        """An engine that attaches, maps the pool, and leaves. Raises whatever goes wrong on the line."""
+        self._engine_count += 1
+        client = EngineClient(self._socket, f"{self.name}-{self._engine_count}", SPEC, answer_seconds=PATIENCE_SECONDS)
+        try:
+            await client.__aenter__()
+            socket, epoch = client.welcomed.pool_socket, client.welcomed.epoch
+            with await asyncio.to_thread(attach, socket, client.engine_id, 0, epoch, PATIENCE_SECONDS) as attached:
+                yield Engine(client, attached.pool)
+        except TimeoutError as error:
+            self.overdue(error)
+            raise
+        finally:
+            await client.aclose()
+
+    async def metrics(self) -> dict[str, float]:
+        """What the node says of itself, without labels and without `lmkv_node_`. Raises `httpx.HTTPError`, `Hangs`."""
+        async with httpx.AsyncClient(trust_env=False) as client:
+            try:
+                address = f"http://127.0.0.1:{self._metrics_port}/metrics"
+                answer = await client.get(address, timeout=PATIENCE_SECONDS)
+            except httpx.TimeoutException as error:
+                self.overdue(error)
+                raise
+        return {
+            sample.name.removeprefix("lmkv_node_"): sample.value
+            for family in text_string_to_metric_families(answer.text)
+            for sample in family.samples
+            if sample.name.startswith("lmkv_node_") and not sample.labels
+        }

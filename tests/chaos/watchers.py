@@ -1,0 +1,107 @@
+"""Those who look all the time: at what nodes say of themselves, and at what coordinators say of the layout map."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from contextlib import suppress
+from typing import Any
+
+import grpc
+import httpx
+
+from lmkv import rpc
+from lmkv.errors import LmkvError, RevisionCompacted, WatcherTooSlow
+from lmkv.keys import ChunkKey, split_keys
+from lmkv.v1.cache_service_pb2 import LayoutChange, WatchRequest, WatchResponse
+from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
+from tests.chaos.actor import Actor
+from tests.chaos.engine import WrongBytes
+from tests.chaos.fleet import Fleet
+from tests.chaos.victim import PATIENCE_SECONDS, Coordinator, Node
+
+
+class Died(Exception):
+    """A process ended though nobody killed it."""
+
+
+class MetricsWatcher(Actor):
+    """Raises `WrongBytes` if a node found damage in its own pool, and `Died` if anybody ended by itself."""
+
+    def __init__(self, fleet: Fleet, seed: int, counts: Counter[str]) -> None:
+        super().__init__("watcher", seed, counts)
+        self._fleet = fleet
+
+    async def run(self) -> None:
+        """See `Actor`."""
+        while True:
+            await asyncio.sleep(0.1)
+            for victim in self._fleet.victims.values():
+                if victim.is_wanted and not victim.process.alive:
+                    raise Died(f"{victim.name} ended by itself: " + victim.process.log()[-2000:])
+            for node in self._fleet.nodes:
+                if not node.frozen and node.process.alive:
+                    with suppress(httpx.HTTPError):
+                        self._look(node, await node.metrics())
+
+    def _look(self, node: Node, metrics: dict[str, float]) -> None:
+        for name in ("quarantined_bytes", "read_grants"):
+            most = f"{name} at most"
+            self.counts[most] = max(self.counts[most], round(metrics[name]))
+        if metrics["damaged_chunks_total"]:
+            raise WrongBytes(f"{node.name} found chunks damaged in its own memory")
+
+
+class LayoutWatcher(Actor):
+    """Follows one coordinator's layout map by its changes, through all losses. Raises `Hangs` if it has to wait."""
+
+    def __init__(self, coordinator: Coordinator, seed: int, counts: Counter[str]) -> None:
+        super().__init__(f"watcher of {coordinator.name}", seed, counts)
+        self._coordinator = coordinator
+        self._revision = 0
+        self._held: defaultdict[tuple[str, int], set[ChunkKey]] = defaultdict(set)
+
+    def held(self, node: str, tier: int) -> set[ChunkKey]:
+        """What a node holds in a tier, as far as it was told."""
+        return self._held[node, tier]
+
+    async def run(self) -> None:
+        """See `Actor`."""
+        while True:
+            try:
+                async with rpc.open_channel(self._coordinator.address) as channel:
+                    stub: Any = CacheServiceStub(channel)
+                    await self._follow(stub.Watch(WatchRequest(start_revision=self._revision)))
+            except TimeoutError as error:  # bookmarks come more often
+                self._coordinator.overdue(error)
+            except grpc.RpcError as error:
+                self._lost(rpc.from_rpc_error(error))
+            await asyncio.sleep(0.1)
+
+    def _lost(self, error: LmkvError) -> None:
+        self.counts["watches that went on"] += 1
+        if isinstance(error, RevisionCompacted | WatcherTooSlow):
+            self._revision = 0
+
+    async def _follow(self, call: Any) -> None:
+        if not self._revision:
+            self._held.clear()
+        while True:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                response = await call.read()
+            if not isinstance(response, WatchResponse):
+                return
+            for change in response.changes:
+                self._apply(change)
+            if not response.snapshot:
+                self._revision = response.revision
+            self.counts["changes watched"] += len(response.changes)
+
+    def _apply(self, change: LayoutChange) -> None:
+        if change.instance_gone:
+            for place in [place for place in self._held if place[0] == change.instance_id]:
+                del self._held[place]
+            return
+        held = self._held[change.instance_id, change.tier]
+        held |= set(split_keys(change.admitted_keys))
+        held -= set(split_keys(change.evicted_keys))
