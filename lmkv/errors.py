@@ -11,7 +11,7 @@ A miss is never an error. `lmkv.rpc` carries these over the wire in both directi
     ├── PermissionDenied     PERMISSION_DENIED    somebody else may ask this
     ├── InstanceIdInUse      ALREADY_EXISTS
     ├── OperationCancelled   CANCELLED
-    ├── CoordinatorRestarted ABORTED
+    ├── OperationTakenOver   ABORTED
     ├── RevisionCompacted    OUT_OF_RANGE
     ├── Unreachable          UNAVAILABLE          a peer did not answer
     └── ConfigError          never on the wire    a process cannot start as configured
@@ -268,11 +268,11 @@ class OperationCancelled(LmkvError):
     reason = "OPERATION_CANCELLED"
 
 
-class CoordinatorRestarted(LmkvError):
-    """The coordinator that ran the operation is gone; what it had done until then stays done."""
+class OperationTakenOver(LmkvError):
+    """Another coordinator sees the operation through by now; orders of an earlier attempt at it are refused."""
 
     code = "ABORTED"
-    reason = "COORDINATOR_RESTARTED"
+    reason = "OPERATION_TAKEN_OVER"
 
 
 class RevisionCompacted(LmkvError):

@@ -18,7 +18,7 @@ Method = Callable[..., Awaitable[Response]]
 class Connections:
     """One `Connection` for each address. Every coordinator knows the same, so any will do for a new question.
 
-    What began at one of them, an operation or a stream, is that one's: it keeps the `Connection` that it began on.
+    A stream that began at one of them is that one's: it keeps the `Connection` that it began on.
     """
 
     def __init__(self, addresses: Sequence[str], timeout_seconds: float, credentials: Credentials) -> None:

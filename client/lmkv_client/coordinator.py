@@ -199,20 +199,14 @@ class Coordinator:
         """Every operation that runs or, unless only those are asked for, ended not too long ago; newest first."""
         request = partial(ListOperationsRequest, filter="done=false" if running else "")
 
-        async def listed(to: Connection) -> list[Operation[Any, Any]]:
-            messages = await to.pages(to.operations.ListOperations, request, "operations")
-            return [Operation(to, message) for message in messages]
-
-        return await self._connections.ask(listed)
+        messages = await self._connections.pages(lambda to: to.operations.ListOperations, request, "operations")
+        return [Operation(self._connections, message) for message in messages]
 
     async def operation(self, name: str) -> Operation[Any, Any]:
         """The operation of this name, whoever began it. Raises `OperationNotFound`."""
         request = GetOperationRequest(name=name)
-
-        async def known(to: Connection) -> Operation[Any, Any]:
-            return Operation(to, await to.call(to.operations.GetOperation, request))
-
-        return await self._connections.ask(known)
+        message = await self._connections.call(lambda to: to.operations.GetOperation, request)
+        return Operation(self._connections, message)
 
     async def instances(self) -> list[Instance]:
         """Every registered instance, ordered by id."""
@@ -231,16 +225,8 @@ class Coordinator:
         return watch(self._connections, start_revision, fingerprint, Patience(patience_seconds))
 
     async def _booked(self, method: Callable[[Connection], Any], request: object) -> Operation[Any, Any]:
-        """The operation that a call begins, here or, once its coordinator is lost, elsewhere."""
-
-        async def book(to: Connection) -> tuple[Connection, Any]:
-            return to, await to.call(method(to), request)
-
-        async def book_elsewhere(lost: Connection) -> tuple[Connection, Any]:
-            self._connections.failed(lost)
-            return await self._connections.ask(book)
-
-        return Operation(*await self._connections.ask(book), book_elsewhere if len(self._connections) > 1 else None)
+        """The operation that a call begins."""
+        return Operation(self._connections, await self._connections.call(method, request))
 
 
 def _position(position: str | Position) -> Position:

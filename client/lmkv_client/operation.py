@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from google.longrunning.operations_pb2 import CancelOperationRequest, GetOperationRequest, WaitOperationRequest
@@ -14,9 +13,8 @@ from google.protobuf.duration_pb2 import Duration
 from lmkv.errors import LmkvError, Unreachable
 from lmkv.rpc import from_status
 from lmkv.v1.cache_service_pb2 import ClearProgress, ClearResult, MoveProgress, MoveResult
-from lmkv_client.connection import Connection, Patience
-
-logger = logging.getLogger(__name__)
+from lmkv_client.connection import Patience
+from lmkv_client.connections import Connections
 
 Progress = TypeVar("Progress")
 Result = TypeVar("Result")
@@ -29,10 +27,6 @@ HOLD_SECONDS = 20.0
 """How long the coordinator is asked to hold back an answer until there is something to tell."""
 
 _KINDS = (MoveProgress, MoveResult, ClearProgress, ClearResult)
-
-
-BookElsewhere: TypeAlias = Callable[[Connection], Awaitable[tuple[Connection, Any]]]
-"""Has another coordinator than this, which is lost, do the same: which it is, and its operation's message."""
 
 
 class OperationState(Generic[Progress, Result]):
@@ -91,27 +85,25 @@ class Operation(OperationState[Progress, Result]):
     It goes on whether or not anybody waits, and is known by its name for some time after its end. Every method raises
     `OperationNotFound` once it is not, and `Unreachable`.
 
-    It is its coordinator's. If that is lost while somebody waits, and another one answers, it is booked there again,
-    under another name: what was done by then stays done, and counts no more.
+    Every coordinator knows it. If the one that sees it through is lost, another one does.
     """
 
-    def __init__(self, connection: Connection, message: Any, book_elsewhere: BookElsewhere | None = None) -> None:
-        self._connection = connection
+    def __init__(self, connections: Connections, message: Any) -> None:
+        self._connections = connections
         self.message = message
-        self._book_elsewhere = book_elsewhere
 
     async def refresh(self) -> None:
         """Asks what has become of it."""
-        connection = self._connection
-        self.message = await connection.call(connection.operations.GetOperation, GetOperationRequest(name=self.name))
+        request = GetOperationRequest(name=self.name)
+        self.message = await self._connections.call(lambda to: to.operations.GetOperation, request)
 
     async def cancel(self) -> None:
         """Asks for it to stop, which takes a moment: `wait` tells. What it has done so far stays done."""
-        connection = self._connection
-        await connection.call(connection.operations.CancelOperation, CancelOperationRequest(name=self.name))
+        request = CancelOperationRequest(name=self.name)
+        await self._connections.call(lambda to: to.operations.CancelOperation, request)
 
     async def wait(self, timeout_seconds: float = WAIT_SECONDS) -> Result:
-        """Waits for its end, also through a restart of the coordinator, and returns what it did.
+        """Waits for its end, also through the loss of its coordinator, and returns what it did.
 
         A result may list chunks that it failed for. Raises the error that the operation ended with, and `TimeoutError`
         if it does not end in time; it then still runs.
@@ -146,19 +138,16 @@ class Operation(OperationState[Progress, Result]):
 
     async def _poll(self, seconds: float, patience: Patience) -> None:
         """Hears of it once it is over, or after so many seconds."""
-        connection = self._connection
         request = WaitOperationRequest(
             name=self.name, timeout=Duration(nanos=round(seconds % 1 * 1e9), seconds=int(seconds))
         )
         try:
-            self.message = await connection.call(connection.operations.WaitOperation, request, seconds)
+            self.message = await self._connections.ask(
+                lambda to: to.call(to.operations.WaitOperation, request, seconds)
+            )
             patience.renew()
         except Unreachable as error:
-            if self._book_elsewhere is None or error.metadata.get("address") != connection.address:
-                await patience.endure(error)
-            else:
-                self._connection, self.message = await self._book_elsewhere(connection)
-                logger.warning("%s; it goes on as %s at %s", error, self.name, self._connection.address)
+            await patience.endure(error)
 
 
 MoveOperation: TypeAlias = Operation[MoveProgress, MoveResult]

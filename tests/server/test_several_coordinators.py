@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from lmkv.keys import as_tokens, chunk_keys, root_key
+from lmkv.errors import OperationCancelled, Unreachable
+from lmkv.keys import ChunkKey, as_tokens, chunk_keys, root_key
 from lmkv_client import Coordinator
 from lmkv_client.demo import cluster
 from lmkv_client.demo.nodes import Nodes
@@ -19,10 +20,10 @@ from lmkv_client.demo.process import pids_with_environment
 from lmkv_kernels import checksum
 from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient
-from tests.server.node.ordering import until
 
 SPEC = small_spec()
-CHUNK_COUNT = 50
+CHUNK_COUNT = 48
+CHUNKS_PER_MOVE = 8
 TOKENS = [number % 1000 for number in range(CHUNK_COUNT * SPEC.chunk_size)]
 KEYS = chunk_keys(as_tokens(TOKENS), root_key(SPEC.fingerprint), SPEC.chunk_size)
 NAMES = ("node-1", "node-2")
@@ -41,6 +42,44 @@ class World:
         """Process id of a node."""
         (pid,) = pids_with_environment({"LMKV_RUNTIME_DIR": str(self._folder), "LMKV_INSTANCE_ID": name}, "node")
         return pid
+
+    @contextmanager
+    def frozen(self, pid: int) -> Iterator[None]:
+        """Stands a process still."""
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    async def book_many(self, address: str) -> list[str]:
+        """Has a coordinator move the prompt to the second node, piece by piece; the operations' names."""
+        pieces = [KEYS[start : start + CHUNKS_PER_MOVE] for start in range(0, CHUNK_COUNT, CHUNKS_PER_MOVE)]
+        async with Coordinator(address) as coordinator:
+            moves = [await coordinator.move(keys=piece, source="node-1", destination="node-2") for piece in pieces]
+        return [move.name for move in moves]
+
+    async def all_done(self, address: str, names: list[str]) -> None:
+        """Waits until a coordinator says of each operation that it did all it was to do."""
+        async with Coordinator(address) as coordinator:
+            for name in names:
+                await until_known(coordinator, name)
+                move = await coordinator.operation(name)
+                result = await move.wait(60)
+                assert (move.name, result.chunk_count, list(result.failures)) == (name, CHUNKS_PER_MOVE, [])
+            listed = await coordinator.operations()
+        assert {move.name for move in listed if move.state == "done"} >= set(names)
+
+    async def held(self) -> list[set[ChunkKey]]:
+        """What each node itself says that it holds."""
+        found: list[set[ChunkKey]] = []
+        for engine in self.engines:
+            found.append(set())
+            for key in KEYS:
+                if (await engine.lookup("ask", [key])).own:
+                    found[-1].add(key)
+                await engine.release("ask")
+        return found
 
     async def holders(self, address: str) -> dict[str, int]:
         """Chunks of the prompt that each node holds, as one coordinator has it."""
@@ -74,6 +113,16 @@ async def world(tmp_path: Path, short_folder: Path) -> AsyncIterator[World]:
         yield made
 
 
+async def until_known(coordinator: Coordinator, name: str) -> None:
+    """Waits until a coordinator has heard of an operation: after its start its nodes have yet to come back."""
+    async with asyncio.timeout(30):
+        while True:
+            with suppress(Unreachable):
+                await coordinator.operation(name)
+                return
+            await asyncio.sleep(0.05)
+
+
 async def known(world: World, address: str, expected: dict[str, int]) -> None:
     """Waits until a coordinator has it so."""
     async with asyncio.timeout(20):
@@ -93,17 +142,66 @@ async def test_a_node_finds_and_fetches_what_its_peers_hold_without_either_coord
 
 
 async def test_a_move_whose_coordinator_is_killed_is_seen_through_by_the_other(world: World) -> None:
-    destination = world.pid("node-2")
     async with Coordinator(*world.addresses) as coordinator:
-        os.kill(destination, signal.SIGSTOP)
-        try:
+        with world.frozen(world.pid("node-2")):
             move = await coordinator.move(TOKENS, source="node-1", destination="node-2")
-            name, waiting = move.name, asyncio.create_task(move.wait())
             world.coordinators[0].kill()
-            await until(lambda: move.name != name or waiting.done(), 20)
-        finally:
-            os.kill(destination, signal.SIGCONT)
-        result = await waiting
-        assert (result.chunk_count, result.dropped_chunk_count) == (CHUNK_COUNT, CHUNK_COUNT)
+        name = move.name
+        result = await move.wait(60)
+        assert (move.name, result.chunk_count, result.dropped_chunk_count) == (name, CHUNK_COUNT, CHUNK_COUNT)
         assert coordinator.address == world.addresses[1]
     await known(world, world.addresses[1], {"node-2": CHUNK_COUNT})
+    assert await world.held() == [set(), set(KEYS)]
+
+
+async def test_many_moves_of_a_coordinator_that_is_killed_end_at_the_other_under_their_names(world: World) -> None:
+    with world.frozen(world.pid("node-2")):
+        names = await world.book_many(world.addresses[0])
+        world.coordinators[0].kill()
+    await world.all_done(world.addresses[1], names)
+    assert await world.held() == [set(), set(KEYS)]
+    world.coordinators[0].start()  # which hears what became of them
+    await asyncio.to_thread(world.coordinators[0].wait_ready)
+    await world.all_done(world.addresses[0], names)
+
+
+async def test_a_single_coordinator_goes_on_after_its_restart(world: World) -> None:
+    with world.frozen(world.pid("node-2")):
+        names = await world.book_many(world.addresses[0])
+        for coordinator in world.coordinators:
+            coordinator.kill()
+        world.coordinators[0].start()
+    await asyncio.to_thread(world.coordinators[0].wait_ready)
+    await world.all_done(world.addresses[0], names)
+    assert await world.held() == [set(), set(KEYS)]
+
+
+async def test_a_coordinator_that_was_frozen_meanwhile_does_no_harm(world: World) -> None:
+    with world.frozen(world.coordinators[0].pid):
+        with world.frozen(world.pid("node-2")):
+            os.kill(world.coordinators[0].pid, signal.SIGCONT)
+            names = await world.book_many(world.addresses[0])
+            os.kill(world.coordinators[0].pid, signal.SIGSTOP)
+        await world.all_done(world.addresses[1], names)
+        assert await world.held() == [set(), set(KEYS)]
+        async with Coordinator(world.addresses[1]) as coordinator:  # what the frozen one knows is wrong from here on
+            await (await coordinator.move(TOKENS, source="node-2", destination="node-1")).wait(60)
+    await world.all_done(world.addresses[0], names)
+    await known(world, world.addresses[0], {"node-1": CHUNK_COUNT})
+    assert await world.held() == [set(KEYS), set()]
+
+
+async def test_a_move_can_be_followed_and_cancelled_at_another_coordinator(world: World) -> None:
+    with world.frozen(world.pid("node-2")):
+        (name, *_) = await world.book_many(world.addresses[0])
+        async with Coordinator(world.addresses[1]) as elsewhere:
+            move = await elsewhere.operation(name)
+            assert (move.state, move.progress.chunk_count) == ("running", CHUNKS_PER_MOVE)
+            await move.cancel()
+    async with Coordinator(*world.addresses) as coordinator, Coordinator(world.addresses[1]) as elsewhere:
+        with pytest.raises(OperationCancelled):
+            await (await coordinator.operation(name)).wait(60)
+        with pytest.raises(OperationCancelled):
+            await (await elsewhere.operation(name)).wait(60)
+    first, second = await world.held()
+    assert first | second == set(KEYS)

@@ -19,11 +19,12 @@ from lmkv.v1 import cache_service_pb2_grpc as pb_grpc
 from lmkv.v1 import chunk_pb2
 from lmkv_server.coordinator.audit import audited
 from lmkv_server.coordinator.clears import Clears
+from lmkv_server.coordinator.keeping import Keeping
 from lmkv_server.coordinator.layout_map import Match
 from lmkv_server.coordinator.moves import Moves
-from lmkv_server.coordinator.operations_service import to_proto
 from lmkv_server.coordinator.pages import page_limit, page_token, read_page_token
 from lmkv_server.coordinator.pins import Pins
+from lmkv_server.coordinator.records import to_proto
 from lmkv_server.coordinator.registry import Registry
 from lmkv_server.coordinator.selection import Selection, Selector
 from lmkv_server.coordinator.tally import Tally
@@ -39,12 +40,20 @@ class CacheService(pb_grpc.CacheServiceServicer):
     """The handlers. One event loop runs them all; what they work on is its alone."""
 
     def __init__(
-        self, registry: Registry, selector: Selector, moves: Moves, clears: Clears, pins: Pins, watch: Watch
+        self,
+        registry: Registry,
+        selector: Selector,
+        moves: Moves,
+        clears: Clears,
+        keeping: Keeping,
+        pins: Pins,
+        watch: Watch,
     ) -> None:
         self._registry = registry
         self._selector = selector
         self._moves = moves
         self._clears = clears
+        self._keeping = keeping
         self._pins = pins
         self._watch = watch
         self.lookups = Tally()
@@ -73,13 +82,13 @@ class CacheService(pb_grpc.CacheServiceServicer):
 
     async def Move(self, request: pb.MoveRequest, context: Any) -> operations_pb2.Operation:
         with audited("copy" if request.copy else "move", request) as act:
-            operation = self._moves.start(request)
+            operation = await self._keeping.booked(self._moves.start(request))
             act.names["operation"] = operation.name
         return to_proto(operation)
 
     async def Clear(self, request: pb.ClearRequest, context: Any) -> operations_pb2.Operation:
         with audited("clear", request) as act:
-            operation = self._clears.start(request)
+            operation = await self._keeping.booked(self._clears.start(request))
             act.names["operation"] = operation.name
         return to_proto(operation)
 

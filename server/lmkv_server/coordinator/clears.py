@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 
 from google.rpc import status_pb2
@@ -13,7 +14,8 @@ from lmkv.keys import KEY_BYTES
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import registry_service_pb2 as registry_pb
 from lmkv_server.coordinator.failures import add_failure
-from lmkv_server.coordinator.operations import Operation, Operations
+from lmkv_server.coordinator.operation import Operation
+from lmkv_server.coordinator.operations import Operations
 from lmkv_server.coordinator.orders import Orders
 from lmkv_server.coordinator.registry import Registry
 from lmkv_server.coordinator.selection import Selector
@@ -37,11 +39,22 @@ class Clears:
         """Books a clear. Raises what `CacheService.Clear` answers."""
         if known := self._operations.repeated(request):
             return known
-        clear = _Clear(self._orders, self._instance_ids(request), self._drops(request))
-        clear.progress.MergeFrom(
-            pb.ClearProgress(instance_id=request.instance_id, tier=request.tier, dry_run=request.dry_run)
+        instance_ids = self._instance_ids(request)
+        progress = pb.ClearProgress(instance_id=request.instance_id, tier=request.tier, dry_run=request.dry_run)
+        progress.create_time.GetCurrentTime()
+        clear = _Clear(self._orders, instance_ids, self._drops(request), progress, TIMEOUT_SECONDS)
+        return self._operations.start(
+            "clear", request, progress, clear.run, seconds=TIMEOUT_SECONDS, keepers=instance_ids
         )
-        return self._operations.start("clear", request, clear.progress, clear.run)
+
+    async def resume(self, operation: Operation) -> pb.ClearResult:
+        """Goes on with a clear that another coordinator began: instances that have done it say so again."""
+        request, progress = operation.request, operation.progress
+        assert isinstance(request, pb.ClearRequest)
+        assert isinstance(progress, pb.ClearProgress)
+        seconds = operation.expire_time - time.time()
+        clear = _Clear(self._orders, self._instance_ids(request), self._drops(request), progress, seconds)
+        return await clear.run(operation)
 
     def _instance_ids(self, request: pb.ClearRequest) -> list[str]:
         if not request.instance_id:
@@ -71,14 +84,22 @@ class Clears:
 class _Clear:
     """One clear, under way."""
 
-    def __init__(self, orders: Orders, instance_ids: list[str], drops: list[registry_pb.DropOrder]) -> None:
+    def __init__(
+        self,
+        orders: Orders,
+        instance_ids: list[str],
+        drops: list[registry_pb.DropOrder],
+        progress: pb.ClearProgress,
+        seconds: float,
+    ) -> None:
         self._orders = orders
         self._instance_ids = instance_ids
         self._drops = drops
-        self._deadline = time.monotonic() + TIMEOUT_SECONDS
+        self._deadline = time.monotonic() + seconds
         self._result = pb.ClearResult()
-        self.progress = pb.ClearProgress(instance_count=len(instance_ids))
-        self.progress.create_time.GetCurrentTime()
+        self._progress = progress
+        self._progress.instance_count = len(instance_ids)
+        self._progress.done_instance_count = 0
 
     async def run(self, operation: Operation) -> pb.ClearResult:
         """Sees it through. Raises why no instance did anything, or `OperationCancelled`."""
@@ -96,8 +117,9 @@ class _Clear:
         failure = pb.ClearFailure(instance_id=instance_id)
         for drop in self._drops:
             try:
+                order = registry_pb.Order(order_id=_order_id(operation, drop), drop=drop)
                 outcome = await self._orders.carry_out(
-                    instance_id, registry_pb.Order(drop=drop), self._deadline - time.monotonic(), operation.cancelled
+                    instance_id, order, self._deadline - time.monotonic(), operation.cancelled
                 )
             except LmkvError as error:
                 failure.failures.add(status=rpc.to_status(error))
@@ -105,7 +127,7 @@ class _Clear:
             self._note(outcome, failure)
         if failure.failures:
             self._result.failures.append(failure)
-        self.progress.done_instance_count += 1
+        self._progress.done_instance_count += 1
 
     def _note(self, outcome: registry_pb.OrderOutcome, failure: pb.ClearFailure) -> None:
         self._result.chunk_count += outcome.chunk_count
@@ -114,3 +136,9 @@ class _Clear:
             add_failure(failure.failures, part.chunk_keys, part.status)
         if outcome.status.code and not outcome.failures:
             failure.failures.add(status=status_pb2.Status(code=outcome.status.code, message=outcome.status.message))
+
+
+def _order_id(operation: Operation, drop: registry_pb.DropOrder) -> str:
+    """The same whoever gives the order: an instance that has carried it out already says how it went."""
+    said = hashlib.blake2b(drop.SerializeToString(deterministic=True), digest_size=8).hexdigest()
+    return f"{operation.name}-{said}"

@@ -5,6 +5,7 @@ Chunks go in batches. Whatever fails, wherever it fails, each chunk is where it 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable
 
@@ -19,6 +20,7 @@ from lmkv.errors import (
     KvSpecMismatch,
     LmkvError,
     OperationCancelled,
+    OperationTakenOver,
     Unreachable,
 )
 from lmkv.keys import KEY_BYTES
@@ -27,7 +29,8 @@ from lmkv.v1 import registry_service_pb2 as registry_pb
 from lmkv_server.coordinator.claims import Claims
 from lmkv_server.coordinator.failures import add_failure
 from lmkv_server.coordinator.instances import Instance
-from lmkv_server.coordinator.operations import Operation, Operations
+from lmkv_server.coordinator.operation import Operation
+from lmkv_server.coordinator.operations import Operations
 from lmkv_server.coordinator.orders import Orders
 from lmkv_server.coordinator.places import Place, place_of
 from lmkv_server.coordinator.registry import Registry
@@ -53,22 +56,41 @@ class Moves:
         """Books a move. Raises what `CacheService.Move` answers."""
         if known := self._operations.repeated(request):
             return known
+        move = self._plan(request)
+        return self._operations.start(
+            "copy" if request.copy else "move",
+            request,
+            move.progress,
+            move.run,
+            seconds=TIMEOUT_SECONDS,
+            keepers=(request.new_position.instance_id, request.old_position.instance_id),
+        )
+
+    async def resume(self, operation: Operation) -> pb.MoveResult:
+        """Goes on with a move that another coordinator began: what has arrived stays, the rest follows."""
+        assert isinstance(operation.request, pb.MoveRequest)
+        assert isinstance(operation.progress, pb.MoveProgress)
+        move = self._plan(operation.request)
+        move.continue_from(operation.progress)
+        return await move.run(operation)
+
+    def _plan(self, request: pb.MoveRequest) -> _Move:
         instances = self._registry.instances
         source = place_of(instances, request.old_position, "old_position")
         destination = place_of(instances, request.new_position, "new_position")
         if source == destination:
             raise BadSelection("old_position and new_position are the same; nothing would move")
-        selection = self._choose(request, source)
+        selection = self._choose(request, source, destination)
         check_spec(instances.named(destination.instance_id, "new_position"), selection)
-        move = _Move(self._registry, self._orders, self._claims, source, destination, selection, request)
-        return self._operations.start("copy" if request.copy else "move", request, move.progress, move.run)
+        return _Move(self._registry, self._orders, self._claims, source, destination, selection, request)
 
-    def _choose(self, request: pb.MoveRequest, source: Place) -> Selection:
-        """What the source holds most of, if the model's name stands for several specs."""
+    def _choose(self, request: pb.MoveRequest, source: Place, destination: Place) -> Selection:
+        """What the source, then what the destination holds most of, if the model's name stands for several specs."""
         selections = self._selector.select(request)
         if not selections:
             raise BadSelection("no chunk is named; set tokens or chunk_keys")
-        chosen = max(selections, key=lambda selection: self._registry.layout.match_at(*source, selection.keys)[0])
+        match_at = self._registry.layout.match_at
+        chosen = max(selections, key=lambda one: (match_at(*source, one.keys)[0], match_at(*destination, one.keys)[0]))
         if not chosen.fingerprint:
             known = (self._registry.layout.fingerprint_of(key) for key in _keys_of(chosen.keys))
             fingerprint = next((found for found in known if found is not None), b"")
@@ -103,8 +125,11 @@ class _Move:
         held = self._layout.held_mask(*source, named.tobytes())
         self._keys = named[held]
         """What there is to move, in prompt order."""
+        there = ~held & self._layout.held_mask(*destination, named.tobytes())
+        self._moved = named[there]
+        """What the destination alone holds, in prompt order."""
         if request.chunk_keys:  # of a prompt, anybody may hold only the beginning; a key was meant as it stands
-            absent = named[~held & ~self._layout.held_mask(*destination, named.tobytes())]
+            absent = named[~held & ~there]
             nobody = ChunkNotFound(f"instance {source.instance_id!r} does not hold it", instance_id=source.instance_id)
             self._fail(absent, rpc.to_status(nobody))
         _, token_count = self._layout.match_at(*source, self._keys.tobytes())
@@ -117,8 +142,20 @@ class _Move:
         self.progress.create_time.GetCurrentTime()
         self.progress.expire_time.FromNanoseconds(time.time_ns() + round(TIMEOUT_SECONDS * 1e9))
 
+    def continue_from(self, progress: pb.MoveProgress) -> None:
+        """Begins where another coordinator left off, as far as can be seen: what the source had to give and the
+        destination alone holds has arrived."""
+        arrived = self._moved[: max(progress.chunk_count - len(self._keys), 0)]
+        self._result.chunk_count, self._result.token_count = self._layout.match_at(
+            *self._destination, arrived.tobytes()
+        )
+        self._result.dropped_chunk_count = 0 if self._copy else len(arrived)
+        self._deadline = time.monotonic() + progress.expire_time.ToNanoseconds() / 1e9 - time.time()
+        self.progress = progress
+        self.progress.done_chunk_count = self._result.chunk_count
+
     async def run(self, operation: Operation) -> pb.MoveResult:
-        """Sees it through. Raises why nothing at all was moved, or `OperationCancelled`."""
+        """Sees it through. Raises why nothing at all was moved, `OperationCancelled`, or `OperationTakenOver`."""
         for start in range(0, len(self._keys), BATCH_CHUNKS):
             if operation.cancelled.is_set():
                 break
@@ -129,10 +166,11 @@ class _Move:
             async with self._claims.on(batch, self._deadline):
                 arrived = await self._fetch(batch, operation)
                 if len(arrived):
-                    await self._drop(arrived)
+                    await self._drop(arrived, operation)
         if operation.cancelled.is_set():
             raise OperationCancelled(
-                f"cancelled after {self._result.chunk_count} of {len(self._keys)} chunks; those stay where they are",
+                f"cancelled after {self._result.chunk_count} of {self.progress.chunk_count} chunks; "
+                "those stay where they are",
                 chunk_count=self._result.chunk_count,
             )
         if self._result.failures and not self._result.chunk_count:
@@ -151,7 +189,10 @@ class _Move:
                 chunk_keys=batch.tobytes(),
                 tier=self._destination.tier,
             )
-            outcome = await self._order(self._destination.instance_id, registry_pb.Order(fetch=fetch), operation)
+            order = registry_pb.Order(fetch=fetch)
+            outcome = await self._order(self._destination.instance_id, order, operation, operation.cancelled)
+        except OperationTakenOver:
+            raise
         except LmkvError as error:
             return self._fail(batch, rpc.to_status(error))
         failed = self._note_failures(outcome)
@@ -167,13 +208,15 @@ class _Move:
         self.progress.transferred_bytes = self._result.transferred_bytes
         return arrived
 
-    async def _drop(self, arrived: NDArray[np.void]) -> None:
+    async def _drop(self, arrived: NDArray[np.void], operation: Operation) -> None:
         """Has the source drop what the destination has committed."""
         drop = registry_pb.DropOrder(
             tier=self._source.tier, chunk_keys=arrived.tobytes(), fingerprint=self._fingerprint
         )
         try:
-            outcome = await self._order(self._source.instance_id, registry_pb.Order(drop=drop), None)
+            outcome = await self._order(self._source.instance_id, registry_pb.Order(drop=drop), operation)
+        except OperationTakenOver:
+            raise
         except LmkvError as error:
             self._fail(arrived, rpc.to_status(error))
             return
@@ -181,12 +224,17 @@ class _Move:
         self._result.dropped_chunk_count += outcome.chunk_count
 
     async def _order(
-        self, instance_id: str, order: registry_pb.Order, operation: Operation | None
+        self, instance_id: str, order: registry_pb.Order, operation: Operation, cancelled: asyncio.Event | None = None
     ) -> registry_pb.OrderOutcome:
         seconds = self._deadline - time.monotonic()
         if seconds <= 0:
             raise Unreachable(f"the move took longer than {TIMEOUT_SECONDS:g} s")
-        return await self._orders.carry_out(instance_id, order, seconds, operation.cancelled if operation else None)
+        order.operation_name, order.attempt = operation.name, operation.attempt
+        outcome = await self._orders.carry_out(instance_id, order, seconds, cancelled)
+        refusal = rpc.from_status(outcome.status)
+        if isinstance(refusal, OperationTakenOver):
+            raise refusal
+        return outcome
 
     def _note_failures(self, outcome: registry_pb.OrderOutcome) -> NDArray[np.void]:
         for failure in outcome.failures:

@@ -1,7 +1,7 @@
 """Long-running work that can be asked for, waited for and cancelled: the operations behind `Move` and `Clear`.
 
-One event loop owns them. They are soft state. A name says when its operation began: one from before the start of this
-coordinator is over, and what it had done until then stays done.
+One event loop owns them. Some are driven here, others at another coordinator: of those, nodes tell (see `Keeping`). A
+name says when its operation began.
 """
 
 from __future__ import annotations
@@ -11,77 +11,28 @@ import logging
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from collections.abc import Awaitable, Callable, Iterable
+from itertools import islice
 
 from google.protobuf.message import Message
 
 from lmkv import telemetry
-from lmkv.errors import BadSelection, CoordinatorRestarted, Full, LmkvError, OperationCancelled, OperationNotFound
-from lmkv.v1 import cache_service_pb2
+from lmkv.errors import BadSelection, Full, LmkvError, OperationNotFound, OperationTakenOver, Unreachable
+from lmkv_server.coordinator.operation import Operation, Progress, Request
 
 logger = logging.getLogger(__name__)
 
 MAX_RUNNING = 256
+"""Operations that are driven here at a time."""
 MAX_ENDED = 10_000
-"""Operations that are kept to be asked about after they ended; the oldest give way."""
+"""Operations that are kept to be asked about after they ended; the oldest give way. As many may run."""
+LONGEST_SECONDS = 600.0
+"""No operation runs longer."""
+MAX_KEEPERS = 3
+"""Instances that keep the record of one operation: one that is left is enough."""
+SILENT_SECONDS = 60.0
+"""How long after its time was up nothing is heard of an operation elsewhere before it is taken to be lost."""
 _NAME = re.compile(r"(?P<kind>move|copy|clear)-(?P<begun>[0-9a-f]{16})")
-
-
-Request: TypeAlias = cache_service_pb2.MoveRequest | cache_service_pb2.ClearRequest
-Progress: TypeAlias = cache_service_pb2.MoveProgress | cache_service_pb2.ClearProgress
-
-
-@dataclass(kw_only=True, eq=False)
-class Operation:
-    """One piece of work. Times are in seconds since 1970."""
-
-    name: str
-    kind: str
-    """`move`, `copy` or `clear`."""
-    progress: Progress
-    """The work keeps it up to date."""
-    request: Request
-    create_time: float
-    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once somebody wants it to stop; the work looks at it."""
-    result: Message | None = None
-    """What it did, once it has succeeded, wholly or in part."""
-    error: LmkvError | None = None
-    """Why it did nothing, or stopped."""
-    end_time: float | None = None
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    task: asyncio.Task[None] | None = None
-
-    @property
-    def done(self) -> bool:
-        """Whether it is over, one way or the other."""
-        return self.end_time is not None
-
-    @property
-    def order(self) -> str:
-        """Rises with the time of the beginning."""
-        return self.name.rpartition("-")[2]
-
-    @property
-    def state(self) -> str:
-        """`running`, `done`, `failed` or `cancelled`."""
-        if not self.done:
-            return "running"
-        if isinstance(self.error, OperationCancelled):
-            return "cancelled"
-        return "failed" if self.error else "done"
-
-    async def wait(self, timeout_seconds: float) -> bool:
-        """Waits until it is over; whether it is."""
-        if not self.done:  # one of an earlier coordinator has no end left to wait for
-            try:
-                async with asyncio.timeout(timeout_seconds):
-                    await self.ended.wait()
-            except TimeoutError:
-                pass
-        return self.done
 
 
 Work = Callable[[Operation], Awaitable[Message]]
@@ -89,20 +40,30 @@ Work = Callable[[Operation], Awaitable[Message]]
 
 
 class Operations:
-    """All operations of one coordinator, by name. Those that ended are kept for `ttl_seconds`."""
+    """All operations that one coordinator knows, by name. Those that ended are kept for `ttl_seconds`.
 
-    def __init__(self, ttl_seconds: float) -> None:
+    `is_partial` says whether nodes have yet to tell of some, which they do `news_seconds` after the fact at the latest.
+    """
+
+    def __init__(
+        self, ttl_seconds: float, *, is_partial: Callable[[], bool] = lambda: False, news_seconds: float = 0.0
+    ) -> None:
+        self.ttl_seconds = ttl_seconds
+        self.on_change: Callable[[Operation], None] = lambda _: None
+        """Called when one that is driven here has begun, or ended."""
         self.ended_counts: dict[tuple[str, str], int] = {}
-        """Operations that ended since the start, by kind and state."""
-        self._ttl_seconds = ttl_seconds
-        self._start_ns = self._last_ns = time.time_ns()
+        """Operations that ended here since the start, by kind and state."""
+        self._is_partial = is_partial
+        self._news_seconds = news_seconds
+        self._last_ns = time.time_ns()
         self._running: dict[str, Operation] = {}
         self._ended: OrderedDict[str, Operation] = OrderedDict()  # by the time of their end
+        self._forgotten: OrderedDict[str, None] = OrderedDict()
         self._by_request_id: dict[tuple[str, str], Operation] = {}
 
-    def running(self) -> list[Operation]:
-        """Those that are not over, oldest first."""
-        return list(self._running.values())
+    def driven(self) -> list[Operation]:
+        """Those that this coordinator sees through, oldest first."""
+        return [operation for operation in self._running.values() if operation.driven]
 
     def newest_first(self) -> list[Operation]:
         """All that are known, by the time they began."""
@@ -123,10 +84,17 @@ class Operations:
             )
         return known
 
-    def start(self, kind: str, request: Request, progress: Progress, work: Work) -> Operation:
-        """Begins an operation. Raises `Full` if too many are running."""
+    # --- Driving -------------------------------------------------------------------------------------------------
+
+    def start(
+        self, kind: str, request: Request, progress: Progress, work: Work, *, seconds: float, keepers: Iterable[str]
+    ) -> Operation:
+        """Begins an operation that ends after so many seconds at the latest; some of `keepers` shall keep its record.
+
+        Raises `Full` if too many are running.
+        """
         self._expire()
-        if len(self._running) >= MAX_RUNNING:
+        if len(self.driven()) >= MAX_RUNNING:
             raise Full(f"{MAX_RUNNING} operations are running; wait for one, or cancel one", retry_seconds=1)
         self._last_ns = max(time.time_ns(), self._last_ns + 1)
         operation = Operation(
@@ -135,43 +103,97 @@ class Operations:
             progress=progress,
             request=request,
             create_time=self._last_ns / 1e9,
+            expire_time=self._last_ns / 1e9 + seconds,
+            keepers=set(islice(keepers, MAX_KEEPERS)),
         )
         self._running[operation.name] = operation
-        if request.request_id:
-            self._by_request_id[request.DESCRIPTOR.name, request.request_id] = operation
-        operation.task = asyncio.create_task(self._observe(operation, work), name=operation.name)
+        self._note_request_id(operation)
+        self._drive(operation, work)
         return operation
 
-    def get(self, name: str) -> Operation:
-        """The operation of this name; one of an earlier coordinator is over, with `CoordinatorRestarted`.
+    def take_over(self, operation: Operation, work: Work) -> None:
+        """Goes on with one that nobody drives, and that is not over."""
+        operation.attempt += 1
+        logger.info("%s: taken over, attempt %d", operation.name, operation.attempt)
+        self._drive(operation, work)
 
-        Raises `OperationNotFound`.
-        """
+    def _drive(self, operation: Operation, work: Work) -> None:
+        operation.task = asyncio.create_task(self._observe(operation, work), name=operation.name)
+        self.on_change(operation)
+
+    # --- Asking --------------------------------------------------------------------------------------------------
+
+    def get(self, name: str) -> Operation:
+        """The operation of this name. Raises `OperationNotFound`, and `Unreachable` if it may yet be told of."""
         self._expire()
         if known := self._running.get(name) or self._ended.get(name):
             return known
-        match = _NAME.fullmatch(name)
-        if match is None or int(match["begun"], 16) >= self._start_ns:
-            raise OperationNotFound(
-                f"there is no operation {name[:100]!r}; those that ended are kept for {self._ttl_seconds:g} s",
-                name=name[:100],
-            )
-        return _of_earlier_coordinator(name, match["kind"])
+        if self._may_be_told(name):
+            raise Unreachable(f"this coordinator has yet to hear of {name}; ask again in a moment", name=name)
+        raise OperationNotFound(
+            f"there is no operation {name[:100]!r}; those that ended are kept for {self.ttl_seconds:g} s, "
+            "unless all nodes that they concerned are gone",
+            name=name[:100],
+        )
 
-    def cancel(self, name: str) -> None:
-        """Asks an operation to stop; one that is over is no error. Raises `OperationNotFound`."""
-        self.get(name).cancelled.set()
+    def _may_be_told(self, name: str) -> bool:
+        match = _NAME.fullmatch(name)
+        if match is None or name in self._forgotten:
+            return False
+        seconds = time.time() - int(match["begun"], 16) / 1e9
+        if abs(seconds) < self._news_seconds:
+            return True
+        return self._is_partial() and 0 < seconds < self.ttl_seconds + LONGEST_SECONDS + SILENT_SECONDS
 
     def delete(self, name: str) -> None:
-        """Forgets an operation that is over; one that runs is still known. Raises `OperationNotFound`."""
+        """Forgets an operation that is over; one that runs is still known. Raises as `get`."""
         self._forget(self.get(name))
 
     async def aclose(self) -> None:
         """Ends all that run, wherever they are."""
-        tasks = [operation.task for operation in self.running() if operation.task]
+        tasks = [operation.task for operation in self.driven() if operation.task]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- What is told of others ----------------------------------------------------------------------------------
+
+    def hear(self, told: Operation) -> Operation | None:
+        """Takes in what was told of an operation, unless more is known. What is known; None if it was forgotten."""
+        if told.name in self._forgotten or not _NAME.fullmatch(told.name):
+            return None
+        known = self._running.get(told.name) or self._ended.get(told.name)
+        if known is None and len(self._running) + len(self._ended) > 2 * MAX_ENDED:
+            return None
+        if known is None or told.rank > known.rank:
+            known = self._become(known or told, told)
+        if told.cancelled.is_set():
+            known.cancelled.set()
+        return known
+
+    def _become(self, known: Operation, told: Operation) -> Operation:
+        """Makes an operation what was told of it; if it is driven here, it is so no longer."""
+        if known.task:
+            known.task.cancel()
+            known.task = None
+        self._running.pop(known.name, None)
+        self._ended.pop(known.name, None)
+        known.attempt, known.progress = told.attempt, told.progress
+        known.result, known.error, known.end_time = told.result, told.error, told.end_time
+        (self._ended if known.done else self._running)[known.name] = known
+        if known.done:
+            known.ended.set()
+        else:
+            known.ended.clear()
+        self._note_request_id(known)
+        return known
+
+    # --- Inside --------------------------------------------------------------------------------------------------
+
+    def _note_request_id(self, operation: Operation) -> None:
+        request = operation.request
+        if request and request.request_id:
+            self._by_request_id[request.DESCRIPTOR.name, request.request_id] = operation
 
     async def _observe(self, operation: Operation, work: Work) -> None:
         """Runs it as a span of the trace that it was asked for in; what is logged meanwhile carries its id."""
@@ -182,27 +204,43 @@ class Operations:
                 span.fail(operation.error.reason, str(operation.error))
 
     async def _run(self, operation: Operation, work: Work) -> None:
+        """Sees it through to its end, unless somebody else does: then this is cancelled, or told so by a node."""
+        result: Message | None = None
+        error: LmkvError | None = None
         try:
-            operation.result = await work(operation)
-        except LmkvError as error:
-            operation.error = error
-        except Exception as error:
+            result = await work(operation)
+        except OperationTakenOver as taken:
+            logger.warning("%s", taken)
+            operation.task = None
+            return
+        except LmkvError as failure:
+            error = failure
+        except Exception as failure:
             logger.exception("operation %s failed unexpectedly", operation.name)
-            operation.error = LmkvError(f"{operation.name} failed unexpectedly: {error!r}; see the coordinator's log")
-        finally:
-            operation.end_time = time.time()
-            operation.progress.end_time.FromNanoseconds(round(operation.end_time * 1e9))
-            operation.ended.set()
-            self._ended[operation.name] = self._running.pop(operation.name)
-            outcome = (operation.kind, operation.state)
-            self.ended_counts[outcome] = self.ended_counts.get(outcome, 0) + 1
-            seconds = operation.end_time - operation.create_time
-            why = f": {operation.error}" if operation.error else ""
-            logger.info("%s: %s after %.2f s%s", operation.name, operation.state, seconds, why)
+            error = LmkvError(f"{operation.name} failed unexpectedly: {failure!r}; see the coordinator's log")
+        self._end(operation, result, error)
+        outcome = (operation.kind, operation.state)
+        self.ended_counts[outcome] = self.ended_counts.get(outcome, 0) + 1
+        self.on_change(operation)
+
+    def _end(self, operation: Operation, result: Message | None, error: LmkvError | None) -> None:
+        operation.result, operation.error = result, error
+        operation.end_time = time.time()
+        operation.progress.end_time.FromNanoseconds(round(operation.end_time * 1e9))
+        operation.ended.set()
+        self._ended[operation.name] = self._running.pop(operation.name)
+        seconds = operation.end_time - operation.create_time
+        why = f": {operation.error}" if operation.error else ""
+        logger.info("%s: %s after %.2f s%s", operation.name, operation.state, seconds, why)
 
     def _expire(self) -> None:
-        """Forgets what ended too long ago, or gives way."""
-        oldest = time.time() - self._ttl_seconds
+        """Forgets what ended too long ago, or gives way; ends what ran elsewhere, and nobody tells of any more."""
+        now = time.time()
+        for operation in list(self._running.values()):
+            if now > operation.expire_time + SILENT_SECONDS and not operation.driven:
+                lost = Unreachable(f"nobody tells of {operation.name} any more; look up where its chunks are")
+                self._end(operation, None, lost)
+        oldest = now - self.ttl_seconds
         while self._ended:
             first = next(iter(self._ended.values()))
             if len(self._ended) <= MAX_ENDED and (first.end_time or 0) >= oldest:
@@ -211,20 +249,8 @@ class Operations:
 
     def _forget(self, operation: Operation) -> None:
         if self._ended.pop(operation.name, None):
-            self._by_request_id.pop((operation.request.DESCRIPTOR.name, operation.request.request_id), None)
-
-
-def _of_earlier_coordinator(name: str, kind: str) -> Operation:
-    is_clear = kind == "clear"
-    return Operation(
-        name=name,
-        kind=kind,
-        progress=cache_service_pb2.ClearProgress() if is_clear else cache_service_pb2.MoveProgress(),
-        request=cache_service_pb2.ClearRequest() if is_clear else cache_service_pb2.MoveRequest(),
-        create_time=0.0,
-        error=CoordinatorRestarted(
-            f"{name} ended with the coordinator that ran it; no chunk was lost: look up where they are, and repeat it",
-            name=name,
-        ),
-        end_time=time.time(),
-    )
+            self._forgotten[operation.name] = None
+            if len(self._forgotten) > MAX_ENDED:
+                self._forgotten.popitem(last=False)
+            if request := operation.request:
+                self._by_request_id.pop((request.DESCRIPTOR.name, request.request_id), None)

@@ -11,8 +11,10 @@ from google.protobuf import empty_pb2
 from lmkv import rpc
 from lmkv.errors import BadMessage
 from lmkv_server.coordinator.audit import audited
-from lmkv_server.coordinator.operations import Operation, Operations
+from lmkv_server.coordinator.keeping import Keeping
+from lmkv_server.coordinator.operations import Operations
 from lmkv_server.coordinator.pages import page_limit, page_token, read_page_token
+from lmkv_server.coordinator.records import to_proto
 
 DEFAULT_WAIT_SECONDS = 60.0
 MAX_WAIT_SECONDS = 600.0
@@ -23,8 +25,9 @@ FILTERS = {"": (True, False), "done=true": (True,), "done=false": (False,)}
 class OperationsService(pb_grpc.OperationsServicer):  # type: ignore[misc]  # has no stubs
     """The handlers."""
 
-    def __init__(self, operations: Operations) -> None:
+    def __init__(self, operations: Operations, keeping: Keeping) -> None:
         self._operations = operations
+        self._keeping = keeping
 
     async def GetOperation(self, request: pb.GetOperationRequest, context: Any) -> pb.Operation:
         return to_proto(self._operations.get(request.name))
@@ -65,21 +68,10 @@ class OperationsService(pb_grpc.OperationsServicer):  # type: ignore[misc]  # ha
 
     async def CancelOperation(self, request: pb.CancelOperationRequest, context: Any) -> empty_pb2.Empty:
         with audited("cancel", request):
-            self._operations.cancel(request.name)
+            await self._keeping.cancel(request.name)
         return empty_pb2.Empty()
 
     async def DeleteOperation(self, request: pb.DeleteOperationRequest, context: Any) -> empty_pb2.Empty:
         with audited("delete", request):
             self._operations.delete(request.name)
         return empty_pb2.Empty()
-
-
-def to_proto(operation: Operation) -> pb.Operation:
-    """The operation as it is now."""
-    message = pb.Operation(name=operation.name, done=operation.done)
-    message.metadata.Pack(operation.progress)
-    if operation.error:
-        message.error.CopyFrom(rpc.to_status(operation.error))
-    elif operation.result:
-        message.response.Pack(operation.result)
-    return message

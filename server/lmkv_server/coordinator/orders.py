@@ -59,7 +59,7 @@ class Orders:
     async def carry_out(
         self, instance_id: str, order: pb.Order, timeout_seconds: float, cancelled: asyncio.Event | None = None
     ) -> pb.OrderOutcome:
-        """Gives an order and returns its outcome, whatever that says.
+        """Gives an order, under its own id if it has one, and returns its outcome, whatever that says.
 
         Once `cancelled` is set the instance is told to stop, and says how far it came. Raises `Full`,
         `InstanceNotFound` if the instance leaves, `Unreachable` if there is no outcome in time.
@@ -125,7 +125,7 @@ class Orders:
         line = self._lines.setdefault(instance_id, _Line())
         if len(line.pending) >= MAX_PENDING:
             raise Full(f"instance {instance_id!r} has {MAX_PENDING} orders before it", retry_seconds=1)
-        order.order_id = secrets.token_hex(8)
+        order.order_id = order.order_id or secrets.token_hex(8)
         # A little early, so that what was achieved by then is told in time.
         order.expire_time.FromNanoseconds(time.time_ns() + round(NODE_SHARE * timeout_seconds * 1e9))
         pending = _Pending(order=order, outcome=asyncio.get_running_loop().create_future())

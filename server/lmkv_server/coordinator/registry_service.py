@@ -17,6 +17,7 @@ from lmkv.spec import KvSpec
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1 import registry_service_pb2_grpc as pb_grpc
 from lmkv_server.coordinator.instances import MAX_SHOWN, Instance, Registration
+from lmkv_server.coordinator.keeping import Keeping
 from lmkv_server.coordinator.orders import Orders
 from lmkv_server.coordinator.pages import page_limit, page_token, read_page_token
 from lmkv_server.coordinator.registry import Registry
@@ -70,9 +71,12 @@ class _Outbox:
 class RegistryService(pb_grpc.RegistryServiceServicer):
     """The handlers. One event loop runs them all; the registry is its alone."""
 
-    def __init__(self, registry: Registry, orders: Orders, quota: Callable[[], TenantQuota] = lambda: NO_QUOTA) -> None:
+    def __init__(
+        self, registry: Registry, orders: Orders, keeping: Keeping, quota: Callable[[], TenantQuota] = lambda: NO_QUOTA
+    ) -> None:
         self._registry = registry
         self._orders = orders
+        self._keeping = keeping
         self._quota = quota
         self.report_count = 0
         """Reports that were applied since the start, heartbeats included."""
@@ -158,6 +162,8 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
             instance.pins = {pin.pin_id: pin for pin in report.pins.pins}
         if instance and report.HasField("stats"):
             instance.stats = report.stats
+        for record in report.records:
+            self._keeping.hear(report.instance_id, record)
         for outcome in report.outcomes:
             self._orders.end(report.instance_id, outcome)
 

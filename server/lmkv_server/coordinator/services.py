@@ -8,6 +8,7 @@ from collections.abc import Callable
 from lmkv.auth.callers import NO_QUOTA, TenantQuota
 from lmkv_server.coordinator.cache_service import CacheService
 from lmkv_server.coordinator.clears import Clears
+from lmkv_server.coordinator.keeping import Keeping
 from lmkv_server.coordinator.moves import Moves
 from lmkv_server.coordinator.operations import Operations
 from lmkv_server.coordinator.operations_service import OperationsService
@@ -38,16 +39,22 @@ class Services:
             lease_ttl=lease_ttl, now=time.monotonic(), revision=time.time_ns() // 1_000, on_gone=orders.drop_instance
         )
         self.orders = orders
-        self.operations_core = Operations(operation_ttl)
+        self.operations_core = Operations(operation_ttl, is_partial=self._is_partial, news_seconds=lease_ttl)
+        self._keeping = Keeping(self.operations_core, orders, self._is_partial)
         self.watch = Watch(self.core.layout)
         selector = Selector(self.core.instances, cluster_secret)
         moves = Moves(self.core, selector, orders, self.operations_core)
         self.pins = Pins(self.core, selector, orders)
         clears = Clears(self.core, selector, orders, self.operations_core)
-        self.cache = CacheService(self.core, selector, moves, clears, self.pins, self.watch)
-        self.registry = RegistryService(self.core, orders, quota)
-        self.operations = OperationsService(self.operations_core)
+        self._keeping.resume = {"move": moves.resume, "copy": moves.resume, "clear": clears.resume}
+        self.cache = CacheService(self.core, selector, moves, clears, self._keeping, self.pins, self.watch)
+        self.registry = RegistryService(self.core, orders, self._keeping, quota)
+        self.operations = OperationsService(self.operations_core, self._keeping)
 
     async def aclose(self) -> None:
         """Ends what runs behind the handlers."""
         await self.operations_core.aclose()
+        await self._keeping.aclose()
+
+    def _is_partial(self) -> bool:
+        return self.core.is_partial(time.monotonic())

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable
 from lmkv import rpc, telemetry
 from lmkv.errors import BadMessage, Full, LmkvError, OperationCancelled, Unreachable
 from lmkv.keys import KEY_BYTES
-from lmkv.units import format_bytes, format_duration
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.achieved import Achieved
@@ -28,8 +27,10 @@ from lmkv_server.node.disk_tier import DiskTier
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.host_tier import HostTier
 from lmkv_server.node.order_book import OrderBook
+from lmkv_server.node.order_log import kind_of, log_outcome
 from lmkv_server.node.peers import Peers
 from lmkv_server.node.pins import Pins
+from lmkv_server.node.record_book import RecordBook
 from lmkv_server.node.remote_tier import RemoteTier
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ MAX_FETCHES = 16
 """Most fetches that run at a time; the others wait."""
 MAX_ORDER_SECONDS = 3600.0
 """Time of an order that names none, or more."""
+OFFER_SECONDS = 3.0
+"""How long a coordinator has to take over an operation before the next one is asked."""
 
 
 class Orders:
@@ -58,8 +61,10 @@ class Orders:
         remote: RemoteTier | None = None,
     ) -> None:
         self.pins = Pins(tier)
+        self.records = RecordBook()
         self.listeners: dict[str, Callable[[], None]] = {}
-        """Called when there is something to tell, an outcome or other pins; by the coordinator's address."""
+        """Called when there is something to tell: outcomes, pins, records. By the address of each coordinator that is
+        reported to."""
         self.done_counts: Counter[str] = Counter()
         """Orders carried out to their end, by kind, since the start; single chunks may have failed."""
         self.failed_counts: Counter[str] = Counter()
@@ -79,10 +84,12 @@ class Orders:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._may_fetch = asyncio.Semaphore(MAX_FETCHES)
         self._alarm = Alarm(self._expire_pins)
+        self._record_alarm = Alarm(self._pass_on_records)
         self._is_closing = False
 
     async def __aenter__(self) -> Orders:
         await self._alarm.__aenter__()
+        await self._record_alarm.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -92,6 +99,7 @@ class Orders:
         """Stops every order and ends every pin. Idempotent."""
         self._is_closing = True
         await self._alarm.aclose()
+        await self._record_alarm.aclose()
         while tasks := list(self._running.values()):
             for task in tasks:
                 task.cancel()
@@ -113,6 +121,12 @@ class Orders:
         """A coordinator has heard the outcomes of these orders."""
         self._book.acknowledge(coordinator_address, order_ids)
 
+    def lost(self, coordinator_address: str, lease_ttl: float) -> None:
+        """The reports to a coordinator ended: unless it is back soon, another one sees its operations through."""
+        self.listeners.pop(coordinator_address, None)
+        self.records.lost(coordinator_address, time.monotonic() + lease_ttl)
+        self._record_alarm.changed()
+
     def pin_list(self) -> pb.PinList:
         """The pins in force."""
         position = chunk_pb2.Position(instance_id=self._instance_id, tier=chunk_pb2.TIER_HOST)
@@ -133,18 +147,19 @@ class Orders:
         """Begins an order unless it is a repeat. Raises nothing: whatever is wrong with it is its outcome."""
         with telemetry.bound(order_id=order.order_id):  # whatever is logged of it carries its id
             if self._book.begin(order.order_id, coordinator_address):
-                self._begin(order)
+                self._begin(order, coordinator_address)
             else:
                 self._tell()
 
     def _tell(self) -> None:
-        for listener in self.listeners.values():
+        for listener in list(self.listeners.values()):
             listener()
 
-    def _begin(self, order: pb.Order) -> None:
+    def _begin(self, order: pb.Order, giver: str) -> None:
         began = time.monotonic()
         achieved = Achieved()
         try:
+            self.records.check_current(order.operation_name, order.attempt)
             achieved = goal(order)
             if kind_of(order) in LASTING and self.under_way_count >= MAX_UNDER_WAY:
                 raise Full(f"{MAX_UNDER_WAY} orders are under way here already", limit=MAX_UNDER_WAY)
@@ -152,17 +167,18 @@ class Orders:
         except LmkvError as error:
             self._end(order, achieved, error, began)
             return
-        task = asyncio.create_task(self._carry_out(order, achieved, seconds), name=f"lmkv-order-{order.order_id}")
+        carrying_out = self._carry_out(order, giver, achieved, seconds)
+        task = asyncio.create_task(carrying_out, name=f"lmkv-order-{order.order_id}")
         self._running[order.order_id] = task
         task.add_done_callback(lambda done: self._ended(done, order, achieved, began))
 
     # --- Carrying out --------------------------------------------------------------------------------------------
 
-    async def _carry_out(self, order: pb.Order, achieved: Achieved, seconds: float) -> None:
+    async def _carry_out(self, order: pb.Order, giver: str, achieved: Achieved, seconds: float) -> None:
         with telemetry.follow("lmkv.order", order.traceparent, order_id=order.order_id, action=kind_of(order)):
-            await self._act(order, achieved, seconds)
+            await self._act(order, giver, achieved, seconds)
 
-    async def _act(self, order: pb.Order, achieved: Achieved, seconds: float) -> None:
+    async def _act(self, order: pb.Order, giver: str, achieved: Achieved, seconds: float) -> None:
         try:
             async with asyncio.timeout(seconds):
                 match kind_of(order):
@@ -178,6 +194,9 @@ class Orders:
                         self._alarm.changed()
                     case "cancel":
                         self._cancel(order.cancel)
+                    case "record":
+                        self.records.put(order.record.record, giver)
+                        self.records.expire(time.time_ns())
                     case _:
                         raise BadMessage("this version knows no such order", field="action")
         except TimeoutError:
@@ -192,7 +211,8 @@ class Orders:
                 self.fetching_count -= 1
 
     def _cancel(self, order: pb.CancelOrder) -> None:
-        """Stops another order, if it is under way."""
+        """Stops another order, if it is under way, or has an operation stopped, whoever sees it through."""
+        self.records.cancel(order.operation_name)
         if task := self._running.get(order.order_id):
             task.cancel()
 
@@ -219,7 +239,7 @@ class Orders:
         self.transferred_bytes += outcome.transferred_bytes
         for failure in outcome.failures:
             self.failed_chunks[rpc.from_status(failure.status).reason] += len(failure.chunk_keys) // KEY_BYTES
-        _log(order, outcome, time.monotonic() - began)
+        log_outcome(order, outcome, time.monotonic() - began)
         self._book.end(outcome)
         self._tell()
 
@@ -230,15 +250,20 @@ class Orders:
         self._tell()
         return self.pins.next_expiry()
 
+    def _pass_on_records(self) -> float | None:
+        """Has other coordinators see through what theirs no longer does; when to look again."""
+        now = time.monotonic()
+        revision = self.records.revision
+        self.records.pass_on(now, now + OFFER_SECONDS, list(self.listeners))
+        if self.records.revision != revision:
+            self._tell()
+        return self.records.next_due()
+
     def check(self) -> None:
-        """Asserts that book and pins are sound."""
+        """Asserts that books and pins are sound."""
         self._book.check()
+        self.records.check()
         self.pins.check()
-
-
-def kind_of(order: pb.Order) -> str:
-    """What is to be done, in one word."""
-    return order.WhichOneof("action") or "unknown"
 
 
 def seconds_left(order: pb.Order) -> float:
@@ -251,33 +276,3 @@ def seconds_left(order: pb.Order) -> float:
             f"the order came {-seconds:.3g} s after its expire_time by this node's clock; do the clocks agree?"
         )
     return min(seconds, MAX_ORDER_SECONDS)
-
-
-def _log(order: pb.Order, outcome: pb.OrderOutcome, seconds: float) -> None:
-    """One line per order; a warning if it, or some of its chunks, failed."""
-    text = f"order {order.order_id}: {_described(order)}: {outcome.chunk_count} chunks"
-    if outcome.transferred_bytes:
-        text += f", {format_bytes(outcome.transferred_bytes)} transferred"
-    text += f" in {format_duration(seconds)}"
-    if outcome.status.code:
-        text += f"; {rpc.from_status(outcome.status).reason}: {outcome.status.message}"
-    for failure in outcome.failures:
-        count, reason = len(failure.chunk_keys) // KEY_BYTES, rpc.from_status(failure.status).reason
-        text += f"; {count} chunks {reason}: {failure.status.message}"
-    logger.log(logging.WARNING if outcome.status.code or outcome.failures else logging.INFO, "%s", text)
-
-
-def _described(order: pb.Order) -> str:
-    match kind_of(order):
-        case "fetch":
-            return f"fetch from {order.fetch.instance_id}"
-        case "drop":
-            return "drop, as a dry run" if order.drop.dry_run else "drop"
-        case "pin":
-            return f"pin {order.pin.pin_id} for {format_duration(order.pin.ttl.ToNanoseconds() / 1e9)}"
-        case "unpin":
-            return f"unpin {order.unpin.pin_id}"
-        case "cancel":
-            return f"cancel order {order.cancel.order_id}"
-        case kind:
-            return kind

@@ -17,7 +17,7 @@ from lmkv.keys import ChunkKey
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.orders import Orders
-from lmkv_server.node.reports import Changes, Held, outcome_reports
+from lmkv_server.node.reports import Changes, Held, outcome_reports, record_reports
 
 FLUSH_SECONDS = 0.005
 """How long changes are gathered before they are reported."""
@@ -74,6 +74,7 @@ class ReportStream:
         self._orders = orders
         self._telling: dict[str, int] = {}  # order id: sequence of the report that carries its outcome
         self._told_pins = -1
+        self._told_records = 0
         self._wake = asyncio.Event()
         self._sequence = 0
 
@@ -113,6 +114,7 @@ class ReportStream:
             raise _cause(failures) from None
         finally:
             self._changes = None
+            self._orders.lost(self._coordinator_address, self._membership.lease_ttl)
             call.cancel()
 
     async def _send(self, call: Any) -> None:
@@ -155,7 +157,9 @@ class ReportStream:
             if self._told_pins != self._orders.pins.revision:
                 reports.append(pb.ReportRequest(pins=self._orders.pin_list()))
                 self._told_pins = self._orders.pins.revision
-            # Outcomes come behind the changes and pins that the orders made: whoever hears of one knows what it did.
+            reports += record_reports(self._orders.records.since(self._told_records, self._coordinator_address))
+            self._told_records = self._orders.records.revision
+            # Outcomes come behind what the orders changed: whoever hears of one knows what it did.
             untold = self._orders.untold(self._coordinator_address)
             reports += outcome_reports(outcome for outcome in untold if outcome.order_id not in self._telling)
             for report in reports:

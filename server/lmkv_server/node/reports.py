@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from lmkv.digests import digest
 from lmkv.keys import ChunkKey, join_keys
@@ -15,8 +15,10 @@ from lmkv.v1 import registry_service_pb2 as pb
 MAX_KEYS_PER_REPORT = 16_384
 """256 KiB of keys: well below the message limit, and few milliseconds of the coordinator's time."""
 
-MAX_OUTCOME_BYTES = 256 * 1024
-"""Outcomes that share a report have at most this; a larger one, full of failures, has a report for itself."""
+MAX_SHARED_BYTES = 256 * 1024
+"""Outcomes, or records, that share a report have at most this; a larger one has a report for itself."""
+
+Part = TypeVar("Part", pb.OrderOutcome, pb.OperationRecord)
 
 _GONE = 0
 
@@ -90,15 +92,26 @@ class Changes:
 
 def outcome_reports(outcomes: Iterable[pb.OrderOutcome]) -> Iterator[pb.ReportRequest]:
     """The outcomes as reports, in order; none if there are none."""
-    report, size_bytes = pb.ReportRequest(), 0
-    for outcome in outcomes:
-        if report.outcomes and size_bytes + outcome.ByteSize() > MAX_OUTCOME_BYTES:
-            yield report
-            report, size_bytes = pb.ReportRequest(), 0
-        report.outcomes.append(outcome)
-        size_bytes += outcome.ByteSize()
-    if report.outcomes:
-        yield report
+    return (pb.ReportRequest(outcomes=part) for part in _shared(outcomes))
+
+
+def record_reports(records: Iterable[pb.OperationRecord]) -> Iterator[pb.ReportRequest]:
+    """The records as reports, in order; none if there are none."""
+    return (pb.ReportRequest(records=part) for part in _shared(records))
+
+
+def _shared(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """The parts by the report that they share."""
+    shared: list[Part] = []
+    size_bytes = 0
+    for part in parts:
+        if shared and size_bytes + part.ByteSize() > MAX_SHARED_BYTES:
+            yield shared
+            shared, size_bytes = [], 0
+        shared.append(part)
+        size_bytes += part.ByteSize()
+    if shared:
+        yield shared
 
 
 def _change(

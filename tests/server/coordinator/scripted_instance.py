@@ -46,8 +46,10 @@ class ScriptedInstance:
         self.chunks: dict[ChunkKey, int] = dict(chunks) if is_counted else dict.fromkeys(chunks, spec.chunk_size)  # type: ignore[arg-type]
         self.pins: dict[str, chunk_pb2.PinnedChunks] = {}
         self.pinned: dict[str, list[ChunkKey]] = {}
+        self.records: dict[str, pb.OperationRecord] = {}
+        """Of operations, by name, as the coordinator last gave them."""
         self.orders: list[pb.Order] = []
-        """All that came, repeats too."""
+        """All that came but records, repeats too."""
         self.before: Hook | None = None
         self.going = asyncio.Event()
         self.going.set()
@@ -145,6 +147,11 @@ class ScriptedInstance:
                     if response.acked_sequence >= opening:
                         self._settled.set()
                     for order in response.orders:
+                        if order.HasField("record"):
+                            record = order.record.record
+                            self.records[record.operation.name] = record
+                            await self._report(outcomes=[pb.OrderOutcome(order_id=order.order_id)])
+                            continue
                         self.orders.append(order)
                         if order.WhichOneof("action") == "cancel":
                             self.cancelled.add(order.cancel.order_id)

@@ -106,8 +106,8 @@ class Metrics(Collector):
         watchers = _gauge("watchers", "Watches that are open.")
         watchers.add_metric([], self._services.watch.watcher_count)
         yield watchers
-        running = _gauge("operations_running", "Operations under way.", "kind")
-        kinds = Counter(operation.kind for operation in self._services.operations_core.running())
+        running = _gauge("operations_running", "Operations that this coordinator sees through.", "kind")
+        kinds = Counter(operation.kind for operation in self._services.operations_core.driven())
         for kind in ("clear", "copy", "move"):
             running.add_metric([kind], kinds[kind])
         yield running

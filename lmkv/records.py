@@ -1,0 +1,10 @@
+"""Which of two records of an operation counts: what nodes, who keep them, and coordinators must agree on."""
+
+from __future__ import annotations
+
+from lmkv.v1 import registry_service_pb2 as pb
+
+
+def rank(record: pb.OperationRecord) -> tuple[int, bool]:
+    """Of two records of one operation the higher rank counts: the later attempt, then what is over."""
+    return record.attempt, record.operation.done

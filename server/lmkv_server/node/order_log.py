@@ -1,0 +1,50 @@
+"""What operators see of orders: one line for each. Used by `Orders`."""
+
+from __future__ import annotations
+
+import logging
+
+from lmkv import rpc
+from lmkv.keys import KEY_BYTES
+from lmkv.units import format_bytes, format_duration
+from lmkv.v1 import registry_service_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+
+def kind_of(order: pb.Order) -> str:
+    """What is to be done, in one word."""
+    return order.WhichOneof("action") or "unknown"
+
+
+def log_outcome(order: pb.Order, outcome: pb.OrderOutcome, seconds: float) -> None:
+    """One line per order; a warning if it, or some of its chunks, failed. Records are a matter for debugging."""
+    text = f"order {order.order_id}: {_described(order)}: {outcome.chunk_count} chunks"
+    if outcome.transferred_bytes:
+        text += f", {format_bytes(outcome.transferred_bytes)} transferred"
+    text += f" in {format_duration(seconds)}"
+    if outcome.status.code:
+        text += f"; {rpc.from_status(outcome.status).reason}: {outcome.status.message}"
+    for failure in outcome.failures:
+        count, reason = len(failure.chunk_keys) // KEY_BYTES, rpc.from_status(failure.status).reason
+        text += f"; {count} chunks {reason}: {failure.status.message}"
+    usual = logging.DEBUG if kind_of(order) == "record" else logging.INFO
+    logger.log(logging.WARNING if outcome.status.code or outcome.failures else usual, "%s", text)
+
+
+def _described(order: pb.Order) -> str:
+    match kind_of(order):
+        case "fetch":
+            return f"fetch from {order.fetch.instance_id}"
+        case "drop":
+            return "drop, as a dry run" if order.drop.dry_run else "drop"
+        case "pin":
+            return f"pin {order.pin.pin_id} for {format_duration(order.pin.ttl.ToNanoseconds() / 1e9)}"
+        case "unpin":
+            return f"unpin {order.unpin.pin_id}"
+        case "cancel":
+            return f"cancel {order.cancel.operation_name or f'order {order.cancel.order_id}'}"
+        case "record":
+            return f"record of {order.record.record.operation.name}"
+        case kind:
+            return kind
