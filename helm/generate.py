@@ -75,7 +75,7 @@ NARROWER: Mapping[str, Mapping[str, Any]] = {
     },
     r"node\.capabilities": {"items": {"type": "string", "pattern": "^[A-Z_]+$"}},
     r"image\.pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
-    r"otlpEndpoint": {"pattern": "^(https?://.+)?$"},
+    r"otlpEndpoint|monitoring\.prometheusRule\.docsUrl": {"pattern": "^(https?://.+)?$"},
     r"tls\.certManager\.(duration|renewBefore)": TIME,
     r"monitoring\.serviceMonitor\.interval": TIME,
     r"node\.mode": {"enum": ["daemonSet", "sidecar"]},

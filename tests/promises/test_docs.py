@@ -1,0 +1,52 @@
+"""Our pages: all are in the index, and every link in them leads somewhere, to a heading too."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *DOCS.glob("*.md"), ROOT / "helm/lmkv/README.md", ROOT / "client/typescript/README.md"]
+)
+LINK = re.compile(r"\]\(([^)\s]+)\)|\b(?:src|srcset)=\"([^\"]+)\"")
+CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`[^`\n]*`")
+
+
+def links(page: Path) -> list[str]:
+    """Where a page's links and pictures are, but for those in code and those to elsewhere."""
+    text = CODE.sub("", CODE_BLOCK.sub("", page.read_text()))
+    return [link for found in LINK.findall(text) for link in found if link and "://" not in link]
+
+
+def anchors(page: Path) -> set[str]:
+    """What the headings of a page are called in links, as GitHub makes it of them."""
+    headings = re.findall(r"^#+ (.+)$", CODE_BLOCK.sub("", page.read_text()), re.MULTILINE)
+    words = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", word).strip().replace(" ", "-") for word in words}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{link}: there is no such file"
+        assert not anchor or anchor in anchors(target), f"{link}: there is no such heading"
+
+
+def test_headings_are_called_as_github_calls_them(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A `key`, and more\n\n```\n# no heading\n```\n\n## [LMCache](x.md)'s *own*: 5 GB\n")
+    assert anchors(page) == {"a-key-and-more", "lmcaches-own-5-gb"}
+
+
+def test_every_page_is_in_the_index_once() -> None:
+    listed = re.findall(r"^\| \[[^\]]+\]\(([^)]+)\) \|", (DOCS / "README.md").read_text(), re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    pages = {page.name for page in DOCS.glob("*.md")} - {"README.md"}
+    assert {name for name in listed if not name.startswith("../")} == pages
