@@ -7,6 +7,7 @@ import hashlib
 import json
 import ssl
 import subprocess
+import urllib.error
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,7 +24,9 @@ from tests.server.node.engine_client import EngineClient
 from tests.server.proxy.scripted_engine import MODEL, ScriptedEngine
 
 COORDINATOR = "demo-lmkv-coordinator-0.prod.svc"
-SECRET = {"fleet": {"cluster-secret": b"one for all"}}
+SECRET = {"fleet": {"cluster-secret": b"one for all"}, "engines": {"api-key": b"key-of-engines"}}
+OPEN_FILES = {"ca.crt", "tls.crt", "tokens.yaml"}
+"""Files in secrets that hold none."""
 
 
 class Fleet:
@@ -36,13 +39,14 @@ class Fleet:
             "proxy": {"port": free_port()},
         }
         values = {key: {**ports.get(key, {}), **(values.get(key) or {})} for key in {*values, *ports}}
-        values |= {"bindAddress": "127.0.0.1", "logFormat": "text"}
+        values |= {"bindAddress": "127.0.0.1", "logFormat": "text", "logLevel": "debug"}
         values["clusterSecret"] = {"existingSecret": "fleet"}
         values["node"] = {"maxLocalCpuSize": 0.0625, "transferChannel": "tcp"} | values["node"]
         self.manifests: list[Manifest] = render(values)
         self._pods = dict(pods(self.manifests))
         self._folder = folder
         self._secrets = {**SECRET, **secrets}
+        self._made: list[LocalPod] = []
         self._stack = ExitStack()
 
     def pod(self, owner: str, *, name: str, ip: str = "127.0.0.1", **names: str) -> LocalPod:
@@ -52,6 +56,7 @@ class Fleet:
             self._pods[owner], self.manifests, self._folder, name=name, ip=ip, secrets=self._secrets, names=known
         )
         self._stack.callback(pod.stop)
+        self._made.append(pod)
         return pod
 
     def started(self, owner: str, container: str, *, name: str, ip: str = "127.0.0.1", **names: str) -> LocalPod:
@@ -70,6 +75,15 @@ class Fleet:
         done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=50, check=False)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
+
+    def secrets_told(self) -> list[str]:
+        """Secrets that a process has written into its log, which has all that there is to log."""
+        logs = [process.log() for pod in self._made for process in pod.processes.values()]
+        assert all(logs), "somebody logs nothing at all"
+        hidden = [file for secret in self._secrets.values() for name, file in secret.items() if name not in OPEN_FILES]
+        # Of a key its first line, behind the one that says what it is.
+        texts = [file.decode().splitlines()[file.startswith(b"-----BEGIN")] for file in hidden]
+        return [text for text in texts if any(text in log for log in logs)]
 
     def close(self) -> None:
         """Ends everything."""
@@ -170,6 +184,7 @@ def test_coordinator_node_and_test_run_as_they_are_rendered(
         pod.stop()
         assert "Traceback" not in pod.processes[container].log()
         assert "WARNING" not in pod.processes[container].log()
+    assert fleet.secrets_told() == []
 
 
 @pytest.mark.parametrize("security", ["none", "mutual-tls", "tokens"])
@@ -182,13 +197,15 @@ async def test_engines_find_their_hosts_node_and_the_proxy_its_engines(
     fleet = make_fleet(
         {
             "engines": {"groups": groups, "port": engine.port, "config": {"chunk_size": 64}},
-            "proxy": {"enabled": True, "policy": "kv_aware"},
+            "proxy": {"enabled": True, "policy": "kv_aware", "engineApiKey": {"existingSecret": "engines"}},
             **SECURITY[security],
         },
         all_secrets(tmp_path / "tls"),
     )
     try:
-        await asyncio.to_thread(fleet.started, "StatefulSet/demo-lmkv-coordinator", "coordinator", name="coordinator-0")
+        coordinator = await asyncio.to_thread(
+            fleet.started, "StatefulSet/demo-lmkv-coordinator", "coordinator", name="coordinator-0"
+        )
         await asyncio.to_thread(fleet.started, "DaemonSet/demo-lmkv-node", "node", name="node-0")
 
         pod = fleet.pod("StatefulSet/demo-lmkv-engine-llama", name="demo-lmkv-engine-llama-0")
@@ -207,6 +224,14 @@ async def test_engines_find_their_hosts_node_and_the_proxy_its_engines(
         served = json.loads(await asyncio.to_thread(fetch, f"{scheme}://127.0.0.1:{port}/v1/models"))
         assert MODEL in [model["id"] for model in served["data"]]
         assert not proxy.written_elsewhere("proxy")
+
+        if security == "tokens":
+            port = coordinator.port(coordinator.container("coordinator"), "http")
+            for token, code in (("token-of-a-stranger", 401), (TOKENS["reader"], 403)):
+                with pytest.raises(urllib.error.HTTPError, match=str(code)):
+                    await asyncio.to_thread(fetch, f"http://127.0.0.1:{port}/move", None, token)
+            assert "token-of-a-stranger" not in coordinator.processes["coordinator"].log()
+        assert fleet.secrets_told() == []
     finally:
         await engine.stop()
 

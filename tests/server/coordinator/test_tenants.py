@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from google.longrunning import operations_pb2
 
@@ -32,6 +35,7 @@ from lmkv.v1.registry_service_pb2 import (
     RegisterRequest,
     ReportRequest,
 )
+from lmkv_server.coordinator.cache_service import CacheService
 from tests.lmkv.auth.tokens import entry
 from tests.server.coordinator.cases import KEYS, LLAMA, PROMPT
 from tests.server.coordinator.guarded import ENTRIES, Guarded, guarded, token_of
@@ -83,6 +87,43 @@ async def test_anothers_prefix_is_answered_as_one_that_nobody_has(fleet: Guarded
     assert len(tenants.of("a").core.layout) == len(KEYS)
     assert len(tenants.of("b").core.layout) == 0
     assert tenants.of("b").core.layout.fingerprint_of(KEYS[0]) is None
+
+
+@pytest.mark.parametrize("by", ["tokens", "keys"])
+async def test_anothers_prefix_is_looked_up_line_by_line_as_one_that_nobody_has(fleet: Guarded, by: str) -> None:
+    """What no clock can tell apart: a clock would need many lookups, and a quiet machine."""
+    await fleet.instance("a", "ours", KEYS)
+    await fleet.instance("b", "theirs", [])
+    anothers = BY_TOKENS if by == "tokens" else BY_KEYS
+    nobodys = LookupRequest(
+        tokens=[token + 1 for token in anothers.tokens], chunk_keys=bytes(byte ^ 1 for byte in anothers.chunk_keys)
+    )
+    a, b = (fleet.coordinator.tenants.of(tenant).cache for tenant in ("a", "b"))
+    assert steps_of(b, anothers) == steps_of(b, nobodys)
+    assert steps_of(a, anothers) != steps_of(a, nobodys)  # so it shows where it is held
+
+
+def steps_of(cache: CacheService, request: LookupRequest) -> list[tuple[str, int]]:
+    """Every line of ours that runs while a request is answered."""
+    steps: list[tuple[str, int]] = []
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if not frame.f_globals["__name__"].startswith("lmkv"):
+            return None  # the collector of garbage may come by
+        steps.append((frame.f_code.co_filename, frame.f_lineno))
+        return trace
+
+    cache.lookup_tokens(np.array([], np.int32))  # settles who is still reporting
+    answering = cache.Lookup(request, None)
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        answering.send(None)
+    except StopIteration:  # it waited for nothing
+        return steps
+    finally:
+        sys.settrace(before)
+    raise AssertionError("a lookup waited for something")
 
 
 async def test_nothing_of_another_tenants_is_listed_or_watched(fleet: Guarded) -> None:
