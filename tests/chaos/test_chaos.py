@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -49,7 +50,9 @@ async def test_whatever_is_done_to_the_fleet_no_byte_is_wrong_and_nothing_is_lef
         watching = asyncio.create_task(act([*watchers, MetricsWatcher(fleet, SEED, counts)]))
         try:
             await act([*engines, *operators, havoc], SECONDS, watching)
+            ended = time.monotonic()
             counts["chunks compared"] += await calm(fleet, watchers)
+            counts["seconds until calm"] = round(time.monotonic() - ended)
             await fleet.end()
         except Exception as error:
             done = "\n".join(map(str, havoc.done))

@@ -178,7 +178,11 @@ class ReportStream:
         report.epoch = self._membership.instance.epoch
         report.sequence = self._sequence
         self._telling.update((outcome.order_id, self._sequence) for outcome in report.outcomes)
-        await call.write(report)
+        try:
+            await call.write(report)
+        except asyncio.InvalidStateError:  # the call is over
+            await call.read()  # raises why
+            raise Unreachable("the coordinator ended the stream") from None
 
     async def _receive(self, call: Any) -> None:
         """Every report is acknowledged, so silence for a whole lease means that nobody is there."""
