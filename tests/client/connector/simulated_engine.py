@@ -325,8 +325,12 @@ class SimulatedEngine:
         reads_caches: bool = True,
         transfer: object = None,
         images: Sequence[tuple[str, int, int]] = (),
+        **more: Any,
     ) -> Request:
-        """A request has arrived; `transfer` is its `kv_transfer_params`, `images` are hashes, begins and lengths."""
+        """A request has arrived; `transfer` is its `kv_transfer_params`, `images` are hashes, begins and lengths.
+
+        `more` are further arguments of vLLM's `Request`.
+        """
         params = SamplingParams(
             max_tokens=output,
             ignore_eos=True,
@@ -345,6 +349,7 @@ class SimulatedEngine:
                 MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(begin, length))
                 for identifier, begin, length in images
             ],
+            **more,
         )
         self.requests[request_id] = request
         self.said[request_id] = []
