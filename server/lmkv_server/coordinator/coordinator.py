@@ -111,7 +111,7 @@ class Coordinator:
         server = await rpc.make_server(SERVICE_NAMES, calls, self._gate)
         tenants.add_to(server)
         app = make_app(tenants, Tokenizers(self._tokenizers), self.host, self._gate, calls)
-        self.metrics = app.metrics.registry
+        self.metrics = app.metrics
         try:
             for key, port in self.grpc_ports.items():
                 self.grpc_ports[key] = _bind(server, self.host, port, key, self._credentials)

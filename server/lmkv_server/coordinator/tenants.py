@@ -30,6 +30,10 @@ class Tenants:
     def __iter__(self) -> Iterator[Services]:
         return iter(list(self._services.values()))
 
+    def by_name(self) -> list[tuple[str, Services]]:
+        """The name of each tenant, and what serves it."""
+        return list(self._services.items())
+
     def of(self, tenant: str) -> Services:
         """What serves a tenant, made when it is first called for. The gate lets in none that nobody has named."""
         if tenant not in self._services:

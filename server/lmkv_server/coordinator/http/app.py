@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from lmkv_server.coordinator.http.guard import refuse_foreign
 from lmkv_server.coordinator.http.metrics import Metrics
 from lmkv_server.coordinator.http.paths import routes
 from lmkv_server.coordinator.http.replies import CallAborted, HttpError, json_response, status_of, to_json
+from lmkv_server.coordinator.http.tenant_metrics import Source, TenantMetrics
 from lmkv_server.coordinator.services import Services
 from lmkv_server.coordinator.tenants import Tenants
 from lmkv_server.coordinator.tokenizers import Tokenizers
@@ -107,16 +108,21 @@ class Guarded:
         self._host = host
         self._gate = gate
         self._apps: dict[Services, TenantApp] = {}
-        unnamed = self._app(tenants.unnamed)
-        self.metrics = unnamed.metrics
-        """Of the tenant without a name."""
-        self.paths = unnamed.paths
+        self.metrics = TenantMetrics(self._sources).registry
+        """Of all tenants."""
+        self.paths = self._app(tenants.unnamed).paths
         """What is served, but for files."""
 
     def _app(self, services: Services) -> TenantApp:
         if services not in self._apps:
             self._apps[services] = self._make(services)
         return self._apps[services]
+
+    def _sources(self) -> Iterator[Source]:
+        for tenant, services in self._tenants.by_name():
+            metrics = self._app(services).metrics
+            # The process's own, and its calls, are counted once: with the tenant that has no name.
+            yield tenant, metrics.collect if tenant else metrics.registry.collect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
