@@ -50,7 +50,7 @@ async def fleet(credentials: Credentials, ca: str, folder: Path) -> AsyncIterato
         # A short lease, so that the map counts as whole soon; the instances report often enough.
         tokenizers = {"llama": str(save_tokenizer(folder / "llama", {"Hello": 9906, "world": 1917}))}
         coordinator = Coordinator(
-            port=0, http_ports={"http_port": 0}, lease_ttl=1.0, tokenizers=tokenizers, credentials=credentials
+            port=0, http_ports={"http_port": 0}, lease_ttl=5.0, tokenizers=tokenizers, credentials=credentials
         )
         await stack.enter_async_context(coordinator)
         channel = rpc.open_channel(f"localhost:{coordinator.port}", Credentials(ca=ca))

@@ -27,15 +27,17 @@ from tests.server.node.warm_parts import POOL_CHUNKS, NodeProcess, held, mapped,
 
 ROUNDS = 5
 NUMBERS = 3 * POOL_CHUNKS
+BEGIN_TIMEOUT_SECONDS = 30.0
 
 
-async def keep_storing(socket: Path, choose: random.Random) -> None:
-    """Stores prompts until the node is gone."""
+async def keep_storing(socket: Path, choose: random.Random, begun: asyncio.Event) -> None:
+    """Stores prompts until the node is gone; `begun` is set after the first."""
     async with EngineClient(socket) as engine:
         with await mapped(engine) as attached, suppress(grpc.RpcError, asyncio.InvalidStateError, AssertionError):
             while True:
                 first = choose.randrange(NUMBERS - 4)
                 await store(engine, attached.pool, *range(first, first + choose.randint(1, 4)))
+                begun.set()
 
 
 async def test_after_kill_9_at_any_moment_only_right_bytes_are_offered(runtime_dir: Path) -> None:
@@ -50,10 +52,10 @@ async def test_after_kill_9_at_any_moment_only_right_bytes_are_offered(runtime_d
                     found = await held(engine, attached.pool, *range(NUMBERS))
             assert "dropped as damaged" not in node.text().replace(", 0 dropped as damaged", "")
             assert bool(found) == bool(offered)
-            killer = threading.Timer(choose.uniform(0.05, 0.5), node.process.kill)
-            storing = asyncio.create_task(keep_storing(node.socket, choose))
-            await asyncio.sleep(0.1)
-            killer.start()
+            begun = asyncio.Event()
+            storing = asyncio.create_task(keep_storing(node.socket, choose, begun))
+            await asyncio.wait_for(begun.wait(), BEGIN_TIMEOUT_SECONDS)
+            threading.Timer(choose.uniform(0.05, 0.5), node.process.kill).start()
             await storing
             offered += len(found) + 1
         finally:
