@@ -166,7 +166,6 @@ class NodeConfig(Config):
     )
     node_linger: float = key(SECONDS_OR_ZERO, 60.0, "How long a node outlives its last engine, in seconds.")
     grant_ttl: float = key(SECONDS, 30.0, "How long a grant on extents lasts, in seconds.")
-    fetch_timeout: float = key(SECONDS, 1.0, "Most time to fetch chunks from a peer, in seconds.")
     enable_pd: bool = key(
         FLAG,
         True,

@@ -48,7 +48,6 @@ CALM = {
     "lookup_timeout": "5",
     "coordinator_timeout": "2",
     "load_timeout": "10",
-    "fetch_timeout": "10",
     "refuse_slow_fetches": "false",
 }
 """Settings of lmkv in every engine of the tests."""

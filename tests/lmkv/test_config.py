@@ -104,7 +104,7 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
     assert (config.p2p_host, config.p2p_port, config.transfer_channel) == ("127.0.0.1", 0, "auto")
     assert config.nixl_backends == ("UCX",)
     assert config.pool_bytes == 5 << 30
-    assert (config.node_linger, config.grant_ttl, config.fetch_timeout) == (60.0, 30.0, 1.0)
+    assert (config.node_linger, config.grant_ttl) == (60.0, 30.0)
     assert (config.lookup_timeout, config.load_timeout, config.coordinator_timeout) == (0.1, 1.0, 0.05)
     assert (config.chunk_size, config.save_partial_chunks, config.save_decode_cache) == (256, True, True)
     assert re.fullmatch(r"[A-Za-z0-9._-]{1,64}", config.instance_id)
@@ -115,10 +115,10 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
 
 
 def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
-    file = written(tmp_path, "chunk_size: 1\nload_timeout: 1.5\nfetch_timeout: 2\n")
+    file = written(tmp_path, "chunk_size: 1\nload_timeout: 1.5\nnode_linger: 2\n")
     env = {"LMKV_CHUNK_SIZE": "2", "LMKV_LOAD_TIMEOUT": "2500ms"}
     config = load(ConnectorConfig, file=file, env=env, flags={"chunk_size": "3", "p2p_port": None})
-    assert (config.chunk_size, config.load_timeout, config.fetch_timeout, config.grant_ttl) == (3, 2.5, 2.0, 30.0)
+    assert (config.chunk_size, config.load_timeout, config.node_linger, config.grant_ttl) == (3, 2.5, 2.0, 30.0)
 
 
 def test_an_alias_wins_over_the_key_of_a_weaker_place(tmp_path: Path) -> None:
@@ -527,7 +527,6 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "runtime_dir": text,
     "node_linger": st.floats(min_value=0, max_value=31_536_000.0),
     "grant_ttl": seconds,
-    "fetch_timeout": seconds,
     "coordinator_timeout": seconds,
     "lookup_timeout": seconds,
     "log_level": st.sampled_from(["debug", "info", "warning", "error"]),
