@@ -16,13 +16,13 @@ def compiled(folder: Path) -> Path | None:
     compiler, library = shutil.which("cc"), folder / "clock.so"
     if compiler is None:
         return None
-    command = [compiler, "-shared", "-fPIC", "-O2", "-Wall", "-Werror", "-o", str(library), str(SOURCE), "-ldl"]
+    command = [compiler, "-shared", "-fPIC", "-O2", "-Wall", "-Werror", "-o", str(library), str(SOURCE)]
     subprocess.run(command, check=True, timeout=COMPILE_SECONDS)
     return library
 
 
 class Clock:
-    """The wall clock of one process, which finds it by `environment`. Only what Python reads of it jumps."""
+    """The wall clock of one process, which finds it by `environment`."""
 
     def __init__(self, library: Path | None, file: Path) -> None:
         self._file = file

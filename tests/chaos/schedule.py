@@ -38,8 +38,8 @@ class Kind(StrEnum):
 
 
 WEIGHTS = {
-    Kind.KILL: 2,
-    Kind.FREEZE: 3,
+    Kind.KILL: 1,
+    Kind.FREEZE: 2,
     Kind.CLOCK: 2,
     Kind.FILL: 2,
     Kind.CUT: 2,
@@ -52,7 +52,7 @@ WEIGHTS = {
     Kind.REORDER: 2,
 }
 """How often each comes, beside the others."""
-PAUSE_SECONDS = (0.1, 0.8)
+PAUSE_SECONDS = (0.1, 1.0)
 """Between the beginnings of two faults: several last at a time."""
 LAST_SECONDS = (0.05, 3.0)
 CLOCK_JUMPS = (-3600.0, -20.0, 20.0, 3600.0)
