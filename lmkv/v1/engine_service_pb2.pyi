@@ -65,7 +65,7 @@ class AttachRequest(_message.Message):
 
     @_builtins.property
     def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadChunks]:
-        """Chunks to bring in from peers."""
+        """Chunks to bring into the pool."""
 
     @_builtins.property
     def damaged_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
@@ -441,14 +441,22 @@ class FoundChunks(_message.Message):
     PEER_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     PEER_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     REFUSED_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    DISK_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    REMOTE_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The engine's request."""
     peer_chunk_count: _builtins.int
-    """Chunks after those that peers hold, without a gap."""
+    """Chunks after those that can be brought in, without a gap: from the node's disk first, then from peers, then from the
+    store that all share.
+    """
     peer_instance_id: _builtins.str
-    """Who holds most of them."""
+    """The peer that holds most of them; empty if none does."""
     refused_chunk_count: _builtins.int
-    """Chunks that peers hold and that are not offered, for to fetch them would take longer than to compute them."""
+    """Chunks that could be brought in and are not offered, for to fetch them would take longer than to compute them."""
+    disk_chunk_count: _builtins.int
+    """So many of `peer_chunk_count`, the first, are on the node's own disk."""
+    remote_chunk_count: _builtins.int
+    """So many of `peer_chunk_count`, the last, are in the store that all share."""
     @_builtins.property
     def own(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.Extent]:
         """The first chunks, held in the node's own pool."""
@@ -461,10 +469,12 @@ class FoundChunks(_message.Message):
         peer_chunk_count: _builtins.int = ...,
         peer_instance_id: _builtins.str = ...,
         refused_chunk_count: _builtins.int = ...,
+        disk_chunk_count: _builtins.int = ...,
+        remote_chunk_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["own", b"own", "peer_chunk_count", b"peer_chunk_count", "peer_instance_id", b"peer_instance_id", "refused_chunk_count", b"refused_chunk_count", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_chunk_count", b"disk_chunk_count", "own", b"own", "peer_chunk_count", b"peer_chunk_count", "peer_instance_id", b"peer_instance_id", "refused_chunk_count", b"refused_chunk_count", "remote_chunk_count", b"remote_chunk_count", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -472,7 +482,7 @@ Global___FoundChunks: _TypeAlias = FoundChunks  # noqa: Y015
 
 @_typing.final
 class LoadChunks(_message.Message):
-    """Chunks of a looked-up prompt to bring in from peers."""
+    """Chunks of a looked-up prompt to bring into the pool."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -897,22 +907,32 @@ class EngineServiceLookupResponse(_message.Message):
     OWN_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     PEER_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     PEER_INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    DISK_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    REMOTE_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     own_chunk_count: _builtins.int
     """Chunks from the first that this node holds."""
     peer_chunk_count: _builtins.int
-    """Chunks after those that peers hold, without a gap."""
+    """Chunks after those that can be brought in, without a gap: from the node's disk first, then from peers, then from the
+    store that all share.
+    """
     peer_instance_id: _builtins.str
-    """Who holds most of them."""
+    """The peer that holds most of them; empty if none does."""
+    disk_chunk_count: _builtins.int
+    """So many of `peer_chunk_count`, the first, are on the node's own disk."""
+    remote_chunk_count: _builtins.int
+    """So many of `peer_chunk_count`, the last, are in the store that all share."""
     def __init__(
         self,
         *,
         own_chunk_count: _builtins.int = ...,
         peer_chunk_count: _builtins.int = ...,
         peer_instance_id: _builtins.str = ...,
+        disk_chunk_count: _builtins.int = ...,
+        remote_chunk_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["own_chunk_count", b"own_chunk_count", "peer_chunk_count", b"peer_chunk_count", "peer_instance_id", b"peer_instance_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_chunk_count", b"disk_chunk_count", "own_chunk_count", b"own_chunk_count", "peer_chunk_count", b"peer_chunk_count", "peer_instance_id", b"peer_instance_id", "remote_chunk_count", b"remote_chunk_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

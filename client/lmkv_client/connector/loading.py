@@ -8,10 +8,12 @@ from lmkv.telemetry import NO_SPAN, Span
 from lmkv.v1.chunk_pb2 import Extent
 from lmkv_client.connector.copies import blocks_of, prompt_copy
 from lmkv_client.connector.messages import Check, Load, Loaded
+from lmkv_client.connector.places import Place, Places
 from lmkv_kernels import ChunkCopy
 
 POOL = 0
 """The region of extents in the pool; others are in the device buffer, and were verified there as they came."""
+NOWHERE = Places()
 
 
 class Loading:
@@ -36,6 +38,7 @@ class Loading:
         sync: bool,
         started_at: float,
         deadline: float,
+        places: Places = NOWHERE,
         verify: bool = False,
         span: Span = NO_SPAN,
     ) -> None:
@@ -49,8 +52,6 @@ class Loading:
         self.span = span
         """The load in its request's trace; whoever ends the load ends it."""
         self.peer_id = ""
-        self.peer_tokens = 0
-        """Tokens that came from peers."""
         self.arrived_tokens = 0
         self.first_chunk = start // chunk_size
         self.stop_chunk = -(-end // chunk_size)
@@ -60,22 +61,25 @@ class Loading:
         self._block_ids = block_ids
         self._chunk_size = chunk_size
         self._block_size = block_size
+        self._places = places
         self._missing = set(range(self.first_chunk, self.stop_chunk))
         self._verify = verify
         self._ready: dict[int, tuple[ChunkCopy, Extent]] = {}
         """By chunk: has arrived, and the workers do not know yet."""
         self._closed = False
 
-    def arrived(self, first_chunk: int, extents: Sequence[Extent]) -> int:
-        """Chunks from `first_chunk` on lie in these extents; the count of tokens that this load gets from them."""
-        tokens = 0
+    def arrived(self, first_chunk: int, extents: Sequence[Extent]) -> None:
+        """Chunks from `first_chunk` on lie in these extents."""
         for chunk, extent in enumerate(extents, first_chunk):
             if chunk in self._missing and not self._closed:
                 self._missing.discard(chunk)
                 self._ready[chunk] = self._copy(chunk, extent), extent
-                tokens += min(self.end, chunk * self._chunk_size + extent.token_count) - self._low(chunk)
-        self.arrived_tokens += tokens
-        return tokens
+                high = min(self.end, chunk * self._chunk_size + extent.token_count)
+                self.arrived_tokens += high - self._low(chunk)
+
+    def tokens_by_place(self, token_count: int) -> dict[Place, int]:
+        """Where the load's first so many tokens were when they were looked up. What arrives arrives in order."""
+        return self._places.tokens(self.start, self.start + token_count, self._chunk_size)
 
     def close(self) -> None:
         """Nothing more will arrive: what is missing is lost."""

@@ -13,6 +13,7 @@ from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.loading import Loading
 from lmkv_client.connector.messages import Load, Loaded
+from lmkv_client.connector.places import Place, describe
 from lmkv_client.connector.prompt import Prompt, Search
 from lmkv_client.connector.searches import Searches
 from lmkv_client.connector.stats import Counters
@@ -62,28 +63,25 @@ class Loads:
             sync=not self._config.enable_async_loading,
             started_at=now,
             deadline=now + prompt.load_timeout,
+            places=prompt.places,
             verify=self._config.verify_loads,
             span=telemetry.follow("lmkv.load", prompt.traceparent, kind=Kind.CLIENT, asked_tokens=token_count),
         )
         self._loadings[prompt.request_id] = loading
-        here_count = len(prompt.own) - prompt.fetched_count
-        loading.arrived(0, prompt.own[:here_count])
-        if prompt.fetched_count:
-            loading.peer_tokens = loading.arrived(here_count, prompt.own[here_count:])
-            loading.peer_id = prompt.peer_id
+        loading.peer_id = prompt.peer_id
+        loading.arrived(0, prompt.own)
         if prompt.search is not Search.FOUND:  # the node was lost between the match and now
             loading.close()
         elif not loading.complete:
-            loading.peer_id = prompt.peer_id
             first = max(len(prompt.own), loading.first_chunk)
             self._searches.order(prompt, first, loading.stop_chunk - first, loading.span.traceparent)
 
     def arrived(self, loaded: pb.LoadedChunks) -> bool:
-        """Chunks have come from a peer; False if no load waits for them."""
+        """Chunks have been brought in; False if no load waits for them."""
         loading = next((one for one in self._loadings.values() if one.ticket == loaded.request_id), None)
         if loading is None:
             return False
-        loading.peer_tokens += loading.arrived(loaded.first_chunk, loaded.extents)
+        loading.arrived(loaded.first_chunk, loaded.extents)
         loading.peer_id = loaded.peer_instance_id or loading.peer_id
         if loaded.done:
             loading.close()
@@ -138,12 +136,15 @@ class Loads:
         self._counters.add("loaded_tokens", tokens)
         self._counters.add("loaded_bytes", loaded.size_bytes)
         self._counters.add("load_seconds", seconds)
-        self._counters.add("peer_tokens", loading.peer_tokens)
+        brought = loading.tokens_by_place(tokens)
+        del brought[Place.OWN]
+        for place, count in brought.items():
+            self._counters.add(f"{place.value}_tokens", count)
         loading.span.set(
             loaded_tokens=tokens,
             loaded_bytes=loaded.size_bytes,
-            peer_tokens=loading.peer_tokens,
-            peer_instance_id=loading.peer_id,
+            peer_instance_id=loading.peer_id if brought[Place.PEER] else "",
+            **{f"{place.value}_tokens": count for place, count in brought.items()},
         )
         if not complete:
             loading.span.fail("incomplete", "less came than was found; the rest is computed")
@@ -153,7 +154,7 @@ class Loads:
             loading.request_id,
             tokens,
             loading.end - loading.start,
-            f"peer {loading.peer_id}" if loading.peer_id else "own pool",
+            describe(loading.tokens_by_place(loading.end - loading.start), loading.peer_id),
             format_bytes(loaded.size_bytes),
             format_duration(seconds),
             format_rate(loaded.size_bytes, seconds),

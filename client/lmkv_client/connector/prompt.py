@@ -8,6 +8,7 @@ from enum import Enum, auto
 from lmkv.keys import ChunkKey, KeyChain, Tokens, as_tokens
 from lmkv.telemetry import NO_SPAN, Span
 from lmkv.v1.chunk_pb2 import Extent
+from lmkv_client.connector.places import Places
 
 
 class Search(Enum):
@@ -20,7 +21,7 @@ class Search(Enum):
     ASKED = auto()
     """The node has not answered yet."""
     FOUND = auto()
-    """The node holds `own` in place for us; `peer_count` more can be brought in."""
+    """The node holds `own` in place for us; `absent_count` more can be brought in."""
     FETCHING = auto()
     """Chunks are on their way into the pool, and the request waits for them."""
     OVER = auto()
@@ -31,12 +32,12 @@ class Prompt:
     """Keys, search and store progress of one request."""
 
     __slots__ = (
+        "absent_count",
         "all_tokens",
         "asked_at",
         "asking",
         "chain",
         "computed_count",
-        "fetched_count",
         "found_at",
         "handoff_id",
         "is_kept",
@@ -45,8 +46,8 @@ class Prompt:
         "own",
         "partial_is_stored",
         "partial_key",
-        "peer_count",
         "peer_id",
+        "places",
         "preemption_count",
         "request_id",
         "search",
@@ -99,9 +100,9 @@ class Prompt:
         self.asked_at = 0.0
         self.found_at = 0.0
         self.own: list[Extent] = []
-        self.fetched_count = 0
-        """So many of `own`, the last ones, came from a peer for this prompt."""
-        self.peer_count = 0
+        self.absent_count = 0
+        self.places = Places()
+        """Where the chunks were that the last answer told of."""
         self.peer_id = ""
         self.computed_count = 0
         """Tokens that vLLM had itself when it last asked."""
@@ -156,17 +157,17 @@ class Prompt:
             hit -= hit % self.chunk_size
         return min(hit, request_tokens - 1) // block_size * block_size
 
-    def found(self, own: Sequence[Extent], peer_count: int, peer_id: str, now: float) -> None:
+    def found(self, own: Sequence[Extent], places: Places, peer_id: str, now: float) -> None:
         """The node has answered."""
         self.own = list(own)
-        self.fetched_count = 0
-        self.peer_count = peer_count
+        self.places = places
+        self.absent_count = places.absent_count
         self.peer_id = peer_id
         self.found_at = now
         self.search = Search.FOUND
         self.held(len(own))
-        self.answered()
-        if not own and not peer_count:
+        self.answered(places)
+        if not own and not self.absent_count:
             self.over()
 
     def keys_up_to(self, chunk_count: int) -> int:
@@ -175,10 +176,11 @@ class Prompt:
             self.chain.extend(as_tokens(self.all_tokens[: chunk_count * self.chunk_size]))
         return min(chunk_count, len(self.chain.keys))
 
-    def answered(self) -> None:
-        """The lookup is over, with what is known by now."""
-        own, all_ = self.tokens_in(len(self.own)), self.tokens_in(len(self.own) + self.peer_count)
-        self.asking.set(own_tokens=own, peer_tokens=all_ - own, peer_instance_id=self.peer_id)
+    def answered(self, places: Places) -> None:
+        """The lookup is over, and this is where chunks are."""
+        tokens = places.tokens(0, self.token_count, self.chunk_size)
+        self.asking.set(**{f"{place.value}_tokens": count for place, count in tokens.items()})
+        self.asking.set(peer_instance_id=self.peer_id)
         self.asking.end()
         self.asking = NO_SPAN
 
@@ -186,9 +188,8 @@ class Prompt:
         """Nothing is held for us any more."""
         if self.search is Search.ASKED:
             self.asking.fail("unanswered", "the request or the node was gone before the answer came")
-            self.answered()
+            self.answered(Places())
         self.search = Search.OVER
         self.ticket = ""
         self.own = []
-        self.fetched_count = 0
-        self.peer_count = 0
+        self.absent_count = 0

@@ -28,6 +28,7 @@ from lmkv_client.connector.link import Lost, NodeLink
 from lmkv_client.connector.loads import Loads
 from lmkv_client.connector.messages import Attachment, StepPlan, WorkerReport
 from lmkv_client.connector.multimodal import multimodal_extras
+from lmkv_client.connector.places import Place
 from lmkv_client.connector.prefill import PrefillRate
 from lmkv_client.connector.prompt import Prompt, Search
 from lmkv_client.connector.searches import Searches
@@ -46,6 +47,13 @@ logger = init_logger("vllm.lmkv")
 GRACE_POLL_SECONDS = 0.00005
 RESET_TIMEOUT_SECONDS = 1.0
 RESET_POLL_SECONDS = 0.002
+HIT_SOURCES = {
+    Place.OWN: CacheHitSource.HOST,
+    Place.DISK: CacheHitSource.DISK,
+    Place.PEER: CacheHitSource.P2P,
+    Place.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED,
+}
+"""vLLM's words; it counts a remote store under the last."""
 
 
 class SchedulerSide:
@@ -136,7 +144,7 @@ class SchedulerSide:
         sync = not self._config.enable_async_loading
         prompt.computed_count = computed_count
         here = max(computed_count, self._hit(prompt, request, len(prompt.own), sync=sync))
-        hit = self._hit(prompt, request, len(prompt.own) + prompt.peer_count, sync=sync)
+        hit = self._hit(prompt, request, len(prompt.own) + prompt.absent_count, sync=sync)
         if hit - here < max(1, self._config.min_fetch_tokens):
             hit = here
         elif sync:
@@ -162,9 +170,9 @@ class SchedulerSide:
     def hit_sources(self, request: Request, extra_count: int) -> dict[CacheHitSource, int]:
         """Where the tokens of the load that was just planned come from."""
         loading = self._loads.get(request.request_id)
-        own = min(extra_count, loading.arrived_tokens - loading.peer_tokens) if loading else extra_count
-        sources = {CacheHitSource.HOST: own, CacheHitSource.P2P: extra_count - own}
-        return {source: count for source, count in sources.items() if count}
+        if loading is None:
+            return {CacheHitSource.HOST: extra_count}
+        return {HIT_SOURCES[place]: count for place, count in loading.tokens_by_place(extra_count).items() if count}
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """What the workers shall do in this step."""

@@ -9,6 +9,7 @@ from lmkv.config import ConnectorConfig
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.telemetry import Kind
 from lmkv.v1 import engine_service_pb2 as pb
+from lmkv_client.connector.places import Places
 from lmkv_client.connector.prefill import PrefillRate
 from lmkv_client.connector.prompt import Prompt, Search
 from lmkv_client.connector.stats import Counters
@@ -87,10 +88,10 @@ class Searches:
             return
         self._counters.add("lookup_seconds", self._clock() - prompt.asked_at)
         self._counters.add("refused_fetch_tokens", found.refused_chunk_count * prompt.chunk_size)
-        prompt.found(found.own, found.peer_chunk_count, found.peer_instance_id, self._clock())
+        prompt.found(found.own, _places(found), found.peer_instance_id, self._clock())
 
     def waits(self, prompt: Prompt) -> bool:
-        """Whether the prompt should go on waiting, for its answer or for chunks that come from a peer."""
+        """Whether the prompt should go on waiting, for its answer or for chunks that are brought in."""
         if prompt.search is Search.ASKED:
             if self._clock() < prompt.asked_at + self._config.lookup_timeout:
                 return True
@@ -100,7 +101,7 @@ class Searches:
             if self._timeouts >= TIMEOUTS_UNTIL_SUSPECT:
                 self._suspect_until = self._clock() + SUSPECT_SECONDS
             prompt.asking.fail("timeout", f"no answer within lookup_timeout ({self._config.lookup_timeout:g} s)")
-            prompt.answered()
+            prompt.answered(Places())
             prompt.search = Search.OVER  # its ticket stays known, for the answer may still come
         elif prompt.search is Search.FETCHING:
             if self._clock() < prompt.found_at + prompt.load_timeout:
@@ -119,11 +120,11 @@ class Searches:
         return prompt.search is Search.FOUND and self._clock() > prompt.found_at + HOLD_SECONDS
 
     def fetch(self, prompt: Prompt) -> None:
-        """Brings what peers hold into the pool before any pages are asked for."""
+        """Brings what is not there yet into the pool before any pages are asked for."""
         prompt.search = Search.FETCHING
         prompt.found_at = self._clock()
         self._prompts[prompt.ticket] = prompt
-        self.order(prompt, len(prompt.own), prompt.peer_count, prompt.traceparent)
+        self.order(prompt, len(prompt.own), prompt.absent_count, prompt.traceparent)
 
     def arrived(self, loaded: pb.LoadedChunks) -> None:
         """Chunks of a fetch are in the pool."""
@@ -132,7 +133,6 @@ class Searches:
             return
         if loaded.first_chunk == len(prompt.own):
             prompt.own.extend(loaded.extents)
-            prompt.fetched_count += len(loaded.extents)
             prompt.peer_id = loaded.peer_instance_id or prompt.peer_id
         if loaded.done:
             self._fetched(prompt)
@@ -168,7 +168,12 @@ class Searches:
 
     def _fetched(self, prompt: Prompt) -> None:
         self._prompts.pop(prompt.ticket, None)
-        prompt.peer_count = 0
+        prompt.absent_count = 0
         prompt.held(len(prompt.own))
         prompt.found_at = self._clock()
         prompt.search = Search.FOUND
+
+
+def _places(found: pb.FoundChunks) -> Places:
+    disk, remote = found.disk_chunk_count, found.remote_chunk_count
+    return Places(own=len(found.own), disk=disk, peer=found.peer_chunk_count - disk - remote, remote=remote)

@@ -137,10 +137,13 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         on_disk = self._sources.on_disk(request.fingerprint, keys, own)
         holders = await self._sources.locate(keys[own:], after=on_disk)
         elsewhere = holders[0].matched_chunk_count if holders else on_disk
+        shared = await self._sources.in_remote(spec, keys, own + elsewhere)
         return pb.EngineServiceLookupResponse(
             own_chunk_count=own,
-            peer_chunk_count=elsewhere + await self._sources.in_remote(spec, keys, own + elsewhere),
+            peer_chunk_count=elsewhere + shared,
             peer_instance_id=holders[0].instance_id if holders else "",
+            disk_chunk_count=on_disk,
+            remote_chunk_count=shared,
         )
 
     async def Load(self, request: pb.LoadRequest, context: Any) -> pb.LoadResponse:

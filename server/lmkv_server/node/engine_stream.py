@@ -157,6 +157,8 @@ class EngineStream:
             peer_chunk_count=found_count,
             peer_instance_id=peer_id,
             refused_chunk_count=refused_count,
+            disk_chunk_count=disk_count,
+            remote_chunk_count=remote_count,
         )
         self.outbox.put(pb.AttachResponse(found=[found]))
         self._lookups.note(

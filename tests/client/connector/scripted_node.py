@@ -76,6 +76,8 @@ class ScriptedNode:
         """By epoch. A pool outlives its node, as a mapping does."""
         self.chunks: dict[ChunkKey, Stored] = {}
         self.peer_chunks: dict[ChunkKey, Stored] = {}
+        self.on_disk = self.in_remote = 0
+        """So many of the chunks that are brought in, the first and the last, come from disk and from a shared store."""
         self.tickets: dict[str, Ticket] = {}
         self.orphans: list[Ticket] = []
         """What was granted over a line that is broken: kept until the workers have let go of the pool."""
@@ -229,6 +231,8 @@ class ScriptedNode:
             peer_chunk_count=len(peer),
             peer_instance_id="peer" if peer else "",
             refused_chunk_count=len(refused),
+            disk_chunk_count=self.on_disk,
+            remote_chunk_count=self.in_remote,
         )
         if own or peer:
             for chunk in own:

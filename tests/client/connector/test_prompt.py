@@ -6,6 +6,7 @@ import pytest
 
 from lmkv.keys import ChunkKey, KeyChain, as_tokens, chunk_keys
 from lmkv.v1.chunk_pb2 import Extent
+from lmkv_client.connector.places import Places
 from lmkv_client.connector.prompt import Prompt, Search
 
 ROOT = ChunkKey(bytes(16))
@@ -130,23 +131,23 @@ def test_an_answer_with_anything_in_it_is_found() -> None:
     for own, peer in ((1, 0), (0, 2), (1, 2)):
         prompt = prompt_of(200)
         prompt.search, prompt.ticket = Search.ASKED, "1"
-        prompt.found(extents(own), peer, "other", now=5.0)
+        prompt.found(extents(own), Places(own=own, peer=peer), "other", now=5.0)
         assert (prompt.search, prompt.ticket) == (Search.FOUND, "1")
-        assert (len(prompt.own), prompt.peer_count, prompt.peer_id, prompt.found_at) == (own, peer, "other", 5.0)
+        assert (len(prompt.own), prompt.absent_count, prompt.peer_id, prompt.found_at) == (own, peer, "other", 5.0)
         assert prompt.stored_count == own
 
 
 def test_an_answer_with_nothing_in_it_is_over() -> None:
     prompt = prompt_of(200)
     prompt.search, prompt.ticket = Search.ASKED, "1"
-    prompt.found([], 0, "", now=5.0)
+    prompt.found([], Places(), "", now=5.0)
     assert (prompt.search, prompt.ticket) == (Search.OVER, "")
 
 
 def test_over_forgets_what_was_held() -> None:
     prompt = prompt_of(200)
     prompt.ticket = "1"
-    prompt.found(extents(2), 1, "other", now=0.0)
+    prompt.found(extents(2), Places(own=2, peer=1), "other", now=0.0)
     prompt.over()
-    assert (prompt.search, prompt.ticket, prompt.own, prompt.peer_count) == (Search.OVER, "", [], 0)
+    assert (prompt.search, prompt.ticket, prompt.own, prompt.absent_count) == (Search.OVER, "", [], 0)
     assert prompt.stored_count == 2, "what was held a moment ago need not be stored again"

@@ -73,7 +73,9 @@ def test_a_miss_is_a_lookup_that_found_nothing_and_no_error(make_engine: MakeEng
     assert said(lookup) == {
         "asked_tokens": len(PROMPT),
         "own_tokens": 0,
+        "disk_tokens": 0,
         "peer_tokens": 0,
+        "remote_tokens": 0,
         "peer_instance_id": "",
     }
     assert lookup.status.is_unset
@@ -90,6 +92,15 @@ def test_a_hit_is_a_lookup_and_a_load_that_begins_after_it(engine: SimulatedEngi
     assert said(load)["peer_tokens"] == 0
     assert load.status.is_unset
     assert load.start_time >= lookup.end_time  # type: ignore[operator]
+
+
+def test_lookups_and_loads_tell_from_where(engine: SimulatedEngine, book: Book) -> None:
+    engine.node.move_to_peer()
+    engine.node.on_disk, engine.node.in_remote = 2, 1
+    engine.serve("a", PROMPT)
+    for span in (span for span in book.take() if span.name != "lmkv.store"):
+        tokens = [said(span)[f"{place}_tokens"] for place in ("disk", "peer", "remote")]
+        assert (span.name, tokens) == (span.name, [2 * CHUNK, HELD - 3 * CHUNK, CHUNK])
 
 
 def test_an_answer_that_does_not_come_is_told_as_a_timeout(engine: SimulatedEngine, book: Book) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from lmkv_client.connector.searches import HOLD_SECONDS, SUSPECT_SECONDS, TIMEOUTS_UNTIL_SUSPECT
@@ -375,6 +376,29 @@ def test_chunks_that_a_peer_has_are_fetched_and_loaded(
     assert engine.count("loaded_tokens") == 3 * CHUNK
     assert engine.count("peer_bytes") > 0
     assert len(engine.node.commits) == commits, "what was fetched is not stored again"
+    engine.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_what_is_loaded_is_counted_by_where_it_was(make_engine: MakeEngine, asynchronous: bool) -> None:
+    engine = with_peer(make_engine(enable_async_loading=asynchronous), own_chunks=1)
+    engine.node.on_disk = engine.node.in_remote = 1
+    assert engine.serve("a", PROMPT) == HIT
+    assert engine.count("loaded_tokens") == 3 * CHUNK
+    assert [engine.count(f"{place}_tokens") for place in ("disk", "peer", "remote")] == [CHUNK, 0, CHUNK]
+    engine.check_nothing_is_left()
+
+
+def test_vllm_is_told_where_the_tokens_of_a_load_come_from(make_engine: MakeEngine) -> None:
+    engine = with_peer(make_engine(), own_chunks=1)
+    engine.node.on_disk = 1
+    engine.node.fetches_at_once = False
+    request = engine.add("a", PROMPT)
+    until(engine, lambda: bool(engine.node.fetches))
+    sources = dict.fromkeys((CacheHitSource.HOST, CacheHitSource.DISK, CacheHitSource.P2P), CHUNK)
+    assert engine.side.hit_sources(request, 3 * CHUNK) == sources
+    engine.node.deliver()
+    engine.run("a")
     engine.check_nothing_is_left()
 
 

@@ -66,7 +66,7 @@ async def test_what_was_stored_before_a_restart_is_found_and_loaded(runtime_dir:
         assert len((await engine.lookup("1", chunk_keys(0, 1, 2))).own) == 3
     async with engine_at_node(runtime_dir) as (node, engine):
         found = await engine.lookup("1", chunk_keys(0, 1, 2, 3), reserve_count=4)
-        assert (len(found.own), found.peer_chunk_count) == (0, 3)
+        assert (len(found.own), found.peer_chunk_count, found.disk_chunk_count) == (0, 3, 3)
         assert len(await engine.hear("credits")) == 1, "each chunk that is found makes it one fewer"
         assert await load(engine, node.pool, "1", 0, 3) == [0, 1, 2]
         assert [chunk.holds for chunk in node.tier] == [1, 1, 1]
@@ -82,7 +82,7 @@ async def test_a_prompt_may_be_partly_in_memory_and_partly_on_disk(runtime_dir: 
         await written(node, 4)
         node.tier.drop(chunk_keys(1, 2, 3))
         found = await engine.lookup("1", chunk_keys(0, 1, 2, 3))
-        assert (len(found.own), found.peer_chunk_count) == (1, 3)
+        assert (len(found.own), found.peer_chunk_count, found.disk_chunk_count) == (1, 3, 3)
         assert await load(engine, node.pool, "1", 2, 2) == [2, 3]
 
 

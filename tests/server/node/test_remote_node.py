@@ -21,6 +21,7 @@ from lmkv import rpc
 from lmkv.config import NodeConfig
 from lmkv.keys import join_keys
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, chunk_pb2
+from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import MoveRequest
 from lmkv.v1.chunk_pb2 import Position
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -89,7 +90,8 @@ async def test_what_a_killed_node_has_put_another_loads(runtime_dir: Path, redis
         node.kill()
     async with engine_at_node(runtime_dir, "b", redis.url) as (survivor, engine):
         found = await engine.lookup("1", chunk_keys(0, 1, 2, 3, 4), reserve_count=5)
-        assert (len(found.own), found.peer_chunk_count, found.peer_instance_id) == (0, 4, "")
+        assert (len(found.own), found.peer_chunk_count, found.remote_chunk_count) == (0, 4, 4)
+        assert found.peer_instance_id == ""
         assert len(await engine.hear("credits")) == 1, "each chunk that is found makes it one fewer"
         assert await load(engine, survivor.pool, "1", 0, 4) == [0, 1, 2, 3]
         await engine.release("1")
@@ -122,6 +124,13 @@ async def test_a_prompt_may_be_in_memory_on_disk_and_in_the_store(runtime_dir: P
         node.disk.drop(chunk_keys(4, 5))
         found = await engine.lookup("1", chunk_keys(*range(6)))
         assert (len(found.own), found.peer_chunk_count) == (2, 4)
+        assert (found.disk_chunk_count, found.remote_chunk_count) == (2, 2)
+        request = pb.EngineServiceLookupRequest(
+            fingerprint=engine.spec.fingerprint, chunk_keys=join_keys(chunk_keys(*range(7)))
+        )
+        asked = await engine.stub.Lookup(request, timeout=10.0)
+        assert (asked.own_chunk_count, asked.peer_chunk_count) == (2, 4)
+        assert (asked.disk_chunk_count, asked.remote_chunk_count) == (2, 2)
         counts = node._lookups
         assert (counts.own_chunks, counts.disk_chunks, counts.remote_chunks) == (2, 2, 2)
         assert await load(engine, node.pool, "1", 2, 4) == [2, 3, 4, 5]
