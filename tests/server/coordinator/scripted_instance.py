@@ -119,6 +119,17 @@ class ScriptedInstance:
         """Reports what it has done."""
         await self._report(stats=self.stats)
 
+    async def tell_chunks(self, keys: Iterable[ChunkKey]) -> None:
+        """Reports chunks that it holds."""
+        await self._report(changes=[self._change({key: self.chunks[key] for key in keys})])
+
+    async def tell_record(self, record: pb.OperationRecord, *, orphaned: bool = False) -> None:
+        """Reports the record of an operation."""
+        told = pb.OperationRecord()
+        told.CopyFrom(record)
+        told.orphaned = orphaned
+        await self._report(records=[told])
+
     async def _report(self, **fields: Any) -> None:
         async with self._writing:  # a stream takes one message at a time
             await self._write(**fields)

@@ -300,18 +300,6 @@ async def test_two_moves_that_swap_a_chunk_do_not_both_drop_it(make: Make, asker
         assert a.chunks | b.chunks == CHUNKS
 
 
-async def test_a_coordinator_that_restarts_says_what_became_of_the_operation(make: Make, asker: Asker) -> None:
-    async with make("a", CHUNKS) as a, make("b") as b:
-        b.going.clear()
-        operation = await asker.start()
-        async with Coordinator(port=0) as another, rpc.open_channel(another.address) as channel:
-            stub = operations_pb2_grpc.OperationsStub(channel)
-            found = await stub.GetOperation(operations_pb2.GetOperationRequest(name=operation.name), timeout=5)
-            assert found.done
-            assert from_status(found.error).reason == "COORDINATOR_RESTARTED"
-        assert a.chunks == CHUNKS
-
-
 @given(
     held=st.lists(st.sets(st.integers(0, 5)), min_size=3, max_size=3),
     acts=st.lists(
