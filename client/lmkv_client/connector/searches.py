@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 from lmkv import telemetry
 from lmkv.config import ConnectorConfig
-from lmkv.keys import ChunkKey, join_keys
+from lmkv.keys import KEY_BYTES, ChunkKey, join_keys
+from lmkv.rpc import MAX_MESSAGE_BYTES
 from lmkv.telemetry import Kind
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.places import Places
@@ -20,6 +21,8 @@ GRACE_SECONDS = 0.001
 """So long after its lookup a prompt is worth waiting for inside the step: another step may come much later."""
 LONE_GRACE_SECONDS = 0.005
 """The same for a prompt that is the only one: the step has nothing else to do, and another would sleep as well."""
+MAX_ASKED_KEYS = MAX_MESSAGE_BYTES // 2 // KEY_BYTES
+"""Chunks of a prompt that a lookup asks for at most, so that it fits into a message; the rest is computed."""
 TIMEOUTS_UNTIL_SUSPECT = 3
 SUSPECT_SECONDS = 1.0
 """After so many lookups in a row without answer the node is left alone for a while."""
@@ -68,7 +71,7 @@ class Searches:
         prompt.traceparent = prompt.traceparent or prompt.asking.traceparent  # the first of its spans is their root
         lookup = pb.LookupChunks(
             request_id=prompt.ticket,
-            chunk_keys=join_keys(prompt.keys),
+            chunk_keys=join_keys(prompt.keys[:MAX_ASKED_KEYS]),
             reserve_count=reserve_count(),
             traceparent=prompt.asking.traceparent,
             prefill_tokens_per_second=self._prefill.tokens_per_second if self._config.refuse_slow_fetches else 0,

@@ -21,7 +21,7 @@ from lmkv_server.node.metrics import LookupCounts
 from lmkv_server.node.outbox import Outbox
 from lmkv_server.node.senders import Senders
 from lmkv_server.node.sources import Sources, shifted
-from lmkv_server.node.wire import credit, extent
+from lmkv_server.node.wire import MAX_EXTENTS, credit, extent
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +217,9 @@ class EngineStream:
         def on_chunks(chunks: list[tuple[int, Chunk]]) -> None:
             arrived = [chunk for _, chunk in chunks]
             if self._session.keep(load.request_id, arrived):
-                self._arrived(load, arrived, first=wanted.start + chunks[0][0])
+                for start in range(0, len(arrived), MAX_EXTENTS):
+                    part = arrived[start : start + MAX_EXTENTS]
+                    self._arrived(load, part, first=wanted.start + chunks[0][0] + start)
 
         holders = [shifted(holder, offset) for holder in ticket.holders]
         fetched = await self._sources.fetch(

@@ -16,6 +16,7 @@ from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.host_tier import Chunk, HostTier, Reserved
+from lmkv_server.node.wire import MAX_EXTENTS
 
 MAX_CREDITS = 256
 """Most write credits that one engine may hold at a time."""
@@ -83,13 +84,16 @@ class EngineSession:
         return max(0, self._tier.size_bytes // HOLD_SHARE - self._held_bytes) // self.spec.chunk_bytes
 
     def open(self, request_id: str, keys: list[ChunkKey]) -> Ticket:
-        """Finds and holds the own chunks of a prompt. Raises `BadMessage` if the id is in use."""
+        """Finds and holds the own chunks of a prompt, as many as an answer can name: the others count as not there.
+
+        Raises `BadMessage` if the id is in use.
+        """
         if request_id in self._tickets:
             raise BadMessage(f"request_id {request_id!r} is in use; release it first", request_id=request_id)
         ticket = Ticket(keys=keys)
         self._tickets[request_id] = ticket
         budget = self._tier.size_bytes // HOLD_SHARE - self._held_bytes
-        for chunk in self._tier.find(keys):
+        for chunk in self._tier.find(keys[:MAX_EXTENTS]):
             budget -= chunk.size_bytes
             if budget < 0:
                 break

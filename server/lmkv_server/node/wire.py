@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from lmkv import rpc
 from lmkv.v1 import chunk_pb2
 from lmkv_server.node.host_tier import Chunk, Reserved
+
+MAX_EXTENT_BYTES = 56
+"""Most that an extent takes of a message, whatever its numbers."""
+MAX_EXTENTS = rpc.MAX_MESSAGE_BYTES * 3 // 4 // MAX_EXTENT_BYTES
+"""Most extents that are put into one message."""
 
 
 def extent(chunk: Chunk) -> chunk_pb2.Extent:

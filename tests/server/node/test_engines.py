@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from lmkv import rpc
 from lmkv.errors import BadKvSpec, BadMessage, EngineNotFound, GrantNotFound
 from lmkv.spec import KvSpec
+from lmkv.v1 import engine_service_pb2 as pb
+from lmkv.v1.chunk_pb2 import Extent
 from lmkv_server.node.engines import CREDIT_SHARE, HOLD_SHARE, MAX_CREDITS, Engines, EngineSession
 from lmkv_server.node.host_tier import HostTier
+from lmkv_server.node.wire import MAX_EXTENTS
 from tests.server.node.cases import admit, chunk_key, chunk_keys, small_spec
 
 SPEC = small_spec()
@@ -33,6 +37,32 @@ def holds(tier: HostTier, number: int) -> int:
 
 def commit(session: EngineSession, offset: int, number: int, token_count: int = SPEC.chunk_size) -> object:
     return session.commit(offset, chunk_key(number), SPEC.size_bytes(token_count), number, token_count)
+
+
+def test_a_lookup_finds_no_more_than_an_answer_can_name() -> None:
+    spec = small_spec(layer_count=1, kv_head_count=1, head_size=1, chunk_size=16)
+    count = MAX_EXTENTS + 3
+    tier = HostTier(2 * HOLD_SHARE * count * max(spec.chunk_bytes, 4096))
+    for number in range(count):
+        admit(tier, spec, number)
+    ticket = Engines(tier).attach("e", spec).open("1", chunk_keys(*range(count)))
+    assert ticket.own_count == len(ticket.chunks) == MAX_EXTENTS
+    assert sum(chunk.holds for chunk in tier) == MAX_EXTENTS
+
+
+def test_as_many_extents_as_a_message_may_have_fit_whatever_their_numbers() -> None:
+    largest = Extent(
+        region=2**31 - 1,
+        offset=2**63 - 1,
+        size_bytes=2**63 - 1,
+        checksum=2**64 - 1,
+        generation=2**63 - 1,
+        token_count=2**31 - 1,
+    )
+    found = pb.FoundChunks(request_id="1" * 64, own=[largest] * MAX_EXTENTS, peer_instance_id="p" * 256)
+    loaded = pb.LoadedChunks(request_id="1" * 64, extents=[largest] * MAX_EXTENTS)
+    for message in (pb.AttachResponse(found=[found]), pb.AttachResponse(loaded=[loaded])):
+        assert message.ByteSize() < rpc.MAX_MESSAGE_BYTES
 
 
 def test_credits_are_bounded_by_the_engines_share_of_the_pool(tier: HostTier, engines: Engines) -> None:
