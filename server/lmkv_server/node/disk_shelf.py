@@ -99,7 +99,7 @@ class Shelf:
             try:
                 found = await self._run(self._writers, self.folder.open)
             except OSError as error:
-                self._failed(error, "cannot be used")
+                self._failed(error, "cannot be used, going on without it")
                 self.attempted.set()
             else:
                 pause = self._retry_seconds
@@ -142,7 +142,7 @@ class Shelf:
 
     def lose(self, error: OSError) -> None:
         """Goes on without the folder until it can be opened again."""
-        self._failed(error, "is lost")
+        self._failed(error, "is lost, going on without it")
         if not self.is_open:
             return
         self.is_open = False
@@ -188,7 +188,7 @@ class Shelf:
             return
         if not self.is_open:
             return
-        self._failed(error, "is full")
+        self._failed(error, "is full, going on with what it has")
         self.index.full()
         asyncio.get_running_loop().call_later(self._full_seconds, self._empty_again)
 
@@ -199,7 +199,7 @@ class Shelf:
 
     def _failed(self, error: OSError, what: str) -> None:
         self.failure_count += 1
-        self._say(f"{what}, going on without it: {error.strerror or error}")
+        self._say(f"{what}: {error.strerror or error}")
 
     def _say(self, text: str) -> None:
         """Once, not with every attempt."""
