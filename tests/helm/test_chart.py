@@ -174,6 +174,12 @@ def test_the_notes_say_what_to_type_next(case: str, command: str) -> None:
     assert command in told
 
 
+@pytest.mark.parametrize("case", ["default", "tls", "tokens", "mutual-tls", "network-policy"])
+def test_the_notes_warn_of_a_fleet_that_is_open_to_all(case: str) -> None:
+    warned = "Whoever reaches a port of the fleet may call it." in notes(values_of(case))
+    assert warned == (case in ("default", "tls"))  # TLS alone lets everybody in
+
+
 def test_values_in_our_pages_are_values_of_the_chart() -> None:
     page = (CHART.parents[1] / "docs" / "kubernetes.md").read_text()
     blocks = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)

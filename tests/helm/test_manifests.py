@@ -137,6 +137,7 @@ def test_mounts_are_of_volumes_and_no_mount_is_within_a_read_only_one(case: str)
             mounts = container["volumeMounts"]
             paths = {mount["mountPath"] for mount in mounts}
             assert len(paths) == len(mounts)
+            assert not any("subPath" in mount for mount in mounts), "certificates and tokens would never be renewed"
             assert not any(other.startswith(f"{path}/") for path in paths for other in paths)
             used |= {mount["name"] for mount in mounts}
         assert used == volumes
