@@ -25,9 +25,6 @@ class Connections:
         self._all = [Connection(address, timeout_seconds, credentials) for address in addresses]
         self._turns = InTurn(self._all)
 
-    def __len__(self) -> int:
-        return len(self._all)
-
     async def aclose(self) -> None:
         """Closes them; calls still running are cancelled. Repeating it is safe."""
         await asyncio.gather(*(connection.aclose() for connection in self._all))

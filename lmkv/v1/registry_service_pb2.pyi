@@ -418,7 +418,7 @@ class OperationRecord(_message.Message):
 
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
-        """When it is forgotten; unset while it runs."""
+        """When it ends at the latest; once it is over, when it is forgotten."""
 
     def __init__(
         self,

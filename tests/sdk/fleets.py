@@ -10,6 +10,7 @@ from typing import Any
 
 from lmkv import rpc
 from lmkv.keys import as_tokens, chunk_keys, root_key
+from lmkv.v1.registry_service_pb2 import OperationRecord
 from lmkv_client import Coordinator
 from lmkv_client.demo import cluster
 from lmkv_client.demo.nodes import Nodes
@@ -59,9 +60,21 @@ class Fleet:
         await self._stack.aclose()
 
     async def restart(self) -> None:
-        """Another coordinator, at the same place."""
+        """Another coordinator, at the same place, that hears of what the first one had begun."""
+        records = self.records
         await self.stop()
         await self.start()
+        await self.go_on_with(records)
+
+    @property
+    def records(self) -> list[OperationRecord]:
+        """What the instances keep of operations."""
+        return list(self._instances[-1].records.values())
+
+    async def go_on_with(self, records: list[OperationRecord]) -> None:
+        """Has an instance tell of operations that nobody sees through."""
+        for record in records:
+            await self._instances[-1].tell_record(record, orphaned=not record.operation.done)
 
     def pause(self) -> None:
         """Has the instances hold back orders."""

@@ -12,6 +12,7 @@ import pytest
 
 from lmkv import __version__, rpc
 from lmkv_server.coordinator import coordinator as server
+from lmkv_server.coordinator import keeping
 from tests.lmkv.certificates import issue
 from tests.sdk.buf import buf
 from tests.sdk.fleets import Fleet, processes
@@ -74,6 +75,11 @@ async def test_a_coordinator_and_nodes_are_asked_ordered_and_watched(
         await run_node(compiled / "fleet.test.js", setting, {"kill": kill})
 
 
+@pytest.fixture(autouse=True)
+def _settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "SETTLE_SECONDS", 0.05)  # instances tell all they hold when they join
+
+
 @pytest.fixture
 async def fleet(free_port: Callable[[], int]) -> AsyncIterator[Fleet]:
     made = Fleet(free_port())
@@ -99,7 +105,13 @@ async def test_operations_are_waited_for_followed_and_cancelled(compiled: Path, 
 async def test_of_two_coordinators_the_second_takes_over(compiled: Path, fleet: Fleet, other_fleet: Fleet) -> None:
     fleet.pause()
     setting = {**fleet.setting, "otherAddress": other_fleet.coordinator.address}
-    await run_node(compiled / "failover.test.js", setting, {"stop the first": fleet.stop})
+
+    async def stop() -> None:
+        records = fleet.records
+        await fleet.stop()
+        await other_fleet.go_on_with(records)
+
+    await run_node(compiled / "failover.test.js", setting, {"stop the first": stop})
 
 
 async def test_a_token_says_who_calls(compiled: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import { Connection, type ConnectionOptions } from "./connection.js";
 /**
  * One `Connection` for each address. Every coordinator knows the same, so any will do for a new question.
  *
- * What began at one of them, an operation or a stream, is that one's: it keeps the `Connection` that it began on.
+ * A stream that began at one of them is that one's: it keeps the `Connection` that it began on.
  */
 export class Connections {
   private readonly all: [Connection, ...Connection[]];
@@ -15,10 +15,6 @@ export class Connections {
 
   constructor([address, ...others]: readonly [string, ...string[]], options: ConnectionOptions) {
     this.all = [new Connection(address, options), ...others.map((other) => new Connection(other, options))];
-  }
-
-  get count(): number {
-    return this.all.length;
   }
 
   /** Whom to ask. */

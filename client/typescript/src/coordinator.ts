@@ -14,7 +14,7 @@ import type { LookupResponse } from "./gen/lmkv/v1/cache_service_pb.js";
 import { type PinnedChunks, type Position, Tier } from "./gen/lmkv/v1/chunk_pb.js";
 import type { Instance } from "./gen/lmkv/v1/registry_service_pb.js";
 import { LookupStream } from "./lookup-stream.js";
-import { type Booked, type ClearOperation, type MoveOperation, Operation } from "./operation.js";
+import { type ClearOperation, type MoveOperation, Operation } from "./operation.js";
 import { parsePosition } from "./position.js";
 import type { Tls } from "./tls.js";
 import { type LayoutUpdate, watch, type WatchOptions } from "./watch.js";
@@ -187,16 +187,14 @@ export class Coordinator implements Disposable {
         connection.operations.listOperations({ ...page, filter }, options),
       );
       const messages = await gather(pages, (page) => page.operations);
-      return messages.map((message) => new Operation({ connection, message }));
+      return messages.map((message) => new Operation(this.connections, message));
     });
   }
 
   /** The operation of this name, whoever began it. Throws `OPERATION_NOT_FOUND`. */
   async operation(name: string): Promise<Operation> {
-    return await this.connections.ask(async (connection) => {
-      const message = await connection.call((options) => connection.operations.getOperation({ name }, options));
-      return new Operation({ connection, message });
-    });
+    const message = await this.connections.call((to, options) => to.operations.getOperation({ name }, options));
+    return new Operation(this.connections, message);
   }
 
   /** Every registered instance, ordered by id. */
@@ -219,16 +217,11 @@ export class Coordinator implements Disposable {
     return watch(this.connections, options);
   }
 
-  /** The operation that a call begins, here or, once its coordinator is lost, elsewhere. */
+  /** The operation that a call begins. */
   private async book<Progress extends Message, Result extends Message>(
     begin: (to: Connection) => Promise<OperationMessage>,
   ): Promise<Operation<Progress, Result>> {
-    const book = async (connection: Connection): Promise<Booked> => ({ connection, message: await begin(connection) });
-    const bookElsewhere = (lost: Connection): Promise<Booked> => {
-      this.connections.failed(lost);
-      return this.connections.ask(book);
-    };
-    return new Operation(await this.connections.ask(book), this.connections.count > 1 ? bookElsewhere : undefined);
+    return new Operation(this.connections, await this.connections.ask(begin));
   }
 }
 

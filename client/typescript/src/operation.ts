@@ -3,7 +3,7 @@
 import { createRegistry, equals, type Message } from "@bufbuild/protobuf";
 import { type Any, anyUnpack, durationFromMs } from "@bufbuild/protobuf/wkt";
 
-import type { Connection } from "./connection.js";
+import type { Connections } from "./connections.js";
 import { fromStatus, LmkvError } from "./errors.js";
 import type { Operation as OperationMessage } from "./gen/google/longrunning/operations_pb.js";
 import {
@@ -29,20 +29,13 @@ const KINDS = createRegistry(MoveProgressSchema, MoveResultSchema, ClearProgress
 
 export type OperationState = "running" | "done" | "failed" | "cancelled";
 
-/** An operation's message, and the coordinator that it is at. */
-export interface Booked {
-  connection: Connection;
-  message: OperationMessage;
-}
-
 /**
  * An operation, in the state that it was last heard of: `wait`, `refresh` and iteration ask anew.
  *
  * It goes on whether or not anybody waits, and is known by its name for some time after its end. Every method throws
  * `OPERATION_NOT_FOUND` once it is not, and `UNREACHABLE`.
  *
- * It is its coordinator's. If that is lost while somebody waits, and another one answers, it is booked there again, under
- * another name: what was done by then stays done, and counts no more.
+ * Every coordinator knows it. If the one that sees it through is lost, another one does.
  */
 export class Operation<
   Progress extends Message = Message,
@@ -50,14 +43,11 @@ export class Operation<
 > implements AsyncIterable<Progress> {
   /** `google.longrunning.Operation`. */
   message: OperationMessage;
-  private connection: Connection;
 
-  /** `bookElsewhere` has another coordinator than the one that is lost do the same. */
   constructor(
-    { connection, message }: Booked,
-    private readonly bookElsewhere?: (lost: Connection) => Promise<Booked>,
+    private readonly connections: Connections,
+    message: OperationMessage,
   ) {
-    this.connection = connection;
     this.message = message;
   }
 
@@ -101,18 +91,18 @@ export class Operation<
 
   /** Asks what has become of it. */
   async refresh(): Promise<void> {
-    const { operations } = this.connection;
-    this.message = await this.connection.call((options) => operations.getOperation({ name: this.name }, options));
+    const request = { name: this.name };
+    this.message = await this.connections.call((to, options) => to.operations.getOperation(request, options));
   }
 
   /** Asks for it to stop, which takes a moment: `wait` tells. What it has done so far stays done. */
   async cancel(): Promise<void> {
-    const { operations } = this.connection;
-    await this.connection.call((options) => operations.cancelOperation({ name: this.name }, options));
+    const request = { name: this.name };
+    await this.connections.call((to, options) => to.operations.cancelOperation(request, options));
   }
 
   /**
-   * Waits for its end, also through a restart of the coordinator, and returns what it did.
+   * Waits for its end, also through the loss of its coordinator, and returns what it did.
    *
    * A result may list chunks that it failed for. Throws the error that the operation ended with, and a `DOMException`
    * called `TimeoutError` if it does not end in time; it then still runs.
@@ -147,15 +137,15 @@ export class Operation<
 
   /** Hears of it once it is over, or after so many seconds. */
   private async poll(seconds: number, patience: Patience): Promise<void> {
-    const { operations } = this.connection;
     const request = { name: this.name, timeout: durationFromMs(Math.ceil(seconds * 1000)) };
     try {
-      this.message = await this.connection.call((options) => operations.waitOperation(request, options), seconds);
+      this.message = await this.connections.ask((to) =>
+        to.call((options) => to.operations.waitOperation(request, options), seconds),
+      );
       patience.renew();
     } catch (error) {
       if (!(error instanceof LmkvError && error.reason === "UNREACHABLE")) throw error;
-      if (!this.bookElsewhere || !this.connection.isSilent(error)) await patience.endure(error);
-      else ({ connection: this.connection, message: this.message } = await this.bookElsewhere(this.connection));
+      await patience.endure(error);
     }
   }
 }

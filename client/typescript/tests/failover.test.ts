@@ -30,7 +30,7 @@ test("everything goes on at the other coordinator: watches, streams, orders, que
   ask("stop the first");
   const result = await waiting;
   assert.equal(result.chunkCount, setting.keys.length);
-  assert.notEqual(move.name, name);
+  assert.equal(move.name, name);
   assert.equal(coordinator.address, addresses[1]);
 
   let update = first;

@@ -503,7 +503,7 @@ export type OperationRecord = Message<"lmkv.v1.OperationRecord"> & {
   cancelled: boolean;
 
   /**
-   * When it is forgotten; unset while it runs.
+   * When it ends at the latest; once it is over, when it is forgotten.
    *
    * @generated from field: google.protobuf.Timestamp expire_time = 6;
    */
