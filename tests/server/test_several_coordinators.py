@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -177,11 +177,10 @@ async def test_a_single_coordinator_goes_on_after_its_restart(world: World) -> N
 
 
 async def test_a_coordinator_that_was_frozen_meanwhile_does_no_harm(world: World) -> None:
-    with world.frozen(world.coordinators[0].pid):
+    with ExitStack() as until_it_thaws:
         with world.frozen(world.pid("node-2")):
-            os.kill(world.coordinators[0].pid, signal.SIGCONT)
             names = await world.book_many(world.addresses[0])
-            os.kill(world.coordinators[0].pid, signal.SIGSTOP)
+            until_it_thaws.enter_context(world.frozen(world.coordinators[0].pid))
         await world.all_done(world.addresses[1], names)
         assert await world.held() == [set(), set(KEYS)]
         async with Coordinator(world.addresses[1]) as coordinator:  # what the frozen one knows is wrong from here on

@@ -65,6 +65,8 @@ class Orders:
         `InstanceNotFound` if the instance leaves, `Unreachable` if there is no outcome in time.
         """
         action = order.WhichOneof("action") or ""
+        if action == "record":  # is about the work, and no part of it: traces leave it out
+            return await self._carried_out(instance_id, order, timeout_seconds, cancelled)
         with telemetry.begin("lmkv.order", kind=Kind.CLIENT, instance_id=instance_id, action=action) as span:
             order.traceparent = span.traceparent
             return await self._carried_out(instance_id, order, timeout_seconds, cancelled)
