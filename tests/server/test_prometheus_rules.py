@@ -13,10 +13,10 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from lmkv.config import NodeConfig
+from lmkv.config import NodeConfig, ProxyConfig
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
-from lmkv_server.proxy.metrics import Metrics as ProxyMetrics
+from lmkv_server.proxy.proxy import Proxy
 
 FOLDER = Path(__file__).parents[2] / "docs" / "prometheus"
 RULES = FOLDER / "rules.yaml"
@@ -85,7 +85,7 @@ async def measured(runtime_dir: Path) -> set[str]:
         remote_url="redis://127.0.0.1:1",  # where nobody is
     )
     async with Coordinator(port=0) as coordinator, Node(config) as node:
-        known = {*names(coordinator.metrics), *names(node.metrics.registry), *names(ProxyMetrics([]).registry)}
+        known = {*names(coordinator.metrics), *names(node.metrics.registry), *names(Proxy(ProxyConfig()).metrics)}
     known |= {f"lmkv:{name}" for name in engine_metrics()}
     groups = yaml.safe_load(RULES.read_text())["groups"]
     return known | {rule["record"] for group in groups for rule in group["rules"] if "record" in rule}

@@ -17,6 +17,7 @@ from lmkv.auth.gate import OPEN_GATE, Gate
 from lmkv.credentials import Credentials
 from lmkv.errors import ConfigError
 from lmkv.telemetry.calls import Calls
+from lmkv.telemetry.certificate import CertificateEnd
 from lmkv_server.coordinator.http.app import make_app
 from lmkv_server.coordinator.http.server import HttpServer
 from lmkv_server.coordinator.ports import address, listen
@@ -110,7 +111,8 @@ class Coordinator:
             tenants.of(tenant)
         server = await rpc.make_server(SERVICE_NAMES, calls, self._gate)
         tenants.add_to(server)
-        app = make_app(tenants, Tokenizers(self._tokenizers), self.host, self._gate, calls)
+        own = (calls, CertificateEnd(self._credentials.cert))
+        app = make_app(tenants, Tokenizers(self._tokenizers), self.host, self._gate, *own)
         self.metrics = app.metrics
         try:
             for key, port in self.grpc_ports.items():

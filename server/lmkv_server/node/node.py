@@ -20,6 +20,7 @@ from lmkv.errors import ConfigError
 from lmkv.pool import LEFT_BYTES
 from lmkv.pool_socket import PoolSocket
 from lmkv.telemetry.calls import Calls
+from lmkv.telemetry.certificate import CertificateEnd
 from lmkv.transfer.channel import Region
 from lmkv.transfer.nixl_files import NixlFiles
 from lmkv.units import format_bytes
@@ -199,6 +200,7 @@ class Node:
             lookups=service.lookups,
             calls=self._calls,
         )
+        self.metrics.registry.register(CertificateEnd(config.tls_cert))
         await self._serve_metrics()
         self._reporting.fleet = await self._stack.enter_async_context(self.fleet)
         await self.fleet.started()

@@ -10,6 +10,7 @@ from typing import Self
 
 from lmkv.auth.gate import Gate
 from lmkv.config import ProxyConfig
+from lmkv.telemetry.certificate import CertificateEnd
 from lmkv_server.coordinator.http.server import HttpServer
 from lmkv_server.coordinator.ports import address
 from lmkv_server.proxy.affinity import Sessions
@@ -41,6 +42,7 @@ class Proxy:
         self._metrics = Metrics(self.fleet.engines)
         self.metrics = self._metrics.registry
         """What it knows and has done."""
+        self.metrics.register(CertificateEnd(config.tls_cert))
         self._config = config
         self._stack = AsyncExitStack()
         self._chores: asyncio.Task[None] | None = None

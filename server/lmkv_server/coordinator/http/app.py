@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from google.rpc import code_pb2, status_pb2
+from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -19,7 +20,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lmkv import rpc, telemetry
 from lmkv.auth.gate import Gate
 from lmkv.errors import LmkvError, PermissionDenied, TooManyRequests, Unauthenticated
-from lmkv.telemetry.calls import Calls
 from lmkv.telemetry.spans import TRACEPARENT
 from lmkv_server.coordinator.http import gateway, health, lmcache, openapi, tokenize
 from lmkv_server.coordinator.http.access import CHALLENGE, rpc_of, shown
@@ -50,14 +50,14 @@ HEADERS = {
 ask each time whether a file has changed, so that none outlives an upgrade."""
 
 
-def make_app(tenants: Tenants, tokenizers: Tokenizers, host: str, gate: Gate, calls: Calls) -> Guarded:
-    """The application of a coordinator that is bound to `host` and whose gRPC calls are counted in `calls`."""
+def make_app(tenants: Tenants, tokenizers: Tokenizers, host: str, gate: Gate, *own: Collector) -> Guarded:
+    """The application of a coordinator that is bound to `host`; its process measures its `own` besides."""
 
     def probes() -> list[Route]:
         return health.routes(lambda: (services.core for services in tenants), names=gate.is_open)
 
     def make(services: Services) -> TenantApp:
-        return _tenant_app(services, tokenizers, probes(), calls if services is tenants.unnamed else None)
+        return _tenant_app(services, tokenizers, probes(), own if services is tenants.unnamed else ())
 
     return Guarded(tenants, make, host, gate)
 
@@ -70,8 +70,8 @@ class TenantApp(NamedTuple):
     paths: frozenset[str]
 
 
-def _tenant_app(services: Services, tokenizers: Tokenizers, probes: list[Route], calls: Calls | None) -> TenantApp:
-    metrics = Metrics(services, calls)
+def _tenant_app(services: Services, tokenizers: Tokenizers, probes: list[Route], own: Sequence[Collector]) -> TenantApp:
+    metrics = Metrics(services, own)
     handlers = {
         "lmkv.v1.CacheService": services.cache,
         "lmkv.v1.RegistryService": services.registry,

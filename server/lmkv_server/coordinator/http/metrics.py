@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
@@ -17,7 +17,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lmkv.telemetry.calls import Calls
 from lmkv.tiers import tier_name
 from lmkv_server.coordinator.services import Services
 from lmkv_server.coordinator.tally import BOUNDS_SECONDS
@@ -28,14 +27,14 @@ PREFIX = "lmkv_coordinator_"
 class Metrics(Collector):
     """The coordinator's metrics, in a registry of their own: two coordinators in one process do not mix."""
 
-    def __init__(self, services: Services, calls: Calls | None = None) -> None:
+    def __init__(self, services: Services, own: Sequence[Collector] = ()) -> None:
         self._services = services
         self._http_requests: Counter[tuple[str, str]] = Counter()
         self.registry = CollectorRegistry()
         """What `/metrics` shows, and OTLP exports."""
         self.registry.register(self)
-        if calls is not None:
-            self.registry.register(calls)
+        for collector in own:
+            self.registry.register(collector)
         ProcessCollector(registry=self.registry)
 
     def count_http(self, path: str, code: int) -> None:
