@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypedDict, TypeVar
 
-from lmkv.errors import BadTokens
-from lmkv.keys import ChunkKey, join_keys
+from google.protobuf.message import Message
 
-Request = TypeVar("Request")
+from lmkv.errors import BadChunkKey, BadRequest, BadTokens
+from lmkv.keys import ChunkKey, join_keys
+from lmkv.rpc import MAX_MESSAGE_BYTES
+
+Request = TypeVar("Request", bound=Message)
+
+MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 64
+"""Most that a request may have: a stream wraps it into a message of its own."""
 
 
 class Chunks(TypedDict, total=False):
@@ -25,9 +31,13 @@ class Chunks(TypedDict, total=False):
 
 
 def make_request(kind: Callable[..., Request], tokens: Sequence[int], chunks: Chunks, **fields: Any) -> Request:
-    """A request about these chunks. Raises `BadTokens` if the tokens are none."""
+    """A request about these chunks. Raises `BadTokens` if the tokens are none.
+
+    Raises `BadTokens`, `BadChunkKey` or `BadRequest`, by the field that takes most, if it is too long to be sent: gRPC
+    would end the call, and with it a stream that others ask on, too.
+    """
     try:
-        return kind(
+        request = kind(
             tokens=tokens,
             chunk_keys=join_keys(chunks.get("keys", ())),
             model_name=chunks.get("model_name", ""),
@@ -37,3 +47,19 @@ def make_request(kind: Callable[..., Request], tokens: Sequence[int], chunks: Ch
         )
     except (ValueError, TypeError) as error:  # they do not fit into int32
         raise BadTokens(f"tokens must be integers from 0 to 2^31-1: {error}") from None
+    if request.ByteSize() > MAX_REQUEST_BYTES:
+        raise _too_long(kind, request)
+    return request
+
+
+def _too_long(kind: Callable[..., Request], request: Request) -> BadRequest:
+    names = ("tokens", "chunk_keys", "model_name", "cache_salt", "lora_name")
+    sizes = {name: kind(**{name: getattr(request, name)}).ByteSize() for name in names}
+    field = max(names, key=lambda name: sizes[name])
+    wrong = {"tokens": BadTokens, "chunk_keys": BadChunkKey}.get(field, BadRequest)
+    return wrong(
+        f"{field} takes {sizes[field]:,} bytes, and a request may have {MAX_REQUEST_BYTES:,}: ask for the first part",
+        field=field,
+        size_bytes=sizes[field],
+        limit_bytes=MAX_REQUEST_BYTES,
+    )

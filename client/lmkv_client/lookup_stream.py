@@ -56,7 +56,11 @@ class LookupStream:
             await line.aclose()
 
     async def lookup(self, tokens: Sequence[int] = (), **chunks: Unpack[Chunks]) -> LookupResponse:
-        """As `Coordinator.lookup`. Several may wait at a time; cancelling one leaves the others alone."""
+        """As `Coordinator.lookup`. Several may wait at a time; cancelling one leaves the others alone.
+
+        A question that is longer than a message may be is refused here, before it is sent: a coordinator would end the
+        call, and with it the lookups of all who share the stream.
+        """
         request = make_request(LookupRequest, tokens, chunks)
         connection = self._connections.current
         try:

@@ -5,21 +5,28 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from lmkv.errors import (
+    BadChunkKey,
     BadRequest,
     BadTokens,
     ChunkNotFound,
     InstanceNotFound,
+    LmkvError,
     OperationCancelled,
     OperationNotFound,
     Unreachable,
 )
+from lmkv.keys import ChunkKey
+from lmkv.rpc import MAX_MESSAGE_BYTES
 from lmkv.tiers import format_position
+from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.chunk_pb2 import TIER_HOST, Position
 from lmkv_client import Coordinator, MoveOperation
+from lmkv_client.chunks import MAX_REQUEST_BYTES
 from tests.client.conftest import Fleet
 from tests.server.coordinator.cases import KEYS, PROMPT
 from tests.server.coordinator.scripted_instance import until
@@ -179,6 +186,34 @@ async def test_a_stream_of_lookups_answers_each_its_own(coordinator: Coordinator
         with pytest.raises(BadTokens):
             await stream.lookup([200_000])
         assert (await stream.lookup(keys=KEYS)).holders[0].matched_token_count == 40
+
+
+LONG_QUESTIONS: list[tuple[type[LmkvError], str, dict[str, Any]]] = [
+    (BadTokens, "tokens", {"tokens": [999] * (MAX_MESSAGE_BYTES // 2)}),
+    (BadChunkKey, "chunk_keys", {"keys": KEYS[:1] * (MAX_MESSAGE_BYTES // 16)}),
+    (BadRequest, "cache_salt", {"keys": KEYS, "cache_salt": "x" * MAX_MESSAGE_BYTES}),
+]
+
+
+@pytest.mark.parametrize(("kind", "field", "question"), LONG_QUESTIONS, ids=[field for _, field, _ in LONG_QUESTIONS])
+async def test_a_question_that_is_longer_than_a_message_is_refused_alone(
+    coordinator: Coordinator, kind: type[LmkvError], field: str, question: dict[str, Any]
+) -> None:
+    async with coordinator.lookup_stream() as stream:
+        asked = asyncio.ensure_future(stream.lookup(PROMPT))
+        for lookup in (stream.lookup, coordinator.lookup):
+            with pytest.raises(kind, match=f"{field} takes 1,048,.* a request may have 1,048,512") as raised:
+                await lookup(**question)
+            assert raised.value.metadata["field"] == field
+        assert (await asked).holders[0].matched_token_count == 40
+
+
+async def test_the_longest_question_that_may_be_sent_is_answered(coordinator: Coordinator) -> None:
+    keys = [ChunkKey(bytes(16))] * ((MAX_REQUEST_BYTES - 4) // 16)
+    async with coordinator.lookup_stream() as stream:
+        salt = "x" * (MAX_REQUEST_BYTES - LookupRequest(chunk_keys=b"".join(keys)).ByteSize() - 2)
+        assert LookupRequest(chunk_keys=b"".join(keys), cache_salt=salt).ByteSize() == MAX_REQUEST_BYTES
+        assert not (await stream.lookup(keys=keys, cache_salt=salt)).holders
 
 
 async def test_a_lookup_that_is_cancelled_leaves_the_stream_to_others(coordinator: Coordinator) -> None:

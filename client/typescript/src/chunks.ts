@@ -1,6 +1,10 @@
 /** How callers name chunks: by a prompt's tokens or by keys, the same in every request. */
 
+import { MAX_MESSAGE_BYTES } from "./connection.js";
 import { LmkvError } from "./errors.js";
+
+/** Most that a request's chunks may take of a message, which holds a little besides. */
+const MAX_CHUNKS_BYTES = MAX_MESSAGE_BYTES - 512;
 
 /** What names chunks. */
 export interface Chunks {
@@ -16,7 +20,12 @@ export interface Chunks {
   loraName?: string;
 }
 
-/** The fields of a request about these chunks. Throws `BAD_TOKENS` if the tokens are none. */
+/**
+ * The fields of a request about these chunks. Throws `BAD_TOKENS` if the tokens are none.
+ *
+ * Throws `BAD_TOKENS`, `BAD_CHUNK_KEY` or `BAD_REQUEST`, by the field that takes most, if they are too long to be sent:
+ * gRPC would end the call, and with it a stream that others ask on, too.
+ */
 export function chunkFields(chunks: Chunks) {
   const tokens = Array.from(chunks.tokens ?? []);
   const wrong = tokens.find((token) => (token | 0) !== token);
@@ -24,11 +33,34 @@ export function chunkFields(chunks: Chunks) {
     const message = `tokens must be integers from 0 to 2^31-1, not ${wrong}`;
     throw new LmkvError(message, "INVALID_ARGUMENT", "BAD_TOKENS", { token: String(wrong) });
   }
-  return {
+  const fields = {
     tokens,
     chunkKeys: new Uint8Array(Buffer.concat(Array.from(chunks.keys ?? []))),
     modelName: chunks.modelName ?? "",
     cacheSalt: chunks.cacheSalt ?? "",
     loraName: chunks.loraName ?? "",
   };
+  refuseTooLong([
+    ["tokens", tokens.reduce((sum, token) => sum + varintBytes(token), 0)],
+    ["chunk_keys", fields.chunkKeys.length],
+    ["model_name", Buffer.byteLength(fields.modelName)],
+    ["cache_salt", Buffer.byteLength(fields.cacheSalt)],
+    ["lora_name", Buffer.byteLength(fields.loraName)],
+  ]);
+  return fields;
+}
+
+/** Throws if these fields, by their names and sizes, are too long together. */
+function refuseTooLong(sizes: [string, number][]): void {
+  if (sizes.reduce((sum, [, bytes]) => sum + bytes, 0) <= MAX_CHUNKS_BYTES) return;
+  const [field, bytes] = sizes.reduce((longest, one) => (one[1] > longest[1] ? one : longest));
+  const reason = { tokens: "BAD_TOKENS", chunk_keys: "BAD_CHUNK_KEY" }[field] ?? "BAD_REQUEST";
+  const message = `${field} takes ${bytes} bytes, and a request may have ${MAX_CHUNKS_BYTES}: ask for the first part`;
+  const metadata = { field, size_bytes: String(bytes), limit_bytes: String(MAX_CHUNKS_BYTES) };
+  throw new LmkvError(message, "INVALID_ARGUMENT", reason, metadata);
+}
+
+/** Bytes that an int32 takes in a message. */
+function varintBytes(value: number): number {
+  return value < 0 ? 10 : Math.ceil((32 - Math.clz32(value | 1)) / 7);
 }

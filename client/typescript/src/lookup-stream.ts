@@ -31,7 +31,12 @@ export class LookupStream implements Disposable {
   /** `Coordinator.lookupStream` makes it. */
   constructor(private readonly connections: Connections) {}
 
-  /** As `Coordinator.lookup`. Several may wait at a time. */
+  /**
+   * As `Coordinator.lookup`. Several may wait at a time.
+   *
+   * A question that is longer than a message may be is refused here, before it is sent: a coordinator would end the
+   * call, and with it the lookups of all who share the stream.
+   */
   async lookup(chunks: Chunks): Promise<LookupResponse> {
     const request = create(LookupRequestSchema, chunkFields(chunks));
     const connection = this.connections.current;

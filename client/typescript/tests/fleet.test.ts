@@ -81,10 +81,26 @@ test("refusals have their reason, their code and the words of their message", as
   }
 });
 
-test("a message that is too long for the coordinator is refused", async () => {
-  await assert.rejects(coordinator.lookup({ tokens: new Int32Array(1 << 20).fill(999) }), {
-    code: "RESOURCE_EXHAUSTED",
-  });
+test("a question that is longer than a message may be is refused alone", async () => {
+  using stream = coordinator.lookupStream();
+  const limit = { limit_bytes: String((1 << 20) - 512) };
+  const asked = stream.lookup({ keys });
+  const long = { tokens: new Int32Array(1 << 20).fill(999) };
+  const manyKeys = { keys: [new Uint8Array(1 << 20)] };
+  for (const asks of [stream, coordinator]) {
+    await assert.rejects(
+      asks.lookup(long),
+      refusal("BAD_TOKENS", { field: "tokens", size_bytes: "2097152", ...limit }),
+    );
+    await assert.rejects(
+      asks.lookup(manyKeys),
+      refusal("BAD_CHUNK_KEY", { field: "chunk_keys", size_bytes: "1048576", ...limit }),
+    );
+    await assert.rejects(asks.lookup({ keys, cacheSalt: "x".repeat(1 << 20) }), refusal("BAD_REQUEST"));
+  }
+  assert.equal((await asked).holders.length, 1);
+  const longest = new Int32Array(((1 << 20) - 512) / 2).fill(999);
+  assert.deepEqual((await stream.lookup({ tokens: longest })).holders, []);
 });
 
 test("a stream of lookups answers each its own", async () => {
