@@ -1,14 +1,19 @@
-"""Every key of the configuration does something."""
+"""Every key of the configuration does something, and pages that name its default name the right one."""
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 from lmkv.config import ConnectorConfig, CoordinatorConfig, NodeConfig, ProxyConfig, keys
 from lmkv.config.schema import Config
+
+PROCESSES = (ConnectorConfig, CoordinatorConfig, NodeConfig, ProxyConfig)
+TIME = re.compile(r"`(\w+)`(?:, | \()(\d+(?:\.\d+)?) (ms|s)\b")
+"""`coordinator_timeout` (50 ms), or `load_timeout`, 1 s."""
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +25,18 @@ def read() -> set[str]:
     return {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
 
 
-@pytest.mark.parametrize("process", [ConnectorConfig, CoordinatorConfig, NodeConfig, ProxyConfig])
+@pytest.mark.parametrize("process", PROCESSES)
 def test_every_key_is_read_by_somebody(process: type[Config], read: set[str]) -> None:
     assert "no_such_key" not in read
     assert [key for key in keys(process) if key not in read] == []
+
+
+def test_times_that_pages_give_for_a_key_are_its_default(root: Path) -> None:
+    found = [
+        (page.name, key, float(number) / (1000 if unit == "ms" else 1))
+        for page in (root / "docs").glob("*.md")
+        for key, number, unit in TIME.findall(page.read_text())
+    ]
+    assert len(found) > 12
+    defaults = {key: getattr(process(), key) for process in PROCESSES for key in keys(process)}
+    assert [(page, key, seconds) for page, key, seconds in found if defaults.get(key, seconds) != seconds] == []

@@ -15,6 +15,9 @@ PAGES = sorted(
 LINK = re.compile(r"\]\(([^)\s]+)\)|\b(?:src|srcset)=\"([^\"]+)\"")
 CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]*`")
+FILE = re.compile(r"`([\w./{},-]+/[\w./{},-]+\.(?:c|cpp|cu|h|json|md|proto|py|yaml))`")
+FOLDERS = (".", "docs", "client/lmkv_client", "server/lmkv_server", "kernels", "protos", "tests")
+"""Where files are that a page names by the end of their path."""
 
 
 def links(page: Path) -> list[str]:
@@ -37,6 +40,20 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         target = page.parent / path if path else page
         assert target.exists(), f"{link}: there is no such file"
         assert not anchor or anchor in anchors(target), f"{link}: there is no such heading"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
+def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    spans = [span for span in FILE.findall(page.read_text()) if not span.startswith("google/")]  # which is Google's
+    named = [path for span in spans for path in spelt_out(span)]
+    assert [path for path in named if not any((ROOT / folder / path).exists() for folder in FOLDERS)] == []
+
+
+def spelt_out(span: str) -> list[str]:
+    """`a/{b,c}.py` as `a/b.py` and `a/c.py`."""
+    before, brace, rest = span.partition("{")
+    inner, _, after = rest.partition("}")
+    return [path for one in inner.split(",") for path in spelt_out(f"{before}{one}{after}")] if brace else [span]
 
 
 def test_headings_are_called_as_github_calls_them(tmp_path: Path) -> None:
