@@ -150,10 +150,13 @@ class Operations:
         self._forget(self.get(name))
 
     async def aclose(self) -> None:
-        """Ends all that run, wherever they are."""
-        tasks = [operation.task for operation in self.driven() if operation.task]
-        for task in tasks:
-            task.cancel()
+        """Drives nothing any more. What runs is not over: whoever is told of it goes on."""
+        tasks = []
+        for operation in self.driven():
+            if task := operation.task:
+                task.cancel()
+                tasks.append(task)
+            operation.task = None
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # --- What is told of others ----------------------------------------------------------------------------------
@@ -218,6 +221,8 @@ class Operations:
         except Exception as failure:
             logger.exception("operation %s failed unexpectedly", operation.name)
             error = LmkvError(f"{operation.name} failed unexpectedly: {failure!r}; see the coordinator's log")
+        if operation.task is not asyncio.current_task():  # somebody else sees it through by now
+            return
         self._end(operation, result, error)
         outcome = (operation.kind, operation.state)
         self.ended_counts[outcome] = self.ended_counts.get(outcome, 0) + 1
