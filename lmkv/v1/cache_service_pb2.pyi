@@ -666,10 +666,13 @@ class ClearResult(_message.Message):
     CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
+    PINNED_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     chunk_count: _builtins.int
     """Copies dropped; in a dry run, copies that would be."""
     token_count: _builtins.int
     """Tokens in them."""
+    pinned_chunk_count: _builtins.int
+    """Copies that stayed since pins keep them; those that were named are among `failures`, too."""
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClearFailure]:
         """Instances that did not do it, or not wholly: pinned chunks stay."""
@@ -680,10 +683,11 @@ class ClearResult(_message.Message):
         chunk_count: _builtins.int = ...,
         token_count: _builtins.int = ...,
         failures: _abc.Iterable[Global___ClearFailure] | None = ...,
+        pinned_chunk_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "failures", b"failures", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "failures", b"failures", "pinned_chunk_count", b"pinned_chunk_count", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

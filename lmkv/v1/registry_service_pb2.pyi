@@ -567,6 +567,7 @@ class OrderOutcome(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     TRANSFERRED_BYTES_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
+    PINNED_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     order_id: _builtins.str
     """Id of the order."""
     chunk_count: _builtins.int
@@ -575,6 +576,8 @@ class OrderOutcome(_message.Message):
     """Tokens in them."""
     transferred_bytes: _builtins.int
     """Bytes transferred."""
+    pinned_chunk_count: _builtins.int
+    """Chunks that an order to drop has left since pins keep them, whether it named them or not."""
     @_builtins.property
     def status(self) -> _status_pb2.Status:
         """`OK`, or what went wrong."""
@@ -592,10 +595,11 @@ class OrderOutcome(_message.Message):
         token_count: _builtins.int = ...,
         transferred_bytes: _builtins.int = ...,
         failures: _abc.Iterable[_chunk_pb2.ChunkFailure] | None = ...,
+        pinned_chunk_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "failures", b"failures", "order_id", b"order_id", "status", b"status", "token_count", b"token_count", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "failures", b"failures", "order_id", b"order_id", "pinned_chunk_count", b"pinned_chunk_count", "status", b"status", "token_count", b"token_count", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -188,8 +188,10 @@ async def test_pinned_chunks_outlive_a_clear(fleet: Fleet, run_command: RunComma
     assert await run_command("pin", "--at", "a", "--keys", KEYS[0].hex()) == 0
     assert await run_command("clear", "--tokens", TOKENS) == 3
     lines = capsys.readouterr().out.splitlines()[1:]
-    assert lines[0].endswith(": 2 chunks (24 tokens) dropped")
+    assert lines[0].endswith(": 2 chunks (24 tokens) dropped, 1 kept by pins")
     assert lines[1] == f"  failed on a for 1 chunk from {KEYS[0].hex()} on: pinned"
+    assert await run_command("clear", "--all", "--yes") == 0
+    assert capsys.readouterr().out.endswith(": 0 chunks (0 tokens) dropped, 1 kept by pins\n")
     assert await holders(fleet) == {"a": 16}
 
 

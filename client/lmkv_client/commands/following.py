@@ -116,7 +116,8 @@ def _counts(progress: Progress) -> tuple[int, int, str]:
 def _describe_result(operation: AnyOperation, result: MoveResult | ClearResult) -> Iterator[str]:
     chunks = f"{count(result.chunk_count, 'chunk')} ({count(result.token_count, 'token')})"
     if isinstance(result, ClearResult):
-        yield f"{operation.name}: {chunks} {'would be ' if operation.progress.dry_run else ''}dropped"
+        kept = f", {result.pinned_chunk_count:,} kept by pins" if result.pinned_chunk_count else ""
+        yield f"{operation.name}: {chunks} {'would be ' if operation.progress.dry_run else ''}dropped{kept}"
         for instance in result.failures:
             yield from _describe_failures(instance.failures, f"on {instance.instance_id} ")
         return

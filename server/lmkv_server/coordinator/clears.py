@@ -132,6 +132,7 @@ class _Clear:
     def _note(self, outcome: registry_pb.OrderOutcome, failure: pb.ClearFailure) -> None:
         self._result.chunk_count += outcome.chunk_count
         self._result.token_count += outcome.token_count
+        self._result.pinned_chunk_count += outcome.pinned_chunk_count
         for part in outcome.failures:
             add_failure(failure.failures, part.chunk_keys, part.status)
         if outcome.status.code and not outcome.failures:

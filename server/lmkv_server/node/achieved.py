@@ -27,6 +27,8 @@ class Achieved:
     token_count: int = 0
     """Tokens in these."""
     transferred_bytes: int = 0
+    pinned_count: int = 0
+    """Chunks that it would have dropped, had pins not kept them."""
     failures: dict[ChunkKey, LmkvError] = field(default_factory=dict)
 
     def count(self, chunks: Iterable[Chunk | DiskChunk]) -> None:
@@ -46,6 +48,7 @@ class Achieved:
             chunk_count=self.chunk_count + len(here),
             token_count=self.token_count + sum(chunk.token_count for chunk in here.values()),
             transferred_bytes=self.transferred_bytes,
+            pinned_chunk_count=self.pinned_count,
             failures=grouped(failures if self.wanted else self.failures),
         )
 

@@ -126,6 +126,7 @@ class Acts:
             if not order.dry_run:
                 self._tier.drop([chunk.key for chunk in free])
             achieved.count(free)
+            achieved.pinned_count += len(selected) - len(free)
 
     async def _drop_from_disk(self, order: pb.DropOrder, named: Sequence[ChunkKey], achieved: Achieved) -> None:
         """Returns once the files are gone. What goes from memory, too, is counted there."""

@@ -227,6 +227,7 @@ class ScriptedInstance:
             named = []
         kept = {key for keys in self.pinned.values() for key in keys}
         gone = [key for key in named if key in self.chunks and key not in kept]
+        outcome.pinned_chunk_count = sum(key in self.chunks and key in kept for key in named)
         for key in gone:
             outcome.chunk_count += 1
             outcome.token_count += self.chunks[key]

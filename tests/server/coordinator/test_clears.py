@@ -84,6 +84,15 @@ async def test_pinned_chunks_stay_and_are_named(make: Make, cache: Any, operatio
         assert list(a.chunks) == KEYS[:1]
 
 
+async def test_pinned_chunks_that_nobody_named_are_counted(make: Make, cache: Any, operations: Any) -> None:
+    async with make("a", CHUNKS), make("b", CHUNKS):
+        for instance_id, length in (("a", 16), ("b", 32)):
+            await cache.Pin(PinRequest(position=Position(instance_id=instance_id), tokens=PROMPT[:length]), timeout=5)
+        result = await cleared(cache, operations, all=True)
+        assert (result.chunk_count, result.pinned_chunk_count) == (2 * len(CHUNKS) - 3, 3)
+        assert not result.failures
+
+
 async def test_an_instance_that_dies_meanwhile_is_named_and_the_others_are_cleared(
     make: Make, cache: Any, operations: Any
 ) -> None:

@@ -573,8 +573,10 @@ async def test_pinned_chunks_stay_and_are_failures_if_they_were_named(shelf: She
     named = await shelf.drop(chunk_keys=join_keys(chunk_keys(0, 1, 2)))
     assert (reason(named), named.chunk_count) == ("", 1)
     assert failed(named) == {"CHUNK_PINNED": chunk_keys(0, 1)}
+    would = await shelf.drop(all=True, dry_run=True)
     everything = await shelf.drop(all=True)
     assert (everything.chunk_count, list(everything.failures)) == (7, [])
+    assert named.pinned_chunk_count == would.pinned_chunk_count == everything.pinned_chunk_count == 2
     assert shelf.numbers() == [0, 1]
 
 
