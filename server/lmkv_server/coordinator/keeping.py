@@ -17,6 +17,7 @@ from lmkv import rpc
 from lmkv.errors import LmkvError, Unreachable
 from lmkv.records import rank
 from lmkv.v1 import registry_service_pb2 as pb
+from lmkv_server.coordinator.audit import audited
 from lmkv_server.coordinator.operation import Operation
 from lmkv_server.coordinator.operations import Operations, Work
 from lmkv_server.coordinator.orders import Orders
@@ -78,7 +79,10 @@ class Keeping:
         if operation.rank > rank(record) or (operation.driven and record.orphaned):
             self._put(instance_id, operation)  # it missed something, if only that the operation is driven
         elif record.orphaned and not operation.done:
-            self._operations.take_over(operation, self._resume)
+            asked_for = operation.request if operation.request is not None else operation.progress
+            with audited("resume", asked_for) as act:  # the caller is who told of it: nobody has to have asked for it
+                act.names["operation"] = operation.name
+                self._operations.take_over(operation, self._resume)
 
     async def aclose(self) -> None:
         """Tells nothing more. What runs goes on at another coordinator."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
@@ -136,6 +138,19 @@ async def test_what_is_orphaned_goes_on_where_it_was(make: Make, cache: Any, els
     assert {(order.operation_name, order.attempt) for order in elsewhere.b.orders} == {(record.operation.name, 2)}
     await until(lambda: elsewhere.b.records[record.operation.name].operation.done)
     assert elsewhere.b.records[record.operation.name].attempt == 2
+
+
+async def test_who_told_of_what_is_gone_on_with_is_in_the_audit_log(
+    make: Make, cache: Any, elsewhere: Elsewhere, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with make("a", CHUNKS), make("b") as b:
+        record = await booked(cache, b)
+    with caplog.at_level(logging.INFO, "lmkv.audit"):
+        await elsewhere.hear(record, orphaned=True)
+        await elsewhere.wait(record.operation.name)
+    (line,) = (json.loads(line.message) for line in caplog.records if line.name == "lmkv.audit")
+    assert (line["act"], line["operation"], line["caller"]) == ("resume", record.operation.name, "anybody")
+    assert line["request"]["new_position"] == {"instance_id": "b"}
 
 
 async def test_what_is_orphaned_and_was_cancelled_ends_as_such(make: Make, cache: Any, elsewhere: Elsewhere) -> None:
