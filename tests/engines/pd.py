@@ -33,7 +33,6 @@ ROOT = Path(__file__).parents[2]
 """Where engines find connectors of the tests."""
 REQUEST_TIMEOUT_SECONDS = 60.0
 BUFFER_CHUNKS = 16
-LOAD_TIMEOUT_SECONDS = 4.0
 
 SETTINGS = {
     "LMKV_MAX_LOCAL_CPU_SIZE": "256MiB",
@@ -43,7 +42,7 @@ SETTINGS = {
     "LMKV_PD_BUFFER_SIZE": str(BUFFER_CHUNKS * CHUNK_BYTES),
     "LMKV_PD_TIMEOUT": "2",
     "LMKV_PD_ABANDON_TIMEOUT": "3",
-    "LMKV_PD_LOAD_TIMEOUT": str(LOAD_TIMEOUT_SECONDS),
+    "LMKV_PD_LOAD_TIMEOUT": "4",
 }
 
 

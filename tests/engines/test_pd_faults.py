@@ -6,7 +6,6 @@ Afterwards nothing is held for anybody, and prompts are handed over again.
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 
 from lmkv.errors import LmkvError
 from lmkv_client.demo.completion import Completion
-from tests.engines.pd import LOAD_TIMEOUT_SECONDS, REQUEST_TIMEOUT_SECONDS, Trio
+from tests.engines.pd import REQUEST_TIMEOUT_SECONDS, Trio
 
 LONG_TOKENS = 3500
 """Seven steps of a prefill."""
@@ -75,16 +74,11 @@ def test_a_decodes_node_is_killed_while_it_receives(trio: Trio) -> None:
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_node_is_frozen_while_a_prompt_is_handed_over(trio: Trio, side: str) -> None:
     prompt = trio.prompt(LONG_TOKENS)
-    began = time.monotonic()
     expected = trio.expected(prompt)
-    cold_seconds = time.monotonic() - began
     asked = trio.ask(prompt)
     trio.receiving()
     with trio.frozen_node(side):
-        answer = asked.result(REQUEST_TIMEOUT_SECONDS)
-        assert answer.token_ids == expected
-        # It is computed twice, and waited for once.
-        assert answer.total_seconds < 4 * cold_seconds + 2 * LOAD_TIMEOUT_SECONDS
+        assert asked.result(REQUEST_TIMEOUT_SECONDS).token_ids == expected
     trio.heal()
 
 

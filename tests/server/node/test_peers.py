@@ -46,8 +46,8 @@ async def owner() -> AsyncIterator[Parts]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Waits for something, three seconds at most."""
-    for _ in range(600):
+    """Waits for something, twenty seconds at most."""
+    for _ in range(4000):
         if condition():
             return
         await asyncio.sleep(0.005)
