@@ -28,6 +28,8 @@ TOKENS = [number % 1000 for number in range(CHUNK_COUNT * SPEC.chunk_size)]
 KEYS = chunk_keys(as_tokens(TOKENS), root_key(SPEC.fingerprint), SPEC.chunk_size)
 NAMES = ("node-1", "node-2")
 
+pytestmark = pytest.mark.timeout(180)  # five processes, and leases that have to end
+
 
 class World:
     """A prompt on the first of two nodes, that two coordinators know of."""
@@ -141,23 +143,16 @@ async def test_a_node_finds_and_fetches_what_its_peers_hold_without_either_coord
     await known(world, world.addresses[0], {"node-1": CHUNK_COUNT})
 
 
-async def test_a_move_whose_coordinator_is_killed_is_seen_through_by_the_other(world: World) -> None:
+async def test_moves_whose_coordinator_is_killed_are_seen_through_by_the_other(world: World) -> None:
     async with Coordinator(*world.addresses) as coordinator:
         with world.frozen(world.pid("node-2")):
-            move = await coordinator.move(TOKENS, source="node-1", destination="node-2")
+            names = await world.book_many(world.addresses[0])
+            moves = [await coordinator.operation(name) for name in names]
+            waiting = asyncio.gather(*(move.wait(60) for move in moves))
             world.coordinators[0].kill()
-        name = move.name
-        result = await move.wait(60)
-        assert (move.name, result.chunk_count, result.dropped_chunk_count) == (name, CHUNK_COUNT, CHUNK_COUNT)
+        assert [result.chunk_count for result in await waiting] == [CHUNKS_PER_MOVE] * len(names)
+        assert [move.name for move in moves] == names
         assert coordinator.address == world.addresses[1]
-    await known(world, world.addresses[1], {"node-2": CHUNK_COUNT})
-    assert await world.held() == [set(), set(KEYS)]
-
-
-async def test_many_moves_of_a_coordinator_that_is_killed_end_at_the_other_under_their_names(world: World) -> None:
-    with world.frozen(world.pid("node-2")):
-        names = await world.book_many(world.addresses[0])
-        world.coordinators[0].kill()
     await world.all_done(world.addresses[1], names)
     assert await world.held() == [set(), set(KEYS)]
     world.coordinators[0].start()  # which hears what became of them
