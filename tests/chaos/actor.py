@@ -9,7 +9,8 @@ import asyncio
 import random
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
+from typing import Any
 
 import grpc
 
@@ -33,11 +34,12 @@ class Actor(ABC):
         """Acts until it is cancelled. Raises what must never be."""
 
 
-async def act(actors: Iterable[Actor], seconds: float | None = None, *others: asyncio.Task[None]) -> None:
-    """Has everybody act for a time, or without end. Raises what the first of them, or of `others`, finds wrong."""
+async def act(actors: Iterable[Actor], story: Coroutine[Any, Any, None]) -> None:
+    """Has everybody act until the story is over. Raises what it raises, or what the first actor finds wrong."""
     tasks = [asyncio.create_task(actor.run(), name=actor.name) for actor in actors]
+    tasks.append(asyncio.create_task(story))
     try:
-        done, _ = await asyncio.wait([*tasks, *others], timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
     finally:

@@ -47,20 +47,20 @@ async def test_whatever_is_done_to_the_fleet_no_byte_is_wrong_and_nothing_is_lef
         engines = [EngineActor(node, number, SEED, counts) for node in fleet.nodes for number in range(ENGINES)]
         operators = [actor(fleet.nodes, fleet.coordinators, SEED, counts) for actor in (MoveActor, PinActor)]
         watchers = [LayoutWatcher(coordinator, SEED, counts) for coordinator in fleet.coordinators]
-        watching = asyncio.create_task(act([*watchers, MetricsWatcher(fleet, SEED, counts)]))
-        try:
-            await act([*engines, *operators, havoc], SECONDS, watching)
+
+        async def ordeal() -> None:
+            await act([*engines, *operators, havoc], asyncio.sleep(SECONDS))
             ended = time.monotonic()
             counts["chunks compared"] += await calm(fleet, watchers)
             counts["seconds until calm"] = round(time.monotonic() - ended)
+
+        try:
+            await act([*watchers, MetricsWatcher(fleet, SEED, counts)], ordeal())
             await fleet.end()
         except Exception as error:
             done = "\n".join(map(str, havoc.done))
             error.add_note(f"LMKV_CHAOS_SEED={SEED} LMKV_CHAOS_SECONDS={SECONDS:g}; what was done:\n{done}")
             raise
-        finally:
-            watching.cancel()
-            await asyncio.wait([watching])
     with capsys.disabled():
         print(", ".join(f"{count} {what}" for what, count in sorted(counts.items())))
     assert counts["chunks fetched"] > 0

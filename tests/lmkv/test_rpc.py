@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,12 @@ from lmkv.v1.registry_service_pb2_grpc import (
     RegistryServiceStub,
     add_RegistryServiceServicer_to_server,
 )
+from tests.chaos.link import Link
 
 SERVICES = ("lmkv.v1.CacheService", "lmkv.v1.RegistryService")
 DEADLINE = 10.0
+HALF_OPEN_SECONDS = 40.0
+"""Less than the minute that gRPC waits for a ping by itself."""
 
 
 class Cache(CacheServiceServicer):
@@ -222,6 +225,21 @@ async def test_nobody_there_is_unreachable() -> None:
         _, error = await failure_of(lambda: stub.Lookup(LookupRequest(), timeout=DEADLINE))
     assert type(error) is Unreachable
     assert error.metadata == {"grpc_code": "UNAVAILABLE"}
+
+
+@pytest.mark.timeout(120)
+async def test_a_connection_whose_far_end_is_lost_is_given_up_for_a_new_one(address: str) -> None:
+    async with Link("caller>server") as link:
+        door = await link.open_door(int(address.rpartition(":")[2]))
+        async with open_channel(door) as channel:
+            stub: Any = CacheServiceStub(channel)
+            await stub.Lookup(LookupRequest(), timeout=DEADLINE)
+            link.half_open()
+            async with asyncio.timeout(HALF_OPEN_SECONDS):
+                while True:
+                    with suppress(grpc.RpcError):
+                        await stub.Lookup(LookupRequest(), timeout=1, wait_for_ready=True)
+                        return
 
 
 async def test_no_answer_in_time_is_unreachable(cache: Cache, stub: Any) -> None:
