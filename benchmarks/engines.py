@@ -27,7 +27,6 @@ ENGINE_BYTES = 1300 << 20
 PATIENCE = {
     # A busy machine makes a benchmark slow, not wrong.
     "LMKV_LOOKUP_TIMEOUT": "2",
-    "LMKV_FETCH_TIMEOUT": "20",
     "LMKV_LOAD_TIMEOUT": "20",
     "LMKV_COORDINATOR_TIMEOUT": "2",
     "LMKV_NODE_LINGER": "10",

@@ -100,7 +100,6 @@ def _demonstrate(args: argparse.Namespace, folder: Path, logs: Path, progress: C
         "LMKV_MAX_LOCAL_CPU_SIZE": f"{_pool_mib(args.rounds, prompt_bytes)}MiB",
         "LMKV_NODE_LINGER": "5",
         # A busy machine makes the demo slow, not wrong.
-        "LMKV_FETCH_TIMEOUT": "10",
         "LMKV_LOAD_TIMEOUT": "10",
     }
     with Cluster(folder, model, logs=logs, settings=settings) as cluster:
