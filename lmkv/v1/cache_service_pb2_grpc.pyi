@@ -58,7 +58,8 @@ class CacheServiceStub:
     What a message costs is what a lookup costs, so whoever has several questions at a time puts them into one message.
     Answers come in the order of the questions, one for each; how they are spread over messages means nothing.
 
-    Errors: none. A question that `Lookup` would refuse is answered with the error, and the stream goes on.
+    Errors: none. A question that `Lookup` would refuse is answered with the error, and the stream goes on. Only a message
+    of more than 1 MiB ends it, for gRPC takes none: whoever asks for others refuses such a question itself.
     """
     Move: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.MoveRequest, _operations_pb2.Operation]
     """Copies or moves chunks from one position to another, as an operation.
@@ -141,7 +142,8 @@ class CacheServiceAsyncStub(CacheServiceStub):
     What a message costs is what a lookup costs, so whoever has several questions at a time puts them into one message.
     Answers come in the order of the questions, one for each; how they are spread over messages means nothing.
 
-    Errors: none. A question that `Lookup` would refuse is answered with the error, and the stream goes on.
+    Errors: none. A question that `Lookup` would refuse is answered with the error, and the stream goes on. Only a message
+    of more than 1 MiB ends it, for gRPC takes none: whoever asks for others refuses such a question itself.
     """
     Move: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.MoveRequest, _operations_pb2.Operation]  # type: ignore[assignment]
     """Copies or moves chunks from one position to another, as an operation.
@@ -233,7 +235,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         What a message costs is what a lookup costs, so whoever has several questions at a time puts them into one message.
         Answers come in the order of the questions, one for each; how they are spread over messages means nothing.
 
-        Errors: none. A question that `Lookup` would refuse is answered with the error, and the stream goes on.
+        Errors: none. A question that `Lookup` would refuse is answered with the error, and the stream goes on. Only a message
+        of more than 1 MiB ends it, for gRPC takes none: whoever asks for others refuses such a question itself.
         """
 
     @_abc_1.abstractmethod

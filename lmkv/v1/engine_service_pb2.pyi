@@ -459,7 +459,7 @@ class FoundChunks(_message.Message):
     """So many of `peer_chunk_count`, the last, are in the store that all share."""
     @_builtins.property
     def own(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.Extent]:
-        """The first chunks, held in the node's own pool."""
+        """The first chunks, held in the node's own pool; no more than fit into a message."""
 
     def __init__(
         self,

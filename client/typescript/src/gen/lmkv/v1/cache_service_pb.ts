@@ -1054,7 +1054,8 @@ export const CacheService: GenService<{
    * What a message costs is what a lookup costs, so whoever has several questions at a time puts them into one message.
    * Answers come in the order of the questions, one for each; how they are spread over messages means nothing.
    *
-   * Errors: none. A question that `Lookup` would refuse is answered with the error, and the stream goes on.
+   * Errors: none. A question that `Lookup` would refuse is answered with the error, and the stream goes on. Only a message
+   * of more than 1 MiB ends it, for gRPC takes none: whoever asks for others refuses such a question itself.
    *
    * @generated from rpc lmkv.v1.CacheService.LookupStream
    */
