@@ -12,6 +12,7 @@ from lmkv.config import ConnectorConfig, CoordinatorConfig, NodeConfig, ProxyCon
 from lmkv.config.schema import Config
 
 PROCESSES = (ConnectorConfig, CoordinatorConfig, NodeConfig, ProxyConfig)
+VARIABLE = re.compile(r'"(LMKV_[A-Z0-9_]+)"')
 TIME = re.compile(r"`(\w+)`(?:, | \()(\d+(?:\.\d+)?) (ms|s)\b")
 """`coordinator_timeout` (50 ms), or `load_timeout`, 1 s."""
 
@@ -29,6 +30,16 @@ def read() -> set[str]:
 def test_every_key_is_read_by_somebody(process: type[Config], read: set[str]) -> None:
     assert "no_such_key" not in read
     assert [key for key in keys(process) if key not in read] == []
+
+
+def test_every_variable_that_engines_are_started_with_is_a_key(root: Path) -> None:
+    """Where only benchmarks, engines or Ray would find out: a process refuses one that it does not know."""
+    folders = ("client/lmkv_client", "benchmarks", "tests/engines", "tests/ray")
+    files = [file for folder in folders for file in (root / folder).rglob("*.py")]
+    named = {name for file in files for name in VARIABLE.findall(file.read_text())}
+    assert len(named) > 20
+    known = {f"LMKV_{key.upper()}" for process in PROCESSES for key in keys(process)}
+    assert named - known == {"LMKV_CONFIG_FILE"}
 
 
 def test_times_that_pages_give_for_a_key_are_its_default(root: Path) -> None:
