@@ -103,6 +103,14 @@ def test_lmkv_gives_what_it_has_before_nixl_is_asked(cluster: Cluster) -> None:
     assert grown(decode, before, "lmkv:loaded_tokens_total") == HELD_TOKENS
 
 
+def test_nobody_keeps_a_page_whoever_gave_the_prompt(cluster: Cluster) -> None:
+    prompt = make_prompt(4, PROMPT_TOKENS)
+    for _ in ("by NIXL", "by lmkv"):
+        handed_over(cluster, prompt)
+        for engine in cluster.engines.values():
+            engine.reset_prefix_cache()  # refused for as long as a request, finished or not, has pages
+
+
 def test_the_stats_of_both_are_seen(cluster: Cluster) -> None:
     names = cluster.engines["decode"].metrics().keys()
     assert "lmkv:loaded_tokens_total" in names

