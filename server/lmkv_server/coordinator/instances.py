@@ -111,7 +111,7 @@ class Instances:
         """The instance of this id and epoch. Raises `InstanceNotFound`, or `StaleEpoch` if a newer one is there."""
         known = self._by_id.get(instance_id)
         if known is not None and known.said.epoch > epoch:
-            raise _stale(known, epoch)
+            raise self._stale(known, epoch)
         if known is None or known.said.epoch != epoch:
             shown = instance_id[:MAX_SHOWN]
             raise InstanceNotFound(
@@ -233,8 +233,8 @@ class Instances:
         return ", ".join(sorted(self._by_model))[:MAX_SHOWN]
 
     def _refuse_impostor(self, known: Instance, said: Registration, now: float) -> None:
-        if said.epoch < known.said.epoch:
-            raise _stale(known, said.epoch)
+        if said.epoch < known.said.epoch and known.expire_time > now:
+            raise self._stale(known, said.epoch)
         alive = known.stream is not None and known.expire_time > now
         if alive and said.peer_address != known.said.peer_address:
             raise InstanceIdInUse(
@@ -245,6 +245,17 @@ class Instances:
                 epoch=known.said.epoch,
                 lease_ttl=self.lease_ttl,
             )
+
+    def _stale(self, known: Instance, epoch: int) -> StaleEpoch:
+        return StaleEpoch(
+            f"epoch {epoch} of instance {known.said.instance_id!r} is stale: epoch {known.said.epoch} registered from "
+            f"{known.said.peer_address}; if two nodes run, give each its own instance_id",
+            instance_id=known.said.instance_id,
+            epoch=epoch,
+            newer_epoch=known.said.epoch,
+            peer_address=known.said.peer_address,
+            lease_ttl=self.lease_ttl,
+        )
 
     def _drop(self, instance: Instance) -> None:
         self._unindex(instance)
@@ -259,17 +270,6 @@ class Instances:
                 by_fingerprint.pop(spec.fingerprint, None)
             if not by_fingerprint:
                 self._by_model.pop(spec.model_name, None)
-
-
-def _stale(known: Instance, epoch: int) -> StaleEpoch:
-    return StaleEpoch(
-        f"epoch {epoch} of instance {known.said.instance_id!r} is stale: epoch {known.said.epoch} registered from "
-        f"{known.said.peer_address}; if two nodes run, give each its own instance_id",
-        instance_id=known.said.instance_id,
-        epoch=epoch,
-        newer_epoch=known.said.epoch,
-        peer_address=known.said.peer_address,
-    )
 
 
 def _conflict(own: KvSpec, other: KvSpec, instance_id: str) -> Conflict:

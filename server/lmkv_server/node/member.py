@@ -225,10 +225,8 @@ class Member:
             logger.info("instance %s joined the fleet at %s", membership.instance.instance_id, self.coordinator_address)
             self._settled.set()
             await self._stream.run(self._registry.Report())
-        except InstanceIdInUse as error:
+        except (InstanceIdInUse, StaleEpoch) as error:
             self._refused(error)
-        except StaleEpoch as error:
-            self._give_up(error)
         except LmkvError as error:
             if isinstance(error, Full):
                 self._rest_seconds = min(error.retry_seconds, MAX_REST_SECONDS)
@@ -274,13 +272,17 @@ class Member:
     def _answered(self) -> None:
         self._doubted = False
 
-    def _refused(self, error: InstanceIdInUse) -> None:
-        """Another node has the id: at the start perhaps a dead one whose lease has yet to end."""
+    def _refused(self, error: InstanceIdInUse | StaleEpoch) -> None:
+        """Another node has the id: at the start perhaps a dead one whose lease has yet to end.
+
+        Its epoch may be the newer one: then the clock was set back since.
+        """
         self._log_loss(error)
         now = time.monotonic()
         self._refused_since = self._refused_since or now
         lease_ttl = float(error.metadata.get("lease_ttl", 3.0))
-        if self._last_membership is None and now - self._refused_since > lease_ttl:
+        is_late = now - self._refused_since > lease_ttl
+        if is_late if self._last_membership is None else isinstance(error, StaleEpoch):
             self._give_up(error)
 
     def _give_up(self, error: LmkvError) -> None:

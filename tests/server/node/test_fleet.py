@@ -402,10 +402,13 @@ async def test_a_second_node_of_one_id_is_refused_with_a_clear_message(coordinat
         assert await asker.tokens() == {"a": 256}
 
 
+@pytest.mark.parametrize("clock_was_set_back", [False, True])
 async def test_a_restarted_node_waits_for_the_lease_of_its_frozen_predecessor(
-    coordinator: Coordinator, asker: Asker
+    coordinator: Coordinator, asker: Asker, clock_was_set_back: bool
 ) -> None:
     first, second = Shelf(port=7000), Shelf(port=8000)
+    if clock_was_set_back:
+        first.epoch, second.epoch = second.epoch, first.epoch
     first.put(KEYS[:1])
     second.put(KEYS[:3])
     async with AsyncExitStack() as stack:
