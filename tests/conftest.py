@@ -24,6 +24,7 @@ ENGINES = "tests/engines/"
 RUN_VARIABLE = "TESTS_OF_LMKV"
 """Set for every process that the tests start; not `LMKV_...`, since those are configuration."""
 LEFT_BEHIND_TIMEOUT_SECONDS = 10.0
+SHARED_BEFORE = pytest.StashKey[set[str]]()
 
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before anybody imports gRPC: connections that break are no news
@@ -33,6 +34,21 @@ def pytest_configure() -> None:
     """Lets Ctrl-C work in what the tests start: a run in the background inherits that it is ignored."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Remembers what shared memory there is."""
+    session.config.stash[SHARED_BEFORE] = _shared_memory()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails the run if it leaves shared memory of lmkv behind: once, after the last of its processes."""
+    if hasattr(session.config, "workerinput"):
+        return
+    before = session.config.stash[SHARED_BEFORE]
+    if more := _shared_memory() - before:
+        session.config.get_terminal_writer().line(f"\ntests left shared memory behind: {more}", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
@@ -82,10 +98,9 @@ def runtime_dir(short_folder: Path) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
-    """Fails the run if a process that a test started is still there at its end, or shared memory of lmkv."""
+    """Fails the run if a process that a test started is still there at its end."""
     mark = uuid.uuid4().hex
     os.environ[RUN_VARIABLE] = mark
-    shared_before = _shared_memory()
     yield
     deadline = time.monotonic() + LEFT_BEHIND_TIMEOUT_SECONDS
     while (left := _processes_with(f"{RUN_VARIABLE}={mark}")) and time.monotonic() < deadline:
@@ -93,7 +108,6 @@ def nothing_is_left_behind() -> Iterator[None]:
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left, f"tests left processes behind: {left}"
-    assert not (more := _shared_memory() - shared_before), f"tests left shared memory behind: {more}"
 
 
 def _processes_with(assignment: str) -> dict[int, str]:

@@ -81,7 +81,7 @@ def warm(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     logs = tmp_path_factory.mktemp("logs")
     with (
         tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder,
-        tempfile.TemporaryDirectory(prefix="lmkv-", dir="/dev/shm") as shared,
+        tempfile.TemporaryDirectory(prefix="warm-", dir="/dev/shm") as shared,
     ):
         settings = {f"LMKV_{key.upper()}": value for key, value in CALM.items()}
         settings |= {"LMKV_PERSIST_POOL": "true", "LMKV_POOL_PATH": f"{shared}/pool"}
