@@ -21,7 +21,7 @@ from benchmarks.rows import Report, markdown_table, read_report
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "eviction.md")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / name for name in ("benchmarks.md", "eviction.md", "scale.md")))
 PICTURES: Mapping[Path, tuple[str, Callable[[Report], str]]] = {
     ROOT / "docs" / "ttft-steps.svg": ("data_path", picture.draw),
     ROOT / "docs" / "multi-turn.svg": ("multi_turn", turns_picture.draw),
