@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from lmkv.errors import BadMessage, LmkvError
 from lmkv.v1 import peer_service_pb2 as pb
@@ -13,6 +13,7 @@ from lmkv_server.node.device_buffers import DeviceBuffers
 from lmkv_server.node.handoff import Handoff
 from lmkv_server.node.peer_connection import PeerConnection
 from lmkv_server.node.peers import Peers
+from lmkv_server.node.pieces import pieces
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class Intake:
             except LmkvError as error:
                 failures.append(error)
 
-        landings = [(piece, self._landing(handoff, piece)) for piece in pieces(incoming)]
+        landings = [(piece, self._landing(handoff, piece)) for piece in pieces(incoming, PIECE_BYTES)]
         try:
             async with asyncio.TaskGroup() as reads:
                 for piece, landing in landings:
@@ -143,17 +144,3 @@ class Intake:
                 self.received_bytes += committed.size_bytes
                 self.device_bytes += committed.size_bytes * (committed.tier is not self._tier)
         return damaged
-
-
-def pieces(incoming: Sequence[Incoming]) -> Iterator[list[Incoming]]:
-    """The chunks in runs of about `PIECE_BYTES`."""
-    piece: list[Incoming] = []
-    size_bytes = 0
-    for chunk in incoming:
-        piece.append(chunk)
-        size_bytes += chunk.size_bytes
-        if size_bytes >= PIECE_BYTES:
-            yield piece
-            piece, size_bytes = [], 0
-    if piece:
-        yield piece

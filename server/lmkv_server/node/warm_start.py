@@ -23,6 +23,7 @@ from lmkv_kernels import checksum
 from lmkv_server.node.alarm import Alarm
 from lmkv_server.node.host_tier import HostTier
 from lmkv_server.node.ledger import Ledger, Record
+from lmkv_server.node.pieces import pieces
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class WarmStart:
             logger.info("the pool starts empty: %s", self._file.news)
             return
         began = time.monotonic()
-        batches = _batches(records)
+        batches = pieces(records, BATCH_BYTES, BATCH_CHUNKS)
         async with asyncio.TaskGroup() as group:
             for _ in range(MAX_THREADS):
                 group.create_task(self._settle_all(batches))
@@ -150,17 +151,3 @@ class WarmStart:
         return [
             -1 if self._stopping.is_set() else checksum(buffer, record.offset, record.size_bytes) for record in batch
         ]
-
-
-def _batches(records: Sequence[Record]) -> Iterator[Sequence[Record]]:
-    """The records in order, as many at a time as a thread should sum."""
-    batch: list[Record] = []
-    size_bytes = 0
-    for record in records:
-        batch.append(record)
-        size_bytes += record.size_bytes
-        if size_bytes >= BATCH_BYTES or len(batch) >= BATCH_CHUNKS:
-            yield batch
-            batch, size_bytes = [], 0
-    if batch:
-        yield batch
