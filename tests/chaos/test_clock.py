@@ -18,8 +18,7 @@ TELL_TIME = "import time\nwhile input(): print(time.time(), time.monotonic(), fl
 @pytest.mark.parametrize("seconds", [-3600.25, 0.0, 20.75])
 def test_a_clock_jumps_while_its_process_runs_and_no_other_does(tmp_path: Path, seconds: float) -> None:
     library = compiled(tmp_path)
-    if library is None:
-        pytest.skip("this machine has no C compiler")
+    assert library is not None, "cc is missing: install gcc"
     clock = Clock(library, tmp_path / "clock")
     command = [sys.executable, "-c", TELL_TIME]
     pipe, environment = subprocess.PIPE, os.environ | clock.environment

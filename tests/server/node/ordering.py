@@ -124,7 +124,7 @@ async def serving(ordering: Ordering, port: int = 0) -> AsyncIterator[str]:
         await server.stop(None)
 
 
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     """Waits for something, for a while at most."""
     deadline = time.monotonic() + seconds
     while not condition():
