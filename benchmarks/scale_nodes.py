@@ -14,8 +14,9 @@ from collections.abc import Iterator
 
 import uvloop
 
-from benchmarks.layouts import CHUNK_SIZE, FINGERPRINT, random_keys
+from benchmarks.layouts import random_keys
 from lmkv.keys import ChunkKey, split_keys
+from lmkv.spec import KvSpec
 from lmkv.v1.chunk_pb2 import TIER_HOST
 from lmkv.v1.registry_service_pb2 import Instance, TierUsage
 from lmkv_server.node.engines import Engines
@@ -29,6 +30,16 @@ CHANGED_CHUNKS = 10
 """Chunks that it then gains, and as many that it loses: some 2,500 tokens a second."""
 TIER_BYTES = 1 << 20
 """Of the tier that orders would work on; there are none."""
+SPEC = KvSpec(
+    model_name="scale",
+    model_id="scale",
+    kv_dtype="bfloat16",
+    layer_count=32,
+    kv_head_count=8,
+    head_size=128,
+    chunk_size=256,
+)
+"""A node that did not register it would mark every chunk as shorter than a chunk should be."""
 
 
 class ScaledNode:
@@ -72,16 +83,22 @@ class ScaledNode:
         for _ in range(CHANGED_CHUNKS):
             gained = ChunkKey(self._random.randbytes(16))
             self._held.append(gained)
-            fleet.admitted(TIER_HOST, FINGERPRINT, gained, CHUNK_SIZE)
-            fleet.evicted(TIER_HOST, FINGERPRINT, self._held.popleft())
+            fleet.admitted(TIER_HOST, SPEC.fingerprint, gained, SPEC.chunk_size)
+            fleet.evicted(TIER_HOST, SPEC.fingerprint, self._held.popleft())
 
     def _instance(self) -> Instance:
         usage = TierUsage(tier=TIER_HOST, capacity_bytes=1 << 40, chunk_count=len(self._held))
-        return Instance(instance_id=self.name, epoch=1, peer_address=f"127.0.0.1:{1 + self._number}", tiers=[usage])
+        return Instance(
+            instance_id=self.name,
+            epoch=1,
+            peer_address=f"127.0.0.1:{1 + self._number}",
+            specs=[SPEC.to_proto()],
+            tiers=[usage],
+        )
 
     def _snapshot(self) -> Iterator[Held]:
         for key in self._held:
-            yield Held(tier=TIER_HOST, fingerprint=FINGERPRINT, key=key, token_count=CHUNK_SIZE)
+            yield Held(tier=TIER_HOST, fingerprint=SPEC.fingerprint, key=key, token_count=SPEC.chunk_size)
 
 
 async def live(args: argparse.Namespace) -> None:
