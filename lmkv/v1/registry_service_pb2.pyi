@@ -276,6 +276,11 @@ class RegisterResponse(_message.Message):
 
     INSTANCE_FIELD_NUMBER: _builtins.int
     LEASE_TTL_FIELD_NUMBER: _builtins.int
+    LAYOUT_MAP_ID_FIELD_NUMBER: _builtins.int
+    layout_map_id: _builtins.str
+    """Which layout map the coordinator keeps together with others; empty if it keeps its own. Chunks are told to one of
+    those that share a map: see `ReportRequest.told_elsewhere`.
+    """
     @_builtins.property
     def instance(self) -> Global___Instance:
         """The instance as the coordinator sees it, conflicts filled in."""
@@ -289,10 +294,11 @@ class RegisterResponse(_message.Message):
         *,
         instance: Global___Instance | None = ...,
         lease_ttl: _duration_pb2.Duration | None = ...,
+        layout_map_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "lease_ttl", b"lease_ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "lease_ttl", b"lease_ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "layout_map_id", b"layout_map_id", "lease_ttl", b"lease_ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -317,6 +323,7 @@ class ReportRequest(_message.Message):
     PINS_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
     RECORDS_FIELD_NUMBER: _builtins.int
+    TOLD_ELSEWHERE_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The instance."""
     epoch: _builtins.int
@@ -329,6 +336,10 @@ class ReportRequest(_message.Message):
     """Whether this report ends the opening snapshot."""
     engine_count: _builtins.int
     """Engines attached now."""
+    told_elsewhere: _builtins.bool
+    """In a stream's first report, without a snapshot: the chunks are told to another coordinator of the same layout map,
+    and this stream carries all else.
+    """
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkChange]:
         """What is now held that was not, and what no longer is; in order."""
@@ -373,10 +384,11 @@ class ReportRequest(_message.Message):
         pins: Global___PinList | None = ...,
         stats: Global___InstanceStats | None = ...,
         records: _abc.Iterable[Global___OperationRecord] | None = ...,
+        told_elsewhere: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pins", b"pins", "stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "digests", b"digests", "engine_count", b"engine_count", "epoch", b"epoch", "instance_id", b"instance_id", "outcomes", b"outcomes", "pins", b"pins", "records", b"records", "sequence", b"sequence", "snapshot", b"snapshot", "snapshot_end", b"snapshot_end", "stats", b"stats", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "digests", b"digests", "engine_count", b"engine_count", "epoch", b"epoch", "instance_id", b"instance_id", "outcomes", b"outcomes", "pins", b"pins", "records", b"records", "sequence", b"sequence", "snapshot", b"snapshot", "snapshot_end", b"snapshot_end", "stats", b"stats", "tiers", b"tiers", "told_elsewhere", b"told_elsewhere"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -80,7 +80,7 @@ class RegistryServiceServicer:
         """Tells what changed on one instance and renews its lease; carries orders back.
 
         The first reports of a stream are a snapshot, which replaces atomically what was known; then come changes, in
-        sequence. A report without content is a heartbeat. The lease ends `lease_ttl` after the last report.
+        sequence. A stream that says `told_elsewhere` has neither. A report without content is a heartbeat. The lease ends `lease_ttl` after the last report.
 
         Errors:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered; register and open a new stream.
