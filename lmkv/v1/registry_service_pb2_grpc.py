@@ -71,6 +71,7 @@ class RegistryServiceServicer:
         * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): a spec's fingerprint is not the digest of its fields.
         * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): another living process holds this id; the metadata says where.
         * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
+        * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once; come back after `retry_seconds`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,6 +43,7 @@ class RegistryServiceStub:
     * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): a spec's fingerprint is not the digest of its fields.
     * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): another living process holds this id; the metadata says where.
     * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
+    * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once; come back after `retry_seconds`.
     """
     Report: _grpc.StreamStreamMultiCallable[_registry_service_pb2.ReportRequest, _registry_service_pb2.ReportResponse]
     """Tells what changed on one instance and renews its lease; carries orders back.
@@ -87,6 +88,7 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): a spec's fingerprint is not the digest of its fields.
     * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): another living process holds this id; the metadata says where.
     * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
+    * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once; come back after `retry_seconds`.
     """
     Report: _aio.StreamStreamMultiCallable[_registry_service_pb2.ReportRequest, _registry_service_pb2.ReportResponse]  # type: ignore[assignment]
     """Tells what changed on one instance and renews its lease; carries orders back.
@@ -134,6 +136,7 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): a spec's fingerprint is not the digest of its fields.
         * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): another living process holds this id; the metadata says where.
         * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
+        * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once; come back after `retry_seconds`.
         """
 
     @_abc_1.abstractmethod

@@ -18,6 +18,7 @@ from lmkv.credentials import Credentials
 from lmkv.errors import ConfigError
 from lmkv.telemetry.calls import Calls
 from lmkv.telemetry.certificate import CertificateEnd
+from lmkv_server.coordinator.admission import Admission
 from lmkv_server.coordinator.http.app import make_app
 from lmkv_server.coordinator.http.server import HttpServer
 from lmkv_server.coordinator.ports import address, listen
@@ -70,6 +71,7 @@ class Coordinator:
         self._tokenizers = tokenizers or {}
         self._credentials = credentials
         self._gate = gate
+        self._admission = Admission()
         self.metrics = CollectorRegistry()
         """What it knows and has done, once it is entered."""
         self._tenants: Tenants | None = None
@@ -159,6 +161,7 @@ class Coordinator:
             operation_ttl=self._operation_ttl,
             cluster_secret=self._secret,
             quota=lambda: self._gate.quota(tenant),
+            admission=self._admission,
         )
 
     async def _stop_serving(self, server: grpc.aio.Server) -> None:

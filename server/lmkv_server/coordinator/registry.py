@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from lmkv.errors import Full
+from lmkv_server.coordinator.admission import Admission
 from lmkv_server.coordinator.instances import Instance, Instances, Registration
 from lmkv_server.coordinator.layout_map import LayoutMap
 from lmkv_server.coordinator.report_stream import ReportStream
+
+COMING_BACK_SECONDS = 1.0
+"""How long after its turn an instance that was put off is expected at the latest."""
 
 
 class Registry:
@@ -19,24 +24,41 @@ class Registry:
         now: float,
         revision: int = 0,
         on_gone: Callable[[str], None] = lambda _: None,
+        admission: Admission | None = None,
     ) -> None:
-        """`on_gone` is told the id of each instance that leaves, whatever the way."""
+        """`on_gone` is told the id of each instance that leaves, whatever the way; `admission` says who may join."""
         self.instances = Instances(lease_ttl)
         self.layout = LayoutMap(revision)
         self._settled_time = now + lease_ttl
         self._on_gone = on_gone
+        self._admission = admission or Admission()
         self._unsettled: dict[str, Instance] = {}
         """Instances whose snapshot was not in when last looked at."""
 
     def register(self, said: Registration, now: float) -> Instance:
-        """Takes an instance in; a newer epoch's predecessor is forgotten with all it held. Raises as `Instances`."""
+        """Takes an instance in; a newer epoch's predecessor is forgotten with all it held.
+
+        Raises as `Instances`, and `Full` if it has to wait for its turn to tell what it holds.
+        """
         before = self.instances.find(said.instance_id)
+        joins = before is None or before.stream is None or before.said.epoch != said.epoch
+        if joins:
+            self._check_admission(now)
         instance = self.instances.register(said, now)
         if before is not None and before is not instance:
             self._forget(before)
-        if not instance.synced:
+        if joins:
+            instance.synced = False
             self._unsettled[said.instance_id] = instance
+            self._admission.admit(instance)
         return instance
+
+    def _check_admission(self, now: float) -> None:
+        try:
+            self._admission.check(now)
+        except Full as full:
+            self._settled_time = max(self._settled_time, now + full.retry_seconds + COMING_BACK_SECONDS)
+            raise
 
     def open_stream(self, instance_id: str, epoch: int, now: float) -> ReportStream:
         """Begins a stream of reports; one that is already open is superseded.

@@ -11,7 +11,7 @@ from typing import Any
 from google.protobuf import duration_pb2, timestamp_pb2
 
 from lmkv.auth.callers import NO_QUOTA, TenantQuota
-from lmkv.errors import BadInstance, LmkvError, QuotaExceeded
+from lmkv.errors import BadInstance, Full, LmkvError, QuotaExceeded
 from lmkv.rpc import MAX_MESSAGE_BYTES
 from lmkv.spec import KvSpec
 from lmkv.v1 import registry_service_pb2 as pb
@@ -90,6 +90,8 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
             self._check_quota("max_instances", len(self._registry.instances) + 1)
         try:
             instance = self._registry.register(said, now)
+        except Full:  # no word of it here: there may be thousands
+            raise
         except LmkvError as error:
             logger.warning("refused instance %s at %s: %s", said.instance_id, said.peer_address, error)
             raise

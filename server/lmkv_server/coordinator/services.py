@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from lmkv.auth.callers import NO_QUOTA, TenantQuota
+from lmkv_server.coordinator.admission import Admission
 from lmkv_server.coordinator.cache_service import CacheService
 from lmkv_server.coordinator.clears import Clears
 from lmkv_server.coordinator.keeping import Keeping
@@ -32,11 +33,16 @@ class Services:
         operation_ttl: float = 3600.0,
         cluster_secret: bytes = b"",
         quota: Callable[[], TenantQuota] = lambda: NO_QUOTA,
+        admission: Admission | None = None,
     ) -> None:
         orders = Orders()
         # Beginning at the time of day keeps revisions rising across restarts.
         self.core = Registry(
-            lease_ttl=lease_ttl, now=time.monotonic(), revision=time.time_ns() // 1_000, on_gone=orders.drop_instance
+            lease_ttl=lease_ttl,
+            now=time.monotonic(),
+            revision=time.time_ns() // 1_000,
+            on_gone=orders.drop_instance,
+            admission=admission,
         )
         self.orders = orders
         self.operations_core = Operations(operation_ttl, is_partial=self._is_partial, news_seconds=lease_ttl)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -34,6 +35,8 @@ DEREGISTER_TIMEOUT_SECONDS = 0.5
 MIN_PAUSE_SECONDS = 0.05
 MAX_PAUSE_SECONDS = 0.5
 """Between two attempts to join; an attempt may take `REGISTER_TIMEOUT_SECONDS` besides."""
+MAX_BUSY_PAUSE_SECONDS = 3.0
+"""The same, where the coordinator is there and does not answer in time: perhaps thousands want to join."""
 MAX_REST_SECONDS = 30.0
 """The same, where the coordinator has no room and says when to come back."""
 MIN_LEASE_SECONDS = 0.05
@@ -208,11 +211,16 @@ class Member:
                 break
             lease_ttl = self._last_membership.lease_ttl if self._last_membership else 0.0
             was_stable = lease_ttl and time.monotonic() - began > lease_ttl
-            pause = MIN_PAUSE_SECONDS if was_stable else min(2 * pause, MAX_PAUSE_SECONDS)
-            await asyncio.sleep(max(pause, self._rest_seconds))
+            pause = MIN_PAUSE_SECONDS if was_stable else min(2 * pause, self._max_pause_seconds())
+            await asyncio.sleep(max(pause * random.uniform(0.5, 1.0), self._rest_seconds))  # noqa: S311 # spreads them
             self._rest_seconds = 0.0
         self._settled.set()
         self._ended.set()
+
+    def _max_pause_seconds(self) -> float:
+        assert self._channel is not None
+        is_there = self._channel.get_state() is grpc.ChannelConnectivity.READY
+        return MAX_BUSY_PAUSE_SECONDS if is_there else MAX_PAUSE_SECONDS
 
     async def _join_once(self) -> None:
         """Registers and reports until that ends, and draws the consequences."""

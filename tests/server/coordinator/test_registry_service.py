@@ -30,6 +30,7 @@ from lmkv.v1.registry_service_pb2 import (
     TierDigest,
     TierUsage,
 )
+from lmkv_server.coordinator.admission import MAX_JOINING
 from lmkv_server.coordinator.coordinator import Coordinator
 
 LLAMA = KvSpec(
@@ -302,12 +303,20 @@ async def test_leaving_forgets_everything_at_once(registry: Any, cache: Any) -> 
     assert (error.code, error.reason) == ("NOT_FOUND", "INSTANCE_NOT_FOUND")
 
 
-async def test_fifty_instances_come_and_go_at_once(registry: Any) -> None:
-    await asyncio.gather(*(register(registry, f"instance-{i}", 1, 7000 + i, LLAMA) for i in range(50)))
-    assert len((await listed(registry)).instances) == 50
-    leaving = [DeregisterRequest(instance_id=f"instance-{i}", epoch=1) for i in range(50)]
+async def test_many_instances_come_and_go_at_once(registry: Any) -> None:
+    await asyncio.gather(*(register(registry, f"instance-{i}", 1, 7000 + i, LLAMA) for i in range(MAX_JOINING)))
+    assert len((await listed(registry)).instances) == MAX_JOINING
+    leaving = [DeregisterRequest(instance_id=f"instance-{i}", epoch=1) for i in range(MAX_JOINING)]
     await asyncio.gather(*(registry.Deregister(request, timeout=5) for request in leaving))
     assert len((await listed(registry)).instances) == 0
+
+
+async def test_one_too_many_is_told_when_to_come_back(registry: Any) -> None:
+    for number in range(MAX_JOINING):
+        await register(registry, f"instance-{number}", 1, 7000 + number, LLAMA)
+    error = await refusal(register(registry, "instance-x", 1, 8000, LLAMA))
+    assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "FULL")
+    assert 0 < float(error.metadata["retry_seconds"]) < 1
 
 
 async def test_the_list_shows_what_reports_tell(registry: Any) -> None:

@@ -1182,6 +1182,7 @@ export const RegistryService: GenService<{
    * * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): a spec's fingerprint is not the digest of its fields.
    * * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): another living process holds this id; the metadata says where.
    * * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
+   * * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once; come back after `retry_seconds`.
    *
    * @generated from rpc lmkv.v1.RegistryService.Register
    */
