@@ -1,0 +1,195 @@
+"""A node's index without bytes, a wire that breaks, and who asks: what tests of the fleet are made of."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from hashlib import sha256
+from typing import Any, Self
+
+from lmkv import rpc
+from lmkv.keys import ChunkKey, join_keys
+from lmkv.spec import KvSpec
+from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2, registry_service_pb2_grpc
+from lmkv.v1.cache_service_pb2 import LookupRequest
+from lmkv.v1.registry_service_pb2 import (
+    Instance,
+    ListInstancesRequest,
+    TierUsage,
+)
+from lmkv_server.node.engines import Engines
+from lmkv_server.node.fleet import Fleet, Held
+from lmkv_server.node.host_tier import Chunk, HostTier
+from lmkv_server.node.orders import Orders
+
+LEASE_SECONDS = 0.4
+HOST = chunk_pb2.TIER_HOST
+LLAMA = KvSpec(
+    model_name="llama",
+    model_id="llama@1",
+    kv_dtype="bfloat16",
+    layer_count=2,
+    kv_head_count=2,
+    head_size=64,
+    chunk_size=256,
+)
+KEYS = [ChunkKey(sha256(bytes([i])).digest()[:16]) for i in range(40)]
+EPOCHS = itertools.count(time.time_ns())
+
+
+class Shelf:
+    """A node's index as the fleet sees it."""
+
+    def __init__(self, instance_id: str = "a", *, port: int = 7000, specs: Sequence[KvSpec] = (LLAMA,)) -> None:
+        self.instance_id = instance_id
+        self.epoch = next(EPOCHS)
+        self.peer_address = f"127.0.0.1:{port}"
+        self.specs = list(specs)
+        self.held: dict[ChunkKey, Held] = {}
+        self.fleet: Fleet | None = None
+        self.tier = HostTier(1 << 20, self)
+        """For orders, which work on a real one."""
+        self.orders = Orders(instance_id=instance_id, tier=self.tier, engines=Engines(self.tier), peers=None)
+
+    def instance(self) -> Instance:
+        return Instance(
+            instance_id=self.instance_id,
+            epoch=self.epoch,
+            peer_address=self.peer_address,
+            specs=[spec.to_proto() for spec in self.specs],
+            tiers=[TierUsage(tier=HOST, capacity_bytes=1 << 30, chunk_count=len(self.held))],
+            engine_count=len(self.specs),
+        )
+
+    def snapshot(self) -> Iterator[Held]:
+        yield from self.held.values()
+
+    @asynccontextmanager
+    async def join(self, *addresses: str, **options: Any) -> AsyncIterator[Fleet]:
+        async with self.orders:
+            self.fleet = Fleet(addresses, instance=self.instance, snapshot=self.snapshot, orders=self.orders, **options)
+            async with self.fleet:
+                yield self.fleet
+
+    def keep(self, keys: Iterable[ChunkKey]) -> None:
+        """Puts chunks into the tier."""
+        for key in keys:
+            reserved = self.tier.reserve(4096)
+            assert reserved
+            self.tier.commit(
+                reserved.offset,
+                key=key,
+                fingerprint=LLAMA.fingerprint,
+                size_bytes=4096,
+                checksum=0,
+                token_count=LLAMA.chunk_size,
+            )
+
+    def admitted(self, chunk: Chunk) -> None:
+        self.put([chunk.key], token_count=chunk.token_count)
+
+    def evicted(self, chunk: Chunk) -> None:
+        self.take([chunk.key])
+
+    def put(self, keys: Iterable[ChunkKey], spec: KvSpec = LLAMA, token_count: int = 256) -> None:
+        for key in keys:
+            self.held[key] = Held(tier=HOST, fingerprint=spec.fingerprint, key=key, token_count=token_count)
+            if self.fleet is not None:
+                self.fleet.admitted(HOST, spec.fingerprint, key, token_count)
+
+    def take(self, keys: Iterable[ChunkKey]) -> None:
+        for key in keys:
+            held = self.held.pop(key)
+            if self.fleet is not None:
+                self.fleet.evicted(HOST, held.fingerprint, key)
+
+
+class Wire:
+    """A TCP connection to the coordinator that can be cut, frozen and mended."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._running = asyncio.Event()
+        self._running.set()
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.cut()
+
+    async def cut(self) -> None:
+        """Breaks every connection and lets none in."""
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for writer in self._writers:
+            writer.transport.abort()
+        await self._server.wait_closed()
+
+    def freeze(self) -> None:
+        """Nothing gets through, and nobody is told."""
+        self._running.clear()
+
+    def thaw(self) -> None:
+        """What waited gets through."""
+        self._running.set()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        except OSError:
+            writer.transport.abort()
+            return
+        self._writers.add(there_writer)
+        for ways in ((reader, there_writer), (there_reader, writer)):
+            task = asyncio.create_task(self._pump(*ways))
+            self._tasks.add(task)
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                await self._running.wait()
+                writer.write(data)
+                await writer.drain()
+        except OSError:
+            pass
+        finally:
+            writer.transport.abort()
+
+
+class Asker:
+    """Asks the coordinator what a client would."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    async def tokens(self, keys: Sequence[ChunkKey] = KEYS) -> dict[str, int]:
+        async with rpc.open_channel(self.address) as channel:
+            cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
+            request = LookupRequest(chunk_keys=join_keys(keys))
+            response = await cache.Lookup(request, timeout=5, wait_for_ready=True)
+        return {holder.instance_id: holder.matched_token_count for holder in response.holders}
+
+    async def instances(self) -> list[Instance]:
+        async with rpc.open_channel(self.address) as channel:
+            registry: Any = registry_service_pb2_grpc.RegistryServiceStub(channel)
+            response = await registry.ListInstances(ListInstancesRequest(), timeout=5)
+        return list(response.instances)
+
+    async def until(self, expected: dict[str, int], keys: Sequence[ChunkKey] = KEYS, within: float = 5) -> float:
+        """Waits until a lookup gives just this; returns the seconds it took."""
+        began = time.monotonic()
+        while (found := await self.tokens(keys)) != expected:
+            assert time.monotonic() - began < within, f"{found} is not {expected}"
+            await asyncio.sleep(0.01)
+        return time.monotonic() - began
