@@ -1,8 +1,9 @@
-"""The fleet, as its nodes see it: whoever coordinates it is told the same, and any of them can be asked.
+"""The fleet, as its nodes see it: whoever coordinates it knows the same, and any of them can be asked.
 
 Coordinators know nothing of each other. A node is a member at each, so each has the whole layout map, and one that is
-lost costs nothing but the next lookup that it was asked for. A name that stands for several addresses stands for as
-many coordinators; it is resolved again and again, since they come and go.
+lost costs nothing but the next lookup that it was asked for. Of those that keep one layout map together, one is the
+node's home: it is told the chunks, and the others all else. A name that stands for several addresses stands for as many
+coordinators; it is resolved again and again, since they come and go.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from lmkv.keys import ChunkKey
 from lmkv.resolver import resolve
 from lmkv.v1 import cache_service_pb2, chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
+from lmkv_server.node.alarm import Alarm
+from lmkv_server.node.home import Role, homes
 from lmkv_server.node.member import Member
 from lmkv_server.node.orders import Orders
 from lmkv_server.node.reports import Held
@@ -58,6 +61,9 @@ class Fleet:
         resolve: Callable[[str], Awaitable[list[str]]] = resolve,
     ) -> None:
         self.on_conflicts = on_conflicts
+        self._describe = instance
+        self._instance_id = ""
+        self._roles_alarm = Alarm(self._change_roles)
         self._names = tuple(dict.fromkeys(coordinator_addresses))
         self._resolve = resolve
         self._resolve_interval_seconds = resolve_interval_seconds
@@ -68,6 +74,8 @@ class Fleet:
             snapshot=snapshot,
             orders=orders,
             on_conflicts=lambda: self.on_conflicts(self.conflicts),
+            on_standing=self._roles_alarm.changed,
+            others_answered=self._answered,
             digest_interval_seconds=digest_interval_seconds,
             register_interval_seconds=register_interval_seconds,
             max_pending_changes=max_pending_changes,
@@ -84,7 +92,9 @@ class Fleet:
 
     async def __aenter__(self) -> Self:
         self._refused = asyncio.get_running_loop().create_future()
+        self._instance_id = self._describe().instance_id
         await self._find()
+        await self._roles_alarm.__aenter__()
         self._following = asyncio.create_task(self._follow(), name="lmkv-fleet")
         return self
 
@@ -99,6 +109,7 @@ class Fleet:
         if following is not None:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
+        await self._roles_alarm.aclose()
         await asyncio.gather(*map(self._leave, tuple(self._members)))
         if self._refused is not None and not self._refused.cancel() and not self._refused.cancelled():
             self._refused.exception()  # whoever waited has it
@@ -149,8 +160,8 @@ class Fleet:
         credentials = self._credentials
         if credentials.ca and not credentials.name:
             credentials = dataclasses.replace(credentials, name=host)
-        member = await self._make_member(address, credentials=credentials).__aenter__()
-        self._members[address] = member
+        member = self._make_member(address, credentials=credentials, tells_chunks=partial(self._tells_chunks, address))
+        self._members[address] = await member.__aenter__()
         self._waits[address] = asyncio.create_task(self._watch(member), name=f"lmkv-fleet-{address}")
 
     async def _watch(self, member: Member) -> None:
@@ -164,6 +175,36 @@ class Fleet:
     async def _leave(self, address: str) -> None:
         self._waits.pop(address).cancel()
         await self._members.pop(address).aclose()
+
+    # --- Which of them is told the chunks ------------------------------------------------------------------------
+
+    async def _answered(self) -> None:
+        """Returns once every coordinator has answered once, or failed to."""
+        await asyncio.gather(*(member.settled() for member in self.members))
+
+    def _homes(self) -> dict[str, str]:
+        ids = {address: member.layout_map_id for address, member in self._members.items()}
+        return homes(self._instance_id, {address: one for address, one in ids.items() if one is not None})
+
+    def _tells_chunks(self, address: str) -> bool:
+        return self._homes().get(address, address) == address
+
+    def _change_roles(self) -> float | None:
+        """Has members begin anew whose stream is for another role than theirs; when to look again.
+
+        One that tells chunks goes on with it until the new home has all of them.
+        """
+        now = time.monotonic()
+        chosen = self._homes()
+        dues = []
+        for address, member in self._members.items():
+            home = chosen.get(address, address)
+            wanted = Role(map_id=member.layout_map_id or "", tells_chunks=home == address)
+            if member.role in (None, wanted):
+                continue
+            if member.role.map_id != wanted.map_id or wanted.tells_chunks or self._members[home].has_told:
+                dues.append(member.change_role(now))
+        return min((due for due in dues if due is not None), default=None)
 
     # --- What this node holds ------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """The node as a member at one coordinator: keeps it registered, reports what it holds, asks who holds what.
 
     register ──► report until the stream breaks ──► pause ──► register anew ...
+                   └── its role is another ──► at once ──┘
 
 Whatever happens to the coordinator, the node goes on: it then finds nothing elsewhere and is found by nobody.
 """
@@ -11,26 +12,36 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import grpc
 
 from lmkv import rpc
 from lmkv.credentials import Credentials
-from lmkv.errors import ConfigError, Full, InstanceIdInUse, LmkvError, StaleEpoch, Unreachable
-from lmkv.keys import ChunkKey, join_keys
+from lmkv.errors import (
+    ConfigError,
+    Full,
+    InstanceIdInUse,
+    InstanceNotFound,
+    LmkvError,
+    ResyncRequired,
+    StaleEpoch,
+)
+from lmkv.keys import ChunkKey
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, chunk_pb2, registry_service_pb2_grpc
 from lmkv.v1 import registry_service_pb2 as pb
+from lmkv_server.node.asking import Asking
+from lmkv_server.node.home import Role
 from lmkv_server.node.orders import Orders
-from lmkv_server.node.report_stream import Membership, ReportStream
+from lmkv_server.node.registration import REGISTER_TIMEOUT_SECONDS, Membership, Registration
+from lmkv_server.node.report_stream import ReportStream
 from lmkv_server.node.reports import Held
 
 logger = logging.getLogger(__name__)
 
-REGISTER_TIMEOUT_SECONDS = 1.0
 DEREGISTER_TIMEOUT_SECONDS = 0.5
 MIN_PAUSE_SECONDS = 0.05
 MAX_PAUSE_SECONDS = 0.5
@@ -39,10 +50,8 @@ MAX_BUSY_PAUSE_SECONDS = 3.0
 """The same, where the coordinator is there and does not answer in time: perhaps thousands want to join."""
 MAX_REST_SECONDS = 30.0
 """The same, where the coordinator has no room and says when to come back."""
-MIN_LEASE_SECONDS = 0.05
-"""Whatever the coordinator says, heartbeats come no faster than three in this."""
-MAX_LOOKUP_KEYS = 32_768
-"""Longer prompts are looked up by their head: 512 KiB of keys, half a message."""
+MIN_ROLE_SECONDS = 1.0
+"""Between two changes of a member's role: each costs a registration, and perhaps a snapshot."""
 
 
 class Member:
@@ -52,6 +61,11 @@ class Member:
     that it may iterate over a living index. `orders` are told what the coordinator wants done. `on_conflicts` is told
     whenever the instances that share nothing with this one have changed, as seen at each registration: the intervals
     are how often it registers anew and how often, if anything changed, digests are compared.
+
+    `tells_chunks` says whether this coordinator is told the chunks, asked when a stream begins. `on_standing` is called
+    whenever that may have changed for anybody: `layout_map_id` or `has_told` is another. `others_answered` returns once
+    each of the other coordinators has answered or failed to; waiting for it saves a first snapshot at one that is home
+    only until the next has answered.
     """
 
     def __init__(
@@ -62,6 +76,9 @@ class Member:
         snapshot: Callable[[], Iterable[Held]],
         orders: Orders,
         on_conflicts: Callable[[], None],
+        tells_chunks: Callable[[], bool],
+        on_standing: Callable[[], None],
+        others_answered: Callable[[], Awaitable[None]],
         digest_interval_seconds: float = 60.0,
         register_interval_seconds: float = 30.0,
         max_pending_changes: int = 200_000,
@@ -69,14 +86,18 @@ class Member:
     ) -> None:
         self.coordinator_address = coordinator_address
         self._credentials = credentials
-        self.conflicts: list[pb.SpecConflict] = []
-        """Instances of the same models that share nothing with this one, and why, as of the last registration."""
-        self.lookup_failures = 0
-        """Lookups that the coordinator did not answer, or refused."""
+        self.layout_map_id: str | None = None
+        """Which layout map the coordinator shares with others, empty if it keeps its own; None while nothing can be
+        told to it."""
+        self.role: Role | None = None
+        """What the stream under way is for; None if there is none."""
         self._describe = instance
         self._snapshot = snapshot
         self._orders = orders
-        self._on_conflicts = on_conflicts
+        self._tells_chunks = tells_chunks
+        self._on_standing = on_standing
+        self._others_answered = others_answered
+        self._role_time = float("-inf")
         self._digest_interval_seconds = digest_interval_seconds
         self._register_interval_seconds = register_interval_seconds
         self._max_pending_changes = max_pending_changes
@@ -85,10 +106,10 @@ class Member:
         self._cache: Any = None
         self._task: asyncio.Task[None] | None = None
         self._is_closing = False
-        self._last_membership: Membership | None = None
+        self._registration = Registration(describe=instance, on_conflicts=on_conflicts)
+        self._asking = Asking(coordinator_address)
         self._stream: ReportStream | None = None
         self._registration_is_old = False
-        self._doubted = False
         self._refused_since: float | None = None
         self._rest_seconds = 0.0
         self._logged = ""
@@ -120,8 +141,8 @@ class Member:
         self._settled.set()
         channel, self._channel = self._channel, None
         if channel is not None:
-            if self._last_membership is not None and self._error is None:
-                said = self._last_membership.instance
+            if self._registration.membership is not None and self._error is None:
+                said = self._registration.membership.instance
                 farewell = pb.DeregisterRequest(instance_id=said.instance_id, epoch=said.epoch)
                 with suppress(grpc.RpcError):  # then the lease will run out
                     await self._registry.Deregister(farewell, timeout=DEREGISTER_TIMEOUT_SECONDS)
@@ -132,9 +153,13 @@ class Member:
 
         Raises `ConfigError` if another living node has this instance id.
         """
-        await self._settled.wait()
+        await self.settled()
         if self._error is not None:
             raise self._error
+
+    async def settled(self) -> None:
+        """Returns once the first attempt to join has succeeded or failed."""
+        await self._settled.wait()
 
     async def wait(self) -> None:
         """Lasts until the fleet has no place for this node: raises `ConfigError` when another has its instance id."""
@@ -154,6 +179,22 @@ class Member:
         if self._stream is not None:
             self._stream.evicted(tier, fingerprint, key)
 
+    @property
+    def has_told(self) -> bool:
+        """Whether the coordinator has all chunks, and is told what changes."""
+        return self._stream is not None and self._stream.has_told
+
+    def change_role(self, now: float) -> float | None:
+        """Begins a new stream soon, in the role that is then right; or says when it may, if the last was just now."""
+        due = self._role_time + MIN_ROLE_SECONDS
+        if self._stream is None or self.role is None:
+            return None
+        if now < due:
+            return due
+        self._role_time = now
+        self._stream.end()
+        return None
+
     def refresh(self) -> None:
         """Registers anew, because `instance` has other specs or engines. Call it before chunks of a new spec come."""
         self._registration_is_old = True
@@ -165,7 +206,17 @@ class Member:
     @property
     def connected(self) -> bool:
         """Whether the coordinator answers, as far as is known."""
-        return self._stream is not None and not self._doubted
+        return self._stream is not None and not self._asking.doubted
+
+    @property
+    def lookup_failures(self) -> int:
+        """Lookups that the coordinator did not answer, or refused."""
+        return self._asking.failure_count
+
+    @property
+    def conflicts(self) -> list[pb.SpecConflict]:
+        """Instances of the same models that share nothing with this one, and why, as of the last registration."""
+        return self._registration.conflicts
 
     async def lookup(
         self, keys: Sequence[ChunkKey], deadline_seconds: float
@@ -174,29 +225,13 @@ class Member:
 
         After a lookup that had no answer in time none is asked any more, until the coordinator gives a sign of life.
         """
-        if not self.connected or self._last_membership is None:
+        membership = self._registration.membership
+        if not self.connected or membership is None:
             return None
-        request = cache_service_pb2.LookupRequest(
-            chunk_keys=join_keys(keys[:MAX_LOOKUP_KEYS]),
-            excluded_instance_id=self._last_membership.instance.instance_id,
-        )
-        method = "lmkv.v1.CacheService/Lookup"
-        try:
-            return cast(
-                cache_service_pb2.LookupResponse,
-                await rpc.call(self._cache.Lookup, method, self.coordinator_address, request, deadline_seconds),
-            )
-        except LmkvError as error:
-            self._lookup_failed(error)
-            return None
-
-    def _lookup_failed(self, error: LmkvError) -> None:
-        self.lookup_failures += 1
-        logger.debug("a lookup failed: %s", error)
-        if isinstance(error, Unreachable):
-            self._doubted = True
-            if self._stream is not None:
-                self._stream.probe()
+        response = await self._asking.lookup(self._cache, membership.instance.instance_id, keys, deadline_seconds)
+        if self._asking.doubted and self._stream is not None:
+            self._stream.probe()
+        return response
 
     # --- Joining, and joining again ------------------------------------------------------------------------------
 
@@ -204,64 +239,80 @@ class Member:
         pause = MIN_PAUSE_SECONDS
         while True:
             began = time.monotonic()
-            await self._join_once()
+            longest_pause = await self._join_once()
             if self._is_closing:  # a task group that fails just when it is cancelled swallows the cancellation
                 return
             if self._error is not None:
                 break
-            lease_ttl = self._last_membership.lease_ttl if self._last_membership else 0.0
+            if not longest_pause:
+                continue
+            lease_ttl = self._registration.membership.lease_ttl if self._registration.membership else 0.0
             was_stable = lease_ttl and time.monotonic() - began > lease_ttl
-            pause = MIN_PAUSE_SECONDS if was_stable else min(2 * pause, self._max_pause_seconds())
+            pause = MIN_PAUSE_SECONDS if was_stable else min(2 * pause, longest_pause)
             await asyncio.sleep(max(pause * random.uniform(0.5, 1.0), self._rest_seconds))  # noqa: S311 # spreads them
             self._rest_seconds = 0.0
         self._settled.set()
         self._ended.set()
+
+    async def _join_once(self) -> float:
+        """Registers and reports until that ends, and draws the consequences. The longest pause before the next time."""
+        is_there = False
+        try:
+            membership = await self._register()
+            self._stream = self._open_stream(membership)
+            if self._registration_is_old:  # something changed while the registration was on its way
+                self._stream.refresh()
+            self._asking.doubted, self._logged, self._refused_since = False, "", None
+            logger.info("instance %s joined the fleet at %s", membership.instance.instance_id, self.coordinator_address)
+            self._settled.set()
+            await self._report(self._stream, membership)
+            is_there = True
+            return 0.0
+        except (InstanceIdInUse, StaleEpoch) as error:
+            self._refused(error)
+            return self._max_pause_seconds()
+        except (ResyncRequired, InstanceNotFound) as error:
+            is_there = True
+            self._log_loss(error)
+            return MAX_PAUSE_SECONDS
+        except Full as error:
+            is_there, self.layout_map_id = True, None
+            self._rest_seconds = min(error.retry_seconds, MAX_REST_SECONDS)
+            self._log_loss(error)
+        except LmkvError as error:
+            self._log_loss(error)
+        except Exception:
+            logger.exception("reporting to the coordinator at %s failed unexpectedly", self.coordinator_address)
+        finally:
+            self.role = None
+            if not is_there:  # one that is can be asked, although it is told nothing for the moment
+                self._stream, self.layout_map_id = None, None
+            self._on_standing()
+        self._settled.set()
+        return self._max_pause_seconds()
 
     def _max_pause_seconds(self) -> float:
         assert self._channel is not None
         is_there = self._channel.get_state() is grpc.ChannelConnectivity.READY
         return MAX_BUSY_PAUSE_SECONDS if is_there else MAX_PAUSE_SECONDS
 
-    async def _join_once(self) -> None:
-        """Registers and reports until that ends, and draws the consequences."""
-        try:
-            membership = await self._register()
-            self._stream = self._open_stream(membership)
-            if self._registration_is_old:  # something changed while the registration was on its way
-                self._stream.refresh()
-            self._doubted, self._logged, self._refused_since = False, "", None
-            logger.info("instance %s joined the fleet at %s", membership.instance.instance_id, self.coordinator_address)
-            self._settled.set()
-            await self._stream.run(self._registry.Report())
-        except (InstanceIdInUse, StaleEpoch) as error:
-            self._refused(error)
-        except LmkvError as error:
-            if isinstance(error, Full):
-                self._rest_seconds = min(error.retry_seconds, MAX_REST_SECONDS)
-            self._log_loss(error)
-            self._settled.set()
-        except Exception:
-            logger.exception("reporting to the coordinator at %s failed unexpectedly", self.coordinator_address)
-            self._settled.set()
-        finally:
-            self._stream = None
+    async def _report(self, stream: ReportStream, membership: Membership) -> None:
+        """Reports until the role is another. Raises what ends it otherwise."""
+        if membership.layout_map_id:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(REGISTER_TIMEOUT_SECONDS, membership.lease_ttl / 3)):
+                    await self._others_answered()
+        self.role = Role(map_id=membership.layout_map_id, tells_chunks=self._tells_chunks())
+        await stream.run(self._registry.Report(), tells_chunks=self.role.tells_chunks)
 
     async def _register(self) -> Membership:
         """Registers the node as it is now. Raises what the coordinator answers, or `Unreachable`."""
         self._registration_is_old = False
-        said = self._describe()
-        try:
-            response = await self._registry.Register(
-                pb.RegisterRequest(instance=said),
-                timeout=REGISTER_TIMEOUT_SECONDS,
-                wait_for_ready=self._settled.is_set(),  # the first attempt shall tell soon that nobody is there
-            )
-        except grpc.RpcError as error:
-            raise rpc.from_rpc_error(error) from None
-        self._note_conflicts(list(response.instance.conflicts))
-        lease_ttl = max(response.lease_ttl.ToNanoseconds() / 1e9, MIN_LEASE_SECONDS)
-        self._last_membership = Membership(instance=said, lease_ttl=lease_ttl)
-        return self._last_membership
+        # The first attempt shall tell soon that nobody is there.
+        membership = await self._registration.make(self._registry, wait_for_ready=self._settled.is_set())
+        self.layout_map_id = membership.layout_map_id
+        self._on_standing()
+        return membership
 
     def _open_stream(self, membership: Membership) -> ReportStream:
         return ReportStream(
@@ -272,13 +323,14 @@ class Member:
             register=self._register,
             orders=self._orders,
             on_answer=self._answered,
+            on_told=self._on_standing,
             digest_interval_seconds=self._digest_interval_seconds,
             register_interval_seconds=self._register_interval_seconds,
             max_pending_changes=self._max_pending_changes,
         )
 
     def _answered(self) -> None:
-        self._doubted = False
+        self._asking.doubted = False
 
     def _refused(self, error: InstanceIdInUse | StaleEpoch) -> None:
         """Another node has the id: at the start perhaps a dead one whose lease has yet to end.
@@ -290,7 +342,7 @@ class Member:
         self._refused_since = self._refused_since or now
         lease_ttl = float(error.metadata.get("lease_ttl", 3.0))
         is_late = now - self._refused_since > lease_ttl
-        if is_late if self._last_membership is None else isinstance(error, StaleEpoch):
+        if is_late if self._registration.membership is None else isinstance(error, StaleEpoch):
             self._give_up(error)
 
     def _give_up(self, error: LmkvError) -> None:
@@ -302,18 +354,3 @@ class Member:
         if text != self._logged:  # once, not with every attempt
             logger.warning(text)
             self._logged = text
-
-    def _note_conflicts(self, conflicts: list[pb.SpecConflict]) -> None:
-        known, self.conflicts = self.conflicts, conflicts
-        for conflict in conflicts:
-            if conflict not in known:
-                logger.warning(
-                    "shares nothing of model %s with instance %s: %s %s here, %s there",
-                    conflict.model_name,
-                    conflict.instance_id,
-                    conflict.field,
-                    conflict.own_value,
-                    conflict.other_value,
-                )
-        if conflicts != known:
-            self._on_conflicts()

@@ -1,4 +1,4 @@
-"""The node's end of one `Report` call: a snapshot, then changes and heartbeats until it breaks. Used by `Member`."""
+"""The node's end of one `Report` call: a snapshot, then changes and heartbeats until it ends. Used by `Member`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -17,24 +16,11 @@ from lmkv.keys import ChunkKey
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.orders import Orders
+from lmkv_server.node.registration import Membership
 from lmkv_server.node.reports import Changes, Held, outcome_reports, record_reports
 
 FLUSH_SECONDS = 0.005
 """How long changes are gathered before they are reported."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Membership:
-    """What a successful registration settled."""
-
-    instance: pb.Instance
-    """The node as it registered."""
-    lease_ttl: float
-
-    @property
-    def chunk_sizes(self) -> dict[bytes, int]:
-        """Tokens of a full chunk, by fingerprint."""
-        return {spec.fingerprint: spec.chunk_size for spec in self.instance.specs}
 
 
 class ReportStream:
@@ -43,7 +29,7 @@ class ReportStream:
     Orders that come are handed to `orders`, and their outcomes told until the report that carries them is acknowledged.
     `describe` gives the node as it is now, `snapshot` everything it holds now, read in one go. `register` registers
     the node anew, which also brings news of the others. `on_answer` is called with each sign of life of the
-    coordinator.
+    coordinator, `on_told` when `has_told` becomes true.
     """
 
     def __init__(
@@ -56,6 +42,7 @@ class ReportStream:
         register: Callable[[], Awaitable[Membership]],
         orders: Orders,
         on_answer: Callable[[], None],
+        on_told: Callable[[], None] = lambda: None,
         digest_interval_seconds: float,
         register_interval_seconds: float,
         max_pending_changes: int,
@@ -66,23 +53,30 @@ class ReportStream:
         self._snapshot = snapshot
         self._register = register
         self._on_answer = on_answer
+        self._on_told = on_told
         self._digest_interval_seconds = digest_interval_seconds
         self._register_interval_seconds = register_interval_seconds
         self._max_pending_changes = max_pending_changes
+        self.has_told = False
+        """Whether the coordinator has acknowledged the snapshot."""
         self._changes: Changes | None = None
+        self._has_changed = False
+        self._digest_due = 0.0
+        self._snapshot_sequence: int | None = None
         self._registration_is_old = False
         self._orders = orders
         self._telling: dict[str, int] = {}  # order id: sequence of the report that carries its outcome
         self._told_pins = -1
         self._told_records = 0
         self._wake = asyncio.Event()
+        self._is_over = asyncio.Event()
         self._sequence = 0
 
     # --- What happens at the node --------------------------------------------------------------------------------
 
     def admitted(self, tier: chunk_pb2.Tier.ValueType, fingerprint: bytes, key: ChunkKey, token_count: int) -> None:
         """Notes that a chunk is now held."""
-        if self._changes is not None:  # else the snapshot is still to come and will tell
+        if self._changes is not None:  # else it is not told here, or the snapshot is still to come and will tell
             self._changes.admitted(tier, fingerprint, key, token_count)
             self._wake.set()
 
@@ -101,34 +95,39 @@ class ReportStream:
         """Sends a heartbeat now, to hear whether anybody is there."""
         self._wake.set()
 
+    def end(self) -> None:
+        """Has `run` return soon."""
+        self._is_over.set()
+
     # --- The call ------------------------------------------------------------------------------------------------
 
-    async def run(self, call: Any) -> None:
-        """Reports until the call breaks. Raises why it did: an `LmkvError`, or whatever is wrong with this code."""
+    async def run(self, call: Any, *, tells_chunks: bool = True) -> None:
+        """Reports until `end` is called, or the call breaks; all but chunks if another coordinator is told those.
+
+        Raises why it broke: an `LmkvError`, or whatever is wrong with this code.
+        """
         self._orders.listeners[self._coordinator_address] = self._wake.set
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._send(call))
-                group.create_task(self._receive(call))
+                tasks = (group.create_task(self._send(call, tells_chunks)), group.create_task(self._receive(call)))
+                await self._is_over.wait()
+                for task in tasks:
+                    task.cancel()
         except ExceptionGroup as failures:
             raise _cause(failures) from None
         finally:
             self._changes = None
+            self.has_told = False
             self._orders.lost(self._coordinator_address, self._membership.lease_ttl)
             call.cancel()
 
-    async def _send(self, call: Any) -> None:
-        held = Changes(self._snapshot())
-        self._changes = Changes(limit=self._max_pending_changes)
-        for report in held.reports(self._membership.chunk_sizes):
-            report.snapshot = True
-            await self._write(call, report)
-        del held
-        await self._write(call, pb.ReportRequest(snapshot=True, snapshot_end=True))
+    async def _send(self, call: Any, tells_chunks: bool) -> None:
+        if tells_chunks:
+            await self._send_snapshot(call)
+        else:
+            await self._write(call, pb.ReportRequest(told_elsewhere=True))
         status_due = time.monotonic()
-        digest_due = status_due + self._digest_interval_seconds
         register_due = status_due + self._register_interval_seconds
-        changed = False
         while True:
             await self._woken(status_due)
             if self._registration_is_old or time.monotonic() >= register_due:
@@ -137,17 +136,9 @@ class ReportStream:
                 register_due = time.monotonic() + self._register_interval_seconds
             if self._changes:
                 await asyncio.sleep(FLUSH_SECONDS)
-            changes, self._changes = self._changes, Changes(limit=self._max_pending_changes)
             # Nothing is awaited from here until all is read, so that digests and outcomes are those of these changes.
-            if changes.overflown:
-                raise ResyncRequired(f"{self._max_pending_changes} changes piled up; a snapshot will tell them")
-            reports = list(changes.reports(self._membership.chunk_sizes))
-            changed = changed or bool(changes)
+            reports = self._change_reports()
             now = time.monotonic()
-            if changed and now >= digest_due:
-                tiers = [usage.tier for usage in self._describe().tiers]
-                reports[-1].digests.extend(Changes(self._snapshot()).digests(tiers))
-                digest_due, changed = now + self._digest_interval_seconds, False
             if now >= status_due:
                 node = self._describe()
                 reports[-1].tiers.extend(node.tiers)
@@ -164,6 +155,35 @@ class ReportStream:
             reports += outcome_reports(outcome for outcome in untold if outcome.order_id not in self._telling)
             for report in reports:
                 await self._write(call, report)
+
+    async def _send_snapshot(self, call: Any) -> None:
+        held = Changes(self._snapshot())
+        self._changes = Changes(limit=self._max_pending_changes)
+        for report in held.reports(self._membership.chunk_sizes):
+            report.snapshot = True
+            await self._write(call, report)
+        self._snapshot_sequence = self._sequence + 1
+        await self._write(call, pb.ReportRequest(snapshot=True, snapshot_end=True))
+        self._digest_due = time.monotonic() + self._digest_interval_seconds
+
+    def _change_reports(self) -> list[pb.ReportRequest]:
+        """What has changed since the last time, in at least one report, with digests if they are due.
+
+        Raises `ResyncRequired` if that is too much.
+        """
+        if self._changes is None:
+            return [pb.ReportRequest()]
+        changes, self._changes = self._changes, Changes(limit=self._max_pending_changes)
+        if changes.overflown:
+            raise ResyncRequired(f"{self._max_pending_changes} changes piled up; a snapshot will tell them")
+        reports = list(changes.reports(self._membership.chunk_sizes))
+        self._has_changed = self._has_changed or bool(changes)
+        now = time.monotonic()
+        if self._has_changed and now >= self._digest_due:
+            tiers = [usage.tier for usage in self._describe().tiers]
+            reports[-1].digests.extend(Changes(self._snapshot()).digests(tiers))
+            self._digest_due, self._has_changed = now + self._digest_interval_seconds, False
+        return reports
 
     async def _woken(self, due: float) -> None:
         """Waits until there is something to say, at the latest until `due`."""
@@ -196,12 +216,18 @@ class ReportStream:
             if response is grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
                 raise Unreachable("the coordinator ended the stream")
             self._on_answer()
+            self._note_told(response.acked_sequence)
             heard = [order_id for order_id, sequence in self._telling.items() if sequence <= response.acked_sequence]
             for order_id in heard:
                 del self._telling[order_id]
             self._orders.acknowledge(self._coordinator_address, heard)
             for order in response.orders:
                 self._orders.take(order, self._coordinator_address)
+
+    def _note_told(self, acked_sequence: int) -> None:
+        if not self.has_told and self._snapshot_sequence is not None and acked_sequence >= self._snapshot_sequence:
+            self.has_told = True
+            self._on_told()
 
 
 def _cause(failures: ExceptionGroup[Exception]) -> Exception:

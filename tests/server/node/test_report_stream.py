@@ -19,7 +19,8 @@ from lmkv.v1.registry_service_pb2_grpc import (
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.host_tier import HostTier
 from lmkv_server.node.orders import Orders
-from lmkv_server.node.report_stream import Membership, ReportStream
+from lmkv_server.node.registration import Membership
+from lmkv_server.node.report_stream import ReportStream
 from tests.server.node.ordering import until
 
 
