@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import uvloop
 
@@ -59,9 +60,9 @@ async def _measure_fleet(run: Run, coordinator: Coordinator, count: int) -> None
     pid = coordinator.process.pid
     empty_bytes = resident_bytes(pid)
     async with Client(coordinator.address) as client:
-        with nodes(run, coordinator, count):
+        with nodes([coordinator.address], count, run.logs / str(count)):
             started = time.perf_counter()
-            await _whole(client, count)
+            await whole(client, count)
             joined = time.perf_counter() - started
             run.add(Row(name=f"scale_join_s_{count}", value=joined, unit="s"))
             grown = resident_bytes(pid) - empty_bytes
@@ -71,7 +72,7 @@ async def _measure_fleet(run: Run, coordinator: Coordinator, count: int) -> None
             started = time.perf_counter()
             coordinator.start()
             coordinator.wait_ready()
-            await _whole(client, count)
+            await whole(client, count)
             run.add(Row(name=f"scale_whole_s_{count}", value=time.perf_counter() - started, unit="s"))
 
 
@@ -97,7 +98,7 @@ async def _measure_steady(run: Run, coordinator: Coordinator, count: int) -> Non
     run.add(Row(name=f"scale_lookup_p99_ms_{count}", value=1e3 * cuts[98], unit="ms"))
 
 
-async def _whole(client: Client, count: int) -> None:
+async def whole(client: Client, count: int) -> None:
     """Waits until the coordinator has heard everything of every node."""
     deadline = time.monotonic() + WHOLE_SECONDS
     known = 0
@@ -113,14 +114,15 @@ async def _whole(client: Client, count: int) -> None:
 
 
 @contextmanager
-def nodes(run: Run, coordinator: Coordinator, count: int) -> Iterator[None]:
-    """So many nodes, over a few processes."""
+def nodes(addresses: Sequence[str], count: int, logs: Path) -> Iterator[None]:
+    """So many nodes, over a few processes; each is a member at every address."""
     with ExitStack() as stack:
         for index in range(PROCESS_COUNT):
             first, last = (1 + count * at // PROCESS_COUNT for at in (index, index + 1))
-            command = [sys.executable, "-m", "benchmarks.scale_nodes", "--coordinator", coordinator.address]
+            command = [sys.executable, "-m", "benchmarks.scale_nodes"]
+            command += [word for address in addresses for word in ("--coordinator", address)]
             command += ["--first", str(first), "--count", str(last - first), "--chunks", str(CHUNK_COUNT)]
-            process = ServerProcess(f"nodes-{index}", command, run.logs / str(count) / f"nodes-{index}.log")
+            process = ServerProcess(f"nodes-{index}", command, logs / f"nodes-{index}.log")
             process.start()
             stack.callback(process.stop)
         yield

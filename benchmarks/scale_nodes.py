@@ -10,7 +10,8 @@ import argparse
 import asyncio
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import uvloop
 
@@ -63,28 +64,35 @@ class ScaledNode:
     def evicted(self, chunk: Chunk) -> None:
         """See `Listener`."""
 
-    async def live(self, coordinator_address: str, started: asyncio.Semaphore) -> None:
-        """Joins, and stores and evicts for ever. So many join at a time as `started` lets in."""
-        async with self._orders:
-            async with started:
-                fleet = Fleet(
-                    [coordinator_address], instance=self._instance, snapshot=self._snapshot, orders=self._orders
-                )
-                await fleet.__aenter__()
-                await fleet.started()
-            try:
-                while True:
-                    await asyncio.sleep(CHANGE_SECONDS * self._random.uniform(0.5, 1.5))
-                    self._change(fleet)
-            finally:
-                await fleet.aclose()
+    @asynccontextmanager
+    async def member(self, coordinator_addresses: Sequence[str]) -> AsyncIterator[Fleet]:
+        """Its membership, for a while."""
+        async with (
+            self._orders,
+            Fleet(
+                coordinator_addresses, instance=self._instance, snapshot=self._snapshot, orders=self._orders
+            ) as fleet,
+        ):
+            yield fleet
 
-    def _change(self, fleet: Fleet) -> None:
-        for _ in range(CHANGED_CHUNKS):
-            gained = ChunkKey(self._random.randbytes(16))
-            self._held.append(gained)
-            fleet.admitted(TIER_HOST, SPEC.fingerprint, gained, SPEC.chunk_size)
-            fleet.evicted(TIER_HOST, SPEC.fingerprint, self._held.popleft())
+    async def live(self, coordinator_addresses: Sequence[str], started: asyncio.Semaphore) -> None:
+        """Joins, and stores and evicts for ever. So many join at a time as `started` lets in."""
+        async with AsyncExitStack() as stack:
+            async with started:
+                fleet = await stack.enter_async_context(self.member(coordinator_addresses))
+                await fleet.started()
+            while True:
+                await asyncio.sleep(CHANGE_SECONDS * self._random.uniform(0.5, 1.5))
+                for _ in range(CHANGED_CHUNKS):
+                    self.gain(fleet)
+                    fleet.evicted(TIER_HOST, SPEC.fingerprint, self._held.popleft())
+
+    def gain(self, fleet: Fleet) -> ChunkKey:
+        """Stores a chunk, and reports it."""
+        gained = ChunkKey(self._random.randbytes(16))
+        self._held.append(gained)
+        fleet.admitted(TIER_HOST, SPEC.fingerprint, gained, SPEC.chunk_size)
+        return gained
 
     def _instance(self) -> Instance:
         usage = TierUsage(tier=TIER_HOST, capacity_bytes=1 << 40, chunk_count=len(self._held))
@@ -113,7 +121,7 @@ async def live(args: argparse.Namespace) -> None:
 def main() -> None:
     """Lives until it is ended."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--coordinator", required=True)
+    parser.add_argument("--coordinator", action="append", required=True)
     parser.add_argument("--first", type=int, required=True)
     parser.add_argument("--count", type=int, required=True)
     parser.add_argument("--chunks", type=int, required=True)
