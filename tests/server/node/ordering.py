@@ -33,6 +33,7 @@ class Ordering(registry_service_pb2_grpc.RegistryServiceServicer):
         self.acking = True
         """Whether reports are acknowledged."""
         self.lease_seconds = 0.4
+        self.map_id = ""
         self._orders: asyncio.Queue[pb.Order | None] = asyncio.Queue()
 
     ListInstances: Any = None
@@ -65,7 +66,7 @@ class Ordering(registry_service_pb2_grpc.RegistryServiceServicer):
         return outcome
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:  # noqa: N802
-        response = pb.RegisterResponse(instance=request.instance)
+        response = pb.RegisterResponse(instance=request.instance, layout_map_id=self.map_id)
         response.lease_ttl.FromMilliseconds(round(1e3 * self.lease_seconds) if self.acking else 5000)
         return response
 
