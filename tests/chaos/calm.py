@@ -14,7 +14,8 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_HOST, Extent
 from lmkv_kernels import checksum
 from tests.chaos.actor import TROUBLE
-from tests.chaos.engine import SPEC, Engine, words_of
+from tests.chaos.asker import holders
+from tests.chaos.engine import PROMPTS, SPEC, Engine, words_of
 from tests.chaos.fleet import Fleet
 from tests.chaos.operators import Line
 from tests.chaos.victim import Coordinator, Node, Victim
@@ -53,7 +54,10 @@ async def calm(fleet: Fleet, watchers: Sequence[LayoutWatcher]) -> int:
     for node in fleet.nodes:
         await until(partial(left, node), node)
     for node in fleet.nodes:
+        await until(partial(told_once, node, fleet), node)
         await until(partial(told, node, fleet.coordinators, watchers), node)
+    for coordinator in fleet.coordinators:
+        await until(partial(found, coordinator, fleet.nodes, watchers[0]), coordinator)
     held = [await contents(node, watchers[0].held(node.name, TIER_HOST)) for node in fleet.nodes]
     for victim in fleet.victims.values():
         assert "Traceback" not in victim.process.log(), f"{victim.name}: {victim.process.log_file} tells of a mistake"
@@ -101,6 +105,17 @@ async def left(node: Node) -> str:
     return f"keeps {kept}: {metrics}" if kept else ""
 
 
+async def told_once(node: Node, fleet: Fleet) -> str:
+    """How coordinators that share a layout map do not do so, or are not told the chunks of the node as they should."""
+    maps = {name: relay.map_ids.get(node.name, "") for name, relay in fleet.relays.items()}
+    tells = [relay.tells_chunks(node.name) for relay in fleet.relays.values()]
+    if fleet.shares_map:
+        is_well = len(set(maps.values())) == 1 and all(maps.values()) and sorted(tells) == [[False], [True]]
+    else:
+        is_well = not any(maps.values()) and tells == [[True], [True]]
+    return "" if is_well else f"tells its chunks over streams {tells} to coordinators with the maps {maps}"
+
+
 async def told(node: Node, coordinators: Sequence[Coordinator], watchers: Sequence[LayoutWatcher]) -> str:
     """How what coordinators tell, in answers and to watchers, differs from each other or from what the node holds."""
     metrics = await node.metrics()
@@ -117,6 +132,22 @@ async def told(node: Node, coordinators: Sequence[Coordinator], watchers: Sequen
         if one != other:
             wrong.append(f"coordinators know of {len(one - other)} and {len(other - one)} that the other does not")
     return "; ".join(wrong)
+
+
+async def found(coordinator: Coordinator, nodes: Sequence[Node], watcher: LayoutWatcher) -> str:
+    """How what a coordinator answers differs from what a watcher was told of who holds what."""
+    keys = [key for prompt in PROMPTS for key in prompt]
+    held = {node.name: watcher.held(node.name, TIER_HOST) | watcher.held(node.name, TIER_DISK) for node in nodes}
+    wrong = 0
+    async with Line(coordinator) as line:
+        for some in batched(keys):
+            said, is_partial = await holders(line, some)
+            if is_partial:
+                return "answers are partial"
+            wrong += sum(
+                {name for name in held if key in held[name]} != names for key, names in zip(some, said, strict=True)
+            )
+    return f"names others than who holds them for {wrong} of {len(keys)} chunks" if wrong else ""
 
 
 async def contents(node: Node, keys: set[ChunkKey]) -> int:

@@ -1,12 +1,13 @@
 // A wall clock that jumps for one process: preloaded, it adds the nanoseconds in the file of JUMPING_CLOCK to what the
 // process reads of CLOCK_REALTIME. The kernel's own does not jump: who has it wait until a time of day waits wrongly.
-// Python and gRPC do not, they have it wait by the monotonic clock.
+// Python, gRPC and Redis do not, they have it wait by the monotonic clock.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <sys/time.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -30,4 +31,13 @@ int clock_gettime(clockid_t clock, struct timespec *time) {
   time->tv_sec += jump / SECOND + (nanoseconds >= SECOND) - (nanoseconds < 0);
   time->tv_nsec = (nanoseconds + SECOND) % SECOND;
   return 0;
+}
+
+int gettimeofday(struct timeval *restrict time, void *restrict zone) {
+  struct timespec now;
+  int result = clock_gettime(CLOCK_REALTIME, &now);
+  (void)zone;
+  time->tv_sec = now.tv_sec;
+  time->tv_usec = now.tv_nsec / 1000;
+  return result;
 }

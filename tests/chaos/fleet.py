@@ -1,4 +1,7 @@
-"""The fleet: two coordinators, four nodes, and between any two of them a link that can be in trouble."""
+"""The fleet: two coordinators, four nodes, and between any two of them a link that can be in trouble.
+
+If the coordinators share a layout map there is a store, too, which each of them calls by a link.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +16,32 @@ from tests.chaos.clock import Clock, compiled
 from tests.chaos.disks import Disks
 from tests.chaos.link import Link
 from tests.chaos.relay import CoordinatorRelay, PeerRelay
+from tests.chaos.store import Store
 from tests.chaos.victim import Coordinator, Node, Place, Victim
 
 CHANNELS = {"node-1": "auto", "node-2": "auto", "node-3": "tcp", "node-4": "nixl"}
 """Bytes go by shared memory, sockets and NIXL; between the last two not at all."""
 WITH_DISK = ("node-1", "node-3")
 COORDINATORS = ("coordinator-1", "coordinator-2")
+STORE = "store"
 
 
 class Fleet:
     """A context manager that starts everything, and leaves nothing. `folder`'s path must be short, for sockets."""
 
-    def __init__(self, folder: Path, logs: Path) -> None:
+    def __init__(self, folder: Path, logs: Path, *, shares_map: bool) -> None:
+        self.shares_map = shares_map
+        """Whether there is a store where the coordinators share a layout map."""
         self._folder = folder
         self._logs = logs
         self._stack = AsyncExitStack()
         self.links: dict[str, Link] = {}
-        """By `NODE>OTHER`."""
+        """By `CALLER>OTHER`."""
         self.relays: dict[str, CoordinatorRelay] = {}
         """By coordinator."""
         self.nodes: list[Node] = []
         self.coordinators: list[Coordinator] = []
+        self.stores: list[Store] = []
         self.disks = Disks(WITH_DISK, folder, logs)
         self.clocks_jump = False
         """Whether they can."""
@@ -43,7 +51,7 @@ class Fleet:
     @property
     def victims(self) -> dict[str, Victim]:
         """All processes, by name."""
-        return {victim.name: victim for victim in (*self.nodes, *self.coordinators)}
+        return {victim.name: victim for victim in (*self.nodes, *self.coordinators, *self.stores)}
 
     def links_of(self, node: str) -> list[Link]:
         """Every link from or to a node."""
@@ -70,8 +78,14 @@ class Fleet:
         library = compiled(self._folder)
         self.clocks_jump = library is not None
         self._stack.enter_context(self.disks)
+        if self.shares_map:
+            store = Store(STORE, self._logs, Clock(library, self._folder / f"{STORE}.clock"))
+            self.stores.append(store)
+            self._start(store)
+            await asyncio.to_thread(store.wait_ready)
         for name in COORDINATORS:
-            coordinator = Coordinator(name, self._logs, Clock(library, self._folder / f"{name}.clock"))
+            clock = Clock(library, self._folder / f"{name}.clock")
+            coordinator = Coordinator(name, self._logs, clock, await self._sharing(name))
             self.coordinators.append(coordinator)
             self._start(coordinator)
             relay = CoordinatorRelay(coordinator.port, lambda node, peer: self._peer_addresses[node, peer])
@@ -90,6 +104,13 @@ class Fleet:
                     self._byte_addresses[peer.name, node.name] = await link.open_door(node.bytes_port)
         for node in self.nodes:
             self._start(node)
+
+    async def _sharing(self, coordinator: str) -> list[str]:
+        """How a coordinator is told where the store is, if there is one."""
+        for store in self.stores:
+            door = await (await self._link(coordinator, store.name)).open_door(store.port)
+            return ["--layout-map-url", f"redis://{door}/0"]
+        return []
 
     async def _node(self, name: str, channel: str, clock: Clock) -> Node:
         doors = [

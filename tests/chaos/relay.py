@@ -25,6 +25,7 @@ from lmkv.v1 import registry_service_pb2 as registry_pb
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
 from tests.chaos.schedule import Kind
 
+REGISTER = "/lmkv.v1.RegistryService/Register"
 REPORT = "/lmkv.v1.RegistryService/Report"
 LOOKUP = "/lmkv.v1.CacheService/Lookup"
 INIT = "/lmkv.v1.PeerService/Init"
@@ -97,8 +98,12 @@ class CoordinatorRelay(Relay):
 
     def __init__(self, port: int, address_of: AddressOf) -> None:
         super().__init__(port)
+        self.map_ids: dict[str, str] = {}
+        """Which layout map the coordinator shares, as each node was told last; empty for its own."""
         self._address_of = address_of
         self._mischief: Counter[tuple[str, Kind]] = Counter()
+        self._streams: dict[Any, tuple[str, bool]] = {}
+        """Those that are open, by their call: the node, and whether it tells its chunks."""
 
     def service(self, details: Any) -> Any:
         """See `Relay`."""
@@ -114,7 +119,14 @@ class CoordinatorRelay(Relay):
         """Takes a `begin` back."""
         self._mischief[node, kind] -= 1
 
+    def tells_chunks(self, node: str) -> list[bool]:
+        """Whether a node tells its chunks, for each stream of reports that it has open."""
+        return [tells for of, tells in self._streams.values() if of == node]
+
     def _answer(self, method: str, request: bytes, answer: bytes) -> bytes:
+        if method == REGISTER:
+            said = registry_pb.RegisterResponse.FromString(answer)
+            self.map_ids[said.instance.instance_id] = said.layout_map_id
         if method != LOOKUP:
             return answer
         node, found = LookupRequest.FromString(request).excluded_instance_id, LookupResponse.FromString(answer)
@@ -128,7 +140,10 @@ class CoordinatorRelay(Relay):
         first = await anext(reports, None)
         if first is None:
             return
-        node = registry_pb.ReportRequest.FromString(first).instance_id
+        opening = registry_pb.ReportRequest.FromString(first)
+        node = opening.instance_id
+        self._streams[call] = node, not opening.told_elsewhere
+        context.add_done_callback(lambda _: self._streams.pop(call, None))
         sending = asyncio.create_task(self._send(node, first, reports, call))
         try:
             async for answer in call:
@@ -137,6 +152,7 @@ class CoordinatorRelay(Relay):
         except grpc.aio.AioRpcError as error:
             await _abort(context, error)
         finally:
+            self._streams.pop(call, None)
             sending.cancel()
             call.cancel()
 

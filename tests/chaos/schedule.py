@@ -54,6 +54,8 @@ WEIGHTS = {
 """How often each comes, beside the others."""
 PAUSE_SECONDS = (0.1, 1.0)
 """Between the beginnings of two faults: several last at a time."""
+STORE_WEIGHT = 3
+"""How often something comes to a store, or to a link to it, beside any other process or link: there is only one."""
 LAST_SECONDS = (0.05, 3.0)
 CLOCK_JUMPS = (-3600.0, -20.0, 20.0, 3600.0)
 DELAYS = (0.01, 0.05, 0.3)
@@ -67,7 +69,7 @@ class Fault:
     """When it begins, in seconds from the start."""
     kind: Kind
     target: str
-    """A process, or `NODE>OTHER` for the link by which a node calls another process."""
+    """A process, or `CALLER>OTHER` for the link by which a process calls another one."""
     seconds: float
     """How long it lasts."""
     amount: float = 0.0
@@ -78,15 +80,23 @@ class Fault:
         return f"{self.at:8.2f} s  {self.kind} {self.target}{amount} for {self.seconds:.2f} s"
 
 
-def schedule(seed: int, nodes: Sequence[str], coordinators: Sequence[str], disks: Sequence[str]) -> Iterator[Fault]:
+def schedule(
+    seed: int,
+    nodes: Sequence[str],
+    coordinators: Sequence[str],
+    disks: Sequence[str],
+    stores: Sequence[str] = (),
+) -> Iterator[Fault]:
     """Faults without end, in the order of their beginning; the same ones for the same arguments.
 
-    `disks` are the nodes that have a disk.
+    `disks` are the nodes that have a disk, `stores` what coordinators call.
     """
     chance = random.Random(f"{seed}/schedule")
-    processes = [*nodes, *coordinators]
+    processes = [*nodes, *coordinators, *STORE_WEIGHT * list(stores)]
     reports = [f"{node}>{coordinator}" for node in nodes for coordinator in coordinators]
-    links = [*reports, *(f"{node}>{peer}" for node in nodes for peer in nodes if node != peer)]
+    words = [f"{node}>{peer}" for node in nodes for peer in nodes if node != peer]
+    shared = [f"{coordinator}>{store}" for coordinator in coordinators for store in stores]
+    links = [*reports, *words, *STORE_WEIGHT * shared]
     targets = dict.fromkeys(Kind, links) | {
         Kind.KILL: processes,
         Kind.FREEZE: processes,

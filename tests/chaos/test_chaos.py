@@ -1,7 +1,8 @@
 """Chaos: a fleet under load is killed, frozen, cut apart, filled up and lied to; no byte is wrong, and nothing is left.
 
-`make chaos` runs it for ten minutes, every run of the tests for some seconds. LMKV_CHAOS_SECONDS says for how long,
-LMKV_CHAOS_SEED by which schedule; a failure says both, and what had been done by then (docs/chaos.md).
+Once its coordinators have a layout map each, once they share one: LMKV_CHAOS_SHARED, 0 or 1, has only one of both.
+`make chaos` runs it for ten minutes, every run of the tests for some seconds. LMKV_CHAOS_SECONDS says for how long
+altogether, LMKV_CHAOS_SEED by which schedule; a failure says all, and what had been done by then (docs/chaos.md).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.actor import act
+from tests.chaos.asker import AskActor
 from tests.chaos.calm import calm, ready
 from tests.chaos.engine_actor import EngineActor
 from tests.chaos.fleet import COORDINATORS, WITH_DISK, Fleet
@@ -24,7 +26,9 @@ from tests.chaos.operators import MoveActor, PinActor
 from tests.chaos.schedule import schedule
 from tests.chaos.watchers import LayoutWatcher, MetricsWatcher
 
-SECONDS = float(os.environ.get("LMKV_CHAOS_SECONDS", "20"))
+SHARED = {"": (False,), "0": (False,), "1": (True,)}[os.environ.get("LMKV_CHAOS_SHARED", "")]
+SECONDS = float(os.environ.get("LMKV_CHAOS_SECONDS", "30")) / len(SHARED)
+"""For each of both."""
 SEED = int(os.environ.get("LMKV_CHAOS_SEED", random.SystemRandom().randrange(1 << 32)))
 ENGINES = 2
 """At each node."""
@@ -33,23 +37,27 @@ REST_SECONDS = 420.0
 
 
 @pytest.mark.timeout(SECONDS + REST_SECONDS)
+@pytest.mark.parametrize("shares_map", SHARED, ids=lambda shares_map: "shared-map" if shares_map else "own-maps")
 async def test_whatever_is_done_to_the_fleet_no_byte_is_wrong_and_nothing_is_left(
-    tmp_path: Path, short_folder: Path, capsys: pytest.CaptureFixture[str]
+    shares_map: bool, tmp_path: Path, short_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    run = f"LMKV_CHAOS_SHARED={shares_map:d} LMKV_CHAOS_SEED={SEED} LMKV_CHAOS_SECONDS={SECONDS:g}"
     with capsys.disabled():
-        print(f"\nLMKV_CHAOS_SEED={SEED} LMKV_CHAOS_SECONDS={SECONDS:g}")
+        print(f"\n{run}")
     counts: Counter[str] = Counter()
-    async with Fleet(short_folder, tmp_path) as fleet:
+    async with Fleet(short_folder, tmp_path, shares_map=shares_map) as fleet:
         for node in fleet.nodes:
             await ready(node)
         names = [node.name for node in fleet.nodes]
-        havoc = Havoc(fleet, schedule(SEED, names, COORDINATORS, WITH_DISK), SEED, counts)
+        stores = [store.name for store in fleet.stores]
+        havoc = Havoc(fleet, schedule(SEED, names, COORDINATORS, WITH_DISK, stores), SEED, counts)
         engines = [EngineActor(node, number, SEED, counts) for node in fleet.nodes for number in range(ENGINES)]
         operators = [actor(fleet.nodes, fleet.coordinators, SEED, counts) for actor in (MoveActor, PinActor)]
+        askers = [AskActor(coordinator, SEED, counts) for coordinator in fleet.coordinators]
         watchers = [LayoutWatcher(coordinator, SEED, counts) for coordinator in fleet.coordinators]
 
         async def ordeal() -> None:
-            await act([*engines, *operators, havoc], asyncio.sleep(SECONDS))
+            await act([*engines, *operators, *askers, havoc], asyncio.sleep(SECONDS))
             ended = time.monotonic()
             counts["chunks compared"] += await calm(fleet, watchers)
             counts["seconds until calm"] = round(time.monotonic() - ended)
@@ -59,9 +67,10 @@ async def test_whatever_is_done_to_the_fleet_no_byte_is_wrong_and_nothing_is_lef
             await fleet.end()
         except Exception as error:
             done = "\n".join(map(str, havoc.done))
-            error.add_note(f"LMKV_CHAOS_SEED={SEED} LMKV_CHAOS_SECONDS={SECONDS:g}; what was done:\n{done}")
+            error.add_note(f"{run}; what was done:\n{done}")
             raise
     with capsys.disabled():
         print(", ".join(f"{count} {what}" for what, count in sorted(counts.items())))
     assert counts["chunks fetched"] > 0
     assert counts["chunks compared"] > 0
+    assert counts["questions answered"] > 0

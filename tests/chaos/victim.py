@@ -1,4 +1,4 @@
-"""Processes that are killed, frozen and started again: nodes and coordinators."""
+"""Processes that are killed, frozen and started again: nodes and coordinators; `store.py` has one more."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,9 +108,9 @@ class Victim:
 class Coordinator(Victim):
     """One `lmkv coordinator`."""
 
-    def __init__(self, name: str, folder: Path, clock: Clock) -> None:
+    def __init__(self, name: str, folder: Path, clock: Clock, arguments: Sequence[str] = ()) -> None:
         (folder / name).mkdir()
-        self.server = cluster.Coordinator(folder / name)
+        self.server = cluster.Coordinator(folder / name, arguments=arguments)
         self.server.process.name = name
         super().__init__(self.server.process, clock)
 
