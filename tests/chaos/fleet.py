@@ -105,12 +105,12 @@ class Fleet:
         for node in self.nodes:
             self._start(node)
 
-    async def _sharing(self, coordinator: str) -> list[str]:
+    async def _sharing(self, coordinator: str) -> dict[str, str]:
         """How a coordinator is told where the store is, if there is one."""
         for store in self.stores:
             door = await (await self._link(coordinator, store.name)).open_door(store.port)
-            return ["--layout-map-url", f"redis://{door}/0"]
-        return []
+            return {"LAYOUT_MAP_URL": f"redis://{door}/0"}
+        return {}
 
     async def _node(self, name: str, channel: str, clock: Clock) -> Node:
         doors = [

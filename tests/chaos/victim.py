@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,9 +108,10 @@ class Victim:
 class Coordinator(Victim):
     """One `lmkv coordinator`."""
 
-    def __init__(self, name: str, folder: Path, clock: Clock, arguments: Sequence[str] = ()) -> None:
+    def __init__(self, name: str, folder: Path, clock: Clock, settings: Mapping[str, str]) -> None:
         (folder / name).mkdir()
-        self.server = cluster.Coordinator(folder / name, arguments=arguments)
+        self.server = cluster.Coordinator(folder / name)
+        self.server.process.environment |= {f"LMKV_{key}": value for key, value in settings.items()}
         self.server.process.name = name
         super().__init__(self.server.process, clock)
 
