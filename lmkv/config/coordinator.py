@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lmkv.config import common
-from lmkv.config.kinds import FOLDERS, HOST, OFF, PATH, PORT, PORT_IF_ANY, PORTS, SECONDS
+from lmkv.config.kinds import FOLDERS, HOST, OFF, PATH, PORT, PORT_IF_ANY, PORTS, SECONDS, VALKEY_URL
 from lmkv.config.schema import Alias, Config, key
 from lmkv.credentials import Credentials
 
@@ -32,6 +32,13 @@ class CoordinatorConfig(Config):
     )
     lease_ttl: float = key(SECONDS, 3.0, "How long a node counts as alive after its last report, in seconds.")
     operation_ttl: float = key(SECONDS, 3600.0, "How long operations that ended can be asked about, in seconds.")
+    layout_map_url: str = key(
+        VALKEY_URL,
+        "",
+        "Valkey or Redis, one server or a cluster, through which coordinators share one layout map: valkey://, "
+        "redis://, or rediss:// with TLS.",
+        shown_default="empty: each keeps its own",
+    )
     cluster_secret: str = common.cluster_secret()
     tokenizers: Mapping[str, str] = key(
         FOLDERS,

@@ -173,6 +173,11 @@ def _remote_url(raw: object) -> str:
     return text
 
 
+def _valkey_url(raw: object) -> str:
+    text = _remote_url(raw)
+    return text if not text or parse_remote_url(text).host else _refuse()
+
+
 def _ports(raw: object) -> Mapping[str, int]:
     if isinstance(raw, str):
         raw = json.loads(raw)
@@ -280,6 +285,12 @@ REMOTE_URL = Kind(
     metavar="URL",
     expects="valkey://HOST:PORT/DB, redis:// or rediss:// the same, or s3://BUCKET/PREFIX",
     parse=_remote_url,
+    secret=True,  # it may hold a password
+)
+VALKEY_URL = Kind(
+    metavar="URL",
+    expects="valkey://HOST:PORT/DB, redis:// or rediss:// the same",
+    parse=_valkey_url,
     secret=True,  # it may hold a password
 )
 HTTP_URL = Kind(metavar="URL", expects="http://HOST:PORT or https://", parse=_matching(r"|https?://[^\s/@]+/?"))

@@ -49,6 +49,10 @@ class Admission:
         """Notes somebody who joins, and is not `synced` until it has."""
         self._joining.add(instance)
 
+    def leave(self, instance: Instance) -> None:
+        """Makes the room of somebody who tells nothing here after all."""
+        self._joining.discard(instance)
+
     def _forget_joined(self, now: float) -> None:
         """Whoever has joined makes room, and whoever gave up when its lease is over."""
         before = len(self._joining)

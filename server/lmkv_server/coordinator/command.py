@@ -75,6 +75,7 @@ async def serve(config: CoordinatorConfig) -> None:
         tokenizers=config.tokenizers,
         credentials=config.credentials,
         gate=gate,
+        layout_map_url=config.layout_map_url,
     )
     async with coordinator, telemetry.export_metrics(coordinator.metrics, SERVICE_NAME, ""):
         logger.info("lmkv coordinator ready on %s", coordinator.address)

@@ -11,6 +11,7 @@ from typing import Self
 
 import grpc
 from prometheus_client import CollectorRegistry
+from prometheus_client.registry import Collector
 
 from lmkv import rpc
 from lmkv.auth.gate import OPEN_GATE, Gate
@@ -24,6 +25,8 @@ from lmkv_server.coordinator.http.server import HttpServer
 from lmkv_server.coordinator.ports import address, listen
 from lmkv_server.coordinator.registry import Registry
 from lmkv_server.coordinator.services import SERVICE_NAMES, Services
+from lmkv_server.coordinator.shared.metrics import SharedMapMetrics
+from lmkv_server.coordinator.shared.shared_map import SharedMap
 from lmkv_server.coordinator.tenants import Tenants
 from lmkv_server.coordinator.tokenizers import Tokenizers
 
@@ -42,8 +45,9 @@ class Coordinator:
     It speaks gRPC on `port`, or on `grpc_ports` if they are given, and HTTP on `http_ports`. Ports are given by the
     configuration key that sets them; 0 takes a free one. All speak TLS if `credentials` have a certificate, and let in
     whom `gate` knows, each to its tenant. Leases last `lease_ttl` seconds, operations that ended are kept for
-    `operation_ttl`. It makes tokens of text for the models whose folders `tokenizers` names. Entering raises
-    `ConfigError` if a port or a tokenizer cannot be had.
+    `operation_ttl`. It makes tokens of text for the models whose folders `tokenizers` names, and shares its layout map
+    at `layout_map_url`, if there is one. Making it raises `ConfigError` if that cannot be used, entering it if a port
+    or a tokenizer cannot be had.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Coordinator:
         tokenizers: Mapping[str, str] | None = None,
         credentials: Credentials = rpc.PLAINTEXT,
         gate: Gate = OPEN_GATE,
+        layout_map_url: str = "",
     ) -> None:
         self.host = host
         self.grpc_ports = dict(grpc_ports or {"port": port})
@@ -72,6 +77,7 @@ class Coordinator:
         self._credentials = credentials
         self._gate = gate
         self._admission = Admission()
+        self._shared = SharedMap(layout_map_url, lease_ttl=lease_ttl) if layout_map_url else None
         self.metrics = CollectorRegistry()
         """What it knows and has done, once it is entered."""
         self._tenants: Tenants | None = None
@@ -113,7 +119,9 @@ class Coordinator:
             tenants.of(tenant)
         server = await rpc.make_server(SERVICE_NAMES, calls, self._gate)
         tenants.add_to(server)
-        own = (calls, CertificateEnd(self._credentials.cert))
+        own: tuple[Collector, ...] = (calls, CertificateEnd(self._credentials.cert))
+        if self._shared is not None:
+            own = (*own, SharedMapMetrics(self._shared))
         app = make_app(tenants, Tokenizers(self._tokenizers), self.host, self._gate, *own)
         self.metrics = app.metrics
         try:
@@ -123,11 +131,14 @@ class Coordinator:
                 http = HttpServer(self.host, port, key, app, self._credentials)
                 self.http_ports[key] = http.port
                 self._http.append(http)
+            if self._shared is not None:
+                await self._shared.start(tenants)
             await server.start()
             for http in self._http:
                 await http.start()
         except BaseException:
             await self._stop_serving(server)
+            await self._stop_sharing()
             raise
         self._server = server
         self._sweeper = asyncio.create_task(_sweep(tenants), name="lmkv-coordinator-sweeper")
@@ -152,6 +163,7 @@ class Coordinator:
         server, self._server = self._server, None
         if server is not None:
             await self._stop_serving(server)
+        await self._stop_sharing()
         if self._tenants is not None:
             await self._tenants.aclose()
 
@@ -162,7 +174,12 @@ class Coordinator:
             cluster_secret=self._secret,
             quota=lambda: self._gate.quota(tenant),
             admission=self._admission,
+            share=self._shared.of(tenant) if self._shared else None,
         )
+
+    async def _stop_sharing(self) -> None:
+        if self._shared is not None:
+            await self._shared.aclose()
 
     async def _stop_serving(self, server: grpc.aio.Server) -> None:
         http, self._http = self._http, []

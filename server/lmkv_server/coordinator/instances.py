@@ -47,6 +47,8 @@ class Instance:
         """The `Report` stream that is open now."""
         self.synced = False
         """Whether the opening snapshot of the stream is in."""
+        self.layout_map_id = ""
+        """Which shared layout map it was last told of."""
         self.tiers: Sequence[registry_service_pb2.TierUsage] = ()
         """How full its tiers are, as it last said."""
         self.pins: dict[str, chunk_pb2.PinnedChunks] = {}

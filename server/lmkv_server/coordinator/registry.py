@@ -7,8 +7,10 @@ from collections.abc import Callable
 from lmkv.errors import Full
 from lmkv_server.coordinator.admission import Admission
 from lmkv_server.coordinator.instances import Instance, Instances, Registration
-from lmkv_server.coordinator.layout_map import LayoutMap
+from lmkv_server.coordinator.layout_map import LayoutMap, Snapshot
 from lmkv_server.coordinator.report_stream import ReportStream
+from lmkv_server.coordinator.shared.follower import Follower
+from lmkv_server.coordinator.shared.publication import Publication
 
 COMING_BACK_SECONDS = 1.0
 """How long after its turn an instance that was put off is expected at the latest."""
@@ -29,6 +31,10 @@ class Registry:
         """`on_gone` is told the id of each instance that leaves, whatever the way; `admission` says who may join."""
         self.instances = Instances(lease_ttl)
         self.layout = LayoutMap(revision)
+        self.publications: dict[str, Publication] = {}
+        """What is published of instances that tell their chunks here, where coordinators share a layout map."""
+        self.followers: dict[str, Follower] = {}
+        """Instances that tell their chunks to another one of these."""
         self._settled_time = now + lease_ttl
         self._on_gone = on_gone
         self._admission = admission or Admission()
@@ -60,19 +66,52 @@ class Registry:
             self._settled_time = max(self._settled_time, now + full.retry_seconds + COMING_BACK_SECONDS)
             raise
 
-    def open_stream(self, instance_id: str, epoch: int, now: float) -> ReportStream:
-        """Begins a stream of reports; one that is already open is superseded.
+    def open_stream(
+        self, instance_id: str, epoch: int, now: float, publication: Publication | None = None
+    ) -> ReportStream:
+        """Begins a stream of reports; one that is already open is superseded. What it tells is published, if it can.
 
         Raises `InstanceNotFound`, `StaleEpoch`.
         """
         instance = self.instances.get(instance_id, epoch)
-        self._end_stream(instance)
-        self.instances.renew(instance, now)
-        stream = ReportStream(self.instances, self.layout, instance)
-        instance.stream = stream
-        instance.synced = False
-        self._unsettled[instance_id] = instance
-        return stream
+        self.unpublish(instance_id)
+        self._unfollow(instance_id)
+        if publication is not None:
+            self.publications[instance_id] = publication
+        self._unsettle(instance)
+        return self._begin_stream(instance, now, self.layout.stage(instance_id), publication)
+
+    def follow(self, instance_id: str, epoch: int, now: float, load: Callable[[Follower], None]) -> ReportStream:
+        """Begins a stream without chunks: another coordinator is told these, and publishes them.
+
+        `load` is called whenever they have to be loaded. Raises `InstanceNotFound`, `StaleEpoch`.
+        """
+        instance = self.instances.get(instance_id, epoch)
+        self.unpublish(instance_id)
+        follower = self.followers.get(instance_id)
+        if follower is None:
+            self.followers[instance_id] = follower = Follower(
+                self.layout, instance, wants=load, unsettles=self._unsettle
+            )
+            follower.want()
+        elif follower.is_settled:
+            instance.synced = True
+        self._admission.leave(instance)
+        return self._begin_stream(instance, now)
+
+    def unpublish(self, instance_id: str) -> None:
+        """Publishes no more of an instance; one that is not published is no error."""
+        publication = self.publications.pop(instance_id, None)
+        if publication is not None:
+            publication.close()
+
+    def unshare(self) -> None:
+        """Publishes and follows nobody any more. What followed ones hold stays, but may be less than there is."""
+        for instance_id in list(self.publications):
+            self.unpublish(instance_id)
+        for instance_id, follower in list(self.followers.items()):
+            self._unsettle(follower.instance)
+            self._unfollow(instance_id)
 
     def deregister(self, instance_id: str, epoch: int) -> Instance:
         """Lets an instance leave with all it held. Raises `InstanceNotFound`, `StaleEpoch`."""
@@ -102,10 +141,37 @@ class Registry:
         unsynced = {instance.said.instance_id for instance in self.instances if not instance.synced}
         assert unsynced <= self._unsettled.keys()
         assert all(self.instances.find(instance_id) is one for instance_id, one in self._unsettled.items())
+        assert self.publications.keys().isdisjoint(self.followers)
+        assert all(self.instances.find(instance_id) is one.instance for instance_id, one in self.followers.items())
         self.layout.check()
+
+    def _begin_stream(
+        self,
+        instance: Instance,
+        now: float,
+        staged: Snapshot | None = None,
+        publication: Publication | None = None,
+    ) -> ReportStream:
+        self._end_stream(instance)
+        self.instances.renew(instance, now)
+        instance.stream = stream = ReportStream(self.instances, self.layout, instance, staged, publication)
+        return stream
+
+    def _unsettle(self, instance: Instance) -> None:
+        instance.synced = False
+        self._unsettled[instance.said.instance_id] = instance
+
+    def _unfollow(self, instance_id: str) -> None:
+        follower = self.followers.pop(instance_id, None)
+        if follower is not None:
+            follower.close()
 
     def _forget(self, instance: Instance) -> None:
         self._end_stream(instance)
+        self._unfollow(instance.said.instance_id)
+        publication = self.publications.pop(instance.said.instance_id, None)
+        if publication is not None:
+            publication.gone()
         self._unsettled.pop(instance.said.instance_id, None)
         self.layout.drop_instance(instance.said.instance_id)
         self._on_gone(instance.said.instance_id)

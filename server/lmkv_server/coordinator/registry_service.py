@@ -11,7 +11,7 @@ from typing import Any
 from google.protobuf import duration_pb2, timestamp_pb2
 
 from lmkv.auth.callers import NO_QUOTA, TenantQuota
-from lmkv.errors import BadInstance, Full, LmkvError, QuotaExceeded
+from lmkv.errors import BadInstance, Full, LmkvError, QuotaExceeded, ResyncRequired
 from lmkv.rpc import MAX_MESSAGE_BYTES
 from lmkv.spec import KvSpec
 from lmkv.v1 import registry_service_pb2 as pb
@@ -22,6 +22,7 @@ from lmkv_server.coordinator.orders import Orders
 from lmkv_server.coordinator.pages import page_limit, page_token, read_page_token
 from lmkv_server.coordinator.registry import Registry
 from lmkv_server.coordinator.report_stream import ReportStream
+from lmkv_server.coordinator.shared.share import OwnMap, Share
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class _Outbox:
 
     def __init__(self) -> None:
         self.wake = asyncio.Event()
+        self.error: LmkvError | None = None
+        """Why the stream is to end, if it is."""
         self._sequence = 0
         self._orders: list[pb.Order] = []
 
@@ -45,6 +48,11 @@ class _Outbox:
         """Nothing more comes: what was read is told, and how reading ended is known."""
         if not reading.cancelled():
             reading.exception()
+        self.wake.set()
+
+    def fail(self, error: LmkvError) -> None:
+        """Ends the stream, whatever is still to be told."""
+        self.error = error
         self.wake.set()
 
     def acknowledge(self, sequence: int) -> None:
@@ -72,12 +80,20 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
     """The handlers. One event loop runs them all; the registry is its alone."""
 
     def __init__(
-        self, registry: Registry, orders: Orders, keeping: Keeping, quota: Callable[[], TenantQuota] = lambda: NO_QUOTA
+        self,
+        registry: Registry,
+        orders: Orders,
+        keeping: Keeping,
+        quota: Callable[[], TenantQuota] = lambda: NO_QUOTA,
+        share: Share | None = None,
     ) -> None:
         self._registry = registry
         self._orders = orders
         self._keeping = keeping
         self._quota = quota
+        self._share = share or OwnMap()
+        self._outboxes: dict[str, _Outbox] = {}
+        """Of the newest stream of each instance."""
         self.report_count = 0
         """Reports that were applied since the start, heartbeats included."""
 
@@ -98,7 +114,12 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
         instance.tiers = tuple(request.instance.tiers)
         instance.engine_count = request.instance.engine_count
         instance.stats = request.instance.stats
-        response = pb.RegisterResponse(instance=self._to_proto(instance, now), lease_ttl=duration_pb2.Duration())
+        instance.layout_map_id = self._share.map_id
+        response = pb.RegisterResponse(
+            instance=self._to_proto(instance, now),
+            lease_ttl=duration_pb2.Duration(),
+            layout_map_id=instance.layout_map_id,
+        )
         response.lease_ttl.FromNanoseconds(round(self._registry.instances.lease_ttl * 1e9))
         if news:
             _log_registered(response.instance)
@@ -116,6 +137,9 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
         reading.add_done_callback(outbox.close)
         while True:
             await outbox.wake.wait()
+            if outbox.error is not None:
+                reading.cancel()
+                raise outbox.error
             if response := outbox.take(self._registry.layout.revision):
                 yield response
             elif reading.done():
@@ -128,14 +152,15 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
         instance_id = ""
         try:
             async for report in reports:
-                now = time.monotonic()
                 if stream is None:
                     instance_id = report.instance_id
-                    stream = self._registry.open_stream(instance_id, report.epoch, now)
+                    self._outboxes[instance_id] = outbox
+                    stream = await self._open_stream(report, outbox)
                     self._orders.connect(instance_id, outbox.tell)
-                stream.apply(report, now)
+                stream.apply(report, time.monotonic())
                 if report.changes:
                     self._check_quota("max_chunks", len(self._registry.layout))
+                    await self._share.has_room()
                 self.report_count += 1
                 self._note(report)
                 outbox.acknowledge(stream.sequence)
@@ -143,9 +168,33 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
             logger.warning("reports of instance %s end: %s", instance_id, error)
             raise
         finally:
+            if self._outboxes.get(instance_id) is outbox:
+                del self._outboxes[instance_id]
             if stream is not None:
                 stream.close()
                 self._orders.disconnect(instance_id, outbox.tell)
+
+    async def _open_stream(self, report: pb.ReportRequest, outbox: _Outbox) -> ReportStream:
+        """The stream that a first report begins. Raises what `Report` answers."""
+        instance_id, epoch = report.instance_id, report.epoch
+        instance = self._registry.instances.get(instance_id, epoch)
+        if instance.layout_map_id != self._share.map_id:
+            raise ResyncRequired("the coordinator has another layout map since; register anew")
+        if report.told_elsewhere:
+            if not self._share.map_id:
+                raise ResyncRequired("this coordinator keeps its own layout map; tell it what you hold")
+            return self._registry.follow(instance_id, epoch, time.monotonic(), self._share.load)
+        publication = await self._share.publish(instance_id, epoch)
+        if self._outboxes.get(instance_id) is not outbox:
+            raise ResyncRequired(f"another stream of instance {instance_id!r} took over")
+        return self._registry.open_stream(instance_id, epoch, time.monotonic(), publication)
+
+    def resync(self, reason: str, instance_id: str = "") -> None:
+        """Ends the streams of reports of one instance, or of all: they register anew and begin others."""
+        outboxes = [self._outboxes.get(instance_id)] if instance_id else list(self._outboxes.values())
+        for outbox in outboxes:
+            if outbox is not None:
+                outbox.fail(ResyncRequired(f"{reason}; register anew"))
 
     def _check_quota(self, limit: str, count: int) -> None:
         most = getattr(self._quota(), limit)

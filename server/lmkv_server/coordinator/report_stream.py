@@ -10,18 +10,28 @@ from lmkv.keys import KEY_BYTES, check_keys
 from lmkv.v1 import chunk_pb2, registry_service_pb2
 from lmkv_server.coordinator.instances import Instance, Instances
 from lmkv_server.coordinator.layout_map import MAX_TOKENS, TIER_COUNT, LayoutMap, Snapshot
-
-FINGERPRINT_BYTES = 16
+from lmkv_server.coordinator.shared.content import FINGERPRINT_BYTES, Change
+from lmkv_server.coordinator.shared.publication import Publication
 
 
 class ReportStream:
-    """What one instance tells over one `Report` call. `Registry.open_stream` makes it."""
+    """What one instance tells over one `Report` call. `Registry.open_stream` and `follow` make it."""
 
-    def __init__(self, instances: Instances, layout: LayoutMap, instance: Instance) -> None:
+    def __init__(
+        self,
+        instances: Instances,
+        layout: LayoutMap,
+        instance: Instance,
+        staged: Snapshot | None,
+        publication: Publication | None,
+    ) -> None:
+        """Without an open snapshot its chunks are told elsewhere."""
         self._instances = instances
         self._layout = layout
         self._instance = instance
-        self._staged: Snapshot | None = layout.stage(instance.said.instance_id)
+        self._staged = staged
+        self._told_elsewhere = staged is None
+        self._publication = publication
         self.sequence = 0
         """Of the last report that was applied."""
 
@@ -58,25 +68,39 @@ class ReportStream:
             self._instance.stream = None
 
     def _apply_content(self, report: registry_service_pb2.ReportRequest) -> None:
+        if self._told_elsewhere:
+            if report.snapshot or report.snapshot_end or report.changes:
+                raise BadMessage("a stream whose chunks are told elsewhere carries some")
+        else:
+            self._apply_chunks(report)
+        if report.tiers or report.engine_count:
+            self._instance.tiers = tuple(report.tiers)
+            self._instance.engine_count = report.engine_count
+
+    def _apply_chunks(self, report: registry_service_pb2.ReportRequest) -> None:
+        if report.told_elsewhere:
+            raise BadMessage("told_elsewhere belongs into a stream's first report")
         if (report.snapshot or report.snapshot_end) != (self._staged is not None):
             raise ResyncRequired(
                 "changes came before the end of the snapshot"
                 if self._staged is not None
                 else "a snapshot came after its end; begin a new stream with it"
             )
-        for change in report.changes:
-            self._apply_change(change)
+        changes = [self._apply_change(change) for change in report.changes]
         if self._staged is not None and report.snapshot_end:
             self._layout.install(self._staged)
             self._staged = None
             self._instance.synced = True
-        if report.tiers or report.engine_count:
-            self._instance.tiers = tuple(report.tiers)
-            self._instance.engine_count = report.engine_count
-        for claimed in report.digests if self._staged is None else ():
+        digests = report.digests if self._staged is None else ()
+        for claimed in digests:
             self._compare(claimed)
+        if self._publication is not None:
+            told = [(claimed.tier, claimed.chunk_count, claimed.key_sum) for claimed in digests]
+            self._publication.changed(changes, told)
+            if report.snapshot_end:
+                self._publication.completed()
 
-    def _apply_change(self, change: registry_service_pb2.ChunkChange) -> None:
+    def _apply_change(self, change: registry_service_pb2.ChunkChange) -> Change:
         if not 1 <= change.tier <= TIER_COUNT:
             raise BadMessage(f"tier {change.tier} is unknown", tier=change.tier)
         if len(change.fingerprint) not in (0, FINGERPRINT_BYTES):
@@ -93,6 +117,7 @@ class ReportStream:
         else:
             instance_id = self._instance.said.instance_id
             self._layout.apply(instance_id, *where, chunk_size=chunk_size, fingerprint=change.fingerprint)
+        return Change(change.tier, change.fingerprint, chunk_size, admitted, dict(partials), evicted)
 
     def _compare(self, claimed: registry_service_pb2.TierDigest) -> None:
         known = self._layout.digest(self._instance.said.instance_id, claimed.tier)

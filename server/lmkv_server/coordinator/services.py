@@ -18,6 +18,7 @@ from lmkv_server.coordinator.pins import Pins
 from lmkv_server.coordinator.registry import Registry
 from lmkv_server.coordinator.registry_service import RegistryService
 from lmkv_server.coordinator.selection import Selector
+from lmkv_server.coordinator.shared.share import Share
 from lmkv_server.coordinator.watch import Watch
 
 SERVICE_NAMES = ("lmkv.v1.CacheService", "lmkv.v1.RegistryService", "google.longrunning.Operations")
@@ -34,6 +35,7 @@ class Services:
         cluster_secret: bytes = b"",
         quota: Callable[[], TenantQuota] = lambda: NO_QUOTA,
         admission: Admission | None = None,
+        share: Share | None = None,
     ) -> None:
         orders = Orders()
         # Beginning at the time of day keeps revisions rising across restarts.
@@ -54,8 +56,12 @@ class Services:
         clears = Clears(self.core, selector, orders, self.operations_core)
         self._keeping.resume = {"move": moves.resume, "copy": moves.resume, "clear": clears.resume}
         self.cache = CacheService(self.core, selector, moves, clears, self._keeping, self.pins, self.watch)
-        self.registry = RegistryService(self.core, orders, self._keeping, quota)
+        self.registry = RegistryService(self.core, orders, self._keeping, quota, share)
         self.operations = OperationsService(self.operations_core, self._keeping)
+
+    def resync(self, reason: str, instance_id: str = "") -> None:
+        """See `RegistryService.resync`."""
+        self.registry.resync(reason, instance_id)
 
     async def aclose(self) -> None:
         """Ends what runs behind the handlers."""

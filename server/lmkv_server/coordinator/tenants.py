@@ -34,6 +34,10 @@ class Tenants:
         """The name of each tenant, and what serves it."""
         return list(self._services.items())
 
+    def find(self, tenant: str) -> Services | None:
+        """What serves a tenant; None if nobody has called for it."""
+        return self._services.get(tenant)
+
     def of(self, tenant: str) -> Services:
         """What serves a tenant, made when it is first called for. The gate lets in none that nobody has named."""
         if tenant not in self._services:
