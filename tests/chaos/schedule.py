@@ -54,8 +54,6 @@ WEIGHTS = {
 """How often each comes, beside the others."""
 PAUSE_SECONDS = (0.1, 1.0)
 """Between the beginnings of two faults: several last at a time."""
-STORE_WEIGHT = 3
-"""How often something comes to a store, or to a link to it, beside any other process or link: there is only one."""
 LAST_SECONDS = (0.05, 3.0)
 CLOCK_JUMPS = (-3600.0, -20.0, 20.0, 3600.0)
 DELAYS = (0.01, 0.05, 0.3)
@@ -92,11 +90,11 @@ def schedule(
     `disks` are the nodes that have a disk, `stores` what coordinators call.
     """
     chance = random.Random(f"{seed}/schedule")
-    processes = [*nodes, *coordinators, *STORE_WEIGHT * list(stores)]
+    processes = [*nodes, *coordinators, *stores]
     reports = [f"{node}>{coordinator}" for node in nodes for coordinator in coordinators]
     words = [f"{node}>{peer}" for node in nodes for peer in nodes if node != peer]
     shared = [f"{coordinator}>{store}" for coordinator in coordinators for store in stores]
-    links = [*reports, *words, *STORE_WEIGHT * shared]
+    links = [*reports, *words, *shared]
     targets = dict.fromkeys(Kind, links) | {
         Kind.KILL: processes,
         Kind.FREEZE: processes,
