@@ -26,6 +26,8 @@ CALM_SECONDS = 90.0
 """So long it may take until nothing is left: a grant expires after four seconds, a full disk is tried after sixty."""
 LOOKUPS = 50
 """So many are on their way to a node at a time."""
+DIFFERENCE = "the layout map has"
+"""What a coordinator logs when digests differ: it mends that, but must never have to."""
 NOTHING_LEFT = (
     "engines",
     "read_grants",
@@ -60,7 +62,9 @@ async def calm(fleet: Fleet, watchers: Sequence[LayoutWatcher]) -> int:
         await until(partial(found, coordinator, fleet.nodes, watchers[0]), coordinator)
     held = [await contents(node, watchers[0].held(node.name, TIER_HOST)) for node in fleet.nodes]
     for victim in fleet.victims.values():
-        assert "Traceback" not in victim.process.log(), f"{victim.name}: {victim.process.log_file} tells of a mistake"
+        log = victim.process.log()
+        assert "Traceback" not in log, f"{victim.name}: {victim.process.log_file} tells of a mistake"
+        assert DIFFERENCE not in log, f"{victim.name}: its layout map was wrong, as {victim.process.log_file} tells"
     return sum(held)
 
 

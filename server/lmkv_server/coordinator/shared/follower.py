@@ -72,6 +72,8 @@ class Follower:
         """Loads in a row that came to nothing: the next one should not come at once."""
         self.is_hopeless = False
         """Whether what was loaded was wrong again: the instance has to tell it anew."""
+        self.difference = ""
+        """How what is known differed from the digests the last time that it did."""
         self._layout = layout
         self._wants = wants
         self._unsettles = unsettles
@@ -228,7 +230,12 @@ class Follower:
     def _compare(self, entry: Entry) -> None:
         instance_id = self.instance.said.instance_id
         for tier, digest in entry.digest_by_tier().items():
-            if self._layout.digest(instance_id, tier) != digest:
+            known = self._layout.digest(instance_id, tier)
+            if known != digest:
+                self.difference = (
+                    f"instance {instance_id} holds {digest.chunk_count} chunks in tier {tier}, the layout map has "
+                    f"{known.chunk_count} or other ones"
+                )
                 self.is_hopeless = self._doubted_term == entry.term
                 self._doubted_term = entry.term
                 self.want()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,6 +20,8 @@ from lmkv_server.coordinator.shared.reader import Reader
 
 if TYPE_CHECKING:  # it needs a package that not everybody has
     from lmkv_server.coordinator.shared.store import Store
+
+logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 2.0
 """Between two looks whether the map is still the same."""
@@ -97,6 +100,9 @@ class Session:
         follower = member.core.followers.get(entry.instance_id) if member else None
         if follower is not None:
             self._counts.followed += follower.hear(entry)
+            if follower.difference:
+                logger.warning("%s; loading it anew", follower.difference)
+                follower.difference = ""
 
     def reached(self, shard: int) -> None:
         """See `Listener`."""
