@@ -78,6 +78,8 @@ class Follower:
         self._wants = wants
         self._unsettles = unsettles
         self._load: Load | None = None
+        self._is_behind = True
+        """Whether a load has yet to bring what is missing, or found nothing that could."""
         self._announced_term = 0
         """The newest that is said to be complete."""
         self._ended_term = 0
@@ -87,7 +89,7 @@ class Follower:
     @property
     def is_settled(self) -> bool:
         """Whether it has all that is published."""
-        return self.term != 0 and not self.is_wanting and self._load is None and self.term != self._ended_term
+        return not self._is_behind and self.term != self._ended_term
 
     @property
     def is_reading_on(self) -> bool:
@@ -100,7 +102,7 @@ class Follower:
             return
         self._abandon()
         self._unsettle()
-        self.is_wanting = True
+        self._is_behind = self.is_wanting = True
         self._wants(self)
 
     def close(self) -> None:
@@ -178,7 +180,7 @@ class Follower:
         if load.is_stale:
             self.want()
         else:
-            self.instance.synced = True
+            self._is_behind, self.instance.synced = False, True
 
     # --- What the log says ---------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What a follower does when digests say that it was told, or has taken in, something wrong."""
+"""What a follower does when what it knows is wrong, or is less than there is."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Parts:
     def _want(self, _: Follower) -> None:
         self.wanted += 1
 
-    def load(self) -> None:
+    def load(self, term: int = TERM) -> None:
         """Loads what it holds: nothing."""
         load = self.follower.begin()
-        assert self.follower.found(load, (TERM, EPOCH))
+        assert self.follower.found(load, (term, EPOCH))
         self.follower.loaded(load, OPENING)
         self.follower.ended(load, (1, 0))
         self.follower.reach((1, 0))
@@ -61,3 +61,13 @@ def test_digests_that_differ_are_told_of_and_the_instance_is_loaded_anew_until_i
     parts.load()
     parts.hear(wrong)
     assert (parts.wanted, parts.follower.is_hopeless, parts.instance.synced) == (3, True, False)
+
+
+def test_who_missed_something_and_finds_nothing_to_load_is_behind_until_there_is_something() -> None:
+    parts = Parts()
+    parts.follower.want()  # entries of the log are gone
+    assert not parts.follower.found(parts.follower.begin(), None)
+    assert not parts.follower.is_settled
+    parts.follower.hear(Entry(EntryKind.COMPLETE, "", "a", EPOCH, TERM + 1))
+    assert parts.wanted == 3
+    parts.load(TERM + 1)
