@@ -41,7 +41,9 @@ DECIDED = {
     },
 }
 """Keys that other values decide."""
-DECIDED_EVERYWHERE = re.compile(r"tls_.*|auth_.*|log_(level|format)|cluster_secret|engine_api_key|remote_url")
+DECIDED_EVERYWHERE = re.compile(
+    r"tls_.*|auth_.*|log_(level|format)|cluster_secret|engine_api_key|remote_url|layout_map_url"
+)
 
 PORT = {"minimum": 1, "maximum": 65535}
 SIZE = {"type": "number", "exclusiveMinimum": 0}

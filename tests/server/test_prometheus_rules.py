@@ -84,7 +84,8 @@ async def measured(runtime_dir: Path) -> set[str]:
         pool_path=str(runtime_dir / "pool"),
         remote_url="redis://127.0.0.1:1",  # where nobody is
     )
-    async with Coordinator(port=0) as coordinator, Node(config) as node:
+    shared_map = "redis://127.0.0.1:1"  # nobody there, either
+    async with Coordinator(port=0, layout_map_url=shared_map) as coordinator, Node(config) as node:
         known = {*names(coordinator.metrics), *names(node.metrics.registry), *names(Proxy(ProxyConfig()).metrics)}
     known |= {f"lmkv:{name}" for name in engine_metrics()}
     groups = yaml.safe_load(RULES.read_text())["groups"]
