@@ -226,7 +226,7 @@ async def _answer(more_seconds: float = 0.0) -> AsyncIterator[None]:
             yield
     except TimeoutError:
         raise StoreLost(f"no answer for {CALL_SECONDS + more_seconds:g} s") from None
-    except (ValkeyError, OSError) as error:
+    except (ValkeyError, OSError, EOFError, RuntimeError) as error:  # the last is uvloop's, of a connection just reset
         raise StoreLost(str(error)) from None
 
 
