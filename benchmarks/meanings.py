@@ -92,6 +92,11 @@ _MEANINGS = {
     r"scale_bytes_per_chunk": "what the coordinator takes for each chunk, its nodes included",
     r"scale_cpu_percent": "processor time of the coordinator while all nodes beat, store and evict",
     r"scale_lookup_p\d+_ms": "40 chunks, over a standing call, beside all that",
+    r"shared_join_s": "until two coordinators know all of a fleet that starts",
+    r"shared_cpu_percent": "processor time of two coordinators together while all nodes beat, store and evict",
+    r"shared_store_cpu_percent": "processor time of `redis-server` meanwhile",
+    r"shared_news_p\d+_ms": "from when a node has a chunk until both coordinators say so",
+    r"shared_whole_s": "until one of them that was killed knows everything again",
     r"scale_whole_s": "until a coordinator that was killed knows everything again",
     r"lmcache_http_lookup_ms": "LMCache's controller: `POST /lookup` by tokens, as JSON",
 }

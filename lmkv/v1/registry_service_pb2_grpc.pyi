@@ -49,7 +49,8 @@ class RegistryServiceStub:
     """Tells what changed on one instance and renews its lease; carries orders back.
 
     The first reports of a stream are a snapshot, which replaces atomically what was known; then come changes, in
-    sequence. A stream that says `told_elsewhere` has neither. A report without content is a heartbeat. The lease ends `lease_ttl` after the last report.
+    sequence. A stream that says `told_elsewhere` has neither. A report without content is a heartbeat. The lease ends
+    `lease_ttl` after the last report. Each is acknowledged at once; one of nothing but changes with the next response.
 
     Errors:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered; register and open a new stream.
@@ -94,7 +95,8 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     """Tells what changed on one instance and renews its lease; carries orders back.
 
     The first reports of a stream are a snapshot, which replaces atomically what was known; then come changes, in
-    sequence. A stream that says `told_elsewhere` has neither. A report without content is a heartbeat. The lease ends `lease_ttl` after the last report.
+    sequence. A stream that says `told_elsewhere` has neither. A report without content is a heartbeat. The lease ends
+    `lease_ttl` after the last report. Each is acknowledged at once; one of nothing but changes with the next response.
 
     Errors:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered; register and open a new stream.
@@ -148,7 +150,8 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         """Tells what changed on one instance and renews its lease; carries orders back.
 
         The first reports of a stream are a snapshot, which replaces atomically what was known; then come changes, in
-        sequence. A stream that says `told_elsewhere` has neither. A report without content is a heartbeat. The lease ends `lease_ttl` after the last report.
+        sequence. A stream that says `told_elsewhere` has neither. A report without content is a heartbeat. The lease ends
+        `lease_ttl` after the last report. Each is acknowledged at once; one of nothing but changes with the next response.
 
         Errors:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered; register and open a new stream.

@@ -30,14 +30,21 @@ class Coordinator(Server):
 
     ready_timeout_seconds = 30.0
 
-    def __init__(self, folder: Path, *, port: int = 0, arguments: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        port: int = 0,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         """`folder` gets its log, `coordinator.log`. `port` 0 takes a free one; it stays the same over restarts."""
         self.port = port or free_port()
         self.address = f"127.0.0.1:{self.port}"
         self.http_address = f"127.0.0.1:{free_port()}"
         ports = ["--port", str(self.port), "--http-port", self.http_address.rpartition(":")[2]]
         command = [sys.executable, "-m", "lmkv", "coordinator", *ports, *arguments]
-        self.process = ServerProcess("coordinator", command, folder / "coordinator.log")
+        self.process = ServerProcess("coordinator", command, folder / "coordinator.log", environment)
 
     def holders(self, tokens: Sequence[int]) -> dict[str, int]:
         """How many tokens of a prompt each instance holds, by its id. Raises what the coordinator answers."""

@@ -32,6 +32,8 @@ MAX_CONFLICTS = 16
 MAX_PAGE_BYTES = MAX_MESSAGE_BYTES // 2
 QUOTA_RETRY_SECONDS = 5.0
 """When an instance may try again whose tenant has all it may have."""
+_CHANGES = frozenset(("instance_id", "epoch", "sequence", "changes"))
+"""Fields of a report that says nothing but what came and went."""
 
 
 class _Outbox:
@@ -55,10 +57,11 @@ class _Outbox:
         self.error = error
         self.wake.set()
 
-    def acknowledge(self, sequence: int) -> None:
-        """Every report up to this one is applied."""
+    def acknowledge(self, sequence: int, *, at_once: bool) -> None:
+        """Every report up to this one is applied; that is told now, or with what is told next."""
         self._sequence = sequence
-        self.wake.set()
+        if at_once:
+            self.wake.set()
 
     def tell(self, order: pb.Order) -> None:
         """Sends an order."""
@@ -163,7 +166,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
                     await self._share.has_room()
                 self.report_count += 1
                 self._note(report)
-                outbox.acknowledge(stream.sequence)
+                outbox.acknowledge(stream.sequence, at_once=not _says_changes_only(report))
         except LmkvError as error:
             logger.warning("reports of instance %s end: %s", instance_id, error)
             raise
@@ -291,6 +294,11 @@ def registration(message: pb.Instance) -> Registration:
         specs=tuple(KvSpec.from_proto(spec) for spec in message.specs),
         version=message.version,
     )
+
+
+def _says_changes_only(report: pb.ReportRequest) -> bool:
+    """Whether nobody waits for the answer: most reports are such, and answering costs as much as reading them."""
+    return bool(report.changes) and all(field.name in _CHANGES for field, _ in report.ListFields())
 
 
 def _wall_time(moment: float, now: float) -> timestamp_pb2.Timestamp:

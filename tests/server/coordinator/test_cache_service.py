@@ -140,6 +140,7 @@ async def test_every_tier_has_its_location(registry: Any, cache: Any) -> None:
         )
     ]
     await stream.write(ReportRequest(instance_id="a", epoch=1, sequence=2, changes=changes))
+    await stream.write(ReportRequest(instance_id="a", epoch=1, sequence=3))
     await stream.read()
     (holder,) = (await lookup(cache, chunk_keys=join_keys(keys))).holders
     assert [run.location for run in holder.runs] == ["LocalCPUBackend", "GPU", "LocalDiskBackend", "RemoteBackend"]

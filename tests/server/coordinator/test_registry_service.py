@@ -184,11 +184,16 @@ async def test_reports_are_acknowledged_and_what_they_tell_is_found(registry: An
     first = await stream.read()
     assert first.acked_sequence == 1
     assert await is_held(cache)
+    # Nobody waits for the answer to changes: the next report that says more brings it.
     await stream.write(report(2, changes=[ChunkChange(tier=chunk_pb2.TIER_HOST, evicted_keys=KEY)]))
+    await stream.write(report(3))
     second = await stream.read()
-    assert second.acked_sequence == 2
+    assert second.acked_sequence == 3
     assert second.revision > first.revision
     assert not await is_held(cache)
+    changes = [ChunkChange(tier=chunk_pb2.TIER_HOST, admitted_keys=KEY)]
+    await stream.write(report(4, changes=changes, stats=InstanceStats(asked_chunks=1)))
+    assert (await stream.read()).acked_sequence == 4
 
 
 @pytest.mark.parametrize("lease_ttl", [0.5])
