@@ -1,0 +1,197 @@
+"""However loads, the log and a home that tells it all interleave: in the end a follower has what the home has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lmkv.digests import digest
+from lmkv.keys import ChunkKey, join_keys
+from lmkv_server.coordinator.instances import Instance, Registration
+from lmkv_server.coordinator.layout_map import LayoutMap
+from lmkv_server.coordinator.shared.content import OPENING, Change
+from lmkv_server.coordinator.shared.entry import Entry, EntryKind, Position
+from lmkv_server.coordinator.shared.follower import Follower, Load
+
+TIER, EPOCH, CHUNK_SIZE = 2, 7, 16
+FINGERPRINT = b"f" * 16
+KEYS = [ChunkKey(bytes([number]) * 16) for number in range(1, 10)]
+BUCKETS = [KEYS[:3], KEYS[3:6], KEYS[6:]]
+"""What one step of a walk looks at."""
+
+chunks = st.dictionaries(st.sampled_from(KEYS), st.sampled_from([CHUNK_SIZE, 5]), max_size=4)
+some_keys = st.sets(st.sampled_from(KEYS), max_size=4)
+
+
+def change(admitted: Mapping[ChunkKey, int], evicted: set[ChunkKey]) -> Change:
+    partial = {at: tokens for at, tokens in enumerate(admitted.values()) if tokens != CHUNK_SIZE}
+    return Change(TIER, FINGERPRINT, CHUNK_SIZE, join_keys(admitted), partial, join_keys(sorted(evicted)))
+
+
+class Following(RuleBasedStateMachine):
+    """A store, a home that publishes there, and a follower whose reader and loader take any steps in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[int, dict[ChunkKey, int]] = {}
+        """The hashes of the store, by term."""
+        self.current: int | None = None
+        self.log: list[Entry] = []
+        self.term = 0
+        self.is_complete = False
+        self.read = 0
+        self.load: Load | None = None
+        self.scanned = -1
+        self.layout = LayoutMap()
+        said = Registration(instance_id="a", epoch=EPOCH, peer_address="host:1")
+        self.instance = Instance(said, 0.0, 1.0)
+        self.follower = Follower(self.layout, self.instance, wants=lambda _: None, unsettles=lambda _: None)
+
+    @initialize()
+    def begin(self) -> None:
+        self.follower.want()
+
+    # --- The home ------------------------------------------------------------------------------------------------
+
+    @rule(snapshot=chunks)
+    def another_home(self, snapshot: dict[ChunkKey, int]) -> None:
+        """A stream with a snapshot begins somewhere."""
+        self.term += 1
+        self.is_complete = False
+        self.held[self.term] = dict(snapshot)
+
+    @precondition(lambda self: self.term and not self.is_complete)
+    @rule()
+    def snapshot_ends(self) -> None:
+        self.is_complete = True
+        if self.current is not None:
+            self.held.pop(self.current, None)
+        self.current = self.term
+        self._log(EntryKind.COMPLETE)
+
+    @precondition(lambda self: self.is_complete)
+    @rule(admitted=chunks, evicted=some_keys, how=st.sampled_from(["plain", "digests", "long"]))
+    def chunks_come_and_go(self, admitted: dict[ChunkKey, int], evicted: set[ChunkKey], how: str) -> None:
+        held = self.held[self.term]
+        admitted = {key: tokens for key, tokens in admitted.items() if key not in held}  # a key is its tokens
+        held.update(admitted)
+        for key in evicted:
+            held.pop(key, None)
+        if how == "long":
+            self._log(EntryKind.RELOAD)
+            return
+        part = digest(list(held))
+        digests = [(TIER, part.chunk_count, part.key_sum)] if how == "digests" else []
+        self._log(EntryKind.CHANGES, [change(admitted, evicted)], digests)
+
+    @precondition(lambda self: self.is_complete)
+    @rule()
+    def lease_ends_at_the_home(self) -> None:
+        self.is_complete = False
+        del self.held[self.term]
+        self.current = None
+        self._log(EntryKind.GONE)
+        self.term += 1  # whatever comes next is a new one
+        self.held[self.term] = {}
+
+    def _log(
+        self, kind: EntryKind, changes: Sequence[Change] = (), digests: Sequence[tuple[int, int, int]] = ()
+    ) -> None:
+        self.log.append(Entry(kind, "", "a", EPOCH, self.term, list(changes), list(digests)))
+
+    # --- The follower --------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.read < len(self.log))
+    @rule()
+    def reads_on(self) -> None:
+        self.read += 1
+        self.follower.hear(self.log[self.read - 1])
+        self.follower.reach(self._position(self.read))
+
+    @precondition(lambda self: self.read < len(self.log))
+    @rule(count=st.integers(1, 5))
+    def falls_behind(self, count: int) -> None:
+        """Entries are trimmed that it has not read."""
+        self.read = min(self.read + count, len(self.log))
+        self.follower.want()
+
+    @rule()
+    def loads_on(self) -> None:
+        """A step of a load, or the begin of one that is wanted."""
+        load = self.load
+        if load is None or not self.follower.is_loading(load):
+            self.load, self.scanned = (self.follower.begin(), -1) if self.follower.is_wanting else (None, -1)
+        elif self.scanned < 0:
+            if self.follower.found(load, None if self.current is None else (self.current, EPOCH)):
+                self.scanned = 0
+        elif self.scanned < len(BUCKETS):
+            self.follower.loaded(load, self._records(load.term, self.scanned))
+            self.scanned += 1
+        elif not self.follower.is_reading_on:
+            self.follower.ended(load, self._position(len(self.log)))
+            self.follower.reach(self._position(self.read))
+
+    def _records(self, term: int, bucket: int) -> bytes:
+        if term not in self.held:
+            return b""
+        place = bytes([TIER]) + FINGERPRINT
+        held = [(key, tokens) for key, tokens in self.held[term].items() if key in BUCKETS[bucket]]
+        records = b"".join(place + key + tokens.to_bytes(4, "little") for key, tokens in held)
+        return OPENING + records if bucket == 0 else records
+
+    def _position(self, count: int) -> Position:
+        return count, 0
+
+    # --- What holds ----------------------------------------------------------------------------------------------
+
+    @invariant()
+    def agrees(self) -> None:
+        self.layout.check()
+        assert not self.follower.difference, "digests that are right never differ"
+        assert self.instance.synced == self.follower.is_settled
+
+    def teardown(self) -> None:
+        if self.term and not self.is_complete:
+            self.snapshot_ends()
+        for _ in range(100):
+            if self.read < len(self.log):
+                self.reads_on()
+            self.loads_on()
+        self.agrees()
+        assert self.follower.is_settled == (self.current is not None)
+        if self.current is not None:
+            tokens = {key: self.layout.match_at("a", TIER, key)[1] for key in KEYS}
+            assert {key: count for key, count in tokens.items() if count} == self.held[self.current]
+
+
+# A newer term or a gap mends whatever went wrong before: what happens without them is tried by itself.
+steps = st.one_of(st.just("read"), st.just("load"), st.tuples(chunks, some_keys, st.sampled_from(["plain", "digests"])))
+
+
+@settings(max_examples=300, deadline=None)
+@given(chunks, st.lists(steps, max_size=25))
+def test_what_changes_during_a_load_is_neither_lost_nor_undone(
+    snapshot: dict[ChunkKey, int], taken: list[str | tuple[dict[ChunkKey, int], set[ChunkKey], str]]
+) -> None:
+    following = Following()
+    following.begin()
+    following.another_home(snapshot)
+    following.snapshot_ends()
+    following.loads_on()
+    for step in taken:
+        if step == "load":
+            following.loads_on()
+        elif step == "read":
+            if following.read < len(following.log):
+                following.reads_on()
+        else:
+            following.chunks_come_and_go(*step)
+        following.agrees()
+    following.teardown()
+
+
+TestFollowing = Following.TestCase
+TestFollowing.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
