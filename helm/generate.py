@@ -92,8 +92,8 @@ NARROWER: Mapping[str, Mapping[str, Any]] = {
     r"engines\.sharedMemory": SIZE,
     r"engines\.(startTimeout|stopTimeout)": {"minimum": 5},
     r"proxy\.policy": {"enum": ["round_robin", "least_loaded", "kv_aware"]},
-    r"proxy\.autoscaling\.(min|max)Replicas": {"minimum": 1},
-    r"proxy\.autoscaling\.target.*": {"minimum": 1, "maximum": 100},
+    r".*\.autoscaling\.(min|max)Replicas": {"minimum": 1},
+    r".*\.autoscaling\.target.*": {"minimum": 1, "maximum": 100},
 }
 """What a value may be beyond being of its default's type."""
 

@@ -74,6 +74,10 @@ def test_readme_schema_and_rules_are_what_follows_from_values_and_code() -> None
         ({"node": {"nixlPorts": [1]}}, "at '/node/nixlPorts': minItems: got 1, want 2"),
         ({"engines": {"groups": [{"name": "a"}]}}, "at '/engines/groups/0': missing property 'model'"),
         ({"engines": {"groups": [{"name": "A", "model": "m"}]}}, "at '/engines/groups/0/name': 'A' does not match"),
+        (
+            {"coordinator": {"autoscaling": {"minReplicas": 0}}},
+            "at '/coordinator/autoscaling/minReplicas': minimum: got 0, want 1",
+        ),
         ({"proxy": {"policy": "kv-aware"}}, "at '/proxy/policy': value must be one of 'round_robin'"),
         ({"proxy": {"config": {"engine_api_key": "k"}}}, "at '/proxy/config': additional properties 'engine_api_key'"),
         ({"logLevel": "verbose"}, "at '/logLevel': value must be one of 'debug', 'info', 'warning', 'error'"),
@@ -107,6 +111,10 @@ ISSUER = {"enabled": True, "issuerRef": {"name": "ca"}}
                 "monitoring": {"serviceMonitor": {"enabled": True}},
             },
             "give Prometheus its own by auth.readerSecret",
+        ),
+        (
+            {"coordinator": {"autoscaling": {"enabled": True}}},
+            "more of them carry no more; set coordinator.layoutMap.existingSecret",
         ),
         ({"node": {"mode": "sidecar", "hostNetwork": True}}, "node.hostNetwork is for node.mode daemonSet"),
         (
@@ -166,6 +174,7 @@ def test_values_that_contradict_each_other_are_refused_with_the_fix(values: dict
         ("engines", "kubectl --namespace prod port-forward service/demo-lmkv-engine-llama 8000 &"),
         ("prefill-decode", "kubectl --namespace prod port-forward service/demo-lmkv-proxy 9100 &"),
         ("tls", "https://localhost:9001"),
+        ("autoscaling", "kubectl --namespace prod get hpa demo-lmkv-coordinator"),
     ],
 )
 def test_the_notes_say_what_to_type_next(case: str, command: str) -> None:

@@ -188,6 +188,22 @@ def test_the_coordinators_certificate_is_for_the_name_that_its_clients_dial() ->
     assert monitor["tlsConfig"]["serverName"] in names
 
 
+def test_coordinators_whose_number_follows_their_load_are_found_by_one_name() -> None:
+    manifests = manifests_of("autoscaling")
+    scaler = find(manifests, "HorizontalPodAutoscaler/demo-lmkv-coordinator")["spec"]
+    coordinators = find(manifests, f"{scaler['scaleTargetRef']['kind']}/{scaler['scaleTargetRef']['name']}")["spec"]
+    assert "replicas" not in coordinators, "each upgrade would undo what the autoscaler did"
+    assert all("cpu" in each["resources"]["requests"] for each in containers(coordinators["template"]))
+    service = find(manifests, "Service/demo-lmkv-coordinator-headless")["spec"]
+    assert service["clusterIP"] == "None"
+    assert service["selector"].items() <= coordinators["template"]["metadata"]["labels"].items()
+    names = find(manifests, "Certificate/demo-lmkv-server-tls")["spec"]["dnsNames"]
+    for process in ("node", "proxy"):
+        told = yaml.safe_load(find(manifests, f"ConfigMap/demo-lmkv-{process}")["data"]["lmkv.yaml"])
+        assert told["coordinator_address"] == ["demo-lmkv-coordinator-headless.prod.svc:9000"]
+        assert told["coordinator_address"][0].partition(":")[0] in names
+
+
 def test_clients_are_not_given_the_coordinators_key() -> None:
     volumes = dict(pods(manifests_of("tls")))["DaemonSet/demo-lmkv-node"]["spec"]["volumes"]
     (secret,) = (volume["secret"] for volume in volumes if "secret" in volume)

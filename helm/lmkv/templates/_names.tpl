@@ -51,11 +51,20 @@ image: {{ $path }}
 imagePullPolicy: {{ $root.Values.image.pullPolicy }}
 {{- end -}}
 
-{{/* host:port of each coordinator, as a client dials it: a list in JSON. */}}
+{{/* host:port of each coordinator, as a client dials it: a list in JSON. Where their number follows their load it is one
+name for all, that is resolved again and again. */}}
 {{- define "lmkv.coordinatorAddresses" -}}
+{{- $names := list -}}
+{{- if .Values.coordinator.autoscaling.enabled -}}
+{{- $names = list "headless" -}}
+{{- else -}}
+{{- range until (int .Values.coordinator.replicas) -}}
+{{- $names = append $names (toString .) -}}
+{{- end -}}
+{{- end -}}
 {{- $addresses := list -}}
-{{- range $index := until (int .Values.coordinator.replicas) -}}
-{{- $name := printf "%s-coordinator-%d" (include "lmkv.fullname" $) $index -}}
+{{- range $names -}}
+{{- $name := printf "%s-coordinator-%s" (include "lmkv.fullname" $) . -}}
 {{- $addresses = append $addresses (printf "%s.%s.svc:%v" $name $.Release.Namespace $.Values.coordinator.port) -}}
 {{- end -}}
 {{- toJson $addresses -}}

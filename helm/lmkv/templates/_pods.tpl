@@ -172,6 +172,30 @@ get the issuer and no more. */}}
 {{- end }}
 {{- end -}}
 
+{{/* Pods that follow their load. Takes a list of root, component, the kind of who makes them and the component's values. */}}
+{{- define "lmkv.horizontalPodAutoscaler" -}}
+apiVersion: autoscaling/v2
+kind: HorizontalPodAutoscaler
+metadata:
+  {{- include "lmkv.metadata" (list (index . 0) (index . 1)) | nindent 2 }}
+spec:
+  scaleTargetRef:
+    apiVersion: apps/v1
+    kind: {{ index . 2 }}
+    name: {{ include "lmkv.fullname" (index . 0) }}-{{ index . 1 }}
+  {{- with (index . 3).autoscaling }}
+  minReplicas: {{ .minReplicas }}
+  maxReplicas: {{ .maxReplicas }}
+  metrics:
+    - type: Resource
+      resource:
+        name: cpu
+        target:
+          type: Utilization
+          averageUtilization: {{ .targetCPUUtilizationPercentage }}
+  {{- end }}
+{{- end -}}
+
 {{/* A budget for disruptions. Takes a list of root, component and the component's values. */}}
 {{- define "lmkv.podDisruptionBudget" -}}
 apiVersion: policy/v1

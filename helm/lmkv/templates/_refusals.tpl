@@ -21,6 +21,9 @@
 {{- if and .Values.auth.tokensSecret .Values.monitoring.serviceMonitor.enabled (not .Values.auth.readerSecret) -}}
 {{- fail "auth.tokensSecret lets in only who has a token: give Prometheus its own by auth.readerSecret" -}}
 {{- end -}}
+{{- if and .Values.coordinator.autoscaling.enabled (not .Values.coordinator.layoutMap.existingSecret) -}}
+{{- fail "coordinator.autoscaling needs a layout map that coordinators share: without one every node tells each of them everything, so that more of them carry no more; set coordinator.layoutMap.existingSecret" -}}
+{{- end -}}
 {{- $node := .Values.node -}}
 {{- if and $node.hostNetwork (eq $node.mode "sidecar") -}}
 {{- fail "node.hostNetwork is for node.mode daemonSet: a sidecar is in its engine's network" -}}
