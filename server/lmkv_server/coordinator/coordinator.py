@@ -77,7 +77,8 @@ class Coordinator:
         self._credentials = credentials
         self._gate = gate
         self._admission = Admission()
-        self._shared = SharedMap(layout_map_url, lease_ttl=lease_ttl) if layout_map_url else None
+        self.shared = SharedMap(layout_map_url, lease_ttl=lease_ttl) if layout_map_url else None
+        """The layout map that it shares with others, if it is to."""
         self.metrics = CollectorRegistry()
         """What it knows and has done, once it is entered."""
         self._tenants: Tenants | None = None
@@ -120,8 +121,8 @@ class Coordinator:
         server = await rpc.make_server(SERVICE_NAMES, calls, self._gate)
         tenants.add_to(server)
         own: tuple[Collector, ...] = (calls, CertificateEnd(self._credentials.cert))
-        if self._shared is not None:
-            own = (*own, SharedMapMetrics(self._shared))
+        if self.shared is not None:
+            own = (*own, SharedMapMetrics(self.shared))
         app = make_app(tenants, Tokenizers(self._tokenizers), self.host, self._gate, *own)
         self.metrics = app.metrics
         try:
@@ -131,8 +132,8 @@ class Coordinator:
                 http = HttpServer(self.host, port, key, app, self._credentials)
                 self.http_ports[key] = http.port
                 self._http.append(http)
-            if self._shared is not None:
-                await self._shared.start(tenants)
+            if self.shared is not None:
+                await self.shared.start(tenants)
             await server.start()
             for http in self._http:
                 await http.start()
@@ -174,12 +175,12 @@ class Coordinator:
             cluster_secret=self._secret,
             quota=lambda: self._gate.quota(tenant),
             admission=self._admission,
-            share=self._shared.of(tenant) if self._shared else None,
+            share=self.shared.of(tenant) if self.shared else None,
         )
 
     async def _stop_sharing(self) -> None:
-        if self._shared is not None:
-            await self._shared.aclose()
+        if self.shared is not None:
+            await self.shared.aclose()
 
     async def _stop_serving(self, server: grpc.aio.Server) -> None:
         http, self._http = self._http, []

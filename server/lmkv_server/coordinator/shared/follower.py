@@ -69,7 +69,7 @@ class Follower:
         """Whether a load shall begin."""
         self.is_closed = False
         self.failure_count = 0
-        """Loads in a row that came to nothing: the next one should not come at once."""
+        """Loads in a row that came to nothing: after the second, the next one should not come at once."""
         self.is_hopeless = False
         """Whether what was loaded was wrong again: the instance has to tell it anew."""
         self.difference = ""
@@ -129,10 +129,12 @@ class Follower:
             return False
         term, epoch = current or (0, 0)
         if epoch != self.instance.said.epoch or term == self._ended_term:
-            self._abandon()  # the log will say when there is something
+            term = 0
+        if term < self._announced_term and self._announced_term != self._ended_term:
+            self._fail()  # the log was quicker than the answer, or the answer is lost
             return False
-        if term < self._announced_term:
-            self.want()
+        if not term:
+            self._abandon()  # the log will say when there is something
             return False
         load.term = term
         load.staged = self._layout.stage(self.instance.said.instance_id)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # it needs a package that not everybody has
 
 LOADS_AT_ONCE = 8
 RETRY_SECONDS = 1.0
-"""How long a load waits after one that came to nothing."""
+"""How long a load waits after two that came to nothing."""
 
 
 class Loader:
@@ -32,7 +32,7 @@ class Loader:
 
     def load(self, owner: Owner, follower: Follower) -> None:
         """Loads soon what an instance holds."""
-        if follower.failure_count:
+        if follower.failure_count > 1:
             asyncio.get_running_loop().call_later(RETRY_SECONDS, self._wanting.put_nowait, (owner, follower))
         else:
             self._wanting.put_nowait((owner, follower))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,6 +45,8 @@ class Following(RuleBasedStateMachine):
         self.read = 0
         self.load: Load | None = None
         self.scanned = -1
+        self.answer: Callable[[], None] | None = None
+        """What the store has answered, and has not arrived yet."""
         self.layout = LayoutMap()
         said = Registration(instance_id="a", epoch=EPOCH, peer_address="host:1")
         self.instance = Instance(said, 0.0, 1.0)
@@ -120,19 +122,35 @@ class Following(RuleBasedStateMachine):
 
     @rule()
     def loads_on(self) -> None:
-        """A step of a load, or the begin of one that is wanted."""
+        """A step of a load, or the begin of one that is wanted: the store is asked, or its answer comes."""
         load = self.load
         if load is None or not self.follower.is_loading(load):
             self.load, self.scanned = (self.follower.begin(), -1) if self.follower.is_wanting else (None, -1)
+            self.answer = None
+        elif self.answer is not None:
+            answer, self.answer = self.answer, None
+            answer()
         elif self.scanned < 0:
-            if self.follower.found(load, None if self.current is None else (self.current, EPOCH)):
-                self.scanned = 0
+            current = None if self.current is None else (self.current, EPOCH)
+            self.answer = lambda: self._found(load, current)
         elif self.scanned < len(BUCKETS):
-            self.follower.loaded(load, self._records(load.term, self.scanned))
-            self.scanned += 1
+            records = self._records(load.term, self.scanned)
+            self.answer = lambda: self._loaded(load, records)
         elif not self.follower.is_reading_on:
-            self.follower.ended(load, self._position(len(self.log)))
-            self.follower.reach(self._position(self.read))
+            until = self._position(len(self.log))
+            self.answer = lambda: self._ended(load, until)
+
+    def _found(self, load: Load, current: tuple[int, int] | None) -> None:
+        if self.follower.found(load, current):
+            self.scanned = 0
+
+    def _loaded(self, load: Load, records: bytes) -> None:
+        self.follower.loaded(load, records)
+        self.scanned += 1
+
+    def _ended(self, load: Load, until: Position) -> None:
+        self.follower.ended(load, until)
+        self.follower.reach(self._position(self.read))
 
     def _records(self, term: int, bucket: int) -> bytes:
         if term not in self.held:

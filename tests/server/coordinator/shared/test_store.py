@@ -1,4 +1,4 @@
-"""What Valkey is asked to do, against a real server: terms fence, what is lost is noticed, logs have no holes unseen."""
+"""What Valkey is asked to do, against a real server: terms fence, what is lost is noticed."""
 
 from __future__ import annotations
 
