@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lmkv_server.coordinator.shared.backlog import Backlog
 from lmkv_server.coordinator.shared.counts import Counts
 from lmkv_server.coordinator.shared.entry import EntryKind
-from lmkv_server.coordinator.shared.lost import StoreLost
+from lmkv_server.coordinator.shared.lost import StoreLost, all_of
 from lmkv_server.coordinator.shared.owner import Owner
 from lmkv_server.coordinator.shared.publication import Note, Publication
 
@@ -53,7 +53,7 @@ class Publisher:
             await self._wake.wait()
             self._wake.clear()
             while batches := self._backlog.take():
-                await asyncio.gather(*(self._publish(shard, notes) for shard, notes in batches.items()))
+                await all_of(self._publish(shard, notes) for shard, notes in batches.items())
                 if self._backlog.is_roomy:
                     self._room.set()
             if self._backlog.overflown:

@@ -12,7 +12,7 @@ from lmkv_server.coordinator.shared.counts import Counts
 from lmkv_server.coordinator.shared.entry import Entry, Position
 from lmkv_server.coordinator.shared.follower import Follower
 from lmkv_server.coordinator.shared.loader import LOADS_AT_ONCE, Loader
-from lmkv_server.coordinator.shared.lost import StoreLost
+from lmkv_server.coordinator.shared.lost import StoreLost, all_of
 from lmkv_server.coordinator.shared.owner import SHARD_COUNT, Owner
 from lmkv_server.coordinator.shared.publication import Publication
 from lmkv_server.coordinator.shared.publisher import Publisher
@@ -68,7 +68,7 @@ class Session:
     async def open(self) -> None:
         """Connects; the logs are read from where they are now."""
         map_id = await self._store.connect()
-        await asyncio.gather(*(reader.begin() for reader in self._readers))
+        await all_of(reader.begin() for reader in self._readers)
         self.map_id = map_id
 
     async def run(self) -> None:

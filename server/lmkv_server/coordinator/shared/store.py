@@ -24,7 +24,7 @@ from lmkv.remote_url import RemoteUrl
 from lmkv_server.coordinator.shared import scripts
 from lmkv_server.coordinator.shared.content import FIELD_BYTES, OPENING
 from lmkv_server.coordinator.shared.entry import MAX_ENTRY_BYTES, Entry, EntryKind, Position, encode
-from lmkv_server.coordinator.shared.lost import StoreLost
+from lmkv_server.coordinator.shared.lost import StoreLost, all_of
 from lmkv_server.coordinator.shared.owner import SHARD_COUNT, Owner
 from lmkv_server.coordinator.shared.publication import Note
 
@@ -178,7 +178,7 @@ class Store:
                 async with _answer():
                     is_cluster = (await client.info("cluster")).get("cluster_enabled") == 1
                 async with _answer():
-                    slots = await client.execute_command("CLUSTER SLOTS") if is_cluster else {}
+                    slots = await client.execute_command("CLUSTER SLOTS") if is_cluster else ()
             except StoreLost as lost:
                 failure = lost
                 continue
@@ -199,8 +199,7 @@ class Store:
         return self._clients[address]
 
     async def _claim(self) -> list[bytes]:
-        calls = (self._claim_shard(shard) for shard in range(SHARD_COUNT))
-        return await asyncio.gather(*calls)
+        return await all_of(self._claim_shard(shard) for shard in range(SHARD_COUNT))
 
     async def _claim_shard(self, shard: int) -> bytes:
         words = (1, _shard_key(shard, "id"), uuid4().hex[:8], _ms(TERM_SECONDS))
@@ -230,13 +229,12 @@ async def _answer(more_seconds: float = 0.0) -> AsyncIterator[None]:
         raise StoreLost(str(error)) from None
 
 
-def _primary(slots: dict[tuple[int, int], dict[str, Any]], shard: int, asked: tuple[str, int]) -> tuple[str, int]:
+def _primary(slots: Sequence[Sequence[Any]], shard: int, asked: tuple[str, int]) -> tuple[str, int]:
     """Who has a shard, as somebody of a cluster tells. Raises `StoreLost` if nobody does."""
     slot = key_slot(_shard_key(shard, "id"))
-    for (first, last), nodes in slots.items():
+    for first, last, (host, port, *_), *_ in slots:
         if first <= slot <= last:
-            host, port = nodes["primary"][:2]
-            return (host or asked[0]), int(port)
+            return (host.decode() if host else asked[0]), port  # without a name: as we call it
     raise StoreLost(f"nobody in the cluster has slot {slot}")
 
 
