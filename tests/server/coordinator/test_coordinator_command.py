@@ -91,3 +91,25 @@ def test_a_tokens_file_that_is_wrong_is_one_line_and_exit_code_2(tmp_path: Path)
     assert done.returncode == 2
     assert done.stderr.startswith(f"lmkv: error: auth_tokens: {path}: Object contains unknown field `token`")
     assert "s3cret" not in done.stderr
+
+
+def test_a_layout_map_url_that_is_none_is_one_line_and_exit_code_2() -> None:
+    for url, expected in (
+        (
+            "s3://bucket",
+            "LMKV_LAYOUT_MAP_URL must be valkey://HOST:PORT/DB, redis:// or rediss:// the same, not what it is",
+        ),
+        ("redis://:s3cret@127.0.0.1:1?nonsense=1", "layout_map_url: redis://127.0.0.1:1/0 has an option that is none"),
+    ):
+        done = subprocess.run(
+            [*RUN, "--port", "0"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+            env={**ENVIRONMENT, "LMKV_LAYOUT_MAP_URL": url},
+        )
+        assert done.returncode == 2
+        assert expected in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+        assert "s3cret" not in done.stderr

@@ -7,7 +7,7 @@ from collections import deque
 from lmkv_server.coordinator.shared.publication import Note
 
 MAX_BACKLOG_BYTES = 64 << 20
-MAX_BATCH_BYTES = 512 << 10
+MAX_BATCH_BYTES = 256 << 10
 MAX_BATCH_NOTES = 128
 
 
