@@ -12,6 +12,8 @@ from lmkv_server.coordinator.shared.owner import Owner
 
 MAX_ENTRY_BYTES = 65_536
 """What is longer is not told but loaded: the log shall stay small."""
+READ_ENTRIES = 256
+"""Most that one call brings."""
 
 Position = tuple[int, int]
 """Where an entry is in its log; the first one is after (0, 0)."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 from zlib import crc32
 
-SHARD_COUNT = 16
-"""Parts of the map. A cluster keeps each in one place, so that what belongs together changes together."""
+SHARD_COUNT = 4
+"""Parts of the map. A cluster keeps each in one place, so that what belongs together changes together.
+
+The fewer, the more changes share a call; and coordinators are busy long before a part is too much for one server.
+"""
 
 
 class Owner(NamedTuple):

@@ -6,13 +6,15 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Protocol
 
-from lmkv_server.coordinator.shared.entry import Entry, Position, decode
+from lmkv_server.coordinator.shared.entry import READ_ENTRIES, Entry, Position, decode
 
 if TYPE_CHECKING:  # it needs a package that not everybody has
     from lmkv_server.coordinator.shared.store import Store
 
 logger = logging.getLogger(__name__)
 
+GATHER_SECONDS = 0.05
+"""Between two calls, so that each brings much."""
 ENTRIES_AT_ONCE = 16
 """Entries that are taken in before others have a turn."""
 
@@ -63,3 +65,5 @@ class Reader:
                 self._listener.reached(self._shard)
                 if number % ENTRIES_AT_ONCE == ENTRIES_AT_ONCE - 1:
                     await asyncio.sleep(0)
+            if len(logged) < READ_ENTRIES:  # else there is more already
+                await asyncio.sleep(GATHER_SECONDS)

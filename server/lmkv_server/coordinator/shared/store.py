@@ -23,7 +23,7 @@ from lmkv.errors import ConfigError
 from lmkv.remote_url import RemoteUrl
 from lmkv_server.coordinator.shared import scripts
 from lmkv_server.coordinator.shared.content import FIELD_BYTES, OPENING
-from lmkv_server.coordinator.shared.entry import MAX_ENTRY_BYTES, Entry, EntryKind, Position, encode
+from lmkv_server.coordinator.shared.entry import MAX_ENTRY_BYTES, READ_ENTRIES, Entry, EntryKind, Position, encode
 from lmkv_server.coordinator.shared.lost import StoreLost, all_of
 from lmkv_server.coordinator.shared.owner import SHARD_COUNT, Owner
 from lmkv_server.coordinator.shared.publication import Note
@@ -38,7 +38,6 @@ LOG_SECONDS = 600.0
 """How long a log stays that nobody writes."""
 TERM_SECONDS = 86_400.0
 """How long ids and terms stay that nobody renews."""
-READ_ENTRIES = 64
 SCANNED_RECORDS = 4000
 
 

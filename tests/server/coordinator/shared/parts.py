@@ -80,6 +80,11 @@ def names_in_shard(shard: int, count: int) -> list[str]:
     return found
 
 
+def _serves_cluster(server: RedisServer) -> bool:
+    with server.client() as client:
+        return bool(client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
+
+
 class RedisCluster:
     """Three `redis-server` processes that share the slots among them; one that is restarted is empty."""
 
@@ -106,6 +111,10 @@ class RedisCluster:
             command = ["redis-cli", "--cluster", "create", *addresses, "--cluster-yes"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
             assert done.returncode == 0, done.stdout + done.stderr
+            deadline = time.monotonic() + WAIT_SECONDS
+            while not all(map(_serves_cluster, self.servers)):  # some learn a second later that all are there
+                assert time.monotonic() < deadline, "the cluster did not come up"
+                time.sleep(0.05)
             self._stack = stack.pop_all()
         return self
 
