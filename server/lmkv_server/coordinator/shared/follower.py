@@ -85,6 +85,8 @@ class Follower:
         self._ended_term = 0
         """The newest that is over, and was not followed by another one yet."""
         self._doubted_term = 0
+        self._given_up_term = 0
+        """The newest that was hopeless; nobody needs to be told so twice."""
 
     @property
     def is_settled(self) -> bool:
@@ -208,7 +210,8 @@ class Follower:
         return False
 
     def _hear_complete(self, term: int) -> None:
-        self._announced_term = max(self._announced_term, term)
+        if term > self._announced_term:
+            self._announced_term, self.is_hopeless = term, False
         known = max(self.term, self._load.term if self._load else 0)
         if term > known and not (self._load is not None and not self._load.term):
             self.want()
@@ -240,7 +243,8 @@ class Follower:
                     f"instance {instance_id} holds {digest.chunk_count} chunks in tier {tier}, the layout map has "
                     f"{known.chunk_count} or other ones"
                 )
-                self.is_hopeless = self._doubted_term == entry.term
+                if self._doubted_term == entry.term != self._given_up_term:
+                    self.is_hopeless, self._given_up_term = True, entry.term
                 self._doubted_term = entry.term
                 self.want()
                 return

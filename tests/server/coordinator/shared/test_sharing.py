@@ -342,7 +342,8 @@ async def test_digests_that_go_on_differing_have_the_instance_tell_all_again(
             return knows(other, "a", node.chunks)
 
         await until(is_mended)
-        await until(lambda: home.tenants.unnamed.core.publications["a"].term > term)
+        publications = home.tenants.unnamed.core.publications
+        await until(lambda: "a" in publications and publications["a"].term > term)
         await all_know(node, *pair)
 
 
