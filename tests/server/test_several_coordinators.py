@@ -112,6 +112,8 @@ async def world(tmp_path: Path, short_folder: Path) -> AsyncIterator[World]:
         made = World(coordinators, engines, short_folder)
         for address in made.addresses:
             await known(made, address, {"node-1": CHUNK_COUNT})
+        for coordinator in coordinators:
+            await served(coordinator)
         yield made
 
 
@@ -121,6 +123,16 @@ async def until_known(coordinator: Coordinator, name: str) -> None:
         while True:
             with suppress(Unreachable):
                 await coordinator.operation(name)
+                return
+            await asyncio.sleep(0.05)
+
+
+async def served(coordinator: cluster.Coordinator) -> None:
+    """Waits until a coordinator knows that both nodes serve the spec: one that is frozen before cannot tell."""
+    async with asyncio.timeout(20):
+        while True:
+            instances = await asyncio.to_thread(coordinator.instances)
+            if [name for name in NAMES if name in instances and instances[name].specs] == list(NAMES):
                 return
             await asyncio.sleep(0.05)
 
