@@ -222,6 +222,9 @@ async def _answer(more_seconds: float = 0.0) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(CALL_SECONDS + more_seconds):
             yield
+        # The client may swallow it when it is told to end just as an answer comes (Python 3.11's `wait_for` does).
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise asyncio.CancelledError
     except TimeoutError:
         raise StoreLost(f"no answer for {CALL_SECONDS + more_seconds:g} s") from None
     except (ValkeyError, OSError, EOFError, RuntimeError) as error:  # the last is uvloop's, of a connection just reset
