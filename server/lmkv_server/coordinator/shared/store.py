@@ -219,11 +219,15 @@ class Store:
 @asynccontextmanager
 async def _answer(more_seconds: float = 0.0) -> AsyncIterator[None]:
     """Bounds the wait for an answer, and makes one exception of all that can go wrong."""
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
     try:
         async with asyncio.timeout(CALL_SECONDS + more_seconds):
             yield
-        # The client may swallow it when it is told to end just as an answer comes (Python 3.11's `wait_for` does).
-        if (task := asyncio.current_task()) is not None and task.cancelling():
+        if (
+            task.cancelling() > before
+        ):  # just as the answer came: Python 3.11's `wait_for`, in the client, swallows that
             raise asyncio.CancelledError
     except TimeoutError:
         raise StoreLost(f"no answer for {CALL_SECONDS + more_seconds:g} s") from None
