@@ -49,7 +49,7 @@ class Registry:
         before = self.instances.find(said.instance_id)
         joins = before is None or before.stream is None or before.said.epoch != said.epoch
         if joins:
-            self._check_admission(now)
+            self._check_admission(before, now)
         instance = self.instances.register(said, now)
         if before is not None and before is not instance:
             self._forget(before)
@@ -59,11 +59,14 @@ class Registry:
             self._admission.admit(instance)
         return instance
 
-    def _check_admission(self, now: float) -> None:
+    def _check_admission(self, before: Instance | None, now: float) -> None:
         try:
             self._admission.check(now)
         except Full as full:
-            self._settled_time = max(self._settled_time, now + full.retry_seconds + COMING_BACK_SECONDS)
+            back = now + full.retry_seconds + COMING_BACK_SECONDS
+            self._settled_time = max(self._settled_time, back)
+            if before is not None:  # it is told to be silent until then
+                before.expire_time = max(before.expire_time, back)
             raise
 
     def open_stream(

@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmkv.errors import Full
+from lmkv.v1.registry_service_pb2 import ReportRequest
 from lmkv_server.coordinator.admission import GUESSED_PACE_SECONDS, Admission
 from lmkv_server.coordinator.instances import Instance, Registration
 from lmkv_server.coordinator.registry import COMING_BACK_SECONDS, Registry
+from lmkv_server.coordinator.report_stream import ReportStream
 
 LEASE_TTL = 3.0
 LIMIT = 4
@@ -32,6 +34,16 @@ def filled() -> tuple[Admission, list[Instance]]:
         admission.check(0.0)
         admission.admit(one)
     return admission, joining
+
+
+def joined(registry: Registry, number: int) -> ReportStream:
+    """Told that it holds nothing."""
+    registry.register(said(number), 0.0)
+    stream = registry.open_stream(f"node-{number}", 1, 0.0)
+    stream.apply(
+        ReportRequest(instance_id=f"node-{number}", epoch=1, sequence=1, snapshot=True, snapshot_end=True), 0.0
+    )
+    return stream
 
 
 def put_off(admission: Admission, now: float) -> float:
@@ -142,6 +154,18 @@ def test_an_instance_that_reports_is_not_put_off_when_it_registers_again() -> No
         registry.register(said(LIMIT), 0.0)
     with pytest.raises(Full):
         registry.register(said(0, epoch=2), 0.0)
+
+
+def test_who_is_put_off_is_not_forgotten_meanwhile() -> None:
+    registry = Registry(lease_ttl=0.01, now=-100.0, admission=Admission(1))
+    stream = joined(registry, 0)
+    stream.close()
+    registry.register(said(1), 0.0)
+    with pytest.raises(Full) as caught:
+        registry.register(said(0), 0.0)
+    back = caught.value.retry_seconds + COMING_BACK_SECONDS
+    assert [one.said.instance_id for one in registry.expire(back - 0.001)] == ["node-1"]
+    assert [one.said.instance_id for one in registry.expire(back)] == ["node-0"]
 
 
 def test_answers_are_partial_until_those_put_off_have_come_back() -> None:

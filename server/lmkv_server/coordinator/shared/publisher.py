@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from lmkv_server.coordinator.shared.backlog import Backlog
+from lmkv_server.coordinator.shared.backlog import MAX_BATCH_BYTES, Backlog
 from lmkv_server.coordinator.shared.counts import Counts
 from lmkv_server.coordinator.shared.entry import EntryKind
 from lmkv_server.coordinator.shared.lost import StoreLost, all_of
@@ -58,7 +58,8 @@ class Publisher:
                 await all_of(self._publish(shard, notes) for shard, notes in batches.items())
                 if self._backlog.is_roomy:
                     self._room.set()
-                await asyncio.sleep(GATHER_SECONDS)
+                if self._backlog.size_bytes < MAX_BATCH_BYTES:  # else snapshots are on their way
+                    await asyncio.sleep(GATHER_SECONDS)
             if self._backlog.overflown:
                 raise StoreLost("more waits to be published than there is room for")
 
