@@ -225,9 +225,7 @@ async def _answer(more_seconds: float = 0.0) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(CALL_SECONDS + more_seconds):
             yield
-        if (
-            task.cancelling() > before
-        ):  # just as the answer came: Python 3.11's `wait_for`, in the client, swallows that
+        if task.cancelling() > before:  # just as the answer came; the client's `wait_for` swallows that in Python 3.11
             raise asyncio.CancelledError
     except TimeoutError:
         raise StoreLost(f"no answer for {CALL_SECONDS + more_seconds:g} s") from None
