@@ -14,6 +14,10 @@ GUESSED_PACE_SECONDS = 0.02
 """What a snapshot of ten thousand chunks takes, about."""
 GUESS_WEIGHT = 8
 """Joins that have to be seen until they count as much as the guess."""
+REMEMBERED_JOINS = 64
+"""What was before these counts less and less."""
+TURNS_PER_JOIN = 2
+"""Turns come faster than joins: else these could never come faster than turns, and would be found as slow for good."""
 
 
 class Admission:
@@ -26,19 +30,20 @@ class Admission:
         self._joining: set[Instance] = set()
         self._last_turn = 0.0
         self._rush_since: float | None = None
-        self._joined_count = 0
+        self._joined_count = 0.0
         """In this rush."""
 
     def check(self, now: float) -> None:
-        """Raises `Full` if nobody more may join now. Turns are as far apart as joins take at present."""
+        """Raises `Full` if nobody more may join now. How far turns are apart follows how long joins take at present."""
         if len(self._joining) >= self._limit:
             self._forget_joined(now)
         if len(self._joining) < self._limit:
             return
         if self._rush_since is None:
-            self._rush_since, self._joined_count = now, 0
+            self._rush_since, self._joined_count = now, 0.0
         seconds = GUESSED_PACE_SECONDS * GUESS_WEIGHT + now - self._rush_since
-        self._last_turn = max(self._last_turn, now) + seconds / (GUESS_WEIGHT + self._joined_count)
+        pace_seconds = seconds / (GUESS_WEIGHT + self._joined_count)
+        self._last_turn = max(self._last_turn, now) + pace_seconds / TURNS_PER_JOIN
         self.put_off_count += 1
         raise Full(
             f"{self._limit} instances are telling what they hold; others have their turn later",
@@ -60,3 +65,6 @@ class Admission:
         self._joined_count += before - len(self._joining)
         if len(self._joining) < self._limit // 2:  # nobody came for a while
             self._rush_since = None
+        elif self._rush_since is not None and self._joined_count > REMEMBERED_JOINS:
+            self._joined_count /= 2
+            self._rush_since += (now - self._rush_since) / 2
