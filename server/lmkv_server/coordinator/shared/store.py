@@ -29,7 +29,7 @@ from lmkv_server.coordinator.shared.owner import SHARD_COUNT, Owner
 from lmkv_server.coordinator.shared.publication import Note
 
 CALL_SECONDS = 2.0
-"""Most time that an answer may take."""
+"""Most time that an answer may take: less than a lease, for nodes that begin to report wait for it too."""
 BLOCK_SECONDS = 1.0
 """How long a read waits for entries."""
 LOG_ENTRIES = 4096
