@@ -19,6 +19,7 @@ from lmkv.v1 import registry_service_pb2_grpc as pb_grpc
 from lmkv_server.coordinator.instances import MAX_SHOWN, Instance, Registration
 from lmkv_server.coordinator.keeping import Keeping
 from lmkv_server.coordinator.orders import Orders
+from lmkv_server.coordinator.outbox import Outbox
 from lmkv_server.coordinator.pages import page_limit, page_token, read_page_token
 from lmkv_server.coordinator.registry import Registry
 from lmkv_server.coordinator.report_stream import ReportStream
@@ -32,51 +33,6 @@ MAX_CONFLICTS = 16
 MAX_PAGE_BYTES = MAX_MESSAGE_BYTES // 2
 QUOTA_RETRY_SECONDS = 5.0
 """When an instance may try again whose tenant has all it may have."""
-_CHANGES = frozenset(("instance_id", "epoch", "sequence", "changes"))
-"""Fields of a report that says nothing but what came and went."""
-
-
-class _Outbox:
-    """What is to be told over one stream: the newest acknowledgement, and orders."""
-
-    def __init__(self) -> None:
-        self.wake = asyncio.Event()
-        self.error: LmkvError | None = None
-        """Why the stream is to end, if it is."""
-        self._sequence = 0
-        self._orders: list[pb.Order] = []
-
-    def close(self, reading: asyncio.Task[None]) -> None:
-        """Nothing more comes: what was read is told, and how reading ended is known."""
-        if not reading.cancelled():
-            reading.exception()
-        self.wake.set()
-
-    def fail(self, error: LmkvError) -> None:
-        """Ends the stream, whatever is still to be told."""
-        self.error = error
-        self.wake.set()
-
-    def acknowledge(self, sequence: int, *, at_once: bool) -> None:
-        """Every report up to this one is applied; that is told now, or with what is told next."""
-        self._sequence = sequence
-        if at_once:
-            self.wake.set()
-
-    def tell(self, order: pb.Order) -> None:
-        """Sends an order."""
-        self._orders.append(order)
-        self.wake.set()
-
-    def take(self, revision: int) -> pb.ReportResponse | None:
-        """The next response; None if there is nothing to tell. Orders come one by one: each may be large."""
-        if not self._sequence and not self._orders:
-            self.wake.clear()
-            return None
-        response = pb.ReportResponse(acked_sequence=self._sequence, revision=revision, orders=self._orders[:1])
-        del self._orders[:1]
-        self._sequence = 0
-        return response
 
 
 class RegistryService(pb_grpc.RegistryServiceServicer):
@@ -95,7 +51,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
         self._keeping = keeping
         self._quota = quota
         self._share = share or OwnMap()
-        self._outboxes: dict[str, _Outbox] = {}
+        self._outboxes: dict[str, Outbox] = {}
         """Of the newest stream of each instance."""
         self.report_count = 0
         """Reports that were applied since the start, heartbeats included."""
@@ -133,7 +89,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
         request_iterator: AsyncIterator[pb.ReportRequest],
         context: Any,
     ) -> AsyncIterator[pb.ReportResponse]:
-        outbox = _Outbox()
+        outbox = Outbox()
         reading = asyncio.create_task(self._read(request_iterator, outbox, context))
         # Comes also when the connection breaks while a response is on its way, unlike `finally`.
         context.add_done_callback(lambda _: reading.cancel())
@@ -149,7 +105,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
                 reading.result()
                 return
 
-    async def _read(self, reports: AsyncIterator[pb.ReportRequest], outbox: _Outbox, context: Any) -> None:
+    async def _read(self, reports: AsyncIterator[pb.ReportRequest], outbox: Outbox, context: Any) -> None:
         """Applies what an instance tells over one call, until it ends or breaks."""
         stream: ReportStream | None = None
         instance_id = ""
@@ -166,7 +122,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
                     await self._share.has_room()
                 self.report_count += 1
                 self._note(report)
-                outbox.acknowledge(stream.sequence, at_once=not _says_changes_only(report))
+                outbox.acknowledge(stream.sequence, report)
         except LmkvError as error:
             logger.warning("reports of instance %s end: %s", instance_id, error)
             raise
@@ -177,7 +133,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
                 stream.close()
                 self._orders.disconnect(instance_id, outbox.tell)
 
-    async def _open_stream(self, report: pb.ReportRequest, outbox: _Outbox) -> ReportStream:
+    async def _open_stream(self, report: pb.ReportRequest, outbox: Outbox) -> ReportStream:
         """The stream that a first report begins. Raises what `Report` answers."""
         instance_id, epoch = report.instance_id, report.epoch
         instance = self._registry.instances.get(instance_id, epoch)
@@ -294,11 +250,6 @@ def registration(message: pb.Instance) -> Registration:
         specs=tuple(KvSpec.from_proto(spec) for spec in message.specs),
         version=message.version,
     )
-
-
-def _says_changes_only(report: pb.ReportRequest) -> bool:
-    """Whether nobody waits for the answer: most reports are such, and answering costs as much as reading them."""
-    return bool(report.changes) and all(field.name in _CHANGES for field, _ in report.ListFields())
 
 
 def _wall_time(moment: float, now: float) -> timestamp_pb2.Timestamp:
