@@ -139,12 +139,14 @@ class ReportStream:
             # Nothing is awaited from here until all is read, so that digests and outcomes are those of these changes.
             reports = self._change_reports()
             now = time.monotonic()
-            if now >= status_due:
+            status_interval = self._membership.lease_ttl / 3
+            early = status_interval / 2 if reports[-1].changes else 0.0  # it goes along with what is told anyway
+            if now >= status_due - early:
                 node = self._describe()
                 reports[-1].tiers.extend(node.tiers)
                 reports[-1].engine_count = node.engine_count
                 reports[-1].stats.CopyFrom(node.stats)
-                status_due = now + self._membership.lease_ttl / 3
+                status_due = now + status_interval
             if self._told_pins != self._orders.pins.revision:
                 reports.append(pb.ReportRequest(pins=self._orders.pin_list()))
                 self._told_pins = self._orders.pins.revision
