@@ -1,9 +1,9 @@
 """The fleet, as its nodes see it: whoever coordinates it knows the same, and any of them can be asked.
 
-A node is a member at each coordinator, and each has the whole layout map, so one that is lost costs nothing but the next
-lookup that it was asked for. Of those that keep one layout map together, one is the node's home: it is told the chunks,
-and the others all else. A name that stands for several addresses stands for as many coordinators; it is resolved again
-and again, since they come and go.
+A node is a member at each coordinator, and each has the whole layout map, so one that is lost costs nothing but the
+next lookup that it was asked for. Of those that keep one layout map together, one is the node's home: it is told the
+chunks, and the others all else. A name that stands for several addresses stands for as many coordinators; it is
+resolved again and again, since they come and go.
 """
 
 from __future__ import annotations
