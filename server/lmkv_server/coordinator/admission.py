@@ -24,8 +24,6 @@ class Admission:
     """Lets in `limit` instances at a time, of all tenants together, and tells the others when to come back."""
 
     def __init__(self, limit: int = MAX_JOINING) -> None:
-        self.put_off_count = 0
-        """Times that somebody was told to come back."""
         self._limit = limit
         self._joining: set[Instance] = set()
         self._last_turn = 0.0
@@ -44,7 +42,6 @@ class Admission:
         seconds = GUESSED_PACE_SECONDS * GUESS_WEIGHT + now - self._rush_since
         pace_seconds = seconds / (GUESS_WEIGHT + self._joined_count)
         self._last_turn = max(self._last_turn, now) + pace_seconds / TURNS_PER_JOIN
-        self.put_off_count += 1
         raise Full(
             f"{self._limit} instances are telling what they hold; others have their turn later",
             retry_seconds=round(self._last_turn - now, 3),

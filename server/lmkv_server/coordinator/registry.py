@@ -49,7 +49,7 @@ class Registry:
         before = self.instances.find(said.instance_id)
         joins = before is None or before.stream is None or before.said.epoch != said.epoch
         if joins:
-            self._check_admission(before, now)
+            self._check_admission(said, now)
         instance = self.instances.register(said, now)
         if before is not None and before is not instance:
             self._forget(before)
@@ -58,16 +58,6 @@ class Registry:
             self._unsettled[said.instance_id] = instance
             self._admission.admit(instance)
         return instance
-
-    def _check_admission(self, before: Instance | None, now: float) -> None:
-        try:
-            self._admission.check(now)
-        except Full as full:
-            back = now + full.retry_seconds + COMING_BACK_SECONDS
-            self._settled_time = max(self._settled_time, back)
-            if before is not None:  # it is told to be silent until then
-                before.expire_time = max(before.expire_time, back)
-            raise
 
     def open_stream(
         self, instance_id: str, epoch: int, now: float, publication: Publication | None = None
@@ -147,6 +137,17 @@ class Registry:
         assert self.publications.keys().isdisjoint(self.followers)
         assert all(self.instances.find(instance_id) is one.instance for instance_id, one in self.followers.items())
         self.layout.check()
+
+    def _check_admission(self, said: Registration, now: float) -> None:
+        try:
+            self._admission.check(now)
+        except Full as full:
+            back = now + full.retry_seconds + COMING_BACK_SECONDS
+            self._settled_time = max(self._settled_time, back)
+            before = self.instances.find(said.instance_id)
+            if before is not None and before.said.epoch == said.epoch:  # it is told to be silent until then
+                before.expire_time = max(before.expire_time, back)
+            raise
 
     def _begin_stream(
         self,

@@ -11,9 +11,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from lmkv.errors import Unreachable
-from lmkv.v1.registry_service_pb2 import (
-    SpecConflict,
-)
+from lmkv.v1.registry_service_pb2 import SpecConflict
 from lmkv_server.coordinator.coordinator import Coordinator
 from tests.server.node.fleet_parts import KEYS, LEASE_SECONDS, LLAMA, Asker, Shelf, Wire
 from tests.server.node.ordering import until
