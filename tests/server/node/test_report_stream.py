@@ -1,4 +1,4 @@
-"""The node's end of one call for reports, where the coordinator ends it."""
+"""The node's end of one call for reports: where the coordinator ends it, and what goes along with what."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import pytest
 
 from lmkv import rpc
 from lmkv.errors import LmkvError, ResyncRequired, Unreachable
+from lmkv.keys import ChunkKey
 from lmkv.v1 import registry_service_pb2 as pb
+from lmkv.v1.chunk_pb2 import TIER_HOST
 from lmkv.v1.registry_service_pb2_grpc import (
     RegistryServiceServicer,
     RegistryServiceStub,
     add_RegistryServiceServicer_to_server,
 )
+from lmkv_server.node import report_stream
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.host_tier import HostTier
 from lmkv_server.node.orders import Orders
@@ -97,3 +100,46 @@ async def test_a_report_on_a_call_that_is_over_fails_as_the_call_did(
                 await stream().run(Unread(call))
     finally:
         await server.stop(None)
+
+
+class Written:
+    """A call that keeps what is written, and answers nothing."""
+
+    def __init__(self) -> None:
+        self.reports: list[pb.ReportRequest] = []
+
+    async def read(self) -> object:
+        return await asyncio.Event().wait()
+
+    async def write(self, report: pb.ReportRequest) -> None:
+        self.reports.append(pb.ReportRequest.FromString(report.SerializeToString()))
+
+    def cancel(self) -> None:
+        """Nothing to end."""
+
+
+class Clock:
+    """Stands still until it is set."""
+
+    seconds = 100.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+
+@pytest.mark.parametrize(("share", "goes_along"), [(0.4, False), (0.6, True)])
+async def test_a_status_that_is_due_soon_goes_along_with_changes(
+    monkeypatch: pytest.MonkeyPatch, share: float, goes_along: bool
+) -> None:
+    clock, call, reporting = Clock(), Written(), stream()
+    monkeypatch.setattr(report_stream, "time", clock)
+    running = asyncio.create_task(reporting.run(call))
+    try:
+        await until(lambda: any(report.HasField("stats") for report in call.reports), 20)
+        clock.seconds += share * 10.0 / 3  # of the third of a lease after which it is due
+        reporting.admitted(TIER_HOST, b"f" * 16, ChunkKey(b"k" * 16), 16)
+        await until(lambda: bool(call.reports[-1].changes), 20)
+        assert call.reports[-1].HasField("stats") == goes_along
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
