@@ -1,0 +1,29 @@
+"""The authenticated identity of the caller of an RPC: its token, else its client certificate.
+
+What a caller says about itself in a request (`instance_id`, `epoch`) proves nothing. State that belongs to a caller
+is bound to this identity instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmkv.auth.caller import ANYBODY, current_caller
+
+ANONYMOUS = ""
+"""The identity of every caller where neither tokens nor client certificates are configured."""
+
+
+def caller_identity(context: Any) -> str:
+    """The identity of the caller of the RPC that a handler answers; `context` is the handler's gRPC context.
+
+    `token:TENANT/NAME` for a caller with a token, `certificate:NAMES` for one with a client certificate (its subject
+    alternative names, else its common name), `ANONYMOUS` for one with neither. It is the same after a token or a
+    certificate was replaced by another of the same name.
+    """
+    caller = current_caller()
+    if caller is not ANYBODY:
+        return f"token:{caller.tenant}/{caller.name}"
+    properties = context.auth_context()
+    names = properties.get("x509_subject_alternative_name") or properties.get("x509_common_name") or ()
+    return f"certificate:{','.join(sorted(name.decode(errors='replace') for name in names))}" if names else ANONYMOUS
