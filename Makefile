@@ -13,7 +13,7 @@ export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-ray demo test test-ray chaos protos verify \
-	verify-format verify-lint verify-types verify-protos verify-floors verify-typescript \
+	benchmarks verify-format verify-lint verify-types verify-protos verify-floors verify-typescript \
 	fix-format fix-lint fix-protos fix-typescript
 
 help: ## list the targets
@@ -40,6 +40,9 @@ test: $(STAMP) ## run the tests, those with real engines beside the others
 
 test-ray: $(RAY_STAMP) ## run the tests with Ray Serve
 	@.venv-ray/bin/python -m pytest tests/ray $(ARGS)
+
+benchmarks: $(STAMP) ## run every benchmark with --quick, half an hour on an idle machine
+	@$(BIN)/python -m benchmarks --quick $(ARGS)
 
 chaos: $(STAMP) ## kill, freeze and cut apart a fleet for ten minutes and see that nothing is wrong or left
 	@LMKV_CHAOS_SECONDS=$${LMKV_CHAOS_SECONDS:-600} $(BIN)/python -m pytest -q tests/chaos $(ARGS)

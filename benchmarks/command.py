@@ -37,6 +37,8 @@ class Run:
     """For the logs of processes."""
     console: Console = field(default_factory=lambda: Console(highlight=False, width=max(WIDTH, Console().width)))
     started_at: float = field(default_factory=time.monotonic)
+    failures: list[str] = field(default_factory=list)
+    """Results that must not be published, such as answers that differ."""
 
     @property
     def quick(self) -> bool:
@@ -57,6 +59,10 @@ class Run:
         """Has the report say something that numbers do not."""
         self.report.notes.append(text)
         self.say(text)
+
+    def fail(self, text: str) -> None:
+        """Makes the run fail at its end: the table is printed, no JSON is written, and the exit code is 1."""
+        self.failures.append(text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +124,10 @@ class Benchmark:
         run.console.print(make_table(f"{self.name}, {report.seconds:.0f} s", report.rows))
         for note in report.notes:
             run.console.print(f"- {note}", markup=False)
+        for failure in run.failures:
+            run.say(f"failed: {failure}")
+        if run.failures:
+            return 1
         if args.json:
             report.write(args.json)
         return 0

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(run: Run) -> None:
     """Both engines, all rounds."""
     args = run.args
-    dtype = engines.choose_dtype(run)
+    dtype = engines.choose_dtype(run, compares_answers=True)
     count = args.documents or (4 if run.quick else 10)
     # Like the 10,000 of the original they leave next to nothing behind their last whole chunk, where questions begin.
     tokens = args.document_tokens or (2052 if run.quick else 4104)
@@ -104,6 +104,8 @@ def measure(run: Run) -> None:
     for completion in second_warm.completions:
         engines.check_hit("engine 2's warm-up round", completion, tokens - 1)
     run.add(*rows_of(first_warm, second_warm, first_query, second_query))
+    for what, one, other in (("documents", first_warm, second_warm), ("questions", first_query, second_query)):
+        engines.check_identical(run, f"{what}, both engines", other.identical_to(one), len(one.completions))
 
 
 def warm_up(cluster: Cluster, first: Engine, second: Engine, prompt: Sequence[int]) -> None:

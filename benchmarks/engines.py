@@ -17,6 +17,8 @@ from lmkv_client.demo.model import FIRST_BYTE_TOKEN_ID, MID, make_model
 from lmkv_client.demo.process import available_memory_bytes
 
 SHAPE = MID
+EXACT_DTYPE = "float32"
+"""The type in which a prompt has the same answer wherever its computation is cut."""
 BLOCK_SIZE = 128
 CHUNK_SIZE = 256
 OUTPUT_TOKENS = 64
@@ -41,15 +43,20 @@ def add_dtype_argument(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("auto", "bfloat16", "float32"),
         default="auto",
-        help="type that the engines compute in and cache KV in (auto: bfloat16 where the processor has it)",
+        help="type that the engines compute in and cache KV in (auto: float32 where answers are compared, "
+        "else bfloat16 where the processor has it)",
     )
 
 
-def choose_dtype(run: Run) -> str:
-    """The type to compute in, noted in the report's settings."""
+def choose_dtype(run: Run, *, compares_answers: bool = False) -> str:
+    """The type to compute in, noted in the report's settings.
+
+    Benchmarks that compare answers compute in float32: see `check_identical`.
+    """
     dtype: str = run.args.dtype
     if dtype == "auto":
-        dtype = "bfloat16" if machine.flags() & machine.BFLOAT16_FLAGS else "float32"
+        has_bfloat16 = bool(machine.flags() & machine.BFLOAT16_FLAGS)
+        dtype = "bfloat16" if has_bfloat16 and not compares_answers else EXACT_DTYPE
     run.report.settings["dtype"] = dtype
     return dtype
 
@@ -128,6 +135,21 @@ def check_hit(what: str, completion: Completion, token_count: int) -> None:
     """Raises `LmkvError` unless so many tokens were taken from a cache: then the time means something else."""
     if completion.cached_tokens < token_count:
         raise LmkvError(f"{what}: {completion.cached_tokens} of {token_count} tokens were cached")
+
+
+def check_identical(run: Run, what: str, same_count: int, count: int) -> None:
+    """Makes the run fail if answers differ that must be identical, in float32.
+
+    In bfloat16 the run gets a note instead: sums are rounded, so where a prompt's computation is cut decides between
+    tokens of nearly the same probability. A hit in vLLM's own prefix cache cuts it, too, and changes as many answers.
+    """
+    if same_count == count:
+        return
+    text = f"{what}: {count - same_count} of {count} answers differ"
+    if run.report.settings["dtype"] == EXACT_DTYPE:
+        run.fail(text)
+    else:
+        run.note(f"{text}: in bfloat16 they also do after a hit in vLLM's own prefix cache; compare in float32")
 
 
 def check_miss(what: str, completion: Completion) -> None:

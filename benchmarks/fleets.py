@@ -13,7 +13,7 @@ from benchmarks.command import Run
 from benchmarks.layouts import FINGERPRINT, INSTANCE_COUNT, KEYS_PER_REPORT, random_keys
 from benchmarks.rows import Row
 from lmkv import rpc
-from lmkv.errors import LmkvError
+from lmkv.errors import Full, LmkvError
 from lmkv.keys import KEY_BYTES
 from lmkv.spec import KvSpec
 from lmkv.v1.chunk_pb2 import TIER_HOST
@@ -62,7 +62,8 @@ class SimulatedInstance:
             peer_address="127.0.0.1:7000",
             specs=[spec.to_proto() for spec in specs],
         )
-        await stub.Register(RegisterRequest(instance=said), timeout=TIMEOUT_SECONDS)
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            await _register(stub, RegisterRequest(instance=said))
         self._call = stub.Report()
         self._sequence = len(self._reports)
         async with asyncio.timeout(TIMEOUT_SECONDS):
@@ -84,6 +85,19 @@ class SimulatedInstance:
             if response is grpc.aio.EOF:  # type: ignore[attr-defined]
                 raise LmkvError(f"the coordinator ended the reports of {self.instance_id}")
             acknowledged = response.acked_sequence
+
+
+async def _register(stub: Any, request: RegisterRequest) -> None:
+    """Registers an instance, and waits as long as the coordinator says while too many others join."""
+    while True:
+        try:
+            await stub.Register(request)
+            return
+        except grpc.RpcError as error:
+            refusal = rpc.from_rpc_error(error)
+            if not isinstance(refusal, Full):
+                raise refusal from None
+        await asyncio.sleep(refusal.retry_seconds)
 
 
 async def join_all(instances: Sequence[SimulatedInstance], channel: grpc.aio.Channel) -> None:

@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(run: Run) -> None:
     """Every system that is there, side by side."""
     args = run.args
-    dtype = engines.choose_dtype(run)
+    dtype = engines.choose_dtype(run, compares_answers=True)
     workload = Workload(
         first_tokens=args.first_tokens or (512 if run.quick else 1024),
         user_count=args.users or (4 if run.quick else 5),
@@ -113,7 +113,10 @@ def measure(run: Run) -> None:
     engines.check_memory(4 * (engines.ENGINE_BYTES + CHATS_IN_CACHE * chat_bytes) + 3 * plan.pool_bytes)
     with ExitStack() as stack:
         talking = start(run, stack, chat_systems.systems(run, plan, args.lmcache_python))
-        run.add(*rows_of(talk(run, talking, workload)))
+        spoken = talk(run, talking, workload)
+        run.add(*rows_of(spoken))
+    same, count = identical(spoken["lmkv"], spoken[ALONE])
+    engines.check_identical(run, "lmkv and the engine alone", same, count)
 
 
 def start(
@@ -177,17 +180,18 @@ def rows_of(spoken: Mapping[str, Sequence[Turn]]) -> Iterator[Row]:
         kept = sum(turn.cached_tokens for turn in later) / sum(turn.prompt_tokens for turn in later)
         yield Row(name=f"{name}_kept", value=100 * kept, unit="% of tokens")
         if turns is not without:
-            yield Row(name=f"{name}_identical", value=100 * identical(turns, without), unit="% of answers")
+            same, count = identical(turns, without)
+            yield Row(name=f"{name}_identical", value=100 * same / count, unit="% of answers")
 
 
-def identical(turns: Sequence[Turn], others: Sequence[Turn]) -> float:
-    """The share of answers that are the same in both."""
+def identical(turns: Sequence[Turn], others: Sequence[Turn]) -> tuple[int, int]:
+    """The number of answers that are the same in both, and the number of all."""
     pairs = [
         own.token_ids == theirs.token_ids
         for turn, other in zip(turns, others, strict=True)
         for own, theirs in zip(turn.completions, other.completions, strict=True)
     ]
-    return sum(pairs) / len(pairs)
+    return sum(pairs), len(pairs)
 
 
 BENCHMARK = Benchmark(

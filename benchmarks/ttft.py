@@ -30,6 +30,9 @@ class Round:
     own: float
     peer: float
     identical: bool
+    """Whether the cold run and both hits have the same completion."""
+    hits_identical: bool
+    """Whether both hits have, which were computed from the same token on."""
     steps: dict[str, Steps]
     """Of the hits."""
 
@@ -46,6 +49,7 @@ def measure(run: Run, coordinator: Coordinator, first: Engine, second: Engine) -
             rounds.append(measure_round(coordinator, first, second, prompt))
             run.say(f"{token_count} tokens, {number} of {count}: {_in_words(rounds[-1])}")
         run.add(*rows_of(rounds, token_count))
+        check_answers(run, rounds, token_count)
 
 
 def measure_round(coordinator: Coordinator, first: Engine, second: Engine, prompt: Sequence[int]) -> Round:
@@ -74,8 +78,17 @@ def measure_round(coordinator: Coordinator, first: Engine, second: Engine, promp
         own=own.ttft_seconds,
         peer=peer.ttft_seconds,
         identical=cold.token_ids == own.token_ids == peer.token_ids,
+        hits_identical=own.token_ids == peer.token_ids,
         steps={"prefix": prefix_steps, "own": own_steps, "peer": peer_steps},
     )
+
+
+def check_answers(run: Run, rounds: Sequence[Round], token_count: int) -> None:
+    """Makes the run fail if the hits' completions differ from each other, or, in float32, from the cold run's."""
+    identical = sum(round_.identical for round_ in rounds)
+    engines.check_identical(run, f"{token_count} tokens, cold and hits", identical, len(rounds))
+    if different := sum(not round_.hits_identical for round_ in rounds):
+        run.fail(f"{token_count} tokens: own and peer hit differ in {different} of {len(rounds)} rounds")
 
 
 def rows_of(rounds: Sequence[Round], token_count: int) -> Iterator[Row]:

@@ -60,22 +60,17 @@ def test_answers_that_differ_are_counted() -> None:
     assert rows["pd_identical_4096"] == 50
 
 
-def make_systems(folder: Path, token_ids: dict[str, tuple[int, ...]]) -> dict[str, System]:
-    """Systems that answer so, at once; in float32."""
-    engine = Engine(folder, folder)
-    answers = {name: Answer(token_ids=said, seconds=(1.0, 1.1, 1.2)) for name, said in token_ids.items()}
-    return {name: System(ask=lambda *_, said=said: said, decode=engine) for name, said in answers.items()}
-
-
-def test_an_answer_of_lmkvs_that_is_not_that_of_one_engine_ends_it(tmp_path: Path) -> None:
-    systems = make_systems(tmp_path, {"one_engine": (1, 2, 3), "lmkv": (1, 2, 4)})
-    with pytest.raises(LmkvError, match="not that of one engine"):
+def test_an_answer_with_too_few_tokens_ends_the_benchmark(tmp_path: Path) -> None:
+    answer = Answer(token_ids=(1, 2), seconds=(1.0, 1.1))
+    systems = {"lmkv": System(ask=lambda *_: answer, decode=Engine(tmp_path, tmp_path))}
+    with pytest.raises(LmkvError, match="2 tokens instead of 3"):
         pd.ask_all(systems, [5, 6], 3)
 
 
-def test_without_one_engine_nothing_is_compared(tmp_path: Path) -> None:
-    systems = make_systems(tmp_path, {"lmkv": (1, 2, 4), "nixlconnector": (1, 2, 3)})
-    assert pd.ask_all(systems, [5, 6], 3).keys() == systems.keys()
+def test_a_handoff_that_took_no_time_on_the_clock_has_no_speed() -> None:
+    none = dict.fromkeys((method.name for method in SERVICE.methods), 0.0)
+    counts = Counts(rpcs=none | {"Init": 2}, handed_bytes=1 << 20, handed_seconds=0.0)
+    assert [row.name for row in counts.rows(1, "")] == ["pd_rpcs_per_request"]
 
 
 def test_calls_are_those_of_the_requests_between_two_moments() -> None:

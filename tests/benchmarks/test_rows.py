@@ -22,7 +22,20 @@ from benchmarks.steps import Steps
 from lmkv_client.demo.completion import Completion
 
 ROOT = Path(__file__).parents[2]
-BENCHMARKS = ("data_path", "kernels_cpu", "control_plane", "doc_qa", "pd", "rivals", "multi_turn", "eviction")
+BENCHMARKS = (
+    "channels",
+    "control_plane",
+    "data_path",
+    "doc_qa",
+    "eviction",
+    "kernels_cpu",
+    "kernels_gpu",
+    "multi_turn",
+    "pd",
+    "rivals",
+    "scale",
+    "shared_map",
+)
 ROW_FIELDS = ["name", "value", "unit", "baseline", "baseline_value", "ratio"]
 RESULTS = sorted(tables.RESULTS.glob("*.json"))
 
@@ -134,7 +147,7 @@ def test_processor_time_is_counted_and_the_dead_have_none() -> None:
 def make_round(*, cold: float = 2.0) -> ttft.Round:
     parts = Steps(lookup=0.01, fetch=0.1, load=0.02, compute=0.05, rest=0.02)
     steps = {"prefix": replace(parts, fetch=0.0, load=0.0), "own": replace(parts, fetch=0.0), "peer": parts}
-    return ttft.Round(cold=cold, prefix_hit=0.1, own=0.2, peer=0.4, identical=True, steps=steps)
+    return ttft.Round(cold=cold, prefix_hit=0.1, own=0.2, peer=0.4, identical=True, hits_identical=True, steps=steps)
 
 
 def test_the_rows_asked_for_by_name_say_hit_over_cold() -> None:
