@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from vllm.logger import init_logger
 
 from lmkv_client.connector.copying import Copying
+from lmkv_client.connector.messages import Load
 from lmkv_kernels import ChunkCopy
 
 logger = init_logger("vllm.lmkv")
@@ -25,6 +26,8 @@ class Running:
     """Whether the forward of its step needed it; vLLM asks nothing about it afterwards."""
     started_at: float
     parts: list[Copying] = field(default_factory=list)
+    postponed: list[Load] = field(default_factory=list)
+    """Pieces that wait until the pool is mapped."""
     size_bytes: int = 0
     failed_blocks: list[int] = field(default_factory=list)
     copied_blocks: list[int] = field(default_factory=list)
@@ -41,7 +44,7 @@ class Running:
     def over(self) -> bool:
         """Whether nothing runs and nothing more will come."""
         self.parts = [part for part in self.parts if not self._part_is_over(part)]
-        return self.final and not self.parts
+        return self.final and not self.parts and not self.postponed
 
     def wait(self) -> None:
         """Waits for what runs."""

@@ -6,7 +6,6 @@ streams where they are on a device.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,14 +14,13 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from lmkv.errors import LmkvError
-from lmkv.pool import LEFT_BYTES
-from lmkv.pool_socket import AttachedPool, attach
+from lmkv.pool_socket import AttachedPool
 from lmkv.spec import KvSpec
 from lmkv_client.connector.copying import Copies, Copying, HostCopies, Task, use_processors
 from lmkv_client.connector.format import make_pages
 from lmkv_client.connector.identity import Share
 from lmkv_client.connector.messages import Attachment, Check, Load, Loaded, StepPlan, WorkerReport, Written
+from lmkv_client.connector.pool_mapping import PoolMapping
 from lmkv_client.connector.running import COPY_ERRORS, Running, Storing
 from lmkv_kernels import ChunkCopy, Pages, checksum, copied_bytes
 
@@ -33,9 +31,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.lmkv")
 
-ATTACH_TIMEOUT_SECONDS = 0.5
-ATTACH_RETRY_SECONDS = 5.0
-"""So long after a pool could not be mapped it is tried again, for each try may hold up a step."""
+MAP_WAIT_SECONDS = 0.5
+"""Maximum time that a step waits for a new node's pool; mapping continues on a thread after that."""
 
 
 class WorkerSide:
@@ -61,8 +58,9 @@ class WorkerSide:
         self._threads = threads
         self._copies: Copies | None = None
         self._attachment: Attachment | None = None
+        self._mapping: PoolMapping | None = None
+        """Of the current attachment, until its pool is taken."""
         self._pool: AttachedPool | None = None
-        self._retry_at = 0.0
         self._checker = ThreadPoolExecutor(1, "lmkv-check", initializer=use_processors)
         self._running: dict[str, Running] = {}
         self._storing: list[Storing] = []
@@ -87,14 +85,10 @@ class WorkerSide:
             running = self._running.setdefault(load.request_id, Running(sync=load.sync, started_at=time.monotonic()))
             running.final |= load.final
             running.failed_blocks += load.failed_blocks
-            if load.checks:
-                running.parts.append(Task([self._checker.submit(verify, self._pool, load.checks)]))
-            if load.copies:
-                running.copied_blocks += [block for copy in load.copies for block in copy.block_ids]
-                running.begin(partial(self._scatter, running, load))
-            if load.buffered:
-                running.copied_blocks += [block for copy in load.buffered for block in copy.block_ids]
-                running.begin(partial(self._scatter_buffered, running, load))
+            if self._mapping and not self._mapping.tried and not load.sync:
+                running.postponed.append(load)
+            else:
+                self._begin(running, load)
             if load.sync:
                 if load.checks:
                     running.wait()
@@ -125,6 +119,7 @@ class WorkerSide:
 
     def take_finished(self) -> set[str]:
         """Requests whose asynchronous loads have ended since the last call, well or not."""
+        self._take_pool()
         for request_id, running in list(self._running.items()):
             if running.over():
                 self._finish(request_id, running)
@@ -147,9 +142,23 @@ class WorkerSide:
     def close(self) -> None:
         """Waits for running copies, then lets go of the pool."""
         self._checker.shutdown(cancel_futures=True)
+        mapping, self._mapping = self._mapping, None
+        if mapping:
+            mapping.close()
         if self._copies:
             self._let_go()
             self._copies.close()
+
+    def _begin(self, running: Running, load: Load) -> None:
+        """Begins the checks and copies of one piece of a load."""
+        if load.checks:
+            running.parts.append(Task([self._checker.submit(verify, self._pool, load.checks)]))
+        if load.copies:
+            running.copied_blocks += [block for copy in load.copies for block in copy.block_ids]
+            running.begin(partial(self._scatter, running, load))
+        if load.buffered:
+            running.copied_blocks += [block for copy in load.buffered for block in copy.block_ids]
+            running.begin(partial(self._scatter_buffered, running, load))
 
     def _scatter(self, running: Running, load: Load) -> Copying:
         if self._pool is None or self._copies is None:
@@ -202,26 +211,37 @@ class WorkerSide:
 
     def _follow(self, attachment: Attachment | None) -> None:
         """Maps the pool that the plan speaks of. The old one is let go of only when nothing is being copied from it."""
-        settled = self._pool is not None or time.monotonic() < self._retry_at
-        if attachment is None or (attachment == self._attachment and settled):
+        if attachment is not None and attachment != self._attachment:
+            if self._mapping:
+                self._mapping.close()
+                self._mapping = None
+                self._begin_postponed()  # they fail: their pool will not be mapped
+            self._let_go()
+            self._attachment = attachment
+            self._storing.clear()
+            self._report = None  # of the old attachment: void
+            self._mapping = PoolMapping(attachment, self._rank)
+            self._mapping.wait(MAP_WAIT_SECONDS)
+        self._take_pool()
+
+    def _take_pool(self) -> None:
+        """Opens the pool if it has been mapped; begins the loads that waited for the first try to map it."""
+        if self._mapping is None or not self._mapping.tried:
             return
-        self._let_go()
-        self._attachment = attachment
-        self._storing.clear()
-        self._report = None  # of the old attachment: void
-        try:
-            self._pool = attach(
-                attachment.pool_socket, attachment.engine_id, self._rank, attachment.epoch, ATTACH_TIMEOUT_SECONDS
-            )
-        except LmkvError as error:
-            self._retry_at = time.monotonic() + ATTACH_RETRY_SECONDS
-            logger.warning("cannot map the node's pool, so nothing is loaded or stored: %s", error)
-            return
-        if self._copies:
-            self._copies.open(self._pool.pool)
-            if self._lends and attachment.device_buffer_bytes:
-                self._lender = self._lend(attachment)
-        threading.Thread(target=populate, args=(self._pool,), name="lmkv-populate", daemon=True).start()
+        pool = self._mapping.take()
+        if pool and self._attachment:
+            self._mapping, self._pool = None, pool
+            if self._copies:
+                self._copies.open(pool.pool)
+            if self._lends and self._attachment.device_buffer_bytes:
+                self._lender = self._lend(self._attachment)
+        self._begin_postponed()
+
+    def _begin_postponed(self) -> None:
+        for running in self._running.values():
+            postponed, running.postponed = running.postponed, []
+            for load in postponed:
+                self._begin(running, load)
 
     def _lend(self, attachment: Attachment) -> Lender:
         from lmkv_client.connector.lender import Lender  # who lends nothing needs no NIXL
@@ -258,12 +278,3 @@ def verify(pool: AttachedPool | None, checks: Sequence[Check]) -> None:
     for one in checks:
         if checksum(pool.pool.buffer, one.offset, one.size_bytes) != one.checksum:
             raise ValueError(f"the chunk at offset {one.offset} of the pool is damaged; it is computed instead")
-
-
-def populate(pool: AttachedPool) -> None:
-    """Fills this process's page table ahead of the first copies."""
-    use_processors()
-    try:
-        pool.pool.populate(leave_bytes=LEFT_BYTES)
-    except LmkvError as error:
-        logger.warning("cannot touch the node's pool ahead of its first use: %s", error)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +22,13 @@ from lmkv_client.connector.identity import Share
 from lmkv_client.connector.messages import Attachment, Check, Load, StepPlan
 from lmkv_client.connector.worker import WorkerSide
 from lmkv_kernels import ChunkCopy, checksum
+from tests.waiting import WAIT_SECONDS, wait_until
 
 LAYERS, HEADS, BLOCK, CONTENT, BLOCKS = 3, 4, 32, 2 * 16, 24
 TILE_BYTES = BLOCK * CONTENT * 4
 CHUNK_BLOCKS = 2
 CHUNK_BYTES = LAYERS * HEADS * CHUNK_BLOCKS * TILE_BYTES
 POOL_BYTES = 8 * CHUNK_BYTES
-WAIT_SECONDS = 10.0
 
 Caches = dict[str, torch.Tensor]
 SPEC = KvSpec(
@@ -67,6 +67,22 @@ class ServedPool:
     def attachment(self, engine_id: str = "engine") -> Attachment:
         return Attachment(engine_id=engine_id, pool_socket=str(self.path), epoch=self.epoch)
 
+    @contextmanager
+    def stalled(self) -> Iterator[None]:
+        """Its event loop does not run."""
+        stalled, resume = threading.Event(), threading.Event()
+
+        def stall() -> None:
+            stalled.set()
+            resume.wait()
+
+        self._loop.call_soon_threadsafe(stall)
+        stalled.wait()
+        try:
+            yield
+        finally:
+            resume.set()
+
     def close(self) -> None:
         self._run(self._socket.aclose())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -76,6 +92,12 @@ class ServedPool:
 
     def _run(self, work: object) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_SECONDS)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def _steps_wait_for_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Synchronous loads and stores of the first step need the pool, however busy the host is."""
+    monkeypatch.setattr(worker_module, "MAP_WAIT_SECONDS", WAIT_SECONDS)
 
 
 @pytest.fixture
@@ -163,20 +185,20 @@ def step(worker: WorkerSide, plan: StepPlan) -> None:
 
 def finished(worker: WorkerSide, request_id: str = "r") -> None:
     """Waits, as steps do, until an asynchronous load has ended."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    while request_id not in worker.take_finished():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: request_id in worker.take_finished())
 
 
-def stored(worker: WorkerSide, served: ServedPool, chunks: dict[int, list[int]]) -> None:
-    """Stores pages as chunks."""
+def is_stored(worker: WorkerSide, served: ServedPool, chunks: dict[int, list[int]]) -> bool:
+    """Stores pages as chunks in one step; whether all of them were."""
     stores = [chunk_copy(number, pages, blocks=len(pages)) for number, pages in chunks.items()]
     step(worker, plan_of(served, stores=stores))
     report = worker.take_report()
-    assert report
-    assert set(report.written) == {copy.offset for copy in stores}
-    assert not report.skipped
+    return report is not None and set(report.written) == {copy.offset for copy in stores} and not report.skipped
+
+
+def stored(worker: WorkerSide, served: ServedPool, chunks: dict[int, list[int]]) -> None:
+    """As `is_stored`, and it must be."""
+    assert is_stored(worker, served, chunks)
 
 
 def pages_equal(left: Caches, left_pages: list[int], right: Caches, right_pages: list[int]) -> bool:
@@ -389,20 +411,56 @@ def test_without_a_pool_loads_fail_and_stores_are_skipped(
     assert report.loaded["r"].failed
 
 
-def test_a_pool_that_could_not_be_mapped_is_tried_again_after_a_while(
-    serve: Serve, runtime_dir: Path, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+def test_a_pool_that_could_not_be_mapped_is_mapped_when_its_node_is_there(
+    serve: Serve, runtime_dir: Path, make_worker: MakeWorker
 ) -> None:
     later = Attachment(engine_id="engine", pool_socket=str(runtime_dir / "1.sock"), epoch=1)
     worker = make_worker(caches(1))
-    step(worker, plan_of(later))
-    served = serve()
     step(worker, plan_of(later, stores=[chunk_copy(0, [3, 4])]))
     report = worker.take_report()
     assert report
-    assert report.skipped == {0}, "not in every step: it may take long"
-    monkeypatch.setattr(worker_module, "ATTACH_RETRY_SECONDS", 0.0)
-    worker._retry_at = 0.0
-    stored(worker, served, {0: [3, 4]})
+    assert report.skipped == {0}
+    served = serve()
+    wait_until(lambda: is_stored(worker, served, {0: [3, 4]}))
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_a_load_waits_for_a_node_that_is_slow_to_hand_its_pool_over(
+    serve: Serve, make_worker: MakeWorker, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "MAP_WAIT_SECONDS", 0.01)
+    served, source, target = serve(), caches(1), caches(None)
+    filler = make_worker(source)
+    wait_until(lambda: is_stored(filler, served, {0: [3, 17]}))
+    worker = make_worker(target, threads=threads)
+    right = checksum(served.pool.buffer, 0, CHUNK_BYTES)
+    checks = [Check(offset=0, size_bytes=CHUNK_BYTES, checksum=right)]
+    plan = plan_of(served, loads=[load_of([chunk_copy(0, [9, 1])], checks=checks)], stores=[chunk_copy(1, [5, 6])])
+    with served.stalled():
+        step(worker, plan)
+        assert worker.take_finished() == set(), "neither loaded nor given up"
+    finished(worker)
+    assert worker.take_failed_blocks() == set()
+    assert pages_equal(source, [3, 17], target, [9, 1])
+    report = worker.take_report()
+    assert report
+    assert report.skipped == {CHUNK_BYTES}, "pages of a step are stored in that step or not at all"
+    assert is_stored(worker, served, {1: [5, 6]})
+
+
+def test_a_load_that_waits_for_the_pool_of_a_node_that_is_replaced_fails(
+    serve: Serve, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "MAP_WAIT_SECONDS", 0.01)
+    old, new = serve(), serve()
+    worker = make_worker(caches(None))
+    with old.stalled():
+        step(worker, plan_of(old, loads=[load_of([chunk_copy(0, [9, 1])])]))
+        step(worker, plan_of(new))
+    finished(worker)
+    assert worker.take_failed_blocks() == {9, 1}, "its extents are not those of the new node"
+    wait_until(lambda: new.workers == [("engine", 0)])
+    wait_until(lambda: not old.workers)
 
 
 def test_a_worker_that_follows_to_a_new_node_lets_go_of_the_old_one(serve: Serve, make_worker: MakeWorker) -> None:
@@ -413,10 +471,7 @@ def test_a_worker_that_follows_to_a_new_node_lets_go_of_the_old_one(serve: Serve
     assert old.workers == [("engine", 0)]
     stored(worker, new, {0: [5, 6]})
     assert new.workers == [("engine", 0)]
-    deadline = time.monotonic() + WAIT_SECONDS
-    while old.workers and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert not old.workers
+    wait_until(lambda: not old.workers)
     reader = make_worker(target)
     step(reader, plan_of(new, loads=[load_of([chunk_copy(0, [1, 2])], sync=True)]))
     assert pages_equal(source, [5, 6], target, [1, 2])
@@ -493,8 +548,5 @@ def test_closing_tells_the_node(serve: Serve, make_worker: MakeWorker) -> None:
     worker = make_worker(caches(1))
     stored(worker, served, {0: [3, 17]})
     worker.close()
-    deadline = time.monotonic() + WAIT_SECONDS
-    while served.workers and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert not served.workers
+    wait_until(lambda: not served.workers)
     worker.close()
