@@ -33,17 +33,20 @@ return previous
 """
 """KEYS id, log; ARGV id. The newest entry's id."""
 
-# The time of day in it keeps terms rising even where the last one was lost.
+# A term follows the instance's last one, the shard's last one, and the time in microseconds: it rises strictly though
+# the instance's key is lost, even where the clock was set back, and though both keys are lost.
 TERM = f"""{_CHECK}
 local time = redis.call('TIME')
-local floor = time[1] * 1000 + math.floor(time[2] / 1000)
-local term = string.format('%.0f', math.max((redis.call('GET', KEYS[2]) or 0) + 1, floor))
+local last = math.max(tonumber(redis.call('GET', KEYS[2]) or 0), tonumber(redis.call('GET', KEYS[3]) or 0))
+local term = string.format('%.0f', math.max(last + 1, time[1] * 1000000 + time[2]))
 redis.call('SET', KEYS[2], term, 'PX', ARGV[2])
-redis.call('HSET', KEYS[3] .. term, ARGV[4], ARGV[5])
-redis.call('PEXPIRE', KEYS[3] .. term, ARGV[3])
+redis.call('SET', KEYS[3], term, 'PX', ARGV[2])
+redis.call('HSET', KEYS[4] .. term, ARGV[4], ARGV[5])
+redis.call('PEXPIRE', KEYS[4] .. term, ARGV[3])
 return term
 """
-"""KEYS id, term, held without its term; ARGV id, lifetime of the term, of what is held, the opening. The term."""
+"""KEYS id, term, the shard's last term, held without its term; ARGV id, lifetime of the terms, of what is held, the
+opening. The term."""
 
 PUBLISH = f"""{_CHECK}{_NEWEST}
 local function admit(held, place, tokens, keys)

@@ -110,7 +110,7 @@ class Store:
 
     async def next_term(self, owner: Owner) -> int:
         """A term for an instance; from now on nothing is published in earlier ones."""
-        keys = [_key(owner, "term"), _key(owner, "held") + b":"]
+        keys = [_key(owner, "term"), _shard_key(owner.shard, "last_term"), _key(owner, "held") + b":"]
         opening = (OPENING[:FIELD_BYTES], OPENING[FIELD_BYTES:])
         return int(await self._run(scripts.TERM, owner.shard, keys, _ms(TERM_SECONDS), self._held_ms, *opening))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -152,11 +153,30 @@ async def test_what_vanished_is_noticed(store: Store, server: RedisServer) -> No
     assert await store.publish(OWNER.shard, told.take()) == [b"lost"]
 
 
-async def test_terms_rise_though_the_last_one_is_forgotten(store: Store, server: RedisServer) -> None:
+@pytest.mark.parametrize("lost", [":term:", "term"])
+async def test_terms_rise_strictly_though_the_last_one_is_forgotten(
+    store: Store, server: RedisServer, lost: str
+) -> None:
+    terms = [await store.next_term(OWNER)]
+    names = [name for name in server.names() if lost in name]
+    with server.client() as client:
+        for _ in range(500):  # some of them in the same millisecond
+            client.delete(*names)
+            terms.append(await store.next_term(OWNER))
+    assert all(last < next_term for last, next_term in itertools.pairwise(terms))
+
+
+async def test_terms_rise_strictly_though_the_clock_was_set_back_and_the_last_one_is_forgotten(
+    store: Store, server: RedisServer
+) -> None:
     first = await store.next_term(OWNER)
     with server.client() as client:
+        ahead = first + 3600 * 1_000_000
+        for name in server.names():
+            if "term" in name:
+                client.set(name, ahead)
         client.delete(*[name for name in server.names() if ":term:" in name])
-    assert await store.next_term(OWNER) > first
+    assert await store.next_term(OWNER) > ahead
 
 
 async def test_long_changes_are_loaded_and_not_told(store: Store) -> None:
