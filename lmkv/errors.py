@@ -74,7 +74,7 @@ class BadInstance(BadRequest):
 
 
 class BadMessage(BadRequest):
-    """A stream's messages come in an order that means nothing."""
+    """A message cannot be decoded, did not arrive, has a time out of range, or does not fit into its stream."""
 
     reason = "BAD_MESSAGE"
 

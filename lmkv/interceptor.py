@@ -14,8 +14,10 @@ from grpc_status import rpc_status
 from lmkv.auth.caller import check_caller
 from lmkv.auth.gate import Gate
 from lmkv.errors import BadMessage, LmkvError
+from lmkv.requests import Requests
 from lmkv.statuses import to_status
 from lmkv.telemetry.calls import Calls
+from lmkv.telemetry.log_limit import LimitedLogger
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,7 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
     def __init__(self, calls: Calls, gate: Gate) -> None:
         self._calls = calls
         self._gate = gate
+        self._log = LimitedLogger(logger)
 
     async def intercept_service(
         self,
@@ -42,12 +45,15 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
         name, metadata = method.removeprefix("/"), handler_call_details.invocation_metadata
         # gRPC is told that all requests come in parts: it then calls handlers before the first has come. So the gate
         # refuses strangers before they have made us hold anything, and nobody is waited for who never ends a message.
+        # It does not decode them either: `Requests` does, where what fails is answered like every other error.
         inner = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        decode = handler.request_deserializer
 
         async def stream(parts: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
             try:
                 with self._gate.passing(name, metadata):
-                    responses = inner(parts if handler.request_streaming else await _whole(parts), context)
+                    requests = Requests(parts, decode)
+                    responses = inner(requests if handler.request_streaming else await _whole(requests), context)
                     if inspect.isawaitable(responses):  # it writes them itself, as gRPC's own health service does
                         await responses
                         return
@@ -55,25 +61,35 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
                         check_caller()
                         yield response
             except Exception as error:
-                await _abort(_refusal(error, method), context)
+                await _abort(self._refusal(error, method), context)
 
         async def unary(parts: AsyncIterator[Any], context: Any) -> Any:
             with self._calls.observe(method, metadata) as call:
                 try:
                     with self._gate.passing(name, metadata):
-                        return await inner(parts if handler.request_streaming else await _whole(parts), context)
+                        requests = Requests(parts, decode)
+                        return await inner(requests if handler.request_streaming else await _whole(requests), context)
                 except grpc.aio.AbortError:  # the handler aborted the call itself
                     call.failed(_code_name(context.code()))
                     raise
                 except Exception as error:
-                    refusal = _refusal(error, method)
+                    refusal = self._refusal(error, method)
                     call.failed(refusal.code)
                     await _abort(refusal, context)
 
-        codecs = (handler.request_deserializer, handler.response_serializer)
+        codecs = (None, handler.response_serializer)
         if handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(stream, *codecs)
         return grpc.stream_unary_rpc_method_handler(unary, *codecs)
+
+    def _refusal(self, error: Exception, method: str) -> LmkvError:
+        """The error to answer with. Raises `grpc.aio.AbortError` again: the handler has ended the call itself."""
+        if isinstance(error, grpc.aio.AbortError):
+            raise error
+        if isinstance(error, LmkvError):
+            return error
+        self._log.error("%s failed unexpectedly", method, exc_info=error)
+        return LmkvError(f"{method} failed unexpectedly: {error!r}; see the server's log")
 
 
 async def _whole(parts: AsyncIterator[Any]) -> Any:
@@ -85,16 +101,6 @@ async def _whole(parts: AsyncIterator[Any]) -> Any:
         raise BadMessage(f"no message within {MESSAGE_SECONDS:g} s; send it at once") from None
     except StopAsyncIteration:
         raise BadMessage("the call ended without a message; send one") from None
-
-
-def _refusal(error: Exception, method: str) -> LmkvError:
-    """The error that the caller is told. Raises what is none: the handler has aborted the call itself."""
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
-    if isinstance(error, LmkvError):
-        return error
-    logger.exception("%s failed unexpectedly", method)
-    return LmkvError(f"{method} failed unexpectedly: {error!r}; see the server's log")
 
 
 def _code_name(code: Any) -> str:

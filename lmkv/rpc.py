@@ -77,12 +77,29 @@ async def make_server(
     The caller registers its handlers, binds, starts and stops it.
     """
     server = grpc.aio.server(interceptors=[Interceptor(calls or Calls(), gate)], options=SERVER_OPTIONS)
-    checks = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
+    checks = HealthService(["", *service_names])
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     for name in ("", *service_names):
         await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
     reflection.enable_server_reflection([*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     return server
+
+
+class HealthService(health.aio.HealthServicer):  # type: ignore[misc, name-defined]  # the stubs lack it
+    """gRPC's health service with its `List`, which the library does not implement."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self._names = names
+
+    async def List(  # noqa: N802  # its name in the proto
+        self, _request: health_pb2.HealthListRequest, context: Any
+    ) -> health_pb2.HealthListResponse:
+        """The status of every service of this server."""
+        response = health_pb2.HealthListResponse()
+        for name in self._names:
+            response.statuses[name].CopyFrom(await self.Check(health_pb2.HealthCheckRequest(service=name), context))
+        return response
 
 
 def add_port(server: grpc.aio.Server, address: str, credentials: Credentials = PLAINTEXT) -> int:

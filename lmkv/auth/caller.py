@@ -31,7 +31,7 @@ ANYBODY = Caller(name="anybody", role=Role.ADMIN)
 """Who calls where no tokens are configured, and who probes."""
 
 _current: ContextVar[Caller] = ContextVar("lmkv_caller", default=ANYBODY)
-_check: ContextVar[Callable[[Caller], None]] = ContextVar("lmkv_caller_check", default=lambda _: None)
+_check: ContextVar[Callable[[], None]] = ContextVar("lmkv_caller_check", default=lambda: None)
 _ask: ContextVar[Callable[[], None]] = ContextVar("lmkv_caller_ask", default=lambda: None)
 
 
@@ -41,8 +41,8 @@ def current_caller() -> Caller:
 
 
 def check_caller() -> None:
-    """Asked before each message of a stream. Raises `Unauthenticated` if who made the call is known no more."""
-    _check.get()(_current.get())
+    """Called for each message of a stream. Raises `Unauthenticated` if the caller would not be admitted any more."""
+    _check.get()()
 
 
 def count_question() -> None:
@@ -51,7 +51,7 @@ def count_question() -> None:
 
 
 @contextmanager
-def calling(caller: Caller, check: Callable[[Caller], None], ask: Callable[[], None]) -> Iterator[None]:
+def calling(caller: Caller, check: Callable[[], None], ask: Callable[[], None]) -> Iterator[None]:
     """While this lasts `current_caller` is this one; `check_caller` calls `check`, and `count_question` calls `ask`."""
     before = _current.get(), _check.get(), _ask.get()
     _set(caller, check, ask)
@@ -61,7 +61,7 @@ def calling(caller: Caller, check: Callable[[Caller], None], ask: Callable[[], N
         _set(*before)  # not reset: a stream that is cut off may be ended in another context
 
 
-def _set(caller: Caller, check: Callable[[Caller], None], ask: Callable[[], None]) -> None:
+def _set(caller: Caller, check: Callable[[], None], ask: Callable[[], None]) -> None:
     _current.set(caller)
     _check.set(check)
     _ask.set(ask)

@@ -64,10 +64,6 @@ class Callers:
         caller = self._callers.get(self._place(digest))
         return caller if caller is not None and hmac.compare_digest(caller.digest, digest) else None
 
-    def knows(self, caller: Caller) -> bool:
-        """Whether somebody who was let in would still be."""
-        return self._callers.get(self._place(caller.digest)) == caller
-
     def _place(self, digest: bytes) -> bytes:
         return hmac.digest(self._pepper, digest, "sha256")
 

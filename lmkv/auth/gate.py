@@ -15,14 +15,12 @@ from lmkv.auth.roles import OPEN, ROLES, Role
 from lmkv.auth.token import HEADER, Token, token_in
 from lmkv.errors import ConfigError, PermissionDenied, Unauthenticated
 from lmkv.fresh import Fresh
+from lmkv.telemetry.log_limit import LimitedLogger
 
 logger = logging.getLogger(__name__)
 
 TENANT_HEADER = "lmkv-tenant"
 """For which tenant an admin calls who has none of its own."""
-
-QUIET_SECONDS = 1.0
-"""Between two lines of the log about callers whom nobody knows."""
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
@@ -39,8 +37,7 @@ class Gate:
         self._callers = Fresh(lambda: self._files, self._read) if path else None
         self._allowances: dict[str, Allowance] = {}
         self._own = own
-        self._quiet_until = 0.0
-        self._unsaid_count = 0
+        self._log = LimitedLogger(logger)
         if self._callers and own is not None:
             self._own_tenant()
 
@@ -61,14 +58,23 @@ class Gate:
     @contextmanager
     def passing(self, method: str, metadata: Metadata | None) -> Iterator[Caller]:
         """While a call of `SERVICE/METHOD` is answered; `current_caller` is who made it. Raises what `admit` does."""
+        known = self.callers  # before the call is admitted: a later change of the file is noticed
         caller = self.admit(method, metadata)
         if caller is ANYBODY:
             yield caller
             return
         allowance = self._allowance(caller)
         allowance.begin(time.monotonic())
+        headers = dict(metadata or ())
+
+        def check() -> None:
+            nonlocal known
+            if (now := self.callers) is not known:
+                self._check_again(caller, method, headers)
+                known = now
+
         try:
-            with calling(caller, self._still_admits, lambda: allowance.ask(time.monotonic())):
+            with calling(caller, check, lambda: allowance.ask(time.monotonic())):
                 yield caller
         finally:
             allowance.end()
@@ -80,21 +86,20 @@ class Gate:
         try:
             return self._admit(method, dict(metadata or ()))
         except Unauthenticated as error:
-            self._warn(method, error)
+            self._log.warning("refused %s: %s", method, error)
             raise
         except PermissionDenied as error:
-            logger.warning("refused %s: %s", method, error)
+            self._log.warning("denied %s: %s", method, error)
             raise
 
-    def _warn(self, method: str, error: Unauthenticated) -> None:
-        """Logs a refusal, but not more often than strangers may make this process write."""
-        now = time.monotonic()
-        if now < self._quiet_until:
-            self._unsaid_count += 1
-            return
-        others = f", and {self._unsaid_count} other calls since the last such line" if self._unsaid_count else ""
-        logger.warning("refused %s: %s%s", method, error, others)
-        self._quiet_until, self._unsaid_count = now + QUIET_SECONDS, 0
+    def _check_again(self, caller: Caller, method: str, headers: dict[str, str | bytes]) -> None:
+        """Raises `Unauthenticated` if a call that was admitted would now be refused, or answered for another tenant."""
+        try:
+            unchanged = self._admit(method, headers) == caller
+        except (Unauthenticated, PermissionDenied):
+            unchanged = False
+        if not unchanged:
+            raise Unauthenticated("the token is not known any more, or has another role or tenant; call again")
 
     def _admit(self, method: str, headers: dict[str, str | bytes]) -> Caller:
         token = token_in(str(headers.get(HEADER, "")))
@@ -130,11 +135,6 @@ class Gate:
                 caller=caller.name,
             )
         return caller
-
-    def _still_admits(self, caller: Caller) -> None:
-        callers = self.callers
-        if not (callers.knows(caller) or callers.knows(replace(caller, tenant=""))):
-            raise Unauthenticated("the token is not known any more; show another")
 
     def _allowance(self, caller: Caller) -> Allowance:
         """The bucket of all tokens of one name."""

@@ -38,6 +38,10 @@ class CacheServiceStub:
     * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or beyond the model's vocabulary, or both ways were used.
     * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not say which.
     * `NOT_FOUND` (`MODEL_NOT_FOUND`): no registered spec has this model name; the known ones are in the metadata.
+
+    Errors of every RPC:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
+    `Duration` or `Timestamp` that is out of protobuf's range.
     """
 
     def __init__(self, channel):
@@ -100,6 +104,10 @@ class CacheServiceServicer:
     * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or beyond the model's vocabulary, or both ways were used.
     * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not say which.
     * `NOT_FOUND` (`MODEL_NOT_FOUND`): no registered spec has this model name; the known ones are in the metadata.
+
+    Errors of every RPC:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
+    `Duration` or `Timestamp` that is out of protobuf's range.
     """
 
     def Lookup(self, request, context):
@@ -264,6 +272,10 @@ class CacheService:
     * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or beyond the model's vocabulary, or both ways were used.
     * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not say which.
     * `NOT_FOUND` (`MODEL_NOT_FOUND`): no registered spec has this model name; the known ones are in the metadata.
+
+    Errors of every RPC:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
+    `Duration` or `Timestamp` that is out of protobuf's range.
     """
 
     @staticmethod

@@ -39,6 +39,10 @@ class CacheServiceStub:
     * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or beyond the model's vocabulary, or both ways were used.
     * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not say which.
     * `NOT_FOUND` (`MODEL_NOT_FOUND`): no registered spec has this model name; the known ones are in the metadata.
+
+    Errors of every RPC:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
+      `Duration` or `Timestamp` that is out of protobuf's range.
     """
 
     @_typing.overload
@@ -126,6 +130,10 @@ class CacheServiceAsyncStub(CacheServiceStub):
     * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or beyond the model's vocabulary, or both ways were used.
     * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not say which.
     * `NOT_FOUND` (`MODEL_NOT_FOUND`): no registered spec has this model name; the known ones are in the metadata.
+
+    Errors of every RPC:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
+      `Duration` or `Timestamp` that is out of protobuf's range.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -209,6 +217,10 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
     * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or beyond the model's vocabulary, or both ways were used.
     * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not say which.
     * `NOT_FOUND` (`MODEL_NOT_FOUND`): no registered spec has this model name; the known ones are in the metadata.
+
+    Errors of every RPC:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
+      `Duration` or `Timestamp` that is out of protobuf's range.
     """
 
     @_abc_1.abstractmethod

@@ -31,6 +31,10 @@ class EngineServiceStub:
     The bytes never pass through here: the engine's workers copy them between their KV-cache pages and extents of the
     node's pool, which they have mapped (`docs/pool.md`). What engines do often rides the `Attach` stream, many acts to a
     message; the unary twins stay for people and tools.
+
+    Errors of every RPC:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
+    `Duration` or `Timestamp` that is out of protobuf's range.
     """
 
     def __init__(self, channel):
@@ -72,6 +76,10 @@ class EngineServiceServicer:
     The bytes never pass through here: the engine's workers copy them between their KV-cache pages and extents of the
     node's pool, which they have mapped (`docs/pool.md`). What engines do often rides the `Attach` stream, many acts to a
     message; the unary twins stay for people and tools.
+
+    Errors of every RPC:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
+    `Duration` or `Timestamp` that is out of protobuf's range.
     """
 
     def Attach(self, request_iterator, context):
@@ -182,6 +190,10 @@ class EngineService:
     The bytes never pass through here: the engine's workers copy them between their KV-cache pages and extents of the
     node's pool, which they have mapped (`docs/pool.md`). What engines do often rides the `Attach` stream, many acts to a
     message; the unary twins stay for people and tools.
+
+    Errors of every RPC:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
+    `Duration` or `Timestamp` that is out of protobuf's range.
     """
 
     @staticmethod

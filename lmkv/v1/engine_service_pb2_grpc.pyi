@@ -32,6 +32,10 @@ class EngineServiceStub:
     The bytes never pass through here: the engine's workers copy them between their KV-cache pages and extents of the
     node's pool, which they have mapped (`docs/pool.md`). What engines do often rides the `Attach` stream, many acts to a
     message; the unary twins stay for people and tools.
+
+    Errors of every RPC:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
+      `Duration` or `Timestamp` that is out of protobuf's range.
     """
 
     @_typing.overload
@@ -92,6 +96,10 @@ class EngineServiceAsyncStub(EngineServiceStub):
     The bytes never pass through here: the engine's workers copy them between their KV-cache pages and extents of the
     node's pool, which they have mapped (`docs/pool.md`). What engines do often rides the `Attach` stream, many acts to a
     message; the unary twins stay for people and tools.
+
+    Errors of every RPC:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
+      `Duration` or `Timestamp` that is out of protobuf's range.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -148,6 +156,10 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
     The bytes never pass through here: the engine's workers copy them between their KV-cache pages and extents of the
     node's pool, which they have mapped (`docs/pool.md`). What engines do often rides the `Attach` stream, many acts to a
     message; the unary twins stay for people and tools.
+
+    Errors of every RPC:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
+      `Duration` or `Timestamp` that is out of protobuf's range.
     """
 
     @_abc_1.abstractmethod

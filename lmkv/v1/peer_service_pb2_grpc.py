@@ -31,6 +31,10 @@ class PeerServiceStub:
     The bytes never pass through here. Whoever wants bytes reads them from the other's memory, over the channel that `Init`
     agreed on: chunks that a peer holds (`Acquire`), and chunks that a prefill hands to a decode (`Allocate`, `Commit`). So
     a node's memory is written to by nobody but itself, and when a transfer has stopped is its own knowledge.
+
+    Errors of every RPC:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
+    `Duration` or `Timestamp` that is out of protobuf's range.
     """
 
     def __init__(self, channel):
@@ -72,6 +76,10 @@ class PeerServiceServicer:
     The bytes never pass through here. Whoever wants bytes reads them from the other's memory, over the channel that `Init`
     agreed on: chunks that a peer holds (`Acquire`), and chunks that a prefill hands to a decode (`Allocate`, `Commit`). So
     a node's memory is written to by nobody but itself, and when a transfer has stopped is its own knowledge.
+
+    Errors of every RPC:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
+    `Duration` or `Timestamp` that is out of protobuf's range.
     """
 
     def Init(self, request, context):
@@ -189,6 +197,10 @@ class PeerService:
     The bytes never pass through here. Whoever wants bytes reads them from the other's memory, over the channel that `Init`
     agreed on: chunks that a peer holds (`Acquire`), and chunks that a prefill hands to a decode (`Allocate`, `Commit`). So
     a node's memory is written to by nobody but itself, and when a transfer has stopped is its own knowledge.
+
+    Errors of every RPC:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
+    `Duration` or `Timestamp` that is out of protobuf's range.
     """
 
     @staticmethod

@@ -32,6 +32,10 @@ class PeerServiceStub:
     The bytes never pass through here. Whoever wants bytes reads them from the other's memory, over the channel that `Init`
     agreed on: chunks that a peer holds (`Acquire`), and chunks that a prefill hands to a decode (`Allocate`, `Commit`). So
     a node's memory is written to by nobody but itself, and when a transfer has stopped is its own knowledge.
+
+    Errors of every RPC:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
+      `Duration` or `Timestamp` that is out of protobuf's range.
     """
 
     @_typing.overload
@@ -99,6 +103,10 @@ class PeerServiceAsyncStub(PeerServiceStub):
     The bytes never pass through here. Whoever wants bytes reads them from the other's memory, over the channel that `Init`
     agreed on: chunks that a peer holds (`Acquire`), and chunks that a prefill hands to a decode (`Allocate`, `Commit`). So
     a node's memory is written to by nobody but itself, and when a transfer has stopped is its own knowledge.
+
+    Errors of every RPC:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
+      `Duration` or `Timestamp` that is out of protobuf's range.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -162,6 +170,10 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
     The bytes never pass through here. Whoever wants bytes reads them from the other's memory, over the channel that `Init`
     agreed on: chunks that a peer holds (`Acquire`), and chunks that a prefill hands to a decode (`Allocate`, `Commit`). So
     a node's memory is written to by nobody but itself, and when a transfer has stopped is its own knowledge.
+
+    Errors of every RPC:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
+      `Duration` or `Timestamp` that is out of protobuf's range.
     """
 
     @_abc_1.abstractmethod

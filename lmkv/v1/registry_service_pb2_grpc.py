@@ -27,6 +27,10 @@ if _version_not_supported:
 
 class RegistryServiceStub:
     """Who is in the fleet and what they hold. Served by the coordinator; called by nodes.
+
+    Errors of every RPC:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
+    `Duration` or `Timestamp` that is out of protobuf's range.
     """
 
     def __init__(self, channel):
@@ -59,6 +63,10 @@ class RegistryServiceStub:
 
 class RegistryServiceServicer:
     """Who is in the fleet and what they hold. Served by the coordinator; called by nodes.
+
+    Errors of every RPC:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
+    `Duration` or `Timestamp` that is out of protobuf's range.
     """
 
     def Register(self, request, context):
@@ -150,6 +158,10 @@ def add_RegistryServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class RegistryService:
     """Who is in the fleet and what they hold. Served by the coordinator; called by nodes.
+
+    Errors of every RPC:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
+    `Duration` or `Timestamp` that is out of protobuf's range.
     """
 
     @staticmethod

@@ -27,7 +27,12 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RegistryServiceStub:
-    """Who is in the fleet and what they hold. Served by the coordinator; called by nodes."""
+    """Who is in the fleet and what they hold. Served by the coordinator; called by nodes.
+
+    Errors of every RPC:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
+      `Duration` or `Timestamp` that is out of protobuf's range.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -76,7 +81,12 @@ class RegistryServiceStub:
 
 @_typing.type_check_only
 class RegistryServiceAsyncStub(RegistryServiceStub):
-    """Who is in the fleet and what they hold. Served by the coordinator; called by nodes."""
+    """Who is in the fleet and what they hold. Served by the coordinator; called by nodes.
+
+    Errors of every RPC:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
+      `Duration` or `Timestamp` that is out of protobuf's range.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.UnaryUnaryMultiCallable[_registry_service_pb2.RegisterRequest, _registry_service_pb2.RegisterResponse]  # type: ignore[assignment]
@@ -121,7 +131,12 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     """
 
 class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Who is in the fleet and what they hold. Served by the coordinator; called by nodes."""
+    """Who is in the fleet and what they hold. Served by the coordinator; called by nodes.
+
+    Errors of every RPC:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
+      `Duration` or `Timestamp` that is out of protobuf's range.
+    """
 
     @_abc_1.abstractmethod
     def Register(

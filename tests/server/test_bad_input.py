@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -96,10 +96,14 @@ def methods(services: Sequence[str]) -> list[Any]:
 
 
 async def outcome(
-    servers: Servers, method: MethodDescriptor, requests: Sequence[bytes]
+    servers: Servers, method: MethodDescriptor, requests: Sequence[bytes], server: str = ""
 ) -> tuple[grpc.StatusCode, str, str]:
-    """Sends requests that are bytes already; status code, reason and text of what came back."""
-    return await asyncio.to_thread(call, servers.addresses[method.containing_service.full_name], method, requests)
+    """Sends requests that are bytes already; status code, reason and text of what came back.
+
+    `server` is one of the services of the server to call, for RPCs that all servers have.
+    """
+    address = servers.addresses[server or method.containing_service.full_name]
+    return await asyncio.to_thread(call, address, method, requests)
 
 
 def call(address: str, method: MethodDescriptor, requests: Sequence[bytes]) -> tuple[grpc.StatusCode, str, str]:
@@ -134,6 +138,8 @@ async def serves(servers: Servers, service: str) -> bool:
 
 
 ALL_METHODS = methods([*COORDINATOR_SERVICES, *NODE_SERVICES])
+COMMON_SERVICES = ("grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection")
+"""Services that every server has."""
 
 
 @pytest.mark.parametrize("method", ALL_METHODS)
@@ -145,13 +151,52 @@ async def test_a_message_over_the_limit_is_refused_and_the_next_call_served(
     assert await serves(servers, method.containing_service.full_name)
 
 
+UNDECODABLE = (b"\xff" * 32, b"\x0a\xff\xff\xff\xff\x0f", b"\x0a\x02\xff\xff", b"\x08")
+"""Bytes that no message type decodes from, or none with text or a message as field 1: see `no_message`."""
+
+
+def no_message(method: MethodDescriptor) -> bytes:
+    """Bytes that the RPC's request cannot be decoded from, the least blatant that there are."""
+    kind = message_factory.GetMessageClass(method.input_type)
+    for data in reversed(UNDECODABLE):
+        try:
+            kind.FromString(data)
+        except DecodeError:
+            return data
+    raise AssertionError(f"{method.full_name} decodes all of them")
+
+
 @pytest.mark.parametrize("method", ALL_METHODS)
-async def test_bytes_that_are_no_message_are_refused_and_the_next_call_served(
-    servers: Servers, method: MethodDescriptor
+async def test_undecodable_bytes_are_an_invalid_argument_and_leave_no_log_line(
+    servers: Servers, method: MethodDescriptor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    code, _, text = await outcome(servers, method, [b"\xff" * 32])
-    assert code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN), text  # gRPC's own answer, not ours
+    for data in (UNDECODABLE[0], no_message(method)):
+        code, reason, text = await outcome(servers, method, [data])
+        assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "BAD_MESSAGE"), text
     assert await serves(servers, method.containing_service.full_name)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("server", ["lmkv.v1.CacheService", *NODE_SERVICES])
+@pytest.mark.parametrize("method", methods(COMMON_SERVICES))
+async def test_undecodable_bytes_to_health_and_reflection_leave_no_log_line_either(
+    servers: Servers, method: MethodDescriptor, server: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    code, reason, text = await outcome(servers, method, [UNDECODABLE[0]], server)
+    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "BAD_MESSAGE"), text
+    assert await serves(servers, server)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("server", ["lmkv.v1.CacheService", *NODE_SERVICES])
+async def test_health_lists_the_services_of_each_server(
+    servers: Servers, server: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub = health_pb2_grpc.HealthStub(servers.channels[server])
+    answer = await stub.List(health_pb2.HealthListRequest(), timeout=TIMEOUT_SECONDS)
+    assert {"", server} <= answer.statuses.keys()
+    assert {one.status for one in answer.statuses.values()} == {health_pb2.HealthCheckResponse.SERVING}
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("method", ALL_METHODS)

@@ -17,6 +17,8 @@ from lmkv_server.coordinator.registry import Registry
 from lmkv_server.coordinator.selection import Selector
 
 DEFAULT_TTL_SECONDS = 300
+MAX_TTL_SECONDS = 86_400
+"""Longest time that nodes grant; a longer wish gets this."""
 TIMEOUT_SECONDS = 3.0
 """How long an instance may take to pin or unpin: a matter of its memory alone."""
 MAX_PINNED_CHUNKS = 32_768
@@ -99,4 +101,4 @@ def _ttl_nanoseconds(request: pb.PinRequest) -> int:
     nanoseconds = request.ttl.ToNanoseconds()
     if nanoseconds <= 0:
         raise BadSelection(f"ttl {request.ttl.ToJsonString()} is not positive; set how long the chunks shall be kept")
-    return nanoseconds
+    return min(nanoseconds, MAX_TTL_SECONDS * 1_000_000_000)

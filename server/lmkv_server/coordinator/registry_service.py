@@ -14,6 +14,7 @@ from lmkv.auth.callers import NO_QUOTA, TenantQuota
 from lmkv.errors import BadInstance, Full, LmkvError, QuotaExceeded, ResyncRequired
 from lmkv.rpc import MAX_MESSAGE_BYTES
 from lmkv.spec import KvSpec
+from lmkv.telemetry.log_limit import LimitedLogger
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1 import registry_service_pb2_grpc as pb_grpc
 from lmkv_server.coordinator.instances import MAX_SHOWN, Instance, Registration
@@ -53,6 +54,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
         self._share = share or OwnMap()
         self._outboxes: dict[str, Outbox] = {}
         """Of the newest stream of each instance."""
+        self._log = LimitedLogger(logger)
         self.report_count = 0
         """Reports that were applied since the start, heartbeats included."""
 
@@ -68,7 +70,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
         except Full:  # no word of it here: there may be thousands
             raise
         except LmkvError as error:
-            logger.warning("refused instance %s at %s: %s", said.instance_id, said.peer_address, error)
+            self._log.warning("refused instance %s at %s: %s", said.instance_id, said.peer_address, error)
             raise
         instance.tiers = tuple(request.instance.tiers)
         instance.engine_count = request.instance.engine_count
@@ -124,7 +126,9 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
                 self._note(report)
                 outbox.acknowledge(stream.sequence, report)
         except LmkvError as error:
-            logger.warning("reports of instance %s end: %s", instance_id, error)
+            if instance_id:  # else not even its first message could be decoded
+                # A caller whose stream never opened need not be an instance: its lines are limited.
+                (self._log if stream is None else logger).warning("reports of instance %s end: %s", instance_id, error)
             raise
         finally:
             if self._outboxes.get(instance_id) is outbox:

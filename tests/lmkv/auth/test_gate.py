@@ -12,6 +12,7 @@ from lmkv.auth.caller import ANYBODY, check_caller, current_caller
 from lmkv.auth.gate import TENANT_HEADER, Gate
 from lmkv.auth.token import Token
 from lmkv.errors import ConfigError, PermissionDenied, TooManyRequests, Unauthenticated
+from lmkv.telemetry.log_limit import LimitedLogger
 from tests.lmkv.auth.tokens import bearer, entry, write
 
 LOOKUP, MOVE = "lmkv.v1.CacheService/Lookup", "lmkv.v1.CacheService/Move"
@@ -60,19 +61,18 @@ def test_refusals_name_the_fix_and_never_the_token(path: Path, caplog: pytest.Lo
         assert "reader-token" not in text
 
 
-def test_strangers_cannot_fill_the_log(
-    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_calls_leave_a_bounded_number_of_log_lines(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate(write(path, entry("reader")))
-    monkeypatch.setattr(gate_module, "QUIET_SECONDS", 3600.0)
-    for _ in range(100):
-        with pytest.raises(Unauthenticated):
-            gate.admit(LOOKUP, None)
+    gate._log = LimitedLogger(gate_module.logger, interval_seconds=3600.0)
+    for token in ("", "unknown"):
+        for _ in range(50):
+            with pytest.raises(Unauthenticated):
+                gate.admit(LOOKUP, bearer(token))
     assert len(caplog.records) == 1
-    gate._quiet_until = 0.0
+    gate._log._interval_seconds = 0.0
     with pytest.raises(Unauthenticated):
         gate.admit(LOOKUP, None)
-    assert caplog.records[-1].message.endswith(", and 99 other calls since the last such line")
+    assert caplog.records[-1].message.endswith(" (99 more such lines were left out)")
 
 
 def test_a_method_that_the_table_does_not_have_is_nobodys(path: Path) -> None:
@@ -98,6 +98,26 @@ def test_a_token_that_becomes_another_role_is_not_what_was_let_in(path: Path) ->
     gate = Gate(write(path, entry("operator")))
     with gate.passing(MOVE, bearer("operator-token")):
         write(path, entry("operator") | {"role": "reader"})
+        with pytest.raises(Unauthenticated):
+            check_caller()
+
+
+@pytest.mark.parametrize(("before", "after"), [("a", "b"), ("a", ""), ("", "a")])
+def test_a_token_that_is_moved_to_another_tenant_ends_its_streams(path: Path, before: str, after: str) -> None:
+    one = entry("operator") | {"tenant": before}
+    gate = Gate(write(path, one))
+    with gate.passing(LOOKUP, bearer("operator-token")):
+        check_caller()
+        write(path, one | {"tenant": after})
+        with pytest.raises(Unauthenticated, match="another role or tenant"):
+            check_caller()
+
+
+def test_an_admins_stream_ends_with_the_tenant_that_it_named(path: Path) -> None:
+    gate = Gate(write(path, entry("admin"), entry("reader", "b")))
+    with gate.passing(LOOKUP, [*bearer("admin-token"), (TENANT_HEADER, "b")]):
+        check_caller()
+        write(path, entry("admin"), entry("reader", "c"))
         with pytest.raises(Unauthenticated):
             check_caller()
 

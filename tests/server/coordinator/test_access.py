@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -40,10 +42,10 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Guarded]:
         yield fleet
 
 
-async def code_of(channel: grpc.aio.Channel, method: str) -> str:
-    """How a call with an empty request ends; a stream that gives an answer, or none for a while, is let in."""
+async def code_of(channel: grpc.aio.Channel, method: str, request: bytes = b"") -> str:
+    """How a call with one request ends; a stream that gives an answer, or none for a while, is let in."""
     call = channel.stream_stream(f"/{method}", request_serializer=bytes, response_deserializer=bytes)
-    under_way = call(iter([b""]), timeout=5)
+    under_way = call(iter([request]), timeout=5)
     try:
         answer: Any = await under_way.read()
         return "OK" if isinstance(answer, bytes) else (await under_way.code()).name
@@ -187,6 +189,29 @@ async def test_no_token_is_ever_logged(fleet: Guarded, caplog: pytest.LogCapture
                 assert token not in str(answer)
             async with fleet.http(token) as http:
                 await http.post("/move", json={})
-        assert "refused lmkv.v1.CacheService/Move" in caplog.text
+        assert "denied lmkv.v1.CacheService/Move" in caplog.text
     for token in ("s3cret", *(token_of(role) for role in Role)):
         assert token not in caplog.text
+
+
+async def test_strangers_cause_a_bounded_number_of_log_lines(fleet: Guarded, caplog: pytest.LogCaptureFixture) -> None:
+    """Refused calls, undecodable messages and text that is not HTTP: at most a line a second of each kind."""
+    began = time.monotonic()
+    channel = await fleet.channel("")
+    methods = [*SERVED, *(f"grpc.health.v1.Health/{name}" for name in ("Check", "Watch", "List"))]
+    for _ in range(10):
+        await asyncio.gather(*(code_of(channel, method, b"\xff" * 32) for method in methods))
+    host, _, port = fleet.coordinator.http_address.rpartition(":")
+    for _ in range(100):
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"\xff\r\n\r\n")
+        await writer.drain()
+        writer.close()
+    async with fleet.http("unknown") as http:
+        await asyncio.gather(*(http.get("/metrics") for _ in range(100)))
+    seconds = time.monotonic() - began
+    kinds = Counter(record.msg.partition(" (%d more")[0] for record in caplog.records)
+    assert kinds, "refusals are logged"
+    assert max(kinds.values()) <= 1 + seconds, kinds
+    assert len(kinds) <= 3, kinds
+    assert not any(record.exc_info for record in caplog.records)

@@ -110,3 +110,23 @@ async def test_what_cannot_be_pinned_says_why(make: Make, cache: Any, monkeypatc
         monkeypatch.setattr(pins, "TIMEOUT_SECONDS", 0.05)
         a.going.clear()
         assert (await refused(cache)).reason == "UNREACHABLE"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "nanos"),
+    [(-(2**63), 0), (2**63 - 1, 0), (315_576_000_001, 0), (1, 1_000_000_000), (0, -(2**31)), (1, -1)],
+)
+async def test_a_ttl_out_of_the_range_of_durations_is_an_invalid_argument(
+    make: Make, cache: Any, seconds: int, nanos: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with make("a", CHUNKS) as a:
+        error = await refused(cache, ttl=Duration(seconds=seconds, nanos=nanos))
+        assert (error.code, error.reason, error.metadata["field"]) == ("INVALID_ARGUMENT", "BAD_MESSAGE", "ttl")
+        assert a.pins == {}
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_the_longest_ttl_is_granted_as_far_as_a_pin_may_last(make: Make, cache: Any) -> None:
+    async with make("a", CHUNKS):
+        pinned = await pin(cache, ttl=Duration(seconds=315_576_000_000))
+        assert time.time() < pinned.expire_time.seconds < time.time() + 86_410

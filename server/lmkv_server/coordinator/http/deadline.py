@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from lmkv.telemetry.log_limit import LimitedLogger
+
 if TYPE_CHECKING:
     Base = Any
 else:
@@ -24,8 +26,9 @@ MAX_HEAD_BYTES = 64 << 10
 class Deadline(Base):  # type: ignore[misc]  # which of uvicorn's protocols it is, is known at run time
     """uvicorn's protocol, with a clock beside it. Bodies have deadlines of their own, where they are read."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, log: LimitedLogger, **options: Any) -> None:
+        super().__init__(**options)
+        self.logger = log
         self._clock: asyncio.TimerHandle | None = None
         self._head_bytes = 0
 

@@ -27,6 +27,7 @@ from starlette.routing import Route
 
 from lmkv.auth.caller import check_caller
 from lmkv.errors import BadRequest
+from lmkv.requests import check_times
 from lmkv_server.coordinator.http.bodies import read_json
 from lmkv_server.coordinator.http.replies import CallAborted, json_response, status_of, to_json
 
@@ -144,6 +145,7 @@ def parse(message: Message, fields: dict[str, Any]) -> Message:
         json_format.ParseDict(rest, message)
     except (json_format.ParseError, TypeError, ValueError) as error:
         raise BadRequest(f"the body is no {message.DESCRIPTOR.full_name}: {' '.join(str(error).split())}") from None
+    check_times(message)
     return message
 
 

@@ -7,12 +7,14 @@ import logging
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from lmkv.credentials import Credentials
 from lmkv.rpc import PLAINTEXT
+from lmkv.telemetry.log_limit import LimitedLogger
 from lmkv_server.coordinator.http.deadline import Deadline
 from lmkv_server.coordinator.ports import listen
 
@@ -48,7 +50,6 @@ class HttpServer:
         self.port: int = self._listener.getsockname()[1]
         config = uvicorn.Config(
             app,
-            http=Deadline,
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -60,6 +61,7 @@ class HttpServer:
             timeout_graceful_shutdown=1,
         )
         config.load()
+        config.http_protocol_class = partial(Deadline, LimitedLogger(logging.getLogger("uvicorn.error")))  # type: ignore[assignment]
         config.ssl = credentials.server_context() if credentials.cert else None
         self._server = _Server(config, grace_seconds)
         self._task: asyncio.Task[None] | None = None

@@ -1031,6 +1031,10 @@ export const LayoutChangeSchema: GenMessage<LayoutChange> = /*@__PURE__*/
  * * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not say which.
  * * `NOT_FOUND` (`MODEL_NOT_FOUND`): no registered spec has this model name; the known ones are in the metadata.
  *
+ * Errors of every RPC:
+ * * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
+ *   `Duration` or `Timestamp` that is out of protobuf's range.
+ *
  * @generated from service lmkv.v1.CacheService
  */
 export const CacheService: GenService<{

@@ -1169,6 +1169,10 @@ export const ListInstancesResponseSchema: GenMessage<ListInstancesResponse> = /*
 /**
  * Who is in the fleet and what they hold. Served by the coordinator; called by nodes.
  *
+ * Errors of every RPC:
+ * * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
+ *   `Duration` or `Timestamp` that is out of protobuf's range.
+ *
  * @generated from service lmkv.v1.RegistryService
  */
 export const RegistryService: GenService<{
