@@ -18,7 +18,7 @@ from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvSpec
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.lora.request import LoRARequest
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 SAMPLE_COUNT = 256
@@ -26,11 +26,15 @@ SAMPLE_BYTES = 16 << 10
 VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_commit_hash")
 """Entries of a model's configuration that do not change what it computes, or that KvSpec holds by itself."""
 
+REMEDY = "remove --kv-transfer-config or change the engine"
+
 
 def kv_spec(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig) -> KvSpec:
     """The spec of this engine. Raises `ConfigError` if its KV is of a kind that this version cannot move."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
+    if len(groups) == 1:
+        check_cache_kind(groups[0].kv_cache_spec, served_name(model))
     device = vllm_config.device_config.device_type
     heads = 1 if model.use_mla else model.get_total_num_kv_heads()
     ranks = parallel.tensor_parallel_size
@@ -54,7 +58,7 @@ def kv_spec(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Con
     }
     for reason, refused in refusals.items():
         if refused:
-            raise ConfigError(f"LMKVConnector: {reason}; remove --kv-transfer-config or change the engine")
+            raise ConfigError(f"LMKVConnector: {reason}; {REMEDY}")
     group = groups[0]
     cache = group.kv_cache_spec
     tiles = (
@@ -78,6 +82,28 @@ def kv_spec(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Con
         format=NATIVE_TILES if native else TOKEN_MAJOR,
         vocab_size=model.get_vocab_size(),
         **tiles,
+    )
+
+
+def check_cache_kind(cache: KVCacheSpec, model_name: str) -> None:
+    """Raises `ConfigError` unless a request keeps the pages of all its tokens: full attention and MLA do.
+
+    vLLM frees the pages of other kinds while their request runs, and replaces them by its null page. Subclasses are
+    refused too: `RSWASpec` extends `FullAttentionSpec`, and its pages are freed.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+
+    if type(cache) in (FullAttentionSpec, MLAAttentionSpec):
+        return
+    advice = REMEDY
+    if type(cache) is SlidingWindowSpec:
+        advice = (
+            "remove --kv-transfer-config, or add --disable-sliding-window, which limits max_model_len to the window of "
+            f"{cache.sliding_window} tokens"
+        )
+    raise ConfigError(
+        f"LMKVConnector: model {model_name} has a KV cache of kind {type(cache).__name__}, this version of lmkv "
+        f"supports FullAttentionSpec and MLAAttentionSpec; {advice}"
     )
 
 

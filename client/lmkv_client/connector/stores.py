@@ -13,7 +13,7 @@ from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
 from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv_client.connector.copies import prompt_copy
+from lmkv_client.connector.copies import blocks_of, prompt_copy
 from lmkv_client.connector.credits import Credits
 from lmkv_client.connector.events import BlockEvents
 from lmkv_client.connector.messages import WorkerReport
@@ -29,6 +29,8 @@ logger = init_logger("vllm.lmkv")
 
 MAX_FAILURES = 2
 """A request whose stores failed in so many steps stores no more."""
+NULL_BLOCK_ID = 0
+"""vLLM's null page: it stands for pages that were freed while their request runs, and holds no request's KV."""
 PARTIAL = -1
 """Stands for the index of a prompt's partial chunk."""
 
@@ -126,18 +128,21 @@ class Stores:
     def _write(
         self, prompt: Prompt, index: int, key: ChunkKey, token_count: int, block_ids: Sequence[int]
     ) -> ChunkCopy | None:
-        """The store of one chunk; None if there is no credit for it now."""
+        """The store of one chunk; None if there is no credit for it now, or no KV of it in its pages."""
+        chunk = prompt.full_count if index == PARTIAL else index
+        start = chunk * self._spec.chunk_size
+        if NULL_BLOCK_ID in blocks_of(block_ids, self._block_size, start, start + token_count):
+            self._refuse_null_page(prompt)
+            return None
         offset = self.credits.take()
         if offset is None:
             prompt.starved = self._starving = True
             return None
-        chunk = prompt.full_count if index == PARTIAL else index
         parent = prompt.chain.keys[chunk - 1] if chunk else b""
         event = None if index == PARTIAL else self._events.of_chunk(prompt.request_id, index)
         self._writes[offset] = Write(
             prompt=prompt, key=key, parent=parent, index=index, token_count=token_count, event=event
         )
-        start = chunk * self._spec.chunk_size
         return prompt_copy(
             block_ids,
             self._block_size,
@@ -146,6 +151,15 @@ class Stores:
             high=start + token_count,
             offset=offset,
             extent_tokens=token_count,
+        )
+
+    def _refuse_null_page(self, prompt: Prompt) -> None:
+        """Stores nothing more of this request: what follows a chunk that is missing cannot be found."""
+        prompt.store_failures = MAX_FAILURES
+        self._counters.add("null_page_requests")
+        logger.error(
+            "[%s] not stored: vLLM has freed pages of this running request; please report this model to lmkv",
+            prompt.request_id,
         )
 
     def written(self, report: WorkerReport) -> None:

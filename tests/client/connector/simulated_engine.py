@@ -22,7 +22,13 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -276,8 +282,11 @@ class SimulatedEngine:
         step_tokens: int = 8192,
         credit_limit: int = 64,
         attached: bool = True,
+        window: int = 0,
         **config: Any,
     ) -> None:
+        """`window`: tokens that all layers attend to; 0: all of them."""
+        self.window = window
         self.node = ScriptedNode(SPEC, credit_limit=credit_limit)
         self.node.on_commit = self._check_commit
         self.clock = Clock()
@@ -288,7 +297,7 @@ class SimulatedEngine:
         ScriptedConnector.step_tokens = step_tokens
         vllm_config.cache_config.num_gpu_blocks = block_count
         vllm_config.scheduler_config.max_num_batched_tokens = step_tokens
-        self.scheduler = make_scheduler(vllm_config, block_count)
+        self.scheduler = make_scheduler(vllm_config, block_count, window)
         connector = self.scheduler.connector
         assert isinstance(connector, ScriptedConnector)
         self.side: SchedulerSide = connector.scheduler
@@ -476,7 +485,8 @@ class SimulatedEngine:
             tokens = seen(request)
             values = list(kv_values(tokens, request.cache_salt or ""))
             start, stop = computed[request_id], computed[request_id] + count
-            right = all(worker.page(block_ids[at // BLOCK])[at % BLOCK] == values[at] for at in range(start))
+            oldest = max(0, start + 1 - self.window) if self.window else 0
+            right = all(worker.page(block_ids[at // BLOCK])[at % BLOCK] == values[at] for at in range(oldest, start))
             if not right:
                 failed = worker._failed_blocks & set(block_ids)
                 assert failed, f"{request_id} reads pages that hold other bytes than its prompt's"
@@ -513,9 +523,11 @@ class SimulatedEngine:
         raise AssertionError("a key that is nobody's")
 
 
-def make_scheduler(vllm_config: VllmConfig, block_count: int) -> Scheduler:
-    """vLLM's scheduler for one layer with so many pages."""
-    cache = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=vllm_config.model_config.dtype)
+def make_scheduler(vllm_config: VllmConfig, block_count: int, window: int) -> Scheduler:
+    """vLLM's scheduler for one layer with `block_count` pages, which attends to `window` tokens (0: to all)."""
+    shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 64}
+    shape["dtype"] = vllm_config.model_config.dtype
+    cache: AttentionSpec = SlidingWindowSpec(sliding_window=window, **shape) if window else FullAttentionSpec(**shape)
     kv_cache_config = KVCacheConfig(
         num_blocks=block_count, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], cache)]
     )

@@ -12,7 +12,8 @@ import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1 import kv_cache_interface as kinds
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 from lmkv.config import ConnectorConfig
 from lmkv.errors import BadKvSpec, ConfigError
@@ -137,6 +138,51 @@ def test_a_chunk_size_that_is_no_multiple_of_the_block_size_is_refused(tiny_conf
 def test_a_hybrid_model_is_refused_in_one_line(tiny_config: VllmConfig) -> None:
     with pytest.raises(ConfigError, match="KV-cache groups: the model has 2"):
         spec_of(tiny_config, cache_config(groups=2))
+
+
+SHAPE: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("cache", "advice"),
+    [
+        (
+            kinds.SlidingWindowSpec(sliding_window=1024, **SHAPE),
+            "add --disable-sliding-window, which limits max_model_len to the window of 1024 tokens",
+        ),
+        (kinds.SlidingWindowMLASpec(sliding_window=1024, **SHAPE), "remove --kv-transfer-config"),
+        (kinds.RSWASpec(rswa_window=1024, **SHAPE), "remove --kv-transfer-config"),
+        (kinds.SinkFullAttentionSpec(sink_len=32, **SHAPE), "remove --kv-transfer-config"),
+        (kinds.HiddenStateCacheSpec(**SHAPE), "remove --kv-transfer-config"),
+        (kinds.ChunkedLocalAttentionSpec(attention_chunk_size=128, **SHAPE), "remove --kv-transfer-config"),
+        (kinds.CrossAttentionSpec(**SHAPE), "remove --kv-transfer-config"),
+        (kinds.EncoderOnlyAttentionSpec(**SHAPE), "remove --kv-transfer-config"),
+        (kinds.MambaSpec(block_size=32, shapes=((2, 64),), dtypes=(torch.float32,)), "remove --kv-transfer-config"),
+        (
+            kinds.UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"layer": FullAttentionSpec(**SHAPE)}),
+            "remove --kv-transfer-config",
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, KVCacheSpec) else "",
+)
+def test_a_model_whose_only_cache_is_not_full_attention_is_refused_in_one_line(
+    tiny_config: VllmConfig, tiny_model: Path, cache: KVCacheSpec, advice: str
+) -> None:
+    """Subclasses of the full-attention spec as well: vLLM frees pages of theirs while a request runs."""
+    config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], cache)])
+    with pytest.raises(ConfigError) as refused:
+        spec_of(tiny_config, config)
+    line = str(refused.value)
+    assert f"model {tiny_model} has a KV cache of kind {type(cache).__name__}, " in line
+    assert advice in line
+    assert "\n" not in line
+
+
+def test_full_attention_with_windows_in_its_computation_is_served(tiny_config: VllmConfig) -> None:
+    """What vLLM makes of sliding layers beside full ones: pages of all tokens, and a mask."""
+    cache = FullAttentionSpec(sliding_window=128, **SHAPE)
+    config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], cache)])
+    assert spec_of(tiny_config, config).head_size == 64
 
 
 @pytest.mark.parametrize("what", ["prefill", "decode"])

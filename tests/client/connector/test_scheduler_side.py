@@ -742,6 +742,36 @@ def test_chunks_that_never_found_a_credit_are_counted(make_engine: MakeEngine) -
     engine.check_nothing_is_left()
 
 
+# ---- pages that vLLM frees while their request runs
+
+
+def test_null_pages_of_a_local_hit_are_not_stored(make_engine: MakeEngine) -> None:
+    """vLLM has the window of a prompt itself, the node has dropped all of it: null pages stand for the rest."""
+    engine = make_engine(window=CHUNK)
+    engine.serve("a", PROMPT)
+    assert len(engine.node.commits) == 3
+    engine.node.evict()
+    assert engine.serve("b", PROMPT) < CHUNK, "vLLM has the window itself"
+    assert not engine.node.chunks
+    assert (engine.count("null_page_requests"), engine.count("skipped_chunks")) == (1, 3)
+    forget_pages(engine)
+    assert engine.serve("c", PROMPT) == COLD, "nothing wrong can be loaded"
+    assert engine.count("null_page_requests") == 1
+    engine.check_nothing_is_left()
+
+
+def test_pages_that_were_freed_before_there_was_a_credit_are_not_stored(make_engine: MakeEngine) -> None:
+    engine = make_engine(window=CHUNK, step_tokens=CHUNK)
+    engine.node.generous = False
+    engine.add("a", PROMPT, output=10)
+    until(engine, lambda: len(engine.said["a"]) > 1)
+    engine.node.generous = True
+    engine.run("a")
+    assert not engine.node.commits
+    assert engine.count("null_page_requests") == 1
+    engine.check_nothing_is_left()
+
+
 def test_a_starving_engine_does_not_flood_its_node(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.node.generous = False
