@@ -62,7 +62,7 @@ class BadTokens(BadRequest):
 
 
 class BadKvSpec(BadRequest):
-    """A spec's fingerprint is not the digest of its fields, or its chunks cannot fit."""
+    """A spec's fingerprint is not the digest of its fields, its chunks cannot fit, or a served model of it is bad."""
 
     reason = "BAD_KV_SPEC"
 

@@ -16,7 +16,41 @@ NATIVE_TILES: chunk_pb2.KvFormat.ValueType = chunk_pb2.KV_FORMAT_NATIVE_TILES
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """Bytes per element of each KV dtype, by the engine's name for it."""
 
+MAX_SERVED_MODELS = 256
+"""Most names, besides the `model_name` of each spec, under which the engines of one instance serve."""
+MAX_NAME_BYTES = 256
+MAX_IDENTITY_BYTES = 512
+
 _NOT_HASHED = ("model_name", "vocab_size")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    """A name under which an engine serves a spec's model, or a LoRA adapter of it; as `lmkv.v1.ServedModel`.
+
+    Raises `BadKvSpec` if a field is empty, too long or not printable.
+    """
+
+    name: str
+    fingerprint: bytes
+    lora_identity: str = ""
+    """What chunk keys contain for a LoRA adapter: `name@digest`. Empty: the name is the model itself."""
+
+    def __post_init__(self) -> None:
+        _check_text("name", self.name, 1, MAX_NAME_BYTES)
+        _check_text("lora_identity", self.lora_identity, 0, MAX_IDENTITY_BYTES)
+
+    def to_proto(self) -> chunk_pb2.ServedModel:
+        """The same as a message."""
+        return chunk_pb2.ServedModel(name=self.name, fingerprint=self.fingerprint, lora_identity=self.lora_identity)
+
+
+def _check_text(field: str, text: str, low: int, high: int) -> None:
+    if not low <= len(text.encode()) <= high or not (text.isprintable() or not text):
+        raise BadKvSpec(
+            f"served_models: {field} must have {low} to {high} bytes, all printable: {text[:MAX_NAME_BYTES]!r}",
+            field=f"served_models.{field}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

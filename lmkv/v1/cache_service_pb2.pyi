@@ -35,13 +35,15 @@ class LookupRequest(_message.Message):
     LORA_NAME_FIELD_NUMBER: _builtins.int
     EXCLUDED_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     model_name: _builtins.str
-    """Model whose tokens these are; needed only when several specs are registered."""
+    """Model whose tokens these are, or a LoRA adapter of one; needed only when several specs are registered."""
     chunk_keys: _builtins.bytes
     """Keys of the prompt's chunks, 16 bytes each, in prompt order."""
     cache_salt: _builtins.str
     """Cache salt the prompt was sent with; for lookups by tokens."""
     lora_name: _builtins.str
-    """LoRA adapter the prompt was sent with; for lookups by tokens."""
+    """LoRA adapter the prompt was sent with, by the name under which it is served or by its identity `name@digest`; for
+    lookups by tokens.
+    """
     excluded_instance_id: _builtins.str
     """An instance to leave out of the answer; a node that asks leaves out itself."""
     @_builtins.property
@@ -278,7 +280,7 @@ class MoveRequest(_message.Message):
     cache_salt: _builtins.str
     """Cache salt of the prompt."""
     lora_name: _builtins.str
-    """LoRA adapter of the prompt."""
+    """LoRA adapter of the prompt, as in `LookupRequest`."""
     copy: _builtins.bool
     """Whether the source keeps its copy."""
     request_id: _builtins.str
@@ -441,7 +443,7 @@ class PinRequest(_message.Message):
     cache_salt: _builtins.str
     """Cache salt of the prompt."""
     lora_name: _builtins.str
-    """LoRA adapter of the prompt."""
+    """LoRA adapter of the prompt, as in `LookupRequest`."""
     request_id: _builtins.str
     """UUID chosen by the caller; a repeat returns the first call's pin."""
     @_builtins.property
@@ -618,13 +620,15 @@ class ClearRequest(_message.Message):
     tier: _chunk_pb2.Tier.ValueType
     """The tier; unset means every one."""
     model_name: _builtins.str
-    """Without tokens: every chunk of this model. With tokens: the model they belong to."""
+    """Without tokens: every chunk of this model, with those of its LoRA adapters; an adapter's own name is refused
+    (`BAD_SELECTION`). With tokens: the model or adapter they belong to.
+    """
     chunk_keys: _builtins.bytes
     """Only these chunks."""
     cache_salt: _builtins.str
     """Cache salt of the prompt."""
     lora_name: _builtins.str
-    """LoRA adapter of the prompt."""
+    """LoRA adapter of the prompt, as in `LookupRequest`."""
     all: _builtins.bool
     """Clears everything in the positions above; needed when nothing else selects."""
     dry_run: _builtins.bool

@@ -33,11 +33,15 @@ class CacheServiceStub:
     by `chunk_keys`, 16 bytes each, concatenated in prompt order. Naming them both ways, or by more than 65,536 keys, is
     `INVALID_ARGUMENT`. A request by tokens needs `model_name` only when several specs are registered.
 
+    `model_name` is any name under which an engine serves the model: each of vLLM's `--served-model-name`, or the name of a
+    LoRA adapter, which then needs no `lora_name`. Engines register an adapter with its first request.
+
     Errors of every RPC that takes tokens or keys:
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
     * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or beyond the model's vocabulary, or both ways were used.
     * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not say which.
-    * `NOT_FOUND` (`MODEL_NOT_FOUND`): no registered spec has this model name; the known ones are in the metadata.
+    * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name`, or this `lora_name`; the known ones are in
+    the metadata. Orders by tokens answer it as well while no engine has registered at all.
 
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
@@ -99,11 +103,15 @@ class CacheServiceServicer:
     by `chunk_keys`, 16 bytes each, concatenated in prompt order. Naming them both ways, or by more than 65,536 keys, is
     `INVALID_ARGUMENT`. A request by tokens needs `model_name` only when several specs are registered.
 
+    `model_name` is any name under which an engine serves the model: each of vLLM's `--served-model-name`, or the name of a
+    LoRA adapter, which then needs no `lora_name`. Engines register an adapter with its first request.
+
     Errors of every RPC that takes tokens or keys:
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
     * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or beyond the model's vocabulary, or both ways were used.
     * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not say which.
-    * `NOT_FOUND` (`MODEL_NOT_FOUND`): no registered spec has this model name; the known ones are in the metadata.
+    * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name`, or this `lora_name`; the known ones are in
+    the metadata. Orders by tokens answer it as well while no engine has registered at all.
 
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
@@ -267,11 +275,15 @@ class CacheService:
     by `chunk_keys`, 16 bytes each, concatenated in prompt order. Naming them both ways, or by more than 65,536 keys, is
     `INVALID_ARGUMENT`. A request by tokens needs `model_name` only when several specs are registered.
 
+    `model_name` is any name under which an engine serves the model: each of vLLM's `--served-model-name`, or the name of a
+    LoRA adapter, which then needs no `lora_name`. Engines register an adapter with its first request.
+
     Errors of every RPC that takes tokens or keys:
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
     * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or beyond the model's vocabulary, or both ways were used.
     * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not say which.
-    * `NOT_FOUND` (`MODEL_NOT_FOUND`): no registered spec has this model name; the known ones are in the metadata.
+    * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name`, or this `lora_name`; the known ones are in
+    the metadata. Orders by tokens answer it as well while no engine has registered at all.
 
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a

@@ -164,6 +164,36 @@ class KvSpec(_message.Message):
 Global___KvSpec: _TypeAlias = KvSpec  # noqa: Y015
 
 @_typing.final
+class ServedModel(_message.Message):
+    """A name under which an engine serves what a spec describes: the model itself, or a LoRA adapter of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    LORA_IDENTITY_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The name, as requests to the engine give it in their field `model`: 1 to 256 bytes, printable."""
+    fingerprint: _builtins.bytes
+    """Fingerprint of the spec, 16 bytes. Empty in what an engine sends: its own spec."""
+    lora_identity: _builtins.str
+    """What chunk keys contain for a LoRA adapter: `name@digest`, at most 512 bytes. Empty: the name is the model itself."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        fingerprint: _builtins.bytes = ...,
+        lora_identity: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "lora_identity", b"lora_identity", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServedModel: _TypeAlias = ServedModel  # noqa: Y015
+
+@_typing.final
 class Extent(_message.Message):
     """A run of bytes inside memory that its node has registered for transfer, and what it held when it was granted."""
 

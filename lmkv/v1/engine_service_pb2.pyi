@@ -39,6 +39,7 @@ class AttachRequest(_message.Message):
     DAMAGED_KEYS_FIELD_NUMBER: _builtins.int
     HANDOFFS_FIELD_NUMBER: _builtins.int
     ENDED_HANDOFFS_FIELD_NUMBER: _builtins.int
+    SERVED_MODELS_FIELD_NUMBER: _builtins.int
     reserve_count: _builtins.int
     """Write credits wanted besides those that lookups ask for."""
     reset: _builtins.bool
@@ -79,6 +80,12 @@ class AttachRequest(_message.Message):
     def ended_handoffs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Handoffs by their `request_id` of which no chunk will be committed any more."""
 
+    @_builtins.property
+    def served_models(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.ServedModel]:
+        """Further names under which the engine serves, such as a LoRA adapter that was loaded since. Carried out first. A name
+        that was sent before with another `lora_identity` has this one now.
+        """
+
     def __init__(
         self,
         *,
@@ -93,10 +100,11 @@ class AttachRequest(_message.Message):
         damaged_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         handoffs: _abc.Iterable[Global___HandChunks] | None = ...,
         ended_handoffs: _abc.Iterable[_builtins.str] | None = ...,
+        served_models: _abc.Iterable[_chunk_pb2.ServedModel] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "damaged_keys", b"damaged_keys", "ended_handoffs", b"ended_handoffs", "handoffs", b"handoffs", "hello", b"hello", "loads", b"loads", "lookups", b"lookups", "releases", b"releases", "reserve_count", b"reserve_count", "reset", b"reset", "returned_credits", b"returned_credits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "damaged_keys", b"damaged_keys", "ended_handoffs", b"ended_handoffs", "handoffs", b"handoffs", "hello", b"hello", "loads", b"loads", "lookups", b"lookups", "releases", b"releases", "reserve_count", b"reserve_count", "reset", b"reset", "returned_credits", b"returned_credits", "served_models", b"served_models"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -226,6 +234,7 @@ class Hello(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     WORKER_COUNT_FIELD_NUMBER: _builtins.int
     EXPECTED_CONFIG_FIELD_NUMBER: _builtins.int
+    SERVED_MODELS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Unique per engine process."""
     worker_count: _builtins.int
@@ -238,6 +247,10 @@ class Hello(_message.Message):
     def expected_config(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Configuration that the engine was given for its node; a running node refuses values unlike its own."""
 
+    @_builtins.property
+    def served_models(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.ServedModel]:
+        """Names under which the engine serves the model and its LoRA adapters, those known so far."""
+
     def __init__(
         self,
         *,
@@ -245,10 +258,11 @@ class Hello(_message.Message):
         spec: _chunk_pb2.KvSpec | None = ...,
         worker_count: _builtins.int = ...,
         expected_config: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        served_models: _abc.Iterable[_chunk_pb2.ServedModel] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "expected_config", b"expected_config", "spec", b"spec", "worker_count", b"worker_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "expected_config", b"expected_config", "served_models", b"served_models", "spec", b"spec", "worker_count", b"worker_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

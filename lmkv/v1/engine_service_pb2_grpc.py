@@ -89,7 +89,7 @@ class EngineServiceServicer:
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields, or a chunk of it is
-        larger than the pool.
+        larger than the pool; or the name of a served model is empty or too long.
         * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no hello at first, or a second one.
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long.
         * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names

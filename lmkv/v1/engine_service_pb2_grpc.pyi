@@ -49,7 +49,7 @@ class EngineServiceStub:
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields, or a chunk of it is
-      larger than the pool.
+      larger than the pool; or the name of a served model is empty or too long.
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no hello at first, or a second one.
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long.
     * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names
@@ -110,7 +110,7 @@ class EngineServiceAsyncStub(EngineServiceStub):
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields, or a chunk of it is
-      larger than the pool.
+      larger than the pool; or the name of a served model is empty or too long.
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no hello at first, or a second one.
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long.
     * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names
@@ -174,7 +174,7 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields, or a chunk of it is
-          larger than the pool.
+          larger than the pool; or the name of a served model is empty or too long.
         * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no hello at first, or a second one.
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long.
         * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names

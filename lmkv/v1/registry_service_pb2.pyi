@@ -42,6 +42,7 @@ class Instance(_message.Message):
     REGISTER_TIME_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
+    SERVED_MODELS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Chosen by its operator, unique in the fleet."""
     epoch: _builtins.int
@@ -78,6 +79,12 @@ class Instance(_message.Message):
     def stats(self) -> Global___InstanceStats:
         """What it has done since it started."""
 
+    @_builtins.property
+    def served_models(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.ServedModel]:
+        """Names under which its engines serve, besides the `model_name` of each spec: further names of the model, and LoRA
+        adapters. At most 256.
+        """
+
     def __init__(
         self,
         *,
@@ -93,10 +100,11 @@ class Instance(_message.Message):
         register_time: _timestamp_pb2.Timestamp | None = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         stats: Global___InstanceStats | None = ...,
+        served_models: _abc.Iterable[_chunk_pb2.ServedModel] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "register_time", b"register_time", "stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "engine_count", b"engine_count", "epoch", b"epoch", "expire_time", b"expire_time", "instance_id", b"instance_id", "peer_address", b"peer_address", "register_time", b"register_time", "specs", b"specs", "stats", b"stats", "synced", b"synced", "tiers", b"tiers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "engine_count", b"engine_count", "epoch", b"epoch", "expire_time", b"expire_time", "instance_id", b"instance_id", "peer_address", b"peer_address", "register_time", b"register_time", "served_models", b"served_models", "specs", b"specs", "stats", b"stats", "synced", b"synced", "tiers", b"tiers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

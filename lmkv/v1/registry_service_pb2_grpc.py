@@ -76,7 +76,8 @@ class RegistryServiceServicer:
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_INSTANCE`): the id is empty, or the peer address does not parse.
-        * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): a spec's fingerprint is not the digest of its fields.
+        * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): a spec's fingerprint is not the digest of its fields; a served model is of no
+        spec of the instance, its name is empty or too long, or there are too many.
         * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): another living process holds this id; the metadata says where.
         * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
         * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once; come back after `retry_seconds`.

@@ -65,12 +65,13 @@ class Clears:
         """What each instance is told."""
         common = registry_pb.DropOrder(tier=request.tier, dry_run=request.dry_run)
         drops = []
-        for selection in self._selector.select(request):
+        names_chunks = request.tokens or request.chunk_keys
+        for selection in self._selector.required(request) if names_chunks else ():
             for start in range(0, len(selection.keys), BATCH_CHUNKS * KEY_BYTES):
                 keys = selection.keys[start : start + BATCH_CHUNKS * KEY_BYTES]
                 drops.append(registry_pb.DropOrder(chunk_keys=keys))
         if not drops and request.model_name:
-            specs = self._registry.instances.specs(request.model_name)
+            specs = self._registry.instances.models.specs(request.model_name)
             drops = [registry_pb.DropOrder(fingerprint=spec.fingerprint) for spec in specs]
         if not drops:
             if not request.all:

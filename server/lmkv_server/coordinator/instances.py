@@ -1,39 +1,13 @@
-"""Who is in the fleet: registrations, their leases and epochs, and which specs they serve. Pure; time is passed in."""
+"""Who is in the fleet: registrations, their leases and epochs, and what they serve. Pure; time is passed in."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from operator import itemgetter
 
-from lmkv.errors import InstanceIdInUse, InstanceNotFound, ModelAmbiguous, ModelNotFound, StaleEpoch
-from lmkv.spec import KvSpec
+from lmkv.errors import InstanceIdInUse, InstanceNotFound, StaleEpoch
 from lmkv.v1 import chunk_pb2, registry_service_pb2
-
-MAX_SHOWN = 500
-"""Characters of what somebody sent that go into an error: all of it must fit into the trailers of a call."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Registration:
-    """What a node says of itself when it registers; the fields are those of `lmkv.v1.Instance`."""
-
-    instance_id: str
-    epoch: int
-    peer_address: str
-    specs: tuple[KvSpec, ...] = ()
-    version: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Conflict:
-    """Why an instance shares nothing with another one of the same model; as `lmkv.v1.SpecConflict`."""
-
-    instance_id: str
-    model_name: str
-    field: str
-    own_value: str
-    other_value: str
+from lmkv_server.coordinator.models import Models
+from lmkv_server.coordinator.registration import MAX_SHOWN, Registration
 
 
 class Instance:
@@ -73,8 +47,8 @@ class Instances:
     def __init__(self, lease_ttl: float) -> None:
         self.lease_ttl = lease_ttl
         self._by_id: dict[str, Instance] = {}
-        self._by_model: dict[str, dict[bytes, dict[str, KvSpec]]] = {}
-        """Model name to fingerprint to instance id to the spec as that instance gave it."""
+        self.models = Models()
+        """The names under which they serve."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -94,15 +68,13 @@ class Instances:
         known = self._by_id.get(said.instance_id)
         if known is not None:
             self._refuse_impostor(known, said, now)
-            self._unindex(known)
+            self.models.remove(known.said)
         if known is not None and known.said.epoch == said.epoch:
             known.said = said
             known.expire_time = now + self.lease_ttl
         else:
             known = self._by_id[said.instance_id] = Instance(said, now, now + self.lease_ttl)
-        for spec in said.specs:
-            holders = self._by_model.setdefault(spec.model_name, {}).setdefault(spec.fingerprint, {})
-            holders[said.instance_id] = spec
+        self.models.add(said)
         return known
 
     def find(self, instance_id: str) -> Instance | None:
@@ -158,81 +130,11 @@ class Instances:
         for instance in self:
             instance.expire_time += seconds
 
-    # --- Specs ---------------------------------------------------------------------------------------------------
-
-    def specs(self, model_name: str = "") -> list[KvSpec]:
-        """The specs that tokens of a model may be keyed under, one per fingerprint; without a name, the only one.
-
-        Empty if nothing is registered and no name is given. Raises `ModelNotFound`, `ModelAmbiguous`.
-        """
-        if model_name:
-            if model_name not in self._by_model:
-                raise ModelNotFound(
-                    f"no registered instance serves the model {model_name[:MAX_SHOWN]!r}; served are: "
-                    f"{self._model_names() or 'none'}",
-                    model_name=model_name[:MAX_SHOWN],
-                    known_models=self._model_names(),
-                )
-            return [next(iter(holders.values())) for holders in self._by_model[model_name].values()]
-        found = {
-            fingerprint: next(iter(holders.values()))
-            for by_fingerprint in self._by_model.values()
-            for fingerprint, holders in by_fingerprint.items()
-        }
-        if len(found) > 1:
-            names = self._model_names()
-            raise ModelAmbiguous(
-                f"{len(found)} specs are registered; say which by model_name, one of: {names}", known_models=names
-            )
-        return list(found.values())
-
-    def conflicts(self, instance: Instance, limit: int) -> list[Conflict]:
-        """Instances of the same models whose chunks it cannot share, and the first field that keeps them apart.
-
-        At most `limit` of them, by model and id.
-        """
-        found: list[Conflict] = []
-        for model_name in dict.fromkeys(spec.model_name for spec in instance.said.specs):
-            own = {spec.fingerprint: spec for spec in instance.said.specs if spec.model_name == model_name}
-            others = self._by_model[model_name]
-            if others.keys() <= own.keys():
-                continue
-            sharing = {instance_id for fingerprint in own for instance_id in others[fingerprint]}
-            strangers = {
-                instance_id: spec
-                for fingerprint, holders in others.items()
-                if fingerprint not in own
-                for instance_id, spec in holders.items()
-                if instance_id not in sharing
-            }
-            first = next(iter(own.values()))
-            found += [
-                _conflict(first, spec, instance_id)
-                for instance_id, spec in sorted(strangers.items(), key=itemgetter(0))[:limit]
-            ]
-        return found[:limit]
-
     def check(self) -> None:
         """Asserts what must hold between any two calls. Reads everything: for tests."""
-        indexed = {
-            (model_name, fingerprint, instance_id)
-            for model_name, by_fingerprint in self._by_model.items()
-            for fingerprint, holders in by_fingerprint.items()
-            for instance_id in holders
-        }
-        said = {
-            (spec.model_name, spec.fingerprint, instance.said.instance_id)
-            for instance in self
-            for spec in instance.said.specs
-        }
-        assert indexed == said, "the index by model is that of the instances"
-        assert all(by_fingerprint for by_fingerprint in self._by_model.values())
-        assert all(holders for specs in self._by_model.values() for holders in specs.values())
+        self.models.check(instance.said for instance in self)
 
     # --- Inside --------------------------------------------------------------------------------------------------
-
-    def _model_names(self) -> str:
-        return ", ".join(sorted(self._by_model))[:MAX_SHOWN]
 
     def _refuse_impostor(self, known: Instance, said: Registration, now: float) -> None:
         if said.epoch < known.said.epoch and known.expire_time > now:
@@ -260,32 +162,5 @@ class Instances:
         )
 
     def _drop(self, instance: Instance) -> None:
-        self._unindex(instance)
+        self.models.remove(instance.said)
         del self._by_id[instance.said.instance_id]
-
-    def _unindex(self, instance: Instance) -> None:
-        for spec in instance.said.specs:
-            by_fingerprint = self._by_model.get(spec.model_name, {})
-            holders = by_fingerprint.get(spec.fingerprint, {})
-            holders.pop(instance.said.instance_id, None)
-            if not holders:
-                by_fingerprint.pop(spec.fingerprint, None)
-            if not by_fingerprint:
-                self._by_model.pop(spec.model_name, None)
-
-
-def _conflict(own: KvSpec, other: KvSpec, instance_id: str) -> Conflict:
-    field = own.first_difference(other)
-    assert field is not None, "different fingerprints have a difference"
-    return Conflict(
-        instance_id=instance_id,
-        model_name=own.model_name,
-        field=field,
-        own_value=_value(own, field),
-        other_value=_value(other, field),
-    )
-
-
-def _value(spec: KvSpec, field: str) -> str:
-    value = getattr(spec, field)
-    return chunk_pb2.KvFormat.Name(value) if field == "format" else str(value)

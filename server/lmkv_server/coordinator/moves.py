@@ -86,9 +86,7 @@ class Moves:
 
     def _choose(self, request: pb.MoveRequest, source: Place, destination: Place) -> Selection:
         """What the source, then what the destination holds most of, if the model's name stands for several specs."""
-        selections = self._selector.select(request)
-        if not selections:
-            raise BadSelection("no chunk is named; set tokens or chunk_keys")
+        selections = self._selector.required(request)
         match_at = self._registry.layout.match_at
         chosen = max(selections, key=lambda one: (match_at(*source, one.keys)[0], match_at(*destination, one.keys)[0]))
         if not chosen.fingerprint:

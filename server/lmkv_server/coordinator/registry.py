@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from lmkv.errors import Full
 from lmkv_server.coordinator.admission import Admission
-from lmkv_server.coordinator.instances import Instance, Instances, Registration
+from lmkv_server.coordinator.instances import Instance, Instances
 from lmkv_server.coordinator.layout_map import LayoutMap, Snapshot
+from lmkv_server.coordinator.registration import Registration
 from lmkv_server.coordinator.report_stream import ReportStream
 from lmkv_server.coordinator.shared.follower import Follower
 from lmkv_server.coordinator.shared.publication import Publication

@@ -11,24 +11,23 @@ from typing import Any
 from google.protobuf import duration_pb2, timestamp_pb2
 
 from lmkv.auth.callers import NO_QUOTA, TenantQuota
-from lmkv.errors import BadInstance, Full, LmkvError, QuotaExceeded, ResyncRequired
+from lmkv.errors import Full, LmkvError, QuotaExceeded, ResyncRequired
 from lmkv.rpc import MAX_MESSAGE_BYTES
-from lmkv.spec import KvSpec
 from lmkv.telemetry.log_limit import LimitedLogger
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1 import registry_service_pb2_grpc as pb_grpc
-from lmkv_server.coordinator.instances import MAX_SHOWN, Instance, Registration
+from lmkv_server.coordinator.instances import Instance
 from lmkv_server.coordinator.keeping import Keeping
 from lmkv_server.coordinator.orders import Orders
 from lmkv_server.coordinator.outbox import Outbox
 from lmkv_server.coordinator.pages import page_limit, page_token, read_page_token
+from lmkv_server.coordinator.registration import registration
 from lmkv_server.coordinator.registry import Registry
 from lmkv_server.coordinator.report_stream import ReportStream
 from lmkv_server.coordinator.shared.share import OwnMap, Share
 
 logger = logging.getLogger(__name__)
 
-MAX_ID_BYTES = 256
 MAX_CONFLICTS = 16
 """Named per instance: in a fleet of two halves everybody conflicts with half of it."""
 MAX_PAGE_BYTES = MAX_MESSAGE_BYTES // 2
@@ -221,39 +220,14 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
                     own_value=conflict.own_value,
                     other_value=conflict.other_value,
                 )
-                for conflict in self._registry.instances.conflicts(instance, MAX_CONFLICTS)
+                for conflict in self._registry.instances.models.conflicts(said, MAX_CONFLICTS)
             ],
             synced=instance.synced,
             register_time=_wall_time(instance.register_time, now),
             expire_time=_wall_time(instance.expire_time, now),
             stats=instance.stats,
+            served_models=[model.to_proto() for model in said.served_models],
         )
-
-
-def registration(message: pb.Instance) -> Registration:
-    """What a node says of itself, checked. Raises `BadInstance`, `BadKvSpec`."""
-    instance_id = message.instance_id
-    if not 0 < len(instance_id.encode()) <= MAX_ID_BYTES or not instance_id.isprintable():
-        raise BadInstance(
-            f"instance_id must have 1 to {MAX_ID_BYTES} bytes, all printable", instance_id=instance_id[:MAX_ID_BYTES]
-        )
-    if message.epoch <= 0:
-        raise BadInstance(f"epoch {message.epoch} is not positive", instance_id=instance_id, epoch=message.epoch)
-    host, colon, port = message.peer_address.rpartition(":")
-    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65_536
-    if not (host and colon and is_port and host.isprintable() and len(host) <= MAX_ID_BYTES):
-        raise BadInstance(
-            f"peer_address {message.peer_address[:MAX_SHOWN]!r} is not host:port",
-            instance_id=instance_id,
-            peer_address=message.peer_address[:MAX_SHOWN],
-        )
-    return Registration(
-        instance_id=instance_id,
-        epoch=message.epoch,
-        peer_address=message.peer_address,
-        specs=tuple(KvSpec.from_proto(spec) for spec in message.specs),
-        version=message.version,
-    )
 
 
 def _wall_time(moment: float, now: float) -> timestamp_pb2.Timestamp:

@@ -9,11 +9,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lmkv.errors import BadTokens
+from lmkv.errors import BadSelection, BadTokens, ModelNotFound
 from lmkv.keys import KEY_BYTES, MAX_KEYS, Tokens, as_tokens, check_keys, root_key
-from lmkv.spec import KvSpec
 from lmkv_kernels import chunk_keys
-from lmkv_server.coordinator.instances import Instances
+from lmkv_server.coordinator.models import Models, Namespace
 
 
 class NamesChunks(Protocol):
@@ -45,14 +44,16 @@ class Selection:
 
 
 class Selector:
-    """Turns what requests name into keys, under the specs that are registered."""
+    """Turns what requests name into keys, under the names, specs and LoRA adapters that are registered."""
 
-    def __init__(self, instances: Instances, cluster_secret: bytes = b"") -> None:
-        self._instances = instances
+    def __init__(self, models: Models, cluster_secret: bytes = b"") -> None:
+        self._models = models
         self._secret = cluster_secret
 
     def select(self, request: NamesChunks) -> list[Selection]:
         """What a request names: nothing, the keys it gives, or the keys of its tokens under each spec of its model.
+
+        Tokens name nothing while no engine has registered.
 
         Raises `BadTokens`, `BadChunkKey`, `ModelNotFound`, `ModelAmbiguous`.
         """
@@ -62,8 +63,20 @@ class Selector:
         if request.tokens:
             raise BadTokens("chunks are named by tokens and by chunk_keys; use one of the two")
         if request.model_name:
-            self._instances.specs(request.model_name)
+            self._models.namespaces(request.model_name)
         return [Selection(keys=check_keys(request.chunk_keys))]
+
+    def required(self, request: NamesChunks) -> list[Selection]:
+        """As `select`, for requests that need chunks: never empty.
+
+        Raises `BadSelection`, or `ModelNotFound` if no engine has registered, too.
+        """
+        selections = self.select(request)
+        if not selections and any(True for _ in request.tokens):
+            raise ModelNotFound("no engine has registered yet, so that nothing is stored", known_models="")
+        if not selections:
+            raise BadSelection("no chunk is named; set tokens or chunk_keys")
+        return selections
 
     def of_tokens(
         self, tokens: NDArray[np.integer], model_name: str = "", cache_salt: str = "", lora_name: str = ""
@@ -73,12 +86,13 @@ class Selector:
             return []
         unsigned = as_tokens(tokens)
         return [
-            Selection(keys=self._keys(unsigned, spec, cache_salt, lora_name), fingerprint=spec.fingerprint)
-            for spec in self._instances.specs(model_name)
+            Selection(keys=self._keys(unsigned, namespace, cache_salt), fingerprint=namespace.spec.fingerprint)
+            for namespace in self._models.namespaces(model_name, lora_name)
         ]
 
-    def _keys(self, tokens: Tokens, spec: KvSpec, cache_salt: str, lora_name: str) -> bytes:
+    def _keys(self, tokens: Tokens, namespace: Namespace, cache_salt: str) -> bytes:
+        spec = namespace.spec
         if tokens.size > MAX_KEYS * spec.chunk_size:
             raise BadTokens(f"{tokens.size} tokens make more than {MAX_KEYS} chunks", limit=MAX_KEYS)
-        root = root_key(spec.fingerprint, cache_salt=cache_salt, lora=lora_name, secret=self._secret)
+        root = root_key(spec.fingerprint, cache_salt=cache_salt, lora=namespace.lora_identity, secret=self._secret)
         return chunk_keys(as_tokens(tokens, spec.vocab_size), root, spec.chunk_size)

@@ -11,7 +11,7 @@ import msgspec
 
 from lmkv import rpc
 from lmkv.credentials import Credentials
-from lmkv.errors import LmkvError, Unreachable
+from lmkv.errors import LmkvError, ModelNotFound, Unreachable
 from lmkv.in_turn import InTurn
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
@@ -53,20 +53,22 @@ class Lookups:
     async def held(
         self, upstream: Upstream, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
     ) -> Mapping[str, int]:
-        """Tokens of the prompt that each instance holds, from the first; empty if nobody does, or nobody knows.
+        """Tokens of the prompt that each instance holds, from the first; empty if none does, or the lookup fails.
 
-        `upstream` makes tokens of text.
+        `upstream` makes tokens of text. The lookup names the model, or LoRA adapter, and the cache salt that the engine
+        will use for this request: the coordinator knows them by the names under which engines serve them.
         """
+        engine = upstream.engine
+        model_name = body.get("model") or engine.model(None).name
         try:
             tokens = await self._tokens(upstream, path, body, headers)
-            model = upstream.engine.model(body.get("model"))
-            request = LookupRequest(
-                tokens=tokens,
-                model_name=model.parent or model.name,
-                lora_name=model.name if model.parent else "",
-                cache_salt=body.get("cache_salt") or "",
-            )
+            request = LookupRequest(tokens=tokens, model_name=model_name, cache_salt=body.get("cache_salt") or "")
             response = await self._ask(request)
+        except ModelNotFound as e:
+            is_adapter = bool(engine.model(model_name).parent)  # nothing is stored of one that was never used
+            logger.debug("routed without a lookup: %s", e)
+            self._metrics.lookups.labels("miss" if is_adapter else "failed").inc()
+            return {}
         except (
             LmkvError,
             EngineFailed,

@@ -56,7 +56,9 @@ def make(channel: grpc.aio.Channel) -> Make:
     """Makes instances that know each other; enter them to join."""
     fleet: dict[str, ScriptedInstance] = {}
 
-    def make_instance(name: str, chunks: Any = (), spec: KvSpec = LLAMA) -> ScriptedInstance:
-        return ScriptedInstance(channel, fleet, name, spec, chunks)
+    def make_instance(
+        name: str, chunks: Any = (), spec: KvSpec = LLAMA, served: dict[str, str] | None = None
+    ) -> ScriptedInstance:
+        return ScriptedInstance(channel, fleet, name, spec, chunks, served)
 
     return make_instance

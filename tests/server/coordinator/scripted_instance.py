@@ -39,9 +39,12 @@ class ScriptedInstance:
         instance_id: str,
         spec: KvSpec,
         chunks: Mapping[ChunkKey, int] | Iterable[ChunkKey] = (),
+        served: Mapping[str, str] | None = None,
     ) -> None:
+        """`served` are LoRA identities by served name, empty for further names of the model."""
         self.instance_id = instance_id
         self.spec = spec
+        self.served = dict(served or {})
         is_counted = isinstance(chunks, Mapping)
         self.chunks: dict[ChunkKey, int] = dict(chunks) if is_counted else dict.fromkeys(chunks, spec.chunk_size)  # type: ignore[arg-type]
         self.pins: dict[str, chunk_pb2.PinnedChunks] = {}
@@ -83,6 +86,10 @@ class ScriptedInstance:
             epoch=self.epoch,
             peer_address="127.0.0.1:7000",
             specs=[self.spec.to_proto()],
+            served_models=[
+                chunk_pb2.ServedModel(name=name, fingerprint=self.spec.fingerprint, lora_identity=identity)
+                for name, identity in self.served.items()
+            ],
         )
         await self._registry.Register(pb.RegisterRequest(instance=instance), timeout=5)
         self._stream = self._registry.Report()

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from lmkv.errors import Full
 from lmkv.v1.registry_service_pb2 import ReportRequest
 from lmkv_server.coordinator.admission import GUESSED_PACE_SECONDS, TURNS_PER_JOIN, Admission
-from lmkv_server.coordinator.instances import Instance, Registration
+from lmkv_server.coordinator.instances import Instance
+from lmkv_server.coordinator.registration import Registration
 from lmkv_server.coordinator.registry import COMING_BACK_SECONDS, Registry
 from lmkv_server.coordinator.report_stream import ReportStream
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -22,14 +22,32 @@ from lmkv.v1.cache_service_pb2 import (
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.registry_service_pb2 import ChunkChange, Instance, RegisterRequest, ReportRequest
 from lmkv_server.coordinator.cache_service import MAX_ANSWERS
+from lmkv_server.coordinator.models import MAX_NAMESPACES
 from tests.server.coordinator.cases import LLAMA, LLAMA_FLOAT, PROMPT, QWEN, keys_of
 
 
 async def holds(
-    registry: Any, instance_id: str, keys: Sequence[ChunkKey], spec: KvSpec = LLAMA, last_tokens: int = 0
+    registry: Any,
+    instance_id: str,
+    keys: Sequence[ChunkKey],
+    spec: KvSpec = LLAMA,
+    last_tokens: int = 0,
+    served: Mapping[str, str] | None = None,
 ) -> Any:
-    """Registers an instance that holds chunks in host memory; returns its stream, which must stay referenced."""
-    instance = Instance(instance_id=instance_id, epoch=1, peer_address="127.0.0.1:7000", specs=[spec.to_proto()])
+    """Registers an instance that holds chunks in host memory; returns its stream, which must stay referenced.
+
+    `served` are LoRA identities by served name, empty for further names of the model.
+    """
+    instance = Instance(
+        instance_id=instance_id,
+        epoch=1,
+        peer_address="127.0.0.1:7000",
+        specs=[spec.to_proto()],
+        served_models=[
+            chunk_pb2.ServedModel(name=name, fingerprint=spec.fingerprint, lora_identity=identity)
+            for name, identity in (served or {}).items()
+        ],
+    )
     await registry.Register(RegisterRequest(instance=instance), timeout=5)
     change = ChunkChange(
         tier=chunk_pb2.TIER_HOST,
@@ -110,11 +128,90 @@ async def test_nothing_registered_nothing_found(cache: Any) -> None:
 
 async def test_salt_and_lora_are_kept_apart(registry: Any, cache: Any) -> None:
     _a = await holds(registry, "a", keys_of(PROMPT, cache_salt="tenant"))
-    _b = await holds(registry, "b", keys_of(PROMPT, lora="adapter"))
+    _b = await holds(registry, "b", keys_of(PROMPT, lora="adapter@1"), served={"adapter": "adapter@1"})
     assert found(await lookup(cache, tokens=PROMPT)) == {}
     assert list(found(await lookup(cache, tokens=PROMPT, cache_salt="tenant"))) == ["a"]
     assert list(found(await lookup(cache, tokens=PROMPT, lora_name="adapter"))) == ["b"]
-    assert found(await lookup(cache, tokens=PROMPT, lora_name="tenant")) == {}
+    assert found(await lookup(cache, tokens=PROMPT, lora_name="adapter", cache_salt="tenant")) == {}
+
+
+ADAPTER = {"adapter": "adapter@1", "other": "other@1", "nickname": ""}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"model_name": "adapter"},
+        {"lora_name": "adapter"},
+        {"lora_name": "adapter@1"},
+        {"model_name": "llama", "lora_name": "adapter"},
+        {"model_name": "nickname", "lora_name": "adapter"},
+        {"model_name": "adapter", "lora_name": "adapter"},
+        {"model_name": "llama", "lora_name": "adapter@1"},
+    ],
+)
+async def test_an_adapter_is_found_by_every_name_of_it(registry: Any, cache: Any, names: dict[str, str]) -> None:
+    keys = keys_of(PROMPT, lora="adapter@1")
+    _a = await holds(registry, "a", keys, last_tokens=8, served=ADAPTER)
+    _b = await holds(registry, "b", keys_of(PROMPT), served=ADAPTER)
+    assert found(await lookup(cache, tokens=PROMPT, **names)) == {"a": (3, 40)}
+
+
+async def test_further_names_of_a_model_are_names_of_it(registry: Any, cache: Any) -> None:
+    _a = await holds(registry, "a", keys_of(PROMPT), last_tokens=8, served=ADAPTER)
+    _b = await holds(registry, "b", keys_of(PROMPT, QWEN), QWEN)
+    assert found(await lookup(cache, tokens=PROMPT, model_name="nickname")) == {"a": (3, 40)}
+
+
+async def test_an_adapter_of_two_versions_is_found_where_each_is(registry: Any, cache: Any) -> None:
+    old, new = ({"adapter": f"adapter@{version}"} for version in (1, 2))
+    _a = await holds(registry, "a", keys_of(PROMPT, lora="adapter@1"), last_tokens=8, served=old)
+    _b = await holds(registry, "b", keys_of(PROMPT, lora="adapter@2")[:1], served=new)
+    assert found(await lookup(cache, tokens=PROMPT, model_name="adapter")) == {"a": (3, 40), "b": (1, 16)}
+
+
+async def test_a_lookup_is_made_under_a_bounded_number_of_versions(registry: Any, cache: Any) -> None:
+    count = MAX_NAMESPACES + 1
+    streams = [
+        await holds(registry, f"i-{n}", keys_of(PROMPT, lora=f"adapter@{n}"), served={"adapter": f"adapter@{n}"})
+        for n in range(count)
+    ]
+    assert len(found(await lookup(cache, tokens=PROMPT, model_name="adapter"))) == MAX_NAMESPACES == len(streams) - 1
+
+
+async def test_an_adapter_that_no_engine_has_registered_is_refused(registry: Any, cache: Any) -> None:
+    _a = await holds(registry, "a", keys_of(PROMPT), served=ADAPTER)
+    error = await refused(cache, tokens=PROMPT, lora_name="adaptor")
+    assert (error.code, error.reason) == ("NOT_FOUND", "MODEL_NOT_FOUND")
+    assert error.metadata["known_models"] == "adapter, other"
+    _b = await holds(registry, "b", keys_of(PROMPT, QWEN), QWEN, served={"foreign": "foreign@1"})
+    error = await refused(cache, tokens=PROMPT, model_name="llama", lora_name="foreign")
+    assert error.reason == "MODEL_NOT_FOUND", "it is of another model"
+
+
+@pytest.mark.parametrize(
+    ("models", "said"),
+    [
+        ([("", LLAMA.fingerprint, "")], "name"),
+        ([("n" * 257, LLAMA.fingerprint, "")], "name"),
+        ([("a\nb", LLAMA.fingerprint, "")], "name"),
+        ([("a", LLAMA.fingerprint, "i" * 513)], "lora_identity"),
+        ([("a", QWEN.fingerprint, "")], "fingerprint"),
+        ([(f"a-{number}", LLAMA.fingerprint, "") for number in range(257)], "257"),
+    ],
+)
+async def test_served_models_are_bounded_and_of_the_instance(
+    registry: Any, models: list[tuple[str, bytes, str]], said: str
+) -> None:
+    served = [chunk_pb2.ServedModel(name=name, fingerprint=of, lora_identity=lora) for name, of, lora in models]
+    instance = Instance(
+        instance_id="a", epoch=1, peer_address="127.0.0.1:1", specs=[LLAMA.to_proto()], served_models=served
+    )
+    with pytest.raises(grpc.RpcError) as caught:
+        await registry.Register(RegisterRequest(instance=instance), timeout=5)
+    error = from_rpc_error(caught.value)
+    assert error.reason == "BAD_KV_SPEC"
+    assert said in str(error)
 
 
 async def test_keys_under_another_secret_are_not_found(registry: Any, cache: Any) -> None:

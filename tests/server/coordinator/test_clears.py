@@ -72,6 +72,22 @@ async def test_an_instance_a_tier_or_a_model_can_be_cleared_alone(make: Make, ca
         assert list(q.chunks) == qwen[1:]
 
 
+async def test_a_prompt_of_an_adapter_is_cleared_by_the_adapters_name(make: Make, cache: Any, operations: Any) -> None:
+    of_adapter = keys_of(PROMPT, lora="adapter@1")
+    async with make("a", [*KEYS, *of_adapter], served={"adapter": "adapter@1"}) as a:
+        assert (await cleared(cache, operations, tokens=PROMPT, model_name="adapter")).chunk_count == 3
+        assert list(a.chunks) == KEYS
+        error = await refused(cache, model_name="adapter")
+        assert (error.reason, list(a.chunks)) == ("BAD_SELECTION", KEYS), "its chunks are known by tokens only"
+        assert (await cleared(cache, operations, model_name="llama")).chunk_count == 3
+
+
+async def test_tokens_select_nothing_else_while_no_engine_has_registered(cache: Any) -> None:
+    for more in ({}, {"all": True}):
+        error = await refused(cache, tokens=PROMPT, **more)
+        assert (error.reason, "no engine has registered yet" in str(error)) == ("MODEL_NOT_FOUND", True)
+
+
 async def test_pinned_chunks_stay_and_are_named(make: Make, cache: Any, operations: Any) -> None:
     async with make("a", CHUNKS) as a:
         await cache.Pin(PinRequest(position=Position(instance_id="a"), tokens=PROMPT[:16]), timeout=5)

@@ -8,7 +8,9 @@ import pytest
 
 from lmkv.errors import InstanceIdInUse, InstanceNotFound, ModelAmbiguous, ModelNotFound, StaleEpoch
 from lmkv.spec import KvSpec
-from lmkv_server.coordinator.instances import Conflict, Instances, Registration
+from lmkv_server.coordinator.instances import Instances
+from lmkv_server.coordinator.models import Conflict
+from lmkv_server.coordinator.registration import Registration
 
 LLAMA = KvSpec(
     model_name="llama",
@@ -54,7 +56,7 @@ def test_registering_again_renews_and_takes_the_new_specs() -> None:
     again = instances.register(said("a", 1, 1000, QWEN), now=2)
     assert again is first
     assert first.expire_time == 5
-    assert instances.specs() == [QWEN]
+    assert instances.models.specs() == [QWEN]
     instances.check()
 
 
@@ -136,7 +138,7 @@ def test_fifty_instances_that_all_leave_leave_nothing() -> None:
         instances.deregister(f"instance-{number}", 1)
         instances.check()
     assert len(instances) == 0
-    assert instances.specs() == []
+    assert instances.models.specs() == []
 
 
 def test_instances_of_one_model_that_cannot_share_say_why() -> None:
@@ -144,15 +146,15 @@ def test_instances_of_one_model_that_cannot_share_say_why() -> None:
     a = instances.register(said("a", 1, 1000, LLAMA, QWEN), now=0)
     b = instances.register(said("b", 1, 2000, LLAMA_FLOAT), now=0)
     c = instances.register(said("c", 1, 3000, QWEN), now=0)
-    assert instances.conflicts(a, 10) == [
+    assert instances.models.conflicts(a.said, 10) == [
         Conflict(instance_id="b", model_name="llama", field="kv_dtype", own_value="bfloat16", other_value="float32")
     ]
-    assert instances.conflicts(b, 10) == [
+    assert instances.models.conflicts(b.said, 10) == [
         Conflict(instance_id="a", model_name="llama", field="kv_dtype", own_value="float32", other_value="bfloat16")
     ]
-    assert instances.conflicts(c, 10) == []
+    assert instances.models.conflicts(c.said, 10) == []
     instances.deregister("b", 1)
-    assert instances.conflicts(a, 10) == []
+    assert instances.models.conflicts(a.said, 10) == []
 
 
 def test_a_divided_fleet_names_a_few_of_the_others() -> None:
@@ -160,29 +162,29 @@ def test_a_divided_fleet_names_a_few_of_the_others() -> None:
     a = instances.register(said("a", 1, 1000, LLAMA), now=0)
     for number in range(9, 0, -1):
         instances.register(said(f"b-{number}", 1, 2000, LLAMA_FLOAT), now=0)
-    assert [conflict.instance_id for conflict in instances.conflicts(a, 3)] == ["b-1", "b-2", "b-3"]
+    assert [conflict.instance_id for conflict in instances.models.conflicts(a.said, 3)] == ["b-1", "b-2", "b-3"]
 
 
 def test_instances_that_share_one_of_several_specs_do_not_conflict() -> None:
     instances = Instances(lease_ttl=3)
     a = instances.register(said("a", 1, 1000, LLAMA), now=0)
     b = instances.register(said("b", 1, 2000, LLAMA_FLOAT, LLAMA), now=0)
-    assert instances.conflicts(a, 10) == []
-    assert instances.conflicts(b, 10) == []
+    assert instances.models.conflicts(a.said, 10) == []
+    assert instances.models.conflicts(b.said, 10) == []
 
 
 def test_a_model_is_known_while_somebody_serves_it() -> None:
     instances = Instances(lease_ttl=3)
     instances.register(said("a", 1, 1000, LLAMA), now=0)
     instances.register(said("b", 1, 2000, LLAMA), now=0)
-    assert instances.specs() == [LLAMA]
-    assert instances.specs("llama") == [LLAMA]
+    assert instances.models.specs() == [LLAMA]
+    assert instances.models.specs("llama") == [LLAMA]
     instances.deregister("a", 1)
-    assert instances.specs("llama") == [LLAMA]
+    assert instances.models.specs("llama") == [LLAMA]
     instances.deregister("b", 1)
-    assert instances.specs() == []
+    assert instances.models.specs() == []
     with pytest.raises(ModelNotFound):
-        instances.specs("llama")
+        instances.models.specs("llama")
 
 
 def test_several_specs_need_a_name() -> None:
@@ -190,11 +192,11 @@ def test_several_specs_need_a_name() -> None:
     instances.register(said("a", 1, 1000, LLAMA), now=0)
     instances.register(said("b", 1, 2000, QWEN), now=0)
     with pytest.raises(ModelAmbiguous) as caught:
-        instances.specs()
+        instances.models.specs()
     assert caught.value.metadata == {"known_models": "llama, qwen"}
-    assert instances.specs("qwen") == [QWEN]
+    assert instances.models.specs("qwen") == [QWEN]
     with pytest.raises(ModelNotFound) as missing:
-        instances.specs("mistral")
+        instances.models.specs("mistral")
     assert missing.value.metadata == {"model_name": "mistral", "known_models": "llama, qwen"}
 
 
@@ -202,15 +204,15 @@ def test_one_spec_under_two_names_is_not_ambiguous() -> None:
     instances = Instances(lease_ttl=3)
     instances.register(said("a", 1, 1000, LLAMA), now=0)
     instances.register(said("b", 1, 2000, dataclasses.replace(LLAMA, model_name="alias")), now=0)
-    assert [spec.fingerprint for spec in instances.specs()] == [LLAMA.fingerprint]
-    assert [spec.fingerprint for spec in instances.specs("alias")] == [LLAMA.fingerprint]
+    assert [spec.fingerprint for spec in instances.models.specs()] == [LLAMA.fingerprint]
+    assert [spec.fingerprint for spec in instances.models.specs("alias")] == [LLAMA.fingerprint]
 
 
 def test_one_name_for_two_specs_gives_both() -> None:
     instances = Instances(lease_ttl=3)
     instances.register(said("a", 1, 1000, LLAMA), now=0)
     instances.register(said("b", 1, 2000, LLAMA_FLOAT), now=0)
-    assert instances.specs("llama") == [LLAMA, LLAMA_FLOAT]
+    assert instances.models.specs("llama") == [LLAMA, LLAMA_FLOAT]
 
 
 def test_a_chunk_size_is_that_of_the_spec_else_of_the_first() -> None:

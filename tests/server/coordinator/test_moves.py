@@ -23,7 +23,7 @@ from lmkv.v1.chunk_pb2 import Position
 from lmkv.v1.registry_service_pb2 import Order
 from lmkv_server.coordinator import moves
 from lmkv_server.coordinator.coordinator import Coordinator
-from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, LLAMA_FLOAT, PROMPT
+from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, LLAMA_FLOAT, PROMPT, keys_of
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance, unpacked, until
 
 
@@ -100,6 +100,13 @@ async def test_a_move_takes_a_prompt_from_one_instance_to_the_other(make: Make, 
         assert (result.dropped_chunk_count, list(result.failures)) == (3, [])
         assert (a.chunks, b.chunks) == ({}, CHUNKS)
         assert await asker.holders() == {"b": 40}
+
+
+async def test_a_prompt_of_an_adapter_is_moved_by_the_adapters_name(make: Make, asker: Asker) -> None:
+    of_adapter = keys_of(PROMPT, lora="adapter@1")
+    async with make("a", [*of_adapter, *KEYS], served={"adapter": "adapter@1"}) as a, make("b") as b:
+        assert (await asker.move(model_name="adapter")).chunk_count == 3
+        assert (list(a.chunks), list(b.chunks)) == (KEYS, of_adapter)
 
 
 async def test_a_copy_leaves_the_source_as_it_is(make: Make, asker: Asker) -> None:

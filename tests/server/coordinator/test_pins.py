@@ -18,7 +18,7 @@ from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import PinnedChunks, Position
 from lmkv_server.coordinator import pins
 from lmkv_server.coordinator.coordinator import Coordinator
-from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT
+from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT, keys_of
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance
 
 
@@ -49,6 +49,16 @@ async def test_a_pin_says_what_is_kept_where_and_until_when(make: Make, cache: A
         assert (pinned.chunk_count, pinned.token_count) == (2, 32)
         assert before + 299 < pinned.expire_time.ToNanoseconds() / 1e9 < time.time() + 301
         assert list(a.pins) == [pinned.pin_id] == await listed(cache)
+
+
+@pytest.mark.parametrize("names", [{"model_name": "adapter"}, {"lora_name": "adapter"}])
+async def test_a_prompt_of_an_adapter_is_pinned_by_the_adapters_name(
+    make: Make, cache: Any, names: dict[str, str]
+) -> None:
+    of_adapter = keys_of(PROMPT, lora="adapter@1")
+    async with make("a", [*of_adapter, *KEYS], served={"adapter": "adapter@1"}) as a:
+        assert (await pin(cache, **names)).chunk_count == 3
+        assert list(a.pinned.values()) == [of_adapter]
 
 
 async def test_a_repeat_of_a_request_id_is_the_same_pin_and_lasts_anew(make: Make, cache: Any) -> None:

@@ -15,7 +15,7 @@ from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.registry_service_pb2 import ChunkChange, ReportRequest, TierDigest, TierUsage
 from lmkv_kernels import ChunkTable
-from lmkv_server.coordinator.instances import Registration
+from lmkv_server.coordinator.registration import Registration
 from lmkv_server.coordinator.registry import Registry
 from lmkv_server.coordinator.report_stream import ReportStream
 

@@ -151,17 +151,38 @@ async def test_adapters_and_salts_are_looked_up_apart(
 ) -> None:
     engines = await three(make_engine)
     tokens = tokens_of({"prompt": PROMPT})
+    served = {"tuned": "tuned@1", "nickname": ""}
     async with (
-        make("i-0", keys_of(tokens, SPEC, lora="tuned"), SPEC),
-        make("i-1", keys_of(tokens, SPEC, cache_salt="salt"), SPEC),
-        make("i-2", keys_of(tokens, SPEC), SPEC),
+        make("i-0", keys_of(tokens, SPEC, lora="tuned@1"), SPEC, served),
+        make("i-1", keys_of(tokens, SPEC, cache_salt="salt"), SPEC, served),
+        make("i-2", keys_of(tokens, SPEC), SPEC, served),
     ):
         front = await make_proxy(
             engines=engines, policy="kv_aware", coordinator_address=coordinator.address, lookup_timeout=5
         )
-        for number, more in enumerate(({"model": "tuned"}, {"cache_salt": "salt"}, {})):
+        cases: tuple[tuple[dict[str, str], int], ...] = (
+            ({"model": "tuned"}, 0),
+            ({"cache_salt": "salt"}, 1),
+            ({}, 2),
+            ({"model": "nickname"}, 2),
+        )
+        for more, number in cases:
+            before = len(engines[number].asked)
             await front.ask(COMPLETIONS, completion(PROMPT) | more)
-            assert len(engines[number].asked) == 1
+            assert len(engines[number].asked) == before + 1
+        await front.counts("lmkv_proxy_lookups_total", 4, outcome="hit")
+
+
+async def test_an_adapter_that_was_never_used_is_a_miss(
+    coordinator: Coordinator, make: Make, make_engine: MakeEngine, make_proxy: MakeProxy
+) -> None:
+    engine = await make_engine("i-0", "127.0.0.1:7000")
+    async with make("i-0", keys_of(tokens_of({"prompt": PROMPT}), SPEC), SPEC):
+        front = await make_proxy(
+            engines=[engine], policy="kv_aware", coordinator_address=coordinator.address, lookup_timeout=5
+        )
+        assert (await front.ask(COMPLETIONS, completion(PROMPT) | {"model": "tuned"})).status_code == 200
+        await front.counts("lmkv_proxy_lookups_total", 1, outcome="miss")
 
 
 async def test_prefill_engines_are_chosen_by_what_they_hold(

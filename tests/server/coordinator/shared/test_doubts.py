@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from lmkv.digests import Digest
-from lmkv_server.coordinator.instances import Instance, Registration
+from lmkv_server.coordinator.instances import Instance
 from lmkv_server.coordinator.layout_map import LayoutMap
+from lmkv_server.coordinator.registration import Registration
 from lmkv_server.coordinator.shared.content import OPENING, Change
 from lmkv_server.coordinator.shared.entry import Entry, EntryKind
 from lmkv_server.coordinator.shared.follower import Follower

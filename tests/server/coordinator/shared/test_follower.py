@@ -10,8 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lmkv.digests import digest
 from lmkv.keys import ChunkKey, join_keys
-from lmkv_server.coordinator.instances import Instance, Registration
+from lmkv_server.coordinator.instances import Instance
 from lmkv_server.coordinator.layout_map import LayoutMap
+from lmkv_server.coordinator.registration import Registration
 from lmkv_server.coordinator.shared.content import OPENING, Change
 from lmkv_server.coordinator.shared.entry import Entry, EntryKind, Position
 from lmkv_server.coordinator.shared.follower import Follower, Load

@@ -35,7 +35,7 @@ export type LookupRequest = Message<"lmkv.v1.LookupRequest"> & {
   tokens: number[];
 
   /**
-   * Model whose tokens these are; needed only when several specs are registered.
+   * Model whose tokens these are, or a LoRA adapter of one; needed only when several specs are registered.
    *
    * @generated from field: string model_name = 2;
    */
@@ -56,7 +56,8 @@ export type LookupRequest = Message<"lmkv.v1.LookupRequest"> & {
   cacheSalt: string;
 
   /**
-   * LoRA adapter the prompt was sent with; for lookups by tokens.
+   * LoRA adapter the prompt was sent with, by the name under which it is served or by its identity `name@digest`; for
+   * lookups by tokens.
    *
    * @generated from field: string lora_name = 5;
    */
@@ -338,7 +339,7 @@ export type MoveRequest = Message<"lmkv.v1.MoveRequest"> & {
   cacheSalt: string;
 
   /**
-   * LoRA adapter of the prompt.
+   * LoRA adapter of the prompt, as in `LookupRequest`.
    *
    * @generated from field: string lora_name = 7;
    */
@@ -534,7 +535,7 @@ export type PinRequest = Message<"lmkv.v1.PinRequest"> & {
   cacheSalt: string;
 
   /**
-   * LoRA adapter of the prompt.
+   * LoRA adapter of the prompt, as in `LookupRequest`.
    *
    * @generated from field: string lora_name = 6;
    */
@@ -710,7 +711,8 @@ export type ClearRequest = Message<"lmkv.v1.ClearRequest"> & {
   tokens: number[];
 
   /**
-   * Without tokens: every chunk of this model. With tokens: the model they belong to.
+   * Without tokens: every chunk of this model, with those of its LoRA adapters; an adapter's own name is refused
+   * (`BAD_SELECTION`). With tokens: the model or adapter they belong to.
    *
    * @generated from field: string model_name = 4;
    */
@@ -731,7 +733,7 @@ export type ClearRequest = Message<"lmkv.v1.ClearRequest"> & {
   cacheSalt: string;
 
   /**
-   * LoRA adapter of the prompt.
+   * LoRA adapter of the prompt, as in `LookupRequest`.
    *
    * @generated from field: string lora_name = 7;
    */
@@ -1025,11 +1027,15 @@ export const LayoutChangeSchema: GenMessage<LayoutChange> = /*@__PURE__*/
  * by `chunk_keys`, 16 bytes each, concatenated in prompt order. Naming them both ways, or by more than 65,536 keys, is
  * `INVALID_ARGUMENT`. A request by tokens needs `model_name` only when several specs are registered.
  *
+ * `model_name` is any name under which an engine serves the model: each of vLLM's `--served-model-name`, or the name of a
+ * LoRA adapter, which then needs no `lora_name`. Engines register an adapter with its first request.
+ *
  * Errors of every RPC that takes tokens or keys:
  * * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
  * * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or beyond the model's vocabulary, or both ways were used.
  * * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not say which.
- * * `NOT_FOUND` (`MODEL_NOT_FOUND`): no registered spec has this model name; the known ones are in the metadata.
+ * * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name`, or this `lora_name`; the known ones are in
+ *   the metadata. Orders by tokens answer it as well while no engine has registered at all.
  *
  * Errors of every RPC:
  * * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a

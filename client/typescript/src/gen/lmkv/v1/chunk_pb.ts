@@ -17,7 +17,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file lmkv/v1/chunk.proto.
  */
 export const file_lmkv_v1_chunk: GenFile = /*@__PURE__*/
-  fileDesc("ChNsbWt2L3YxL2NodW5rLnByb3RvEgdsbWt2LnYxIsMCCgZLdlNwZWMSGQoLZmluZ2VycHJpbnQYASABKAxCBOJBAQISEgoKbW9kZWxfbmFtZRgCIAEoCRIQCghtb2RlbF9pZBgDIAEoCRIQCghrdl9kdHlwZRgEIAEoCRITCgtsYXllcl9jb3VudBgFIAEoBRIVCg1rdl9oZWFkX2NvdW50GAYgASgFEhEKCWhlYWRfc2l6ZRgHIAEoBRILCgNtbGEYCCABKAgSEgoKY2h1bmtfc2l6ZRgJIAEoBRIhCgZmb3JtYXQYCiABKA4yES5sbWt2LnYxLkt2Rm9ybWF0EhQKDHRpbGVfYmFja2VuZBgLIAEoCRIQCgh0aWxlX2lzYRgMIAEoCRISCgpibG9ja19zaXplGA0gASgFEhMKC2hhc2hfc2NoZW1lGA4gASgJEhIKCnZvY2FiX3NpemUYDyABKAUidwoGRXh0ZW50Eg4KBnJlZ2lvbhgBIAEoBRIOCgZvZmZzZXQYAiABKAMSEgoKc2l6ZV9ieXRlcxgDIAEoAxIQCghjaGVja3N1bRgEIAEoBhISCgpnZW5lcmF0aW9uGAUgASgDEhMKC3Rva2VuX2NvdW50GAYgASgFImwKBUdyYW50EhAKCGdyYW50X2lkGAEgASgJEiAKB2V4dGVudHMYAiADKAsyDy5sbWt2LnYxLkV4dGVudBIvCgtleHBpcmVfdGltZRgDIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAiSAoIUG9zaXRpb24SGQoLaW5zdGFuY2VfaWQYASABKAlCBOJBAQISIQoEdGllchgCIAEoDjINLmxta3YudjEuVGllckIE4kEBASKeAQoMUGlubmVkQ2h1bmtzEg4KBnBpbl9pZBgBIAEoCRIjCghwb3NpdGlvbhgCIAEoCzIRLmxta3YudjEuUG9zaXRpb24SEwoLY2h1bmtfY291bnQYAyABKAUSEwoLdG9rZW5fY291bnQYBCABKAUSLwoLZXhwaXJlX3RpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIkYKDENodW5rRmFpbHVyZRISCgpjaHVua19rZXlzGAEgASgMEiIKBnN0YXR1cxgCIAEoCzISLmdvb2dsZS5ycGMuU3RhdHVzKlkKBFRpZXISFAoQVElFUl9VTlNQRUNJRklFRBAAEgwKCFRJRVJfR1BVEAESDQoJVElFUl9IT1NUEAISDQoJVElFUl9ESVNLEAMSDwoLVElFUl9SRU1PVEUQBCpcCghLdkZvcm1hdBIZChVLVl9GT1JNQVRfVU5TUEVDSUZJRUQQABIZChVLVl9GT1JNQVRfVE9LRU5fTUFKT1IQARIaChZLVl9GT1JNQVRfTkFUSVZFX1RJTEVTEAJiBnByb3RvMw", [file_google_api_field_behavior, file_google_protobuf_timestamp, file_google_rpc_status]);
+  fileDesc("ChNsbWt2L3YxL2NodW5rLnByb3RvEgdsbWt2LnYxIsMCCgZLdlNwZWMSGQoLZmluZ2VycHJpbnQYASABKAxCBOJBAQISEgoKbW9kZWxfbmFtZRgCIAEoCRIQCghtb2RlbF9pZBgDIAEoCRIQCghrdl9kdHlwZRgEIAEoCRITCgtsYXllcl9jb3VudBgFIAEoBRIVCg1rdl9oZWFkX2NvdW50GAYgASgFEhEKCWhlYWRfc2l6ZRgHIAEoBRILCgNtbGEYCCABKAgSEgoKY2h1bmtfc2l6ZRgJIAEoBRIhCgZmb3JtYXQYCiABKA4yES5sbWt2LnYxLkt2Rm9ybWF0EhQKDHRpbGVfYmFja2VuZBgLIAEoCRIQCgh0aWxlX2lzYRgMIAEoCRISCgpibG9ja19zaXplGA0gASgFEhMKC2hhc2hfc2NoZW1lGA4gASgJEhIKCnZvY2FiX3NpemUYDyABKAUiWQoLU2VydmVkTW9kZWwSEgoEbmFtZRgBIAEoCUIE4kEBAhIZCgtmaW5nZXJwcmludBgCIAEoDEIE4kEBARIbCg1sb3JhX2lkZW50aXR5GAMgASgJQgTiQQEBIncKBkV4dGVudBIOCgZyZWdpb24YASABKAUSDgoGb2Zmc2V0GAIgASgDEhIKCnNpemVfYnl0ZXMYAyABKAMSEAoIY2hlY2tzdW0YBCABKAYSEgoKZ2VuZXJhdGlvbhgFIAEoAxITCgt0b2tlbl9jb3VudBgGIAEoBSJsCgVHcmFudBIQCghncmFudF9pZBgBIAEoCRIgCgdleHRlbnRzGAIgAygLMg8ubG1rdi52MS5FeHRlbnQSLwoLZXhwaXJlX3RpbWUYAyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIkgKCFBvc2l0aW9uEhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQECEiEKBHRpZXIYAiABKA4yDS5sbWt2LnYxLlRpZXJCBOJBAQEingEKDFBpbm5lZENodW5rcxIOCgZwaW5faWQYASABKAkSIwoIcG9zaXRpb24YAiABKAsyES5sbWt2LnYxLlBvc2l0aW9uEhMKC2NodW5rX2NvdW50GAMgASgFEhMKC3Rva2VuX2NvdW50GAQgASgFEi8KC2V4cGlyZV90aW1lGAUgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCJGCgxDaHVua0ZhaWx1cmUSEgoKY2h1bmtfa2V5cxgBIAEoDBIiCgZzdGF0dXMYAiABKAsyEi5nb29nbGUucnBjLlN0YXR1cypZCgRUaWVyEhQKEFRJRVJfVU5TUEVDSUZJRUQQABIMCghUSUVSX0dQVRABEg0KCVRJRVJfSE9TVBACEg0KCVRJRVJfRElTSxADEg8KC1RJRVJfUkVNT1RFEAQqXAoIS3ZGb3JtYXQSGQoVS1ZfRk9STUFUX1VOU1BFQ0lGSUVEEAASGQoVS1ZfRk9STUFUX1RPS0VOX01BSk9SEAESGgoWS1ZfRk9STUFUX05BVElWRV9USUxFUxACYgZwcm90bzM", [file_google_api_field_behavior, file_google_protobuf_timestamp, file_google_rpc_status]);
 
 /**
  * What must agree for the bytes of two engines to be interchangeable.
@@ -143,6 +143,41 @@ export const KvSpecSchema: GenMessage<KvSpec> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_chunk, 0);
 
 /**
+ * A name under which an engine serves what a spec describes: the model itself, or a LoRA adapter of it.
+ *
+ * @generated from message lmkv.v1.ServedModel
+ */
+export type ServedModel = Message<"lmkv.v1.ServedModel"> & {
+  /**
+   * The name, as requests to the engine give it in their field `model`: 1 to 256 bytes, printable.
+   *
+   * @generated from field: string name = 1;
+   */
+  name: string;
+
+  /**
+   * Fingerprint of the spec, 16 bytes. Empty in what an engine sends: its own spec.
+   *
+   * @generated from field: bytes fingerprint = 2;
+   */
+  fingerprint: Uint8Array;
+
+  /**
+   * What chunk keys contain for a LoRA adapter: `name@digest`, at most 512 bytes. Empty: the name is the model itself.
+   *
+   * @generated from field: string lora_identity = 3;
+   */
+  loraIdentity: string;
+};
+
+/**
+ * Describes the message lmkv.v1.ServedModel.
+ * Use `create(ServedModelSchema)` to create a new message.
+ */
+export const ServedModelSchema: GenMessage<ServedModel> = /*@__PURE__*/
+  messageDesc(file_lmkv_v1_chunk, 1);
+
+/**
  * A run of bytes inside memory that its node has registered for transfer, and what it held when it was granted.
  *
  * @generated from message lmkv.v1.Extent
@@ -196,7 +231,7 @@ export type Extent = Message<"lmkv.v1.Extent"> & {
  * Use `create(ExtentSchema)` to create a new message.
  */
 export const ExtentSchema: GenMessage<Extent> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_chunk, 1);
+  messageDesc(file_lmkv_v1_chunk, 2);
 
 /**
  * Leave to read or to write some extents for a while. It ends by exactly one of Commit, Release or expiry.
@@ -231,7 +266,7 @@ export type Grant = Message<"lmkv.v1.Grant"> & {
  * Use `create(GrantSchema)` to create a new message.
  */
 export const GrantSchema: GenMessage<Grant> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_chunk, 2);
+  messageDesc(file_lmkv_v1_chunk, 3);
 
 /**
  * Where something is, or shall be: one tier of one instance.
@@ -259,7 +294,7 @@ export type Position = Message<"lmkv.v1.Position"> & {
  * Use `create(PositionSchema)` to create a new message.
  */
 export const PositionSchema: GenMessage<Position> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_chunk, 3);
+  messageDesc(file_lmkv_v1_chunk, 4);
 
 /**
  * Chunks that one instance keeps from eviction.
@@ -308,7 +343,7 @@ export type PinnedChunks = Message<"lmkv.v1.PinnedChunks"> & {
  * Use `create(PinnedChunksSchema)` to create a new message.
  */
 export const PinnedChunksSchema: GenMessage<PinnedChunks> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_chunk, 4);
+  messageDesc(file_lmkv_v1_chunk, 5);
 
 /**
  * Why some chunks were left as they were.
@@ -336,7 +371,7 @@ export type ChunkFailure = Message<"lmkv.v1.ChunkFailure"> & {
  * Use `create(ChunkFailureSchema)` to create a new message.
  */
 export const ChunkFailureSchema: GenMessage<ChunkFailure> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_chunk, 5);
+  messageDesc(file_lmkv_v1_chunk, 6);
 
 /**
  * A memory tier that can hold a chunk, fastest first.
