@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,25 +48,15 @@ def test_answers_that_differ_in_bfloat16_are_noted(tmp_path: Path, capsys: pytes
     assert "compare in float32" in capsys.readouterr().out
 
 
-def test_hits_that_differ_from_each_other_fail_in_every_type(tmp_path: Path) -> None:
-    def measure(run: Run, *, hits_identical: bool) -> None:
+@pytest.mark.parametrize(("hits_identical", "code"), [(True, 0), (False, 1)])
+def test_hits_that_differ_from_each_other_fail_in_every_type(tmp_path: Path, hits_identical: bool, code: int) -> None:
+    def measure(run: Run) -> None:
         engines.choose_dtype(run)
-        different = ttft.Round(
-            cold=1.0,
-            prefix_hit=0.1,
-            own=0.2,
-            peer=0.4,
-            identical=False,
-            hits_identical=hits_identical,
-            steps=make_round().steps,
-        )
-        ttft.check_answers(run, [make_round(), different], 4000)
+        odd = replace(make_round(), identical=False, hits_identical=hits_identical)
+        ttft.check_answers(run, [make_round(), odd], 4000)
 
-    for is_identical, code in ((True, 0), (False, 1)):
-        end, _ = run_benchmark(
-            tmp_path, lambda run, same=is_identical: measure(run, hits_identical=same), "--dtype", "bfloat16"
-        )
-        assert end == code
+    end, _ = run_benchmark(tmp_path, measure, "--dtype", "bfloat16")
+    assert end == code
 
 
 def test_benchmarks_that_compare_answers_choose_float32(tmp_path: Path) -> None:
