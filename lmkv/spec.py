@@ -15,6 +15,10 @@ NATIVE_TILES: chunk_pb2.KvFormat.ValueType = chunk_pb2.KV_FORMAT_NATIVE_TILES
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """Bytes per element of each KV dtype, by the engine's name for it."""
+MAX_SPECS = 64
+"""Most specs that one instance registers."""
+MAX_FIELD_BYTES = 512
+"""Most bytes of each text field of a spec that an instance registers."""
 
 MAX_SERVED_MODELS = 256
 """Most names, besides the `model_name` of each spec, under which the engines of one instance serve."""

@@ -38,7 +38,9 @@ class CacheServiceStub:
 
     Errors of every RPC that takes tokens or keys:
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
-    * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or beyond the model's vocabulary, or both ways were used.
+    * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or beyond the model's vocabulary, both ways were used, or the
+    tokens make more than 65,536 keys under one spec, or 131,072 under all specs of the model.
+    * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests that need more than 4,096 keys of tokens wait for their turn already.
     * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not say which.
     * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name`, or this `lora_name`; the known ones are in
     the metadata. Orders by tokens answer it as well while no engine has registered at all.
@@ -108,7 +110,9 @@ class CacheServiceServicer:
 
     Errors of every RPC that takes tokens or keys:
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
-    * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or beyond the model's vocabulary, or both ways were used.
+    * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or beyond the model's vocabulary, both ways were used, or the
+    tokens make more than 65,536 keys under one spec, or 131,072 under all specs of the model.
+    * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests that need more than 4,096 keys of tokens wait for their turn already.
     * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not say which.
     * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name`, or this `lora_name`; the known ones are in
     the metadata. Orders by tokens answer it as well while no engine has registered at all.
@@ -280,7 +284,9 @@ class CacheService:
 
     Errors of every RPC that takes tokens or keys:
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
-    * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or beyond the model's vocabulary, or both ways were used.
+    * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or beyond the model's vocabulary, both ways were used, or the
+    tokens make more than 65,536 keys under one spec, or 131,072 under all specs of the model.
+    * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests that need more than 4,096 keys of tokens wait for their turn already.
     * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not say which.
     * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name`, or this `lora_name`; the known ones are in
     the metadata. Orders by tokens answer it as well while no engine has registered at all.

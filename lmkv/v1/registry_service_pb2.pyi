@@ -57,7 +57,9 @@ class Instance(_message.Message):
     """Whether its opening snapshot is in."""
     @_builtins.property
     def specs(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.KvSpec]:
-        """What its engines' chunks are compatible with, one per kind of engine that has attached."""
+        """What its engines' chunks are compatible with, one per kind of engine that has attached; at most 64, each text of at
+        most 512 bytes. Lookups by tokens compute keys under those specs that an instance holds chunks of.
+        """
 
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierUsage]:

@@ -75,12 +75,14 @@ class RegistryServiceServicer:
         A newer epoch replaces an older one at once. Two living processes with one id are told apart by their address.
 
         Errors:
-        * `INVALID_ARGUMENT` (`BAD_INSTANCE`): the id is empty, or the peer address does not parse.
+        * `INVALID_ARGUMENT` (`BAD_INSTANCE`): the id is empty, the peer address does not parse, or a field is too large; the
+        message names it.
         * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): a spec's fingerprint is not the digest of its fields; a served model is of no
         spec of the instance, its name is empty or too long, or there are too many.
         * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): another living process holds this id; the metadata says where.
         * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
-        * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once; come back after `retry_seconds`.
+        * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once, or a model would have more than 64 specs and
+        adapters; come back after `retry_seconds`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,12 +44,14 @@ class RegistryServiceStub:
     A newer epoch replaces an older one at once. Two living processes with one id are told apart by their address.
 
     Errors:
-    * `INVALID_ARGUMENT` (`BAD_INSTANCE`): the id is empty, or the peer address does not parse.
+    * `INVALID_ARGUMENT` (`BAD_INSTANCE`): the id is empty, the peer address does not parse, or a field is too large; the
+      message names it.
     * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): a spec's fingerprint is not the digest of its fields; a served model is of no
       spec of the instance, its name is empty or too long, or there are too many.
     * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): another living process holds this id; the metadata says where.
     * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
-    * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once; come back after `retry_seconds`.
+    * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once, or a model would have more than 64 specs and
+      adapters; come back after `retry_seconds`.
     """
     Report: _grpc.StreamStreamMultiCallable[_registry_service_pb2.ReportRequest, _registry_service_pb2.ReportResponse]
     """Tells what changed on one instance and renews its lease; carries orders back.
@@ -96,12 +98,14 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     A newer epoch replaces an older one at once. Two living processes with one id are told apart by their address.
 
     Errors:
-    * `INVALID_ARGUMENT` (`BAD_INSTANCE`): the id is empty, or the peer address does not parse.
+    * `INVALID_ARGUMENT` (`BAD_INSTANCE`): the id is empty, the peer address does not parse, or a field is too large; the
+      message names it.
     * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): a spec's fingerprint is not the digest of its fields; a served model is of no
       spec of the instance, its name is empty or too long, or there are too many.
     * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): another living process holds this id; the metadata says where.
     * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
-    * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once; come back after `retry_seconds`.
+    * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once, or a model would have more than 64 specs and
+      adapters; come back after `retry_seconds`.
     """
     Report: _aio.StreamStreamMultiCallable[_registry_service_pb2.ReportRequest, _registry_service_pb2.ReportResponse]  # type: ignore[assignment]
     """Tells what changed on one instance and renews its lease; carries orders back.
@@ -151,12 +155,14 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         A newer epoch replaces an older one at once. Two living processes with one id are told apart by their address.
 
         Errors:
-        * `INVALID_ARGUMENT` (`BAD_INSTANCE`): the id is empty, or the peer address does not parse.
+        * `INVALID_ARGUMENT` (`BAD_INSTANCE`): the id is empty, the peer address does not parse, or a field is too large; the
+          message names it.
         * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): a spec's fingerprint is not the digest of its fields; a served model is of no
           spec of the instance, its name is empty or too long, or there are too many.
         * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): another living process holds this id; the metadata says where.
         * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
-        * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once; come back after `retry_seconds`.
+        * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once, or a model would have more than 64 specs and
+          adapters; come back after `retry_seconds`.
         """
 
     @_abc_1.abstractmethod

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from lmkv_server.coordinator.pages import page_limit, page_token, read_page_toke
 from lmkv_server.coordinator.pins import Pins
 from lmkv_server.coordinator.records import to_proto
 from lmkv_server.coordinator.registry import Registry
-from lmkv_server.coordinator.selection import Selection, Selector
+from lmkv_server.coordinator.selection import SHORT_KEYS, Selection, Selector
 from lmkv_server.coordinator.tally import Tally
 from lmkv_server.coordinator.watch import Watch
 
@@ -60,7 +61,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
         """Lookups that were answered; those that found somebody are hits."""
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
-        return self._lookup(request, pb.LookupResponse())
+        return await self._lookup(request, pb.LookupResponse())
 
     async def LookupStream(
         self, request_iterator: AsyncIterator[pb.LookupStreamRequest], context: Any
@@ -74,7 +75,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
                 result = answer.results.add()
                 try:
                     count_question()
-                    self._lookup(request, result.response)
+                    await self._lookup(request, result.response)
                 except LmkvError as error:
                     result.error.CopyFrom(rpc.to_status(error))
                 size_bytes += result.ByteSize()
@@ -82,13 +83,13 @@ class CacheService(pb_grpc.CacheServiceServicer):
 
     async def Move(self, request: pb.MoveRequest, context: Any) -> operations_pb2.Operation:
         with audited("copy" if request.copy else "move", request) as act:
-            operation = await self._keeping.booked(self._moves.start(request))
+            operation = await self._keeping.booked(await self._moves.start(request))
             act.names["operation"] = operation.name
         return to_proto(operation)
 
     async def Clear(self, request: pb.ClearRequest, context: Any) -> operations_pb2.Operation:
         with audited("clear", request) as act:
-            operation = await self._keeping.booked(self._clears.start(request))
+            operation = await self._keeping.booked(await self._clears.start(request))
             act.names["operation"] = operation.name
         return to_proto(operation)
 
@@ -114,36 +115,52 @@ class CacheService(pb_grpc.CacheServiceServicer):
         async for response in self._watch.watch(request.start_revision, request.fingerprint):
             yield response
 
-    def lookup_tokens(
+    async def lookup_tokens(
         self, tokens: NDArray[np.integer], *, model_name: str = "", cache_salt: str = "", lora_name: str = ""
     ) -> pb.LookupResponse:
         """As `Lookup`, for whoever has the tokens as an array of integers. Raises what `Lookup` answers."""
         begin = time.perf_counter()
-        selections = self._selector.of_tokens(tokens, model_name, cache_salt, lora_name)
-        return self._answer(begin, selections, pb.LookupResponse())
+        selections = await self._selector.of_tokens(tokens, model_name, cache_salt, lora_name, held_only=True)
+        return await self._answer(begin, selections, pb.LookupResponse(), is_question=tokens.size > 0)
 
-    def _lookup(self, request: pb.LookupRequest, response: pb.LookupResponse) -> pb.LookupResponse:
+    async def _lookup(self, request: pb.LookupRequest, response: pb.LookupResponse) -> pb.LookupResponse:
         begin = time.perf_counter()
-        return self._answer(begin, self._selector.select(request), response, request.excluded_instance_id)
+        selections = await self._selector.select(request, held_only=True)
+        is_question = bool(request.tokens or request.chunk_keys)
+        return await self._answer(begin, selections, response, request.excluded_instance_id, is_question=is_question)
 
-    def _answer(
-        self, begin: float, selections: Iterable[Selection], response: pb.LookupResponse, excluded: str = ""
+    async def _answer(
+        self,
+        begin: float,
+        selections: Sequence[Selection],
+        response: pb.LookupResponse,
+        excluded: str = "",
+        *,
+        is_question: bool,
     ) -> pb.LookupResponse:
         """Fills in an empty response and returns it: a message that is put into another one later is copied."""
         layout = self._registry.layout
-        found = [layout.lookup(selection.keys, excluded) for selection in selections]
+        found: list[list[Match]] = []
+        read_count = 0
+        for selection in selections:
+            found.append(layout.lookup(selection.keys, excluded))
+            read_count += len(selection)
+            if read_count > SHORT_KEYS:
+                read_count = 0
+                await asyncio.sleep(0)
         matches = found[0] if len(found) == 1 else longest_first(match for part in found for match in part)
         for match in matches:
             self._add_holder(match, response)
         response.revision = layout.revision
         response.partial = self._registry.is_partial(time.monotonic())
-        if found:  # what names nothing is asked for the revision
+        if is_question:  # a request that names nothing asks for the revision
             self.lookups.note(time.perf_counter() - begin, bool(matches))
         return response
 
     def _add_holder(self, match: Match, response: pb.LookupResponse) -> None:
         instance = self._registry.instances.find(match.instance_id)
-        assert instance is not None, "who holds chunks is registered"
+        if instance is None:  # it left since the match was found
+            return
         holder = response.holders.add(
             instance_id=match.instance_id,
             epoch=instance.said.epoch,

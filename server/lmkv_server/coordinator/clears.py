@@ -35,14 +35,17 @@ class Clears:
         self._orders = orders
         self._operations = operations
 
-    def start(self, request: pb.ClearRequest) -> Operation:
+    async def start(self, request: pb.ClearRequest) -> Operation:
         """Books a clear. Raises what `CacheService.Clear` answers."""
         if known := self._operations.repeated(request):
+            return known
+        drops = await self._drops(request)
+        if known := self._operations.repeated(request):  # booked meanwhile
             return known
         instance_ids = self._instance_ids(request)
         progress = pb.ClearProgress(instance_id=request.instance_id, tier=request.tier, dry_run=request.dry_run)
         progress.create_time.GetCurrentTime()
-        clear = _Clear(self._orders, instance_ids, self._drops(request), progress, TIMEOUT_SECONDS)
+        clear = _Clear(self._orders, instance_ids, drops, progress, TIMEOUT_SECONDS)
         return self._operations.start(
             "clear", request, progress, clear.run, seconds=TIMEOUT_SECONDS, keepers=instance_ids
         )
@@ -53,7 +56,8 @@ class Clears:
         assert isinstance(request, pb.ClearRequest)
         assert isinstance(progress, pb.ClearProgress)
         seconds = operation.expire_time - time.time()
-        clear = _Clear(self._orders, self._instance_ids(request), self._drops(request), progress, seconds)
+        drops = await self._drops(request)
+        clear = _Clear(self._orders, self._instance_ids(request), drops, progress, seconds)
         return await clear.run(operation)
 
     def _instance_ids(self, request: pb.ClearRequest) -> list[str]:
@@ -61,12 +65,12 @@ class Clears:
             return [instance.said.instance_id for instance in self._registry.instances]
         return [self._registry.instances.named(request.instance_id, "instance_id").said.instance_id]
 
-    def _drops(self, request: pb.ClearRequest) -> list[registry_pb.DropOrder]:
+    async def _drops(self, request: pb.ClearRequest) -> list[registry_pb.DropOrder]:
         """What each instance is told."""
         common = registry_pb.DropOrder(tier=request.tier, dry_run=request.dry_run)
         drops = []
         names_chunks = request.tokens or request.chunk_keys
-        for selection in self._selector.required(request) if names_chunks else ():
+        for selection in await self._selector.required(request) if names_chunks else ():
             for start in range(0, len(selection.keys), BATCH_CHUNKS * KEY_BYTES):
                 keys = selection.keys[start : start + BATCH_CHUNKS * KEY_BYTES]
                 drops.append(registry_pb.DropOrder(chunk_keys=keys))

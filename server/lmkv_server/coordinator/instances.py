@@ -68,6 +68,8 @@ class Instances:
         known = self._by_id.get(said.instance_id)
         if known is not None:
             self._refuse_impostor(known, said, now)
+        self.models.check_room(said)
+        if known is not None:
             self.models.remove(known.said)
         if known is not None and known.said.epoch == said.epoch:
             known.said = said

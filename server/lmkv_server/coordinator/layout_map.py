@@ -26,6 +26,9 @@ TIER_COUNT = ChunkTable.TIER_COUNT
 MAX_TOKENS = ChunkTable.MAX_TOKENS
 """Most tokens that a chunk can have."""
 
+MIN_FINGERPRINTS = 256
+"""Fingerprints that are noted before those without chunks are forgotten."""
+
 _NO_PARTIALS: Mapping[int, int] = {}
 
 
@@ -103,6 +106,9 @@ class LayoutMap:
         self._instance_ids: dict[int, str] = {}
         """The same, by slot."""
         self._staged: set[Snapshot] = set()
+        self._fingerprints: set[bytes] = set()
+        """Specs that chunks were reported under; some may hold none any more."""
+        self._fingerprint_limit = MIN_FINGERPRINTS
 
     def __len__(self) -> int:
         """Chunks that somebody holds, or held until lately."""
@@ -205,6 +211,10 @@ class LayoutMap:
             matches.sort(key=lambda match: (-match.chunk_count, match.instance_id))
         return matches
 
+    def may_hold(self, fingerprint: bytes) -> bool:
+        """Whether there may be chunks of a spec. Chunks that were reported without a spec may be of any."""
+        return fingerprint in self._fingerprints or b"" in self._fingerprints
+
     def match_at(self, instance_id: str, tier: int, chunk_keys: bytes) -> tuple[int, int]:
         """Chunks and tokens of the contiguous prefix that an instance holds in one tier (0: in any)."""
         slot = self._live.get(instance_id)
@@ -284,4 +294,14 @@ class LayoutMap:
             )
         except OverflowError:
             raise Full("there are chunks of too many specs; wait until some are gone", retry_seconds=1.0) from None
+        if gained:
+            self._note_fingerprint(fingerprint)
         return gained, self._table.evict(slot, tier, evicted)
+
+    def _note_fingerprint(self, fingerprint: bytes) -> None:
+        """Notes that there are chunks of a spec, and forgets specs without chunks once there are many."""
+        self._fingerprints.add(fingerprint)
+        if len(self._fingerprints) > self._fingerprint_limit:
+            slots = [*self._live.values(), *(staged.slot for staged in self._staged)]
+            self._fingerprints = {held for slot in slots for _, held, _, _ in self._table.holdings(slot)}
+            self._fingerprint_limit = max(MIN_FINGERPRINTS, 2 * len(self._fingerprints))

@@ -6,13 +6,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 
-from lmkv.errors import BadSelection, ModelAmbiguous, ModelNotFound
+from lmkv.errors import BadSelection, Full, ModelAmbiguous, ModelNotFound
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv_server.coordinator.registration import MAX_SHOWN, Registration
 
-MAX_NAMESPACES = 16
-"""Most namespaces that one lookup is made under, those registered last: each costs a key per chunk."""
+MAX_KINDS = 64
+"""Most specs and adapters that one name stands for: each costs a key per chunk of a prompt."""
+RETRY_SECONDS = 5.0
+"""When an instance may register again that has one too many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +46,21 @@ class Models:
     def __init__(self) -> None:
         self._by_name: dict[str, dict[_Kind, dict[str, KvSpec]]] = {}
         """Name to fingerprint and LoRA identity to instance id to the spec as that instance sent it."""
+
+    def check_room(self, said: Registration) -> None:
+        """Raises `Full` if a name would stand for more than `MAX_KINDS` specs and adapters with this registration."""
+        kinds: dict[str, set[_Kind]] = {}
+        for name, kind, _ in _served(said):
+            kinds.setdefault(name, set()).add(kind)
+        for name, own in kinds.items():
+            known = self._by_name.get(name, {}).keys()
+            if not own <= known and len(own | known) > MAX_KINDS:
+                raise Full(
+                    f"specs: model {name[:MAX_SHOWN]!r} has {len(known)} specs and adapters in this fleet, at most "
+                    f"{MAX_KINDS} are allowed; stop the nodes whose engines have other settings of the KV cache",
+                    retry_seconds=RETRY_SECONDS,
+                    model_name=name[:MAX_SHOWN],
+                )
 
     def add(self, said: Registration) -> None:
         """Adds what an instance serves."""
@@ -84,8 +101,7 @@ class Models:
         Empty if nothing is registered and no name is given. Raises `ModelNotFound`, `ModelAmbiguous`.
         """
         if not lora_name:
-            named = self._named(model_name) if model_name else [Namespace(spec=spec) for spec in self._only()]
-            return named[-MAX_NAMESPACES:]
+            return self._named(model_name) if model_name else [Namespace(spec=spec) for spec in self._only()]
         adapters = [one for one in self._find(lora_name) if one.lora_identity]
         if model_name:
             allowed = {one.spec.fingerprint for one in self._named(model_name)}
@@ -101,7 +117,7 @@ class Models:
                 lora_name=lora_name[:MAX_SHOWN],
                 known_models=known,
             )
-        return adapters[-MAX_NAMESPACES:]
+        return adapters
 
     def other_names(self, model_name: str) -> list[str]:
         """The other names of the specs that this name stands for, sorted; none if it is unknown."""

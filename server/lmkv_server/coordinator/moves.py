@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from google.rpc import code_pb2, status_pb2
@@ -52,11 +52,15 @@ class Moves:
         self._operations = operations
         self._claims = Claims()
 
-    def start(self, request: pb.MoveRequest) -> Operation:
+    async def start(self, request: pb.MoveRequest) -> Operation:
         """Books a move. Raises what `CacheService.Move` answers."""
         if known := self._operations.repeated(request):
             return known
-        move = self._plan(request)
+        self._places(request)
+        selections = await self._selector.required(request)
+        if known := self._operations.repeated(request):  # booked meanwhile
+            return known
+        move = self._plan(request, selections)
         return self._operations.start(
             "copy" if request.copy else "move",
             request,
@@ -70,23 +74,26 @@ class Moves:
         """Goes on with a move that another coordinator began: what has arrived stays, the rest follows."""
         assert isinstance(operation.request, pb.MoveRequest)
         assert isinstance(operation.progress, pb.MoveProgress)
-        move = self._plan(operation.request)
+        move = self._plan(operation.request, await self._selector.required(operation.request))
         move.continue_from(operation.progress)
         return await move.run(operation)
 
-    def _plan(self, request: pb.MoveRequest) -> _Move:
+    def _plan(self, request: pb.MoveRequest, selections: Sequence[Selection]) -> _Move:
+        source, destination = self._places(request)
+        selection = self._choose(selections, source, destination)
+        check_spec(self._registry.instances.named(destination.instance_id, "new_position"), selection)
+        return _Move(self._registry, self._orders, self._claims, source, destination, selection, request)
+
+    def _places(self, request: pb.MoveRequest) -> tuple[Place, Place]:
         instances = self._registry.instances
         source = place_of(instances, request.old_position, "old_position")
         destination = place_of(instances, request.new_position, "new_position")
         if source == destination:
             raise BadSelection("old_position and new_position are the same; nothing would move")
-        selection = self._choose(request, source, destination)
-        check_spec(instances.named(destination.instance_id, "new_position"), selection)
-        return _Move(self._registry, self._orders, self._claims, source, destination, selection, request)
+        return source, destination
 
-    def _choose(self, request: pb.MoveRequest, source: Place, destination: Place) -> Selection:
+    def _choose(self, selections: Sequence[Selection], source: Place, destination: Place) -> Selection:
         """What the source, then what the destination holds most of, if the model's name stands for several specs."""
-        selections = self._selector.required(request)
         match_at = self._registry.layout.match_at
         chosen = max(selections, key=lambda one: (match_at(*source, one.keys)[0], match_at(*destination, one.keys)[0]))
         if not chosen.fingerprint:

@@ -37,7 +37,7 @@ class Pins:
     async def pin(self, request: pb.PinRequest) -> chunk_pb2.PinnedChunks:
         """Sets a pin, or sets it anew if the `request_id` was used before. Raises what `CacheService.Pin` answers."""
         instance_id, tier = place_of(self._registry.instances, request.position, "position")
-        selections = self._selector.required(request)
+        selections = await self._selector.required(request)
         chosen = max(selections, key=lambda one: self._registry.layout.match_at(instance_id, tier, one.keys)[0])
         if len(chosen) > MAX_PINNED_CHUNKS:
             raise BadSelection(f"{len(chosen)} chunks are named; a pin keeps at most {MAX_PINNED_CHUNKS}")

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from lmkv.errors import BadInstance, BadKvSpec
-from lmkv.spec import MAX_SERVED_MODELS, KvSpec, ServedModel
+from lmkv.spec import MAX_FIELD_BYTES, MAX_SERVED_MODELS, MAX_SPECS, KvSpec, ServedModel
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 
@@ -45,7 +45,7 @@ def registration(message: pb.Instance) -> Registration:
             instance_id=instance_id,
             peer_address=message.peer_address[:MAX_SHOWN],
         )
-    specs = tuple(KvSpec.from_proto(spec) for spec in message.specs)
+    specs = _specs(message)
     return Registration(
         instance_id=instance_id,
         epoch=message.epoch,
@@ -54,6 +54,25 @@ def registration(message: pb.Instance) -> Registration:
         version=message.version,
         served_models=served_models(message.served_models, {spec.fingerprint for spec in specs}),
     )
+
+
+def _specs(message: pb.Instance) -> tuple[KvSpec, ...]:
+    if len(message.specs) > MAX_SPECS:
+        raise BadInstance(
+            f"specs: {len(message.specs)} specs; an instance has at most {MAX_SPECS}, one per kind of engine that "
+            "has attached",
+            instance_id=message.instance_id,
+            field="specs",
+        )
+    for spec in message.specs:
+        for field, value in spec.ListFields():
+            if isinstance(value, str) and len(value.encode()) > MAX_FIELD_BYTES:
+                raise BadInstance(
+                    f"specs.{field.name} has {len(value.encode())} bytes; at most {MAX_FIELD_BYTES} are allowed",
+                    instance_id=message.instance_id,
+                    field=f"specs.{field.name}",
+                )
+    return tuple(KvSpec.from_proto(spec) for spec in message.specs)
 
 
 def served_models(

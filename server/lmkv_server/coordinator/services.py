@@ -50,7 +50,7 @@ class Services:
         self.operations_core = Operations(operation_ttl, is_partial=self._is_partial, news_seconds=lease_ttl)
         self._keeping = Keeping(self.operations_core, orders, self._is_partial)
         self.watch = Watch(self.core.layout)
-        selector = Selector(self.core.instances.models, cluster_secret)
+        selector = Selector(self.core.instances.models, cluster_secret, self.core.layout.may_hold)
         moves = Moves(self.core, selector, orders, self.operations_core)
         self.pins = Pins(self.core, selector, orders)
         clears = Clears(self.core, selector, orders, self.operations_core)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from lmkv.errors import BadKvSpec, BadMessage, EngineNotFound, GrantNotFound
 from lmkv.keys import ChunkKey
-from lmkv.spec import KvSpec
+from lmkv.spec import MAX_SPECS, KvSpec
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.host_tier import Chunk, HostTier, Reserved
 from lmkv_server.node.wire import MAX_EXTENTS
@@ -197,7 +197,7 @@ class Engines:
 
     @property
     def specs(self) -> Iterable[KvSpec]:
-        """Specs of the engines that have attached since the start."""
+        """Specs of the engines that have attached, those that attached last at the end; at most `MAX_SPECS`."""
         return self._specs.values()
 
     @property
@@ -240,7 +240,10 @@ class Engines:
         limit = max(1, min(MAX_CREDITS, capacity // CREDIT_SHARE))
         session = EngineSession(engine_id, spec, self._tier, limit, worker_count=worker_count)
         self._sessions[engine_id] = session
+        self._specs.pop(spec.fingerprint, None)
         self._specs[spec.fingerprint] = spec
+        if len(self._specs) > MAX_SPECS:
+            self._forget_spec()
         return session
 
     def detach(self, session: EngineSession) -> None:
@@ -258,6 +261,11 @@ class Engines:
         if session and session.workers[rank]:
             session.workers[rank] -= 1
             self._retire_if_gone(session)
+
+    def _forget_spec(self) -> None:
+        """Forgets the oldest spec that no engine here has; what is held of it is useful again once one attaches."""
+        in_use = {session.spec.fingerprint for session in self._sessions.values()}
+        del self._specs[next((one for one in self._specs if one not in in_use), next(iter(self._specs)))]
 
     def _retire_if_gone(self, session: EngineSession) -> None:
         gone = not session.attached and not session.workers.total()

@@ -22,7 +22,7 @@ from lmkv.v1.cache_service_pb2 import (
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.registry_service_pb2 import ChunkChange, Instance, RegisterRequest, ReportRequest
 from lmkv_server.coordinator.cache_service import MAX_ANSWERS
-from lmkv_server.coordinator.models import MAX_NAMESPACES
+from lmkv_server.coordinator.selection import MAX_NAMESPACES
 from tests.server.coordinator.cases import LLAMA, LLAMA_FLOAT, PROMPT, QWEN, keys_of
 
 

@@ -352,13 +352,14 @@ async def test_the_list_comes_in_pages_ordered_by_id(registry: Any) -> None:
 
 
 async def test_a_page_ends_early_rather_than_outgrow_a_message(registry: Any) -> None:
-    specs = [dataclasses.replace(LLAMA, model_name="m" * 1000, model_id=str(i)) for i in range(300)]
-    for name in ("a", "b", "c"):
+    specs = [dataclasses.replace(LLAMA, model_name="m" * 500, model_id=f"{i:0500}") for i in range(64)]
+    names = [f"n{i:02}" for i in range(12)]
+    for name in names:
         await register(registry, name, 1, 7000, *specs)
     first = await listed(registry)
     rest = await listed(registry, page_token=first.next_page_token)
-    assert [instance.instance_id for instance in first.instances] == ["a", "b"]
-    assert [instance.instance_id for instance in rest.instances] == ["c"]
+    assert 1 < len(first.instances) < len(names)
+    assert [instance.instance_id for page in (first, rest) for instance in page.instances] == names
     assert not rest.next_page_token
 
 

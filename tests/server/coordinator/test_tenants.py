@@ -99,11 +99,11 @@ async def test_anothers_prefix_is_looked_up_line_by_line_as_one_that_nobody_has(
         tokens=[token + 1 for token in anothers.tokens], chunk_keys=bytes(byte ^ 1 for byte in anothers.chunk_keys)
     )
     a, b = (fleet.coordinator.tenants.of(tenant).cache for tenant in ("a", "b"))
-    assert steps_of(b, anothers) == steps_of(b, nobodys)
-    assert steps_of(a, anothers) != steps_of(a, nobodys)  # so it shows where it is held
+    assert await steps_of(b, anothers) == await steps_of(b, nobodys)
+    assert await steps_of(a, anothers) != await steps_of(a, nobodys)  # so it shows where it is held
 
 
-def steps_of(cache: CacheService, request: LookupRequest) -> list[tuple[str, int]]:
+async def steps_of(cache: CacheService, request: LookupRequest) -> list[tuple[str, int]]:
     """Every line of ours that runs while a request is answered."""
     steps: list[tuple[str, int]] = []
 
@@ -113,7 +113,7 @@ def steps_of(cache: CacheService, request: LookupRequest) -> list[tuple[str, int
         steps.append((frame.f_code.co_filename, frame.f_lineno))
         return trace
 
-    cache.lookup_tokens(np.array([], np.int32))  # settles who is still reporting
+    await cache.lookup_tokens(np.array([], np.int32))  # settles who is still reporting
     answering = cache.Lookup(request, None)
     before = sys.gettrace()
     sys.settrace(trace)

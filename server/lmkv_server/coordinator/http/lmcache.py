@@ -186,7 +186,7 @@ class _Acts:
         self._services = services
 
     async def lookup(self, body: LookupBody) -> dict[str, Any]:
-        response = self._services.cache.lookup_tokens(
+        response = await self._services.cache.lookup_tokens(
             token_array(body.tokens),
             model_name=body.model_name,
             cache_salt=body.cache_salt,

@@ -51,7 +51,8 @@ export type Instance = Message<"lmkv.v1.Instance"> & {
   peerAddress: string;
 
   /**
-   * What its engines' chunks are compatible with, one per kind of engine that has attached.
+   * What its engines' chunks are compatible with, one per kind of engine that has attached; at most 64, each text of at
+   * most 512 bytes. Lookups by tokens compute keys under those specs that an instance holds chunks of.
    *
    * @generated from field: repeated lmkv.v1.KvSpec specs = 4;
    */
@@ -1190,12 +1191,14 @@ export const RegistryService: GenService<{
    * A newer epoch replaces an older one at once. Two living processes with one id are told apart by their address.
    *
    * Errors:
-   * * `INVALID_ARGUMENT` (`BAD_INSTANCE`): the id is empty, or the peer address does not parse.
+   * * `INVALID_ARGUMENT` (`BAD_INSTANCE`): the id is empty, the peer address does not parse, or a field is too large; the
+   *   message names it.
    * * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): a spec's fingerprint is not the digest of its fields; a served model is of no
    *   spec of the instance, its name is empty or too long, or there are too many.
    * * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): another living process holds this id; the metadata says where.
    * * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
-   * * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once; come back after `retry_seconds`.
+   * * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once, or a model would have more than 64 specs and
+   *   adapters; come back after `retry_seconds`.
    *
    * @generated from rpc lmkv.v1.RegistryService.Register
    */
