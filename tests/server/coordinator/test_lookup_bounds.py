@@ -31,10 +31,12 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Guarded]:
         yield fleet
 
 
-def specs(count: int, first: int = 0, **fields: Any) -> list[KvSpec]:
+def specs(count: int, first: int = 0, model_name: str = "attacked") -> list[KvSpec]:
     """Different specs of one model."""
-    fields = {"model_name": "attacked", "chunk_size": 1} | fields
-    return [dataclasses.replace(LLAMA, model_id=f"m@{first + at}", **fields) for at in range(count)]
+    return [
+        dataclasses.replace(LLAMA, model_name=model_name, model_id=f"m@{first + at}", chunk_size=1)
+        for at in range(count)
+    ]
 
 
 async def join(fleet: Guarded, own: Sequence[KvSpec], name: str = "evil") -> Any:
@@ -127,7 +129,7 @@ async def test_long_lookups_wait_for_each_other_in_a_bounded_queue(fleet: Guarde
     long = [asyncio.ensure_future(attacker.Lookup(LONG, timeout=60)) for _ in range(3 * MAX_WAITING)]
     done, waiting = await asyncio.wait(long, return_when=asyncio.FIRST_EXCEPTION)
     refused = [one for one in done if one.exception()]
-    assert isinstance(rpc.from_rpc_error(refused[0].exception()), Full)  # type: ignore[arg-type]
+    assert isinstance(rpc.from_rpc_error(refused[0].exception()), Full)
     for one in waiting:
         one.cancel()
     await asyncio.gather(*long, return_exceptions=True)
