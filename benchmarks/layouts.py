@@ -16,8 +16,8 @@ from benchmarks.rows import compare
 from lmkv.keys import KEY_BYTES, split_keys
 from lmkv.v1.chunk_pb2 import TIER_HOST
 from lmkv.v1.registry_service_pb2 import ChunkChange, ReportRequest
-from lmkv_server.coordinator.registration import Registration
 from lmkv_server.coordinator.layout_map import LayoutMap
+from lmkv_server.coordinator.registration import Registration
 from lmkv_server.coordinator.registry import Registry
 from lmkv_server.coordinator.report_stream import ReportStream
 
