@@ -93,7 +93,8 @@ class EngineServiceServicer:
         * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no hello at first, or a second one.
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long.
         * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names
-        the key, both values, the node's process id and how many engines it serves.
+        the key, both values, the node's process id and how many engines it serves. If `replaced` is `true` in it, the node
+        ends now: a connector started it, and no engine is attached. The engine may then start its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -53,7 +53,8 @@ class EngineServiceStub:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no hello at first, or a second one.
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long.
     * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names
-      the key, both values, the node's process id and how many engines it serves.
+      the key, both values, the node's process id and how many engines it serves. If `replaced` is `true` in it, the node
+      ends now: a connector started it, and no engine is attached. The engine may then start its own.
     """
     Lend: _grpc.StreamStreamMultiCallable[_engine_service_pb2.LendRequest, _engine_service_pb2.LendResponse]
     """Lends the node a worker's part of the engine's device buffer, for as long as the stream lives.
@@ -114,7 +115,8 @@ class EngineServiceAsyncStub(EngineServiceStub):
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no hello at first, or a second one.
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long.
     * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names
-      the key, both values, the node's process id and how many engines it serves.
+      the key, both values, the node's process id and how many engines it serves. If `replaced` is `true` in it, the node
+      ends now: a connector started it, and no engine is attached. The engine may then start its own.
     """
     Lend: _aio.StreamStreamMultiCallable[_engine_service_pb2.LendRequest, _engine_service_pb2.LendResponse]  # type: ignore[assignment]
     """Lends the node a worker's part of the engine's device buffer, for as long as the stream lives.
@@ -178,7 +180,8 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no hello at first, or a second one.
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long.
         * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names
-          the key, both values, the node's process id and how many engines it serves.
+          the key, both values, the node's process id and how many engines it serves. If `replaced` is `true` in it, the node
+          ends now: a connector started it, and no engine is attached. The engine may then start its own.
         """
 
     @_abc_1.abstractmethod

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from vllm.logger import init_logger
@@ -24,6 +22,7 @@ RESTART_SECONDS = 0.2
 ERROR_PREFIX = "lmkv: error: "
 ALREADY_RUN = "is already run by process"
 """What a node says that finds another one of its instance id on the host."""
+NODE_FLAGS = ("--linger", "--started-by-connector")
 NOT_EXPECTED = ("LMKV_LOG_FORMAT", "LMKV_LOG_LEVEL", "LMKV_METRICS_PORT", "LMKV_NODE_LINGER")
 """What may differ from a running node without meaning another node."""
 
@@ -55,13 +54,14 @@ class Launcher:
             await self._start(socket)
         return f"unix:{socket}"
 
-    def replace_idle(self, conflict: ConfigConflict) -> bool:
-        """Ends a lingering node of another configuration if no engine uses it; True if so."""
-        if conflict.metadata.get("engine_count") != "0":
+    def replaces(self, conflict: ConfigConflict) -> bool:
+        """Whether the node of another configuration ends in favor of the one that this launcher will start.
+
+        The node decides: it ends if a connector started it and no engine is attached.
+        """
+        if conflict.metadata.get("replaced") != "true":
             return False
         logger.info("replacing the idle node of an earlier configuration (%s)", conflict)
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(int(conflict.metadata["node_pid"]), signal.SIGTERM)
         return True
 
     async def _start(self, socket: Path) -> None:
@@ -90,7 +90,7 @@ class Launcher:
     def _spawn(self, log: Path) -> NodeProcess:
         logger.info("starting node %s, log at %s", self._config.instance_id, log)
         environment = configuration.to_environment(self._config.node_config(), child_environment())
-        return NodeProcess.start([sys.executable, "-m", "lmkv", "node", "--linger"], environment, log)
+        return NodeProcess.start([sys.executable, "-m", "lmkv", "node", *NODE_FLAGS], environment, log)
 
 
 ENGINES_OWN = ("LD_PRELOAD", "OTEL_SERVICE_NAME")

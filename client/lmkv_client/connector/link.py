@@ -224,8 +224,8 @@ class NodeLink:
         return Unreachable(f"{code.name}: {await call.details()}")
 
     def _meaning(self, error: LmkvError) -> LmkvError:
-        """A conflict with a running node is a mistake in the configuration, unless nobody uses that node any more."""
-        if isinstance(error, ConfigConflict) and not self._launcher.replace_idle(error):
+        """A conflict with a running node is a mistake in the configuration, unless that node ends now."""
+        if isinstance(error, ConfigConflict) and not self._launcher.replaces(error):
             return ConfigError(str(error))
         if error.code == "INVALID_ARGUMENT":
             return ConfigError(str(error))

@@ -13,9 +13,7 @@ from lmkv.auth.exposure import exposure
 from lmkv.auth.gate import Gate
 from lmkv.cli import Command
 from lmkv.config import CoordinatorConfig, add_arguments, from_arguments
-from lmkv.serving import fast_loop, first_of, stop_on_signals
-from lmkv_server.coordinator.audit import write_audit_to
-from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv.serving import fast_loop, first_of, hold_stop_signals, stop_on_signals
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +42,7 @@ def _run(args: argparse.Namespace) -> int:
             monitors,
         )
     _keep_freed_memory()
+    hold_stop_signals()
     with telemetry.trace_process(SERVICE_NAME, ""), asyncio.Runner(loop_factory=fast_loop()) as runner:
         runner.run(serve(config))
     return 0
@@ -59,7 +58,11 @@ def _keep_freed_memory() -> None:
 
 
 async def serve(config: CoordinatorConfig) -> None:
-    """Serves until SIGTERM or SIGINT. Raises `ConfigError` if a port cannot be had."""
+    """Serves until SIGTERM, SIGINT or SIGHUP. Raises `ConfigError` if a port cannot be had."""
+    # Imported late: threads of libraries, such as NumPy's, inherit the mask of hold_stop_signals.
+    from lmkv_server.coordinator.audit import write_audit_to
+    from lmkv_server.coordinator.coordinator import Coordinator
+
     stop = stop_on_signals()
     gate = Gate(config.auth_tokens)
     write_audit_to(config.audit_log)

@@ -11,8 +11,7 @@ from lmkv import config as configuration
 from lmkv import telemetry
 from lmkv.cli import Command
 from lmkv.config import NodeConfig
-from lmkv.serving import first_of, stop_on_signals
-from lmkv_server.node.node import Node
+from lmkv.serving import first_of, hold_stop_signals, stop_on_signals
 
 SERVICE_NAME = "lmkv-node"
 """What it is called where it exports to, unless `OTEL_SERVICE_NAME` says otherwise."""
@@ -24,10 +23,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--linger", action="store_true", help="end by itself once no engine has been attached for node_linger seconds"
     )
+    parser.add_argument(
+        "--started-by-connector",
+        action="store_true",
+        help="set by connectors: an engine of another configuration may replace the node while no engine is attached",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs until SIGTERM, SIGINT or, with --linger, until nobody needs it."""
+    """Runs until SIGTERM, SIGINT or SIGHUP; with --linger, until no engine uses it."""
     config = configuration.from_arguments(args, NodeConfig)
     telemetry.set_up_logging(
         config.log_level,
@@ -40,19 +44,23 @@ def run(args: argparse.Namespace) -> int:
         logging.getLogger(__name__).warning("%s", notice)
     if args.linger:  # started by an engine
         with_all_processors()
+    hold_stop_signals()
     with telemetry.trace_process(SERVICE_NAME, config.instance_id):
-        asyncio.run(serve(config, linger=args.linger))
+        asyncio.run(serve(config, linger=args.linger, started_by_connector=args.started_by_connector))
     return 0
 
 
-async def serve(config: NodeConfig, *, linger: bool) -> None:
-    """Serves until told to stop, or until nobody needs the node."""
+async def serve(config: NodeConfig, *, linger: bool, started_by_connector: bool) -> None:
+    """Serves until a signal, until an engine replaces the node, or with `linger` until no engine uses it."""
+    # Imported late: threads of libraries, such as NumPy's, inherit the mask of hold_stop_signals.
+    from lmkv_server.node.node import Node
+
     stop = stop_on_signals()
     async with (
-        Node(config) as node,
+        Node(config, started_by_connector=started_by_connector) as node,
         telemetry.export_metrics(node.metrics.registry, SERVICE_NAME, config.instance_id),
     ):
-        await first_of(stop.wait(), node.wait(), *([node.linger()] if linger else []))
+        await first_of(stop.wait(), node.wait(), node.replaced(), *([node.linger()] if linger else []))
 
 
 def with_all_processors() -> None:

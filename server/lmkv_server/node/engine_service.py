@@ -41,7 +41,9 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         config: dict[str, str],
         on_attach: Callable[[], None],
         on_detach: Callable[[], None],
+        on_replace: Callable[[str], None] | None = None,
     ) -> None:
+        """`on_replace` ends the node in favor of one that an engine starts; None if engines may not replace it."""
         self.lookups = LookupCounts()
         self._tier = tier
         self._engines = engines
@@ -51,6 +53,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         self._config = config
         self._on_attach = on_attach
         self._on_detach = on_detach
+        self._on_replace = on_replace
         self._buffers = sources.buffers
         self._streams: set[EngineStream] = set()
 
@@ -66,8 +69,8 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         first = await _first(request_iterator)
         if first is None or not first.HasField("hello"):
             raise BadMessage("the first message must carry hello")
-        self._check_config(dict(first.hello.expected_config))
         hello = first.hello
+        self._check_config(hello.engine_id, dict(hello.expected_config))
         session = self._engines.attach(hello.engine_id, KvSpec.from_proto(hello.spec), max(1, hello.worker_count))
         stream = EngineStream(self._tier, session, self._sources, self.lookups, self._senders)
         self._streams.add(stream)
@@ -115,19 +118,31 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             listener.cancel()
             self._buffers.lost(part.buffer)
 
-    def _check_config(self, expected: dict[str, str]) -> None:
+    def _check_config(self, engine_id: str, expected: dict[str, str]) -> None:
+        """Raises `ConfigConflict` if the engine expects another node, and ends this one if engines may replace it."""
         for key, value in expected.items():
             actual = self._config.get(key)
-            if actual != value:
-                raise ConfigConflict(
-                    f"{key}: the engine expects {value!r}, the running node of instance {self._welcome.instance_id} "
-                    f"has {actual!r}; give each engine its own instance_id, or set node_address to share that node",
-                    key=key,
-                    expected=value,
-                    actual=actual,
-                    node_pid=self._welcome.node_pid,
-                    engine_count=self._engines.mapped_count,
-                )
+            if actual == value:
+                continue
+            node, engine_count = self._welcome, self._engines.mapped_count
+            conflict = (
+                f"{key}: the engine expects {value!r}, the running node of instance {node.instance_id} has {actual!r}"
+            )
+            fix = "give each engine its own instance_id, or set node_address to share that node"
+            if replaced := engine_count == 0 and self._on_replace is not None:
+                fix = "no engine is attached to that node, so it ends"
+                self._on_replace(f"engine {engine_id!r} replaces this node ({conflict})")
+            elif engine_count == 0:
+                fix += f"; no engine started that node, so no engine stops it: its process is {node.node_pid}"
+            raise ConfigConflict(
+                f"{conflict}; {fix}",
+                key=key,
+                expected=value,
+                actual=actual,
+                node_pid=node.node_pid,
+                engine_count=engine_count,
+                replaced=str(replaced).lower(),
+            )
 
     async def Lookup(self, request: pb.EngineServiceLookupRequest, context: Any) -> pb.EngineServiceLookupResponse:
         """See the proto."""

@@ -58,8 +58,11 @@ FIRST_ENGINE_SECONDS = 20.0
 class Node:
     """A running node. Raises `ConfigError` from `__aenter__` if it cannot start as configured."""
 
-    def __init__(self, config: NodeConfig) -> None:
+    def __init__(self, config: NodeConfig, *, started_by_connector: bool = False) -> None:
+        """Engines may replace a node without engines only if it was `started_by_connector`."""
         self.config = config
+        self._started_by_connector = started_by_connector
+        self._replaced = asyncio.Event()
         self.epoch = time.time_ns()
         self.metrics_port: int | None = None
         """The port of `/metrics`, once started, if it is served."""
@@ -186,6 +189,7 @@ class Node:
             config=configuration.to_comparison(config),
             on_attach=self._engines_changed,
             on_detach=self._engines_changed,
+            on_replace=self._replace if self._started_by_connector else None,
         )
         self._lookups = service.lookups
         self.metrics = Metrics(
@@ -297,6 +301,14 @@ class Node:
         finally:
             taken.cancel()
 
+    def _replace(self, reason: str) -> None:
+        logger.info("ending: %s", reason)
+        self._replaced.set()
+
+    async def replaced(self) -> None:
+        """Returns once an engine has replaced this node."""
+        await self._replaced.wait()
+
     async def linger(self) -> None:
         """Returns once no engine has been here for `node_linger` seconds."""
         while True:
@@ -304,7 +316,7 @@ class Node:
             if self.engines.mapped_count:
                 left = self.config.node_linger
             elif left <= 0:
-                logger.info("no engine for %.0f s (node_linger): ending", self.config.node_linger)
+                logger.info("ending: no engine for %.0f s (node_linger)", self.config.node_linger)
                 return
             await asyncio.sleep(min(max(left, 0.1), 5.0))
 

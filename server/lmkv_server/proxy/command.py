@@ -9,8 +9,7 @@ import logging
 from lmkv import telemetry
 from lmkv.cli import Command
 from lmkv.config import ProxyConfig, add_arguments, from_arguments
-from lmkv.serving import fast_loop, first_of, stop_on_signals
-from lmkv_server.proxy.proxy import Proxy
+from lmkv.serving import fast_loop, first_of, hold_stop_signals, stop_on_signals
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +28,17 @@ def _run(args: argparse.Namespace) -> int:
     )
     for notice in config.notices:
         logger.warning(notice)
+    hold_stop_signals()
     with telemetry.trace_process(SERVICE_NAME, ""), asyncio.Runner(loop_factory=fast_loop()) as runner:
         runner.run(serve(config))
     return 0
 
 
 async def serve(config: ProxyConfig) -> None:
-    """Serves until SIGTERM or SIGINT. Raises `ConfigError` if the port cannot be had."""
+    """Serves until SIGTERM, SIGINT or SIGHUP. Raises `ConfigError` if the port cannot be had."""
+    # Imported late: threads of libraries, such as NumPy's, inherit the mask of hold_stop_signals.
+    from lmkv_server.proxy.proxy import Proxy
+
     stop = stop_on_signals()
     proxy = Proxy(config)
     async with proxy, telemetry.export_metrics(proxy.metrics, SERVICE_NAME, ""):

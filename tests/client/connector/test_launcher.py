@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from lmkv.config import ConnectorConfig
-from lmkv.errors import ConfigConflict, ConfigError, Unreachable
+from lmkv.errors import ConfigError, Unreachable
 from lmkv_client.connector.launcher import ALREADY_RUN, Launcher, child_environment, last_error, listens
-from tests.client.connector.nodes import connector_config, is_running, kill, kill_all, node_pid, until
+from tests.client.connector.nodes import connector_config, kill, kill_all, node_pid
 
 MakeLauncher = Callable[..., Launcher]
 
@@ -120,24 +120,6 @@ async def test_a_node_that_is_about_to_end_is_waited_for(make_launcher: MakeLaun
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def conflict(pid: int, engine_count: int) -> ConfigConflict:
-    return ConfigConflict("max_local_cpu_size: ...", node_pid=pid, engine_count=engine_count)
-
-
-async def test_an_idle_node_of_another_configuration_is_ended(make_launcher: MakeLauncher, runtime_dir: Path) -> None:
-    launcher = make_launcher()
-    await launcher.address()
-    pid = node_pid(connector_config(runtime_dir))
-    assert not launcher.replace_idle(conflict(pid, 1))
-    assert is_running(pid)
-    assert launcher.replace_idle(conflict(pid, 0))
-    until(lambda: not is_running(pid))
-
-
-def test_replacing_a_node_that_is_gone_already_is_no_error(make_launcher: MakeLauncher) -> None:
-    assert make_launcher().replace_idle(conflict(2**22 + 1, 0))
 
 
 def test_what_does_not_make_another_node_is_not_expected(make_launcher: MakeLauncher) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -14,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lmkv import config as configuration
 from lmkv import rpc
 from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigError
@@ -39,6 +43,10 @@ SPEC = KvSpec(
 )
 
 MakeLink = Callable[..., NodeLink]
+
+
+def node_log(runtime_dir: Path) -> str:
+    return (connector_config(runtime_dir).instance_dir / "node.log").read_text()
 
 
 @pytest.fixture
@@ -162,6 +170,33 @@ def test_an_idle_node_of_another_configuration_is_replaced(make_link: MakeLink, 
     assert isinstance(next_event(second), Attachment)
     assert answer(second).welcome.pool_size_bytes == 32 << 20
     assert not is_running(pid)
+    (line,) = [line for line in node_log(runtime_dir).splitlines() if "ending:" in line]
+    assert re.search(r"ending: engine \S+ replaces this node \(\S*MAX_LOCAL_CPU_SIZE: ", line, re.IGNORECASE)
+    assert "stopping: " not in node_log(runtime_dir), "no signal was sent"
+
+
+@pytest.mark.parametrize("flags", [(), ("--linger",)], ids=["a supervisor's", "a person's"])
+def test_a_node_that_no_connector_started_is_never_ended_by_an_engine(
+    make_link: MakeLink, runtime_dir: Path, flags: tuple[str, ...]
+) -> None:
+    config = connector_config(runtime_dir, node_linger=60.0)
+    environment = configuration.to_environment(config.node_config(), os.environ)
+    command = [sys.executable, "-m", "lmkv", "node", *flags]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as node:
+        try:
+            until(lambda: config.engine_socket.exists() or node.poll() is not None)
+            with pytest.raises(ConfigError) as refused:
+                make_link(max_local_cpu_size="32MB")
+            for part in ("MAX_LOCAL_CPU_SIZE", "instance_id", "no engine started that node", f"process is {node.pid}"):
+                assert part.lower() in str(refused.value).lower()
+            assert isinstance(next_event(make_link(node_linger=60.0)), Attachment), "it serves engines as before"
+            assert node.poll() is None
+        finally:
+            node.terminate()
+            assert node.stderr is not None
+            log = node.stderr.read()
+    assert "ending:" not in log
+    assert f"stopping: SIGTERM from process {os.getpid()} (" in log
 
 
 def test_a_busy_node_of_another_configuration_is_a_mistake_that_names_the_key(make_link: MakeLink) -> None:

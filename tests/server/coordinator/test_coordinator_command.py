@@ -29,7 +29,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.sta
 }
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_it_says_when_it_is_ready_and_ends_cleanly(number: signal.Signals) -> None:
     with subprocess.Popen([*RUN, "--port", "0"], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
         try:
@@ -42,6 +42,7 @@ def test_it_says_when_it_is_ready_and_ends_cleanly(number: signal.Signals) -> No
             rest = process.stderr.read()
             assert process.wait(timeout=10) == 0, rest
             assert "Traceback" not in rest
+            assert f"stopping: {number.name} from process {os.getpid()} (" in rest
         finally:
             process.kill()
 

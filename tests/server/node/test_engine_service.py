@@ -413,6 +413,7 @@ async def test_a_conflict_names_the_key_both_values_the_process_and_how_busy_it_
         "actual": "60.0",
         "node_pid": str(os.getpid()),
         "engine_count": "1",
+        "replaced": "false",
     }
     assert "instance_id" in str(error)
     await other.aclose()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -124,8 +125,8 @@ def start_node(runtime_dir: Path) -> Iterator[StartNode]:
 # ---- start and end of the process
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_node_that_is_told_to_end_leaves_nothing(start_node: StartNode, number: int) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_node_that_is_told_to_end_leaves_nothing(start_node: StartNode, number: signal.Signals) -> None:
     node = start_node().ready()
     assert is_locked(node.config.lock_path)
     assert node.stop(number) == 0, node.output
@@ -134,6 +135,20 @@ def test_a_node_that_is_told_to_end_leaves_nothing(start_node: StartNode, number
     assert not is_locked(node.config.lock_path)
     assert "Traceback" not in node.output
     assert "ERROR" not in node.output
+    assert re.search(rf"stopping: {number.name} from process {os.getpid()} \('.+'\), user {os.getuid()}", node.output)
+
+
+def test_a_signal_that_is_ignored_when_a_node_starts_does_not_end_it(start_node: StartNode) -> None:
+    """As under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        node = start_node().ready()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    node.process.send_signal(signal.SIGHUP)
+    assert node.stop() == 0
+    assert "SIGHUP" not in node.output
+    assert "stopping: SIGTERM" in node.output
 
 
 def test_a_node_ends_while_an_engine_is_attached(start_node: StartNode) -> None:

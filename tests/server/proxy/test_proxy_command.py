@@ -59,7 +59,7 @@ async def started(log: Path, *arguments: object) -> AsyncIterator[tuple[subproce
         process.wait(timeout=10)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 async def test_the_manuals_command_line_works_and_ends_cleanly(
     tmp_path: Path, prefiller: ScriptedEngine, decoder: ScriptedEngine, number: signal.Signals
 ) -> None:
@@ -77,6 +77,7 @@ async def test_the_manuals_command_line_works_and_ends_cleanly(
     lines = said(log)
     assert process.returncode == 0, lines
     assert "Traceback" not in lines
+    assert f"stopping: {number.name} from process {os.getpid()} (" in lines
     for flag in ("--decoder-alloc-port", "--proxy-host", "--proxy-port"):
         assert len(re.findall(rf"{flag} on the command line is ignored: ", lines)) == 1
     assert "Num requests: 1" in lines
