@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TypeVar
 
 WAIT_SECONDS = 40.0
@@ -32,6 +34,23 @@ async def eventually(
     while (answer := await ask()) != expected:
         assert time.monotonic() < deadline, f"after {timeout_seconds:g} s, the answer is {answer!r}, not {expected!r}"
         await asyncio.sleep(POLL_SECONDS)
+
+
+def wake_ups(thread_name: str) -> int:
+    """How often the threads of this process that have the name have slept so far: what a thread that polls does."""
+    count = 0
+    for thread in threading.enumerate():
+        if thread.name == thread_name:
+            status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+            count += int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+    return count
+
+
+def rests(cpu_seconds: Callable[[], float], window_seconds: float = 0.5) -> bool:
+    """Whether less than a tenth of a processor is used for half a second. To be waited for, in a thread if need be."""
+    before, began = cpu_seconds(), time.monotonic()
+    time.sleep(window_seconds)
+    return cpu_seconds() - before < 0.1 * (time.monotonic() - began)
 
 
 def wait_until(

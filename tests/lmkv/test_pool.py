@@ -19,6 +19,7 @@ from lmkv.errors import ConfigError
 from lmkv.memory import HugePages, available_bytes, huge_pages
 from lmkv.pool import POPULATE_STEP_BYTES, Pool
 from tests.lmkv.small_tmpfs import on_small_tmpfs
+from tests.waiting import WAIT_SECONDS
 
 MB = 1 << 20
 
@@ -114,7 +115,7 @@ def test_populating_ends_when_the_pool_is_closed() -> None:
     thread.start()
     time.sleep(0.02)
     pool.close()
-    thread.join(2.0)
+    thread.join(WAIT_SECONDS)
     assert not thread.is_alive()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +14,8 @@ import pytest
 if TYPE_CHECKING:
     from tests.promises.conftest import Run
 
+MAX_MODULES = 60
+"""Modules that `import lmkv` may read beside what the interpreter has at its start: it stays fast."""
 HOMES = {
     "torch": ("kernels/", "client/lmkv_client/connector/"),
     "vllm": ("client/lmkv_client/connector/", "client/lmkv_client/plugin.py"),
@@ -69,16 +70,17 @@ def imported_packages(file: Path) -> Iterator[str]:
             yield node.module.partition(".")[0]
 
 
-def test_import_lmkv_is_fast_and_brings_in_nothing_heavy() -> None:
+def test_import_lmkv_brings_in_nothing_heavy() -> None:
     heavy = (*HOMES, "grpc", "numpy", "google.protobuf", "yaml", "rich")
     program = f"import sys, lmkv; print([name for name in {heavy} if name in sys.modules])"
-    durations = []
-    for _ in range(3):  # the quickest counts: the machine may be busy
-        begin = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30)
-        durations.append(time.perf_counter() - begin)
-        assert done.stdout.strip() == "[]"
-    assert min(durations) < 0.5, f"`import lmkv` takes {min(durations):.2f} s, the interpreter's start included"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30)
+    assert done.stdout.strip() == "[]"
+
+
+def test_import_lmkv_reads_few_modules() -> None:
+    program = "import sys; before = set(sys.modules); import lmkv; print(len(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30)
+    assert int(done.stdout) < MAX_MODULES
 
 
 @pytest.mark.parametrize("module", ["lmkv_client.plugin", "lmkv_server.coordinator", "lmkv_server.node"])

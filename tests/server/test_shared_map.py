@@ -30,9 +30,9 @@ from tests.server.node.cases import chunk_key
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.remote_parts import RedisServer
 from tests.server.node.whole_nodes import SPEC, load, mapped, store
+from tests.waiting import WAIT_SECONDS, until
 
 NAMES = ("node-1", "node-2")
-WAIT_SECONDS = 30.0
 Answer = TypeVar("Answer")
 
 pytestmark = pytest.mark.timeout(240)  # six processes, leases that have to end, and a store that has to be missed
@@ -162,12 +162,6 @@ class World:
         """Returns when both share it, or neither does."""
         for number in range(2):
             await eventually(partial(asyncio.to_thread, self.shares, number), expected)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_SECONDS):
-        while not condition():  # noqa: ASYNC110 # it happens in other processes
-            await asyncio.sleep(0.02)
 
 
 async def eventually(ask: Callable[[], Awaitable[Answer]], expected: Answer) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from lmkv.config import ConnectorConfig
+from tests.waiting import wait_until
 
-WAIT_SECONDS = 20.0
+until = wait_until
 
 
 def connector_config(runtime_dir: Path, **settings: object) -> ConnectorConfig:
@@ -52,11 +51,3 @@ def kill_all(runtime_dir: Path) -> None:
         if text and is_running(pid := int(text)) and b"lmkv" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGCONT)
             kill(pid)
-
-
-def until(condition: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
-    """Waits for something."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.005)

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigError, Unreachable
 from lmkv_client.connector.launcher import ALREADY_RUN, Launcher, child_environment, last_error, listens
+from tests import waiting
 from tests.client.connector.nodes import connector_config, kill, kill_all, node_pid
 
 MakeLauncher = Callable[..., Launcher]
@@ -108,11 +108,8 @@ async def test_a_node_that_is_about_to_end_is_waited_for(make_launcher: MakeLaun
     config.engine_socket.unlink()  # as in the moment between its last words and its end
     next_one = make_launcher()
     starting = asyncio.create_task(next_one.address())
-    until_refused = time.monotonic() + 20.0
     log = config.instance_dir / "node.log"
-    while ALREADY_RUN not in log.read_text():
-        assert time.monotonic() < until_refused
-        await asyncio.sleep(0.02)
+    await waiting.until(lambda: ALREADY_RUN in log.read_text())
     os.kill(pid, signal.SIGTERM)
     await starting
     assert node_pid(config) != pid

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -26,6 +25,7 @@ from lmkv_server.node.node import Node
 from tests.client.connector.lending_worker import SPEC, LendingWorkers
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.peer_parts import Parts, keys_of
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(180)  # the workers' process imports vLLM
 
@@ -33,14 +33,6 @@ BUFFER_CHUNKS = 12
 WAIT_SECONDS = 20.0
 KEYS = keys_of(40)
 FIRST, SECOND, THIRD = KEYS[:4], KEYS[10:18], KEYS[20:28]
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Waits for something."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to that"
-        await asyncio.sleep(0.005)
 
 
 class Decode:

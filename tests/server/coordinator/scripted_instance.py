@@ -20,6 +20,7 @@ from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
+from tests.waiting import until as until
 
 HOST = chunk_pb2.TIER_HOST
 _EPOCHS = itertools.count(1)
@@ -276,13 +277,6 @@ Make = Callable[..., ScriptedInstance]
 def _fail(outcome: pb.OrderOutcome, keys: list[ChunkKey], error: LmkvError) -> None:
     if keys:
         outcome.failures.add(chunk_keys=join_keys(keys), status=rpc.to_status(error))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for something, ten seconds at most."""
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 # it happens on the other side of a socket
-            await asyncio.sleep(0.005)
 
 
 def unpacked(packed: Any, kind: type[Message]) -> Any:

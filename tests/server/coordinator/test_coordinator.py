@@ -18,6 +18,7 @@ from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.registry_service_pb2 import Instance, ListInstancesRequest, RegisterRequest, ReportRequest
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.services import SERVICE_NAMES
+from tests.waiting import eventually
 
 
 def free_port() -> int:
@@ -79,14 +80,16 @@ async def test_closing_twice_is_no_error_and_frees_the_port() -> None:
 
 
 async def test_lookups_are_partial_until_everybody_could_have_reported() -> None:
-    async with Coordinator(port=0, lease_ttl=0.3) as coordinator, rpc.open_channel(coordinator.address) as channel:
+    async with Coordinator(port=0, lease_ttl=2.0) as coordinator, rpc.open_channel(coordinator.address) as channel:
         cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
         registry: Any = registry_service_pb2_grpc.RegistryServiceStub(channel)
         request = LookupRequest(chunk_keys=bytes(16))
         assert (await cache.Lookup(request, timeout=5)).partial
-        await asyncio.sleep(0.35)
-        assert not (await cache.Lookup(request, timeout=5)).partial
 
+        async def is_partial() -> bool:
+            return bool((await cache.Lookup(request, timeout=5)).partial)
+
+        await eventually(is_partial, expected=False)
         instance = Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:7000")
         await registry.Register(RegisterRequest(instance=instance), timeout=5)
         assert (await cache.Lookup(request, timeout=5)).partial

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -20,10 +19,11 @@ from lmkv_server.node.disk_chunk import DiskChunk
 from lmkv_server.node.disk_tier import DiskTier
 from lmkv_server.node.host_tier import Chunk, HostTier
 from tests.server.node.cases import chunk_key, chunk_keys
+from tests.waiting import WAIT_SECONDS as WAIT_SECONDS
+from tests.waiting import until as until
 
 CHUNK_BYTES = 8192
 FINGERPRINT = b"f" * 16
-WAIT_SECONDS = 10.0
 
 
 class Host:
@@ -138,14 +138,6 @@ async def flushed(host: Host) -> None:
     """Waits until everything is written."""
     async with asyncio.timeout(WAIT_SECONDS):
         await host.disk.writer.flush()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for what nothing tells of."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 def files(folder: Path) -> list[Path]:

@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from hashlib import sha256
 from typing import Any, Self
 
@@ -24,6 +25,7 @@ from lmkv_server.node.engines import Engines
 from lmkv_server.node.fleet import Fleet, Held
 from lmkv_server.node.host_tier import Chunk, HostTier
 from lmkv_server.node.orders import Orders
+from tests.waiting import eventually
 
 LEASE_SECONDS = 0.4
 HOST = chunk_pb2.TIER_HOST
@@ -186,10 +188,17 @@ class Asker:
             response = await registry.ListInstances(ListInstancesRequest(), timeout=5)
         return list(response.instances)
 
-    async def until(self, expected: dict[str, int], keys: Sequence[ChunkKey] = KEYS, within: float = 5) -> float:
-        """Waits until a lookup gives just this; returns the seconds it took."""
-        began = time.monotonic()
-        while (found := await self.tokens(keys)) != expected:
-            assert time.monotonic() - began < within, f"{found} is not {expected}"
-            await asyncio.sleep(0.01)
-        return time.monotonic() - began
+    async def until(self, expected: dict[str, int], keys: Sequence[ChunkKey] = KEYS) -> None:
+        """Waits until a lookup gives just this."""
+        await eventually(partial(self.tokens, keys), expected)
+
+    async def until_complete(self) -> None:
+        """Waits until the coordinator does not call its lookups partial any more."""
+        async with rpc.open_channel(self.address) as channel:
+            cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
+
+            async def is_partial() -> bool:
+                response = await cache.Lookup(LookupRequest(chunk_keys=join_keys(KEYS)), timeout=5, wait_for_ready=True)
+                return bool(response.partial)
+
+            await eventually(is_partial, expected=False)

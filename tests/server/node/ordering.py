@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,6 +12,7 @@ from lmkv import rpc
 from lmkv.keys import ChunkKey, split_keys
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1 import registry_service_pb2_grpc
+from tests.waiting import until as until
 
 _NUMBERS = itertools.count(1)
 
@@ -123,11 +123,3 @@ async def serving(ordering: Ordering, port: int = 0) -> AsyncIterator[str]:
         yield f"127.0.0.1:{port}"
     finally:
         await server.stop(None)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Waits for something, for a while at most."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        await asyncio.sleep(0.005)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -29,6 +29,7 @@ from tests.server.node.cases import chunk_key, chunk_keys
 from tests.server.node.disk_parts import files, until
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.whole_nodes import SPEC, load, mapped, store, until_free
+from tests.waiting import eventually
 
 DISK, HOST = chunk_pb2.TIER_DISK, chunk_pb2.TIER_HOST
 START_SECONDS = 30.0
@@ -163,13 +164,15 @@ async def test_peers_get_what_is_only_on_disk(runtime_dir: Path) -> None:
         await store(storing, holder.pool, 0, 1, 2)
         await written(holder, 3)
         holder.tier.drop(chunk_keys(0, 1, 2))
-        for number in range(50):  # until the coordinator has heard
-            found = await asking.lookup(str(number), chunk_keys(0, 1, 2))
-            if found.peer_chunk_count == 3:
-                break
-            await asyncio.sleep(0.1)
-        assert found.peer_instance_id == "holder"
-        assert await load(asking, asker.pool, found.request_id, 0, 3) == [0, 1, 2]
+        numbers = itertools.count()
+
+        async def found() -> tuple[str, int]:
+            one = await asking.lookup(str(next(numbers)), chunk_keys(0, 1, 2))
+            return one.peer_instance_id, one.peer_chunk_count
+
+        await eventually(found, ("holder", 3))  # once the coordinator knows
+        last = await asking.lookup("last", chunk_keys(0, 1, 2))
+        assert await load(asking, asker.pool, last.request_id, 0, 3) == [0, 1, 2]
         assert await until_free(holder)
 
 
@@ -224,13 +227,12 @@ async def test_a_move_from_disk_leaves_nothing_there_and_one_to_disk_is_refused(
 async def until_listed(cache: Any, tier: chunk_pb2.Tier.ValueType, count: int) -> None:
     """Waits until the coordinator knows of so many chunks, and of this tier as the fastest that has them."""
     request = cache_service_pb2.LookupRequest(chunk_keys=join_keys(chunk_keys(*range(count))))
-    runs: list[tuple[int, int]] = []
-    deadline = time.monotonic() + 10
-    while runs != [(tier, count)]:
-        assert time.monotonic() < deadline, runs
-        await asyncio.sleep(0.02)
+
+    async def runs() -> list[tuple[int, int]]:
         holders = (await cache.Lookup(request, timeout=5)).holders
-        runs = [(run.tier, run.chunk_count) for holder in holders for run in holder.runs]
+        return [(run.tier, run.chunk_count) for holder in holders for run in holder.runs]
+
+    await eventually(runs, [(tier, count)])
 
 
 # ---- a real process, killed

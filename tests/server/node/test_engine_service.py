@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from lmkv_server.node.node import Node
 from lmkv_server.node.outbox import MERGED_BYTES, Outbox
 from tests.server.node.cases import chunk_key, chunk_keys, small_spec
 from tests.server.node.engine_client import ANSWER_SECONDS, EngineClient
+from tests.waiting import until
 
 SPEC = small_spec()
 CAPACITY = 30
@@ -65,13 +65,6 @@ async def node(config: NodeConfig) -> AsyncIterator[Node]:
 async def engine(node: Node) -> AsyncIterator[EngineClient]:
     async with EngineClient(node) as engine:
         yield engine
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + ANSWER_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.005)
 
 
 def is_clean(node: Node) -> bool:
@@ -294,13 +287,11 @@ async def test_a_load_of_what_nobody_has_ends_at_once(engine: EngineClient) -> N
     await engine.store(chunk_keys(0))
     await engine.lookup("1", chunk_keys(0, 1))
     load = pb.LoadChunks(request_id="1", first_chunk=1, chunk_count=1)
-    load.timeout.FromSeconds(5)
-    started = time.monotonic()
+    load.timeout.FromSeconds(600)
     await engine.say(loads=[load])
     (loaded,) = await engine.hear("loaded")
     assert (loaded.request_id, loaded.done, len(loaded.extents)) == ("1", True, 0)
     assert loaded.status.code
-    assert time.monotonic() - started < 2.0
 
 
 # ---- refusals that end the stream
@@ -669,7 +660,7 @@ async def test_conflicts_are_always_told_whole() -> None:
 async def test_taking_waits_for_something_to_say() -> None:
     outbox = Outbox()
     taking = asyncio.create_task(outbox.take())
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0)
     assert not taking.done()
     outbox.put(pb.AttachResponse(reset_counts=[3]))
     message = await taking

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
@@ -14,7 +13,7 @@ from lmkv.errors import Unreachable
 from lmkv.v1.registry_service_pb2 import SpecConflict
 from lmkv_server.coordinator.coordinator import Coordinator
 from tests.server.node.fleet_parts import KEYS, LEASE_SECONDS, LLAMA, Asker, Shelf, Wire
-from tests.server.node.ordering import until
+from tests.waiting import WAIT_SECONDS, until
 
 
 @pytest.fixture
@@ -54,8 +53,10 @@ async def test_an_instance_that_shares_nothing_is_named_once_with_the_reason(
         await other.started()
         async with here.join(coordinator.address, on_conflicts=told.append) as fleet:
             await fleet.started()
+            registration = fleet.members[0]._registration
+            first = registration.membership
             fleet.refresh()
-            await asyncio.sleep(0.1)
+            await until(lambda: registration.membership is not first, "it has registered again")
             (conflict,) = fleet.conflicts
             assert (conflict.instance_id, conflict.field) == ("a", "kv_dtype")
             assert told == [[conflict]]
@@ -117,15 +118,13 @@ async def test_a_silent_coordinator_costs_one_deadline_and_then_nothing(coordina
         assert len(await fleet.lookup(KEYS, 0.5)) == 1
 
         wire.freeze()
-        began = time.monotonic()
         assert await fleet.lookup(KEYS, 0.05) == []
-        assert 0.04 < time.monotonic() - began < 0.3
         assert fleet.lookup_failures == 1
         assert not fleet.connected
-        began = time.monotonic()
-        for _ in range(100):
-            assert await fleet.lookup(KEYS, 0.05) == []
-        assert time.monotonic() - began < 0.05
+        async with asyncio.timeout(WAIT_SECONDS):
+            for _ in range(100):
+                assert await fleet.lookup(KEYS, 600) == []
+        assert fleet.lookup_failures == 1, "it was not asked again"
 
         wire.thaw()
         await until(lambda: fleet.connected)
@@ -167,7 +166,7 @@ async def test_a_coordinator_that_falls_silent_costs_one_lookup_and_one_that_is_
         await fleet.started()
         for one in (coordinator, second):
             await Asker(one.address).until({"a": 512})
-        await asyncio.sleep(LEASE_SECONDS)  # since their start: neither is partial any more
+            await Asker(one.address).until_complete()
 
         wires[0].freeze()
         found = [len(await fleet.lookup(KEYS, 0.2)) for _ in range(10)]
@@ -192,16 +191,18 @@ async def test_a_coordinator_that_has_yet_to_hear_of_everything_is_asked_only_if
         fleet = await stack.enter_async_context(shelf.join(fresh.address, coordinator.address))
         await fleet.started()
         await Asker(coordinator.address).until({"a": 512})
-        await asyncio.sleep(LEASE_SECONDS)  # since its start, the first is no longer partial
+        await Asker(coordinator.address).until_complete()
         for _ in range(4):
             assert [holder.instance_id for holder in await fleet.lookup(KEYS, 0.5)] == ["a"]
 
 
 async def test_coordinators_behind_one_name_come_and_go(coordinator: Coordinator) -> None:
     behind: list[str] = []
+    resolved: list[str] = []
 
     async def resolve(name: str) -> list[str]:
         assert name == "coordinators:9000"
+        resolved.append(name)
         if not behind:
             raise Unreachable("the name coordinators is unknown")
         return list(behind)
@@ -223,7 +224,8 @@ async def test_coordinators_behind_one_name_come_and_go(coordinator: Coordinator
         behind.remove(coordinator.address)
         await until(lambda: [member.coordinator_address for member in fleet.members] == [second.address])
         behind.clear()  # for the moment nobody knows the name: who is there stays
-        await asyncio.sleep(0.1)
+        asked = len(resolved)
+        await until(lambda: len(resolved) > asked + 1)
         assert fleet.connected_count == 1
 
 
@@ -231,8 +233,8 @@ async def test_a_lookup_can_be_cancelled(coordinator: Coordinator) -> None:
     async with Wire(coordinator.port) as wire, Shelf().join(wire.address) as fleet:
         await fleet.started()
         wire.freeze()
-        asking = asyncio.create_task(fleet.lookup(KEYS, 5))
-        await asyncio.sleep(0.02)
+        asking = asyncio.create_task(fleet.lookup(KEYS, 600))
+        await asyncio.sleep(0.02)  # wherever that is
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
@@ -243,8 +245,6 @@ async def test_a_lookup_ends_as_a_miss_when_the_fleet_is_left_under_it(coordinat
         async with Shelf().join(wire.address) as fleet:
             await fleet.started()
             wire.freeze()
-            asking = asyncio.create_task(fleet.lookup(KEYS, 5))
-            await asyncio.sleep(0.02)
-            began = time.monotonic()
-        assert time.monotonic() - began < 1
-        assert await asyncio.wait_for(asking, 1) == []
+            asking = asyncio.create_task(fleet.lookup(KEYS, 600))
+            await asyncio.sleep(0.02)  # wherever that is
+        assert await asyncio.wait_for(asking, WAIT_SECONDS) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import product
@@ -25,6 +25,7 @@ from lmkv_server.node.arrivals import Progress
 from lmkv_server.node.engine_handoffs import EngineHandoffs
 from lmkv_server.node.handoff import State
 from tests.server.node.peer_parts import LARGE, SMALL, Parts, Remote, Taken, keys_of
+from tests.waiting import until
 
 KEYS = keys_of(8)
 FOREVER = 10_000.0
@@ -56,15 +57,6 @@ async def finish(decode: Parts) -> None:
         decode.receiver.handoffs.unclaim(handoff.request_id)
     await until(lambda: decode.tier.reserved_count == 0)
     decode.check_nothing_left()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for something, twenty seconds at most."""
-    for _ in range(4000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it never came true")
 
 
 def state_of(decode: Parts, name: str = "r") -> State | None:
@@ -342,12 +334,17 @@ async def test_damaged_chunks_are_thrown_away_and_dropped_at_their_source(prefil
 
 
 async def test_a_silent_prefill_expires_and_one_at_work_does_not() -> None:
-    async with Parts("decode", chunk_count=32, pd_timeout=0.3, pd_abandon_timeout=0.3) as decode:
+    silence = 1.5
+    async with Parts("decode", chunk_count=32, pd_timeout=silence, pd_abandon_timeout=0.3) as decode:
         with Remote("prefill", spec="small", chunk_count=1) as prefill:
             prefill.ask(f"hand r {decode.address} 8")
             await until(lambda: decode.tier.get(KEYS[0]) is not None)
-            await asyncio.sleep(1.0)
-            assert state_of(decode) is State.TRANSFERRING  # it computes for longer than that, and says so
+            handoff = decode.receiver.handoffs.find("r")
+            assert handoff
+            first = handoff.expire_at
+            await until(lambda: handoff.expire_at > first + silence or not handoff.is_open)
+            # It computes for longer than that, and says so.
+            assert state_of(decode) is State.TRANSFERRING
             prefill.signal(signal.SIGSTOP)
             following = asyncio.create_task(follow(decode, "r", KEYS))
             await until(lambda: state_of(decode) is State.EXPIRED)
@@ -378,7 +375,6 @@ async def test_a_decode_that_is_killed_ends_the_prefills_handoff(prefill: Parts)
         ended = prefill.hand("r", decode.holder.peer_address, KEYS)
         await until(lambda: prefill.senders.sent_bytes == 0 and not ended.done())
         decode.signal(signal.SIGKILL)
-        await asyncio.sleep(0.05)
         prefill.put(KEYS[1])
         assert isinstance((await ended).error, Unreachable)
 

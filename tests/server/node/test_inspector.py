@@ -57,6 +57,7 @@ async def test_what_is_damaged_at_its_owner_is_dropped_and_told_there(owner: Par
     await until(lambda: owner.inspector.damaged_count == 2)
     assert sorted(gone.keys) == [KEYS[2], KEYS[5]]
     assert len(owner.tier) == 6
+    await until(lambda: not any(chunk.holds for chunk in owner.tier))
     await no_grants(owner)
     owner.check_nothing_left()
     taken.let_go()
@@ -83,6 +84,7 @@ async def test_nothing_is_dropped_on_a_peers_word_alone(owner: Parts, reader: Pa
     response = await connection.acquire(SMALL, KEYS, 5.0, 5.0)
     await connection.release(response.grant.grant_id, 5.0, [0, 1, 1, 7, 8, -1, 1 << 30])
     await connection.release(response.grant.grant_id, 5.0, [2])  # it has ended
+    await until(lambda: not any(chunk.holds for chunk in owner.tier), "the inspector has read all of them")
     await no_grants(owner)
     assert (owner.inspector.damaged_count, gone.keys, len(owner.tier)) == (0, [], 8)
 

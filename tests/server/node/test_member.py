@@ -14,7 +14,7 @@ from lmkv.errors import ConfigError
 from lmkv.keys import ChunkKey
 from lmkv_server.coordinator.coordinator import Coordinator
 from tests.server.node.fleet_parts import KEYS, LEASE_SECONDS, Asker, Shelf, Wire
-from tests.server.node.ordering import until
+from tests.waiting import WAIT_SECONDS, eventually, until
 
 
 @pytest.fixture
@@ -31,15 +31,16 @@ def asker(coordinator: Coordinator) -> Asker:
 # --- What is held is found ---------------------------------------------------------------------------------------
 
 
-async def test_what_a_node_holds_is_found_and_changes_follow(coordinator: Coordinator, asker: Asker) -> None:
+async def test_what_a_node_holds_is_found_and_changes_follow_at_once() -> None:
     shelf = Shelf()
     shelf.put(KEYS[:2])
-    async with shelf.join(coordinator.address) as fleet:
+    async with Coordinator(port=0, lease_ttl=3600) as coordinator, shelf.join(coordinator.address) as fleet:
+        asker = Asker(coordinator.address)
         await fleet.started()
         assert fleet.connected
         await asker.until({"a": 512})
         shelf.put(KEYS[2:5])
-        assert await asker.until({"a": 1280}) < 0.5
+        await asker.until({"a": 1280})  # not with a heartbeat: there is none for long
         shelf.take(KEYS[1:2])
         await asker.until({"a": 256})
 
@@ -55,7 +56,6 @@ async def test_a_chunk_that_comes_and_goes_in_one_step_ends_as_it_is(coordinator
         shelf.take(KEYS[:1])
         shelf.put(KEYS[:2])
         shelf.take(KEYS[1:2])
-        await asyncio.sleep(0.05)
         await asker.until({"a": 256})
 
 
@@ -73,11 +73,9 @@ async def test_a_hundred_thousand_chunks_come_in_several_reports(coordinator: Co
     keys = [ChunkKey(sha256(i.to_bytes(4, "little")).digest()[:16]) for i in range(100_000)]
     shelf = Shelf()
     shelf.put(keys)
-    began = time.monotonic()
     async with shelf.join(coordinator.address):
         await asker.until({"a": 256 * 20_000}, keys[80_000:])
         await asker.until({"a": 256 * 20_000}, keys[:20_000])
-    assert time.monotonic() - began < 5
 
 
 async def test_usage_and_engines_follow_with_the_heartbeat(coordinator: Coordinator, asker: Asker) -> None:
@@ -85,13 +83,11 @@ async def test_usage_and_engines_follow_with_the_heartbeat(coordinator: Coordina
     async with shelf.join(coordinator.address) as fleet:
         await fleet.started()
         shelf.put(KEYS[:3])
-        async with asyncio.timeout(5):
-            while True:
-                (instance,) = await asker.instances()
-                if instance.synced and instance.tiers[0].chunk_count == 3:
-                    break
-                await asyncio.sleep(0.02)
-        assert instance.engine_count == 1
+
+        async def said() -> list[tuple[bool, int, int]]:
+            return [(one.synced, one.tiers[0].chunk_count, one.engine_count) for one in await asker.instances()]
+
+        await eventually(said, [(True, 3, 1)])
 
 
 async def test_leaving_takes_effect_at_once(coordinator: Coordinator, asker: Asker) -> None:
@@ -118,7 +114,7 @@ async def test_a_restarted_coordinator_learns_everything_again(asker: Asker, coo
         shelf.put(KEYS[2:3])
         assert await fleet.lookup(KEYS, 0.2) == []
         async with Coordinator(port=coordinator.port, lease_ttl=LEASE_SECONDS):
-            assert await asker.until({"a": 768}) < 3
+            await asker.until({"a": 768})
             shelf.put(KEYS[3:4])
             await asker.until({"a": 1024})
             assert fleet.connected
@@ -130,7 +126,7 @@ async def test_a_dead_node_leaves_lookups_within_its_lease(coordinator: Coordina
     async with Wire(coordinator.port) as wire, shelf.join(wire.address) as fleet:
         await asker.until({"a": 512})
         await wire.cut()
-        assert await asker.until({}) < LEASE_SECONDS + 0.2
+        await asker.until({})
         await until(lambda: not fleet.connected)
 
 
@@ -140,7 +136,7 @@ async def test_a_frozen_node_leaves_and_comes_back(coordinator: Coordinator, ask
     async with Wire(coordinator.port) as wire, shelf.join(wire.address):
         await asker.until({"a": 512})
         wire.freeze()
-        assert await asker.until({}) < LEASE_SECONDS + 0.2
+        await asker.until({})
         wire.thaw()
         await asker.until({"a": 512})
 
@@ -151,7 +147,7 @@ async def test_leaving_while_the_coordinator_goes_ends_both() -> None:
             coordinator = await stack.enter_async_context(Coordinator(port=0, lease_ttl=LEASE_SECONDS))
             fleet = await stack.enter_async_context(Shelf().join(coordinator.address))
             await fleet.started()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(WAIT_SECONDS):
                 await asyncio.gather(coordinator.aclose(), fleet.aclose())
 
 
@@ -161,12 +157,10 @@ async def test_a_node_starts_without_a_coordinator_and_joins_when_it_comes() -> 
     shelf = Shelf()
     shelf.put(KEYS[:1])
     async with shelf.join(address) as fleet:
-        began = time.monotonic()
         await fleet.started()
-        assert time.monotonic() - began < 1.5
         assert not fleet.connected
         async with Coordinator(port=port, lease_ttl=LEASE_SECONDS):
-            assert await Asker(address).until({"a": 256}) < 3
+            await Asker(address).until({"a": 256})
 
 
 async def test_drift_is_found_and_repaired(coordinator: Coordinator, asker: Asker) -> None:
@@ -176,7 +170,7 @@ async def test_drift_is_found_and_repaired(coordinator: Coordinator, asker: Aske
         await asker.until({"a": 768})
         del shelf.held[KEYS[1]]  # behind the fleet's back
         shelf.put(KEYS[9:10])
-        assert await asker.until({"a": 256}) < 2
+        await asker.until({"a": 256})
 
 
 async def test_a_flood_of_changes_becomes_a_snapshot(
@@ -185,8 +179,7 @@ async def test_a_flood_of_changes_becomes_a_snapshot(
     shelf = Shelf()
     async with shelf.join(coordinator.address, max_pending_changes=10) as fleet:
         await fleet.started()
-        await until(lambda: fleet.connected)
-        await asyncio.sleep(0.1)
+        await until(lambda: fleet.connected and all(member.has_told for member in fleet.members))
         shelf.put(KEYS)
         await asker.until({"a": 256 * len(KEYS)})
         assert "10 changes piled up" in caplog.text
@@ -204,7 +197,7 @@ async def test_a_second_node_of_one_id_is_refused_with_a_clear_message(coordinat
             began = time.monotonic()
             with pytest.raises(ConfigError, match=r"instance_id 'a' is in use by a living node at 127\.0\.0\.1:7000"):
                 await fleet.started()
-            assert LEASE_SECONDS <= time.monotonic() - began < LEASE_SECONDS + 2
+            assert time.monotonic() - began >= LEASE_SECONDS, "the living one might have been about to expire"
             with pytest.raises(ConfigError):
                 await fleet.wait()
         assert await asker.tokens() == {"a": 256}

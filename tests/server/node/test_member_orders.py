@@ -18,7 +18,8 @@ from lmkv.v1.registry_service_pb2 import (
 from lmkv_server.node.acts import MAX_ORDER_KEYS
 from lmkv_server.node.pins import MAX_ID_BYTES, MAX_PINS
 from tests.server.node.fleet_parts import HOST, KEYS, LEASE_SECONDS, Shelf
-from tests.server.node.ordering import Ordering, serving, until
+from tests.server.node.ordering import Ordering, serving
+from tests.waiting import WAIT_SECONDS, until
 
 # --- Orders ------------------------------------------------------------------------------------------------------
 
@@ -104,7 +105,7 @@ async def test_pins_are_told_with_each_change_and_again_to_a_restarted_coordinat
             (pin,) = first.pin_lists[-1].pins
             assert (pin.pin_id, pin.chunk_count, pin.token_count) == (pin_id, 3, 3 * 256)
             assert (pin.position.instance_id, pin.position.tier) == ("a", HOST)
-            assert 55 < pin.expire_time.seconds - time.time() < 61
+            assert 60 - WAIT_SECONDS < pin.expire_time.seconds - time.time() < 61
             other = await pinned(shelf, first, 2)
             assert {pin.pin_id for pin in first.pin_lists[-1].pins} == {pin_id, other}
         async with serving(second, int(address.rpartition(":")[2])):

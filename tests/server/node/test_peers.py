@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +13,17 @@ import pytest
 from lmkv.errors import BadMessage, KvSpecMismatch, NoFreeExtents, Unreachable
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
+from lmkv_server.node import peer_connection
 from lmkv_server.node.peer_connection import PeerConnection
 from lmkv_server.node.peers import Peers
 from tests.lmkv.transfer.ends import in_new_process
 from tests.server.node.peer_parts import LARGE, SMALL, Parts, Remote, Taken, keys_of
+from tests.waiting import WAIT_SECONDS
+from tests.waiting import until as until
 
 KEYS = keys_of(16)
+FOREVER = 600.0
+"""What a fetch may take that must end long before."""
 
 
 @pytest.fixture
@@ -45,19 +49,22 @@ async def owner() -> AsyncIterator[Parts]:
         await no_grants(parts)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for something, twenty seconds at most."""
-    for _ in range(4000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it never came true")
+def forget_failures(reader: Parts, owner: Remote) -> None:
+    """Has a reader ask an owner again at once that has failed it."""
+    connection = reader.peers.connections.get(owner.holder)
+    assert connection
+    connection._retry_at = 0.0
 
 
 async def no_grants(owner: Parts) -> None:
-    """Waits until the last grants are given back."""
+    """Waits until the last grants are given back, and nothing is held for them."""
     await until(lambda: len(owner.service.grants) == 0)
     assert not any(chunk.holds for chunk in owner.tier)
+
+
+async def lets_go(owner: Remote) -> None:
+    """Waits until an owner grants and holds nothing."""
+    await until(lambda: owner.ask("grants") == owner.ask("holds") == 0)
 
 
 async def test_chunks_arrive_bit_for_bit_from_another_process_and_in_order(large_reader: Parts) -> None:
@@ -71,10 +78,9 @@ async def test_chunks_arrive_bit_for_bit_from_another_process_and_in_order(large
         (traffic,) = large_reader.peers.traffic.values()
         assert (traffic.instance_id, traffic.chunk_count) == ("owner", 16)
         assert traffic.transferred_bytes == fetched.size_bytes
-        assert 0 < fetched.seconds < 10
+        assert fetched.seconds > 0
         taken.let_go()
-        await asyncio.sleep(0.2)
-        assert owner.ask("grants") == owner.ask("holds") == 0
+        await lets_go(owner)
 
 
 async def test_the_first_chunks_are_handed_out_while_the_last_are_on_their_way(large_reader: Parts) -> None:
@@ -150,11 +156,7 @@ async def test_a_long_prompt_is_split_over_those_who_hold_it(large_reader: Parts
         assert sum(counts.values()) == 16, "nothing was brought twice"
         taken.let_go()
         for owner in (one, other):
-            for _ in range(100):
-                if not owner.ask("holds"):
-                    break
-                await asyncio.sleep(0.02)
-            assert owner.ask("grants") == owner.ask("holds") == 0
+            await lets_go(owner)
 
 
 async def test_a_short_prompt_is_asked_of_one_holder_alone(owner: Parts, reader: Parts) -> None:
@@ -186,9 +188,8 @@ async def test_when_the_best_holder_is_killed_midway_the_next_one_goes_on(large_
     with Remote("best") as best, Remote("next") as second:
         second.holder.matched_chunk_count = 15
         taken = Taken(large_reader, then=lambda: best.signal(signal.SIGKILL))
-        started = time.monotonic()
-        fetched = await large_reader.peers.fetch(LARGE, KEYS, [best.holder, second.holder], 5.0, taken)
-        assert time.monotonic() - started < 4.0
+        async with asyncio.timeout(WAIT_SECONDS):  # far less than the fetch may take
+            fetched = await large_reader.peers.fetch(LARGE, KEYS, [best.holder, second.holder], FOREVER, taken)
         assert taken.keys() == KEYS[: fetched.chunk_count]
         assert fetched.chunk_count >= 15
         assert set(fetched.instance_ids) == {"best", "next"}
@@ -196,24 +197,25 @@ async def test_when_the_best_holder_is_killed_midway_the_next_one_goes_on(large_
         taken.let_go()
 
 
-async def test_a_frozen_holder_costs_the_time_allowed_and_is_then_left_alone(large_reader: Parts) -> None:
+async def test_a_frozen_holder_costs_the_time_allowed_and_is_then_left_alone(
+    large_reader: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_connection, "FIRST_BACKOFF_SECONDS", FOREVER)
+    monkeypatch.setattr(peer_connection, "LAST_BACKOFF_SECONDS", FOREVER)
     with Remote("owner") as owner:
         taken = Taken(large_reader)
         await large_reader.peers.fetch(LARGE, KEYS[:4], [owner.holder], 5.0, taken)
         owner.signal(signal.SIGSTOP)
-        started = time.monotonic()
         fetched = await large_reader.peers.fetch(LARGE, KEYS[4:], [owner.holder], 0.6, Taken(large_reader))
-        assert time.monotonic() - started < 1.0
         assert fetched.chunk_count == 0
         assert isinstance(fetched.error, Unreachable)
-        started = time.monotonic()
-        again = await large_reader.peers.fetch(LARGE, KEYS[8:], [owner.holder], 0.6, Taken(large_reader))
-        assert time.monotonic() - started < 0.1
+        async with asyncio.timeout(WAIT_SECONDS):  # far less than the fetch may take: nothing is asked
+            again = await large_reader.peers.fetch(LARGE, KEYS[8:], [owner.holder], FOREVER, Taken(large_reader))
         assert isinstance(again.error, Unreachable)
         owner.signal(signal.SIGCONT)
-        await asyncio.sleep(1.1)
+        forget_failures(large_reader, owner)
         rest = Taken(large_reader)
-        fetched = await large_reader.peers.fetch(LARGE, KEYS, [owner.holder], 5.0, rest)
+        fetched = await large_reader.peers.fetch(LARGE, KEYS, [owner.holder], FOREVER, rest)
         assert (fetched.chunk_count, fetched.error) == (16, None)
         taken.let_go()
         rest.let_go()
@@ -225,7 +227,6 @@ async def test_a_frozen_holder_leaves_time_for_the_next_one(large_reader: Parts)
         taken = Taken(large_reader)
         fetched = await large_reader.peers.fetch(LARGE, KEYS[:2], [best.holder, second.holder], 4.0, taken)
         assert (fetched.chunk_count, fetched.instance_ids) == (2, ("next",))
-        assert 2.0 <= fetched.seconds < 4.0
         taken.let_go()
 
 
@@ -321,11 +322,7 @@ async def test_a_cancelled_fetch_from_several_holders_leaves_nothing_behind(larg
             large_reader.check_nothing_left()
             large_reader.tier.drop(KEYS)
         for owner in (one, other):
-            for _ in range(100):
-                if not owner.ask("grants"):
-                    break
-                await asyncio.sleep(0.02)
-            assert owner.ask("grants") == owner.ask("holds") == 0
+            await lets_go(owner)
 
 
 async def test_what_was_read_before_a_peer_failed_is_kept(large_reader: Parts) -> None:
@@ -364,11 +361,10 @@ async def test_a_holder_that_restarted_is_introduced_anew_and_its_old_epoch_is_n
 ) -> None:
     gone = owner.holder(16)
     gone.epoch -= 1
-    started = time.monotonic()
-    fetched = await reader.peers.fetch(SMALL, KEYS, [gone], 5.0, Taken(reader))
+    async with asyncio.timeout(WAIT_SECONDS):  # far less than the fetch may take
+        fetched = await reader.peers.fetch(SMALL, KEYS, [gone], FOREVER, Taken(reader))
     assert fetched.chunk_count == 0
     assert fetched.error is not None
-    assert time.monotonic() - started < 1.0
     taken = Taken(reader)
     fetched = await reader.peers.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken)  # no back-off: another epoch
     assert fetched.chunk_count == 16
@@ -380,12 +376,11 @@ async def test_a_holder_that_restarted_is_introduced_anew_and_its_old_epoch_is_n
 async def test_nobody_fetches_from_itself_or_from_nowhere(reader: Parts) -> None:
     nowhere = Holder(instance_id="nowhere", epoch=1, peer_address="127.0.0.1:9", matched_chunk_count=16)
     empty = Holder(instance_id="empty", epoch=1, matched_chunk_count=16)
-    started = time.monotonic()
-    fetched = await reader.peers.fetch(SMALL, KEYS, [reader.holder(16), empty, nowhere], 5.0, Taken(reader))
+    async with asyncio.timeout(WAIT_SECONDS):  # far less than the fetch may take
+        fetched = await reader.peers.fetch(SMALL, KEYS, [reader.holder(16), empty, nowhere], FOREVER, Taken(reader))
     assert fetched.chunk_count == 0
     assert isinstance(fetched.error, Unreachable)
     assert reader.peers.unreachable == 1
-    assert time.monotonic() - started < 2.0
     assert (await reader.peers.fetch(SMALL, [], [], 5.0, Taken(reader))).chunk_count == 0
 
 
@@ -393,7 +388,7 @@ async def frozen_while_read_over_tcp() -> None:
     with Remote("owner") as owner:
         async with Parts("reader", spec=LARGE) as reader:
             taken = Taken(reader, then=lambda: owner.signal(signal.SIGSTOP))
-            fetched = await reader.peers.fetch(LARGE, KEYS, [owner.holder], 0.6, taken)
+            fetched = await reader.peers.fetch(LARGE, KEYS, [owner.holder], 4.0, taken)
             assert 0 < fetched.chunk_count < 16
             assert reader.peers.quarantined_count >= 1
             assert reader.tier.reserved_count > 0
@@ -402,7 +397,7 @@ async def frozen_while_read_over_tcp() -> None:
             owner.signal(signal.SIGCONT)
             await until(lambda: reader.tier.reserved_count == 0)
             assert reader.peers.quarantined_count == 0
-            await asyncio.sleep(1.0)
+            forget_failures(reader, owner)
             rest = Taken(reader)
             assert (await reader.peers.fetch(LARGE, KEYS, [owner.holder], 5.0, rest)).error is None
             taken.let_go()

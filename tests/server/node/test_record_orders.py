@@ -39,7 +39,7 @@ class Node:
         order = pb.Order(order_id=f"o{next(NUMBERS)}", **fields)
         order.expire_time.FromNanoseconds(time.time_ns() + 10_000_000_000)
         self.orders.take(order, giver)
-        await until(lambda: bool(self.orders.untold(giver)), 15.0)
+        await until(lambda: bool(self.orders.untold(giver)))
         (outcome,) = self.orders.untold(giver)
         self.orders.acknowledge(giver, [outcome.order_id])
         return from_status(outcome.status).reason if outcome.status.code else ""

@@ -95,7 +95,7 @@ async def test_a_report_on_a_call_that_is_over_fails_as_the_call_did(
         async with rpc.open_channel(f"127.0.0.1:{port}") as channel:
             stub: Any = RegistryServiceStub(channel)
             call = stub.Report()
-            await until(call.done, 20)
+            await until(call.done)
             with pytest.raises(expected):
                 await stream().run(Unread(call))
     finally:
@@ -135,10 +135,10 @@ async def test_a_status_that_is_due_soon_goes_along_with_changes(
     monkeypatch.setattr(report_stream, "time", clock)
     running = asyncio.create_task(reporting.run(call))
     try:
-        await until(lambda: any(report.HasField("stats") for report in call.reports), 20)
+        await until(lambda: any(report.HasField("stats") for report in call.reports))
         clock.seconds += share * 10.0 / 3  # of the third of a lease after which it is due
         reporting.admitted(TIER_HOST, b"f" * 16, ChunkKey(b"k" * 16), 16)
-        await until(lambda: bool(call.reports[-1].changes), 20)
+        await until(lambda: bool(call.reports[-1].changes))
         assert call.reports[-1].HasField("stats") == goes_along
     finally:
         running.cancel()

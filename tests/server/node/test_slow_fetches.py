@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
 from tests.server.node.cases import chunk_keys, small_spec
 from tests.server.node.engine_client import EngineClient
+from tests.waiting import eventually
 
 SPEC = small_spec(head_size=1024)
 """Its chunks have 1 MiB: enough of them to measure."""
@@ -31,7 +31,6 @@ KEYS = chunk_keys(*range(32))
 LIGHTNING = 10**12
 """Tokens per second of an engine for which every fetch is too slow."""
 SNAIL = 1
-TOLD_SECONDS = 10.0
 
 
 class Pair:
@@ -49,10 +48,11 @@ class Pair:
 
     async def told(self) -> None:
         """Waits until the coordinator knows, again, what the holder has."""
-        deadline = time.monotonic() + TOLD_SECONDS
-        while (await self.ask(0)).peer_chunk_count < len(KEYS):
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.02)
+
+        async def known() -> int:
+            return (await self.ask(0)).peer_chunk_count
+
+        await eventually(known, len(KEYS))
 
     async def fetch(self) -> None:
         """Brings everything, and forgets it again."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import logging
 import os
 from pathlib import Path
@@ -18,6 +18,7 @@ from tests.server.node.cases import chunk_keys
 from tests.server.node.disk_parts import until
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.warm_parts import POOL_CHUNKS, SPEC, a_node, held, mapped, pool_path, settings, store, verified
+from tests.waiting import eventually
 
 
 async def test_what_was_stored_before_a_clean_stop_is_found_again(runtime_dir: Path) -> None:
@@ -176,13 +177,12 @@ async def test_the_fleet_hears_of_what_was_found_before_any_engine_comes(runtime
         ):
             assert node.warm
             await verified(node.warm)
-            found = 0
-            for number in range(100):  # until the coordinator has heard
-                found = (await asking.lookup(str(number), chunk_keys(0, 1, 2))).peer_chunk_count
-                if found:
-                    break
-                await asyncio.sleep(0.05)
-            assert found == 3
+            numbers = itertools.count()
+
+            async def found() -> int:
+                return (await asking.lookup(str(next(numbers)), chunk_keys(0, 1, 2))).peer_chunk_count
+
+            await eventually(found, 3)  # once the coordinator knows
 
 
 async def test_an_engine_that_attaches_anew_beside_a_living_node_hits_at_once(runtime_dir: Path) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
@@ -18,8 +17,9 @@ from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.shared.owner import Owner
 from lmkv_server.coordinator.shared.store import Store
 from tests.server.node.remote_parts import RedisServer
+from tests.waiting import until as until
+from tests.waiting import wait_until
 
-WAIT_SECONDS = 40.0
 TIER = 2
 
 
@@ -50,16 +50,6 @@ def knows(coordinator: Coordinator, instance_id: str, chunks: dict[ChunkKey, int
 def is_partial(coordinator: Coordinator, tenant: str = "") -> bool:
     """Whether a coordinator says of itself that it may know too little."""
     return coordinator.tenants.of(tenant).core.is_partial(time.monotonic())
-
-
-async def until(condition: Callable[[], bool], what: str = "") -> None:
-    """Waits for something that happens elsewhere."""
-    try:
-        async with asyncio.timeout(WAIT_SECONDS):
-            while not condition():  # noqa: ASYNC110 # it happens on the other side of a socket
-                await asyncio.sleep(0.01)
-    except TimeoutError:
-        raise AssertionError(f"it did not come to pass: {what}") from None
 
 
 async def connected(url: str) -> Store:
@@ -111,10 +101,8 @@ class RedisCluster:
             command = ["redis-cli", "--cluster", "create", *addresses, "--cluster-yes"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
             assert done.returncode == 0, done.stdout + done.stderr
-            deadline = time.monotonic() + WAIT_SECONDS
-            while not all(map(_serves_cluster, self.servers)):  # some learn a second later that all are there
-                assert time.monotonic() < deadline, "the cluster did not come up"
-                time.sleep(0.05)
+            # Some learn a second later that all are there.
+            wait_until(lambda: all(map(_serves_cluster, self.servers)), "the cluster is up")
             self._stack = stack.pop_all()
         return self
 
