@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 WAIT_SECONDS = 40.0
-"""Maximum time for anything that happens soon on an idle host. Less than the timeout of a test (pyproject.toml)."""
+"""Maximum time for anything that happens soon on an idle host: less than the timeout of a test (pyproject.toml)."""
 POLL_SECONDS = 0.005
 
 Answer = TypeVar("Answer")

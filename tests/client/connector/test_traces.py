@@ -269,7 +269,7 @@ async def test_an_endpoint_that_does_not_answer_delays_nobody(
                 fleet.load(f"untold-{number}", HEADERS)
         for process in fleet.processes:
             process.request_stop()
-            until(lambda process=process: not process.alive, ENDING_SECONDS)  # type: ignore[misc]
+            until(lambda process=process: not process.alive, timeout_seconds=ENDING_SECONDS)  # type: ignore[misc]
 
 
 async def test_the_logs_of_a_node_are_json_with_its_ids(make_fleet: MakeFleet) -> None:

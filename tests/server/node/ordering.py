@@ -58,9 +58,9 @@ class Ordering(registry_service_pb2_grpc.RegistryServiceServicer):
         """The first outcome of an order, if it came."""
         return next((outcome for outcome in self.outcomes if outcome.order_id == order_id), None)
 
-    async def ended(self, order_id: str, seconds: float = 10.0) -> pb.OrderOutcome:
+    async def ended(self, order_id: str) -> pb.OrderOutcome:
         """Waits for the outcome of an order."""
-        await until(lambda: self.outcome(order_id) is not None, seconds)
+        await until(lambda: self.outcome(order_id) is not None)
         outcome = self.outcome(order_id)
         assert outcome
         return outcome

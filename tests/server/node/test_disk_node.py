@@ -228,7 +228,7 @@ async def until_listed(cache: Any, tier: chunk_pb2.Tier.ValueType, count: int) -
     """Waits until the coordinator knows of so many chunks, and of this tier as the fastest that has them."""
     request = cache_service_pb2.LookupRequest(chunk_keys=join_keys(chunk_keys(*range(count))))
 
-    async def runs() -> list[tuple[int, int]]:
+    async def runs() -> list[tuple[chunk_pb2.Tier.ValueType, int]]:
         holders = (await cache.Lookup(request, timeout=5)).holders
         return [(run.tier, run.chunk_count) for holder in holders for run in holder.runs]
 

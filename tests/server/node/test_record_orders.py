@@ -89,6 +89,6 @@ async def test_another_coordinator_is_asked_once_the_first_is_gone_for_too_long(
     assert node.told(FIRST) == [(1, False, True)], "if it is back in time"
     node.orders.records.put(keep(1).record, FIRST)
     node.orders.lost(FIRST, 0.0)
-    await until(lambda: node.told(SECOND) == [(1, False, True)], 15.0)
+    await until(lambda: node.told(SECOND) == [(1, False, True)])
     assert await node.reason(SECOND, record=keep(2)) == ""
     assert node.told(FIRST) == node.told(SECOND) == [(2, False, False)]
