@@ -63,7 +63,7 @@ def pack_fields(fields: Iterable[bytes]) -> bytes:
 
 
 def root_key(fingerprint: bytes, *, cache_salt: str = "", lora: str = "", secret: bytes = b"") -> ChunkKey:
-    """Where the chains of one spec, tenant and LoRA adapter begin.
+    """Where the chains of one spec, tenant and LoRA adapter begin. `lora` is an identity, `name@digest`.
 
     Without the cluster secret nobody can guess keys, and so probe for what others have sent.
     """

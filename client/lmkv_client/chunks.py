@@ -23,11 +23,11 @@ class Chunks(TypedDict, total=False):
     keys: Iterable[ChunkKey]
     """Keys of the chunks in prompt order, instead of tokens."""
     model_name: str
-    """Model whose tokens these are; needed only if the fleet serves several."""
+    """Model whose tokens these are, or a LoRA adapter of it, as served; needed only if the fleet serves several."""
     cache_salt: str
     """Cache salt that the prompt was sent with."""
     lora_name: str
-    """LoRA adapter that the prompt was sent with."""
+    """LoRA adapter that the prompt was sent with: its served name, or its identity `name@digest`."""
 
 
 def make_request(kind: Callable[..., Request], tokens: Sequence[int], chunks: Chunks, **fields: Any) -> Request:

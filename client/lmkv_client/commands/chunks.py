@@ -24,11 +24,13 @@ def add_chunk_arguments(parser: argparse.ArgumentParser, *, required: bool = Tru
     prompt.add_argument("--keys", metavar="HEX,HEX,...", help="keys of the prompt's chunks, 32 hex digits each")
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt itself; needs the model's folder")
     parser.add_argument(
-        "--model", metavar="NAME", help="model, as the engine serves it; with --prompt its folder, for the tokenizer"
+        "--model",
+        metavar="NAME",
+        help="model or LoRA adapter, by a name under which an engine serves it; with --prompt the model's folder",
     )
     parser.add_argument("--tokenizer", metavar="FOLDER", help="folder with tokenizer.json, if --model is only a name")
     parser.add_argument("--cache-salt", metavar="SALT", default="", help="cache salt that the prompt was sent with")
-    parser.add_argument("--lora", metavar="NAME", default="", help="LoRA adapter that the prompt was sent with")
+    parser.add_argument("--lora", metavar="NAME", default="", help="LoRA adapter of the prompt, by name or name@digest")
 
 
 def names_chunks(args: argparse.Namespace) -> bool:

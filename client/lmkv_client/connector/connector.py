@@ -17,10 +17,11 @@ from lmkv import telemetry
 from lmkv.config import ConnectorConfig
 from lmkv.spec import TOKEN_MAJOR
 from lmkv_client.connector.format import check_packing
-from lmkv_client.connector.identity import Share, attention_isa, kv_spec
+from lmkv_client.connector.identity import Share, attention_isa, kv_spec, served_names
 from lmkv_client.connector.link import NodeLink
 from lmkv_client.connector.messages import StepPlan
 from lmkv_client.connector.scheduler import SchedulerSide
+from lmkv_client.connector.served_names import ServedNames
 from lmkv_client.connector.stats import PromMetrics, Stats
 from lmkv_client.connector.worker import WorkerSide
 
@@ -57,7 +58,8 @@ class LMKVConnector(KVConnectorBase_V1):
             telemetry.trace_engine(
                 config.instance_id, engine_traces=bool(vllm_config.observability_config.otlp_traces_endpoint)
             )
-            self._link = NodeLink(config, spec, parallel.world_size)
+            names = served_names(vllm_config.model_config)
+            self._link = NodeLink(config, spec, parallel.world_size, ServedNames(names))
             self._link.start()
             self._scheduler = SchedulerSide(
                 config,

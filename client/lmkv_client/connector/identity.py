@@ -14,6 +14,7 @@ from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigError
 from lmkv.keys import pack_fields
 from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvSpec
+from lmkv_client.plugin import SERVED_NAMES
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -34,7 +35,7 @@ def kv_spec(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Con
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
     if len(groups) == 1:
-        check_cache_kind(groups[0].kv_cache_spec, served_name(model))
+        check_cache_kind(groups[0].kv_cache_spec, served_names(model)[0])
     device = vllm_config.device_config.device_type
     heads = 1 if model.use_mla else model.get_total_num_kv_heads()
     ranks = parallel.tensor_parallel_size
@@ -71,7 +72,7 @@ def kv_spec(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Con
         else {}
     )
     return KvSpec(
-        model_name=served_name(model),
+        model_name=served_names(model)[0],
         model_id=config.model_id or engine_identity(vllm_config),
         kv_dtype=kv_dtype(vllm_config.cache_config.cache_dtype, str(cache.dtype)),
         layer_count=len(group.layer_names),
@@ -122,10 +123,10 @@ class Share:
         return cls(first_head=rank * kv_head_count // rank_count, is_writer=rank % per_head == 0)
 
 
-def served_name(model: ModelConfig) -> str:
-    """The first name under which the model is served."""
-    names = model.served_model_name
-    return (names if isinstance(names, str) else names[0]) if names else str(model.model)
+def served_names(model: ModelConfig) -> list[str]:
+    """The names under which the model is served, the first of them first."""
+    names = getattr(model, SERVED_NAMES, None) or model.served_model_name or str(model.model)
+    return [names] if isinstance(names, str) else list(names)
 
 
 def kv_dtype(cache_dtype: str, element: str) -> str:

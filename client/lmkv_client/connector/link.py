@@ -22,6 +22,7 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1 import engine_service_pb2_grpc
 from lmkv_client.connector.launcher import Launcher
 from lmkv_client.connector.messages import Attachment
+from lmkv_client.connector.served_names import ServedNames
 from lmkv_client.plugin import PROCESSORS
 
 logger = init_logger("vllm.lmkv")
@@ -46,7 +47,11 @@ class NodeLink:
     `inbox` fills from the link's thread; the scheduler side pops. Appending to and popping from a deque is atomic.
     """
 
-    def __init__(self, config: ConnectorConfig, spec: KvSpec, worker_count: int) -> None:
+    def __init__(
+        self, config: ConnectorConfig, spec: KvSpec, worker_count: int, served: ServedNames | None = None
+    ) -> None:
+        """`served` are the names that the node registers for this engine, as they are at each attachment."""
+        self.served = served or ServedNames()
         self.inbox: deque[Event] = deque()
         self._config = config
         self._spec = spec
@@ -161,6 +166,7 @@ class NodeLink:
             spec=self._spec.to_proto(),
             worker_count=self._worker_count,
             expected_config=self._launcher.expected_config,
+            served_models=self.served.messages,
         )
         async with rpc.open_channel(address) as channel:
             call: Any = engine_service_pb2_grpc.EngineServiceStub(channel).Attach()  # type: ignore[call-arg]
@@ -254,6 +260,7 @@ def next_message(outbox: deque[pb.AttachRequest]) -> pb.AttachRequest:
 
 
 FIELD_ORDER = (
+    "served_models",
     "releases",
     "commits",
     "damaged_keys",

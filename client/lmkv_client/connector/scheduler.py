@@ -254,6 +254,8 @@ class SchedulerSide:
             event = inbox.popleft()
             if isinstance(event, Attachment):
                 self._attachment = event
+                if self._link.served.has_adapters:  # some may have come since the link said hello
+                    self._send(pb.AttachRequest(served_models=self._link.served.messages))
             elif isinstance(event, Lost):
                 self._lose_node()
             else:
@@ -313,11 +315,21 @@ class SchedulerSide:
         if self._attachment is not None:
             self._link.send(self._attachment, message)
 
+    def _lora_identity(self, request: Request) -> str:
+        """What chunk keys contain for the request's LoRA adapter; a new one is announced to the node."""
+        if request.lora_request is None:
+            return ""
+        identity = lora_identity(request.lora_request)
+        model = self._link.served.use(request.lora_request.lora_name, identity)
+        if model is not None:
+            self._send(pb.AttachRequest(served_models=[model]))
+        return identity
+
     def _prompt(self, request: Request, handoff: Handoff | None) -> Prompt:
         root = root_key(
             self._spec.fingerprint,
             cache_salt=request.cache_salt or "",
-            lora=lora_identity(request.lora_request) if request.lora_request else "",
+            lora=self._lora_identity(request),
             secret=self._config.cluster_secret.encode(),
         )
         chain = KeyChain(root, self._spec.chunk_size, multimodal_extras(request.mm_features, self._spec.chunk_size))

@@ -12,11 +12,11 @@ export interface Chunks {
   tokens?: Iterable<number>;
   /** Keys of the chunks in prompt order, 16 bytes each, instead of tokens. */
   keys?: Iterable<Uint8Array>;
-  /** Model whose tokens these are; needed only if the fleet serves several. */
+  /** Model whose tokens these are, or a LoRA adapter of it, as served; needed only if the fleet serves several. */
   modelName?: string;
   /** Cache salt that the prompt was sent with. */
   cacheSalt?: string;
-  /** LoRA adapter that the prompt was sent with. */
+  /** LoRA adapter that the prompt was sent with: its served name, or its identity `name@digest`. */
   loraName?: string;
 }
 

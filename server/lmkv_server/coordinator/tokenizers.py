@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from lmkv import tokenizer
 from lmkv.errors import ConfigError, ModelAmbiguous, ModelNotFound
@@ -31,8 +31,12 @@ class Tokenizers:
         """The models whose text it takes."""
         return sorted(self._folders)
 
-    async def encode(self, text: str, model_name: str = "", *, add_special_tokens: bool = True) -> list[int]:
+    async def encode(
+        self, text: str, model_name: str = "", *, other_names: Iterable[str] = (), add_special_tokens: bool = True
+    ) -> list[int]:
         """The token ids that the model makes of a text; the only model need not be named.
+
+        `other_names` are further names of the same model, for one whose tokenizer is configured under another name.
 
         Raises `ModelNotFound` if there is no such tokenizer, `ModelAmbiguous` if there are several and none is named,
         `ConfigError` if the tokenizer cannot be read.
@@ -41,6 +45,8 @@ class Tokenizers:
         if not model_name and len(self._folders) > 1:
             raise ModelAmbiguous(f"there are tokenizers of several models; set model to one of: {known}", known=known)
         model_name = model_name or next(iter(self._folders), "")
+        if model_name not in self._folders:
+            model_name = next((name for name in other_names if name in self._folders), model_name)
         if model_name not in self._folders:
             fix = f"there are those of: {known}" if known else "set tokenizers to the models' folders by name"
             raise ModelNotFound(

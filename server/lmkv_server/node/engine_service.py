@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from lmkv.errors import BadMessage, ConfigConflict, ModelNotFound
 from lmkv.keys import split_keys
-from lmkv.spec import KvSpec
+from lmkv.spec import MAX_SERVED_MODELS, KvSpec, ServedModel
+from lmkv.v1 import chunk_pb2, engine_service_pb2_grpc, registry_service_pb2
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv.v1 import engine_service_pb2_grpc, registry_service_pb2
 from lmkv_server.node.engine_stream import EngineStream
-from lmkv_server.node.engines import Engines
+from lmkv_server.node.engines import Engines, EngineSession
 from lmkv_server.node.host_tier import HostTier
 from lmkv_server.node.metrics import LookupCounts
 from lmkv_server.node.senders import Senders
@@ -42,6 +43,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         on_attach: Callable[[], None],
         on_detach: Callable[[], None],
         on_replace: Callable[[str], None] | None = None,
+        on_served: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_replace` ends the node in favor of one that an engine starts; None if engines may not replace it."""
         self.lookups = LookupCounts()
@@ -54,6 +56,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         self._on_attach = on_attach
         self._on_detach = on_detach
         self._on_replace = on_replace
+        self._on_served = on_served
         self._buffers = sources.buffers
         self._streams: set[EngineStream] = set()
 
@@ -71,8 +74,13 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             raise BadMessage("the first message must carry hello")
         hello = first.hello
         self._check_config(hello.engine_id, dict(hello.expected_config))
-        session = self._engines.attach(hello.engine_id, KvSpec.from_proto(hello.spec), max(1, hello.worker_count))
-        stream = EngineStream(self._tier, session, self._sources, self.lookups, self._senders)
+        spec = KvSpec.from_proto(hello.spec)
+        served = served_models(hello.served_models, spec)
+        session = self._engines.attach(hello.engine_id, spec, max(1, hello.worker_count))
+        self._engines.served.announce(session.engine_id, served)
+        stream = EngineStream(
+            self._tier, session, self._sources, self.lookups, self._senders, on_served=partial(self._serve, session)
+        )
         self._streams.add(stream)
         self._on_attach()
         logger.info("engine %s attached: %s", session.engine_id, session.spec.model_name)
@@ -96,6 +104,11 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             self._engines.detach(session)
             self._on_detach()
             logger.info("engine %s detached", session.engine_id)
+
+    def _serve(self, session: EngineSession, messages: Sequence[chunk_pb2.ServedModel]) -> None:
+        """Takes further names under which an engine serves. Raises `BadKvSpec`."""
+        if self._engines.served.announce(session.engine_id, served_models(messages, session.spec)):
+            self._on_served()
 
     async def Lend(
         self, request_iterator: AsyncIterator[pb.LendRequest], context: Any
@@ -188,6 +201,14 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
                 f"no engine of fingerprint {fingerprint.hex()} has attached", fingerprint=fingerprint.hex()
             )
         return spec
+
+
+def served_models(messages: Sequence[chunk_pb2.ServedModel], spec: KvSpec) -> list[ServedModel]:
+    """The last names that an engine of a spec sends in a message. Raises `BadKvSpec` if one is empty or too long."""
+    return [
+        ServedModel(name=message.name, fingerprint=spec.fingerprint, lora_identity=message.lora_identity)
+        for message in messages[-MAX_SERVED_MODELS:]
+    ]
 
 
 async def _first(messages: AsyncIterator[M]) -> M | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
@@ -13,6 +13,7 @@ from lmkv import rpc, telemetry
 from lmkv.errors import BadChunkKey, BadMessage, GrantNotFound, LmkvError, Unreachable
 from lmkv.keys import KEY_BYTES, ChunkKey, split_keys
 from lmkv.telemetry import Span
+from lmkv.v1 import chunk_pb2
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.engine_handoffs import EngineHandoffs
 from lmkv_server.node.engines import EngineSession, Ticket
@@ -36,8 +37,12 @@ class EngineStream:
         sources: Sources,
         lookups: LookupCounts,
         senders: Senders | None = None,
+        *,
+        on_served: Callable[[Sequence[chunk_pb2.ServedModel]], None] = lambda _: None,
     ) -> None:
+        """`on_served` gets further names under which the engine serves."""
         self.outbox = Outbox()
+        self._on_served = on_served
         self._handoffs = EngineHandoffs(session.spec, senders, self.outbox.put)
         self._tier = tier
         self._session = session
@@ -56,6 +61,8 @@ class EngineStream:
 
     def act(self, message: pb.AttachRequest) -> None:
         """Carries out one message. Raises `BadChunkKey` or `BadMessage` if it makes no sense: that ends the stream."""
+        if message.served_models:
+            self._on_served(message.served_models)
         for release in message.releases:
             self._release(release.request_id)
         for commit in message.commits:

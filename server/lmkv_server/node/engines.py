@@ -16,6 +16,7 @@ from lmkv.keys import ChunkKey
 from lmkv.spec import MAX_SPECS, KvSpec
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.host_tier import Chunk, HostTier, Reserved
+from lmkv_server.node.served_models import ServedModels
 from lmkv_server.node.wire import MAX_EXTENTS
 
 MAX_CREDITS = 256
@@ -194,6 +195,8 @@ class Engines:
         self._tier = tier
         self._sessions: dict[str, EngineSession] = {}
         self._specs: dict[bytes, KvSpec] = {}
+        self.served = ServedModels()
+        """The names under which engines serve."""
 
     @property
     def specs(self) -> Iterable[KvSpec]:
@@ -249,6 +252,7 @@ class Engines:
     def detach(self, session: EngineSession) -> None:
         """Its stream is gone."""
         session.attached = False
+        self.served.detach(session.engine_id)
         self._retire_if_gone(session)
 
     def worker_came(self, engine_id: str, rank: int) -> None:

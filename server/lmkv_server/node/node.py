@@ -54,6 +54,9 @@ MIN_POOL_SHARE = 8
 FIRST_ENGINE_SECONDS = 20.0
 """A node that an engine has started waits so long for it, whatever `node_linger` says."""
 
+SERVED_PAUSE_SECONDS = 0.2
+"""Names that engines announce are registered at most this often: each time is a registration at every coordinator."""
+
 
 class Node:
     """A running node. Raises `ConfigError` from `__aenter__` if it cannot start as configured."""
@@ -77,6 +80,7 @@ class Node:
         self._stack = AsyncExitStack()
         self._reporting = Reporting()
         self._idle_since = time.monotonic() + FIRST_ENGINE_SECONDS
+        self._served_timer: asyncio.TimerHandle | None = None
 
     @property
     def peer_address(self) -> str:
@@ -190,6 +194,7 @@ class Node:
             on_attach=self._engines_changed,
             on_detach=self._engines_changed,
             on_replace=self._replace if self._started_by_connector else None,
+            on_served=self._served_changed,
         )
         self._lookups = service.lookups
         self.metrics = Metrics(
@@ -276,6 +281,7 @@ class Node:
             version=lmkv.__version__,
             tiers=holdings.usages(self.tier, self.disk),
             engine_count=self.engines.attached_count,
+            served_models=[model.to_proto() for model in self.engines.served if self.engines.spec(model.fingerprint)],
             stats=holdings.stats(self._lookups, self.tier, self._traffic()),
         )
 
@@ -284,6 +290,15 @@ class Node:
 
     def _engines_changed(self) -> None:
         self._idle_since = time.monotonic()
+        self.fleet.refresh()
+
+    def _served_changed(self) -> None:
+        """Registers again soon: once for all the names that engines announce within `SERVED_PAUSE_SECONDS`."""
+        if self._served_timer is None:
+            self._served_timer = asyncio.get_running_loop().call_later(SERVED_PAUSE_SECONDS, self._register_served)
+
+    def _register_served(self) -> None:
+        self._served_timer = None
         self.fleet.refresh()
 
     def _worker_went(self, engine_id: str, rank: int) -> None:

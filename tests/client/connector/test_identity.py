@@ -28,7 +28,7 @@ from lmkv_client.connector.identity import (
     kv_spec,
     lora_identity,
     model_identity,
-    served_name,
+    served_names,
 )
 from lmkv_client.demo.model import make_model
 from lmkv_kernels import token_rows
@@ -126,8 +126,10 @@ def test_what_the_operator_names_is_the_identity_of_the_weights(tiny_config: Vll
     assert spec_of(tiny_config, model_id="llama@7").model_id == "llama@7"
 
 
-def test_the_first_of_several_names_is_the_models_name(tiny_model: Path) -> None:
-    assert served_name(make_vllm_config(tiny_model, served_model_name=["one", "two"]).model_config) == "one"
+def test_all_names_of_a_model_are_known_the_first_of_them_first(tiny_model: Path) -> None:
+    assert served_names(make_vllm_config(tiny_model, served_model_name=["one", "two"]).model_config) == ["one", "two"]
+    assert served_names(make_vllm_config(tiny_model, served_model_name="one").model_config) == ["one"]
+    assert served_names(make_vllm_config(tiny_model).model_config) == [str(tiny_model)]
 
 
 def test_a_chunk_size_that_is_no_multiple_of_the_block_size_is_refused(tiny_config: VllmConfig) -> None:

@@ -24,6 +24,7 @@ from lmkv.errors import ConfigError
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
+from lmkv.v1.chunk_pb2 import ServedModel
 from lmkv_client.connector import link as link_module
 from lmkv_client.connector.link import FIELD_ORDER, Lost, NodeLink, next_message
 from lmkv_client.connector.messages import Attachment
@@ -312,6 +313,7 @@ def messages(draw: st.DrawFn) -> pb.AttachRequest:
     names = draw(st.sets(st.sampled_from(FIELD_ORDER), min_size=1, max_size=2))
     number = draw(st.integers(1, 9))
     values: dict[str, object] = {
+        "served_models": [ServedModel(name=str(number))],
         "releases": [pb.ReleaseChunks(request_id=str(number))],
         "commits": [pb.CommitChunk(offset=number)],
         "damaged_keys": [bytes([number]) * 16],

@@ -77,7 +77,7 @@ def _tenant_app(services: Services, tokenizers: Tokenizers, probes: list[Route],
         "lmkv.v1.RegistryService": services.registry,
         "google.longrunning.Operations": services.operations,
     }
-    paths = lmcache.paths(services) | tokenize.paths(tokenizers)
+    paths = lmcache.paths(services) | tokenize.paths(tokenizers, services.core.instances.models)
     refusals = dict.fromkeys((LmkvError, HttpError, CallAborted, HTTPException), _refusal)
     app = Starlette(
         routes=[

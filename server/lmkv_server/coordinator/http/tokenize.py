@@ -10,6 +10,7 @@ from starlette.routing import Route
 
 from lmkv_server.coordinator.http.paths import Body, Path
 from lmkv_server.coordinator.http.replies import json_response
+from lmkv_server.coordinator.models import Models
 from lmkv_server.coordinator.tokenizers import Tokenizers
 
 
@@ -21,11 +22,16 @@ class TokenizeBody(Body):
     add_special_tokens: bool = True
 
 
-def paths(tokenizers: Tokenizers) -> dict[str, Path[Any]]:
-    """The path that makes token ids of text."""
+def paths(tokenizers: Tokenizers, models: Models) -> dict[str, Path[Any]]:
+    """The path that makes token ids of text. `models` are those of the tenant that calls."""
 
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
-        tokens = await tokenizers.encode(body.prompt, body.model, add_special_tokens=body.add_special_tokens)
+        tokens = await tokenizers.encode(
+            body.prompt,
+            body.model,
+            other_names=models.other_names(body.model) if body.model else (),
+            add_special_tokens=body.add_special_tokens,
+        )
         return {"count": len(tokens), "tokens": tokens}
 
     return {

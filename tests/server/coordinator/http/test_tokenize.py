@@ -10,6 +10,7 @@ import pytest
 
 from lmkv.errors import ConfigError
 from lmkv_server.coordinator.coordinator import Coordinator
+from tests.server.coordinator.scripted_instance import Make
 
 LLAMA = pytest.mark.parametrize("tokenizers", [["llama"]], indirect=True)
 SEVERAL = pytest.mark.parametrize("tokenizers", [["qwen", "llama"]], indirect=True)
@@ -56,6 +57,17 @@ async def test_a_model_without_a_tokenizer_is_refused_with_those_there_are(http:
         "MODEL_NOT_FOUND",
         "the coordinator has no tokenizer of model 'gpt'; there are those of: llama",
     )
+
+
+@pytest.mark.parametrize("tokenizers", [["llama"]], indirect=True)
+async def test_every_name_of_a_model_and_its_adapters_has_the_models_tokenizer(
+    http: httpx.AsyncClient, make: Make
+) -> None:
+    async with make("a", served={"nickname": "", "tuned": "tuned@1"}):
+        for model in ("llama", "nickname", "tuned"):
+            answer = await http.post("/tokenize", json={"prompt": "t7", "model": model})
+            assert answer.json()["tokens"] == [7]
+        assert (await http.post("/tokenize", json={"prompt": "t7", "model": "qwen"})).status_code == 404
 
 
 async def test_without_tokenizers_the_refusal_says_how_to_have_some(http: httpx.AsyncClient) -> None:
