@@ -49,7 +49,6 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def cluster(tiny_model: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two engines that serve a model under two names, and an adapter. The first schedules in a process of its own."""
     arguments = ("--served-model-name", tiny_model.name, "nickname", "--enable-lora", "--max-lora-rank", "8")
-    arguments += ("--lora-modules", f"early={adapters['early']}")
     with (
         tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder,
         Cluster(Path(folder), tiny_model, logs=tmp_path_factory.mktemp("logs"), settings=SETTINGS) as cluster,
@@ -57,7 +56,13 @@ def cluster(tiny_model: Path, adapters: dict[str, Path], tmp_path_factory: pytes
         for number in (1, 2):
             cluster.add_engine(
                 f"engine-{number}",
-                extra_arguments=(*arguments, "--distributed-executor-backend", "uni"),
+                extra_arguments=(
+                    *arguments,
+                    "--lora-modules",
+                    f"early={adapters['early']}",
+                    "--distributed-executor-backend",
+                    "uni",
+                ),
                 environment={
                     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
                     "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if number == 1 else "0",

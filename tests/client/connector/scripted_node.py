@@ -18,6 +18,7 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import Extent
 from lmkv_client.connector.link import Event, Lost
 from lmkv_client.connector.messages import Attachment
+from lmkv_client.connector.served_names import ServedNames
 
 Content = list[list[int]]
 """KV of one rank in one extent: per block the value of each slot."""
@@ -60,6 +61,7 @@ class ScriptedNode:
 
     def __init__(self, spec: KvSpec, *, credit_limit: int = 64) -> None:
         self.inbox: deque[Event] = deque()
+        self.served = ServedNames()
         self.spec = spec
         self.credit_limit = credit_limit
         self.prompt = True
