@@ -309,6 +309,11 @@ class NodeConfig(Config):
         """File whose lock says that a node of this instance is alive."""
         return self.instance_dir / "lock"
 
+    @property
+    def secret_path(self) -> Path:
+        """File with the secret by which coordinators know a node of this instance again."""
+        return self.instance_dir / "secret"
+
     def make_instance_dir(self) -> Path:
         """Makes `instance_dir` and what leads to it, for this user only, and returns it.
 

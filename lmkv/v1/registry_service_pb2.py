@@ -31,7 +31,7 @@ from lmkv.v1 import cache_service_pb2 as lmkv_dot_v1_dot_cache__service__pb2
 from lmkv.v1 import chunk_pb2 as lmkv_dot_v1_dot_chunk__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1elmkv/v1/registry_service.proto\x12\x07lmkv.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a#google/longrunning/operations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a\x1blmkv/v1/cache_service.proto\x1a\x13lmkv/v1/chunk.proto\"\xca\x03\n\x08Instance\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x1a\n\x0cpeer_address\x18\x03 \x01(\tB\x04\xe2\x41\x01\x02\x12\x1e\n\x05specs\x18\x04 \x03(\x0b\x32\x0f.lmkv.v1.KvSpec\x12\x0f\n\x07version\x18\x05 \x01(\t\x12!\n\x05tiers\x18\x06 \x03(\x0b\x32\x12.lmkv.v1.TierUsage\x12\x14\n\x0c\x65ngine_count\x18\x07 \x01(\x05\x12.\n\tconflicts\x18\x08 \x03(\x0b\x32\x15.lmkv.v1.SpecConflictB\x04\xe2\x41\x01\x03\x12\x14\n\x06synced\x18\t \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x37\n\rregister_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12\x35\n\x0b\x65xpire_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12%\n\x05stats\x18\x0c \x01(\x0b\x32\x16.lmkv.v1.InstanceStats\x12+\n\rserved_models\x18\r \x03(\x0b\x32\x14.lmkv.v1.ServedModel\"\x8d\x01\n\rInstanceStats\x12\x14\n\x0c\x61sked_chunks\x18\x01 \x01(\x03\x12\x12\n\nown_chunks\x18\x02 \x01(\x03\x12\x13\n\x0bpeer_chunks\x18\x03 \x01(\x03\x12\x16\n\x0e\x65victed_chunks\x18\x04 \x01(\x03\x12%\n\x07traffic\x18\x05 \x03(\x0b\x32\x14.lmkv.v1.PeerTraffic\"R\n\x0bPeerTraffic\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x03\x12\x19\n\x11transferred_bytes\x18\x03 \x01(\x03\"i\n\tTierUsage\x12\x1b\n\x04tier\x18\x01 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x02 \x01(\x03\x12\x12\n\nused_bytes\x18\x03 \x01(\x03\x12\x13\n\x0b\x63hunk_count\x18\x04 \x01(\x03\"n\n\x0cSpecConflict\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x12\n\nmodel_name\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x11\n\town_value\x18\x04 \x01(\t\x12\x13\n\x0bother_value\x18\x05 \x01(\t\"<\n\x0fRegisterRequest\x12)\n\x08instance\x18\x01 \x01(\x0b\x32\x11.lmkv.v1.InstanceB\x04\xe2\x41\x01\x02\"|\n\x10RegisterResponse\x12#\n\x08instance\x18\x01 \x01(\x0b\x32\x11.lmkv.v1.Instance\x12,\n\tlease_ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rlayout_map_id\x18\x03 \x01(\t\"\xfa\x03\n\rReportRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x16\n\x08sequence\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x16\n\x08snapshot\x18\x04 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1a\n\x0csnapshot_end\x18\x05 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12+\n\x07\x63hanges\x18\x06 \x03(\x0b\x32\x14.lmkv.v1.ChunkChangeB\x04\xe2\x41\x01\x01\x12-\n\x08outcomes\x18\x07 \x03(\x0b\x32\x15.lmkv.v1.OrderOutcomeB\x04\xe2\x41\x01\x01\x12*\n\x07\x64igests\x18\x08 \x03(\x0b\x32\x13.lmkv.v1.TierDigestB\x04\xe2\x41\x01\x01\x12\'\n\x05tiers\x18\t \x03(\x0b\x32\x12.lmkv.v1.TierUsageB\x04\xe2\x41\x01\x01\x12\x1a\n\x0c\x65ngine_count\x18\n \x01(\x05\x42\x04\xe2\x41\x01\x01\x12$\n\x04pins\x18\x0b \x01(\x0b\x32\x10.lmkv.v1.PinListB\x04\xe2\x41\x01\x01\x12+\n\x05stats\x18\x0c \x01(\x0b\x32\x16.lmkv.v1.InstanceStatsB\x04\xe2\x41\x01\x01\x12/\n\x07records\x18\r \x03(\x0b\x32\x18.lmkv.v1.OperationRecordB\x04\xe2\x41\x01\x01\x12\x1c\n\x0etold_elsewhere\x18\x0e \x01(\x08\x42\x04\xe2\x41\x01\x01\"\x83\x02\n\x0fOperationRecord\x12\x30\n\toperation\x18\x01 \x01(\x0b\x32\x1d.google.longrunning.Operation\x12$\n\x04move\x18\x02 \x01(\x0b\x32\x14.lmkv.v1.MoveRequestH\x00\x12&\n\x05\x63lear\x18\x03 \x01(\x0b\x32\x15.lmkv.v1.ClearRequestH\x00\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\x05\x12\x11\n\tcancelled\x18\x05 \x01(\x08\x12/\n\x0b\x65xpire_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08orphaned\x18\x07 \x01(\x08\x42\t\n\x07request\".\n\x07PinList\x12#\n\x04pins\x18\x01 \x03(\x0b\x32\x15.lmkv.v1.PinnedChunks\"\xf3\x01\n\x0b\x43hunkChange\x12\x1b\n\x04tier\x18\x01 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x12\x15\n\radmitted_keys\x18\x03 \x01(\x0c\x12J\n\x14partial_token_counts\x18\x04 \x03(\x0b\x32,.lmkv.v1.ChunkChange.PartialTokenCountsEntry\x12\x14\n\x0c\x65victed_keys\x18\x05 \x01(\x0c\x1a\x39\n\x17PartialTokenCountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\"O\n\nTierDigest\x12\x1b\n\x04tier\x18\x01 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x03\x12\x0f\n\x07key_sum\x18\x03 \x01(\x06\"\xce\x01\n\x0cOrderOutcome\x12\x10\n\x08order_id\x18\x01 \x01(\t\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12\x13\n\x0b\x63hunk_count\x18\x03 \x01(\x05\x12\x13\n\x0btoken_count\x18\x04 \x01(\x03\x12\x19\n\x11transferred_bytes\x18\x05 \x01(\x03\x12\'\n\x08\x66\x61ilures\x18\x06 \x03(\x0b\x32\x15.lmkv.v1.ChunkFailure\x12\x1a\n\x12pinned_chunk_count\x18\x07 \x01(\x05\"Z\n\x0eReportResponse\x12\x16\n\x0e\x61\x63ked_sequence\x18\x01 \x01(\x03\x12\x10\n\x08revision\x18\x02 \x01(\x03\x12\x1e\n\x06orders\x18\x03 \x03(\x0b\x32\x0e.lmkv.v1.Order\"\xf4\x02\n\x05Order\x12\x10\n\x08order_id\x18\x01 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12$\n\x05\x66\x65tch\x18\x03 \x01(\x0b\x32\x13.lmkv.v1.FetchOrderH\x00\x12\"\n\x04\x64rop\x18\x04 \x01(\x0b\x32\x12.lmkv.v1.DropOrderH\x00\x12 \n\x03pin\x18\x05 \x01(\x0b\x32\x11.lmkv.v1.PinOrderH\x00\x12$\n\x05unpin\x18\x06 \x01(\x0b\x32\x13.lmkv.v1.UnpinOrderH\x00\x12&\n\x06\x63\x61ncel\x18\x07 \x01(\x0b\x32\x14.lmkv.v1.CancelOrderH\x00\x12&\n\x06record\x18\t \x01(\x0b\x32\x14.lmkv.v1.RecordOrderH\x00\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12\x16\n\x0eoperation_name\x18\n \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x0b \x01(\x05\x42\x08\n\x06\x61\x63tion\"\x8c\x01\n\nFetchOrder\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x14\n\x0cpeer_address\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x12\n\nchunk_keys\x18\x04 \x01(\x0c\x12\x1b\n\x04tier\x18\x05 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\r\n\x05\x65poch\x18\x06 \x01(\x03\"o\n\tDropOrder\x12\x1b\n\x04tier\x18\x01 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x12\n\nchunk_keys\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x0b\n\x03\x61ll\x18\x05 \x01(\x08\x12\x0f\n\x07\x64ry_run\x18\x04 \x01(\x08\"s\n\x08PinOrder\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\x12\x1b\n\x04tier\x18\x02 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x12\n\nchunk_keys\x18\x03 \x01(\x0c\x12&\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x1c\n\nUnpinOrder\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\"7\n\x0b\x43\x61ncelOrder\x12\x10\n\x08order_id\x18\x01 \x01(\t\x12\x16\n\x0eoperation_name\x18\x02 \x01(\t\"7\n\x0bRecordOrder\x12(\n\x06record\x18\x01 \x01(\x0b\x32\x18.lmkv.v1.OperationRecord\"C\n\x11\x44\x65registerRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\"\x14\n\x12\x44\x65registerResponse\"I\n\x14ListInstancesRequest\x12\x17\n\tpage_size\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\"V\n\x15ListInstancesResponse\x12$\n\tinstances\x18\x01 \x03(\x0b\x32\x11.lmkv.v1.Instance\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xa8\x02\n\x0fRegistryService\x12?\n\x08Register\x12\x18.lmkv.v1.RegisterRequest\x1a\x19.lmkv.v1.RegisterResponse\x12=\n\x06Report\x12\x16.lmkv.v1.ReportRequest\x1a\x17.lmkv.v1.ReportResponse(\x01\x30\x01\x12\x45\n\nDeregister\x12\x1a.lmkv.v1.DeregisterRequest\x1a\x1b.lmkv.v1.DeregisterResponse\x12N\n\rListInstances\x12\x1d.lmkv.v1.ListInstancesRequest\x1a\x1e.lmkv.v1.ListInstancesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1elmkv/v1/registry_service.proto\x12\x07lmkv.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a#google/longrunning/operations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a\x1blmkv/v1/cache_service.proto\x1a\x13lmkv/v1/chunk.proto\"\xca\x03\n\x08Instance\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x1a\n\x0cpeer_address\x18\x03 \x01(\tB\x04\xe2\x41\x01\x02\x12\x1e\n\x05specs\x18\x04 \x03(\x0b\x32\x0f.lmkv.v1.KvSpec\x12\x0f\n\x07version\x18\x05 \x01(\t\x12!\n\x05tiers\x18\x06 \x03(\x0b\x32\x12.lmkv.v1.TierUsage\x12\x14\n\x0c\x65ngine_count\x18\x07 \x01(\x05\x12.\n\tconflicts\x18\x08 \x03(\x0b\x32\x15.lmkv.v1.SpecConflictB\x04\xe2\x41\x01\x03\x12\x14\n\x06synced\x18\t \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x37\n\rregister_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12\x35\n\x0b\x65xpire_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12%\n\x05stats\x18\x0c \x01(\x0b\x32\x16.lmkv.v1.InstanceStats\x12+\n\rserved_models\x18\r \x03(\x0b\x32\x14.lmkv.v1.ServedModel\"\x8d\x01\n\rInstanceStats\x12\x14\n\x0c\x61sked_chunks\x18\x01 \x01(\x03\x12\x12\n\nown_chunks\x18\x02 \x01(\x03\x12\x13\n\x0bpeer_chunks\x18\x03 \x01(\x03\x12\x16\n\x0e\x65victed_chunks\x18\x04 \x01(\x03\x12%\n\x07traffic\x18\x05 \x03(\x0b\x32\x14.lmkv.v1.PeerTraffic\"R\n\x0bPeerTraffic\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x03\x12\x19\n\x11transferred_bytes\x18\x03 \x01(\x03\"i\n\tTierUsage\x12\x1b\n\x04tier\x18\x01 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x02 \x01(\x03\x12\x12\n\nused_bytes\x18\x03 \x01(\x03\x12\x13\n\x0b\x63hunk_count\x18\x04 \x01(\x03\"n\n\x0cSpecConflict\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x12\n\nmodel_name\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x11\n\town_value\x18\x04 \x01(\t\x12\x13\n\x0bother_value\x18\x05 \x01(\t\"R\n\x0fRegisterRequest\x12)\n\x08instance\x18\x01 \x01(\x0b\x32\x11.lmkv.v1.InstanceB\x04\xe2\x41\x01\x02\x12\x14\n\x06secret\x18\x02 \x01(\x0c\x42\x04\xe2\x41\x01\x01\"|\n\x10RegisterResponse\x12#\n\x08instance\x18\x01 \x01(\x0b\x32\x11.lmkv.v1.Instance\x12,\n\tlease_ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rlayout_map_id\x18\x03 \x01(\t\"\x90\x04\n\rReportRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x16\n\x08sequence\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x16\n\x08snapshot\x18\x04 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1a\n\x0csnapshot_end\x18\x05 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12+\n\x07\x63hanges\x18\x06 \x03(\x0b\x32\x14.lmkv.v1.ChunkChangeB\x04\xe2\x41\x01\x01\x12-\n\x08outcomes\x18\x07 \x03(\x0b\x32\x15.lmkv.v1.OrderOutcomeB\x04\xe2\x41\x01\x01\x12*\n\x07\x64igests\x18\x08 \x03(\x0b\x32\x13.lmkv.v1.TierDigestB\x04\xe2\x41\x01\x01\x12\'\n\x05tiers\x18\t \x03(\x0b\x32\x12.lmkv.v1.TierUsageB\x04\xe2\x41\x01\x01\x12\x1a\n\x0c\x65ngine_count\x18\n \x01(\x05\x42\x04\xe2\x41\x01\x01\x12$\n\x04pins\x18\x0b \x01(\x0b\x32\x10.lmkv.v1.PinListB\x04\xe2\x41\x01\x01\x12+\n\x05stats\x18\x0c \x01(\x0b\x32\x16.lmkv.v1.InstanceStatsB\x04\xe2\x41\x01\x01\x12/\n\x07records\x18\r \x03(\x0b\x32\x18.lmkv.v1.OperationRecordB\x04\xe2\x41\x01\x01\x12\x1c\n\x0etold_elsewhere\x18\x0e \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x14\n\x06secret\x18\x0f \x01(\x0c\x42\x04\xe2\x41\x01\x01\"\x83\x02\n\x0fOperationRecord\x12\x30\n\toperation\x18\x01 \x01(\x0b\x32\x1d.google.longrunning.Operation\x12$\n\x04move\x18\x02 \x01(\x0b\x32\x14.lmkv.v1.MoveRequestH\x00\x12&\n\x05\x63lear\x18\x03 \x01(\x0b\x32\x15.lmkv.v1.ClearRequestH\x00\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\x05\x12\x11\n\tcancelled\x18\x05 \x01(\x08\x12/\n\x0b\x65xpire_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08orphaned\x18\x07 \x01(\x08\x42\t\n\x07request\".\n\x07PinList\x12#\n\x04pins\x18\x01 \x03(\x0b\x32\x15.lmkv.v1.PinnedChunks\"\xf3\x01\n\x0b\x43hunkChange\x12\x1b\n\x04tier\x18\x01 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x12\x15\n\radmitted_keys\x18\x03 \x01(\x0c\x12J\n\x14partial_token_counts\x18\x04 \x03(\x0b\x32,.lmkv.v1.ChunkChange.PartialTokenCountsEntry\x12\x14\n\x0c\x65victed_keys\x18\x05 \x01(\x0c\x1a\x39\n\x17PartialTokenCountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\"O\n\nTierDigest\x12\x1b\n\x04tier\x18\x01 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x03\x12\x0f\n\x07key_sum\x18\x03 \x01(\x06\"\xce\x01\n\x0cOrderOutcome\x12\x10\n\x08order_id\x18\x01 \x01(\t\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12\x13\n\x0b\x63hunk_count\x18\x03 \x01(\x05\x12\x13\n\x0btoken_count\x18\x04 \x01(\x03\x12\x19\n\x11transferred_bytes\x18\x05 \x01(\x03\x12\'\n\x08\x66\x61ilures\x18\x06 \x03(\x0b\x32\x15.lmkv.v1.ChunkFailure\x12\x1a\n\x12pinned_chunk_count\x18\x07 \x01(\x05\"Z\n\x0eReportResponse\x12\x16\n\x0e\x61\x63ked_sequence\x18\x01 \x01(\x03\x12\x10\n\x08revision\x18\x02 \x01(\x03\x12\x1e\n\x06orders\x18\x03 \x03(\x0b\x32\x0e.lmkv.v1.Order\"\xf4\x02\n\x05Order\x12\x10\n\x08order_id\x18\x01 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12$\n\x05\x66\x65tch\x18\x03 \x01(\x0b\x32\x13.lmkv.v1.FetchOrderH\x00\x12\"\n\x04\x64rop\x18\x04 \x01(\x0b\x32\x12.lmkv.v1.DropOrderH\x00\x12 \n\x03pin\x18\x05 \x01(\x0b\x32\x11.lmkv.v1.PinOrderH\x00\x12$\n\x05unpin\x18\x06 \x01(\x0b\x32\x13.lmkv.v1.UnpinOrderH\x00\x12&\n\x06\x63\x61ncel\x18\x07 \x01(\x0b\x32\x14.lmkv.v1.CancelOrderH\x00\x12&\n\x06record\x18\t \x01(\x0b\x32\x14.lmkv.v1.RecordOrderH\x00\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12\x16\n\x0eoperation_name\x18\n \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x0b \x01(\x05\x42\x08\n\x06\x61\x63tion\"\x8c\x01\n\nFetchOrder\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x14\n\x0cpeer_address\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x12\n\nchunk_keys\x18\x04 \x01(\x0c\x12\x1b\n\x04tier\x18\x05 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\r\n\x05\x65poch\x18\x06 \x01(\x03\"o\n\tDropOrder\x12\x1b\n\x04tier\x18\x01 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x12\n\nchunk_keys\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x0b\n\x03\x61ll\x18\x05 \x01(\x08\x12\x0f\n\x07\x64ry_run\x18\x04 \x01(\x08\"s\n\x08PinOrder\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\x12\x1b\n\x04tier\x18\x02 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x12\n\nchunk_keys\x18\x03 \x01(\x0c\x12&\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x1c\n\nUnpinOrder\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\"7\n\x0b\x43\x61ncelOrder\x12\x10\n\x08order_id\x18\x01 \x01(\t\x12\x16\n\x0eoperation_name\x18\x02 \x01(\t\"7\n\x0bRecordOrder\x12(\n\x06record\x18\x01 \x01(\x0b\x32\x18.lmkv.v1.OperationRecord\"Y\n\x11\x44\x65registerRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x14\n\x06secret\x18\x03 \x01(\x0c\x42\x04\xe2\x41\x01\x01\"\x14\n\x12\x44\x65registerResponse\"I\n\x14ListInstancesRequest\x12\x17\n\tpage_size\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\"V\n\x15ListInstancesResponse\x12$\n\tinstances\x18\x01 \x03(\x0b\x32\x11.lmkv.v1.Instance\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xa8\x02\n\x0fRegistryService\x12?\n\x08Register\x12\x18.lmkv.v1.RegisterRequest\x1a\x19.lmkv.v1.RegisterResponse\x12=\n\x06Report\x12\x16.lmkv.v1.ReportRequest\x1a\x17.lmkv.v1.ReportResponse(\x01\x30\x01\x12\x45\n\nDeregister\x12\x1a.lmkv.v1.DeregisterRequest\x1a\x1b.lmkv.v1.DeregisterResponse\x12N\n\rListInstances\x12\x1d.lmkv.v1.ListInstancesRequest\x1a\x1e.lmkv.v1.ListInstancesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -54,6 +54,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INSTANCE'].fields_by_name['expire_time']._serialized_options = b'\342A\001\003'
   _globals['_REGISTERREQUEST'].fields_by_name['instance']._loaded_options = None
   _globals['_REGISTERREQUEST'].fields_by_name['instance']._serialized_options = b'\342A\001\002'
+  _globals['_REGISTERREQUEST'].fields_by_name['secret']._loaded_options = None
+  _globals['_REGISTERREQUEST'].fields_by_name['secret']._serialized_options = b'\342A\001\001'
   _globals['_REPORTREQUEST'].fields_by_name['instance_id']._loaded_options = None
   _globals['_REPORTREQUEST'].fields_by_name['instance_id']._serialized_options = b'\342A\001\002'
   _globals['_REPORTREQUEST'].fields_by_name['epoch']._loaded_options = None
@@ -82,12 +84,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPORTREQUEST'].fields_by_name['records']._serialized_options = b'\342A\001\001'
   _globals['_REPORTREQUEST'].fields_by_name['told_elsewhere']._loaded_options = None
   _globals['_REPORTREQUEST'].fields_by_name['told_elsewhere']._serialized_options = b'\342A\001\001'
+  _globals['_REPORTREQUEST'].fields_by_name['secret']._loaded_options = None
+  _globals['_REPORTREQUEST'].fields_by_name['secret']._serialized_options = b'\342A\001\001'
   _globals['_CHUNKCHANGE_PARTIALTOKENCOUNTSENTRY']._loaded_options = None
   _globals['_CHUNKCHANGE_PARTIALTOKENCOUNTSENTRY']._serialized_options = b'8\001'
   _globals['_DEREGISTERREQUEST'].fields_by_name['instance_id']._loaded_options = None
   _globals['_DEREGISTERREQUEST'].fields_by_name['instance_id']._serialized_options = b'\342A\001\002'
   _globals['_DEREGISTERREQUEST'].fields_by_name['epoch']._loaded_options = None
   _globals['_DEREGISTERREQUEST'].fields_by_name['epoch']._serialized_options = b'\342A\001\002'
+  _globals['_DEREGISTERREQUEST'].fields_by_name['secret']._loaded_options = None
+  _globals['_DEREGISTERREQUEST'].fields_by_name['secret']._serialized_options = b'\342A\001\001'
   _globals['_LISTINSTANCESREQUEST'].fields_by_name['page_size']._loaded_options = None
   _globals['_LISTINSTANCESREQUEST'].fields_by_name['page_size']._serialized_options = b'\342A\001\001'
   _globals['_LISTINSTANCESREQUEST'].fields_by_name['page_token']._loaded_options = None
@@ -103,47 +109,47 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SPECCONFLICT']._serialized_start=1049
   _globals['_SPECCONFLICT']._serialized_end=1159
   _globals['_REGISTERREQUEST']._serialized_start=1161
-  _globals['_REGISTERREQUEST']._serialized_end=1221
-  _globals['_REGISTERRESPONSE']._serialized_start=1223
-  _globals['_REGISTERRESPONSE']._serialized_end=1347
-  _globals['_REPORTREQUEST']._serialized_start=1350
-  _globals['_REPORTREQUEST']._serialized_end=1856
-  _globals['_OPERATIONRECORD']._serialized_start=1859
-  _globals['_OPERATIONRECORD']._serialized_end=2118
-  _globals['_PINLIST']._serialized_start=2120
-  _globals['_PINLIST']._serialized_end=2166
-  _globals['_CHUNKCHANGE']._serialized_start=2169
-  _globals['_CHUNKCHANGE']._serialized_end=2412
-  _globals['_CHUNKCHANGE_PARTIALTOKENCOUNTSENTRY']._serialized_start=2355
-  _globals['_CHUNKCHANGE_PARTIALTOKENCOUNTSENTRY']._serialized_end=2412
-  _globals['_TIERDIGEST']._serialized_start=2414
-  _globals['_TIERDIGEST']._serialized_end=2493
-  _globals['_ORDEROUTCOME']._serialized_start=2496
-  _globals['_ORDEROUTCOME']._serialized_end=2702
-  _globals['_REPORTRESPONSE']._serialized_start=2704
-  _globals['_REPORTRESPONSE']._serialized_end=2794
-  _globals['_ORDER']._serialized_start=2797
-  _globals['_ORDER']._serialized_end=3169
-  _globals['_FETCHORDER']._serialized_start=3172
-  _globals['_FETCHORDER']._serialized_end=3312
-  _globals['_DROPORDER']._serialized_start=3314
-  _globals['_DROPORDER']._serialized_end=3425
-  _globals['_PINORDER']._serialized_start=3427
-  _globals['_PINORDER']._serialized_end=3542
-  _globals['_UNPINORDER']._serialized_start=3544
-  _globals['_UNPINORDER']._serialized_end=3572
-  _globals['_CANCELORDER']._serialized_start=3574
-  _globals['_CANCELORDER']._serialized_end=3629
-  _globals['_RECORDORDER']._serialized_start=3631
-  _globals['_RECORDORDER']._serialized_end=3686
-  _globals['_DEREGISTERREQUEST']._serialized_start=3688
-  _globals['_DEREGISTERREQUEST']._serialized_end=3755
-  _globals['_DEREGISTERRESPONSE']._serialized_start=3757
-  _globals['_DEREGISTERRESPONSE']._serialized_end=3777
-  _globals['_LISTINSTANCESREQUEST']._serialized_start=3779
-  _globals['_LISTINSTANCESREQUEST']._serialized_end=3852
-  _globals['_LISTINSTANCESRESPONSE']._serialized_start=3854
-  _globals['_LISTINSTANCESRESPONSE']._serialized_end=3940
-  _globals['_REGISTRYSERVICE']._serialized_start=3943
-  _globals['_REGISTRYSERVICE']._serialized_end=4239
+  _globals['_REGISTERREQUEST']._serialized_end=1243
+  _globals['_REGISTERRESPONSE']._serialized_start=1245
+  _globals['_REGISTERRESPONSE']._serialized_end=1369
+  _globals['_REPORTREQUEST']._serialized_start=1372
+  _globals['_REPORTREQUEST']._serialized_end=1900
+  _globals['_OPERATIONRECORD']._serialized_start=1903
+  _globals['_OPERATIONRECORD']._serialized_end=2162
+  _globals['_PINLIST']._serialized_start=2164
+  _globals['_PINLIST']._serialized_end=2210
+  _globals['_CHUNKCHANGE']._serialized_start=2213
+  _globals['_CHUNKCHANGE']._serialized_end=2456
+  _globals['_CHUNKCHANGE_PARTIALTOKENCOUNTSENTRY']._serialized_start=2399
+  _globals['_CHUNKCHANGE_PARTIALTOKENCOUNTSENTRY']._serialized_end=2456
+  _globals['_TIERDIGEST']._serialized_start=2458
+  _globals['_TIERDIGEST']._serialized_end=2537
+  _globals['_ORDEROUTCOME']._serialized_start=2540
+  _globals['_ORDEROUTCOME']._serialized_end=2746
+  _globals['_REPORTRESPONSE']._serialized_start=2748
+  _globals['_REPORTRESPONSE']._serialized_end=2838
+  _globals['_ORDER']._serialized_start=2841
+  _globals['_ORDER']._serialized_end=3213
+  _globals['_FETCHORDER']._serialized_start=3216
+  _globals['_FETCHORDER']._serialized_end=3356
+  _globals['_DROPORDER']._serialized_start=3358
+  _globals['_DROPORDER']._serialized_end=3469
+  _globals['_PINORDER']._serialized_start=3471
+  _globals['_PINORDER']._serialized_end=3586
+  _globals['_UNPINORDER']._serialized_start=3588
+  _globals['_UNPINORDER']._serialized_end=3616
+  _globals['_CANCELORDER']._serialized_start=3618
+  _globals['_CANCELORDER']._serialized_end=3673
+  _globals['_RECORDORDER']._serialized_start=3675
+  _globals['_RECORDORDER']._serialized_end=3730
+  _globals['_DEREGISTERREQUEST']._serialized_start=3732
+  _globals['_DEREGISTERREQUEST']._serialized_end=3821
+  _globals['_DEREGISTERRESPONSE']._serialized_start=3823
+  _globals['_DEREGISTERRESPONSE']._serialized_end=3843
+  _globals['_LISTINSTANCESREQUEST']._serialized_start=3845
+  _globals['_LISTINSTANCESREQUEST']._serialized_end=3918
+  _globals['_LISTINSTANCESRESPONSE']._serialized_start=3920
+  _globals['_LISTINSTANCESRESPONSE']._serialized_end=4006
+  _globals['_REGISTRYSERVICE']._serialized_start=4009
+  _globals['_REGISTRYSERVICE']._serialized_end=4305
 # @@protoc_insertion_point(module_scope)

@@ -261,6 +261,11 @@ class RegisterRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INSTANCE_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    secret: _builtins.bytes
+    """Proves that later calls come from the same node: 16 to 64 random bytes that it keeps across restarts. No call returns
+    it. Empty: the id is not protected.
+    """
     @_builtins.property
     def instance(self) -> Global___Instance:
         """The node that joins."""
@@ -269,10 +274,11 @@ class RegisterRequest(_message.Message):
         self,
         *,
         instance: Global___Instance | None = ...,
+        secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "secret", b"secret"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -334,6 +340,7 @@ class ReportRequest(_message.Message):
     STATS_FIELD_NUMBER: _builtins.int
     RECORDS_FIELD_NUMBER: _builtins.int
     TOLD_ELSEWHERE_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The instance."""
     epoch: _builtins.int
@@ -350,6 +357,8 @@ class ReportRequest(_message.Message):
     """In a stream's first report, without a snapshot: the chunks are told to another coordinator of the same layout map,
     and this stream carries all else.
     """
+    secret: _builtins.bytes
+    """In a stream's first report: the secret that the instance registered with."""
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkChange]:
         """What is now held that was not, and what no longer is; in order."""
@@ -395,10 +404,11 @@ class ReportRequest(_message.Message):
         stats: Global___InstanceStats | None = ...,
         records: _abc.Iterable[Global___OperationRecord] | None = ...,
         told_elsewhere: _builtins.bool = ...,
+        secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pins", b"pins", "stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "digests", b"digests", "engine_count", b"engine_count", "epoch", b"epoch", "instance_id", b"instance_id", "outcomes", b"outcomes", "pins", b"pins", "records", b"records", "sequence", b"sequence", "snapshot", b"snapshot", "snapshot_end", b"snapshot_end", "stats", b"stats", "tiers", b"tiers", "told_elsewhere", b"told_elsewhere"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "digests", b"digests", "engine_count", b"engine_count", "epoch", b"epoch", "instance_id", b"instance_id", "outcomes", b"outcomes", "pins", b"pins", "records", b"records", "secret", b"secret", "sequence", b"sequence", "snapshot", b"snapshot", "snapshot_end", b"snapshot_end", "stats", b"stats", "tiers", b"tiers", "told_elsewhere", b"told_elsewhere"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -938,19 +948,23 @@ class DeregisterRequest(_message.Message):
 
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The instance."""
     epoch: _builtins.int
     """Its epoch."""
+    secret: _builtins.bytes
+    """The secret that it registered with."""
     def __init__(
         self,
         *,
         instance_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
+        secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "instance_id", b"instance_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "instance_id", b"instance_id", "secret", b"secret"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

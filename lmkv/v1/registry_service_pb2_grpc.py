@@ -72,14 +72,17 @@ class RegistryServiceServicer:
     def Register(self, request, context):
         """Joins the fleet, or rejoins it after a restart of either side. Repeating it is safe.
 
-        A newer epoch replaces an older one at once. Two living processes with one id are told apart by their address.
+        An id belongs to the node that registered it, until that node deregisters or its lease ends: only calls with the same
+        `secret` register it again, report for it or deregister it. A newer epoch with the same secret replaces an older one
+        at once. Instances that register without a secret are told apart by their address alone.
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_INSTANCE`): the id is empty, the peer address does not parse, or a field is too large; the
         message names it.
         * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): a spec's fingerprint is not the digest of its fields; a served model is of no
         spec of the instance, its name is empty or too long, or there are too many.
-        * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): another living process holds this id; the metadata says where.
+        * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): another node holds this id; the metadata says where. Its lease ends
+        `lease_ttl` after its last report.
         * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
         * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once, or a model would have more than 64 specs and
         adapters; come back after `retry_seconds`.
@@ -97,6 +100,7 @@ class RegistryServiceServicer:
 
         Errors:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered; register and open a new stream.
+        * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): the secret is not the one that the instance registered with.
         * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
         * `FAILED_PRECONDITION` (`RESYNC_REQUIRED`): a report was lost; open a new stream with a snapshot.
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes.
@@ -112,6 +116,7 @@ class RegistryServiceServicer:
 
         Errors:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
+        * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): the secret is not the one that the instance registered with.
         * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Iterator, Sequence
+from hashlib import sha256
 
 from lmkv.errors import InstanceIdInUse, InstanceNotFound, StaleEpoch
 from lmkv.v1 import chunk_pb2, registry_service_pb2
@@ -13,8 +15,9 @@ from lmkv_server.coordinator.registration import MAX_SHOWN, Registration
 class Instance:
     """A registered node. Times are in seconds of the clock that `now` comes from."""
 
-    def __init__(self, said: Registration, now: float, expire_time: float) -> None:
+    def __init__(self, said: Registration, now: float, expire_time: float, secret: bytes = b"") -> None:
         self.said = said
+        self._secret_digest = sha256(secret).digest() if secret else b""
         self.register_time = now
         self.expire_time = expire_time
         self.stream: object | None = None
@@ -31,6 +34,10 @@ class Instance:
         """Engines attached to it, as it last said."""
         self.stats = registry_service_pb2.InstanceStats()
         """What it has done, as it last said."""
+
+    def is_proven(self, secret: bytes) -> bool:
+        """Whether this is the secret that it registered with."""
+        return hmac.compare_digest(self._secret_digest, sha256(secret).digest() if secret else b"")
 
     def chunk_size(self, fingerprint: bytes) -> int:
         """Tokens in a full chunk of one of its specs; of its first spec if it has not named this one."""
@@ -59,15 +66,17 @@ class Instances:
 
     # --- Coming and going ----------------------------------------------------------------------------------------
 
-    def register(self, said: Registration, now: float) -> Instance:
+    def register(self, said: Registration, now: float, secret: bytes = b"") -> Instance:
         """Takes an instance in, or notes what it now says of itself; either renews its lease.
 
         A newer epoch replaces an older one. Raises `StaleEpoch` if the registered epoch is newer, `InstanceIdInUse`
-        if it lives at another address: it has a stream open and its lease has not run out.
+        if the id is registered with another secret; without secrets, if it lives at another address: it has a stream
+        open and its lease has not run out. `Full` if a model has too many specs.
         """
+        self.check_secret(said.instance_id, secret)
         known = self._by_id.get(said.instance_id)
         if known is not None:
-            self._refuse_impostor(known, said, now)
+            self._refuse_impostor(known, said, now, secret)
         self.models.check_room(said)
         if known is not None:
             self.models.remove(known.said)
@@ -75,7 +84,7 @@ class Instances:
             known.said = said
             known.expire_time = now + self.lease_ttl
         else:
-            known = self._by_id[said.instance_id] = Instance(said, now, now + self.lease_ttl)
+            known = self._by_id[said.instance_id] = Instance(said, now, now + self.lease_ttl, secret)
         self.models.add(said)
         return known
 
@@ -94,6 +103,12 @@ class Instances:
                 f"instance {shown!r} of epoch {epoch} is not registered", instance_id=shown, epoch=epoch
             )
         return known
+
+    def check_secret(self, instance_id: str, secret: bytes) -> None:
+        """Raises `InstanceIdInUse` if the id is registered with another secret, until `expire` finds its lease over."""
+        known = self._by_id.get(instance_id)
+        if known is not None and not known.is_proven(secret):
+            raise self._in_use(known)
 
     def named(self, instance_id: str, field: str) -> Instance:
         """The instance that a request's field names. Raises `InstanceNotFound`, with those that there are."""
@@ -138,19 +153,22 @@ class Instances:
 
     # --- Inside --------------------------------------------------------------------------------------------------
 
-    def _refuse_impostor(self, known: Instance, said: Registration, now: float) -> None:
+    def _refuse_impostor(self, known: Instance, said: Registration, now: float, secret: bytes) -> None:
         if said.epoch < known.said.epoch and known.expire_time > now:
             raise self._stale(known, said.epoch)
         alive = known.stream is not None and known.expire_time > now
-        if alive and said.peer_address != known.said.peer_address:
-            raise InstanceIdInUse(
-                f"instance_id {said.instance_id!r} is in use by a living node at {known.said.peer_address}; "
-                "give this one another instance_id",
-                instance_id=said.instance_id,
-                peer_address=known.said.peer_address,
-                epoch=known.said.epoch,
-                lease_ttl=self.lease_ttl,
-            )
+        if alive and not secret and said.peer_address != known.said.peer_address:
+            raise self._in_use(known)
+
+    def _in_use(self, known: Instance) -> InstanceIdInUse:
+        return InstanceIdInUse(
+            f"instance_id {known.said.instance_id!r} is in use by a living node at {known.said.peer_address}; "
+            "give this one another instance_id",
+            instance_id=known.said.instance_id,
+            peer_address=known.said.peer_address,
+            epoch=known.said.epoch,
+            lease_ttl=self.lease_ttl,
+        )
 
     def _stale(self, known: Instance, epoch: int) -> StaleEpoch:
         return StaleEpoch(

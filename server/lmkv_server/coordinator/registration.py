@@ -11,6 +11,8 @@ from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 
 MAX_ID_BYTES = 256
+SECRET_BYTES = range(16, 65)
+"""How long the secret of an instance may be."""
 MAX_SHOWN = 500
 """Characters of a caller's text that an error repeats: all of it must fit into the trailers of a call."""
 
@@ -54,6 +56,16 @@ def registration(message: pb.Instance) -> Registration:
         version=message.version,
         served_models=served_models(message.served_models, {spec.fingerprint for spec in specs}),
     )
+
+
+def check_secret(secret: bytes, instance_id: str) -> None:
+    """Raises `BadInstance` if the secret is one that can be guessed, or too long."""
+    if secret and len(secret) not in SECRET_BYTES:
+        raise BadInstance(
+            f"secret has {len(secret)} bytes; it must have {SECRET_BYTES.start} to {SECRET_BYTES.stop - 1}",
+            instance_id=instance_id,
+            field="secret",
+        )
 
 
 def _specs(message: pb.Instance) -> tuple[KvSpec, ...]:

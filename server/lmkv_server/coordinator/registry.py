@@ -42,16 +42,17 @@ class Registry:
         self._unsettled: dict[str, Instance] = {}
         """Instances whose snapshot was not in when last looked at."""
 
-    def register(self, said: Registration, now: float) -> Instance:
+    def register(self, said: Registration, now: float, secret: bytes = b"") -> Instance:
         """Takes an instance in; a newer epoch's predecessor is forgotten with all it held.
 
         Raises as `Instances`, and `Full` if it has to wait for its turn to tell what it holds.
         """
+        self.instances.check_secret(said.instance_id, secret)
         before = self.instances.find(said.instance_id)
         joins = before is None or before.stream is None or before.said.epoch != said.epoch
         if joins:
             self._check_admission(said, now)
-        instance = self.instances.register(said, now)
+        instance = self.instances.register(said, now, secret)
         if before is not None and before is not instance:
             self._forget(before)
         if joins:

@@ -21,7 +21,7 @@ from lmkv_server.coordinator.keeping import Keeping
 from lmkv_server.coordinator.orders import Orders
 from lmkv_server.coordinator.outbox import Outbox
 from lmkv_server.coordinator.pages import page_limit, page_token, read_page_token
-from lmkv_server.coordinator.registration import registration
+from lmkv_server.coordinator.registration import check_secret, registration
 from lmkv_server.coordinator.registry import Registry
 from lmkv_server.coordinator.report_stream import ReportStream
 from lmkv_server.coordinator.shared.share import OwnMap, Share
@@ -60,12 +60,13 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
         now = time.monotonic()
         said = registration(request.instance)
+        check_secret(request.secret, said.instance_id)
         before = self._registry.instances.find(said.instance_id)
         news = before is None or before.said != said
         if before is None:
             self._check_quota("max_instances", len(self._registry.instances) + 1)
         try:
-            instance = self._registry.register(said, now)
+            instance = self._registry.register(said, now, request.secret)
         except Full:  # no word of it here: there may be thousands
             raise
         except LmkvError as error:
@@ -114,6 +115,8 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
             async for report in reports:
                 if stream is None:
                     instance_id = report.instance_id
+                    self._registry.instances.get(instance_id, report.epoch)
+                    self._registry.instances.check_secret(instance_id, report.secret)
                     self._outboxes[instance_id] = outbox
                     stream = await self._open_stream(report, outbox)
                     self._orders.connect(instance_id, outbox.tell)
@@ -181,6 +184,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
             self._orders.end(report.instance_id, outcome)
 
     async def Deregister(self, request: pb.DeregisterRequest, context: Any) -> pb.DeregisterResponse:
+        self._registry.instances.check_secret(request.instance_id, request.secret)
         self._registry.deregister(request.instance_id, request.epoch)
         logger.info("instance %s left", request.instance_id)
         return pb.DeregisterResponse()

@@ -19,7 +19,7 @@ from typing import Self
 
 from lmkv import rpc
 from lmkv.credentials import Credentials
-from lmkv.errors import LmkvError, Unreachable
+from lmkv.errors import Unreachable
 from lmkv.keys import ChunkKey
 from lmkv.resolver import resolve
 from lmkv.v1 import cache_service_pb2, chunk_pb2
@@ -42,7 +42,8 @@ class Fleet:
     that it may iterate over a living index. `orders` are told what a coordinator wants done. `on_conflicts` is told
     whenever the instances that share nothing with this one have changed, as seen at each registration. The intervals
     are how often it registers anew, how often, if anything changed, digests are compared, and how often names are
-    resolved. Without coordinators nothing is done and nothing is ever found.
+    resolved. `secret` proves to coordinators that it is the same node as before. Without coordinators nothing is done
+    and nothing is ever found.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Fleet:
         resolve_interval_seconds: float = 5.0,
         max_pending_changes: int = 200_000,
         credentials: Credentials = rpc.PLAINTEXT,
+        secret: bytes = b"",
         resolve: Callable[[str], Awaitable[list[str]]] = resolve,
     ) -> None:
         self.on_conflicts = on_conflicts
@@ -79,11 +81,10 @@ class Fleet:
             digest_interval_seconds=digest_interval_seconds,
             register_interval_seconds=register_interval_seconds,
             max_pending_changes=max_pending_changes,
+            secret=secret,
         )
         self._members: dict[str, Member] = {}
         """By the coordinator's IP address and port."""
-        self._waits: dict[str, asyncio.Task[None]] = {}
-        self._refused: asyncio.Future[None] | None = None
         self._unknown: set[str] = set()
         self._following: asyncio.Task[None] | None = None
         self._asked = 0
@@ -91,7 +92,6 @@ class Fleet:
     # --- Life ----------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        self._refused = asyncio.get_running_loop().create_future()
         self._instance_id = self._describe().instance_id
         await self._find()
         await self._roles_alarm.__aenter__()
@@ -111,8 +111,6 @@ class Fleet:
             await asyncio.gather(following, return_exceptions=True)
         await self._roles_alarm.aclose()
         await asyncio.gather(*map(self._leave, tuple(self._members)))
-        if self._refused is not None and not self._refused.cancel() and not self._refused.cancelled():
-            self._refused.exception()  # whoever waited has it
 
     async def started(self) -> None:
         """Returns once every coordinator that answers knows the node; it joins the others when they do.
@@ -120,11 +118,6 @@ class Fleet:
         Raises `ConfigError` if another living node has this instance id.
         """
         await asyncio.gather(*(member.started() for member in self.members))
-
-    async def wait(self) -> None:
-        """Lasts until the fleet has no place for this node: raises `ConfigError` when another has its instance id."""
-        assert self._refused is not None, "it is entered"
-        await asyncio.shield(self._refused)
 
     # --- Coordinators --------------------------------------------------------------------------------------------
 
@@ -162,18 +155,8 @@ class Fleet:
             credentials = dataclasses.replace(credentials, name=host)
         member = self._make_member(address, credentials=credentials, tells_chunks=partial(self._tells_chunks, address))
         self._members[address] = await member.__aenter__()
-        self._waits[address] = asyncio.create_task(self._watch(member), name=f"lmkv-fleet-{address}")
-
-    async def _watch(self, member: Member) -> None:
-        try:
-            await member.wait()
-        except LmkvError as error:
-            assert self._refused is not None
-            if not self._refused.done():
-                self._refused.set_exception(error)
 
     async def _leave(self, address: str) -> None:
-        self._waits.pop(address).cancel()
         await self._members.pop(address).aclose()
 
     # --- Which of them is told the chunks ------------------------------------------------------------------------
@@ -234,6 +217,11 @@ class Fleet:
     def connected_count(self) -> int:
         """Coordinators that answer, as far as is known."""
         return sum(member.connected for member in self.members)
+
+    @property
+    def refused_count(self) -> int:
+        """Coordinators at which another node has this one's instance id."""
+        return sum(member.is_refused for member in self.members)
 
     @property
     def conflicts(self) -> list[pb.SpecConflict]:

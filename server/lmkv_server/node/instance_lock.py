@@ -1,13 +1,17 @@
-"""One node per instance id and host."""
+"""One node per instance id and host, and the secret by which coordinators know it again after a restart."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import secrets
+import stat
 from pathlib import Path
 from typing import TextIO
 
 from lmkv.errors import ConfigError
+
+SECRET_BYTES = 32
 
 
 class InstanceLock:
@@ -36,3 +40,32 @@ class InstanceLock:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+def instance_secret(path: Path) -> bytes:
+    """The secret of this instance, which the node that made it has kept in a file for this user only.
+
+    A file of another owner, mode or length is replaced. Hold the `InstanceLock`. Raises `ConfigError` if the file
+    cannot be written.
+    """
+    try:
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077:
+            kept = path.read_bytes()
+            if len(kept) == SECRET_BYTES:
+                return kept
+    except OSError:
+        pass  # there is none that can be read
+    secret = secrets.token_bytes(SECRET_BYTES)
+    new = path.with_suffix(".new")
+    try:
+        new.unlink(missing_ok=True)
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secret)
+        new.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"runtime_dir: cannot write {path}: {error.strerror}; set runtime_dir to a folder that this user may write",
+            key="runtime_dir",
+        ) from None
+    return secret

@@ -3,7 +3,8 @@
     register ──► report until the stream breaks ──► pause ──► register anew ...
                    └── its role is another ──► at once ──┘
 
-Whatever happens to the coordinator, the node goes on: it then finds nothing elsewhere and is found by nobody.
+Whatever happens to the coordinator, the node keeps serving its engines: it then finds nothing elsewhere and no other
+node finds it. The same is true while another node has its instance id.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ MAX_BUSY_PAUSE_SECONDS = 3.0
 """The same, where the coordinator is there and does not answer in time: perhaps thousands want to join."""
 MAX_REST_SECONDS = 30.0
 """The same, where the coordinator has no room and says when to come back."""
+REFUSED_REST_SECONDS = 5.0
+"""The same, where another node has the instance id."""
 MIN_ROLE_SECONDS = 1.0
 """Between two changes of a member's role: each costs a registration, and perhaps a snapshot."""
 
@@ -83,6 +86,7 @@ class Member:
         register_interval_seconds: float = 30.0,
         max_pending_changes: int = 200_000,
         credentials: Credentials = rpc.PLAINTEXT,
+        secret: bytes = b"",
     ) -> None:
         self.coordinator_address = coordinator_address
         self._credentials = credentials
@@ -91,6 +95,8 @@ class Member:
         told to it."""
         self.role: Role | None = None
         """What the stream under way is for; None if there is none."""
+        self.is_refused = False
+        """Whether another node has this one's instance id at the coordinator."""
         self._describe = instance
         self._snapshot = snapshot
         self._orders = orders
@@ -106,7 +112,8 @@ class Member:
         self._cache: Any = None
         self._task: asyncio.Task[None] | None = None
         self._is_closing = False
-        self._registration = Registration(describe=instance, on_conflicts=on_conflicts)
+        self._secret = secret
+        self._registration = Registration(describe=instance, on_conflicts=on_conflicts, secret=secret)
         self._asking = Asking(coordinator_address)
         self._stream: ReportStream | None = None
         self._registration_is_old = False
@@ -114,8 +121,7 @@ class Member:
         self._rest_seconds = 0.0
         self._logged = ""
         self._settled = asyncio.Event()
-        self._ended = asyncio.Event()
-        self._error: LmkvError | None = None
+        self._start_error: ConfigError | None = None
 
     # --- Life ----------------------------------------------------------------------------------------------------
 
@@ -141,9 +147,9 @@ class Member:
         self._settled.set()
         channel, self._channel = self._channel, None
         if channel is not None:
-            if self._registration.membership is not None and self._error is None:
+            if self._registration.membership is not None and not self.is_refused:
                 said = self._registration.membership.instance
-                farewell = pb.DeregisterRequest(instance_id=said.instance_id, epoch=said.epoch)
+                farewell = pb.DeregisterRequest(instance_id=said.instance_id, epoch=said.epoch, secret=self._secret)
                 with suppress(grpc.RpcError):  # then the lease will run out
                     await self._registry.Deregister(farewell, timeout=DEREGISTER_TIMEOUT_SECONDS)
             await channel.close(None)
@@ -154,18 +160,12 @@ class Member:
         Raises `ConfigError` if another living node has this instance id.
         """
         await self.settled()
-        if self._error is not None:
-            raise self._error
+        if self._start_error is not None:
+            raise self._start_error
 
     async def settled(self) -> None:
         """Returns once the first attempt to join has succeeded or failed."""
         await self._settled.wait()
-
-    async def wait(self) -> None:
-        """Lasts until the fleet has no place for this node: raises `ConfigError` when another has its instance id."""
-        await self._ended.wait()
-        assert self._error is not None
-        raise self._error
 
     # --- What this node holds ------------------------------------------------------------------------------------
 
@@ -242,8 +242,6 @@ class Member:
             longest_pause = await self._join_once()
             if self._is_closing:  # a task group that fails just when it is cancelled swallows the cancellation
                 return
-            if self._error is not None:
-                break
             if not longest_pause:
                 continue
             lease_ttl = self._registration.membership.lease_ttl if self._registration.membership else 0.0
@@ -251,8 +249,6 @@ class Member:
             pause = MIN_PAUSE_SECONDS if was_stable else min(2 * pause, longest_pause)
             await asyncio.sleep(max(pause * random.uniform(0.5, 1.0), self._rest_seconds))  # noqa: S311 # spreads them
             self._rest_seconds = 0.0
-        self._settled.set()
-        self._ended.set()
 
     async def _join_once(self) -> float:
         """Registers and reports until that ends, and draws the consequences. The longest pause before the next time."""
@@ -262,7 +258,8 @@ class Member:
             self._stream = self._open_stream(membership)
             if self._registration_is_old:  # something changed while the registration was on its way
                 self._stream.refresh()
-            self._asking.doubted, self._logged, self._refused_since = False, "", None
+            self._asking.doubted, self._logged = False, ""
+            self.is_refused, self._refused_since = False, None
             logger.info("instance %s joined the fleet at %s", membership.instance.instance_id, self.coordinator_address)
             self._settled.set()
             await self._report(self._stream, membership)
@@ -327,6 +324,7 @@ class Member:
             digest_interval_seconds=self._digest_interval_seconds,
             register_interval_seconds=self._register_interval_seconds,
             max_pending_changes=self._max_pending_changes,
+            secret=self._secret,
         )
 
     def _answered(self) -> None:
@@ -335,19 +333,26 @@ class Member:
     def _refused(self, error: InstanceIdInUse | StaleEpoch) -> None:
         """Another node has the id: at the start perhaps a dead one whose lease has yet to end.
 
-        Its epoch may be the newer one: then the clock was set back since.
+        A node that has started keeps what it holds and keeps serving its engines; it only waits for its id. Its epoch
+        may be the newer one: then the clock was set back since.
         """
-        self._log_loss(error)
         now = time.monotonic()
         self._refused_since = self._refused_since or now
-        lease_ttl = float(error.metadata.get("lease_ttl", 3.0))
-        is_late = now - self._refused_since > lease_ttl
-        if is_late if self._registration.membership is None else isinstance(error, StaleEpoch):
-            self._give_up(error)
-
-    def _give_up(self, error: LmkvError) -> None:
-        logger.error("out of the fleet for good: %s", error)
-        self._error = ConfigError(str(error), key="instance_id")
+        if self._settled.is_set():
+            self._rest_seconds = REFUSED_REST_SECONDS
+            if not self.is_refused:
+                logger.error(
+                    "lost its place in the fleet at %s, keeps serving its engines and tries again every %g s: %s",
+                    self.coordinator_address,
+                    REFUSED_REST_SECONDS,
+                    error,
+                )
+        else:
+            self._log_loss(error)
+            if now - self._refused_since > float(error.metadata.get("lease_ttl", 3.0)):
+                self._start_error = ConfigError(str(error), key="instance_id")
+                self._settled.set()
+        self.is_refused = True
 
     def _log_loss(self, error: LmkvError) -> None:
         text = f"not in the fleet at {self.coordinator_address}, trying again: {error}"

@@ -156,6 +156,11 @@ class Metrics(Collector):
             "fetches_refused_slower", "Fetches not offered: to compute is quicker.", self._lookups.refused_slower
         )
         yield _gauge("coordinators_connected", "Coordinators that answer.", self._fleet.connected_count)
+        yield _gauge(
+            "coordinators_refusing",
+            "Coordinators at which another node has the instance id.",
+            self._fleet.refused_count,
+        )
         yield _counter(
             "lookup_failures", "Lookups that a coordinator did not answer, or refused.", self._fleet.lookup_failures
         )

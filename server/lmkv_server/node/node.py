@@ -33,7 +33,7 @@ from lmkv_server.node.engines import Engines
 from lmkv_server.node.eviction import POLICIES
 from lmkv_server.node.fleet import Fleet
 from lmkv_server.node.host_tier import HostTier
-from lmkv_server.node.instance_lock import InstanceLock
+from lmkv_server.node.instance_lock import InstanceLock, instance_secret
 from lmkv_server.node.ledger import Ledger
 from lmkv_server.node.metrics import Metrics
 from lmkv_server.node.metrics_server import MetricsServer
@@ -156,6 +156,7 @@ class Node:
         self.fleet = Fleet(
             config.coordinator_address if config.enable_p2p else (),
             credentials=config.credentials,
+            secret=instance_secret(config.secret_path),
             instance=self.describe,
             snapshot=lambda: holdings.held(self.tier, self.disk),
             orders=self.orders,
@@ -306,15 +307,9 @@ class Node:
         self._idle_since = time.monotonic()
 
     async def wait(self) -> None:
-        """Lasts until the node cannot go on: raises `ConfigError` if its memory or its instance id is not its own."""
-        taken = asyncio.create_task(self.fleet.wait())
-        try:
-            await asyncio.wait({self._populating, taken}, return_when=asyncio.FIRST_COMPLETED)
-            if self._populating.done():
-                self._populating.result()
-            await taken
-        finally:
-            taken.cancel()
+        """Lasts until the node cannot run: raises `ConfigError` if there is no memory for its pool."""
+        await asyncio.shield(self._populating)
+        await asyncio.get_running_loop().create_future()
 
     def _replace(self, reason: str) -> None:
         logger.info("ending: %s", reason)

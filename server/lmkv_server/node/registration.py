@@ -36,20 +36,26 @@ class Membership:
 
 
 class Registration:
-    """`describe` gives the node as it is now. `on_conflicts` is called whenever `conflicts` has changed."""
+    """`describe` gives the node as it is now, `secret` proves that it is the same one as before.
 
-    def __init__(self, *, describe: Callable[[], pb.Instance], on_conflicts: Callable[[], None]) -> None:
+    `on_conflicts` is called whenever `conflicts` has changed.
+    """
+
+    def __init__(
+        self, *, describe: Callable[[], pb.Instance], on_conflicts: Callable[[], None], secret: bytes = b""
+    ) -> None:
         self.membership: Membership | None = None
         """What the last successful attempt settled."""
         self.conflicts: list[pb.SpecConflict] = []
         """Instances of the same models that share nothing with this one, and why, as of then."""
         self._describe = describe
         self._on_conflicts = on_conflicts
+        self._secret = secret
 
     async def make(self, registry: Any, *, wait_for_ready: bool) -> Membership:
         """Registers the node as it is now. Raises what the coordinator answers, or `Unreachable`."""
         said = self._describe()
-        request = pb.RegisterRequest(instance=said)
+        request = pb.RegisterRequest(instance=said, secret=self._secret)
         try:
             response = await registry.Register(request, timeout=REGISTER_TIMEOUT_SECONDS, wait_for_ready=wait_for_ready)
         except grpc.RpcError as error:

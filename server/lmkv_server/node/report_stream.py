@@ -29,7 +29,7 @@ class ReportStream:
     Orders that come are handed to `orders`, and their outcomes told until the report that carries them is acknowledged.
     `describe` gives the node as it is now, `snapshot` everything it holds now, read in one go. `register` registers
     the node anew, which also brings news of the others. `on_answer` is called with each sign of life of the
-    coordinator, `on_told` when `has_told` becomes true.
+    coordinator, `on_told` when `has_told` becomes true. `secret` is the one that the node registered with.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class ReportStream:
         digest_interval_seconds: float,
         register_interval_seconds: float,
         max_pending_changes: int,
+        secret: bytes = b"",
     ) -> None:
         self._membership = membership
         self._coordinator_address = coordinator_address
@@ -57,6 +58,7 @@ class ReportStream:
         self._digest_interval_seconds = digest_interval_seconds
         self._register_interval_seconds = register_interval_seconds
         self._max_pending_changes = max_pending_changes
+        self._secret = secret
         self.has_told = False
         """Whether the coordinator has acknowledged the snapshot."""
         self._changes: Changes | None = None
@@ -199,6 +201,8 @@ class ReportStream:
         report.instance_id = self._membership.instance.instance_id
         report.epoch = self._membership.instance.epoch
         report.sequence = self._sequence
+        if self._sequence == 1:
+            report.secret = self._secret
         self._telling.update((outcome.order_id, self._sequence) for outcome in report.outcomes)
         try:
             await call.write(report)

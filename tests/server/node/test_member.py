@@ -16,6 +16,8 @@ from lmkv_server.coordinator.coordinator import Coordinator
 from tests.server.node.fleet_parts import KEYS, LEASE_SECONDS, Asker, Shelf, Wire
 from tests.waiting import WAIT_SECONDS, eventually, until
 
+SECRET = b"of node a, and a copy of it"
+
 
 @pytest.fixture
 async def coordinator() -> AsyncIterator[Coordinator]:
@@ -198,8 +200,6 @@ async def test_a_second_node_of_one_id_is_refused_with_a_clear_message(coordinat
             with pytest.raises(ConfigError, match=r"instance_id 'a' is in use by a living node at 127\.0\.0\.1:7000"):
                 await fleet.started()
             assert time.monotonic() - began >= LEASE_SECONDS, "the living one might have been about to expire"
-            with pytest.raises(ConfigError):
-                await fleet.wait()
         assert await asker.tokens() == {"a": 256}
 
 
@@ -222,16 +222,19 @@ async def test_a_restarted_node_waits_for_the_lease_of_its_frozen_predecessor(
         await asker.until({"a": 768})
 
 
-async def test_a_node_whose_id_was_taken_stops_reporting_and_says_so(coordinator: Coordinator, asker: Asker) -> None:
+async def test_a_node_whose_id_was_taken_says_so_once_and_takes_it_again(
+    coordinator: Coordinator, asker: Asker, caplog: pytest.LogCaptureFixture
+) -> None:
     old, new = Shelf(port=7000), Shelf(port=7000)
     old.put(KEYS[:1])
     new.put(KEYS[:2])
-    async with old.join(coordinator.address) as lost:
+    async with old.join(coordinator.address, secret=SECRET) as lost:
         await asker.until({"a": 256})
-        async with new.join(coordinator.address):
-            with pytest.raises(ConfigError, match="give each its own instance_id"):
-                await asyncio.wait_for(lost.wait(), 5)
-            assert not lost.connected
+        async with new.join(coordinator.address, secret=SECRET):
             await asker.until({"a": 512})
-            await lost.aclose()
-            assert await asker.tokens() == {"a": 512}
+            await until(lambda: lost.refused_count == 1)
+            assert not lost.connected
+        await asker.until({"a": 256})
+        assert lost.refused_count == 0
+    assert caplog.text.count("lost its place in the fleet") == 1
+    assert "give each its own instance_id" in caplog.text
