@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import threading
 from collections.abc import Callable, Coroutine
@@ -16,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 SI_KERNEL = 0x80
 """`si_code` of a signal that no process has sent (asm-generic/siginfo.h)."""
+OPEN_FILES = 65_536
+"""Files and connections that a coordinator or a proxy may have open, unless the hard limit is lower."""
 
 
 def fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -40,6 +43,17 @@ def hold_stop_signals() -> None:
     thread of `stop_on_signals` should learn.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
+
+
+def raise_file_limit() -> None:
+    """Raises the soft limit of open files up to `OPEN_FILES`, where the hard limit allows it.
+
+    The usual soft limit of 1,024 is less than the connections that a server serves.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def stop_on_signals() -> asyncio.Event:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lmkv.config.kinds import PATH, SECRET, choice
+from lmkv.config.kinds import HOST_NAMES, PATH, SECRET, choice, whole
 from lmkv.config.schema import key
 
 COORDINATOR_ALIASES = ("coordinator", "controller_pull_url", "controller_url")
@@ -51,6 +51,26 @@ def auth_token_file() -> Any:
 def auth_tokens(what: str) -> Any:
     """Whom a server lets in."""
     return key(PATH, "", f"YAML file of the tokens whose owners may {what}, with their roles; empty: anybody may.")
+
+
+def allowed_hosts(what: str) -> Any:
+    """Names by which an HTTP server is called."""
+    return key(
+        HOST_NAMES,
+        (),
+        f"Names by which clients call {what} over HTTP, besides addresses and localhost, such as lmkv.example.com or "
+        "*.svc.cluster.local; others are refused.",
+        shown_default="every name, or none on a loopback address",
+    )
+
+
+def max_connections_per_client(default: int) -> Any:
+    """Connections that one client may have."""
+    return key(
+        whole(1, 1 << 20, "a number of connections above 0"),
+        default,
+        "Most HTTP connections of one client address: more close its idle ones first, then its requests get 429.",
+    )
 
 
 def log_level() -> Any:

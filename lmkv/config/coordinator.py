@@ -49,6 +49,8 @@ class CoordinatorConfig(Config):
     tls_key: str = common.tls_key()
     tls_client_ca: str = common.tls_client_ca("clients need none")
     auth_tokens: str = common.auth_tokens("call the coordinator")
+    allowed_hosts: tuple[str, ...] = common.allowed_hosts("the coordinator")
+    max_connections_per_client: int = common.max_connections_per_client(500)
     audit_log: str = key(
         PATH,
         "",

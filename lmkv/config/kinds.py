@@ -148,6 +148,18 @@ def _reachable_host(raw: object) -> str:
     return _host(raw)
 
 
+def _host_names(raw: object) -> tuple[str, ...]:
+    """Several come as a list, or with commas between."""
+    parts = raw.split(",") if isinstance(raw, str) else raw if isinstance(raw, list | tuple) else [raw]
+    names = tuple(_host_name(_text(part).strip()) for part in parts if part != "")
+    return names if len(set(names)) == len(names) else _refuse()
+
+
+def _host_name(text: str) -> str:
+    is_name = re.fullmatch(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?", text)
+    return text.lower().removesuffix(".") if is_name else _refuse()
+
+
 def _names(raw: object) -> tuple[str, ...]:
     if isinstance(raw, str):
         raw = json.loads(raw) if raw.lstrip().startswith("[") else [name.strip() for name in raw.split(",")]
@@ -244,6 +256,12 @@ HOST = Kind(
 )
 REACHABLE_HOST = Kind(metavar="HOST", expects=HOST.expects, parse=_reachable_host)
 ADDRESS = Kind(metavar="HOST:PORT", expects="host:port, such as 10.0.0.5:9000", parse=_address)
+HOST_NAMES = Kind(
+    metavar="NAMES",
+    expects="host names such as lmkv.example.com or *.example.com, without ports, each another one",
+    parse=_host_names,
+    write=",".join,
+)
 ADDRESSES = Kind(
     metavar="HOST:PORT",
     expects="host:port, such as 10.0.0.5:9000, or several with commas between, each another one",

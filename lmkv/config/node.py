@@ -205,6 +205,7 @@ class NodeConfig(Config):
     metrics_port: int | None = key(
         PORT_IF_ANY, OFF, "Port on `p2p_host` to serve Prometheus's `/metrics` on; 0: a free one; off: none."
     )
+    allowed_hosts: tuple[str, ...] = common.allowed_hosts("its `/metrics`")
     log_level: str = common.log_level()
     log_format: str = common.log_format()
 

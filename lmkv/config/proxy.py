@@ -169,6 +169,8 @@ class ProxyConfig(Config):
         whole(1, 1 << 20, "a number of requests above 0"), 1024, "Most requests at a time; more are answered 503."
     )
     max_body_size: float = key(GIGABYTES, 32 / 1024, "Largest request, in GB unless it says its unit.")
+    allowed_hosts: tuple[str, ...] = common.allowed_hosts("the proxy")
+    max_connections_per_client: int = common.max_connections_per_client(1024)
     stop_timeout: float = key(
         SECONDS_OR_ZERO, 5.0, "How long requests under way may go on when the proxy is stopped, in seconds."
     )

@@ -13,7 +13,7 @@ from lmkv.auth.exposure import exposure
 from lmkv.auth.gate import Gate
 from lmkv.cli import Command
 from lmkv.config import CoordinatorConfig, add_arguments, from_arguments
-from lmkv.serving import fast_loop, first_of, hold_stop_signals, stop_on_signals
+from lmkv.serving import fast_loop, first_of, hold_stop_signals, raise_file_limit, stop_on_signals
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ def _run(args: argparse.Namespace) -> int:
             monitors,
         )
     _keep_freed_memory()
+    raise_file_limit()
     hold_stop_signals()
     with telemetry.trace_process(SERVICE_NAME, ""), asyncio.Runner(loop_factory=fast_loop()) as runner:
         runner.run(serve(config))
@@ -79,6 +80,8 @@ async def serve(config: CoordinatorConfig) -> None:
         credentials=config.credentials,
         gate=gate,
         layout_map_url=config.layout_map_url,
+        allowed_hosts=config.allowed_hosts,
+        max_connections_per_client=config.max_connections_per_client,
     )
     async with coordinator, telemetry.export_metrics(coordinator.metrics, SERVICE_NAME, ""):
         logger.info("lmkv coordinator ready on %s", coordinator.address)

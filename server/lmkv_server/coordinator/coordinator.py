@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -21,7 +21,7 @@ from lmkv.telemetry.calls import Calls
 from lmkv.telemetry.certificate import CertificateEnd
 from lmkv_server.coordinator.admission import Admission
 from lmkv_server.coordinator.http.app import make_app
-from lmkv_server.coordinator.http.server import HttpServer
+from lmkv_server.coordinator.http.server import MAX_CONNECTIONS_PER_CLIENT, HttpServer
 from lmkv_server.coordinator.ports import address, listen
 from lmkv_server.coordinator.registry import Registry
 from lmkv_server.coordinator.services import SERVICE_NAMES, Services
@@ -29,6 +29,7 @@ from lmkv_server.coordinator.shared.metrics import SharedMapMetrics
 from lmkv_server.coordinator.shared.shared_map import SharedMap
 from lmkv_server.coordinator.tenants import Tenants
 from lmkv_server.coordinator.tokenizers import Tokenizers
+from lmkv_server.http.guard import HostGuard
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,8 @@ class Coordinator:
     whom `gate` knows, each to its tenant. Leases last `lease_ttl` seconds, operations that ended are kept for
     `operation_ttl`. It makes tokens of text for the models whose folders `tokenizers` names, and shares its layout map
     at `layout_map_url`, if there is one. Making it raises `ConfigError` if that cannot be used, entering it if a port
-    or a tokenizer cannot be had.
+    or a tokenizer cannot be had. `HostGuard` has the meaning of `allowed_hosts`, `Connections` of
+    `max_connections_per_client`.
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class Coordinator:
         credentials: Credentials = rpc.PLAINTEXT,
         gate: Gate = OPEN_GATE,
         layout_map_url: str = "",
+        allowed_hosts: Sequence[str] = (),
+        max_connections_per_client: int = MAX_CONNECTIONS_PER_CLIENT,
     ) -> None:
         self.host = host
         self.grpc_ports = dict(grpc_ports or {"port": port})
@@ -76,6 +80,8 @@ class Coordinator:
         self._tokenizers = tokenizers or {}
         self._credentials = credentials
         self._gate = gate
+        self._guard = HostGuard(bound=host, allowed=allowed_hosts)
+        self._max_connections_per_client = max_connections_per_client
         self._admission = Admission()
         self.shared = SharedMap(layout_map_url, lease_ttl=lease_ttl) if layout_map_url else None
         """The layout map that it shares with others, if it is to."""
@@ -123,13 +129,20 @@ class Coordinator:
         own: tuple[Collector, ...] = (calls, CertificateEnd(self._credentials.cert))
         if self.shared is not None:
             own = (*own, SharedMapMetrics(self.shared))
-        app = make_app(tenants, Tokenizers(self._tokenizers), self.host, self._gate, *own)
+        app = make_app(tenants, Tokenizers(self._tokenizers), self._guard, self._gate, *own)
         self.metrics = app.metrics
         try:
             for key, port in self.grpc_ports.items():
                 self.grpc_ports[key] = _bind(server, self.host, port, key, self._credentials)
             for key, port in self.http_ports.items():
-                http = HttpServer(self.host, port, key, app, self._credentials)
+                http = HttpServer(
+                    self.host,
+                    port,
+                    key,
+                    app,
+                    self._credentials,
+                    max_connections_per_client=self._max_connections_per_client,
+                )
                 self.http_ports[key] = http.port
                 self._http.append(http)
             if self.shared is not None:

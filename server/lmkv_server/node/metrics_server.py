@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
@@ -14,11 +15,15 @@ from lmkv.auth.token import HEADER
 from lmkv.credentials import Credentials
 from lmkv.errors import ConfigError, PermissionDenied, Unauthenticated
 from lmkv.rpc import PLAINTEXT
+from lmkv_server.http.connections import Connections, Refusal, client_of
+from lmkv_server.http.guard import HostGuard
 
 REQUEST_SECONDS = 5.0
 """Most time that one request, or its answer, may take to pass."""
 MAX_REQUEST_BYTES = 16 << 10
 MAX_CONNECTIONS = 32
+MAX_CONNECTIONS_PER_CLIENT = 16
+"""See `Connections`."""
 STANDS_FOR = "lmkv.v1.RegistryService/ListInstances"
 """Who may read a node's metrics is who may call this."""
 
@@ -36,6 +41,7 @@ class MetricsServer:
         port: int,
         credentials: Credentials = PLAINTEXT,
         gate: Gate = OPEN_GATE,
+        allowed_hosts: Sequence[str] = (),
     ) -> None:
         self.port = port
         """The real one once it is entered."""
@@ -44,6 +50,8 @@ class MetricsServer:
         self._credentials = credentials
         self._gate = gate
         self._server: asyncio.Server | None = None
+        self._guard = HostGuard(bound=host, allowed=allowed_hosts)
+        self._limits = Connections(MAX_CONNECTIONS, MAX_CONNECTIONS_PER_CLIENT)
         self._connections: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -53,8 +61,8 @@ class MetricsServer:
                 self._host,
                 self.port,
                 limit=MAX_REQUEST_BYTES,
-                backlog=MAX_CONNECTIONS,
                 ssl=self._credentials.server_context() if self._credentials.cert else None,
+                ssl_handshake_timeout=REQUEST_SECONDS if self._credentials.cert else None,
             )
         except OSError as error:
             raise ConfigError(
@@ -80,33 +88,38 @@ class MetricsServer:
             await asyncio.gather(*self._connections, return_exceptions=True)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._connections) >= MAX_CONNECTIONS:
-            writer.close()
-            return
         task = asyncio.create_task(self._serve(reader, writer))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One request, one answer. Whoever sends no request, or does not take the answer, gets none."""
+        connection = _Connection(writer)
+        self._limits.opened(connection)
         try:
             with suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError):
                 async with asyncio.timeout(REQUEST_SECONDS):
                     head = await reader.readuntil(b"\r\n\r\n")
-                    writer.write(self._answer(head))
+                    self._limits.began(connection)
+                    refusal = self._limits.admit(connection)
+                    writer.write(_refused(refusal) if refusal else self._answer(head))
                     await writer.drain()
         finally:
+            self._limits.closed(connection)
             writer.close()
 
     def _answer(self, head: bytes) -> bytes:
         method, _, rest = head.partition(b" ")
         path = rest.partition(b" ")[0].partition(b"?")[0]
+        headers = _headers(head)
+        if refusal := self._guard.refusal(headers.get("host", ""), headers.get("origin")):
+            return _response("403 Forbidden", "text/plain", f"{refusal}\n".encode())
         if path != b"/metrics":
             return _response("404 Not Found", "text/plain", b"here is only /metrics\n")
         if method not in (b"GET", b"HEAD"):
             return _response("405 Method Not Allowed", "text/plain", b"/metrics takes GET\n")
         try:
-            self._gate.admit(STANDS_FOR, _shown(head))
+            self._gate.admit(STANDS_FOR, [(HEADER, headers.get(HEADER, ""))])
         except (Unauthenticated, PermissionDenied) as error:
             status = "401 Unauthorized" if isinstance(error, Unauthenticated) else "403 Forbidden"
             return _response(status, "text/plain", f"{error}\n".encode())
@@ -114,10 +127,27 @@ class MetricsServer:
         return answer if method == b"GET" else answer.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
 
 
-def _shown(head: bytes) -> list[tuple[str, str]]:
-    """What a request says of who makes it, as gRPC's metadata would."""
+class _Connection:
+    """A connection as `Connections` counts it."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self.address = client_of((writer.get_extra_info("peername") or ("",))[0])
+
+    def end(self) -> None:
+        """Closes it, so that the read of its request ends."""
+        self._writer.transport.abort()
+
+
+def _headers(head: bytes) -> dict[str, str]:
+    """The headers of a request by their names in lower case."""
     lines = (line.partition(":") for line in head.decode("latin-1").split("\r\n")[1:])
-    return [(HEADER, value.strip()) for name, _, value in lines if name.lower() == HEADER]
+    return {name.strip().lower(): value.strip() for name, _, value in lines}
+
+
+def _refused(refusal: Refusal) -> bytes:
+    status = "429 Too Many Requests" if refusal.status == 429 else "503 Service Unavailable"
+    return _response(status, "text/plain", f"{refusal.message}\n".encode())
 
 
 def _response(status: str, content_type: str, body: bytes) -> bytes:

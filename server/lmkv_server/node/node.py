@@ -237,7 +237,14 @@ class Node:
         port = self.config.metrics_port
         if port is not None and port != OFF:
             gate = Gate(self.config.auth_tokens, self.config.credentials.token)
-            server = MetricsServer(self.metrics.registry, self.config.p2p_host, port, self.config.metrics_tls, gate)
+            server = MetricsServer(
+                self.metrics.registry,
+                self.config.p2p_host,
+                port,
+                self.config.metrics_tls,
+                gate,
+                self.config.allowed_hosts,
+            )
             self.metrics_port = (await self._stack.enter_async_context(server)).port
             scheme = "https" if self.config.tls_cert else "http"
             logger.info("metrics at %s://%s:%d/metrics", scheme, self.config.p2p_host, self.metrics_port)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lmkv.auth.gate import OPEN_GATE, Gate
+from lmkv.auth.gate import Gate
 from lmkv.errors import PermissionDenied, Unauthenticated
 from lmkv_server.coordinator.http.access import CHALLENGE, LOOK, shown
+from lmkv_server.http.guard import HostGuard
 from lmkv_server.proxy import page
 from lmkv_server.proxy.door import Door, Entrance, Refusal, Visit
 from lmkv_server.proxy.engines import Fleet
@@ -25,6 +29,8 @@ from lmkv_server.proxy.ways import CHAT, COMPLETIONS, without_hand_over
 
 PASSED_ON = {"/v1/models": "GET", "/tokenize": "POST", "/detokenize": "POST"}
 """What all engines answer alike."""
+PROBES = frozenset({"/health", "/healthz", "/readyz"})
+"""Paths that are answered at any time."""
 
 
 def make_app(
@@ -33,9 +39,12 @@ def make_app(
     fleet: Fleet,
     statistics: Statistics,
     metrics: Metrics,
-    gate: Gate = OPEN_GATE,
-) -> Starlette:
-    """The application of a proxy. `gate` is before what it tells of itself: requests carry what engines ask for."""
+    gate: Gate,
+    guard: HostGuard,
+) -> Guarded:
+    """The application of a proxy. `guard` is before everything; `gate` only before the page and the metrics, since
+    requests carry the credentials that engines ask for.
+    """
 
     async def complete(visit: Visit) -> None:
         await exchange.serve(_call(visit), visit.reply)
@@ -54,7 +63,7 @@ def make_app(
     async def show_metrics(_: Request) -> Response:
         return Response(generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    return Starlette(
+    app = Starlette(
         routes=[
             *(Route(path, Entrance(door, complete), methods=["POST"]) for path in (COMPLETIONS, CHAT)),
             *(Route(path, Entrance(door, pass_on), methods=[method]) for path, method in PASSED_ON.items()),
@@ -65,6 +74,36 @@ def make_app(
         ],
         exception_handlers={HTTPException: _no_route},
     )
+    return Guarded(app, guard)
+
+
+class Guarded:
+    """An application that refuses what pages of other sites can have a browser send: see `HostGuard`.
+
+    A body must say that it is JSON. A page may send a form or plain text to any site without asking it, but not JSON.
+    """
+
+    def __init__(self, app: Starlette, guard: HostGuard) -> None:
+        self._app = app
+        self._guard = guard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Request(scope).headers
+        app: ASGIApp = self._app
+        if refusal := self._guard.refusal(headers.get("host", ""), headers.get("origin")):
+            app = _error(403, refusal)
+        elif scope["method"] == "POST" and (kind := _media_type(headers)) != "application/json":
+            given = f"not {kind}" if kind else "which it does not say"
+            app = _error(415, f"the body must be JSON, {given}; send the header Content-Type: application/json")
+        await app(scope, receive, send)
+
+
+def _media_type(headers: Headers) -> str:
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(error_body(status, message), status, headers, media_type="application/json")
 
 
 def _gated(route: BaseRoute, gate: Gate) -> BaseRoute:
@@ -79,8 +118,7 @@ def _gated(route: BaseRoute, gate: Gate) -> BaseRoute:
             except (Unauthenticated, PermissionDenied) as error:
                 is_unknown = isinstance(error, Unauthenticated)
                 status, headers = (401, CHALLENGE) if is_unknown else (403, {})
-                response = Response(error_body(status, str(error)), status, headers, media_type="application/json")
-                await response(scope, receive, send)
+                await _error(status, str(error), headers)(scope, receive, send)
             else:
                 await inner(scope, receive, send)
 
@@ -111,6 +149,4 @@ async def _no_route(request: Request, error: Exception) -> Response:
         message = f"{request.url.path} takes {(error.headers or {}).get('Allow', '')}, not {request.method}"
     else:
         message = f"there is no {request.url.path} here"
-    return Response(
-        error_body(error.status_code, message), error.status_code, error.headers, media_type="application/json"
-    )
+    return _error(error.status_code, message, error.headers)

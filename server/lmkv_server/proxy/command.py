@@ -9,7 +9,7 @@ import logging
 from lmkv import telemetry
 from lmkv.cli import Command
 from lmkv.config import ProxyConfig, add_arguments, from_arguments
-from lmkv.serving import fast_loop, first_of, hold_stop_signals, stop_on_signals
+from lmkv.serving import fast_loop, first_of, hold_stop_signals, raise_file_limit, stop_on_signals
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ def _run(args: argparse.Namespace) -> int:
     )
     for notice in config.notices:
         logger.warning(notice)
+    raise_file_limit()
     hold_stop_signals()
     with telemetry.trace_process(SERVICE_NAME, ""), asyncio.Runner(loop_factory=fast_loop()) as runner:
         runner.run(serve(config))

@@ -13,8 +13,9 @@ from lmkv.config import ProxyConfig
 from lmkv.telemetry.certificate import CertificateEnd
 from lmkv_server.coordinator.http.server import HttpServer
 from lmkv_server.coordinator.ports import address
+from lmkv_server.http.guard import HostGuard
 from lmkv_server.proxy.affinity import Sessions
-from lmkv_server.proxy.app import make_app
+from lmkv_server.proxy.app import PROBES, make_app
 from lmkv_server.proxy.door import Door
 from lmkv_server.proxy.engines import BOTH, DECODE, PREFILL, Engine, Fleet, Pool
 from lmkv_server.proxy.exchange import Exchange
@@ -79,7 +80,8 @@ class Proxy:
                 session_header=config.session_header,
             )
             gate = Gate(config.auth_tokens)
-            app = make_app(door, exchange, self.fleet, self.statistics, self._metrics, gate)
+            guard = HostGuard(bound=config.host, allowed=config.allowed_hosts)
+            app = make_app(door, exchange, self.fleet, self.statistics, self._metrics, gate, guard)
             http = HttpServer(
                 config.host,
                 config.port,
@@ -88,6 +90,8 @@ class Proxy:
                 config.client_tls,
                 name="lmkv-proxy-http",
                 max_concurrent_requests=config.max_concurrent_requests + IDLE_CONNECTIONS,
+                max_connections_per_client=config.max_connections_per_client,
+                probes=PROBES,
                 grace_seconds=config.stop_timeout,
             )
             stack.push_async_callback(self._stop_chores)  # after the last request: they are what ends calls that hang

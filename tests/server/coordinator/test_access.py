@@ -28,6 +28,7 @@ from lmkv_server.coordinator.http.app import make_app
 from lmkv_server.coordinator.services import SERVICE_NAMES, Services
 from lmkv_server.coordinator.tenants import Tenants
 from lmkv_server.coordinator.tokenizers import Tokenizers
+from lmkv_server.http.guard import HostGuard
 from tests.lmkv.auth.tokens import entry, write
 from tests.server.coordinator.cases import KEYS
 from tests.server.coordinator.guarded import ENTRIES, Guarded, guarded, token_of
@@ -109,7 +110,9 @@ async def test_a_browser_shows_its_token_as_a_password(fleet: Guarded) -> None:
 
 
 async def test_every_path_is_in_the_table() -> None:
-    app = make_app(Tenants(lambda _: Services(lease_ttl=3.0)), Tokenizers({}), "127.0.0.1", OPEN_GATE, Calls())
+    app = make_app(
+        Tenants(lambda _: Services(lease_ttl=3.0)), Tokenizers({}), HostGuard(bound="127.0.0.1"), OPEN_GATE, Calls()
+    )
     paths = app.paths
     assert paths == STANDS_FOR.keys() | {path for path in paths if path[1:] in ROLES}
     assert len(paths) > 25

@@ -123,7 +123,7 @@ async def rest(reader: asyncio.StreamReader) -> bytes:
 @pytest.mark.parametrize(
     ("request_", "status"),
     [
-        (b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", b"HTTP/1.1 200 OK"),
+        (b"GET /metrics HTTP/1.1\r\nHost: localhost:1\r\n\r\n", b"HTTP/1.1 200 OK"),
         (b"GET /metrics?name[]=x HTTP/1.1\r\n\r\n", b"HTTP/1.1 200 OK"),
         (b"HEAD /metrics HTTP/1.1\r\n\r\n", b"HTTP/1.1 200 OK"),
         (b"POST /metrics HTTP/1.1\r\n\r\n", b"HTTP/1.1 405 Method Not Allowed"),
@@ -138,16 +138,29 @@ async def test_it_answers_what_it_understands(server: MetricsServer, request_: b
     assert (b"answer 42.0" in body) == (status.endswith(b"OK") and not request_.startswith(b"HEAD"))
 
 
-async def test_who_says_nothing_takes_no_place_from_others_for_ever(server: MetricsServer) -> None:
-    silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(MAX_CONNECTIONS)]
-    refused = await said(server.port, b"GET /metrics HTTP/1.1\r\n\r\n")
-    assert refused == b""
+async def test_connections_that_send_nothing_take_no_place_from_others(server: MetricsServer) -> None:
+    silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(4 * MAX_CONNECTIONS)]
+    assert b"answer 42.0" in await said(server.port, b"GET /metrics HTTP/1.1\r\n\r\n")
+    assert await rest(silent[0][0]) == b"", "the oldest was closed"
     for _, writer in silent:
         writer.close()
-    answer = b""
-    async with asyncio.timeout(WAIT_SECONDS):
-        while not answer:  # those who left are noticed soon
-            answer = await said(server.port, b"GET /metrics HTTP/1.1\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [b"Host: evil.example", b"Host: 127.0.0.1\r\nOrigin: http://evil.example", b"Host: x\r\norigin: http://x"],
+)
+async def test_pages_of_other_sites_do_not_read_metrics(server: MetricsServer, headers: bytes) -> None:
+    answer = await said(server.port, b"GET /metrics HTTP/1.1\r\n" + headers + b"\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 403 Forbidden\r\n")
+    assert b"answer" not in answer
+
+
+async def test_a_name_in_allowed_hosts_reads_metrics(server: MetricsServer) -> None:
+    async with MetricsServer(server._registry, "127.0.0.1", 0, allowed_hosts=["*.pods.example"]) as named:
+        for name, status in ((b"a.pods.example:80", b"200"), (b"pods.example", b"403"), (b"localhost", b"200")):
+            answer = await said(named.port, b"GET /metrics HTTP/1.1\r\nHost: " + name + b"\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 " + status), name
 
 
 async def test_closing_cuts_off_who_is_being_served(server: MetricsServer) -> None:

@@ -331,7 +331,7 @@ async def test_what_is_no_request_is_refused(
     message: str,
 ) -> None:
     front = await make_proxy([prefiller], [decoder], max_body_size="16KB" if status == 413 else "1MB")
-    response = await front.client.post(COMPLETIONS, content=content)
+    response = await front.client.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
     assert response.status_code == status
     assert message in response.json()["error"]["message"]
     assert prefiller.asked == []

@@ -23,7 +23,6 @@ from lmkv.errors import LmkvError, PermissionDenied, TooManyRequests, Unauthenti
 from lmkv.telemetry.spans import TRACEPARENT
 from lmkv_server.coordinator.http import gateway, health, lmcache, openapi, tokenize
 from lmkv_server.coordinator.http.access import CHALLENGE, rpc_of, shown
-from lmkv_server.coordinator.http.guard import refuse_foreign
 from lmkv_server.coordinator.http.metrics import Metrics
 from lmkv_server.coordinator.http.paths import routes
 from lmkv_server.coordinator.http.replies import CallAborted, HttpError, json_response, status_of, to_json
@@ -31,6 +30,7 @@ from lmkv_server.coordinator.http.tenant_metrics import Source, TenantMetrics
 from lmkv_server.coordinator.services import Services
 from lmkv_server.coordinator.tenants import Tenants
 from lmkv_server.coordinator.tokenizers import Tokenizers
+from lmkv_server.http.guard import HostGuard
 
 STATIC = Path(__file__).parent / "static"
 ONLY = {"lmkv.v1.RegistryService": ("ListInstances",)}
@@ -50,8 +50,8 @@ HEADERS = {
 ask each time whether a file has changed, so that none outlives an upgrade."""
 
 
-def make_app(tenants: Tenants, tokenizers: Tokenizers, host: str, gate: Gate, *own: Collector) -> Guarded:
-    """The application of a coordinator that is bound to `host`; its process measures its `own` besides."""
+def make_app(tenants: Tenants, tokenizers: Tokenizers, guard: HostGuard, gate: Gate, *own: Collector) -> Guarded:
+    """The application of a coordinator that `guard` and `gate` protect; its process measures its `own` besides."""
 
     def probes() -> list[Route]:
         return health.routes(lambda: (services.core for services in tenants), names=gate.is_open)
@@ -59,7 +59,7 @@ def make_app(tenants: Tenants, tokenizers: Tokenizers, host: str, gate: Gate, *o
     def make(services: Services) -> TenantApp:
         return _tenant_app(services, tokenizers, probes(), own if services is tenants.unnamed else ())
 
-    return Guarded(tenants, make, host, gate)
+    return Guarded(tenants, make, guard, gate)
 
 
 class TenantApp(NamedTuple):
@@ -102,10 +102,10 @@ class Guarded:
     Each tenant has its own, made by `make`. Headers keep browsers strict.
     """
 
-    def __init__(self, tenants: Tenants, make: Callable[[Services], TenantApp], host: str, gate: Gate) -> None:
+    def __init__(self, tenants: Tenants, make: Callable[[Services], TenantApp], guard: HostGuard, gate: Gate) -> None:
         self._tenants = tenants
         self._make = make
-        self._host = host
+        self._guard = guard
         self._gate = gate
         self._apps: dict[Services, TenantApp] = {}
         self.metrics = TenantMetrics(self._sources).registry
@@ -127,15 +127,16 @@ class Guarded:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
         try:
-            refuse_foreign(request, self._host)
+            if refusal := self._guard.refusal(request.headers.get("host", ""), request.headers.get("origin")):
+                raise HttpError(403, "PERMISSION_DENIED", refusal)
             with self._gate.passing(rpc_of(scope["path"]), shown(request)):
                 tenant = self._app(self._tenants.current)
                 await self._serve(tenant, tenant.app, request, receive, send)
         except (HttpError, Unauthenticated, PermissionDenied, TooManyRequests) as error:
-            refusal = await _refusal(request, error)
+            answer = await _refusal(request, error)
             if isinstance(error, Unauthenticated):
-                refusal.headers.update(CHALLENGE)
-            await self._serve(self._app(self._tenants.unnamed), refusal, request, receive, send)
+                answer.headers.update(CHALLENGE)
+            await self._serve(self._app(self._tenants.unnamed), answer, request, receive, send)
 
     async def _serve(self, tenant: TenantApp, app: ASGIApp, request: Request, receive: Receive, send: Send) -> None:
         """Has a tenant's application answer, or a refusal."""

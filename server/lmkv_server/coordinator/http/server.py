@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -15,11 +16,17 @@ from starlette.types import ASGIApp
 from lmkv.credentials import Credentials
 from lmkv.rpc import PLAINTEXT
 from lmkv.telemetry.log_limit import LimitedLogger
-from lmkv_server.coordinator.http.deadline import Deadline
+from lmkv_server.coordinator.http.deadline import Deadline, Limited
 from lmkv_server.coordinator.ports import listen
+from lmkv_server.http.connections import Connections
 
 MAX_CONCURRENT_REQUESTS = 1_000
-"""Further ones are refused with 503, as are further connections; unless somebody says otherwise."""
+"""Requests, and connections, of a server; see `Connections`."""
+MAX_CONNECTIONS_PER_CLIENT = 500
+HANDSHAKE_SECONDS = 10.0
+"""Most time that a TLS handshake may take; asyncio would wait a minute."""
+PROBES = frozenset({"/healthz", "/readyz"})
+"""Paths that are answered at any time."""
 KEEP_ALIVE_SECONDS = 30
 STOP_GRACE_SECONDS = 0.1
 """Time to answer what was asked before the stop, unless somebody says otherwise."""
@@ -43,25 +50,28 @@ class HttpServer:
         *,
         name: str = "lmkv-coordinator-http",
         max_concurrent_requests: int = MAX_CONCURRENT_REQUESTS,
+        max_connections_per_client: int = MAX_CONNECTIONS_PER_CLIENT,
+        probes: frozenset[str] = PROBES,
         grace_seconds: float = STOP_GRACE_SECONDS,
     ) -> None:
         self._name = name
         self._listener = listen(host, port, key)
         self.port: int = self._listener.getsockname()[1]
+        limits = Connections(max_concurrent_requests, min(max_connections_per_client, max_concurrent_requests))
+        log = LimitedLogger(logging.getLogger("uvicorn.error"))
         config = uvicorn.Config(
-            app,
+            Limited(app, limits, probes, log),
             log_config=None,
             access_log=False,
             lifespan="off",
             ws="none",
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=max_concurrent_requests,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=1,
         )
         config.load()
-        config.http_protocol_class = partial(Deadline, LimitedLogger(logging.getLogger("uvicorn.error")))  # type: ignore[assignment]
+        config.http_protocol_class = partial(Deadline, limits, log)  # type: ignore[assignment]
         config.ssl = credentials.server_context() if credentials.cert else None
         self._server = _Server(config, grace_seconds)
         self._task: asyncio.Task[None] | None = None
@@ -97,7 +107,22 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        config, loop = self.config, asyncio.get_running_loop()
+
+        def protocol() -> asyncio.Protocol:
+            make: Any = config.http_protocol_class
+            made: asyncio.Protocol = make(config=config, server_state=self.server_state, app_state=self.lifespan.state)
+            return made
+
+        # As uvicorn does it, but for the time that handshakes get.
+        seconds = HANDSHAKE_SECONDS if config.ssl else None
+        self.servers = [
+            await loop.create_server(
+                protocol, sock=sock, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=seconds
+            )
+            for sock in sockets or ()
+        ]
+        self.started = True
         self.ready.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

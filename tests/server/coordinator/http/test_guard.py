@@ -39,6 +39,17 @@ async def test_a_coordinator_that_is_open_to_the_network_goes_by_any_name() -> N
             assert (await http.post(INSTANCES, headers={"Host": "lmkv.svc:9001"})).status_code == 200
 
 
+async def test_a_coordinator_goes_by_the_names_that_it_is_given() -> None:
+    names = ("lmkv.example", "*.svc.cluster.local")
+    async with Coordinator(host="0.0.0.0", port=0, http_ports={"http_port": 0}, allowed_hosts=names) as coordinator:
+        port = coordinator.http_address.rpartition(":")[2]
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as http:
+            for name in ("lmkv.example", "LMKV.Example.:9001", "a.prod.svc.cluster.local", "127.0.0.1", "localhost:1"):
+                assert (await http.post(INSTANCES, headers={"Host": name})).status_code == 200, name
+            for name in ("evil.example", "lmkv.example.evil.example", "svc.cluster.local", "evilsvc.cluster.local"):
+                assert (await http.post(INSTANCES, headers={"Host": name})).status_code == 403, name
+
+
 async def test_every_answer_keeps_browsers_strict(http: httpx.AsyncClient) -> None:
     for response in (await http.get("/"), await http.post(INSTANCES), await http.post("/none")):
         assert "default-src 'self'" in response.headers["content-security-policy"]

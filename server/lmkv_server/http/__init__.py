@@ -1,0 +1,1 @@
+"""What the HTTP servers of coordinator, proxy and node share. Pure: no web framework, no sockets."""
