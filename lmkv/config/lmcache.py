@@ -1,19 +1,20 @@
-"""From LMCache's configuration to lmkv's: what becomes of each key, and why. Pure; used by `lmkv config import`.
+"""From LMCache's configuration to lmkv's: what becomes of each key, and why. Pure.
 
-lmkv reads LMCache's files as they stand, as far as it has what they configure. This is for those who want a file of
-lmkv's own, and for the keys that lmkv does not read.
+`lmkv config import` makes a file of lmkv's own. `load` adopts what `LMCACHE_CONFIG_FILE` and `LMCACHE_*` set.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from lmkv.config.connector import ConnectorConfig
 from lmkv.config.coordinator import CoordinatorConfig
 from lmkv.config.kinds import FLAG, one_port
+from lmkv.config.node import NodeConfig
 from lmkv.config.proxy import ProxyConfig
 from lmkv.config.resolve import REPLACED, spellings
 from lmkv.config.schema import Alias, Config, keys
@@ -69,6 +70,49 @@ ABSENT: Mapping[str, str] = {
     "script_allowed_imports": "lmkv runs nobody's scripts",
 }
 """Keys of LMCache that lmkv does not read, and what is in their place. The rest of these is only named as unknown."""
+
+
+CONTROLLER_KEYS = ("controller_host", "controller_monitor_ports", "controller_port")
+"""Keys of LMCache's controller: no other process than the coordinator has them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adopted:
+    """What one process takes from LMCache's configuration."""
+
+    values: Mapping[str, Any]
+    """By key of lmkv."""
+    notices: list[str]
+    """What was taken, what lmkv's own configuration overrides, and what has no counterpart."""
+
+
+def adopt(cls: type[Config], entries: Iterable[Entry], own: Mapping[str, Any]) -> Adopted:
+    """LMCache's values for the keys of `cls` that `own` does not set. Of two entries for a key the last one counts.
+
+    Nothing here stops a process: what lmkv cannot take is named in a notice of its own.
+    """
+    taken: dict[str, Imported] = {}
+    overridden: dict[str, Imported] = {}
+    ignored: list[str] = []
+    for one in map(_translate, _flat(entries)):
+        if not one.name:
+            ignored.append(f"{one.entry.shown} {one.entry.place} is ignored: {one.reason}")
+        elif one.name in keys(cls) and (one.entry.spelling not in CONTROLLER_KEYS or cls is CoordinatorConfig):
+            (overridden if one.name in own else taken)[one.name] = one
+    notices = ignored if issubclass(cls, NodeConfig) else []  # all that LMCache's engines read, other processes share
+    if overridden:
+        notices = [f"lmkv's own configuration wins over LMCache's: {_list(overridden.values())}", *notices]
+    if taken:
+        notices = [f"using LMCache's configuration where lmkv's own sets nothing: {_list(taken.values())}", *notices]
+    return Adopted(values={name: one.value for name, one in taken.items()}, notices=notices)
+
+
+def _list(imported: Iterable[Imported]) -> str:
+    """`LMCACHE_CHUNK_SIZE in the environment, local_cpu and pd_role in lmcache.yaml`."""
+    places: dict[str, dict[str, None]] = {}
+    for one in imported:
+        places.setdefault(one.entry.place, {})[one.entry.shown] = None
+    return "; ".join(f"{', '.join(shown)} {place}" for place, shown in places.items())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,10 +189,17 @@ def as_yaml(value: object) -> str:
 def _flat(entries: Iterable[Entry]) -> Iterator[Entry]:
     """The keys that have values, with those of `extra_config` one by one."""
     for entry in entries:
-        if entry.spelling == "extra_config" and isinstance(entry.raw, Mapping):
-            yield from (entry._replace(spelling=str(name), raw=raw) for name, raw in entry.raw.items())
+        if entry.spelling == "extra_config" and isinstance(extra := _mapping(entry.raw), Mapping):
+            yield from (entry._replace(spelling=str(name), raw=raw) for name, raw in extra.items())
         elif entry.raw is not None:
             yield entry
+
+
+def _mapping(raw: object) -> object:
+    """JSON of the environment as what it means; anything else as it is."""
+    with suppress(ValueError):
+        return json.loads(raw) if isinstance(raw, str) else raw
+    return raw
 
 
 def _translate(entry: Entry) -> Imported:

@@ -16,7 +16,17 @@ from lmkv.config.coordinator import CoordinatorConfig
 from lmkv.config.node import NodeConfig
 from lmkv.config.proxy import ProxyConfig
 from lmkv.config.schema import Alias, Config, keys
-from lmkv.config.sources import FILE_VARIABLE, PREFIX, Entry, read_environment, read_file, read_flags, variable
+from lmkv.config.sources import (
+    FILE_VARIABLE,
+    LMCACHE_PREFIX,
+    PREFIX,
+    Entry,
+    read_environment,
+    read_file,
+    read_flags,
+    read_lmcache,
+    variable,
+)
 from lmkv.errors import ConfigError
 
 C = TypeVar("C", bound=Config)
@@ -52,10 +62,11 @@ def load(
     flags: Mapping[str, Any] | None = None,
     flags_place: str = "",
 ) -> C:
-    """The configuration of one process: defaults, then YAML file, then environment, then flags.
+    """The configuration of one process: defaults, then LMCache's, then YAML file, then environment, then flags.
 
     The file is `file`, or what `LMKV_CONFIG_FILE` names, or none. `flags` are raw values by key, aliases included; a
-    value of None is not set. `flags_place` names them in messages if they are not flags of a command line.
+    value of None is not set. `flags_place` names them in messages if they are not flags of a command line. LMCache's
+    configuration (`LMCACHE_CONFIG_FILE` and `LMCACHE_*`) sets only keys that none of the others sets; notices name it.
 
     Raises `ConfigError`, one line that names the key and the fix, for a key that no process has, a value that is none
     of its key's kind, and two spellings of a key that contradict each other in one place.
@@ -68,15 +79,22 @@ def load(
     for entries in places:
         values |= _resolve(cls, entries)
         notices += _notices(entries)
+    if foreign := read_lmcache(env):
+        from lmkv.config import lmcache  # it imports this module
+
+        adopted = lmcache.adopt(cls, foreign, own=values)
+        values |= adopted.values
+        notices += adopted.notices
     return cls(**values, notices=tuple(notices))
 
 
 def to_environment(config: Config, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment in which a child process loads exactly this configuration.
 
-    It is `inherited` without any `LMKV_*` variable, plus one variable per key; `notices` are not passed on.
+    It is `inherited` without `LMKV_*` and `LMCACHE_*` variables, plus one per key; `notices` are not passed on.
     """
-    environment = {name: value for name, value in (inherited or {}).items() if not name.startswith(PREFIX)}
+    configuring = (PREFIX, LMCACHE_PREFIX)
+    environment = {name: value for name, value in (inherited or {}).items() if not name.startswith(configuring)}
     for name, declared in keys(type(config)).items():
         environment[variable(name)] = declared.kind.write(getattr(config, name))
     return environment

@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 
 PREFIX = "LMKV_"
 FILE_VARIABLE = "LMKV_CONFIG_FILE"
+LMCACHE_PREFIX = "LMCACHE_"
+LMCACHE_FILE_VARIABLE = "LMCACHE_CONFIG_FILE"
 
-# Kubernetes tells every container about every service: LMKV_PORT=tcp://10.0.0.1:9000 is no configuration.
-_SERVICE_LINK = re.compile(r"LMKV_(.+_)?(SERVICE_(HOST|PORT(_.+)?)|PORT_[0-9]+_(TCP|UDP|SCTP)(_.+)?)")
+# Kubernetes sets variables for every service in every container: LMKV_PORT=tcp://10.0.0.1:9000 is no configuration.
+_SERVICE_LINK = re.compile(r"(LMKV|LMCACHE)_(.+_)?(SERVICE_(HOST|PORT(_.+)?)|PORT_[0-9]+_(TCP|UDP|SCTP)(_.+)?)")
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://.*")
 
 
@@ -69,11 +71,25 @@ def read_file(path: Path, named_by: str) -> list[Entry]:
 
 def read_environment(env: Mapping[str, str]) -> list[Entry]:
     """The `LMKV_*` variables, but for the one that names the file and those that Kubernetes makes of services."""
+    return _read_variables(env, PREFIX, FILE_VARIABLE)
+
+
+def read_lmcache(env: Mapping[str, str]) -> list[Entry]:
+    """What LMCache would read: the file that `LMCACHE_CONFIG_FILE` names, then the `LMCACHE_*` variables, which win.
+
+    Raises `ConfigError` if the file cannot be read.
+    """
+    path = env.get(LMCACHE_FILE_VARIABLE)
+    entries = read_file(Path(path), LMCACHE_FILE_VARIABLE) if path else []
+    return entries + [entry for entry in _read_variables(env, LMCACHE_PREFIX, LMCACHE_FILE_VARIABLE) if entry.raw]
+
+
+def _read_variables(env: Mapping[str, str], prefix: str, file_variable: str) -> list[Entry]:
     return [
-        Entry(name.removeprefix(PREFIX).lower(), raw, "in the environment", variable)
+        Entry(name.removeprefix(prefix).lower(), raw, "in the environment", lambda key: prefix + key.upper())
         for name, raw in env.items()
-        if name.startswith(PREFIX)
-        and name != FILE_VARIABLE
+        if name.startswith(prefix)
+        and name != file_variable
         and not _SERVICE_LINK.fullmatch(name)
         and not (name.endswith("_PORT") and _SERVICE_URL.fullmatch(raw))
     ]

@@ -137,3 +137,28 @@ def test_nonsense_ends_the_start_in_one_line_that_names_the_key(
     assert key in message.lower(), "by its own name or by that of its variable"
     assert "\n" not in message
     assert fleet.engines["plain"].ask_again(PROMPT).loaded_tokens == 768, "nobody else is disturbed"
+
+
+def test_an_engine_that_was_configured_for_lmcache_takes_what_lmkvs_own_keys_leave_open(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    file = tmp_path / "lmcache.yaml"
+    file.write_text("chunk_size: 64\nlmcache_instance_id: lmcache_instance_1\nlmcache_worker_ports: 8500\n")
+    environment = {"LMCACHE_CONFIG_FILE": str(file), "LMCACHE_CHUNK_SIZE": "128", "LMCACHE_USE_EXPERIMENTAL": "True"}
+    engine = fleet.add("moved-in", {}, environment)
+    try:
+        fleet.start()
+        assert engine.ask(PROMPT).stored_tokens == len(PROMPT) // 128 * 128
+        assert instances(fleet)["moved-in"], "lmkv's own instance_id wins"
+        for notice in (
+            "using LMCache's configuration where lmkv's own sets nothing: LMCACHE_CHUNK_SIZE in the environment",
+            f"lmkv's own configuration wins over LMCache's: lmcache_instance_id in {file}",
+            f"lmcache_worker_ports in {file} is ignored: one node serves all ranks, at p2p_port",
+            "LMCACHE_USE_EXPERIMENTAL in the environment is ignored: lmkv knows no such key",
+        ):
+            assert notice in engine.log()
+        node_log = (fleet.runtime_dir / "moved-in" / "node.log").read_text()
+        assert "LMCACHE" not in node_log, "the engine passes on the result, not LMCache's variables"
+    finally:
+        engine.kill()
+        del fleet.engines["moved-in"]

@@ -219,6 +219,63 @@ def test_the_environment_of_an_engine_in_a_cluster_works_as_it_stands() -> None:
     assert load(ConnectorConfig, env=passed_on) == config
 
 
+def test_lmcaches_variables_count_where_lmkvs_own_set_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "lmcache.yaml"
+    file.write_text("chunk_size: 64\nlocal_cpu: False\nenable_xpyd: True\nextra_config: {lookup_timeout_ms: 70}\n")
+    env = {"LMCACHE_CONFIG_FILE": str(file), "LMCACHE_CHUNK_SIZE": "128", "LMCACHE_NIXL_ROLE": "sender"}
+    config = load(ConnectorConfig, env=env)
+    assert (config.chunk_size, config.local_cpu, config.enable_pd, config.pd_role) == (128, False, True, "sender")
+    assert config.lookup_timeout == 0.07
+    assert config.notices == (
+        "using LMCache's configuration where lmkv's own sets nothing: LMCACHE_CHUNK_SIZE, LMCACHE_NIXL_ROLE in the "
+        f"environment; local_cpu, enable_xpyd, lookup_timeout_ms in {file}",
+    )
+
+
+def test_lmkvs_own_configuration_wins_over_lmcaches_wherever_it_is_written(tmp_path: Path) -> None:
+    lmcaches, own = tmp_path / "lmcache.yaml", written(tmp_path, "local_cpu: true\n")
+    lmcaches.write_text("local_cpu: False\nmax_local_cpu_size: 3\np2p_init_ports: 8200\n")
+    env = {"LMCACHE_CONFIG_FILE": str(lmcaches), "LMKV_CONFIG_FILE": str(own)}
+    env |= {"LMCACHE_CHUNK_SIZE": "64", "LMKV_CHUNK_SIZE": "128", "LMCACHE_MAX_LOCAL_CPU_SIZE": "4"}
+    config = load(ConnectorConfig, env=env, flags={"p2p_port": "7"})
+    assert (config.local_cpu, config.chunk_size, config.max_local_cpu_size, config.p2p_port) == (True, 128, 4.0, 7)
+    assert config.notices == (
+        "using LMCache's configuration where lmkv's own sets nothing: LMCACHE_MAX_LOCAL_CPU_SIZE in the environment",
+        f"lmkv's own configuration wins over LMCache's: local_cpu, p2p_init_ports in {lmcaches}; LMCACHE_CHUNK_SIZE in "
+        "the environment",
+    )
+
+
+def test_what_lmkv_cannot_take_of_lmcaches_variables_is_named_and_stops_nothing() -> None:
+    env = {
+        "LMCACHE_REMOTE_URL": "lm://store:65432",
+        "LMCACHE_USE_EXPERIMENTAL": "True",
+        "LMCACHE_ENABLE_CONTROLLER": "True",
+        "LMCACHE_CHUNK_SIZE": "",
+        "LMCACHE_CONTROLLER_PORT": "tcp://10.0.0.1:9000",
+        "LMCACHE_CONTROLLER_SERVICE_HOST": "10.0.0.1",
+    }
+    config = load(ConnectorConfig, env=env)
+    assert config == ConnectorConfig()
+    url, experimental, controller = config.notices
+    assert url.startswith("LMCACHE_REMOTE_URL in the environment is ignored: must be valkey://")
+    assert experimental == "LMCACHE_USE_EXPERIMENTAL in the environment is ignored: lmkv knows no such key"
+    assert controller == f"LMCACHE_ENABLE_CONTROLLER in the environment is ignored: {REPLACED['enable_controller']}"
+    assert load(CoordinatorConfig, env=env).notices == ()
+
+
+def test_keys_of_lmcaches_controller_are_the_coordinators_alone() -> None:
+    env = {"LMCACHE_CONTROLLER_PORT": "9123"}
+    assert load(CoordinatorConfig, env=env).port == 9123
+    assert load(ProxyConfig, env=env) == ProxyConfig()
+
+
+def test_a_file_of_lmcaches_that_cannot_be_read_is_refused_with_its_variable(tmp_path: Path) -> None:
+    line = refusal(env={"LMCACHE_CONFIG_FILE": str(tmp_path / "none.yaml")})
+    assert line.startswith(f"cannot read the configuration file {tmp_path / 'none.yaml'}")
+    assert line.endswith("it was named by LMCACHE_CONFIG_FILE")
+
+
 def test_notices_do_not_make_configurations_differ(tmp_path: Path) -> None:
     file = written(tmp_path, "enable_controller: true\n")
     assert load(NodeConfig, file=file, env=EMPTY).notices
@@ -565,10 +622,12 @@ def test_a_coordinators_configuration_survives_the_environment_too(
 
 def test_a_child_inherits_everything_but_our_own_variables() -> None:
     inherited = {"PATH": "/bin", "UCX_TLS": "tcp", "LMKV_CONFIG_FILE": "x.yaml", "LMKV_P2P_INIT_PORTS": "7"}
+    inherited |= {"LMCACHE_CONFIG_FILE": "y.yaml", "LMCACHE_P2P_INIT_PORTS": "9"}
     environment = to_environment(NodeConfig(p2p_port=8), inherited)
     assert (environment["PATH"], environment["UCX_TLS"]) == ("/bin", "tcp")
     assert environment["LMKV_P2P_PORT"] == "8"
     assert not {"LMKV_CONFIG_FILE", "LMKV_P2P_INIT_PORTS"} & environment.keys()
+    assert not any(name.startswith("LMCACHE_") for name in environment)
     assert inherited["LMKV_CONFIG_FILE"] == "x.yaml"
 
 

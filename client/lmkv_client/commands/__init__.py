@@ -43,6 +43,8 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
 def ask(args: argparse.Namespace, question: Callable[[Coordinator], Awaitable[Answer]]) -> Answer:
     """The coordinator's answer. Raises its errors, and `Unreachable` with what to do if there is none."""
     config = load(ClientConfig, file=args.config, flags={"coordinator": args.coordinator})
+    for notice in config.notices:
+        print(f"lmkv: notice: {notice}", file=sys.stderr)
     addresses = config.coordinator_address or ClientConfig().coordinator_address
 
     async def connect_and_ask() -> Answer:
