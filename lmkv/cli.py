@@ -18,8 +18,10 @@ from typing import NoReturn
 from lmkv import __version__
 from lmkv.config.resolve import suggestion
 from lmkv.errors import ConfigError, LmkvError
+from lmkv.safe_text import safe_text
 
 GROUP = "lmkv.commands"
+MAX_ERROR_CHARACTERS = 4_000
 
 _EXAMPLES = """\
 examples:
@@ -165,7 +167,7 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]
 
 
 def _report(error: LmkvError) -> int:
-    print(f"lmkv: error: {' '.join(str(error).split())}", file=sys.stderr)
+    print(f"lmkv: error: {safe_text(' '.join(str(error).split()), MAX_ERROR_CHARACTERS)}", file=sys.stderr)
     return 2 if isinstance(error, ConfigError) else 1
 
 

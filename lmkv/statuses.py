@@ -10,6 +10,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from lmkv.errors import Full, LmkvError, Unreachable
+from lmkv.safe_text import safe_text
 
 DOMAIN = "lmkv.v1"
 MAX_TEXT = 500
@@ -23,7 +24,7 @@ def short(text: str) -> str:
 
 def to_status(error: LmkvError) -> status_pb2.Status:
     """The error as `google.rpc.Status` with one `ErrorInfo`, and `RetryInfo` if it knows when to come back."""
-    status = status_pb2.Status(code=getattr(code_pb2, error.code), message=short(str(error)))
+    status = status_pb2.Status(code=getattr(code_pb2, error.code), message=safe_text(str(error), MAX_TEXT))
     metadata = {name: short(value) for name, value in error.metadata.items()}
     details: list[Any] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)]
     if isinstance(error, Full):

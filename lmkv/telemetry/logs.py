@@ -9,7 +9,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 
+from lmkv.safe_text import safe_text
 from lmkv.telemetry.spans import current_ids
+
+MAX_MESSAGE_CHARACTERS = 16_384
+"""Longest message of a record; callers choose much of what some messages quote."""
+MAX_LINE_CHARACTERS = 2_048
+MAX_TRACEBACK_LINES = 200
+"""Bounds of an exception in a record: of more lines, those in the middle are left out."""
 
 _bound: ContextVar[Mapping[str, str]] = ContextVar("lmkv_log_ids", default={})  # noqa: B039  # never changed in place
 
@@ -22,6 +29,37 @@ def bound(**ids: str) -> Iterator[None]:
         yield
     finally:
         _bound.reset(token)
+
+
+class SafeFormatter(logging.Formatter):
+    """Formats records so that no text in them can forge another record, or fill the log: see `safe_text`.
+
+    A message is one line. Lines of a traceback are indented, so that none looks like a record.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record's line, and the lines of its exception."""
+        record.message = _message(record)
+        if self.usesTime():
+            record.asctime = self.formatTime(record, self.datefmt)
+        return "\n    ".join([self.formatMessage(record), *_exception_lines(record)])
+
+
+def _message(record: logging.LogRecord) -> str:
+    return safe_text(record.getMessage(), MAX_MESSAGE_CHARACTERS)
+
+
+def _exception_lines(record: logging.LogRecord) -> list[str]:
+    """The lines of a record's exception and stack; empty if it has none."""
+    if not (record.exc_info or record.stack_info):
+        return []
+    exception = logging.Formatter().formatException(record.exc_info) if record.exc_info else ""
+    text = f"{exception}\n{record.stack_info or ''}".strip()
+    lines = [safe_text(line, MAX_LINE_CHARACTERS) for line in text.split("\n")]
+    if (extra := len(lines) - MAX_TRACEBACK_LINES) > 0:
+        half = MAX_TRACEBACK_LINES // 2
+        lines[half:-half] = [f"... {extra} lines are left out ..."]
+    return lines
 
 
 class JsonFormatter(logging.Formatter):
@@ -42,19 +80,19 @@ class JsonFormatter(logging.Formatter):
             "time": time.replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _message(record),
             **self._always,
-            **_bound.get(),
+            **{name: safe_text(value, MAX_LINE_CHARACTERS) for name, value in _bound.get().items()},
         }
         if ids := current_ids():
             line["trace_id"], line["span_id"] = ids
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+        if lines := _exception_lines(record):
+            line["exception"] = "\n".join(lines)
         return json.dumps(line, ensure_ascii=False)
 
 
 def set_up_logging(level: str, log_format: str, text: str, **always: str) -> None:
     """Logs to standard error: by the pattern `text`, or as JSON with `always` in each record."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter(**always) if log_format == "json" else logging.Formatter(text))
+    handler.setFormatter(JsonFormatter(**always) if log_format == "json" else SafeFormatter(text))
     logging.basicConfig(level=level.upper(), handlers=[handler])

@@ -19,6 +19,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from lmkv import tiers
 from lmkv.config import ClientConfig, load
 from lmkv.errors import BadRequest, LmkvError, Unreachable
+from lmkv.safe_text import safe_text
 from lmkv.units import parse_seconds
 from lmkv.v1.chunk_pb2 import Position, Tier
 from lmkv_client.coordinator import Coordinator
@@ -27,6 +28,8 @@ Answer = TypeVar("Answer")
 
 DONE, FAILED, PARTLY_DONE = 0, 1, 3
 """Exit codes of commands that give orders."""
+MAX_CELL_CHARACTERS = 1_000
+"""Longest text in a cell of a table: names of models are what nodes say they are."""
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,6 +122,7 @@ def print_json(message: Message) -> None:
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Prints a table: framed on a terminal, plain aligned columns that other tools can read elsewhere."""
+    rows = [[safe_text(cell, MAX_CELL_CHARACTERS) for cell in row] for row in rows]
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.table import Table

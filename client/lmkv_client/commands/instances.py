@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Iterable, Iterator
 
 from lmkv.cli import Command
+from lmkv.safe_text import safe_text
 from lmkv.units import format_bytes
 from lmkv.v1.registry_service_pb2 import Instance, ListInstancesResponse
-from lmkv_client.commands import add_common_arguments, ask, print_json, print_table
+from lmkv_client.commands import MAX_CELL_CHARACTERS, add_common_arguments, ask, print_json, print_table
 
 EXAMPLES = """\
   lmkv instances
@@ -28,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     columns = ("INSTANCE", "PEER", "MODELS", "CHUNKS", "USED/CAPACITY", "ENGINES")
     print_table(columns, [row(instance) for instance in instances])
     for line in conflicts(instances):
-        print(line)
+        print(safe_text(line, MAX_CELL_CHARACTERS))
     return 0
 
 

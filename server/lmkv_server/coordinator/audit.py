@@ -57,7 +57,7 @@ def audited(name: str, request: Message) -> Iterator[Act]:
             **act.names,
             "outcome": outcome,
         }
-        logger.info("%s", json.dumps(line, ensure_ascii=False))
+        logger.info("%s", json.dumps(line))  # in ASCII: no text in it can break the line
 
 
 def told(request: Message) -> dict[str, object]:

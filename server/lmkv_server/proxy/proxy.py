@@ -142,10 +142,16 @@ class Proxy:
                 await asyncio.sleep(self._config.stats_interval)
                 if self.statistics.request_count != told:
                     told = self.statistics.request_count
-                    logger.info("latencies\n%s", self.statistics.table())
+                    self._log_latencies()
         finally:
             if self.statistics.request_count != told:
-                logger.info("latencies\n%s", self.statistics.table())
+                self._log_latencies()
+
+    def _log_latencies(self) -> None:
+        """Logs the table, a record a line: the message of a record has one line."""
+        logger.info("latencies")
+        for line in self.statistics.table().splitlines():
+            logger.info("%s", line)
 
 
 def _fleet(config: ProxyConfig) -> Fleet:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lmkv import telemetry
-from lmkv.telemetry.logs import JsonFormatter
+from lmkv.telemetry.logs import MAX_MESSAGE_CHARACTERS, JsonFormatter, SafeFormatter
 from tests.lmkv.telemetry.receiver import Receiver
 
 logger = logging.getLogger("tests.lmkv.logs")
@@ -43,7 +43,7 @@ def test_a_record_is_one_json_object_on_one_line(written: StringIO) -> None:
     assert record == {
         "level": "warning",
         "logger": "tests.lmkv.logs",
-        "message": "pool of 5 GB is\nfull",
+        "message": r"pool of 5 GB is\nfull",
         "instance_id": "i-1",
     }
 
@@ -97,3 +97,53 @@ def test_a_process_logs_in_the_format_that_it_is_told(log_format: str, line: str
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30)
     assert done.stderr.endswith(line)
     assert done.stderr.count("\n") == 1
+
+
+FORGED = "\n2026-01-01 00:00:00,000 CRITICAL all is lost"
+STRANGE = ["\n", "\r", "\x0b", "\x1b[2J", "\x85", "\u2028", "\u2029", "\u202e", "\u200b", "\ud800", "\0"]
+
+
+@pytest.fixture
+def lines() -> Iterator[StringIO]:
+    """What is logged as text."""
+    stream = StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(SafeFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield stream
+    logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+def test_text_from_outside_stays_within_its_line(lines: StringIO, written: StringIO, strange: str) -> None:
+    with telemetry.bound(operation_id=f"move{strange}"):
+        logger.warning("instance %s left", f"a{strange}{FORGED}")
+    for text in (lines.getvalue(), written.getvalue()):
+        assert text.endswith("\n")
+        assert text[:-1].isprintable()
+        assert strange.encode("unicode_escape").decode() in text.replace("\\\\", "\\")
+    assert len(records(written)) == 1
+
+
+def test_a_traceback_cannot_forge_a_record(lines: StringIO, written: StringIO) -> None:
+    try:
+        raise ValueError(f"bad{FORGED}")
+    except ValueError:
+        logger.exception("it failed")
+    first, *rest = lines.getvalue().splitlines()
+    assert first.endswith("ERROR it failed")
+    assert any("all is lost" in line for line in rest)
+    assert all(line.startswith("    ") for line in rest)
+    assert len(records(written)) == 1
+
+
+def test_a_record_has_a_bounded_length(lines: StringIO, written: StringIO) -> None:
+    try:
+        raise ValueError("y\n" * 100_000 + "y" * 100_000)
+    except ValueError:
+        logger.exception("%s", "x" * 1_000_000)
+    for text in (lines.getvalue(), written.getvalue()):
+        assert len(text) < MAX_MESSAGE_CHARACTERS + 10_000
+        assert "983616 more characters" in text
+        assert "lines are left out" in text
