@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from lmkv.errors import LmkvError, Unreachable
 from lmkv_client.demo.engine import Engine
 from lmkv_client.demo.process import session_pids
+from tests.waiting import wait_until
 
 PROMPT = [2 + (7 * i * i + i) % 500 for i in range(1000)]
 
@@ -73,10 +73,7 @@ def test_a_closed_stream_is_an_aborted_request(engine: Engine) -> None:
     next(tokens)
     assert engine.metrics()["vllm:num_requests_running"] == 1
     tokens.close()  # type: ignore[attr-defined]  # a generator
-    deadline = time.monotonic() + 10
-    while engine.metrics()["vllm:num_requests_running"] and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert engine.metrics()["vllm:num_requests_running"] == 0
+    wait_until(lambda: engine.metrics()["vllm:num_requests_running"] == 0)
 
 
 def test_metrics_are_summed_over_the_samples_that_carry_the_labels(engine: Engine) -> None:

@@ -28,7 +28,6 @@ from tests.engines.faults import (
 
 LEASE_SECONDS = 3.0
 CHAOS_SECONDS = 40.0
-LOAD_TIMEOUT_SECONDS = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +74,6 @@ def test_a_frozen_peer_costs_one_load(pair: Pair) -> None:
     with pair.frozen("node-1"), counting(pair.second) as grown:
         check(held, pair.fetching(held).result(REQUEST_TIMEOUT_SECONDS))
         assert (grown("lookups"), grown("load_failures")) == (1, 1)
-        assert grown("load_seconds") <= LOAD_TIMEOUT_SECONDS + 0.5
     pair.heal()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -17,6 +16,7 @@ import lmkv_kernels
 from lmkv_kernels import ChunkCopy, _host, host, reference, token_rows, whole_tiles
 from lmkv_kernels.copies import check
 from tests.kernels.layouts import DTYPES, LAYOUTS, Case, cases, kv_cache, large_case, random_bytes
+from tests.waiting import wait_until
 
 COPY_WAYS = ["wrapper", "portable"]
 
@@ -177,21 +177,25 @@ def test_no_copies_copy_nothing() -> None:
 
 def test_other_threads_run_while_a_kernel_copies() -> None:
     case = large_case()
-    wakes: list[float] = []
-    stop = threading.Event()
+    turns, stop = [0], threading.Event()
 
-    def wake() -> None:
-        while not stop.wait(0.0005):
-            wakes.append(time.monotonic())
+    def turn() -> None:
+        while not stop.is_set():
+            turns[0] += 1
 
-    thread = threading.Thread(target=wake)
+    def turned() -> bool:
+        """Whether the other thread has run during one call, which takes some 100 ms."""
+        before = turns[0]
+        lmkv_kernels.gather(case.pages, case.pool, case.copies * 100)
+        return turns[0] - before > 1000  # far more than between two bytecodes
+
+    thread = threading.Thread(target=turn)
     thread.start()
-    started = time.monotonic()
-    lmkv_kernels.gather(case.pages, case.pool, case.copies * 100)  # one call that takes some 100 ms
-    ended = time.monotonic()
-    stop.set()
-    thread.join()
-    assert sum(started < moment < ended for moment in wakes) > 5
+    try:
+        wait_until(turned, "another thread runs meanwhile")
+    finally:
+        stop.set()
+        thread.join()
 
 
 Kernel = Callable[..., object]

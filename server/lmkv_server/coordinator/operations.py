@@ -76,6 +76,7 @@ class Operations:
 
         Raises `BadSelection` if that call was for something else.
         """
+        self._expire()
         known = self._by_request_id.get((request.DESCRIPTOR.name, request.request_id))
         if known and known.request != request:
             raise BadSelection(

@@ -32,6 +32,7 @@ from lmkv_server.http.guard import HostGuard
 from tests.lmkv.auth.tokens import entry, write
 from tests.server.coordinator.cases import KEYS
 from tests.server.coordinator.guarded import ENTRIES, Guarded, guarded, token_of
+from tests.waiting import WAIT_SECONDS
 
 SERVED = [method for method in ROLES if method.partition("/")[0] in SERVICE_NAMES]
 PATHS = [f"/{method}" for method in SERVED if not method.endswith(("Report", "Register", "LookupStream"))]
@@ -134,7 +135,7 @@ async def test_a_token_that_is_taken_away_ends_its_stream_with_the_next_message(
 async def test_over_http_too(fleet: Guarded) -> None:
     async with fleet.http(token_of("reader", "a")) as http:
         watch = http.stream("POST", "/lmkv.v1.CacheService/Watch", json={})
-        async with watch as response, asyncio.timeout(10):
+        async with watch as response, asyncio.timeout(WAIT_SECONDS):
             lines = response.aiter_lines()
             await anext(lines)
             write(fleet.tokens, *(each for each in ENTRIES if each["name"] != "reader-of-a"))

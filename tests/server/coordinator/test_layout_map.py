@@ -405,3 +405,35 @@ class AgainstModel(RuleBasedStateMachine):
 
 AgainstModel.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
 TestAgainstModel = AgainstModel.TestCase
+
+
+class Heard:
+    """A listener that keeps what each instance holds, by tier."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, dict[int, list[ChunkKey]]] = {}
+
+    def changed(
+        self, revision: int, instance_id: str, tier: int, fingerprint: bytes, gained: bytes, lost: bytes
+    ) -> None: ...
+
+    def replaced(self, revision: int, instance_id: str, content: Sequence[tuple[int, bytes, bytes]]) -> None:
+        held: dict[int, list[ChunkKey]] = {}
+        for tier, _, keys in content:
+            held.setdefault(tier, []).extend(split_keys(keys))
+        self.held[instance_id] = held
+
+    def gone(self, revision: int, instance_id: str) -> None: ...
+
+
+def test_a_loss_while_a_snapshot_is_staged_is_a_loss_in_that_tier_only() -> None:
+    layout, heard = LayoutMap(), Heard()
+    layout.listener = heard
+    staged = layout.stage("a")
+    for tier in (HOST, DISK):
+        layout.apply_staged(staged, tier, join_keys(KEYS[:3]), chunk_size=CHUNK)
+    layout.apply_staged(staged, HOST, evicted=join_keys(KEYS[1:2]), chunk_size=CHUNK)
+    layout.install(staged)
+    assert heard.held == {"a": {HOST: [KEYS[0], KEYS[2]], DISK: KEYS[:3]}}
+    (match,) = lookup(layout, KEYS[:3])
+    assert [(run.tier, run.chunk_count) for run in match.runs] == [(HOST, 1), (DISK, 1), (HOST, 1)]

@@ -18,8 +18,9 @@ from lmkv.v1.cache_service_pb2 import ClearRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv_server.coordinator import operations as core
 from lmkv_server.coordinator.coordinator import Coordinator
-from tests.server.coordinator.cases import CHUNKS
+from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA
 from tests.server.coordinator.scripted_instance import Make
+from tests.waiting import WAIT_SECONDS, eventually
 
 
 @pytest.fixture
@@ -87,6 +88,42 @@ async def test_an_operation_that_is_over_can_be_forgotten(cache: Any, operations
     assert (await refused(operations.GetOperation(pb.GetOperationRequest(name=name), timeout=5))).reason == (
         "OPERATION_NOT_FOUND"
     )
+
+
+async def test_a_request_id_is_free_again_once_its_operation_is_deleted(
+    make: Make, cache: Any, operations: Any
+) -> None:
+    async with make("a", CHUNKS) as a:
+        request = ClearRequest(all=True, request_id="once")
+        first = await cache.Clear(request, timeout=5)
+        await operations.WaitOperation(pb.WaitOperationRequest(name=first.name), timeout=WAIT_SECONDS)
+        assert (await cache.Clear(request, timeout=5)).name == first.name
+        await operations.DeleteOperation(pb.DeleteOperationRequest(name=first.name), timeout=5)
+        a.chunks.update(dict.fromkeys(KEYS, LLAMA.chunk_size))
+        second = await cache.Clear(request, timeout=5)
+        assert second.name != first.name
+        assert (
+            await operations.WaitOperation(pb.WaitOperationRequest(name=second.name), timeout=WAIT_SECONDS)
+        ).HasField("response")
+        assert not a.chunks, "it was done again"
+        other = ClearRequest(instance_id="a", all=True, request_id="once")
+        await operations.DeleteOperation(pb.DeleteOperationRequest(name=second.name), timeout=5)
+        assert (await cache.Clear(other, timeout=5)).name not in (first.name, second.name)
+
+
+async def test_a_request_id_is_free_again_once_its_operation_has_expired() -> None:
+    async with (
+        Coordinator(port=0, operation_ttl=0.001) as coordinator,
+        rpc.open_channel(coordinator.address) as channel,
+    ):
+        cache: Any = CacheServiceStub(channel)
+        request = ClearRequest(all=True, request_id="once")
+        first = await cache.Clear(request, timeout=5)
+
+        async def is_another() -> bool:
+            return bool((await cache.Clear(request, timeout=5)).name != first.name)
+
+        await eventually(is_another, expected=True)
 
 
 async def test_names_that_nobody_gave_are_not_found(operations: Any) -> None:

@@ -78,7 +78,7 @@ async def listed(registry: Any, **fields: Any) -> ListInstancesResponse:
 
 async def refusal(call: Any) -> LmkvError:
     with pytest.raises(grpc.RpcError) as caught:
-        await asyncio.wait_for(call, 5)
+        await asyncio.wait_for(call, WAIT_SECONDS)
     return from_rpc_error(caught.value)
 
 

@@ -28,8 +28,9 @@ from lmkv.errors import ConfigError, LmkvError
 from lmkv.keys import join_keys
 from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv.v1.cache_service_pb2 import MoveRequest, MoveResult, PinRequest
+from lmkv.v1.cache_service_pb2 import ClearRequest, ClearResult, MoveRequest, MoveResult, PinRequest
 from lmkv_kernels import checksum
+from lmkv_server.coordinator.clears import BATCH_CHUNKS
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
 from tests.server.node.cases import chunk_key, chunk_keys, small_spec
@@ -451,6 +452,41 @@ async def test_a_person_may_have_chunks_brought_in(fleet: Fleet) -> None:
     answer = await fleet.asking.stub.Load(request, timeout=10.0)
     assert (answer.chunk_count, answer.transferred_bytes) == (2, 2 * SPEC.chunk_bytes)
     assert not any(chunk.holds for chunk in fleet.asker.tier)
+
+
+async def clear(coordinator: Coordinator, **selection: Any) -> ClearResult:
+    """Clears, and waits for the end."""
+    async with rpc.open_channel(coordinator.address) as channel:
+        cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
+        operations: Any = operations_pb2_grpc.OperationsStub(channel)
+        operation = await cache.Clear(ClearRequest(**selection), timeout=WAIT_SECONDS)
+        operation = await operations.WaitOperation(
+            operations_pb2.WaitOperationRequest(name=operation.name), timeout=WAIT_SECONDS
+        )
+    result = ClearResult()
+    assert operation.response.Unpack(result), operation.error.message
+    return result
+
+
+async def test_a_clear_of_more_chunks_than_one_order_names_drops_all_of_them(fleet: Fleet) -> None:
+    await fleet.store([0, 1, 2])
+    nowhere = chunk_keys(*range(1000, 1000 + BATCH_CHUNKS))
+    keys = join_keys([chunk_key(0), *nowhere, chunk_key(1), *nowhere, chunk_key(2)])
+    result = await clear(fleet.coordinator, chunk_keys=keys)
+    assert (result.chunk_count, len(result.failures)) == (3, 0)
+    assert len(fleet.holder.tier) == 0
+
+
+async def test_a_clear_of_a_model_with_two_specs_drops_the_chunks_of_both(fleet: Fleet) -> None:
+    other = small_spec(chunk_size=64)
+    async with EngineClient(fleet.holder, "other", other) as second:
+        await second.store(chunk_keys(10, 11))
+        await fleet.store([0, 1])
+        assert len(fleet.holder.tier) == 4
+        await until(lambda: len(fleet.coordinator.tenants.unnamed.core.instances.named("holder", "").said.specs) == 2)
+        result = await clear(fleet.coordinator, model_name=SPEC.model_name)
+        assert (result.chunk_count, len(result.failures)) == (4, 0)
+        assert len(fleet.holder.tier) == 0
 
 
 async def test_without_the_coordinator_the_own_chunks_are_still_found(fleet: Fleet) -> None:

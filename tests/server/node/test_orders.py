@@ -506,7 +506,7 @@ async def test_a_node_that_stops_leaves_its_orders() -> None:
             for _ in range(MAX_FETCHES + 3):
                 here.orders.take(fetch(remote.holder, spec=LARGE), GIVER)
             await until(lambda: len(reader.tier) > 0)
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(WAIT_SECONDS):
                 await here.orders.aclose()
                 await here.orders.aclose()
             assert len(here.orders.pins) == 0

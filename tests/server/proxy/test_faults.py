@@ -71,6 +71,22 @@ async def test_a_prefill_that_was_given_up_is_no_first_token(
     await front.counts("lmkv_proxy_repeats_total", 1, reason="first_token")
 
 
+async def test_an_engine_that_failed_a_request_no_longer_has_it_as_load(
+    make_engine: MakeEngine, make_proxy: MakeProxy
+) -> None:
+    engines = [await make_engine(), await make_engine()]
+    front = await make_proxy(engines=engines, policy="round_robin", health_interval=3600.0)
+    engines[0].refusals = [503]
+    engines[1].going.clear()
+    asking = asyncio.create_task(front.ask(COMPLETIONS, BODY))
+    await until(lambda: engines[1].waiting_count == 1)
+    loads = {engine.url: engine.in_flight_count for engine in front.proxy.fleet.engines}
+    assert loads == {engines[0].url: 0, engines[1].url: 1}
+    engines[1].going.set()
+    assert (await asking).status_code == 200
+    await until(lambda: not any(engine.in_flight_count for engine in front.proxy.fleet.engines))
+
+
 async def test_a_prefill_engine_that_dies_is_out_until_it_is_back(
     make_engine: MakeEngine, make_proxy: MakeProxy
 ) -> None:

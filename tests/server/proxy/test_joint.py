@@ -72,6 +72,21 @@ def test_wherever_a_decode_engine_dies_the_next_one_goes_on_at_a_whole_character
     assert shown + "".join(texts([*prompt, *taken], tokens[len(taken) :])) == said
 
 
+@given(said=st.text("aé漢🎉", min_size=2, max_size=6), cuts=st.lists(st.integers(0, 8), min_size=1, max_size=3))
+def test_after_any_number_of_decode_engines_each_token_was_taken_once(said: str, cuts: list[int]) -> None:
+    prompt, tokens = TOKENIZER.encode("ask").ids, TOKENIZER.encode(said).ids
+    (first,) = texts(prompt, tokens[:1])
+    assume(first)
+    joint = Joint(COMPLETIONS, COMPLETION, first_answer(COMPLETIONS, prompt, tokens[0], first))
+    for cut in (*cuts, len(tokens)):  # the last engine says all that is left
+        joint.go_on()
+        begin = len(joint.taken)
+        rest = zip(tokens[begin:], texts([*prompt, *tokens[:begin]], tokens[begin:]), strict=True)
+        for token, text in list(rest)[:cut]:
+            joint.follow({"choices": [{"index": 0, "text": text, "finish_reason": None, "token_ids": [token]}]})
+    assert joint.taken == tokens
+
+
 def test_an_engine_that_did_not_take_the_tokens_is_found_out() -> None:
     joint = Joint(COMPLETIONS, COMPLETION, first_answer(COMPLETIONS, [1, 2], 3, "x"))
     choice = {"index": 0, "text": "y", "finish_reason": None, "token_ids": [4], "prompt_token_ids": [1, 2]}

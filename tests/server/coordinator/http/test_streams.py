@@ -17,6 +17,7 @@ from lmkv.keys import split_keys
 from lmkv_server.coordinator.coordinator import Coordinator
 from tests.server.coordinator.cases import CHUNKS, KEYS
 from tests.server.coordinator.scripted_instance import Make
+from tests.waiting import WAIT_SECONDS
 
 WATCH = "/lmkv.v1.CacheService/Watch"
 EVENTS = {"Accept": "text/event-stream"}
@@ -86,7 +87,7 @@ async def test_a_watcher_that_goes_away_is_forgotten(http: httpx.AsyncClient, ma
         async with watching(http, json={}) as lines:
             await anext(lines)
             assert await watcher_count(http) == 1
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_SECONDS):
             while await watcher_count(http):  # each look gives the coordinator time to notice
                 pass
 
@@ -98,7 +99,7 @@ async def test_open_watches_do_not_keep_a_coordinator_from_stopping(caplog: pyte
         watching(http, json={}) as lines,
     ):
         await anext(lines)
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(WAIT_SECONDS):  # a watch has no end by itself
             await coordinator.aclose()
         with pytest.raises(httpx.RemoteProtocolError):
             [line async for line in lines]

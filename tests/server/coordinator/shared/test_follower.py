@@ -228,3 +228,17 @@ def test_homes_that_come_during_a_load_are_noticed(steps: list[Step]) -> None:
 
 TestFollowing = Following.TestCase
 TestFollowing.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_what_another_epoch_of_the_instance_held_is_not_loaded() -> None:
+    layout = LayoutMap()
+    instance = Instance(Registration(instance_id="a", epoch=EPOCH, peer_address="host:1"), 0.0, 1.0)
+    follower = Follower(layout, instance, wants=lambda _: None, unsettles=lambda _: None)
+    follower.want()
+    for epoch in (EPOCH - 1, EPOCH + 1):
+        load = follower.begin()
+        assert not follower.found(load, (3, epoch))
+        assert not follower.is_loading(load)
+    load = follower.begin()
+    assert follower.found(load, (3, EPOCH))
+    assert follower.is_loading(load)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
@@ -21,9 +22,13 @@ from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.coordinator.shared import publisher as publisher_module
+from lmkv_server.coordinator.shared.backlog import Backlog
 from lmkv_server.coordinator.shared.content import Change
+from lmkv_server.coordinator.shared.counts import Counts
 from lmkv_server.coordinator.shared.owner import Owner
 from lmkv_server.coordinator.shared.publication import Note, Publication
+from lmkv_server.coordinator.shared.publisher import Publisher
 from tests.lmkv.auth.tokens import entry, write
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT
 from tests.server.coordinator.shared.parts import (
@@ -37,6 +42,7 @@ from tests.server.coordinator.shared.parts import (
 )
 from tests.server.coordinator.shared.scripted_node import ScriptedNode
 from tests.server.node.remote_parts import RedisServer
+from tests.waiting import WAIT_SECONDS
 
 LEASE_SECONDS = 10.0
 Start = Callable[[], Awaitable[Coordinator]]
@@ -260,6 +266,69 @@ async def test_a_server_that_is_emptied_while_it_runs_is_another_map(
         await all_know(node, *pair)
         node.admit(chunks_of("more", 100))
         await all_know(node, *pair)
+
+
+async def test_a_server_that_is_emptied_is_another_map_though_nothing_is_published_or_loaded(
+    pair: tuple[Coordinator, Coordinator], server: RedisServer
+) -> None:
+    before = map_id(pair[0])
+    server.empty()
+    await until(lambda: before != map_id(pair[0]) == map_id(pair[1]) != "")
+
+
+async def test_each_loss_of_the_map_is_counted_and_logged_once(
+    start: Start, server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    coordinator = await start()
+    assert coordinator.shared is not None
+    counts = coordinator.shared.counts
+    attempts: list[int] = []
+    connect = coordinator.shared._store.connect
+
+    async def counted() -> str:
+        attempts.append(1)
+        return await connect()
+
+    coordinator.shared._store.connect = counted  # type: ignore[method-assign]
+    for losses in (1, 2):
+        caplog.clear()
+        attempts.clear()
+        assert counts.losses == losses - 1
+        server.kill()
+        await until(lambda: not map_id(coordinator))
+        await until(lambda: len(attempts) > 2)
+        lines = [record.getMessage() for record in caplog.records if "cannot be used" in record.getMessage()]
+        assert 1 <= len(lines) == len(set(lines)) <= 2, "not with every attempt"
+        assert all(line.startswith(f"layout_map_url: {coordinator.shared._store.shown}") for line in lines)
+        server.start()
+        await until(lambda: map_id(coordinator) != "")
+        assert counts.losses == losses
+        assert "shares the layout map" in caplog.text
+
+
+async def test_who_waits_for_room_goes_on_as_soon_as_there_is_some(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher_module, "ROOM_SECONDS", 600.0)
+    store = await connected(server.url)
+    publisher = Publisher(store, Counts(), lambda *_: None)
+    publisher._backlog = Backlog(limit_bytes=1 << 20)
+    owner = Owner("", "a")
+    publication = Publication(owner, 1, await store.next_term(owner), publisher.tell)
+    publication.completed()
+    for number in range(8):
+        keys = join_keys(chunks_of(f"{number}", 5000))
+        publication.changed([Change(2, b"f" * 16, 16, keys, {}, b"")])
+    assert not publisher._backlog.is_roomy
+    waiting = asyncio.create_task(publisher.has_room())
+    await asyncio.sleep(0)
+    publishing = asyncio.create_task(publisher.run())
+    await asyncio.wait_for(waiting, WAIT_SECONDS)
+    assert publisher._backlog.is_roomy
+    publishing.cancel()
+    await asyncio.gather(publishing, return_exceptions=True)
+    await store.aclose()
 
 
 async def test_a_server_that_freezes_is_done_without(
