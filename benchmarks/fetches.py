@@ -141,13 +141,17 @@ class Ends:
             Copy(remote_address=remote, local_address=local, size_bytes=self._node.spec.chunk_bytes)
             for remote, local in zip(self._owner.addresses(chunk_count), self._local(chunk_count), strict=True)
         ]
-        holder = self._owner.holder(chunk_count)
+        connection = self._node.peers.connections.get(self._owner.holder(chunk_count))
+        assert connection is not None
+        spec = self._node.spec
+        await connection.agree(spec, FETCH_SECONDS)
+        grant = (await connection.acquire(spec, keys_of(chunk_count), FETCH_SECONDS, FETCH_SECONDS)).grant
         self._owner.serve_bare()  # for what needs the owner's progress; the channel's own is not on without a grant
         started = time.perf_counter()
-        peer_name = f"{holder.instance_id}:{holder.epoch}"
-        await self._node.peers.channels.read(peer_name, copies, FETCH_SECONDS, lambda: None)
+        await self._node.peers.channels.read(connection.name, copies, FETCH_SECONDS, lambda: None, grant.grant_id)
         seconds = time.perf_counter() - started
         self._owner.rest_bare()
+        await connection.release(grant.grant_id, FETCH_SECONDS)
         return seconds
 
     def _local(self, chunk_count: int) -> list[int]:

@@ -122,6 +122,12 @@ class GrantNotFound(Missing):
     reason = "GRANT_NOT_FOUND"
 
 
+class SessionNotFound(Missing):
+    """The caller has no such session at a node: `Init` opens one."""
+
+    reason = "SESSION_NOT_FOUND"
+
+
 class ChunkNotFound(Missing):
     """A chunk is not held where it was to be taken from."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from lmkv.errors import Unreachable
 from lmkv.pool import Pool
+from lmkv.transfer.access import ReadAccess, Reader
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +46,8 @@ class End:
     """Where processes of this host are given the pool; None: they are not."""
     summed_copy: SummedCopy | None = None
     """How a channel copies that does so itself, so that nobody need go over the bytes once more; None: plainly."""
+    access: ReadAccess = field(default_factory=ReadAccess)
+    """Who may read what of the pool; asked by the channels whose owner sends the bytes itself."""
     nixl_backends: tuple[str, ...] = ("UCX",)
     mooncake_protocol: str = "tcp"
 
@@ -70,9 +73,10 @@ class Channel(Protocol):
     def name(self) -> str:
         """What the channel is called in configuration and on the wire."""
 
-    @property
-    def metadata(self) -> bytes:
-        """What a peer must know to read this memory; a secret for that reason."""
+    def metadata_for(self, reader: Reader) -> bytes:
+        """What this reader must know to read this memory; a secret. Other readers get other secrets where the channel
+        can tell its readers apart.
+        """
 
     async def add_peer(self, peer_name: str, metadata: bytes) -> None:
         """Makes a peer's memory readable. Repeating it is safe.
@@ -85,14 +89,20 @@ class Channel(Protocol):
         """Forgets a peer, once its running reads have ended. An unknown peer is no error."""
 
     async def read(
-        self, peer_name: str, copies: Sequence[Copy], timeout_seconds: float, on_stopped: Callable[[], None]
+        self,
+        peer_name: str,
+        copies: Sequence[Copy],
+        timeout_seconds: float,
+        on_stopped: Callable[[], None],
+        grant_id: str = "",
     ) -> list[int] | None:
-        """Copies bytes out of a peer's memory. All of them are there when it returns.
+        """Copies bytes out of a peer's memory, under a grant of that peer. All of them are there when it returns.
 
         Returns the checksum of each copy, a whole chunk, where the channel has summed on the way.
 
-        Raises `Unreachable` if that takes longer than `timeout_seconds`, the peer is gone or was never added, or bytes
-        lie outside of its pool or of the own one: then none of them is written.
+        Raises `Unreachable` if that takes longer than `timeout_seconds`, the peer is gone or was never added, the
+        peer refuses since the grant does not cover the bytes (`tcp` and `ucx` can), or bytes lie outside of its pool
+        or of the own one: then none of them is written.
 
         However the call ends, returning, raising or cancelled, `on_stopped` is called exactly once, on the loop, when
         no more bytes can arrive: before a return, but perhaps long after an error or a cancellation, since nobody can

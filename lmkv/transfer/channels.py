@@ -9,6 +9,7 @@ from contextlib import suppress
 from importlib import import_module
 
 from lmkv.errors import ChannelUnsupported, ConfigError, LmkvError, Unreachable
+from lmkv.transfer.access import ReadAccess
 from lmkv.transfer.channel import Channel, Copy, End
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,11 @@ class Channels:
         self._peers: dict[str, Channel] = {}
         self._serving = False
         self._closed = False
+
+    @property
+    def access(self) -> ReadAccess:
+        """Who may read what of the own pool."""
+        return self._end.access
 
     async def start(self) -> None:
         """Opens the only channel if there is but one; of several, each waits until it is needed.
@@ -104,14 +110,19 @@ class Channels:
             await channel.remove_peer(peer_name)
 
     async def read(
-        self, peer_name: str, copies: Sequence[Copy], timeout_seconds: float, on_stopped: Callable[[], None]
+        self,
+        peer_name: str,
+        copies: Sequence[Copy],
+        timeout_seconds: float,
+        on_stopped: Callable[[], None],
+        grant_id: str = "",
     ) -> list[int] | None:
         """See `Channel`."""
         channel = self._peers.get(peer_name)
         if channel is None:
             on_stopped()
             raise Unreachable(f"{peer_name} is not connected", peer=peer_name)
-        return await channel.read(peer_name, copies, timeout_seconds, on_stopped)
+        return await channel.read(peer_name, copies, timeout_seconds, on_stopped, grant_id)
 
     def serve(self, needed: bool) -> None:
         """See `Channel`; goes for channels that are opened later too."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from lmkv.errors import ConfigError, Unreachable
+from lmkv.transfer.access import Reader
 from lmkv.transfer.channel import Copy, End, Region, find_peer
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.threads import Job, Threads
@@ -57,7 +58,7 @@ class MooncakeChannel:
         self._scratch = np.zeros(SCRATCH_BYTES, np.uint8)
         self._engine.register_memory(self._scratch.ctypes.data, SCRATCH_BYTES)
         words = {"target": f"{end.host}:{self._engine.get_rpc_port()}"}
-        self.metadata = wrap(self.name, end, json.dumps(words).encode())
+        self._metadata = wrap(self.name, end, json.dumps(words).encode())
         self._peers: dict[str, _Peer] = {}
         self._threads = Threads("lmkv-mooncake", READ_THREADS)
 
@@ -65,6 +66,10 @@ class MooncakeChannel:
     async def open(cls, end: End) -> Self:
         """The channel over this end, started beside the loop. Raises `ConfigError` as the constructor does."""
         return await asyncio.to_thread(cls, end)
+
+    def metadata_for(self, _reader: Reader) -> bytes:
+        """See `Channel`. Its readers cannot be told apart: each gets the same secret."""
+        return self._metadata
 
     async def add_peer(self, peer_name: str, metadata: bytes) -> None:
         """See `Channel`."""
@@ -80,7 +85,12 @@ class MooncakeChannel:
         self._peers.pop(peer_name, None)
 
     async def read(
-        self, peer_name: str, copies: Sequence[Copy], timeout_seconds: float, on_stopped: Callable[[], None]
+        self,
+        peer_name: str,
+        copies: Sequence[Copy],
+        timeout_seconds: float,
+        on_stopped: Callable[[], None],
+        grant_id: str = "",  # noqa: ARG002 # its readers read by themselves
     ) -> None:
         """See `Channel`."""
         peer = find_peer(self._peers, peer_name, copies, self._own, on_stopped)

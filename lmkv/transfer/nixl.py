@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 from lmkv.errors import LmkvError, Unreachable
+from lmkv.transfer.access import Reader
 from lmkv.transfer.channel import Copy, End, Region, check_copies
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.nixl_agent import STALL_SECONDS, AgentThread
@@ -38,7 +39,7 @@ class NixlChannel:
 
         Raises `ConfigError` if NIXL is missing or does not start, which takes half a second of work.
         """
-        self.metadata = b""
+        self._metadata = b""
         self._own = region
         self._peers: dict[str, Region] = {}
         self._thread = AgentThread(agent_name, region, backends, prepare_thread)
@@ -50,8 +51,12 @@ class NixlChannel:
     async def open(cls, end: End) -> Self:
         """The channel over this end, started beside the loop. Raises `ConfigError` as the constructor does."""
         channel = await asyncio.to_thread(cls, end.name, end.region, end.nixl_backends)
-        channel.metadata = wrap(cls.name, end, channel._agent_metadata)
+        channel._metadata = wrap(cls.name, end, channel._agent_metadata)
         return channel
+
+    def metadata_for(self, _reader: Reader) -> bytes:
+        """See `Channel`. Its readers cannot be told apart: each gets the same secret."""
+        return self._metadata
 
     async def add_peer(self, peer_name: str, metadata: bytes) -> None:
         """See `Channel`."""
@@ -65,7 +70,12 @@ class NixlChannel:
         await self._call(lambda: self._thread.lose_peer(peer_name))
 
     async def read(
-        self, peer_name: str, copies: Sequence[Copy], timeout_seconds: float, on_stopped: Callable[[], None]
+        self,
+        peer_name: str,
+        copies: Sequence[Copy],
+        timeout_seconds: float,
+        on_stopped: Callable[[], None],
+        grant_id: str = "",  # noqa: ARG002 # its readers read by themselves
     ) -> None:
         """See `Channel`."""
         try:

@@ -20,6 +20,7 @@ import numpy as np
 
 from lmkv.errors import ChannelUnsupported, ConfigError, Unreachable
 from lmkv.handover import Fields, Gift, Handover, take
+from lmkv.transfer.access import Reader
 from lmkv.transfer.channel import Copy, End, Region, SummedCopy, find_peer
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.threads import Job, Threads
@@ -48,7 +49,7 @@ class ShmChannel:
         self._sums = end.summed_copy is not None
         self._token = secrets.token_hex(TOKEN_BYTES)
         words = {"socket": str(end.socket_path), "token": self._token}
-        self.metadata = wrap(self.name, end, json.dumps(words).encode())
+        self._metadata = wrap(self.name, end, json.dumps(words).encode())
         # Opened anew: whoever gets this file description cannot write, while the pool's own one can.
         self._read_only_fd = os.open(f"/proc/self/fd/{end.pool.fd}", os.O_RDONLY | os.O_CLOEXEC)
         self._handover = Handover(end.socket_path, self._welcome, "transfer socket")
@@ -65,6 +66,10 @@ class ShmChannel:
             await channel.aclose()
             raise
         return channel
+
+    def metadata_for(self, _reader: Reader) -> bytes:
+        """See `Channel`. Its readers cannot be told apart: each gets the same secret."""
+        return self._metadata
 
     async def add_peer(self, peer_name: str, metadata: bytes) -> None:
         """See `Channel`."""
@@ -85,7 +90,12 @@ class ShmChannel:
         self._lose(peer_name)
 
     async def read(
-        self, peer_name: str, copies: Sequence[Copy], timeout_seconds: float, on_stopped: Callable[[], None]
+        self,
+        peer_name: str,
+        copies: Sequence[Copy],
+        timeout_seconds: float,
+        on_stopped: Callable[[], None],
+        grant_id: str = "",  # noqa: ARG002 # its readers read by themselves
     ) -> list[int] | None:
         """See `Channel`."""
         peer = find_peer(self._peers, peer_name, copies, self._own, on_stopped)

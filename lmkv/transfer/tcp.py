@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Self
 
 from lmkv.errors import Unreachable
+from lmkv.transfer.access import Reader
 from lmkv.transfer.channel import Copy, End, Region, find_peer
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.tcp_server import TcpServer
-from lmkv.transfer.tcp_wire import GRANTED, MAX_RANGES, TOKEN_BYTES, hello, request
+from lmkv.transfer.tcp_wire import GRANTED, MAX_RANGES, REFUSED, hello, request
 from lmkv.transfer.threads import Job, Threads
 
 READ_THREADS = 8
@@ -33,12 +33,10 @@ class TcpChannel:
     name = "tcp"
 
     def __init__(self, end: End) -> None:
-        token = secrets.token_bytes(TOKEN_BYTES)
+        self._end = end
         self._own = end.region
         self._pool = end.pool
-        self._server = TcpServer(end.pool, end.host, end.port, token)
-        words = {"host": end.host, "port": self._server.port, "token": token.hex()}
-        self.metadata = wrap(self.name, end, json.dumps(words).encode())
+        self._server = TcpServer(end)
         self._peers: dict[str, _Peer] = {}
         self._threads = Threads("lmkv-tcp", READ_THREADS)
 
@@ -48,6 +46,11 @@ class TcpChannel:
         channel = cls(end)
         channel._server.start()
         return channel
+
+    def metadata_for(self, reader: Reader) -> bytes:
+        """See `Channel`."""
+        words = {"host": self._end.host, "port": self._server.port, "token": reader.token.hex()}
+        return wrap(self.name, self._end, json.dumps(words).encode())
 
     async def add_peer(self, peer_name: str, metadata: bytes) -> None:
         """See `Channel`."""
@@ -67,12 +70,17 @@ class TcpChannel:
             peer.forget()
 
     async def read(
-        self, peer_name: str, copies: Sequence[Copy], timeout_seconds: float, on_stopped: Callable[[], None]
+        self,
+        peer_name: str,
+        copies: Sequence[Copy],
+        timeout_seconds: float,
+        on_stopped: Callable[[], None],
+        grant_id: str = "",
     ) -> None:
         """See `Channel`."""
         peer = find_peer(self._peers, peer_name, copies, self._own, on_stopped)
         connections = [connection] if (connection := peer.take()) else []
-        part = partial(self._receive, peer, connections, copies)
+        part = partial(self._receive, peer, connections, copies, grant_id)
 
         def stopped() -> None:
             for connection in connections:
@@ -91,19 +99,25 @@ class TcpChannel:
             await self.remove_peer(peer_name)
         await self._server.aclose()
 
-    def _receive(self, peer: _Peer, connections: list[socket.socket], copies: Sequence[Copy], job: Job) -> None:
+    def _receive(
+        self, peer: _Peer, connections: list[socket.socket], copies: Sequence[Copy], grant_id: str, job: Job
+    ) -> None:
         """Reads on a thread. A connection that is still good afterwards is left in `connections`."""
         connection = connections.pop() if connections else peer.connect()
+        answer = GRANTED
         try:
             job.blocks(partial(_shut, connection))
             for start in range(0, len(copies), MAX_RANGES):
                 batch = copies[start : start + MAX_RANGES]
-                connection.sendall(request([(copy.remote_address, copy.size_bytes) for copy in batch]))
-                if connection.recv(1) != GRANTED:
-                    raise Unreachable(f"{job.peer_name} refused to be read, or is gone", peer=job.peer_name)
+                connection.sendall(request(grant_id, [(copy.remote_address, copy.size_bytes) for copy in batch]))
+                answer = connection.recv(1)
+                if answer == REFUSED:
+                    break
+                if answer != GRANTED:
+                    raise Unreachable(f"{job.peer_name} closed the connection", peer=job.peer_name)
                 for copy in batch:
                     self._fill(connection, copy, job)
-            job.check()  # abandoned only now: the connection was shut
+            job.blocks(_keep_open)  # raises if it was abandoned only now: the connection was shut
         except OSError as error:
             connection.close()
             raise Unreachable(f"{job.peer_name} was lost: {error}", peer=job.peer_name) from None
@@ -111,6 +125,8 @@ class TcpChannel:
             connection.close()
             raise
         connections.append(connection)
+        if answer == REFUSED:
+            raise Unreachable(f"{job.peer_name} refused the read: no live grant covers it", peer=job.peer_name)
 
     def _fill(self, connection: socket.socket, copy: Copy, job: Job) -> None:
         """Receives one run, straight into the pool; the interpreter's lock is free meanwhile."""
@@ -182,6 +198,10 @@ class _Peer:
         asyncio.get_running_loop().remove_reader(connection)
         self.idle.remove(connection)
         connection.close()
+
+
+def _keep_open() -> None:
+    """The connection is not waited for any more: it is not to be shut when the read ends."""
 
 
 def _shut(connection: socket.socket) -> None:

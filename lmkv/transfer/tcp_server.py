@@ -1,18 +1,18 @@
-"""The owner's end of the TCP channel: sends what readers that know the token ask for. One thread a connection."""
+"""The owner's end of the TCP channel: sends readers what their live grants cover. One thread a connection."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import socket
 import struct
 import threading
+import time
 
 from lmkv.errors import ConfigError
-from lmkv.pool import Pool
-from lmkv.transfer.channel import Region
-from lmkv.transfer.tcp_wire import COUNT, GRANTED, HELLO_BYTES, MAX_RANGES, RANGE, hello
+from lmkv.transfer.access import Reader
+from lmkv.transfer.channel import End
+from lmkv.transfer.tcp_wire import GRANTED, HEAD, HELLO_BYTES, MARK, MAX_RANGES, RANGE, REFUSED
 
 logger = logging.getLogger(__name__)
 
@@ -22,16 +22,20 @@ HELLO_SECONDS = 5.0
 STUCK_SECONDS = 30.0
 """A reader that takes nothing for so long is given up."""
 CLOSE_SECONDS = 3.0
+QUIET_SECONDS = 1.0
+"""At least this long between two log lines about refused readers."""
 
 
 class TcpServer:
     """Listens from the start, and serves between `start` and `aclose`."""
 
-    def __init__(self, pool: Pool, host: str, port: int, token: bytes) -> None:
+    def __init__(self, end: End) -> None:
         """Raises `ConfigError` if it cannot listen there."""
-        self._pool = pool
-        self._region = Region(address=pool.address, size_bytes=pool.size_bytes)
-        self._hello = hello(token)
+        self._pool = end.pool
+        self._region = end.region
+        self._access = end.access
+        self._quiet_until = 0.0
+        host, port = end.host, end.port
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server((host, port), family=family, backlog=MAX_READERS)
@@ -83,8 +87,8 @@ class TcpServer:
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection:
-                if self._greet(connection):
-                    while self._answer(connection):
+                if reader := self._greet(connection):
+                    while self._answer(connection, reader):
                         pass
         except OSError as error:
             logger.debug("transfer server: a reader is gone: %s", error)
@@ -93,39 +97,49 @@ class TcpServer:
         finally:
             self._readers.pop(connection, None)
 
-    def _greet(self, connection: socket.socket) -> bool:
+    def _greet(self, connection: socket.socket) -> Reader | None:
         connection.settimeout(HELLO_SECONDS)
-        if not secrets.compare_digest(_receive(connection, HELLO_BYTES), self._hello):
-            logger.warning("transfer server: somebody without the token was refused")
-            return False
+        hello = _receive(connection, HELLO_BYTES)
+        reader = self._access.find(hello[len(MARK) :]) if hello.startswith(MARK) else None
+        if reader is None:
+            self._warn("a connection without a valid token was refused")
+            return None
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(STUCK_SECONDS), 0))
         connection.sendall(GRANTED)
-        return True
+        return reader
 
-    def _answer(self, connection: socket.socket) -> bool:
-        """Serves one request; False when there is no more, or it cannot be granted."""
-        head = _receive(connection, COUNT.size)
+    def _answer(self, connection: socket.socket, reader: Reader) -> bool:
+        """Serves one request; False when there is no more, or it does not keep to the protocol."""
+        head = _receive(connection, HEAD.size)
         if not head:
             return False
-        (count,) = COUNT.unpack(head)
+        count, grant_id = HEAD.unpack(head)
         if not 0 < count <= MAX_RANGES:
-            logger.warning("transfer server: a reader asked for %d runs of bytes and was refused", count)
+            self._warn("%s asked for %d runs of bytes and was refused", reader.peer_name, count)
             return False
         ranges = list(RANGE.iter_unpack(_receive(connection, count * RANGE.size)))
         if len(ranges) < count:
             return False
-        if not all(self._region.holds(address, size) for address, size in ranges):
-            logger.warning("transfer server: a reader asked for bytes outside of the pool and was refused")
-            return False
+        if not self._access.check(reader, grant_id, ranges):
+            self._warn("%s asked for bytes that no live grant of it covers and was refused", reader.peer_name)
+            connection.sendall(REFUSED)
+            return True
         connection.sendall(GRANTED)
         for address, size in ranges:
             start = address - self._region.address
             with self._pool.buffer[start : start + size] as run:
                 connection.sendall(run)
         return True
+
+    def _warn(self, message: str, *arguments: object) -> None:
+        """Logs a refusal, not more often than once in `QUIET_SECONDS`: strangers may cause many."""
+        now = time.monotonic()
+        if now >= self._quiet_until:
+            self._quiet_until = now + QUIET_SECONDS
+            logger.warning("transfer server: " + message, *arguments)
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:

@@ -1,9 +1,10 @@
-"""What the two ends of a TCP connection say: a hello with the token, then requests for runs of bytes.
+"""The protocol of a TCP connection: a hello with the reader's token, then requests for runs of bytes under a grant.
 
-    reader   MARK token          count (address size)...            count ...
-    owner                GRANTED                          GRANTED bytes...     GRANTED bytes...
+    reader   MARK token          count grant (address size)...                    count grant ...
+    owner                GRANTED                                 GRANTED bytes...                  REFUSED
 
-Instead of `GRANTED` an owner that refuses closes the connection.
+The owner answers `REFUSED` where no live grant of this reader covers every run; the connection stays open. It closes
+the connection of a reader without a valid token, or that does not keep to the protocol.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-MARK = b"lmkvtcp1"
-TOKEN_BYTES = 32
+from lmkv.transfer.access import GRANT_ID_BYTES, TOKEN_BYTES
+
+MARK = b"lmkvtcp2"
 HELLO_BYTES = len(MARK) + TOKEN_BYTES
 GRANTED = b"\1"
+REFUSED = b"\0"
 MAX_RANGES = 4096
 """Most runs of bytes in one request."""
-COUNT = struct.Struct("!I")
+HEAD = struct.Struct(f"!I{GRANT_ID_BYTES}s")
+"""Count of the runs, and the grant's id."""
 RANGE = struct.Struct("!QQ")
 
 
@@ -26,6 +30,6 @@ def hello(token: bytes) -> bytes:
     return MARK + token
 
 
-def request(ranges: Sequence[tuple[int, int]]) -> bytes:
-    """Asks for runs of bytes: address in the owner's process, and size."""
-    return COUNT.pack(len(ranges)) + b"".join(RANGE.pack(address, size) for address, size in ranges)
+def request(grant_id: str, ranges: Sequence[tuple[int, int]]) -> bytes:
+    """Asks for runs of bytes under a grant: address in the owner's process, and size."""
+    return HEAD.pack(len(ranges), grant_id.encode()) + b"".join(RANGE.pack(address, size) for address, size in ranges)

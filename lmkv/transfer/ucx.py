@@ -14,12 +14,13 @@ from typing import Any, Self
 
 from lmkv.errors import Unreachable
 from lmkv.transfer import ucx_api
+from lmkv.transfer.access import Reader
 from lmkv.transfer.channel import Copy, End, Region, find_peer
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.threads import Job, Threads
 from lmkv.transfer.ucx_api import Pending
 from lmkv.transfer.ucx_server import UcxServer
-from lmkv.transfer.ucx_wire import HELLO, MAX_RANGES, TOKEN_BYTES, request
+from lmkv.transfer.ucx_wire import HELLO, MAX_RANGES, request
 
 READ_THREADS = 4
 MAX_IDLE = 2
@@ -37,10 +38,9 @@ class UcxChannel:
         self._own = end.region
         self._pool = end.pool
         self._api = ucx_api.load()
-        token = secrets.token_bytes(TOKEN_BYTES)
-        self._server = UcxServer(self._api, end, token)
-        words = {"host": end.host, "port": self._server.start(), "token": token.hex()}
-        self.metadata = wrap(self.name, end, json.dumps(words).encode())
+        self._end = end
+        self._server = UcxServer(self._api, end)
+        self._port = self._server.start()
         self._peers: dict[str, _Peer] = {}
         self._threads = Threads("lmkv-ucx", READ_THREADS)
 
@@ -49,6 +49,11 @@ class UcxChannel:
         """The channel over this end, started beside the loop. Raises `ConfigError` as the constructor does."""
         return await asyncio.to_thread(cls, end)
 
+    def metadata_for(self, reader: Reader) -> bytes:
+        """See `Channel`."""
+        words = {"host": self._end.host, "port": self._port, "token": reader.token.hex()}
+        return wrap(self.name, self._end, json.dumps(words).encode())
+
     async def add_peer(self, peer_name: str, metadata: bytes) -> None:
         """See `Channel`."""
         region, payload = unwrap(self.name, peer_name, metadata)
@@ -56,7 +61,7 @@ class UcxChannel:
         known = self._peers.get(peer_name)
         if known and known.metadata == metadata:
             peer = known
-        await self._carry_out(peer_name, peer, [], CONNECT_SECONDS, lambda: None)
+        await self._carry_out(peer_name, peer, [], CONNECT_SECONDS, lambda: None, "")
         self._peers[peer_name] = peer
 
     async def remove_peer(self, peer_name: str) -> None:
@@ -65,11 +70,16 @@ class UcxChannel:
             peer.forget()
 
     async def read(
-        self, peer_name: str, copies: Sequence[Copy], timeout_seconds: float, on_stopped: Callable[[], None]
+        self,
+        peer_name: str,
+        copies: Sequence[Copy],
+        timeout_seconds: float,
+        on_stopped: Callable[[], None],
+        grant_id: str = "",
     ) -> None:
         """See `Channel`."""
         peer = find_peer(self._peers, peer_name, copies, self._own, on_stopped)
-        await self._carry_out(peer_name, peer, copies, timeout_seconds, on_stopped)
+        await self._carry_out(peer_name, peer, copies, timeout_seconds, on_stopped, grant_id)
 
     def serve(self, needed: bool) -> None:
         """See `Channel`. A thread of its own serves readers, and sleeps otherwise."""
@@ -88,17 +98,18 @@ class UcxChannel:
         copies: Sequence[Copy],
         timeout_seconds: float,
         on_stopped: Callable[[], None],
+        grant_id: str,
     ) -> None:
-        part = partial(self._receive, peer, copies)
+        part = partial(self._receive, peer, copies, grant_id)
         await self._threads.carry_out(peer_name, [part], timeout_seconds, on_stopped)
 
-    def _receive(self, peer: _Peer, copies: Sequence[Copy], job: Job) -> None:
+    def _receive(self, peer: _Peer, copies: Sequence[Copy], grant_id: str, job: Job) -> None:
         """Reads on a thread. A failed connection is closed: with its worker gone nothing lands any more."""
         connection = peer.idle.pop() if peer.idle else None
         try:
             connection = connection or _Connection(self._api, peer, job)
             for start in range(0, max(len(copies), 1), MAX_RANGES):
-                self._exchange(connection, copies[start : start + MAX_RANGES], job)
+                self._exchange(connection, copies[start : start + MAX_RANGES], grant_id, job)
         except (self._api.UCXError, OSError) as error:
             if connection:
                 connection.close()
@@ -109,7 +120,7 @@ class UcxChannel:
             raise
         peer.keep(connection)
 
-    def _exchange(self, connection: _Connection, copies: Sequence[Copy], job: Job) -> None:
+    def _exchange(self, connection: _Connection, copies: Sequence[Copy], grant_id: str, job: Job) -> None:
         """One request and its answer: a byte that grants it, then the runs. Without runs it is a greeting."""
         granted = bytearray(1)
         wanted = [copy for copy in copies if copy.size_bytes]
@@ -120,7 +131,8 @@ class UcxChannel:
             for start in [copy.local_address - self._own.address]
         ]
         receiving = [connection.receive(target, tag + index) for index, target in enumerate(targets)]
-        asking = connection.send(request(tag, [(copy.remote_address, copy.size_bytes) for copy in wanted]))
+        runs = [(copy.remote_address, copy.size_bytes) for copy in wanted]
+        asking = connection.send(request(tag, grant_id, runs))
         connection.wait([asking, *receiving], job)
 
 

@@ -1,9 +1,8 @@
-"""The owner's end of the UCX channel: one thread with one worker, which sends what readers with the token ask for."""
+"""The owner's end of the UCX channel: one thread with one worker, which sends readers what their live grants cover."""
 
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -30,12 +29,12 @@ Dialogue = Iterator[list[Pending]]
 class UcxServer:
     """The thread. `start` and `close` may be called on any other."""
 
-    def __init__(self, api: Any, end: End, token: bytes) -> None:
+    def __init__(self, api: Any, end: End) -> None:
         self._api = api
         self._pool = end.pool
         self._region = end.region
         self._port = end.port
-        self._hello = HELLO + token
+        self._access = end.access
         self._stopping = False
         self._started: Future[int] = Future()
         self._thread = threading.Thread(target=self._run, name="lmkv-ucx-serve", daemon=True)
@@ -104,13 +103,14 @@ class UcxServer:
     def _converse(self, endpoint: Any) -> Dialogue:
         hello = bytearray(HELLO_BYTES)
         yield [Pending(endpoint.stream_recv, hello)]
-        if not secrets.compare_digest(bytes(hello), self._hello):
-            logger.warning("UCX server: somebody without the token was refused")
+        reader = self._access.find(bytes(hello[len(HELLO) :])) if hello.startswith(HELLO) else None
+        if reader is None:
+            logger.warning("UCX server: a connection without a valid token was refused")
             return
         while True:
             head = bytearray(HEAD.size)
             yield [Pending(endpoint.stream_recv, head)]
-            tag, count = HEAD.unpack(head)
+            tag, count, grant_id = HEAD.unpack(head)
             if count > MAX_RANGES:
                 logger.warning("UCX server: a reader asked for %d runs of bytes and was refused", count)
                 return
@@ -118,8 +118,10 @@ class UcxServer:
             if count:
                 yield [Pending(endpoint.stream_recv, ranges)]
             runs = list(RANGE.iter_unpack(ranges))
-            if not all(self._region.holds(address, size) for address, size in runs):
-                logger.warning("UCX server: a reader asked for bytes outside of the pool and was refused")
+            if runs and not self._access.check(reader, grant_id, runs):
+                logger.warning(
+                    "UCX server: %s asked for bytes that no live grant of it covers and was refused", reader.peer_name
+                )
                 return
             starts = [(address - self._region.address, size) for address, size in runs]
             messages = [GRANTED, *(self._pool.buffer[start : start + size] for start, size in starts)]

@@ -27,7 +27,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from lmkv.v1 import chunk_pb2 as lmkv_dot_v1_dot_chunk__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1almkv/v1/peer_service.proto\x12\x07lmkv.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x13lmkv/v1/chunk.proto\"\xb4\x01\n\x0bInitRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x1e\n\x10peer_instance_id\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\x12\x18\n\npeer_epoch\x18\x04 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12#\n\x04spec\x18\x05 \x01(\x0b\x32\x0f.lmkv.v1.KvSpecB\x04\xe2\x41\x01\x02\x12\x16\n\x08\x63hannels\x18\x06 \x03(\tB\x04\xe2\x41\x01\x01\"\x7f\n\x0cInitResponse\x12\x0f\n\x07\x63hannel\x18\x01 \x01(\t\x12\x18\n\x10\x63hannel_metadata\x18\x02 \x01(\x0c\x12 \n\x07regions\x18\x03 \x03(\x0b\x32\x0f.lmkv.v1.Region\x12\x13\n\x0binstance_id\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\"-\n\x06Region\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x06\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"\xa8\x01\n\x0e\x41\x63quireRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x18\n\npeer_epoch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x19\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x42\x04\xe2\x41\x01\x02\x12\x18\n\nchunk_keys\x18\x04 \x01(\x0c\x42\x04\xe2\x41\x01\x02\x12,\n\x03ttl\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x01\"A\n\x0f\x41\x63quireResponse\x12\x1d\n\x05grant\x18\x01 \x01(\x0b\x32\x0e.lmkv.v1.Grant\x12\x0f\n\x07present\x18\x02 \x03(\x05\"\xe1\x01\n\x0f\x41llocateRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x1a\n\x0cpeer_address\x18\x03 \x01(\tB\x04\xe2\x41\x01\x02\x12\x18\n\npeer_epoch\x18\x04 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x18\n\nrequest_id\x18\x05 \x01(\tB\x04\xe2\x41\x01\x02\x12\x19\n\x0b\x66ingerprint\x18\x06 \x01(\x0c\x42\x04\xe2\x41\x01\x02\x12\x18\n\nchunk_keys\x18\x07 \x01(\x0c\x42\x04\xe2\x41\x01\x02\x12\x19\n\x0btoken_count\x18\x08 \x01(\x05\x42\x04\xe2\x41\x01\x02\"a\n\x10\x41llocateResponse\x12\x10\n\x08grant_id\x18\x01 \x01(\t\x12\x0f\n\x07missing\x18\x02 \x03(\x05\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"f\n\rCommitRequest\x12\x16\n\x08grant_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x15\n\x07indices\x18\x02 \x03(\x05\x42\x04\xe2\x41\x01\x01\x12&\n\x07\x65xtents\x18\x03 \x03(\x0b\x32\x0f.lmkv.v1.ExtentB\x04\xe2\x41\x01\x01\"!\n\x0e\x43ommitResponse\x12\x0f\n\x07\x64\x61maged\x18\x01 \x03(\x05\"?\n\x0eReleaseRequest\x12\x16\n\x08grant_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x15\n\x07\x64\x61maged\x18\x02 \x03(\x05\x42\x04\xe2\x41\x01\x01\"\x11\n\x0fReleaseResponse2\xba\x02\n\x0bPeerService\x12\x33\n\x04Init\x12\x14.lmkv.v1.InitRequest\x1a\x15.lmkv.v1.InitResponse\x12<\n\x07\x41\x63quire\x12\x17.lmkv.v1.AcquireRequest\x1a\x18.lmkv.v1.AcquireResponse\x12?\n\x08\x41llocate\x12\x18.lmkv.v1.AllocateRequest\x1a\x19.lmkv.v1.AllocateResponse\x12\x39\n\x06\x43ommit\x12\x16.lmkv.v1.CommitRequest\x1a\x17.lmkv.v1.CommitResponse\x12<\n\x07Release\x12\x17.lmkv.v1.ReleaseRequest\x1a\x18.lmkv.v1.ReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1almkv/v1/peer_service.proto\x12\x07lmkv.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x13lmkv/v1/chunk.proto\"\xce\x01\n\x0bInitRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x1e\n\x10peer_instance_id\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\x12\x18\n\npeer_epoch\x18\x04 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12#\n\x04spec\x18\x05 \x01(\x0b\x32\x0f.lmkv.v1.KvSpecB\x04\xe2\x41\x01\x02\x12\x16\n\x08\x63hannels\x18\x06 \x03(\tB\x04\xe2\x41\x01\x01\x12\x18\n\nsession_id\x18\x07 \x01(\tB\x04\xe2\x41\x01\x01\"\x93\x01\n\x0cInitResponse\x12\x0f\n\x07\x63hannel\x18\x01 \x01(\t\x12\x18\n\x10\x63hannel_metadata\x18\x02 \x01(\x0c\x12 \n\x07regions\x18\x03 \x03(\x0b\x32\x0f.lmkv.v1.Region\x12\x13\n\x0binstance_id\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x12\n\nsession_id\x18\x06 \x01(\t\"-\n\x06Region\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x06\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"\xc2\x01\n\x0e\x41\x63quireRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x18\n\npeer_epoch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x19\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x42\x04\xe2\x41\x01\x02\x12\x18\n\nchunk_keys\x18\x04 \x01(\x0c\x42\x04\xe2\x41\x01\x02\x12,\n\x03ttl\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x01\x12\x18\n\nsession_id\x18\x06 \x01(\tB\x04\xe2\x41\x01\x02\"A\n\x0f\x41\x63quireResponse\x12\x1d\n\x05grant\x18\x01 \x01(\x0b\x32\x0e.lmkv.v1.Grant\x12\x0f\n\x07present\x18\x02 \x03(\x05\"\xfb\x01\n\x0f\x41llocateRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x1a\n\x0cpeer_address\x18\x03 \x01(\tB\x04\xe2\x41\x01\x02\x12\x18\n\npeer_epoch\x18\x04 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x18\n\nrequest_id\x18\x05 \x01(\tB\x04\xe2\x41\x01\x02\x12\x19\n\x0b\x66ingerprint\x18\x06 \x01(\x0c\x42\x04\xe2\x41\x01\x02\x12\x18\n\nchunk_keys\x18\x07 \x01(\x0c\x42\x04\xe2\x41\x01\x02\x12\x19\n\x0btoken_count\x18\x08 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x18\n\nsession_id\x18\t \x01(\tB\x04\xe2\x41\x01\x02\"a\n\x10\x41llocateResponse\x12\x10\n\x08grant_id\x18\x01 \x01(\t\x12\x0f\n\x07missing\x18\x02 \x03(\x05\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x9d\x01\n\rCommitRequest\x12\x16\n\x08grant_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x15\n\x07indices\x18\x02 \x03(\x05\x42\x04\xe2\x41\x01\x01\x12&\n\x07\x65xtents\x18\x03 \x03(\x0b\x32\x0f.lmkv.v1.ExtentB\x04\xe2\x41\x01\x01\x12\x18\n\nsession_id\x18\x04 \x01(\tB\x04\xe2\x41\x01\x02\x12\x1b\n\rread_grant_id\x18\x05 \x01(\tB\x04\xe2\x41\x01\x01\"!\n\x0e\x43ommitResponse\x12\x0f\n\x07\x64\x61maged\x18\x01 \x03(\x05\"Y\n\x0eReleaseRequest\x12\x16\n\x08grant_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x15\n\x07\x64\x61maged\x18\x02 \x03(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\nsession_id\x18\x03 \x01(\tB\x04\xe2\x41\x01\x02\"\x11\n\x0fReleaseResponse2\xba\x02\n\x0bPeerService\x12\x33\n\x04Init\x12\x14.lmkv.v1.InitRequest\x1a\x15.lmkv.v1.InitResponse\x12<\n\x07\x41\x63quire\x12\x17.lmkv.v1.AcquireRequest\x1a\x18.lmkv.v1.AcquireResponse\x12?\n\x08\x41llocate\x12\x18.lmkv.v1.AllocateRequest\x1a\x19.lmkv.v1.AllocateResponse\x12\x39\n\x06\x43ommit\x12\x16.lmkv.v1.CommitRequest\x1a\x17.lmkv.v1.CommitResponse\x12<\n\x07Release\x12\x17.lmkv.v1.ReleaseRequest\x1a\x18.lmkv.v1.ReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,6 +46,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INITREQUEST'].fields_by_name['spec']._serialized_options = b'\342A\001\002'
   _globals['_INITREQUEST'].fields_by_name['channels']._loaded_options = None
   _globals['_INITREQUEST'].fields_by_name['channels']._serialized_options = b'\342A\001\001'
+  _globals['_INITREQUEST'].fields_by_name['session_id']._loaded_options = None
+  _globals['_INITREQUEST'].fields_by_name['session_id']._serialized_options = b'\342A\001\001'
   _globals['_ACQUIREREQUEST'].fields_by_name['instance_id']._loaded_options = None
   _globals['_ACQUIREREQUEST'].fields_by_name['instance_id']._serialized_options = b'\342A\001\002'
   _globals['_ACQUIREREQUEST'].fields_by_name['peer_epoch']._loaded_options = None
@@ -56,6 +58,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ACQUIREREQUEST'].fields_by_name['chunk_keys']._serialized_options = b'\342A\001\002'
   _globals['_ACQUIREREQUEST'].fields_by_name['ttl']._loaded_options = None
   _globals['_ACQUIREREQUEST'].fields_by_name['ttl']._serialized_options = b'\342A\001\001'
+  _globals['_ACQUIREREQUEST'].fields_by_name['session_id']._loaded_options = None
+  _globals['_ACQUIREREQUEST'].fields_by_name['session_id']._serialized_options = b'\342A\001\002'
   _globals['_ALLOCATEREQUEST'].fields_by_name['instance_id']._loaded_options = None
   _globals['_ALLOCATEREQUEST'].fields_by_name['instance_id']._serialized_options = b'\342A\001\002'
   _globals['_ALLOCATEREQUEST'].fields_by_name['epoch']._loaded_options = None
@@ -72,38 +76,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ALLOCATEREQUEST'].fields_by_name['chunk_keys']._serialized_options = b'\342A\001\002'
   _globals['_ALLOCATEREQUEST'].fields_by_name['token_count']._loaded_options = None
   _globals['_ALLOCATEREQUEST'].fields_by_name['token_count']._serialized_options = b'\342A\001\002'
+  _globals['_ALLOCATEREQUEST'].fields_by_name['session_id']._loaded_options = None
+  _globals['_ALLOCATEREQUEST'].fields_by_name['session_id']._serialized_options = b'\342A\001\002'
   _globals['_COMMITREQUEST'].fields_by_name['grant_id']._loaded_options = None
   _globals['_COMMITREQUEST'].fields_by_name['grant_id']._serialized_options = b'\342A\001\002'
   _globals['_COMMITREQUEST'].fields_by_name['indices']._loaded_options = None
   _globals['_COMMITREQUEST'].fields_by_name['indices']._serialized_options = b'\342A\001\001'
   _globals['_COMMITREQUEST'].fields_by_name['extents']._loaded_options = None
   _globals['_COMMITREQUEST'].fields_by_name['extents']._serialized_options = b'\342A\001\001'
+  _globals['_COMMITREQUEST'].fields_by_name['session_id']._loaded_options = None
+  _globals['_COMMITREQUEST'].fields_by_name['session_id']._serialized_options = b'\342A\001\002'
+  _globals['_COMMITREQUEST'].fields_by_name['read_grant_id']._loaded_options = None
+  _globals['_COMMITREQUEST'].fields_by_name['read_grant_id']._serialized_options = b'\342A\001\001'
   _globals['_RELEASEREQUEST'].fields_by_name['grant_id']._loaded_options = None
   _globals['_RELEASEREQUEST'].fields_by_name['grant_id']._serialized_options = b'\342A\001\002'
   _globals['_RELEASEREQUEST'].fields_by_name['damaged']._loaded_options = None
   _globals['_RELEASEREQUEST'].fields_by_name['damaged']._serialized_options = b'\342A\001\001'
+  _globals['_RELEASEREQUEST'].fields_by_name['session_id']._loaded_options = None
+  _globals['_RELEASEREQUEST'].fields_by_name['session_id']._serialized_options = b'\342A\001\002'
   _globals['_INITREQUEST']._serialized_start=126
-  _globals['_INITREQUEST']._serialized_end=306
-  _globals['_INITRESPONSE']._serialized_start=308
-  _globals['_INITRESPONSE']._serialized_end=435
-  _globals['_REGION']._serialized_start=437
-  _globals['_REGION']._serialized_end=482
-  _globals['_ACQUIREREQUEST']._serialized_start=485
-  _globals['_ACQUIREREQUEST']._serialized_end=653
-  _globals['_ACQUIRERESPONSE']._serialized_start=655
-  _globals['_ACQUIRERESPONSE']._serialized_end=720
-  _globals['_ALLOCATEREQUEST']._serialized_start=723
-  _globals['_ALLOCATEREQUEST']._serialized_end=948
-  _globals['_ALLOCATERESPONSE']._serialized_start=950
-  _globals['_ALLOCATERESPONSE']._serialized_end=1047
-  _globals['_COMMITREQUEST']._serialized_start=1049
-  _globals['_COMMITREQUEST']._serialized_end=1151
-  _globals['_COMMITRESPONSE']._serialized_start=1153
-  _globals['_COMMITRESPONSE']._serialized_end=1186
-  _globals['_RELEASEREQUEST']._serialized_start=1188
-  _globals['_RELEASEREQUEST']._serialized_end=1251
-  _globals['_RELEASERESPONSE']._serialized_start=1253
-  _globals['_RELEASERESPONSE']._serialized_end=1270
-  _globals['_PEERSERVICE']._serialized_start=1273
-  _globals['_PEERSERVICE']._serialized_end=1587
+  _globals['_INITREQUEST']._serialized_end=332
+  _globals['_INITRESPONSE']._serialized_start=335
+  _globals['_INITRESPONSE']._serialized_end=482
+  _globals['_REGION']._serialized_start=484
+  _globals['_REGION']._serialized_end=529
+  _globals['_ACQUIREREQUEST']._serialized_start=532
+  _globals['_ACQUIREREQUEST']._serialized_end=726
+  _globals['_ACQUIRERESPONSE']._serialized_start=728
+  _globals['_ACQUIRERESPONSE']._serialized_end=793
+  _globals['_ALLOCATEREQUEST']._serialized_start=796
+  _globals['_ALLOCATEREQUEST']._serialized_end=1047
+  _globals['_ALLOCATERESPONSE']._serialized_start=1049
+  _globals['_ALLOCATERESPONSE']._serialized_end=1146
+  _globals['_COMMITREQUEST']._serialized_start=1149
+  _globals['_COMMITREQUEST']._serialized_end=1306
+  _globals['_COMMITRESPONSE']._serialized_start=1308
+  _globals['_COMMITRESPONSE']._serialized_end=1341
+  _globals['_RELEASEREQUEST']._serialized_start=1343
+  _globals['_RELEASEREQUEST']._serialized_end=1432
+  _globals['_RELEASERESPONSE']._serialized_start=1434
+  _globals['_RELEASERESPONSE']._serialized_end=1451
+  _globals['_PEERSERVICE']._serialized_start=1454
+  _globals['_PEERSERVICE']._serialized_end=1768
 # @@protoc_insertion_point(module_scope)

@@ -32,6 +32,7 @@ class InitRequest(_message.Message):
     PEER_EPOCH_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     CHANNELS_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The caller."""
     epoch: _builtins.int
@@ -40,6 +41,8 @@ class InitRequest(_message.Message):
     """Whom the caller means to reach; empty: whoever answers."""
     peer_epoch: _builtins.int
     """The epoch it means to reach; 0: any."""
+    session_id: _builtins.str
+    """The session of an earlier `Init` that is to continue; empty, or of another caller: a new one is opened."""
     @_builtins.property
     def spec(self) -> _chunk_pb2.KvSpec:
         """What the chunks to be exchanged are compatible with."""
@@ -59,10 +62,11 @@ class InitRequest(_message.Message):
         peer_epoch: _builtins.int = ...,
         spec: _chunk_pb2.KvSpec | None = ...,
         channels: _abc.Iterable[_builtins.str] | None = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["channels", b"channels", "epoch", b"epoch", "instance_id", b"instance_id", "peer_epoch", b"peer_epoch", "peer_instance_id", b"peer_instance_id", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["channels", b"channels", "epoch", b"epoch", "instance_id", b"instance_id", "peer_epoch", b"peer_epoch", "peer_instance_id", b"peer_instance_id", "session_id", b"session_id", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -79,14 +83,19 @@ class InitResponse(_message.Message):
     REGIONS_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     channel: _builtins.str
     """The first of the caller's transfer channels that the node has too; empty if it named none."""
     channel_metadata: _builtins.bytes
-    """The node's opaque metadata of this channel; a secret, since it opens its memory."""
+    """The node's opaque metadata of this channel; a secret of this session. By `tcp` and `ucx` it opens the extents of the
+    session's live grants, by the other channels all of the pool.
+    """
     instance_id: _builtins.str
     """Who answers."""
     epoch: _builtins.int
     """Its epoch."""
+    session_id: _builtins.str
+    """The session, which other RPCs name; a secret that cannot be guessed. It lasts until the node ends, or needs its room."""
     @_builtins.property
     def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Region]:
         """Its regions; `Extent.region` is an index into them."""
@@ -99,10 +108,11 @@ class InitResponse(_message.Message):
         regions: _abc.Iterable[Global___Region] | None = ...,
         instance_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["channel", b"channel", "channel_metadata", b"channel_metadata", "epoch", b"epoch", "instance_id", b"instance_id", "regions", b"regions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["channel", b"channel", "channel_metadata", b"channel_metadata", "epoch", b"epoch", "instance_id", b"instance_id", "regions", b"regions", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -145,14 +155,17 @@ class AcquireRequest(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     CHUNK_KEYS_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
-    """The caller."""
+    """The caller, as it calls itself. It is granted what its session may be granted."""
     peer_epoch: _builtins.int
     """The epoch of the node that is called."""
     fingerprint: _builtins.bytes
     """Fingerprint of the chunks' spec."""
     chunk_keys: _builtins.bytes
     """Keys of the chunks it will read, 16 bytes each, at most 4,096."""
+    session_id: _builtins.str
+    """The caller's session."""
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
         """How long it may take; the node may grant less."""
@@ -165,10 +178,11 @@ class AcquireRequest(_message.Message):
         fingerprint: _builtins.bytes = ...,
         chunk_keys: _builtins.bytes = ...,
         ttl: _duration_pb2.Duration | None = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "fingerprint", b"fingerprint", "instance_id", b"instance_id", "peer_epoch", b"peer_epoch", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "fingerprint", b"fingerprint", "instance_id", b"instance_id", "peer_epoch", b"peer_epoch", "session_id", b"session_id", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -218,6 +232,7 @@ class AllocateRequest(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     CHUNK_KEYS_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The caller."""
     epoch: _builtins.int
@@ -234,6 +249,8 @@ class AllocateRequest(_message.Message):
     """Keys of all chunks of the prompt, 16 bytes each, in prompt order, at most 4,096."""
     token_count: _builtins.int
     """Tokens of the prompt: all chunks but the last are full."""
+    session_id: _builtins.str
+    """The caller's session."""
     def __init__(
         self,
         *,
@@ -245,10 +262,11 @@ class AllocateRequest(_message.Message):
         fingerprint: _builtins.bytes = ...,
         chunk_keys: _builtins.bytes = ...,
         token_count: _builtins.int = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "epoch", b"epoch", "fingerprint", b"fingerprint", "instance_id", b"instance_id", "peer_address", b"peer_address", "peer_epoch", b"peer_epoch", "request_id", b"request_id", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "epoch", b"epoch", "fingerprint", b"fingerprint", "instance_id", b"instance_id", "peer_address", b"peer_address", "peer_epoch", b"peer_epoch", "request_id", b"request_id", "session_id", b"session_id", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -264,7 +282,7 @@ class AllocateResponse(_message.Message):
     MISSING_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     grant_id: _builtins.str
-    """The grant, by which the caller names the handoff from now on."""
+    """The grant, by which the caller names the handoff from now on; a secret that cannot be guessed."""
     @_builtins.property
     def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Indices of the keys that are not held yet; only these are wanted."""
@@ -297,8 +315,14 @@ class CommitRequest(_message.Message):
     GRANT_ID_FIELD_NUMBER: _builtins.int
     INDICES_FIELD_NUMBER: _builtins.int
     EXTENTS_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    READ_GRANT_ID_FIELD_NUMBER: _builtins.int
     grant_id: _builtins.str
     """The grant."""
+    session_id: _builtins.str
+    """The caller's session."""
+    read_grant_id: _builtins.str
+    """The grant under which the called node may read the extents until the answer; a secret."""
     @_builtins.property
     def indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Indices of the handoff's keys that are computed."""
@@ -313,10 +337,12 @@ class CommitRequest(_message.Message):
         grant_id: _builtins.str = ...,
         indices: _abc.Iterable[_builtins.int] | None = ...,
         extents: _abc.Iterable[_chunk_pb2.Extent] | None = ...,
+        session_id: _builtins.str = ...,
+        read_grant_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["extents", b"extents", "grant_id", b"grant_id", "indices", b"indices"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extents", b"extents", "grant_id", b"grant_id", "indices", b"indices", "read_grant_id", b"read_grant_id", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -354,8 +380,11 @@ class ReleaseRequest(_message.Message):
 
     GRANT_ID_FIELD_NUMBER: _builtins.int
     DAMAGED_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     grant_id: _builtins.str
     """The grant."""
+    session_id: _builtins.str
+    """The caller's session."""
     @_builtins.property
     def damaged(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Indices of the grant's extents whose bytes did not match their checksum when they had come. The owner looks for
@@ -367,10 +396,11 @@ class ReleaseRequest(_message.Message):
         *,
         grant_id: _builtins.str = ...,
         damaged: _abc.Iterable[_builtins.int] | None = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged", b"damaged", "grant_id", b"grant_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged", b"damaged", "grant_id", b"grant_id", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -32,6 +32,10 @@ class PeerServiceStub:
     agreed on: chunks that a peer holds (`Acquire`), and chunks that a prefill hands to a decode (`Allocate`, `Commit`). So
     a node's memory is written to by nobody but itself, and when a transfer has stopped is its own knowledge.
 
+    `Init` opens a session, which the other RPCs name. A session is bound to the caller's authenticated identity: its
+    token, or its client certificate. Grants and handoffs are bound to the session that made them: for every other caller
+    they do not exist.
+
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
     `Duration` or `Timestamp` that is out of protobuf's range.
@@ -77,13 +81,17 @@ class PeerServiceServicer:
     agreed on: chunks that a peer holds (`Acquire`), and chunks that a prefill hands to a decode (`Allocate`, `Commit`). So
     a node's memory is written to by nobody but itself, and when a transfer has stopped is its own knowledge.
 
+    `Init` opens a session, which the other RPCs name. A session is bound to the caller's authenticated identity: its
+    token, or its client certificate. Grants and handoffs are bound to the session that made them: for every other caller
+    they do not exist.
+
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
     `Duration` or `Timestamp` that is out of protobuf's range.
     """
 
     def Init(self, request, context):
-        """Gets to know each other; once per pair of nodes and epoch. Repeating it is safe.
+        """Gets to know each other and opens a session; once per pair of nodes and epoch. Repeating it is safe.
 
         The specs are compared first. The node then answers with the first of the caller's channels that it has too; a
         caller that cannot use it after all, such as shared memory of another host, calls again without it. A caller that
@@ -109,7 +117,9 @@ class PeerServiceServicer:
         Errors:
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
         * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): the epoch is not this node's; look up and `Init` again.
-        * `RESOURCE_EXHAUSTED` (`FULL`): the caller's grants take their share of the pool; retry after the `RetryInfo`.
+        * `NOT_FOUND` (`SESSION_NOT_FOUND`): the caller has no such session, or the node has dropped it; `Init` again.
+        * `RESOURCE_EXHAUSTED` (`FULL`): the grants of the caller's session, or of all sessions of its identity, take their
+        share of the pool; retry after the `RetryInfo`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -128,6 +138,7 @@ class PeerServiceServicer:
         * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): the epoch is not this node's; `Init` again.
         * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): no engine here shares chunks of this fingerprint.
         * `NOT_FOUND` (`GRANT_NOT_FOUND`): the handoff has ended already, perhaps because the decode's request was aborted.
+        * `NOT_FOUND` (`SESSION_NOT_FOUND`): the caller has no such session, or the node has dropped it; `Init` again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -139,7 +150,7 @@ class PeerServiceServicer:
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_MESSAGE`): an index or extent that cannot be.
-        * `NOT_FOUND` (`GRANT_NOT_FOUND`): the handoff has ended or never was.
+        * `NOT_FOUND` (`GRANT_NOT_FOUND`): the handoff has ended, never was, or is of another session.
         * `UNAVAILABLE` (`UNREACHABLE`): the node could not read from the caller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -147,7 +158,8 @@ class PeerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Gives a grant back before it expires, or ends a handoff: no chunk will come any more. One that has ended is no error.
+        """Gives a grant back before it expires, or ends a handoff: no chunk will come any more. Without effect if the grant has
+        ended, never was, or is of another session.
 
         Errors: none.
         """
@@ -197,6 +209,10 @@ class PeerService:
     The bytes never pass through here. Whoever wants bytes reads them from the other's memory, over the channel that `Init`
     agreed on: chunks that a peer holds (`Acquire`), and chunks that a prefill hands to a decode (`Allocate`, `Commit`). So
     a node's memory is written to by nobody but itself, and when a transfer has stopped is its own knowledge.
+
+    `Init` opens a session, which the other RPCs name. A session is bound to the caller's authenticated identity: its
+    token, or its client certificate. Grants and handoffs are bound to the session that made them: for every other caller
+    they do not exist.
 
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a

@@ -33,6 +33,10 @@ class PeerServiceStub:
     agreed on: chunks that a peer holds (`Acquire`), and chunks that a prefill hands to a decode (`Allocate`, `Commit`). So
     a node's memory is written to by nobody but itself, and when a transfer has stopped is its own knowledge.
 
+    `Init` opens a session, which the other RPCs name. A session is bound to the caller's authenticated identity: its
+    token, or its client certificate. Grants and handoffs are bound to the session that made them: for every other caller
+    they do not exist.
+
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
       `Duration` or `Timestamp` that is out of protobuf's range.
@@ -43,7 +47,7 @@ class PeerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PeerServiceAsyncStub: ...
     Init: _grpc.UnaryUnaryMultiCallable[_peer_service_pb2.InitRequest, _peer_service_pb2.InitResponse]
-    """Gets to know each other; once per pair of nodes and epoch. Repeating it is safe.
+    """Gets to know each other and opens a session; once per pair of nodes and epoch. Repeating it is safe.
 
     The specs are compared first. The node then answers with the first of the caller's channels that it has too; a
     caller that cannot use it after all, such as shared memory of another host, calls again without it. A caller that
@@ -65,7 +69,9 @@ class PeerServiceStub:
     Errors:
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
     * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): the epoch is not this node's; look up and `Init` again.
-    * `RESOURCE_EXHAUSTED` (`FULL`): the caller's grants take their share of the pool; retry after the `RetryInfo`.
+    * `NOT_FOUND` (`SESSION_NOT_FOUND`): the caller has no such session, or the node has dropped it; `Init` again.
+    * `RESOURCE_EXHAUSTED` (`FULL`): the grants of the caller's session, or of all sessions of its identity, take their
+      share of the pool; retry after the `RetryInfo`.
     """
     Allocate: _grpc.UnaryUnaryMultiCallable[_peer_service_pb2.AllocateRequest, _peer_service_pb2.AllocateResponse]
     """Announces a handoff: the caller computes these chunks, and a request that continues them will come to this node's
@@ -80,6 +86,7 @@ class PeerServiceStub:
     * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): the epoch is not this node's; `Init` again.
     * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): no engine here shares chunks of this fingerprint.
     * `NOT_FOUND` (`GRANT_NOT_FOUND`): the handoff has ended already, perhaps because the decode's request was aborted.
+    * `NOT_FOUND` (`SESSION_NOT_FOUND`): the caller has no such session, or the node has dropped it; `Init` again.
     """
     Commit: _grpc.UnaryUnaryMultiCallable[_peer_service_pb2.CommitRequest, _peer_service_pb2.CommitResponse]
     """Says which chunks of a handoff are computed, and where. Answers when they have been read, verified and made visible.
@@ -87,11 +94,12 @@ class PeerServiceStub:
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): an index or extent that cannot be.
-    * `NOT_FOUND` (`GRANT_NOT_FOUND`): the handoff has ended or never was.
+    * `NOT_FOUND` (`GRANT_NOT_FOUND`): the handoff has ended, never was, or is of another session.
     * `UNAVAILABLE` (`UNREACHABLE`): the node could not read from the caller.
     """
     Release: _grpc.UnaryUnaryMultiCallable[_peer_service_pb2.ReleaseRequest, _peer_service_pb2.ReleaseResponse]
-    """Gives a grant back before it expires, or ends a handoff: no chunk will come any more. One that has ended is no error.
+    """Gives a grant back before it expires, or ends a handoff: no chunk will come any more. Without effect if the grant has
+    ended, never was, or is of another session.
 
     Errors: none.
     """
@@ -104,6 +112,10 @@ class PeerServiceAsyncStub(PeerServiceStub):
     agreed on: chunks that a peer holds (`Acquire`), and chunks that a prefill hands to a decode (`Allocate`, `Commit`). So
     a node's memory is written to by nobody but itself, and when a transfer has stopped is its own knowledge.
 
+    `Init` opens a session, which the other RPCs name. A session is bound to the caller's authenticated identity: its
+    token, or its client certificate. Grants and handoffs are bound to the session that made them: for every other caller
+    they do not exist.
+
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
       `Duration` or `Timestamp` that is out of protobuf's range.
@@ -111,7 +123,7 @@ class PeerServiceAsyncStub(PeerServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Init: _aio.UnaryUnaryMultiCallable[_peer_service_pb2.InitRequest, _peer_service_pb2.InitResponse]  # type: ignore[assignment]
-    """Gets to know each other; once per pair of nodes and epoch. Repeating it is safe.
+    """Gets to know each other and opens a session; once per pair of nodes and epoch. Repeating it is safe.
 
     The specs are compared first. The node then answers with the first of the caller's channels that it has too; a
     caller that cannot use it after all, such as shared memory of another host, calls again without it. A caller that
@@ -133,7 +145,9 @@ class PeerServiceAsyncStub(PeerServiceStub):
     Errors:
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
     * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): the epoch is not this node's; look up and `Init` again.
-    * `RESOURCE_EXHAUSTED` (`FULL`): the caller's grants take their share of the pool; retry after the `RetryInfo`.
+    * `NOT_FOUND` (`SESSION_NOT_FOUND`): the caller has no such session, or the node has dropped it; `Init` again.
+    * `RESOURCE_EXHAUSTED` (`FULL`): the grants of the caller's session, or of all sessions of its identity, take their
+      share of the pool; retry after the `RetryInfo`.
     """
     Allocate: _aio.UnaryUnaryMultiCallable[_peer_service_pb2.AllocateRequest, _peer_service_pb2.AllocateResponse]  # type: ignore[assignment]
     """Announces a handoff: the caller computes these chunks, and a request that continues them will come to this node's
@@ -148,6 +162,7 @@ class PeerServiceAsyncStub(PeerServiceStub):
     * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): the epoch is not this node's; `Init` again.
     * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): no engine here shares chunks of this fingerprint.
     * `NOT_FOUND` (`GRANT_NOT_FOUND`): the handoff has ended already, perhaps because the decode's request was aborted.
+    * `NOT_FOUND` (`SESSION_NOT_FOUND`): the caller has no such session, or the node has dropped it; `Init` again.
     """
     Commit: _aio.UnaryUnaryMultiCallable[_peer_service_pb2.CommitRequest, _peer_service_pb2.CommitResponse]  # type: ignore[assignment]
     """Says which chunks of a handoff are computed, and where. Answers when they have been read, verified and made visible.
@@ -155,11 +170,12 @@ class PeerServiceAsyncStub(PeerServiceStub):
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): an index or extent that cannot be.
-    * `NOT_FOUND` (`GRANT_NOT_FOUND`): the handoff has ended or never was.
+    * `NOT_FOUND` (`GRANT_NOT_FOUND`): the handoff has ended, never was, or is of another session.
     * `UNAVAILABLE` (`UNREACHABLE`): the node could not read from the caller.
     """
     Release: _aio.UnaryUnaryMultiCallable[_peer_service_pb2.ReleaseRequest, _peer_service_pb2.ReleaseResponse]  # type: ignore[assignment]
-    """Gives a grant back before it expires, or ends a handoff: no chunk will come any more. One that has ended is no error.
+    """Gives a grant back before it expires, or ends a handoff: no chunk will come any more. Without effect if the grant has
+    ended, never was, or is of another session.
 
     Errors: none.
     """
@@ -170,6 +186,10 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
     The bytes never pass through here. Whoever wants bytes reads them from the other's memory, over the channel that `Init`
     agreed on: chunks that a peer holds (`Acquire`), and chunks that a prefill hands to a decode (`Allocate`, `Commit`). So
     a node's memory is written to by nobody but itself, and when a transfer has stopped is its own knowledge.
+
+    `Init` opens a session, which the other RPCs name. A session is bound to the caller's authenticated identity: its
+    token, or its client certificate. Grants and handoffs are bound to the session that made them: for every other caller
+    they do not exist.
 
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
@@ -182,7 +202,7 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _peer_service_pb2.InitRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_peer_service_pb2.InitResponse, _abc.Awaitable[_peer_service_pb2.InitResponse]]:
-        """Gets to know each other; once per pair of nodes and epoch. Repeating it is safe.
+        """Gets to know each other and opens a session; once per pair of nodes and epoch. Repeating it is safe.
 
         The specs are compared first. The node then answers with the first of the caller's channels that it has too; a
         caller that cannot use it after all, such as shared memory of another host, calls again without it. A caller that
@@ -210,7 +230,9 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
         * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): the epoch is not this node's; look up and `Init` again.
-        * `RESOURCE_EXHAUSTED` (`FULL`): the caller's grants take their share of the pool; retry after the `RetryInfo`.
+        * `NOT_FOUND` (`SESSION_NOT_FOUND`): the caller has no such session, or the node has dropped it; `Init` again.
+        * `RESOURCE_EXHAUSTED` (`FULL`): the grants of the caller's session, or of all sessions of its identity, take their
+          share of the pool; retry after the `RetryInfo`.
         """
 
     @_abc_1.abstractmethod
@@ -231,6 +253,7 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
         * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): the epoch is not this node's; `Init` again.
         * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): no engine here shares chunks of this fingerprint.
         * `NOT_FOUND` (`GRANT_NOT_FOUND`): the handoff has ended already, perhaps because the decode's request was aborted.
+        * `NOT_FOUND` (`SESSION_NOT_FOUND`): the caller has no such session, or the node has dropped it; `Init` again.
         """
 
     @_abc_1.abstractmethod
@@ -244,7 +267,7 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_MESSAGE`): an index or extent that cannot be.
-        * `NOT_FOUND` (`GRANT_NOT_FOUND`): the handoff has ended or never was.
+        * `NOT_FOUND` (`GRANT_NOT_FOUND`): the handoff has ended, never was, or is of another session.
         * `UNAVAILABLE` (`UNREACHABLE`): the node could not read from the caller.
         """
 
@@ -254,7 +277,8 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _peer_service_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_peer_service_pb2.ReleaseResponse, _abc.Awaitable[_peer_service_pb2.ReleaseResponse]]:
-        """Gives a grant back before it expires, or ends a handoff: no chunk will come any more. One that has ended is no error.
+        """Gives a grant back before it expires, or ends a handoff: no chunk will come any more. Without effect if the grant has
+        ended, never was, or is of another session.
 
         Errors: none.
         """

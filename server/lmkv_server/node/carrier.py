@@ -86,7 +86,8 @@ class Carrier:
         try:
             offers = checked_extents(response, len(window), self._spec, self._peer.regions)
             self._refuse(window, [at for at, _, _ in offers])
-            await self._bring({window[at]: (at, address, extent) for at, address, extent in offers}, damaged)
+            granted = {window[at]: (at, address, extent) for at, address, extent in offers}
+            await self._bring(granted, response.grant.grant_id, damaged)
         finally:
             self._plan.give_back(self._source, window)
             if grant_id := response.grant.grant_id:
@@ -118,7 +119,7 @@ class Carrier:
         self._progress.failures.update((self._progress.keys[index], absent) for index in lost)
         self._plan.give_back(self._source, {*window} - {window[at] for at in granted})
 
-    async def _bring(self, offers: dict[int, Offer], damaged: list[int]) -> None:
+    async def _bring(self, offers: dict[int, Offer], grant_id: str, damaged: list[int]) -> None:
         """Reads, verifies and commits what is granted; notes what came damaged. Raises why a read failed."""
         ahead = asyncio.Semaphore(READS_AHEAD)
         async with asyncio.TaskGroup() as batches:
@@ -129,18 +130,24 @@ class Carrier:
                 batch = self._plan.batch(self._source)
                 if not batch:
                     break
-                batches.create_task(self._bring_batch([offers[index] for index in batch], batch, ahead, damaged))
+                offered = [offers[index] for index in batch]
+                batches.create_task(self._bring_batch(offered, batch, grant_id, ahead, damaged))
         if self._failure:
             raise self._failure
 
     async def _bring_batch(
-        self, offers: Sequence[Offer], batch: Sequence[int], ahead: asyncio.Semaphore, damaged: list[int]
+        self,
+        offers: Sequence[Offer],
+        batch: Sequence[int],
+        grant_id: str,
+        ahead: asyncio.Semaphore,
+        damaged: list[int],
     ) -> None:
         landing = Landing(self._peers.tier)
         try:
             try:
                 incoming = self._reserve(offers, batch, landing)
-                sums = await self._read(incoming, landing) if incoming else None
+                sums = await self._read(incoming, landing, grant_id) if incoming else None
             finally:
                 ahead.release()
             await self._verify(incoming, sums, landing, damaged)
@@ -173,11 +180,11 @@ class Carrier:
             )
         return incoming
 
-    async def _read(self, incoming: Sequence[Incoming], landing: Landing) -> list[int] | None:
+    async def _read(self, incoming: Sequence[Incoming], landing: Landing, grant_id: str) -> list[int] | None:
         """Reads into what was reserved; returns the chunks' checksums if they were made on the way."""
         started = time.monotonic()
         step_seconds = self._fetch.step_seconds(self._source)
-        sums = await self._peers.read(self._peer, incoming, landing, step_seconds)
+        sums = await self._peers.read(self._peer, incoming, landing, step_seconds, grant_id)
         now = time.monotonic()
         seconds = now - max(started, self._free_at)
         self._free_at = now

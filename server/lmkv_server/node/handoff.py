@@ -46,6 +46,8 @@ class Giver:
     instance_id: str
     epoch: int
     address: str
+    session_id: str
+    """The session by which it announced the handoff: no other caller may commit or end it."""
 
 
 class Handoff:

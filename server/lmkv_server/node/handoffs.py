@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from lmkv.errors import BadMessage, Full, GrantNotFound, NoFreeExtents, RequestTooLarge
 from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
+from lmkv.transfer.access import new_grant_id
 from lmkv.units import format_bytes
 from lmkv_server.node.handoff import Giver, Handoff, State
 from lmkv_server.node.host_tier import HostTier
@@ -43,7 +44,6 @@ class Handoffs:
         self._by_request: dict[str, Handoff] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()  # names, oldest first
         self._claims: dict[str, HostTier | None] = {}
-        self._serial = 0
 
     def __len__(self) -> int:
         return len(self._by_grant)
@@ -81,10 +81,9 @@ class Handoffs:
             return known
         if request_id in self._ended:
             raise GrantNotFound(f"handoff {request_id!r} has ended", request_id=request_id)
-        self._serial += 1
         candidates = [
             Handoff(
-                grant_id=f"h{self._serial}",
+                grant_id=new_grant_id(),
                 request_id=request_id,
                 giver=giver,
                 spec=spec,
@@ -126,11 +125,11 @@ class Handoffs:
             )
         return last
 
-    def get(self, grant_id: str) -> Handoff:
-        """The handoff. Raises `GrantNotFound` if it is over."""
+    def get(self, grant_id: str, session_id: str) -> Handoff:
+        """The handoff. Raises `GrantNotFound` if it is over, or of another session."""
         handoff = self._by_grant.get(grant_id)
-        if handoff is None:
-            raise GrantNotFound(f"no handoff has the grant {grant_id!r}; it has ended", grant_id=grant_id)
+        if handoff is None or handoff.giver.session_id != session_id:
+            raise GrantNotFound("no handoff of this caller has this grant; it has ended")
         return handoff
 
     def find(self, request_id: str) -> Handoff | None:
@@ -163,10 +162,10 @@ class Handoffs:
             self._close(handoff)
         self._remember(request_id)
 
-    def end(self, grant_id: str, now: float) -> bool:
-        """The prefill will send nothing more; whether the handoff is known."""
+    def end(self, grant_id: str, session_id: str, now: float) -> bool:
+        """The prefill will send nothing more; whether the session has such a handoff."""
         handoff = self._by_grant.get(grant_id)
-        if handoff is None:
+        if handoff is None or handoff.giver.session_id != session_id:
             return False
         handoff.end(State.ABORTED)
         self.heard(handoff, now)

@@ -52,7 +52,7 @@ class Intake:
         async def read(piece: Sequence[Incoming], landing: Landing) -> None:
             try:
                 async with ahead:
-                    sums = await self._read(handoff, connection, piece, landing)
+                    sums = await self._read(handoff, connection, piece, landing, request.read_grant_id)
                 damaged.extend(await self._verify(handoff, connection, piece, sums, landing))
             except LmkvError as error:
                 failures.append(error)
@@ -98,12 +98,17 @@ class Intake:
         ]
 
     async def _read(
-        self, handoff: Handoff, connection: PeerConnection, piece: Sequence[Incoming], landing: Landing
+        self,
+        handoff: Handoff,
+        connection: PeerConnection,
+        piece: Sequence[Incoming],
+        landing: Landing,
+        grant_id: str,
     ) -> list[int] | None:
         """Reads one piece into the handoff's room; see `Peers.read`."""
         buffer = self._buffers.owning(handoff.room)
         if buffer is None:
-            return await self._peers.read(connection, piece, landing, READ_SECONDS)
+            return await self._peers.read(connection, piece, landing, READ_SECONDS, grant_id)
         try:
             return await buffer.read(connection, piece, landing, READ_SECONDS)
         except LmkvError as error:

@@ -171,6 +171,9 @@ class Metrics(Collector):
     def _fetching(self, side: PeerSide) -> Iterator[Metric]:
         peers = side.peers
         yield _gauge("read_grants", "Grants that peers have on chunks here.", len(side.service.grants))
+        yield _counter(
+            "refused_reads", "Reads by peers that no live grant covered.", side.channels.access.refused_count
+        )
         yield _counter("damaged_chunks", "Chunks dropped as damaged in the own memory.", side.inspector.damaged_count)
         yield _counter("fetched_chunks", "Chunks fetched from peers.", peers.fetched_chunks)
         yield _counter("fetched_bytes", "Bytes of these.", peers.fetched_bytes)

@@ -12,7 +12,7 @@ from google.protobuf import duration_pb2
 
 from lmkv import rpc
 from lmkv.credentials import Credentials
-from lmkv.errors import ChannelUnsupported, KvSpecMismatch, LmkvError, Unreachable
+from lmkv.errors import ChannelUnsupported, KvSpecMismatch, LmkvError, SessionNotFound, Unreachable
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.spec import KvSpec
 from lmkv.transfer import Channels
@@ -54,6 +54,7 @@ class PeerConnection:
         """How an engine's workers read its memory by themselves, once agreed; empty if they cannot, or may no more."""
         self.bandwidth = Bandwidth()
         """How fast bytes have come from it."""
+        self._session_id = ""
         self._knows_nixl = False
         self._own_instance_id = instance_id
         self._own_epoch = epoch
@@ -124,6 +125,7 @@ class PeerConnection:
             peer_epoch=self.epoch,
             spec=spec.to_proto(),
             channels=wanted,
+            session_id=self._session_id,
         )
         try:
             response: pb.InitResponse = await self._call("Init", request, timeout_seconds)
@@ -131,12 +133,31 @@ class PeerConnection:
             self.mismatches[spec.fingerprint] = error
             self._on_mismatch(self.instance_id, error)
             raise
+        if response.session_id != self._session_id:  # what was agreed on in another session is void
+            self._session_id = response.session_id
+            self._agreed.clear()
         return response
+
+    async def _open_session(self, spec: KvSpec, timeout_seconds: float) -> str:
+        """The id of the own session at the peer; `agree` opens one, too."""
+        async with self._agreeing:
+            if not self._session_id:
+                await self._init(spec, (), timeout_seconds)
+            return self._session_id
+
+    def _lost_session(self, session_id: str) -> None:
+        """The peer has dropped this session."""
+        if self._session_id == session_id:
+            self._session_id = ""
+            self._agreed.clear()
 
     async def acquire(
         self, spec: KvSpec, keys: Sequence[ChunkKey], ttl_seconds: float, timeout_seconds: float
     ) -> pb.AcquireResponse:
-        """Has the peer keep chunks in place for us. Whoever calls this releases the grant."""
+        """Has the peer keep chunks in place for us; call `agree` first. The caller releases the grant.
+
+        Agrees again if the peer has dropped our session.
+        """
         ttl = duration_pb2.Duration()
         ttl.FromNanoseconds(round(ttl_seconds * 1e9))
         request = pb.AcquireRequest(
@@ -146,23 +167,38 @@ class PeerConnection:
             chunk_keys=join_keys(keys),
             ttl=ttl,
         )
-        response: pb.AcquireResponse = await self._call("Acquire", request, timeout_seconds)
+        request.session_id = self._session_id
+        try:
+            response: pb.AcquireResponse = await self._call("Acquire", request, timeout_seconds)
+        except SessionNotFound:
+            self._lost_session(request.session_id)
+            await self.agree(spec, timeout_seconds)
+            request.session_id = self._session_id
+            response = await self._call("Acquire", request, timeout_seconds)
         return response
 
-    async def allocate(self, request: pb.AllocateRequest, timeout_seconds: float) -> pb.AllocateResponse:
-        """Announces a handoff to the peer."""
-        response: pb.AllocateResponse = await self._call("Allocate", request, timeout_seconds)
+    async def allocate(self, request: pb.AllocateRequest, spec: KvSpec, timeout_seconds: float) -> pb.AllocateResponse:
+        """Announces a handoff to the peer. Opens a session first, if there is none or the peer has dropped it."""
+        request.session_id = await self._open_session(spec, timeout_seconds)
+        try:
+            response: pb.AllocateResponse = await self._call("Allocate", request, timeout_seconds)
+        except SessionNotFound:
+            self._lost_session(request.session_id)
+            request.session_id = await self._open_session(spec, timeout_seconds)
+            response = await self._call("Allocate", request, timeout_seconds)
         return response
 
     async def commit(self, request: pb.CommitRequest, timeout_seconds: float) -> pb.CommitResponse:
         """Has the peer read chunks of a handoff."""
+        request.session_id = self._session_id
         response: pb.CommitResponse = await self._call("Commit", request, timeout_seconds)
         return response
 
     async def release(self, grant_id: str, timeout_seconds: float, damaged: Sequence[int] = ()) -> None:
         """Gives a grant back, and says which of its extents came damaged. If it fails the grant expires by itself."""
         try:
-            await self._call("Release", pb.ReleaseRequest(grant_id=grant_id, damaged=damaged), timeout_seconds)
+            request = pb.ReleaseRequest(grant_id=grant_id, damaged=damaged, session_id=self._session_id)
+            await self._call("Release", request, timeout_seconds)
         except LmkvError as error:
             logger.debug("grant %s of %s is left to expire: %s", grant_id, self.name, error)
 

@@ -13,10 +13,12 @@ from typing import Any
 
 from google.protobuf import timestamp_pb2
 
+from lmkv.auth.identity import caller_identity
 from lmkv.errors import KvSpecMismatch, WrongInstance
 from lmkv.keys import ChunkKey, split_keys
 from lmkv.spec import KvSpec
 from lmkv.transfer import Channels
+from lmkv.transfer.access import new_grant_id
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
@@ -25,7 +27,7 @@ from lmkv_server.node.disk_tier import DiskTier
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.host_tier import Chunk, HostTier
 from lmkv_server.node.inspector import Inspector
-from lmkv_server.node.read_grants import ReadGrants
+from lmkv_server.node.read_grants import PeerSessions, ReadGrants
 from lmkv_server.node.receiver import Receiver
 from lmkv_server.node.wire import extent
 
@@ -58,7 +60,8 @@ class PeerService(pb_grpc.PeerServiceServicer):
         receiver: Receiver,
         disk: DiskTier | None = None,
     ) -> None:
-        self.grants = ReadGrants(tier)
+        self.sessions = PeerSessions(channels.access)
+        self.grants = ReadGrants(tier, channels.access, region_address)
         self._instance_id = instance_id
         self._epoch = epoch
         self._tier = tier
@@ -87,22 +90,24 @@ class PeerService(pb_grpc.PeerServiceServicer):
         self._serve_until = 0.0
         self._serve()
 
-    async def Init(self, request: pb.InitRequest, _context: Any) -> pb.InitResponse:
+    async def Init(self, request: pb.InitRequest, context: Any) -> pb.InitResponse:
         """See the proto."""
         if request.peer_instance_id or request.peer_epoch:
             self._check_epoch(request.peer_epoch, request.peer_instance_id)
         self._check_spec(KvSpec.from_proto(request.spec))
-        response = pb.InitResponse(instance_id=self._instance_id, epoch=self._epoch)
-        if request.channels:
-            channel = await self._channels.offer(request.channels)
+        channel = await self._channels.offer(request.channels) if request.channels else None
+        session = self.sessions.open(caller_identity(context), request.instance_id, request.epoch, request.session_id)
+        response = pb.InitResponse(instance_id=self._instance_id, epoch=self._epoch, session_id=session.session_id)
+        if channel:
             self._linger()
-            response.channel, response.channel_metadata = channel.name, channel.metadata
+            response.channel, response.channel_metadata = channel.name, channel.metadata_for(session.reader)
             response.regions.append(self._region)
         return response
 
-    async def Acquire(self, request: pb.AcquireRequest, _context: Any) -> pb.AcquireResponse:
+    async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.AcquireResponse:
         """See the proto."""
         self._check_epoch(request.peer_epoch)
+        session = self.sessions.get(caller_identity(context), request.session_id)
         keys = split_keys(request.chunk_keys, limit=MAX_ACQUIRE_KEYS)
         async with self._promoted(request.fingerprint, keys):
             self._tier.find(keys)  # counts as a use
@@ -111,7 +116,7 @@ class PeerService(pb_grpc.PeerServiceServicer):
             wish = request.ttl.ToNanoseconds() / 1e9
             ttl_seconds = min(wish, self._grant_ttl_seconds) if wish > 0 else self._grant_ttl_seconds
             chunks = [chunk for _, chunk in held]
-            grant = self.grants.acquire(request.instance_id, chunks, time.monotonic(), ttl_seconds)
+            grant = self.grants.acquire(session, chunks, time.monotonic(), ttl_seconds)
         self._serve()
         if grant is None:
             return pb.AcquireResponse()
@@ -150,34 +155,45 @@ class PeerService(pb_grpc.PeerServiceServicer):
         finally:
             self._tier.unhold(brought)
 
-    async def Allocate(self, request: pb.AllocateRequest, _context: Any) -> pb.AllocateResponse:
+    async def Allocate(self, request: pb.AllocateRequest, context: Any) -> pb.AllocateResponse:
         """See the proto."""
         self._check_epoch(request.peer_epoch)
-        return self._receiver.allocate(request)
+        session = self.sessions.get(caller_identity(context), request.session_id)
+        return self._receiver.allocate(request, session.session_id)
 
-    async def Commit(self, request: pb.CommitRequest, _context: Any) -> pb.CommitResponse:
+    async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
         """See the proto."""
-        return await self._receiver.commit(request)
+        session = self.sessions.find(caller_identity(context), request.session_id)
+        return await self._receiver.commit(request, session.session_id if session else "")
 
-    async def Release(self, request: pb.ReleaseRequest, _context: Any) -> pb.ReleaseResponse:
+    async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
         """See the proto."""
-        if grant := self.grants.get(request.grant_id):
+        session = self.sessions.find(caller_identity(context), request.session_id)
+        if session is None:
+            return pb.ReleaseResponse()
+        if grant := self.grants.get(request.grant_id, session):
             places = {place for place in request.damaged if 0 <= place < len(grant.chunks)}
-            self._inspector.suspect([grant.chunks[place] for place in sorted(places)], grant.peer_id)
-        if self.grants.release(request.grant_id):
+            self._inspector.suspect([grant.chunks[place] for place in sorted(places)], session.instance_id)
+            self.grants.release(grant)
             self._linger()
         else:
-            self._receiver.release(request.grant_id)
+            self._receiver.release(request.grant_id, session.session_id)
         return pb.ReleaseResponse()
 
     @contextmanager
-    def lending(self) -> Iterator[None]:
-        """While this lasts the channels make progress for a peer that reads here without a grant."""
+    def lending(self, peer_name: str, chunks: Sequence[Chunk]) -> Iterator[str]:
+        """While this lasts a peer may read these chunks, which the caller holds, under the grant that this yields.
+
+        The grant's id is the proof of the right to read: it is to be sent to that peer alone.
+        """
+        grant_id = new_grant_id()
+        self._channels.access.open(grant_id, self.grants.runs(chunks), peer_name=peer_name)
         self._lent_count += 1
         self._serve()
         try:
-            yield
+            yield grant_id
         finally:
+            self._channels.access.close(grant_id)
             self._lent_count -= 1
             self._linger()
 

@@ -158,9 +158,14 @@ class Peers:
         self._quarantine = {*filter(lambda earlier: earlier.quarantined, self._quarantine), landing}
 
     async def read(
-        self, connection: PeerConnection, incoming: Sequence[Incoming], landing: Landing, timeout_seconds: float
+        self,
+        connection: PeerConnection,
+        incoming: Sequence[Incoming],
+        landing: Landing,
+        timeout_seconds: float,
+        grant_id: str,
     ) -> list[int] | None:
-        """Reads chunks into what was reserved for them; returns their checksums if these were made on the way.
+        """Reads chunks under a grant of the peer; returns their checksums if these were made on the way.
 
         Raises `Unreachable`.
         """
@@ -172,4 +177,4 @@ class Peers:
             )
             for chunk in incoming
         ]
-        return await self.channels.read(connection.name, copies, timeout_seconds, landing.write())
+        return await self.channels.read(connection.name, copies, timeout_seconds, landing.write(), grant_id)

@@ -66,12 +66,17 @@ class Receiver:
 
     # --- What prefills say ---------------------------------------------------------------------------------------
 
-    def allocate(self, request: pb.AllocateRequest) -> pb.AllocateResponse:
-        """See the proto; the epoch was checked."""
+    def allocate(self, request: pb.AllocateRequest, session_id: str) -> pb.AllocateResponse:
+        """See the proto; the epoch and the caller's session were checked."""
         spec = self._engines.spec(request.fingerprint)
         if spec is None:
             raise KvSpecMismatch("no engine here shares chunks of this spec", fingerprint=request.fingerprint.hex())
-        giver = Giver(instance_id=request.instance_id, epoch=request.epoch, address=request.peer_address)
+        giver = Giver(
+            instance_id=request.instance_id,
+            epoch=request.epoch,
+            address=request.peer_address,
+            session_id=session_id,
+        )
         connection = self._connection(giver)
         keys = split_keys(request.chunk_keys, limit=MAX_KEYS)
         now = time.monotonic()
@@ -87,9 +92,12 @@ class Receiver:
         timeout.FromNanoseconds(round(self.handoffs.silence_seconds * 1e9))
         return pb.AllocateResponse(grant_id=handoff.grant_id, missing=handoff.missing, timeout=timeout)
 
-    async def commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
-        """See the proto. Cancelled, it leaves no room reserved but of memory that a transfer may still write to."""
-        handoff = self.handoffs.get(request.grant_id)
+    async def commit(self, request: pb.CommitRequest, session_id: str) -> pb.CommitResponse:
+        """See the proto; `session_id` is the caller's session, empty if it has none.
+
+        Cancelled, it leaves no room reserved but of memory that a transfer may still write to.
+        """
+        handoff = self.handoffs.get(request.grant_id, session_id)
         if handoff.state in (State.ABORTED, State.EXPIRED):
             raise GrantNotFound(f"handoff {handoff.request_id!r} is {handoff.state.value}", state=handoff.state.value)
         if len(request.indices) != len(request.extents):
@@ -106,9 +114,9 @@ class Receiver:
             self._alarm.changed()
         return pb.CommitResponse(damaged=damaged)
 
-    def release(self, grant_id: str) -> bool:
-        """The prefill will send nothing more; whether the grant is that of a handoff."""
-        found = self.handoffs.end(grant_id, time.monotonic())
+    def release(self, grant_id: str, session_id: str) -> bool:
+        """The prefill will send nothing more; whether the grant is that of a handoff of this session."""
+        found = self.handoffs.end(grant_id, session_id, time.monotonic())
         self._alarm.changed()
         return found
 

@@ -146,7 +146,7 @@ class Sender:
         give_up_at = time.monotonic() + ADMISSION_SECONDS
         while True:
             try:
-                return await peer.allocate(request, ANSWER_SECONDS)
+                return await peer.allocate(request, self._spec, ANSWER_SECONDS)
             except Full as error:
                 if self._is_ended or time.monotonic() > give_up_at:
                     raise
@@ -185,7 +185,8 @@ class Sender:
         tier.hold(batch.values())
         began = time.monotonic()
         try:
-            with self._senders.lending():
+            with self._senders.lending(peer.name, tuple(batch.values())) as read_grant_id:
+                request.read_grant_id = read_grant_id
                 response = await peer.commit(request, ANSWER_SECONDS)
         finally:
             tier.unhold(batch.values())

@@ -32,10 +32,12 @@ class Senders:
         peer_address: Callable[[], str],
         peers: Peers,
         limit: int = MAX_SENDERS,
-        lending: Callable[[], AbstractContextManager[None]],
+        lending: Callable[[str, Sequence[Chunk]], AbstractContextManager[str]],
         suspect: Callable[[Sequence[Chunk], str], None],
     ) -> None:
-        """`lending` lasts while a peer reads here; `suspect` is told of chunks that came damaged from here to whom."""
+        """`lending` permits a peer to read chunks here and yields the grant's id; `suspect` is called with chunks that
+        came damaged from here to a peer.
+        """
         self.instance_id = instance_id
         self.epoch = epoch
         self.peers = peers

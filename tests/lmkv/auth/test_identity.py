@@ -19,7 +19,15 @@ from tests.lmkv.certificates import issue
 
 
 class Recorder(CacheServiceServicer):
-    """Records the identity of each caller."""
+    """Records the identity of each caller. It answers one RPC."""
+
+    LookupStream: Any = None
+    Move: Any = None
+    Pin: Any = None
+    Unpin: Any = None
+    ListPins: Any = None
+    Clear: Any = None
+    Watch: Any = None
 
     def __init__(self) -> None:
         self.identities: list[str] = []

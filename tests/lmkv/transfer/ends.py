@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 
 from lmkv.pool import Pool
 from lmkv.transfer import Channel, Copy, End, open_channel
+from lmkv.transfer.access import ReadAccess, Reader
 from tests.waiting import until
 
 MIB = 1 << 20
 SIZE = 64 * MIB
+GRANT_ID = "a" * 32
 
 eventually = until
 
@@ -38,6 +40,7 @@ class Memory:
         self.size_bytes = size_bytes
         self.address = self.pool.address
         self.words: NDArray[np.uint64] = np.frombuffer(self.pool.buffer, np.uint64)
+        self.access = ReadAccess()
 
     async def open(self, kind: str, name: str, folder: Path | None = None) -> Channel:
         """A channel over it; its socket, if it has one, is in `folder`."""
@@ -45,7 +48,14 @@ class Memory:
 
     def end(self, name: str, folder: Path | None = None) -> End:
         """What a channel over it stands on."""
-        return End(name=name, pool=self.pool, socket_path=folder / f"{name}.sock" if folder else None)
+        socket_path = folder / f"{name}.sock" if folder else None
+        return End(name=name, pool=self.pool, socket_path=socket_path, access=self.access)
+
+    def admit(self, peer_name: str = "reader:1") -> Reader:
+        """A reader that may read all of it under `GRANT_ID`."""
+        reader = self.access.admit(peer_name)
+        self.access.open(GRANT_ID, [(self.address, self.size_bytes)], reader=reader)
+        return reader
 
     def close(self) -> None:
         """Gives it back."""
@@ -80,7 +90,7 @@ class Owner:
             self._process.wait()
 
     def ask(self, order: str) -> Any:
-        """Has it `close` its channel, or `damage` its memory; returns when it has."""
+        """Has it carry out an order, such as `close` for its channel; its answer."""
         assert self._process.stdin
         self._process.stdin.write(order.encode() + b"\n")
         self._process.stdin.flush()
@@ -114,13 +124,25 @@ def own(kind: str, name: str, folder: str, seed: int, size_bytes: int) -> None:
         memory.words[:] = content(seed, size_bytes)
         channel = await memory.open(kind, name, Path(folder))
         channel.serve(True)
-        _say({"metadata": channel.metadata.hex(), "address": memory.address})
-        while order := (await asyncio.to_thread(sys.stdin.readline)).strip():
-            if order == "close":
-                await channel.aclose()
-            elif order == "damage":
-                memory.words[:] = 0
-            _say(None)
+        reader = memory.admit()
+        _say({"metadata": channel.metadata_for(reader).hex(), "address": memory.address})
+        while order := (await asyncio.to_thread(sys.stdin.readline)).split():
+            answer: Any = None
+            match order:
+                case ["close"]:
+                    await channel.aclose()
+                case ["damage"]:
+                    memory.words[:] = 0
+                case ["grant", grant_id, start, size]:
+                    memory.access.open(grant_id, [(memory.address + int(start), int(size))], reader=reader)
+                case ["grant-another", grant_id]:
+                    whole_memory = [(memory.address, memory.size_bytes)]
+                    memory.access.open(grant_id, whole_memory, reader=memory.access.admit("another:1"))
+                case ["end", grant_id]:
+                    memory.access.close(grant_id)
+                case ["refused"]:
+                    answer = memory.access.refused_count
+            _say(answer)
         await channel.aclose()
         memory.close()
 

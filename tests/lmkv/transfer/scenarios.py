@@ -25,7 +25,7 @@ import pytest
 
 from lmkv.errors import ChannelUnsupported, Unreachable, WrongInstance
 from lmkv.transfer import Channel, Copy
-from tests.lmkv.transfer.ends import MIB, SIZE, Memory, Owner, Stops, content, eventually, whole
+from tests.lmkv.transfer.ends import GRANT_ID, MIB, SIZE, Memory, Owner, Stops, content, eventually, whole
 from tests.waiting import WAIT_SECONDS, rests, wait_until
 
 PATIENCE = 600.0
@@ -48,7 +48,7 @@ class Reader:
     async def read(self, owner: Owner, timeout_seconds: float = PATIENCE, size_bytes: int = SIZE) -> Stops:
         """Reads all of its memory, or the beginning; how often that stopped."""
         stops = Stops()
-        await self.channel.read(owner.name, whole(owner, self.memory, size_bytes), timeout_seconds, stops)
+        await self.channel.read(owner.name, whole(owner, self.memory, size_bytes), timeout_seconds, stops, GRANT_ID)
         assert stops.count == 1
         return stops
 
@@ -58,7 +58,9 @@ class Reader:
         """A read of all its memory, under way: the first bytes have landed."""
         stops = Stops()
         self.memory.words[:] = 0
-        reading = asyncio.create_task(self.channel.read(owner.name, whole(owner, self.memory), timeout_seconds, stops))
+        reading = asyncio.create_task(
+            self.channel.read(owner.name, whole(owner, self.memory), timeout_seconds, stops, GRANT_ID)
+        )
         while not self.memory.words[0] and not reading.done():  # noqa: ASYNC110 # memory does not tell that it changes
             await asyncio.sleep(0)
         return reading, stops
@@ -106,7 +108,7 @@ async def runs_of_any_size_arrive_bit_for_bit(reader: Reader) -> None:
             )
             at += size + rng.randrange(3)
         stops = Stops()
-        await reader.channel.read(owner.name, copies, PATIENCE, stops)
+        await reader.channel.read(owner.name, copies, PATIENCE, stops, GRANT_ID)
         assert stops.count == 1
         assert np.array_equal(reader.memory.words.view(np.uint8), expected)
 
@@ -116,7 +118,7 @@ async def a_read_of_nothing_is_over_at_once(reader: Reader) -> None:
     with reader.owner() as owner:
         await reader.channel.add_peer(owner.name, owner.metadata)
         stops = Stops()
-        await reader.channel.read(owner.name, [], PATIENCE, stops)
+        await reader.channel.read(owner.name, [], PATIENCE, stops, GRANT_ID)
         assert stops.count == 1
 
 
@@ -134,7 +136,7 @@ async def many_reads_from_two_peers_at_a_time_do_not_mix(reader: Reader) -> None
                 copy = Copy(
                     remote_address=owner.address + start, local_address=reader.memory.address + at, size_bytes=step
                 )
-                group.create_task(reader.channel.read(owner.name, [copy], PATIENCE, Stops()))
+                group.create_task(reader.channel.read(owner.name, [copy], PATIENCE, Stops(), GRANT_ID))
         assert np.array_equal(reader.memory.words, expected)
 
 
@@ -147,7 +149,7 @@ async def a_peer_killed_between_reads_is_unreachable_at_once_and_its_successor_i
         stops = Stops()
         async with asyncio.timeout(WAIT_SECONDS):
             with pytest.raises(Unreachable):
-                await reader.channel.read(owner.name, whole(owner, reader.memory), PATIENCE, stops)
+                await reader.channel.read(owner.name, whole(owner, reader.memory), PATIENCE, stops, GRANT_ID)
             with pytest.raises((Unreachable, ChannelUnsupported)):
                 await reader.channel.add_peer(owner.name, owner.metadata)
         await eventually(stops.happened)
@@ -164,7 +166,7 @@ async def restarted(reader: Reader, before: Owner) -> None:
         await reader.read(owner)
         assert np.array_equal(reader.memory.words, content(9))
         with pytest.raises(Unreachable):
-            await reader.channel.read(before.name, whole(before, reader.memory), PATIENCE, Stops())
+            await reader.channel.read(before.name, whole(before, reader.memory), PATIENCE, Stops(), GRANT_ID)
 
 
 @scenario
@@ -209,7 +211,7 @@ async def a_peer_that_closes_its_channel_while_it_is_read_from_is_noticed(reader
 async def fails_or_is_right(reader: Reader, owner: Owner) -> None:
     """NIXL revokes nothing: what its owner no longer offers can be read all the same."""
     stops = Stops()
-    reading = asyncio.create_task(reader.channel.read(owner.name, whole(owner, reader.memory), 1.0, stops))
+    reading = asyncio.create_task(reader.channel.read(owner.name, whole(owner, reader.memory), 1.0, stops, GRANT_ID))
     succeeded = await reader.ends_soundly(reading, stops)
     assert not succeeded or reader.kind == "nixl"
 
@@ -234,11 +236,56 @@ async def bytes_outside_of_either_memory_are_refused_and_nothing_is_written(read
             bad = Copy(remote_address=remote_address, local_address=local_address, size_bytes=size_bytes)
             stops = Stops()
             with pytest.raises(Unreachable):
-                await reader.channel.read(owner.name, [good, bad], 5.0, stops)
+                await reader.channel.read(owner.name, [good, bad], 5.0, stops, GRANT_ID)
             assert stops.count == 1
             assert not reader.memory.words.any()
         await reader.read(owner)
         assert np.array_equal(reader.memory.words, content(1))
+
+
+@scenario
+async def an_owner_that_sends_the_bytes_itself_sends_only_what_a_live_grant_of_the_reader_covers(
+    reader: Reader,
+) -> None:
+    if reader.kind not in ("tcp", "ucx"):
+        return  # their readers read by themselves: docs/security.md
+    with reader.owner() as owner:
+        await reader.channel.add_peer(owner.name, owner.metadata)
+        part, another, ended = "b" * 32, "c" * 32, "d" * 32
+        owner.ask(f"grant {part} {4 * MIB} {MIB}")
+        owner.ask(f"grant-another {another}")
+        owner.ask(f"grant {ended} 0 {MIB}")
+        owner.ask(f"end {ended}")
+
+        async def read(grant_id: str, start: int, size_bytes: int) -> None:
+            copies = [
+                Copy(remote_address=owner.address + at, local_address=reader.memory.address + at, size_bytes=size_bytes)
+                for at in (4 * MIB, start)
+            ]
+            stops = Stops()
+            try:
+                await reader.channel.read(owner.name, copies, PATIENCE, stops, grant_id)
+            finally:
+                await eventually(stops.happened)
+
+        refused = [
+            ("", 4 * MIB, 8),
+            ("e" * 32, 4 * MIB, 8),
+            (another, 4 * MIB, 8),
+            (ended, 0, 8),
+            (part, 0, 8),
+            (part, 4 * MIB - 8, 16),
+            (part, 5 * MIB - 8, 16),
+            (part, 5 * MIB, 8),
+        ]
+        for grant_id, start, size_bytes in refused:
+            with pytest.raises(Unreachable):
+                await read(grant_id, start, size_bytes)
+            assert not reader.memory.words.any()
+        assert owner.ask("refused") == len(refused)
+        await read(part, 5 * MIB - 8, 8)
+        assert np.count_nonzero(reader.memory.words) == 2
+        assert owner.ask("refused") == len(refused)
 
 
 @scenario
@@ -251,7 +298,7 @@ async def a_cancelled_read_stops_soon_and_does_not_disturb_the_next(reader: Read
                 reading, stops = await reader.begin(owner)
             else:
                 reading = asyncio.create_task(
-                    reader.channel.read(owner.name, whole(owner, reader.memory), PATIENCE, stops)
+                    reader.channel.read(owner.name, whole(owner, reader.memory), PATIENCE, stops, GRANT_ID)
                 )
                 await asyncio.sleep(0)
             reading.cancel()
@@ -294,7 +341,7 @@ async def who_was_never_added_or_is_removed_is_not_read_from(reader: Reader) -> 
         for _ in range(2):
             stops = Stops()
             with pytest.raises(Unreachable):
-                await reader.channel.read(owner.name, whole(owner, reader.memory), PATIENCE, stops)
+                await reader.channel.read(owner.name, whole(owner, reader.memory), PATIENCE, stops, GRANT_ID)
             assert stops.count == 1
             await reader.channel.add_peer(owner.name, owner.metadata)
             await reader.channel.remove_peer(owner.name)
@@ -320,7 +367,7 @@ async def a_closed_channel_refuses_and_closing_twice_is_safe(reader: Reader) -> 
         await reader.channel.aclose()
         stops = Stops()
         with pytest.raises(Unreachable):
-            await reader.channel.read(owner.name, whole(owner, reader.memory), PATIENCE, stops)
+            await reader.channel.read(owner.name, whole(owner, reader.memory), PATIENCE, stops, GRANT_ID)
         assert stops.count == 1
 
 

@@ -16,8 +16,8 @@ from lmkv.transfer import End
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.shm import ShmChannel
 from lmkv.transfer.tcp import TcpChannel
-from lmkv.transfer.tcp_wire import COUNT, GRANTED, MAX_RANGES, hello, request
-from tests.lmkv.transfer.ends import MIB, Memory
+from lmkv.transfer.tcp_wire import GRANTED, HEAD, MAX_RANGES, REFUSED, hello, request
+from tests.lmkv.transfer.ends import GRANT_ID, MIB, Memory
 
 
 def with_another_token(kind: str, end: End, metadata: bytes) -> bytes:
@@ -33,10 +33,11 @@ async def test_a_wrong_token_opens_nothing(
 ) -> None:
     own, other = Memory(MIB), Memory(MIB)
     owner, reader = await own.open(kind, "owner:1", short_folder), await other.open(kind, "reader:1", short_folder)
+    metadata = owner.metadata_for(own.admit())
     with pytest.raises(error):
-        await reader.add_peer("owner:1", with_another_token(kind, own.end("owner:1"), owner.metadata))
+        await reader.add_peer("owner:1", with_another_token(kind, own.end("owner:1"), metadata))
     assert "refused" in caplog.text
-    await reader.add_peer("owner:1", owner.metadata)
+    await reader.add_peer("owner:1", metadata)
     await reader.aclose()
     await owner.aclose()
 
@@ -44,7 +45,8 @@ async def test_a_wrong_token_opens_nothing(
 async def test_shared_memory_is_handed_out_to_be_read_only(short_folder: Path) -> None:
     own = Memory(MIB)
     owner = await ShmChannel.open(own.end("owner:1", short_folder))
-    token = json.loads(unwrap("shm", "owner:1", owner.metadata)[1])["token"]
+    metadata = owner.metadata_for(own.admit())
+    token = json.loads(unwrap("shm", "owner:1", metadata)[1])["token"]
     taken = await asyncio.to_thread(take, short_folder / "owner:1.sock", {"token": token}, 5.0)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.pwrite(taken.fd, b"x", 0)
@@ -67,7 +69,7 @@ async def test_a_port_that_is_taken_is_refused_by_key() -> None:
 async def test_a_tcp_owner_refuses_what_it_did_not_agree_on_and_serves_the_next(short_folder: Path) -> None:
     memory = Memory(MIB)
     channel = await TcpChannel.open(memory.end("owner:1"))
-    words = json.loads(unwrap("tcp", "owner:1", channel.metadata)[1])
+    words = json.loads(unwrap("tcp", "owner:1", channel.metadata_for(memory.admit()))[1])
     greeting = hello(bytes.fromhex(words["token"]))
 
     def answer_to(said: bytes) -> bytes:
@@ -84,12 +86,16 @@ async def test_a_tcp_owner_refuses_what_it_did_not_agree_on_and_serves_the_next(
         (greeting[:-1], b""),
         (b"x" * len(greeting), b""),
         (greeting, GRANTED),
-        (greeting + COUNT.pack(0), GRANTED),
-        (greeting + COUNT.pack(MAX_RANGES + 1), GRANTED),
-        (greeting + request([(memory.address, 8)])[:-1], GRANTED),
-        (greeting + request([(memory.address + MIB - 4, 8)]), GRANTED),
-        (greeting + request([(memory.address, 8), (1 << 63, 1 << 63)]), GRANTED),
-        (greeting + request([(memory.address, 8), (memory.address, 0)]), 2 * GRANTED + bytes(8)),
+        (greeting + HEAD.pack(0, GRANT_ID.encode()), GRANTED),
+        (greeting + HEAD.pack(MAX_RANGES + 1, GRANT_ID.encode()), GRANTED),
+        (greeting + request(GRANT_ID, [(memory.address, 8)])[:-1], GRANTED),
+        (greeting + request(GRANT_ID, [(memory.address + MIB - 4, 8)]), GRANTED + REFUSED),
+        (greeting + request(GRANT_ID, [(memory.address, 8), (1 << 63, 1 << 63)]), GRANTED + REFUSED),
+        (greeting + request(GRANT_ID, [(memory.address, 8), (memory.address, 0)]), 2 * GRANTED + bytes(8)),
+        (
+            greeting + request("", [(memory.address, 8)]) + request(GRANT_ID, [(memory.address, 8)]),
+            GRANTED + REFUSED + GRANTED + bytes(8),
+        ),
     ):
         assert await asyncio.to_thread(answer_to, said) == answer
     await channel.aclose()

@@ -17,7 +17,18 @@ from hypothesis import strategies as st
 from lmkv.errors import ConfigError, Unreachable
 from lmkv.transfer import Copy, End, open_channel
 from lmkv.transfer.nixl_api import BATCH_BYTES, descriptor_batches
-from tests.lmkv.transfer.ends import MIB, Memory, Owner, Stops, content, environment, eventually, in_new_process, whole
+from tests.lmkv.transfer.ends import (
+    GRANT_ID,
+    MIB,
+    Memory,
+    Owner,
+    Stops,
+    content,
+    environment,
+    eventually,
+    in_new_process,
+    whole,
+)
 from tests.waiting import WAIT_SECONDS
 
 
@@ -26,23 +37,23 @@ async def frozen_owner() -> None:
     channel = await memory.open("nixl", "reader:1")
     with tempfile.TemporaryDirectory() as folder, Owner("nixl", "owner:1", Path(folder)) as owner:
         await channel.add_peer(owner.name, owner.metadata)
-        await channel.read(owner.name, whole(owner, memory, 8 * MIB), 5.0, Stops())
+        await channel.read(owner.name, whole(owner, memory, 8 * MIB), 5.0, Stops(), GRANT_ID)
         owner.signal(signal.SIGSTOP)
         stops = Stops()
         with pytest.raises(Unreachable) as raised:
-            await channel.read(owner.name, whole(owner, memory), 0.3, stops)
+            await channel.read(owner.name, whole(owner, memory), 0.3, stops, GRANT_ID)
         assert raised.value.metadata["quarantined"] == "True"
         refused = Stops()
         with pytest.raises(Unreachable, match="earlier read"):
             async with asyncio.timeout(WAIT_SECONDS):
-                await channel.read(owner.name, whole(owner, memory), 600.0, refused)
+                await channel.read(owner.name, whole(owner, memory), 600.0, refused, GRANT_ID)
         assert refused.count == 1
         await asyncio.sleep(0.3)
         assert stops.count == 0  # its bytes are still on their way
         owner.signal(signal.SIGCONT)
         await eventually(stops.happened)
         await channel.add_peer(owner.name, owner.metadata)
-        await channel.read(owner.name, whole(owner, memory), 5.0, Stops())
+        await channel.read(owner.name, whole(owner, memory), 5.0, Stops(), GRANT_ID)
         assert np.array_equal(memory.words, content(1))
         assert stops.count == 1
         await channel.aclose()

@@ -407,6 +407,12 @@ async def stub(decode: Parts) -> AsyncIterator[pb_grpc.PeerServiceAsyncStub]:
         yield pb_grpc.PeerServiceStub(channel)
 
 
+async def session_of(stub: pb_grpc.PeerServiceAsyncStub, instance_id: str = "prefill") -> str:
+    """The id of a new session."""
+    request = pb.InitRequest(instance_id=instance_id, epoch=1, spec=SMALL.to_proto())
+    return (await stub.Init(request, timeout=5)).session_id
+
+
 def announcement(decode: Parts, prefill: Parts, **changes: object) -> pb.AllocateRequest:
     """A sound `Allocate`, but for the changes."""
     fields: dict[str, object] = {
@@ -440,7 +446,7 @@ async def test_an_announcement_that_makes_no_sense_is_refused(
     decode: Parts, prefill: Parts, stub: pb_grpc.PeerServiceAsyncStub, changes: dict[str, object], reason: str
 ) -> None:
     with pytest.raises(grpc.RpcError) as refusal:
-        await stub.Allocate(announcement(decode, prefill, **changes))
+        await stub.Allocate(announcement(decode, prefill, session_id=await session_of(stub), **changes))
     assert rpc.from_rpc_error(refusal.value).reason == reason
 
 
@@ -463,7 +469,8 @@ async def test_an_announcement_that_makes_no_sense_is_refused(
 async def test_an_offer_that_makes_no_sense_is_refused_and_the_handoff_lives(
     decode: Parts, prefill: Parts, stub: pb_grpc.PeerServiceAsyncStub, offer: pb.CommitRequest
 ) -> None:
-    answer = await stub.Allocate(announcement(decode, prefill))
+    offer.session_id = await session_of(stub)
+    answer = await stub.Allocate(announcement(decode, prefill, session_id=offer.session_id))
     offer.grant_id = answer.grant_id
     with pytest.raises(grpc.RpcError) as refusal:
         await stub.Commit(offer)
@@ -473,6 +480,29 @@ async def test_an_offer_that_makes_no_sense_is_refused_and_the_handoff_lives(
 
 async def test_an_unknown_grant_cannot_be_committed(stub: pb_grpc.PeerServiceAsyncStub) -> None:
     with pytest.raises(grpc.RpcError) as refusal:
-        await stub.Commit(pb.CommitRequest(grant_id="h99"))
+        await stub.Commit(pb.CommitRequest(grant_id="h99", session_id=await session_of(stub)))
     assert rpc.from_rpc_error(refusal.value).reason == GrantNotFound.reason
-    await stub.Release(pb.ReleaseRequest(grant_id="h99"))
+    await stub.Release(pb.ReleaseRequest(grant_id="h99", session_id=await session_of(stub)))
+
+
+async def test_a_handoff_is_unknown_to_every_session_but_the_one_that_announced_it(
+    decode: Parts, prefill: Parts, stub: pb_grpc.PeerServiceAsyncStub
+) -> None:
+    own, other = await session_of(stub), await session_of(stub)
+    grant_id = (await stub.Allocate(announcement(decode, prefill, session_id=own))).grant_id
+    assert len(grant_id) >= 32
+    answers = []
+    for session_id, named in ((other, grant_id), ("", grant_id), (other, "f" * 32)):
+        with pytest.raises(grpc.RpcError) as refusal:
+            await stub.Commit(pb.CommitRequest(grant_id=named, session_id=session_id))
+        error = rpc.from_rpc_error(refusal.value)
+        answers.append((error.reason, str(error), error.metadata))
+        await stub.Release(pb.ReleaseRequest(grant_id=named, session_id=session_id))
+    assert [reason for reason, _, _ in answers] == [GrantNotFound.reason] * 3
+    assert answers[0] == answers[1] == answers[2], "an answer says whether a grant of another session exists"
+    with pytest.raises(grpc.RpcError) as refusal:
+        await stub.Allocate(announcement(decode, prefill, session_id=other))
+    assert rpc.from_rpc_error(refusal.value).reason == BadMessage.reason
+    assert state_of(decode) is State.ALLOCATED
+    await stub.Release(pb.ReleaseRequest(grant_id=grant_id, session_id=own))
+    assert state_of(decode) is State.ABORTED

@@ -17,7 +17,7 @@ from lmkv_server.node.host_tier import Chunk, HostTier, Reserved
 from tests.server.node.peer_parts import SMALL, keys_of
 
 SILENCE, ABANDON = 5.0, 60.0
-GIVER = Giver(instance_id="prefill", epoch=1, address="127.0.0.1:1")
+GIVER = Giver(instance_id="prefill", epoch=1, address="127.0.0.1:1", session_id="session")
 POOL_CHUNKS = 24
 BUFFER_CHUNKS = 12
 DEVICE_CHUNKS = 6
@@ -237,7 +237,7 @@ def test_an_aborted_decode_ends_a_handoff_under_way() -> None:
     begun = handoff.begin([0], tier)
     handoffs.unclaim("r")
     with pytest.raises(GrantNotFound):
-        handoffs.get(handoff.grant_id)
+        handoffs.get(handoff.grant_id, GIVER.session_id)
     commit(tier, handoff, 0, begun[0])  # its read was under way: it stays as any other chunk
     assert_nothing_is_left(tier, handoffs)
 
@@ -255,7 +255,7 @@ def test_an_aborted_prefill_frees_the_room_and_leaves_what_came() -> None:
     tier, handoffs = table()
     handoff = begin(handoffs, "r", KEYS[:4])
     take(tier, handoff, 0, 1)
-    assert handoffs.end(handoff.grant_id, 1.0)
+    assert handoffs.end(handoff.grant_id, GIVER.session_id, 1.0)
     assert handoff.state is State.ABORTED
     assert tier.reserved_bytes == 0
     assert handoff.promised(0) == 2
@@ -266,11 +266,11 @@ def test_an_aborted_prefill_frees_the_room_and_leaves_what_came() -> None:
 def test_a_late_commit_and_a_second_release_are_harmless() -> None:
     tier, handoffs = table()
     handoff = begin(handoffs, "r", KEYS[:3])
-    handoffs.end(handoff.grant_id, 1.0)
+    handoffs.end(handoff.grant_id, GIVER.session_id, 1.0)
     assert not handoff.begin([0, 1], tier)
-    handoffs.end(handoff.grant_id, 2.0)
+    handoffs.end(handoff.grant_id, GIVER.session_id, 2.0)
     handoffs.unclaim("r")
-    assert not handoffs.end(handoff.grant_id, 3.0)
+    assert not handoffs.end(handoff.grant_id, GIVER.session_id, 3.0)
     with pytest.raises(GrantNotFound):
         begin(handoffs, "r", KEYS[:3])
     assert_nothing_is_left(tier, handoffs)
@@ -291,7 +291,7 @@ def test_a_chunk_that_comes_damaged_ends_the_handoff() -> None:
 def test_one_handoff_goes_wrong_and_others_go_on() -> None:
     tier, handoffs = table()
     bad, good = begin(handoffs, "bad", KEYS[:2]), begin(handoffs, "good", KEYS[2:4])
-    handoffs.end(bad.grant_id, 0.0)
+    handoffs.end(bad.grant_id, GIVER.session_id, 0.0)
     take(tier, good, 0, 1)
     assert good.state is State.COMMITTED
 
@@ -430,7 +430,7 @@ class HandoffsMachine(RuleBasedStateMachine):
     @rule(name=names)
     def prefill_is_done(self, name: str) -> None:
         if handoff := self.known.get(name):
-            self.handoffs.end(handoff.grant_id, self.now)
+            self.handoffs.end(handoff.grant_id, GIVER.session_id, self.now)
 
     @rule(name=names)
     def decode_comes(self, name: str) -> None:

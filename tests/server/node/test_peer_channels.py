@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from lmkv.errors import ChannelUnsupported
-from tests.server.node.peer_parts import SMALL, Parts, Taken, keys_of
+from lmkv import rpc
+from lmkv.errors import ChannelUnsupported, Unreachable
+from lmkv.keys import ChunkKey, join_keys
+from lmkv.transfer import Channel, Copy, open_channel
+from lmkv.v1 import peer_service_pb2 as pb
+from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
+from tests.lmkv.transfer.ends import MIB, Memory
+from tests.server.node.peer_parts import SMALL, Parts, Taken, keys_of, words_of
 
 KEYS = keys_of(8)
 
@@ -79,3 +85,68 @@ async def test_bytes_that_their_owner_has_changed_meanwhile_are_a_miss(channel: 
         assert (fetched.chunk_count, taken.keys()) == (3, KEYS[:3])
         assert reader.peers.checksum_mismatches == 1
         taken.let_go()
+
+
+class Stranger:
+    """A caller of `Init` that is no node: it reads by the metadata that it was given, whatever it was granted."""
+
+    def __init__(self, owner: Parts, stub: pb_grpc.PeerServiceAsyncStub, channel: Channel, memory: Memory) -> None:
+        self.owner = owner
+        self.stub = stub
+        self._channel = channel
+        self._memory = memory
+        self._name = f"owner:{owner.epoch}"
+        self.session_id = ""
+
+    async def introduce(self) -> None:
+        """Calls `Init` and connects."""
+        request = pb.InitRequest(instance_id="stranger", epoch=1, spec=SMALL.to_proto(), channels=["tcp"])
+        response = await self.stub.Init(request, timeout=10)
+        self.session_id = response.session_id
+        await self._channel.add_peer(self._name, response.channel_metadata)
+
+    async def acquire(self, *keys: ChunkKey) -> str:
+        """Has chunks granted; the grant's id."""
+        request = pb.AcquireRequest(
+            session_id=self.session_id,
+            peer_epoch=self.owner.epoch,
+            fingerprint=SMALL.fingerprint,
+            chunk_keys=join_keys(keys),
+        )
+        return (await self.stub.Acquire(request, timeout=10)).grant.grant_id
+
+    async def read(self, grant_id: str, offset: int, size_bytes: int) -> bytes:
+        """Bytes of the owner's pool."""
+        copy = Copy(
+            remote_address=self.owner.pool.address + offset, local_address=self._memory.address, size_bytes=size_bytes
+        )
+        await self._channel.read(self._name, [copy], 10.0, lambda: None, grant_id)
+        return bytes(self._memory.pool.buffer[:size_bytes])
+
+
+async def test_over_tcp_a_caller_of_init_reads_what_it_was_granted_and_nothing_else() -> None:
+    memory = Memory(MIB)
+    async with filled("tcp") as owner, rpc.open_channel(owner.address) as words:
+        chunks = [owner.put(key) for key in KEYS[:3]]
+        channel = await open_channel("tcp", memory.end("stranger:1"))
+        stranger = Stranger(owner, pb_grpc.PeerServiceStub(words), channel, memory)
+        other = Stranger(owner, pb_grpc.PeerServiceStub(words), channel, memory)
+        try:
+            await other.introduce()
+            of_another = await other.acquire(KEYS[1])
+            await stranger.introduce()
+            for grant_id in ("", "f" * 32, of_another):
+                with pytest.raises(Unreachable, match="no live grant covers it"):
+                    await stranger.read(grant_id, chunks[1].offset, SMALL.chunk_bytes)
+            own = await stranger.acquire(KEYS[0])
+            read = await stranger.read(own, chunks[0].offset, SMALL.chunk_bytes)
+            assert read == words_of(KEYS[0], SMALL).tobytes()
+            with pytest.raises(Unreachable, match="no live grant covers it"):
+                await stranger.read(own, chunks[2].offset, SMALL.chunk_bytes)
+            await stranger.stub.Release(pb.ReleaseRequest(session_id=stranger.session_id, grant_id=own), timeout=10)
+            with pytest.raises(Unreachable, match="no live grant covers it"):
+                await stranger.read(own, chunks[0].offset, SMALL.chunk_bytes)
+            assert owner.channels.access.refused_count == 5
+        finally:
+            await channel.aclose()
+            memory.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable
+from contextlib import suppress
 from dataclasses import replace
 
 import grpc
@@ -20,9 +21,11 @@ from lmkv.errors import (
     GrantNotFound,
     KvSpecMismatch,
     LmkvError,
+    SessionNotFound,
     WrongInstance,
 )
 from lmkv.keys import join_keys
+from lmkv.transfer.access import Reader
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
 from tests.server.node.peer_parts import SMALL, Parts, keys_of
@@ -43,6 +46,11 @@ async def owner() -> AsyncIterator[Parts]:
 
 
 @pytest.fixture
+async def session(owner: Parts, stub: pb_grpc.PeerServiceAsyncStub) -> str:
+    return await session_of(owner, stub)
+
+
+@pytest.fixture
 async def stub(owner: Parts) -> AsyncIterator[pb_grpc.PeerServiceAsyncStub]:
     async with rpc.open_channel(owner.address) as channel:
         yield pb_grpc.PeerServiceStub(channel)
@@ -60,9 +68,15 @@ def introduction(owner: Parts, **changes: object) -> pb.InitRequest:
     return pb.InitRequest(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def acquisition(owner: Parts, **changes: object) -> pb.AcquireRequest:
+async def session_of(owner: Parts, stub: pb_grpc.PeerServiceAsyncStub) -> str:
+    """The id of a new session."""
+    return (await stub.Init(introduction(owner, channels=[]), timeout=5)).session_id
+
+
+def acquisition(owner: Parts, session: str, **changes: object) -> pb.AcquireRequest:
     values: dict[str, object] = {
         "instance_id": "reader",
+        "session_id": session,
         "peer_epoch": owner.epoch,
         "fingerprint": SMALL.fingerprint,
         "chunk_keys": join_keys(KEYS),
@@ -88,7 +102,8 @@ async def test_init_answers_with_the_first_channel_that_is_shared_and_the_pool_a
     for _ in range(2):
         response = await stub.Init(introduction(owner), timeout=5)
     assert response.channel == "nixl"
-    assert response.channel_metadata == (await owner.channels.offer(["nixl"])).metadata
+    channel = await owner.channels.offer(["nixl"])
+    assert response.channel_metadata == channel.metadata_for(Reader(peer_name="reader:5"))
     assert [(region.address, region.size_bytes) for region in response.regions] == [
         (owner.pool.address, owner.pool.size_bytes)
     ]
@@ -142,12 +157,12 @@ async def test_without_a_shared_channel_both_sides_channels_are_named(
 
 
 async def test_acquire_lists_what_is_held_and_keeps_it_in_place_until_release(
-    owner: Parts, stub: pb_grpc.PeerServiceAsyncStub
+    owner: Parts, stub: pb_grpc.PeerServiceAsyncStub, session: str
 ) -> None:
     owner.tier.drop([KEYS[1]])
     short = owner.put(KEYS[6], token_count=100)
     before = time.time()
-    response = await stub.Acquire(acquisition(owner, ttl=seconds(20)), timeout=5)
+    response = await stub.Acquire(acquisition(owner, session, ttl=seconds(20)), timeout=5)
     assert list(response.present) == [0, 2, 3, 6]
     assert before + 20 - CLOCK_SECONDS < response.grant.expire_time.ToNanoseconds() / 1e9
     assert response.grant.expire_time.ToNanoseconds() / 1e9 < time.time() + 20 + CLOCK_SECONDS
@@ -159,15 +174,17 @@ async def test_acquire_lists_what_is_held_and_keeps_it_in_place_until_release(
         assert (extent.checksum, extent.generation) == (chunk.checksum, chunk.generation)
     assert response.grant.extents[3].token_count == short.token_count == 100
     for _ in range(2):  # the second is no error
-        await stub.Release(pb.ReleaseRequest(grant_id=response.grant.grant_id), timeout=5)
+        await stub.Release(pb.ReleaseRequest(grant_id=response.grant.grant_id, session_id=session), timeout=5)
         assert not any(chunk.holds for chunk in owner.tier)
 
 
-async def test_acquire_of_nothing_grants_nothing(owner: Parts, stub: pb_grpc.PeerServiceAsyncStub) -> None:
+async def test_acquire_of_nothing_grants_nothing(
+    owner: Parts, stub: pb_grpc.PeerServiceAsyncStub, session: str
+) -> None:
     others = (
-        acquisition(owner, chunk_keys=join_keys(KEYS[4:])),
-        acquisition(owner, chunk_keys=b""),
-        acquisition(owner, fingerprint=b"x" * 16),
+        acquisition(owner, session, chunk_keys=join_keys(KEYS[4:])),
+        acquisition(owner, session, chunk_keys=b""),
+        acquisition(owner, session, fingerprint=b"x" * 16),
     )
     for request in others:
         response = await stub.Acquire(request, timeout=5)
@@ -176,39 +193,89 @@ async def test_acquire_of_nothing_grants_nothing(owner: Parts, stub: pb_grpc.Pee
 
 
 async def test_bad_requests_get_their_status_and_the_server_keeps_serving(
-    owner: Parts, stub: pb_grpc.PeerServiceAsyncStub
+    owner: Parts, stub: pb_grpc.PeerServiceAsyncStub, session: str
 ) -> None:
-    assert isinstance(await error_of(stub.Acquire(acquisition(owner, peer_epoch=1), timeout=5)), WrongInstance)
+    assert isinstance(await error_of(stub.Acquire(acquisition(owner, session, peer_epoch=1), timeout=5)), WrongInstance)
     for packed in (b"x" * 15, b"x" * 16 * 4097):
-        assert isinstance(await error_of(stub.Acquire(acquisition(owner, chunk_keys=packed), timeout=5)), BadChunkKey)
-    await stub.Release(pb.ReleaseRequest(grant_id="never was"), timeout=5)
+        assert isinstance(
+            await error_of(stub.Acquire(acquisition(owner, session, chunk_keys=packed), timeout=5)), BadChunkKey
+        )
+    await stub.Release(pb.ReleaseRequest(grant_id="never was", session_id=session), timeout=5)
+    for name in ("", "never was"):
+        assert isinstance(await error_of(stub.Acquire(acquisition(owner, name), timeout=5)), SessionNotFound)
     assert isinstance(await error_of(stub.Allocate(pb.AllocateRequest(), timeout=5)), WrongInstance)
     assert isinstance(await error_of(stub.Commit(pb.CommitRequest(), timeout=5)), GrantNotFound)
-    assert list((await stub.Acquire(acquisition(owner), timeout=5)).present) == [0, 1, 2, 3]
+    assert list((await stub.Acquire(acquisition(owner, session), timeout=5)).present) == [0, 1, 2, 3]
 
 
-async def test_a_peer_that_has_its_share_is_told_to_come_back(stub: pb_grpc.PeerServiceAsyncStub, owner: Parts) -> None:
+async def test_a_peer_that_has_its_share_is_told_to_come_back(
+    stub: pb_grpc.PeerServiceAsyncStub, owner: Parts, session: str
+) -> None:
     for key in KEYS[4:]:
         owner.put(key)
-    first = await stub.Acquire(acquisition(owner), timeout=5)
+    more = [owner.put(key) for key in keys_of(9)[8:]]
+    first = await stub.Acquire(acquisition(owner, session), timeout=5)
     assert len(first.present) == 8  # a quarter of the pool
-    assert isinstance(await error_of(stub.Acquire(acquisition(owner), timeout=5)), Full)
-    await stub.Release(pb.ReleaseRequest(grant_id=first.grant.grant_id), timeout=5)
-    assert len((await stub.Acquire(acquisition(owner), timeout=5)).present) == 8
+    other = acquisition(owner, session, chunk_keys=join_keys([chunk.key for chunk in more]))
+    assert isinstance(await error_of(stub.Acquire(other, timeout=5)), Full)
+    await stub.Release(pb.ReleaseRequest(grant_id=first.grant.grant_id, session_id=session), timeout=5)
+    assert len((await stub.Acquire(other, timeout=5)).present) == 1
+
+
+async def test_a_grant_is_released_by_the_session_that_has_it_and_unknown_to_every_other(
+    owner: Parts, stub: pb_grpc.PeerServiceAsyncStub, session: str
+) -> None:
+    response = await stub.Acquire(acquisition(owner, session), timeout=5)
+    assert len(response.grant.grant_id) >= 32
+    others = ["", "never was", await session_of(owner, stub)]
+    for other in others:
+        request = pb.ReleaseRequest(grant_id=response.grant.grant_id, session_id=other, damaged=[0])
+        assert await stub.Release(request, timeout=5) == pb.ReleaseResponse()
+    assert len(owner.service.grants) == 1
+    assert [chunk.holds for chunk in owner.tier] == [1] * 4, "another session had a chunk looked at"
+    await stub.Release(pb.ReleaseRequest(grant_id=response.grant.grant_id, session_id=session), timeout=5)
+    assert len(owner.service.grants) == 0
+
+
+async def test_a_session_continues_only_for_the_caller_that_opened_it(
+    owner: Parts, stub: pb_grpc.PeerServiceAsyncStub, session: str
+) -> None:
+    again = await stub.Init(introduction(owner, session_id=session), timeout=5)
+    assert again.session_id == session
+    for changes in ({"epoch": 6}, {"instance_id": "another"}, {"session_id": "never was"}, {"session_id": ""}):
+        changed = introduction(owner, **{"session_id": session, **changes})
+        assert (await stub.Init(changed, timeout=5)).session_id not in ("", "never was", session)
+
+
+async def test_names_that_a_caller_gives_itself_add_nothing_to_its_share(
+    owner: Parts, stub: pb_grpc.PeerServiceAsyncStub
+) -> None:
+    keys = keys_of(32)
+    for key in keys[4:]:
+        owner.put(key)
+    granted = 0
+    for number in range(32):
+        introduced = introduction(owner, instance_id=f"reader-{number}", channels=[])
+        name = (await stub.Init(introduced, timeout=5)).session_id
+        wanted = acquisition(owner, name, instance_id=f"reader-{number}", chunk_keys=join_keys(keys[granted:]))
+        with suppress(grpc.RpcError):
+            granted += len((await stub.Acquire(wanted, timeout=5)).present)
+    assert granted == 16, "all of them together may keep half of the pool in place"
 
 
 async def test_a_grant_that_nobody_releases_ends_by_itself() -> None:
     async with Parts("owner", grant_ttl_seconds=0.2) as owner, rpc.open_channel(owner.address) as channel:
         chunk = owner.put(KEYS[0])
         stub: pb_grpc.PeerServiceAsyncStub = pb_grpc.PeerServiceStub(channel)
-        await stub.Acquire(acquisition(owner, ttl=seconds(60)), timeout=5)
+        session = await session_of(owner, stub)
+        await stub.Acquire(acquisition(owner, session, ttl=seconds(60)), timeout=5)
         assert chunk.holds == 1
         await until(lambda: chunk.holds == 0)
         assert owner.service.grants.expired_count == 1
 
 
 async def test_the_channel_makes_progress_while_there_are_grants_and_a_little_longer(
-    owner: Parts, stub: pb_grpc.PeerServiceAsyncStub
+    owner: Parts, stub: pb_grpc.PeerServiceAsyncStub, session: str
 ) -> None:
     async def polls() -> bool:
         """Whether the transfer thread wakes up by itself."""
@@ -217,8 +284,8 @@ async def test_the_channel_makes_progress_while_there_are_grants_and_a_little_lo
         return wake_ups("lmkv-nixl") - before > 5
 
     await eventually(polls, expected=False)
-    response = await stub.Acquire(acquisition(owner), timeout=5)
+    response = await stub.Acquire(acquisition(owner, session), timeout=5)
     await eventually(polls, expected=True)
-    await stub.Release(pb.ReleaseRequest(grant_id=response.grant.grant_id), timeout=5)
+    await stub.Release(pb.ReleaseRequest(grant_id=response.grant.grant_id, session_id=session), timeout=5)
     assert owner.channels._serving, "a reader that asked late may still read"
     await eventually(polls, expected=False)

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
@@ -15,8 +16,9 @@ from lmkv.auth.gate import Gate
 from lmkv.auth.token import Token
 from lmkv.config import NodeConfig
 from lmkv.credentials import Credentials
-from lmkv.errors import ConfigError, LmkvError
-from lmkv.v1.peer_service_pb2 import InitRequest
+from lmkv.errors import ConfigError, LmkvError, SessionNotFound
+from lmkv.keys import join_keys
+from lmkv.v1.peer_service_pb2 import AcquireRequest, InitRequest, ReleaseRequest
 from lmkv.v1.peer_service_pb2_grpc import PeerServiceStub
 from lmkv_server.coordinator import registry_service
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -78,6 +80,29 @@ async def test_nobody_else_is_told_how_to_read_the_memory(path: str, token: str,
         with pytest.raises(LmkvError) as refusal:
             await rpc.call(stub.Init, "lmkv.v1.PeerService/Init", owner.address, request, 5.0)
         assert refusal.value.code == code
+
+
+async def test_what_one_token_was_granted_is_unknown_to_another_that_knows_the_ids(tmp_path: Path) -> None:
+    path = write(tmp_path / "tokens.yaml", entry("engine", "a"), entry("admin", "a"))
+    async with (
+        node("owner", path, "engine-of-a-token") as owner,
+        rpc.open_channel(owner.address, Credentials(token=Token(text="engine-of-a-token"))) as engine,
+        rpc.open_channel(owner.address, Credentials(token=Token(text="admin-of-a-token"))) as admin,
+    ):
+        chunk = owner.put(KEYS[0])
+        stub, thief = PeerServiceStub(engine), PeerServiceStub(admin)
+        session = (await stub.Init(InitRequest(instance_id="x", epoch=1, spec=SMALL.to_proto()))).session_id
+        request = AcquireRequest(
+            session_id=session, peer_epoch=owner.epoch, fingerprint=SMALL.fingerprint, chunk_keys=join_keys(KEYS)
+        )
+        grant_id = (await stub.Acquire(request)).grant.grant_id
+        await thief.Release(ReleaseRequest(grant_id=grant_id, session_id=session))
+        assert chunk.holds == 1
+        with pytest.raises(grpc.RpcError) as refusal:
+            await thief.Acquire(request)
+        assert isinstance(rpc.from_rpc_error(refusal.value), SessionNotFound)
+        await stub.Release(ReleaseRequest(grant_id=grant_id, session_id=session))
+        assert chunk.holds == 0
 
 
 async def test_a_node_whose_own_token_is_unknown_does_not_start(path: str, runtime_dir: Path) -> None:
