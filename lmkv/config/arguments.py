@@ -40,6 +40,11 @@ def from_arguments(args: argparse.Namespace, cls: type[C], *, env: Mapping[str, 
     return load(cls, file=getattr(args, _FILE, None), env=env, flags=flags)
 
 
+def file_from_arguments(args: argparse.Namespace, env: Mapping[str, str] = os.environ) -> str | None:
+    """The configuration file that a parsed command line or the environment names; None without one."""
+    return getattr(args, _FILE, None) or env.get(FILE_VARIABLE)
+
+
 def _add(group: Any, name: str, declared: Key) -> None:
     shown = f"{declared.doc} (default: {declared.default})".replace("%", "%%")
     _add_spelling(group, name, declared, shown)

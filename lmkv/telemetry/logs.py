@@ -92,7 +92,10 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logging(level: str, log_format: str, text: str, **always: str) -> None:
-    """Logs to standard error: by the pattern `text`, or as JSON with `always` in each record."""
+    """Logs to standard error: by the pattern `text`, or as JSON with `always` in each record.
+
+    A later call replaces what an earlier one set up.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter(**always) if log_format == "json" else SafeFormatter(text))
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

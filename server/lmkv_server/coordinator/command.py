@@ -13,6 +13,7 @@ from lmkv.auth.exposure import exposure
 from lmkv.auth.gate import Gate
 from lmkv.cli import Command
 from lmkv.config import CoordinatorConfig, add_arguments, from_arguments
+from lmkv.config.live import follow_logging
 from lmkv.serving import fast_loop, first_of, hold_stop_signals, raise_file_limit, stop_on_signals
 
 logger = logging.getLogger(__name__)
@@ -29,9 +30,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     config = from_arguments(args, CoordinatorConfig)
-    telemetry.set_up_logging(
-        config.log_level, config.log_format, "%(asctime)s %(levelname)s %(message)s", service=SERVICE_NAME
-    )
+    _set_up_logging(config)
     for notice in config.notices:
         logger.warning(notice)
     if config.port_is_for_http:
@@ -45,7 +44,7 @@ def _run(args: argparse.Namespace) -> int:
     raise_file_limit()
     hold_stop_signals()
     with telemetry.trace_process(SERVICE_NAME, ""), asyncio.Runner(loop_factory=fast_loop()) as runner:
-        runner.run(serve(config))
+        runner.run(serve(config, args))
     return 0
 
 
@@ -58,7 +57,13 @@ def _keep_freed_memory() -> None:
         mallopt(m_trim_threshold, 8 * LARGE_REQUEST_BYTES)
 
 
-async def serve(config: CoordinatorConfig) -> None:
+def _set_up_logging(config: CoordinatorConfig) -> None:
+    telemetry.set_up_logging(
+        config.log_level, config.log_format, "%(asctime)s %(levelname)s %(message)s", service=SERVICE_NAME
+    )
+
+
+async def serve(config: CoordinatorConfig, args: argparse.Namespace) -> None:
     """Serves until SIGTERM, SIGINT or SIGHUP. Raises `ConfigError` if a port cannot be had."""
     # Imported late: threads of libraries, such as NumPy's, inherit the mask of hold_stop_signals.
     from lmkv_server.coordinator.audit import write_audit_to
@@ -87,7 +92,7 @@ async def serve(config: CoordinatorConfig) -> None:
         logger.info("lmkv coordinator ready on %s", coordinator.address)
         if coordinator.url:
             logger.info("HTTP on %s", coordinator.url)
-        await first_of(stop.wait(), coordinator.wait())
+        await first_of(stop.wait(), coordinator.wait(), follow_logging(args, CoordinatorConfig, _set_up_logging))
     logger.info("lmkv coordinator stopped")
 
 

@@ -9,6 +9,7 @@ import logging
 from lmkv import telemetry
 from lmkv.cli import Command
 from lmkv.config import ProxyConfig, add_arguments, from_arguments
+from lmkv.config.live import follow_logging
 from lmkv.serving import fast_loop, first_of, hold_stop_signals, raise_file_limit, stop_on_signals
 
 logger = logging.getLogger(__name__)
@@ -23,19 +24,23 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     config = from_arguments(args, ProxyConfig)
-    telemetry.set_up_logging(
-        config.log_level, config.log_format, "%(asctime)s %(levelname)s %(message)s", service=SERVICE_NAME
-    )
+    _set_up_logging(config)
     for notice in config.notices:
         logger.warning(notice)
     raise_file_limit()
     hold_stop_signals()
     with telemetry.trace_process(SERVICE_NAME, ""), asyncio.Runner(loop_factory=fast_loop()) as runner:
-        runner.run(serve(config))
+        runner.run(serve(config, args))
     return 0
 
 
-async def serve(config: ProxyConfig) -> None:
+def _set_up_logging(config: ProxyConfig) -> None:
+    telemetry.set_up_logging(
+        config.log_level, config.log_format, "%(asctime)s %(levelname)s %(message)s", service=SERVICE_NAME
+    )
+
+
+async def serve(config: ProxyConfig, args: argparse.Namespace) -> None:
     """Serves until SIGTERM, SIGINT or SIGHUP. Raises `ConfigError` if the port cannot be had."""
     # Imported late: threads of libraries, such as NumPy's, inherit the mask of hold_stop_signals.
     from lmkv_server.proxy.proxy import Proxy
@@ -44,7 +49,7 @@ async def serve(config: ProxyConfig) -> None:
     proxy = Proxy(config)
     async with proxy, telemetry.export_metrics(proxy.metrics, SERVICE_NAME, ""):
         logger.info("lmkv proxy ready on %s", proxy.url)
-        await first_of(stop.wait(), proxy.wait())
+        await first_of(stop.wait(), proxy.wait(), follow_logging(args, ProxyConfig, _set_up_logging))
     logger.info("lmkv proxy stopped")
 
 
