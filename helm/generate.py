@@ -32,7 +32,7 @@ DECIDED = {
     "node.config": {
         *("instance_id", "coordinator_address", "enable_p2p", "runtime_dir", "node_linger", "pd_role"),
         *("p2p_host", "p2p_port", "transfer_channel", "transfer_port", "metrics_port"),
-        *("max_local_cpu_size", "pool_path", "local_disk", "max_local_disk_size"),
+        *("max_local_cpu_size", "pool_path", "persist_pool", "local_disk", "max_local_disk_size"),
     },
     "engines.config": {"node_address", *keys(NodeConfig)},
     "proxy.config": {
@@ -50,6 +50,16 @@ SIZE = {"type": "number", "exclusiveMinimum": 0}
 SIZE_OR_ZERO = {"type": "number", "minimum": 0}
 ID = {"type": "integer", "minimum": 0}
 TIME = {"pattern": r"^([0-9]+(h|m|s|ms))+$"}
+VARIABLE = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["name"],
+    "properties": {
+        "name": {"type": "string", "minLength": 1},
+        "value": {"type": "string"},
+        "valueFrom": {"type": "object"},
+    },
+}
 GROUP = {
     "type": "object",
     "additionalProperties": False,
@@ -67,6 +77,7 @@ NARROWER: Mapping[str, Mapping[str, Any]] = {
     r".*\.(port|httpPort|p2pPort|transferPort|metricsPort)": PORT,
     r".*[rR]eplicas": {"minimum": 0, "maximum": 1024},
     r".*\.maxUnavailable": {"type": ["integer", "string"], "minimum": 0, "pattern": "^[0-9]+%$"},
+    r".*\.extraEnv": {"items": VARIABLE},
     r".*\.service\.type": {"enum": ["ClusterIP", "LoadBalancer", "NodePort"]},
     r"logLevel": {"enum": ["debug", "info", "warning", "error"]},
     r"logFormat": {"enum": ["text", "json"]},
@@ -85,7 +96,7 @@ NARROWER: Mapping[str, Mapping[str, Any]] = {
     r"node\.maxLocalDiskSize": SIZE_OR_ZERO,
     r"node\.transferChannel": {"enum": ["auto", "shm", "nixl", "tcp"]},
     r"node\.nixlPorts": {"items": {"type": "integer", **PORT}, "minItems": 2, "maxItems": 2},
-    r"node\.hostRuntimeDir": {"pattern": "^/[^ ]+$"},
+    r"node\.host(Runtime|Pool)Dir": {"pattern": "^/[^ ]+$"},
     r"node\.rdma\.count": {"minimum": 1},
     r"engines\.groups": {"items": GROUP},
     r"engines\.args": {"items": {"type": "string"}},
@@ -96,6 +107,8 @@ NARROWER: Mapping[str, Mapping[str, Any]] = {
     r".*\.autoscaling\.target.*": {"minimum": 1, "maximum": 100},
 }
 """What a value may be beyond being of its default's type."""
+MAY_BE_NULL = re.compile(r"securityContext|.*\.resources|.*\.labels")
+"""Values whose default is not empty and that `null` removes. Others have no meaning without a value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,20 +207,26 @@ def _shown(default: Any) -> str:
 
 
 def schema(found: list[Section]) -> dict[str, Any]:
-    """The schema: every value is of its default's type, and no others are known."""
+    """The schema: every value is of its default's type, and no others are known.
+
+    Helm removes a value that is null, so those that the templates need are required.
+    """
     root = _object()
     for value in (value for section in found for value in section.values):
         place = root
         *above, name = value.path.split(".")
         for step in above:
+            place["required"] = sorted({*place["required"], step})
             place = place["properties"].setdefault(step, _object())
+        if value.default not in ("", [], {}) and not MAY_BE_NULL.fullmatch(value.path):
+            place["required"] = sorted({*place["required"], name})
         place["properties"][name] = {"description": value.doc} | _type(value)
     root["properties"]["global"] = {"type": "object", "description": "What Helm gives to all charts of a release."}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Values of the chart lmkv", **root}
 
 
 def _object() -> dict[str, Any]:
-    return {"type": "object", "additionalProperties": False, "properties": {}}
+    return {"type": "object", "additionalProperties": False, "required": [], "properties": {}}
 
 
 def _type(value: Value) -> dict[str, Any]:

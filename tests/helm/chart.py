@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ def render(values: Mapping[str, Any]) -> list[Manifest]:
     with helm_python.Chart.load(CHART) as chart:
         rendered = chart.render(dict(values), name=RELEASE, namespace=NAMESPACE)
     files = (rendered[path] for path in sorted(rendered) if path.endswith(".yaml"))
-    return [manifest for text in files for manifest in yaml.safe_load_all(text) if manifest]
+    return [manifest for text in files for manifest in yaml.load_all(text, Loader=yaml.CSafeLoader) if manifest]
 
 
 def notes(values: Mapping[str, Any]) -> str:
@@ -50,7 +50,7 @@ def name_of(manifest: Manifest) -> str:
     return f"{manifest['kind']}/{manifest['metadata']['name']}"
 
 
-def find(manifests: list[Manifest] | tuple[Manifest, ...], name: str) -> Manifest:
+def find(manifests: Sequence[Manifest], name: str) -> Manifest:
     """The manifest of that name: `Deployment/demo-lmkv-proxy`."""
     (found,) = (manifest for manifest in manifests if name_of(manifest) == name)
     return found

@@ -52,6 +52,7 @@ class LocalPod:
         self._secrets = secrets or {}
         self._names = names or {}
         self._memory = ExitStack()
+        self._moved: set[Path] = set()
         self.volumes = {volume["name"]: self._volume(volume, folder) for volume in pod["spec"]["volumes"]}
         """The folder of each volume, by its name."""
         self.processes: dict[str, ServerProcess] = {}
@@ -65,7 +66,7 @@ class LocalPod:
             place = self._folder / volume["name"]
         place.mkdir(parents=True, exist_ok=True)
         if "configMap" in volume:
-            held = find(list(self._manifests), f"ConfigMap/{volume['configMap']['name']}")["data"]
+            held = find(self._manifests, f"ConfigMap/{volume['configMap']['name']}")["data"]
             for name, text in held.items():
                 (place / name).write_text(text)
         elif "secret" in volume:
@@ -85,7 +86,9 @@ class LocalPod:
         container = self.container(name)
         for mount in container["volumeMounts"]:
             for file in self.volumes[mount["name"]].glob("*.yaml"):
-                file.write_text(self.here(container, file.read_text()))
+                if file not in self._moved:  # a container that is started again
+                    self._moved.add(file)
+                    file.write_text(self.here(container, file.read_text()))
         program, *arguments = (self.here(container, word) for word in container["command"])
         return [str(BIN / program), *arguments]
 
@@ -104,6 +107,13 @@ class LocalPod:
             source = variable.get("valueFrom", {})
             if "fieldRef" in source:
                 text = fields[source["fieldRef"]["fieldPath"]]
+            elif "configMapKeyRef" in source:
+                reference = source["configMapKeyRef"]
+                held = find(self._manifests, f"ConfigMap/{reference['name']}")["data"]
+                if reference["key"] not in held:
+                    assert reference["optional"], "Kubernetes does not start this container"
+                    continue
+                text = held[reference["key"]]
             elif "secretKeyRef" in source:
                 text = self._secrets[source["secretKeyRef"]["name"]][source["secretKeyRef"]["key"]].decode()
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import helm_python
@@ -11,8 +12,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from helm.generate import made
-from tests.helm.chart import CASES, CHART, NAMES, expected, manifests_of, name_of, notes, render, values_of
+from helm.generate import made, sections
+from tests.helm.chart import CASES, CHART, NAMES, Manifest, expected, manifests_of, name_of, notes, render, values_of
 
 KUBERNETES = ("1.30", "1.33", "1.37")
 """The oldest version that Chart.yaml asks for, the newest that there is, and one between."""
@@ -90,6 +91,44 @@ def test_the_schema_refuses_what_is_wrong_by_its_path(values: dict[str, Any], se
     assert sentence in str(refusal.value)
 
 
+@pytest.mark.timeout(180)  # some 240 renders
+@pytest.mark.parametrize("cases", [("rdma", "mutual-tls", "network-policy"), ("sidecar",)])
+def test_null_renders_what_kubernetes_takes_or_is_refused_by_its_path(cases: Sequence[str]) -> None:
+    """Helm removes a value that is null: a template that needs it would fail as a Go program does."""
+    together = json.dumps({key: value for case in cases for key, value in values_of(case).items()})
+    documented = [value.path for section in sections((CHART / "values.yaml").read_text()) for value in section.values]
+    above = {path.rsplit(".", count)[0] for path in documented for count in range(1, path.count(".") + 1)}
+    checked = {json.dumps(manifest) for manifest in render(json.loads(together))}
+    refused: list[str] = []
+    for path in sorted({*documented, *above}):
+        values = json.loads(together)
+        *folders, name = path.split(".")
+        place = values
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[name] = None
+        manifests, refusal = rendered_or_refused(values)
+        if refusal:  # by the schema, or in a sentence of the chart's own
+            by_schema = f"missing property '{name}'" in refusal
+            assert by_schema or "execution error at" in refusal, f"{path}: null: {refusal}"
+            refused += [path] if by_schema else []
+        for manifest in manifests:
+            text = json.dumps(manifest)
+            if text not in checked and manifest["apiVersion"] not in ELSEWHERE:
+                kubernetes_validate.validate(manifest, KUBERNETES[0], strict=True)
+            checked.add(text)
+    assert {"podSecurityContext", "node", "coordinator.port", "tls.enabled"} <= set(refused)
+    assert not {"securityContext", "otlpEndpoint", "node.poolVolume", "coordinator.resources"} & set(refused)
+
+
+def rendered_or_refused(values: dict[str, Any]) -> tuple[list[Manifest], str]:
+    """What is rendered, or why nothing is."""
+    try:
+        return render(values), ""
+    except (helm_python.HelmValuesError, helm_python.HelmRenderError) as refusal:
+        return [], str(refusal)
+
+
 GROUP = {"name": "a", "model": "m"}
 ISSUER = {"enabled": True, "issuerRef": {"name": "ca"}}
 
@@ -122,7 +161,15 @@ ISSUER = {"enabled": True, "issuerRef": {"name": "ca"}}
             "let their hosts in by networkPolicy.coordinatorFrom",
         ),
         ({"node": {"maxLocalDiskSize": 1}}, "set node.diskVolume to a volume"),
-        ({"node": {"config": {"persist_pool": True}}}, "set node.poolVolume to a volume"),
+        ({"node": {"poolClaim": {"storageClassName": "s"}}}, "node.poolClaim is for node.mode sidecar"),
+        (
+            {"node": {"mode": "sidecar", "poolClaim": {"storageClassName": "s"}, "persistPool": False}},
+            "set node.persistPool to true, or remove node.poolClaim",
+        ),
+        (
+            {"node": {"mode": "sidecar", "poolClaim": {"storageClassName": "s"}, "poolVolume": {"emptyDir": {}}}},
+            "node.poolClaim and node.poolVolume are both set: keep one",
+        ),
         ({"node": {"diskVolume": {"emptyDir": {}}}}, "set node.maxLocalDiskSize to the GB"),
         ({"node": {"nixlPorts": [9300, 9200]}}, "node.nixlPorts names the last port before the first"),
         ({"engines": {"groups": [GROUP, GROUP]}}, "engines.groups has two groups called a"),

@@ -23,7 +23,7 @@ from tests.lmkv.certificates import Certificates, issue
 from tests.server.node.engine_client import EngineClient
 from tests.server.proxy.scripted_engine import MODEL, ScriptedEngine
 
-COORDINATOR = "demo-lmkv-coordinator-0.prod.svc"
+COORDINATOR = "demo-lmkv-coordinator-headless.prod.svc"
 SECRET = {"fleet": {"cluster-secret": b"one for all"}, "engines": {"api-key": b"key-of-engines"}}
 OPEN_FILES = {"ca.crt", "tls.crt", "tokens.yaml"}
 """Files in secrets that hold none."""
@@ -242,8 +242,6 @@ def test_sidecars_are_instances_of_their_pods_names_with_volumes_and_roles(make_
         "mode": "sidecar",
         "maxLocalDiskSize": 0.125,
         "diskVolume": {"emptyDir": {}},
-        "poolVolume": {"emptyDir": {"medium": "Memory"}},
-        "config": {"persist_pool": True},
     }
     fleet = make_fleet({"node": node, "engines": {"groups": groups}})
     fleet.started("StatefulSet/demo-lmkv-coordinator", "coordinator", name="coordinator-0")

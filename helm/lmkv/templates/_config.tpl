@@ -1,9 +1,16 @@
-{{/* The configuration file of each process. What the chart decides wins: values.schema.json refuses it in `config`. */}}
+{{/* The configuration file of each process. What the chart decides wins: values.schema.json refuses it in `config`.
+Each file is the process's settings, a change of which restarts it, and `lmkv.loggingConfig`. */}}
 
-{{/* What all processes are told. */}}
-{{- define "lmkv.commonConfig" -}}
+{{/* Logging keys. Running processes apply a change of them, so no checksum covers them. */}}
+{{- define "lmkv.loggingConfig" -}}
 log_level: {{ .Values.logLevel }}
 log_format: {{ .Values.logFormat }}
+{{- end -}}
+
+{{/* A whole file. Takes a list of root and the settings. */}}
+{{- define "lmkv.configFile" -}}
+{{ index . 1 }}
+{{ include "lmkv.loggingConfig" (index . 0) }}
 {{- end -}}
 
 {{/* Whom a server lets in. */}}
@@ -32,7 +39,7 @@ tls_key: /etc/lmkv-tls/tls.key
 {{- end -}}
 {{- end -}}
 
-{{- define "lmkv.coordinatorConfig" -}}
+{{- define "lmkv.coordinatorSettings" -}}
 {{- with .Values.coordinator.config }}{{ toYaml . }}
 {{ end -}}
 host: {{ .Values.bindAddress | quote }}
@@ -48,17 +55,16 @@ tls_client_ca: /etc/lmkv-tls/ca.crt
 {{- with include "lmkv.serverAuthConfig" . }}
 {{ . }}
 {{- end }}
-{{ include "lmkv.commonConfig" . }}
 {{- end -}}
 
-{{- define "lmkv.nodeConfig" -}}
+{{- define "lmkv.nodeSettings" -}}
 {{- with .Values.node.config }}{{ toYaml . }}
 {{ end -}}
-coordinator_address: {{ include "lmkv.coordinatorAddresses" . }}
+coordinator_address: {{ include "lmkv.coordinatorAddress" . }}
 runtime_dir: /run/lmkv
 max_local_cpu_size: {{ .Values.node.maxLocalCpuSize }}
-{{- if .Values.node.poolVolume }}
-pool_path: /pool/lmkv
+{{- if include "lmkv.poolPersists" . }}
+persist_pool: true
 {{- end }}
 {{- if .Values.node.maxLocalDiskSize }}
 local_disk: /disk
@@ -77,16 +83,14 @@ metrics_port: {{ .Values.node.metricsPort }}
 {{- with include "lmkv.clientAuthConfig" . }}
 {{ . }}
 {{- end }}
-{{ include "lmkv.commonConfig" . }}
 {{- end -}}
 
-{{- define "lmkv.engineConfig" -}}
-{{- with .Values.engines.config }}{{ toYaml . }}
-{{ end -}}
-{{ include "lmkv.commonConfig" . }}
+{{/* Engines log through vLLM: they have no logging keys. */}}
+{{- define "lmkv.engineSettings" -}}
+{{- with .Values.engines.config }}{{ toYaml . }}{{ end -}}
 {{- end -}}
 
-{{- define "lmkv.proxyConfig" -}}
+{{- define "lmkv.proxySettings" -}}
 {{- with .Values.proxy.config }}{{ toYaml . }}
 {{ end -}}
 host: {{ .Values.bindAddress | quote }}
@@ -105,23 +109,25 @@ engines:
 {{- end }}
 {{- end }}
 policy: {{ .Values.proxy.policy }}
-coordinator_address: {{ include "lmkv.coordinatorAddresses" . }}
+coordinator_address: {{ include "lmkv.coordinatorAddress" . }}
 {{- with include "lmkv.clientTlsConfig" . }}
 {{ . }}
 {{- end }}
 {{- with include "lmkv.clientAuthConfig" . }}
 {{ . }}
 {{- end }}
-{{ include "lmkv.commonConfig" . }}
 {{- end -}}
 
-{{/* A ConfigMap of one process. Takes a list of root, component and the file's text. */}}
+{{/* A ConfigMap of one process. Takes a dict of root, component, file (its text) and otlpEndpoint (empty: none). */}}
 {{- define "lmkv.configMap" -}}
 apiVersion: v1
 kind: ConfigMap
 metadata:
-  {{- include "lmkv.metadata" (list (index . 0) (index . 1)) | nindent 2 }}
+  {{- include "lmkv.metadata" (list .root .component) | nindent 2 }}
 data:
+  {{- with .otlpEndpoint }}
+  otlp-endpoint: {{ . | quote }}
+  {{- end }}
   lmkv.yaml: |
-    {{- index . 2 | nindent 4 }}
+    {{- .file | nindent 4 }}
 {{- end -}}

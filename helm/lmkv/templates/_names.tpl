@@ -51,23 +51,10 @@ image: {{ $path }}
 imagePullPolicy: {{ $root.Values.image.pullPolicy }}
 {{- end -}}
 
-{{/* host:port of each coordinator, as a client dials it: a list in JSON. Where their number follows their load it is one
-name for all, that is resolved again and again. */}}
-{{- define "lmkv.coordinatorAddresses" -}}
-{{- $names := list -}}
-{{- if .Values.coordinator.autoscaling.enabled -}}
-{{- $names = list "headless" -}}
-{{- else -}}
-{{- range until (int .Values.coordinator.replicas) -}}
-{{- $names = append $names (toString .) -}}
-{{- end -}}
-{{- end -}}
-{{- $addresses := list -}}
-{{- range $names -}}
-{{- $name := printf "%s-coordinator-%s" (include "lmkv.fullname" $) . -}}
-{{- $addresses = append $addresses (printf "%s.%s.svc:%v" $name $.Release.Namespace $.Values.coordinator.port) -}}
-{{- end -}}
-{{- toJson $addresses -}}
+{{/* host:port of the coordinators. It is one name for all, which clients resolve repeatedly, so that no client restarts
+when the number of coordinators changes. */}}
+{{- define "lmkv.coordinatorAddress" -}}
+{{- printf "%s-coordinator-headless.%s.svc:%v" (include "lmkv.fullname" .) .Release.Namespace .Values.coordinator.port -}}
 {{- end -}}
 
 {{/* A name that every node's certificate is for: pods come and go. */}}

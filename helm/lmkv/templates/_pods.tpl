@@ -1,10 +1,10 @@
 {{/* What pods and containers have in common. */}}
 
-{{/* Labels and annotations of pods, which restart when their configuration changes.
-Takes a dict of root, component, config (the file's text) and values. */}}
+{{/* Labels and annotations of pods, which restart when their settings change.
+Takes a dict of root, component, settings (what its processes read only at their start) and values. */}}
 {{- define "lmkv.podMetadata" -}}
 annotations:
-  checksum/config: {{ sha256sum .config }}
+  checksum/config: {{ sha256sum .settings }}
   {{- with .values.podAnnotations }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
@@ -59,21 +59,39 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{/* Environment: a list of variables, those of any process behind a component's own.
-Takes a list of root, the component's values and the text of its own variables. */}}
+{{/* Environment: a component's own variables, the OTLP endpoint and `extraEnv`, which may set that endpoint, but repeats
+no other variable. Takes a dict of root, values (the key of the component's values), own (the text of its own variables)
+and otlpFrom: the ConfigMap that holds the endpoint; a change of it restarts no pod. Empty: the endpoint is in the pod. */}}
 {{- define "lmkv.env" -}}
-{{- $own := trim (index . 2) -}}
-{{- $common := list -}}
-{{- with (index . 0).Values.otlpEndpoint -}}
-{{- $common = append $common (dict "name" "OTEL_EXPORTER_OTLP_ENDPOINT" "value" .) -}}
+{{- $own := trim .own -}}
+{{- $extra := default list (get .root.Values .values).extraEnv -}}
+{{- $names := list -}}
+{{- range default "[]" $own | fromYamlArray -}}
+{{- $names = append $names .name -}}
 {{- end -}}
-{{- $common = concat $common (index . 1).extraEnv -}}
-{{- if or $own $common -}}
+{{- $common := list -}}
+{{- range $extra -}}
+{{- if has .name $common -}}
+{{- fail (printf "%s.extraEnv has the variable %s twice: keep one" $.values .name) -}}
+{{- else if has .name $names -}}
+{{- fail (printf "%s.extraEnv has the variable %s, which the chart sets itself: remove it" $.values .name) -}}
+{{- end -}}
+{{- $common = append $common .name -}}
+{{- end -}}
+{{- if not (has "OTEL_EXPORTER_OTLP_ENDPOINT" $common) -}}
+{{- if .otlpFrom -}}
+{{- $key := dict "name" .otlpFrom "key" "otlp-endpoint" "optional" true -}}
+{{- $extra = prepend $extra (dict "name" "OTEL_EXPORTER_OTLP_ENDPOINT" "valueFrom" (dict "configMapKeyRef" $key)) -}}
+{{- else if .root.Values.otlpEndpoint -}}
+{{- $extra = prepend $extra (dict "name" "OTEL_EXPORTER_OTLP_ENDPOINT" "value" .root.Values.otlpEndpoint) -}}
+{{- end -}}
+{{- end -}}
+{{- if or $own $extra -}}
 env:
   {{- with $own }}
   {{- . | nindent 2 }}
   {{- end }}
-  {{- with $common }}
+  {{- with $extra }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
 {{- end -}}

@@ -34,8 +34,31 @@
 {{- if and $node.maxLocalDiskSize (not $node.diskVolume) -}}
 {{- fail "node.maxLocalDiskSize needs a disk: set node.diskVolume to a volume" -}}
 {{- end -}}
-{{- if and $node.config.persist_pool (not $node.poolVolume) -}}
-{{- fail "node.config.persist_pool needs memory that outlives the node: set node.poolVolume to a volume" -}}
+{{- if and $node.poolClaim (ne $node.mode "sidecar") -}}
+{{- fail "node.poolClaim is for node.mode sidecar: a DaemonSet has no claims of its pods; set node.poolVolume" -}}
+{{- end -}}
+{{- if and $node.poolClaim $node.poolVolume -}}
+{{- fail "node.poolClaim and node.poolVolume are both set: keep one" -}}
+{{- end -}}
+{{- if and $node.poolClaim (not $node.persistPool) -}}
+{{- fail "node.poolClaim keeps a pool that node.persistPool is to remove: set node.persistPool to true, or remove node.poolClaim" -}}
+{{- end -}}
+{{- $medium := include "lmkv.poolMedium" . -}}
+{{- if hasPrefix "HugePages" $medium -}}
+{{- $page := include "lmkv.kibibytes" (include "lmkv.hugePageSize" .) -}}
+{{- if not $page -}}
+{{- fail (printf "node.poolVolume.emptyDir.medium is %s, which names no page size: use HugePages-2Mi, HugePages-1Gi or another size of the hosts" $medium) -}}
+{{- end -}}
+{{- if lt (mulf $node.maxLocalCpuSize 1048576 | floor | int) (int $page) -}}
+{{- fail (printf "node.maxLocalCpuSize is %v, less than one huge page of %s: raise it, or name smaller pages in node.poolVolume" $node.maxLocalCpuSize (include "lmkv.hugePageSize" .)) -}}
+{{- end -}}
+{{- range $kind, $amounts := $node.resources -}}
+{{- range $resource, $_ := default dict $amounts -}}
+{{- if hasPrefix "hugepages-" $resource -}}
+{{- fail (printf "node.resources.%s has %s, which follows from node.maxLocalCpuSize and node.poolVolume: remove it" $kind $resource) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- if and $node.diskVolume (not $node.maxLocalDiskSize) -}}
 {{- fail "node.diskVolume needs a size: set node.maxLocalDiskSize to the GB that chunks may take" -}}

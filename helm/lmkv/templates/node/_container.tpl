@@ -6,7 +6,8 @@ Takes a dict of root, instance (the field that names it) and role (of handoffs; 
 name: node
 {{ include "lmkv.image" (list $root $values.image) }}
 command: [lmkv, node, --config, /etc/lmkv/lmkv.yaml]
-{{ include "lmkv.env" (list $root $values (include "lmkv.nodeVariables" .)) }}
+{{- $map := printf "%s-node" (include "lmkv.fullname" $root) }}
+{{ include "lmkv.env" (dict "root" $root "values" "node" "own" (include "lmkv.nodeVariables" .) "otlpFrom" $map) }}
 ports:
   - name: p2p
     containerPort: {{ $values.p2pPort }}
@@ -27,11 +28,11 @@ ports:
   {{- toYaml $often | nindent 2 }}
 {{- end }}
 resources:
-  {{- include "lmkv.nodeResources" $values | nindent 2 }}
+  {{- include "lmkv.nodeResources" $root | nindent 2 }}
 securityContext:
-  {{- $context := deepCopy $root.Values.securityContext }}
+  {{- $context := deepCopy (default dict $root.Values.securityContext) }}
   {{- $capabilities := default dict $context.capabilities }}
-  {{- $added := concat (default list $capabilities.add) $values.capabilities (ternary (list "IPC_LOCK") list (ne $values.rdma.resource "")) }}
+  {{- $added := concat (default list $capabilities.add) (default list $values.capabilities) (ternary (list "IPC_LOCK") list (ne $values.rdma.resource "")) }}
   {{- with $added }}
   {{- $_ := set $context "capabilities" (set $capabilities "add" (uniq .)) }}
   {{- end }}
@@ -42,7 +43,7 @@ volumeMounts:
     mountPath: /run/lmkv
   - name: node-tmp
     mountPath: /tmp
-  {{- if $values.poolVolume }}
+  {{- if include "lmkv.hasPoolVolume" $root }}
   - name: pool
     mountPath: /pool
   {{- end }}
@@ -63,6 +64,10 @@ volumeMounts:
   valueFrom:
     fieldRef:
       fieldPath: status.podIP
+{{- if include "lmkv.hasPoolVolume" .root }}
+- name: LMKV_POOL_PATH
+  value: /pool/$(LMKV_INSTANCE_ID).pool
+{{- end }}
 {{- with .role }}
 - name: LMKV_PD_ROLE
   value: {{ . }}
@@ -73,22 +78,25 @@ volumeMounts:
 {{- end }}
 {{- end -}}
 
-{{/* Memory follows from the pool's size: it is all taken, and charged to this container. Takes the node's values. */}}
+{{/* Memory follows from the pool's size: it is all taken, and charged to this container. Huge pages are those that the
+node takes: whole ones, rounded down. */}}
 {{- define "lmkv.nodeResources" -}}
-{{- $pool := mulf .maxLocalCpuSize 1024 | ceil | int -}}
-{{- $overhead := mulf .memoryOverhead 1024 | ceil | int -}}
+{{- $node := .Values.node -}}
+{{- $pool := mulf $node.maxLocalCpuSize 1024 | ceil | int -}}
+{{- $overhead := mulf $node.memoryOverhead 1024 | ceil | int -}}
 {{- $sizes := dict -}}
-{{- $medium := dig "emptyDir" "medium" "" .poolVolume -}}
-{{- if hasPrefix "HugePages-" $medium -}}
+{{- with include "lmkv.hugePageSize" . -}}
+{{- $page := include "lmkv.kibibytes" . | default "1" | int -}}
+{{- $taken := mul (div (mulf $node.maxLocalCpuSize 1048576 | floor | int) $page) $page -}}
 {{- $_ := set $sizes "memory" (printf "%dMi" $overhead) -}}
-{{- $_ := set $sizes (printf "hugepages-%s" (trimPrefix "HugePages-" $medium)) (printf "%dMi" $pool) -}}
+{{- $_ := set $sizes (printf "hugepages-%s" .) (ternary (printf "%dMi" (div $taken 1024)) (printf "%dKi" $taken) (ge $page 1024)) -}}
 {{- else -}}
 {{- $_ := set $sizes "memory" (printf "%dMi" (add $pool $overhead)) -}}
 {{- end -}}
-{{- if .rdma.resource -}}
-{{- $_ := set $sizes .rdma.resource (.rdma.count | int) -}}
+{{- if $node.rdma.resource -}}
+{{- $_ := set $sizes $node.rdma.resource ($node.rdma.count | int) -}}
 {{- end -}}
-{{- $resources := deepCopy .resources -}}
+{{- $resources := deepCopy (default dict $node.resources) -}}
 {{- range list "requests" "limits" -}}
 {{- $_ := set $resources . (merge (deepCopy (default dict (get $resources .))) $sizes) -}}
 {{- end -}}
@@ -105,14 +113,64 @@ volumeMounts:
 - name: node-tmp
   emptyDir:
     sizeLimit: 64Mi
-{{- with $values.poolVolume }}
+{{- with include "lmkv.poolVolume" . }}
 - name: pool
-  {{- toYaml . | nindent 2 }}
+  {{- . | nindent 2 }}
 {{- end }}
 {{- with $values.diskVolume }}
 - name: disk
   {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- end -}}
+
+{{/* Hosts with GPUs, besides what `affinity` requires: in each of its terms, of which one must match. Takes the node's
+values. */}}
+{{- define "lmkv.gpuAffinity" -}}
+{{- $gpu := dict "key" .gpuAffinity.label "operator" "Exists" -}}
+{{- $affinity := deepCopy (default dict .affinity) -}}
+{{- $node := default dict $affinity.nodeAffinity -}}
+{{- $required := default dict $node.requiredDuringSchedulingIgnoredDuringExecution -}}
+{{- $terms := list -}}
+{{- range default (list dict) $required.nodeSelectorTerms -}}
+{{- $terms = append $terms (set . "matchExpressions" (append (default list .matchExpressions) $gpu)) -}}
+{{- end -}}
+{{- $required = set $required "nodeSelectorTerms" $terms -}}
+{{- $node = set $node "requiredDuringSchedulingIgnoredDuringExecution" $required -}}
+{{- toYaml (set $affinity "nodeAffinity" $node) -}}
+{{- end -}}
+
+{{/* An init container that gives folders of the host to the node's user: Kubernetes creates them as root's, whatever
+fsGroup is. Nothing if there are none. */}}
+{{- define "lmkv.ownFolders" -}}
+{{- $node := .Values.node -}}
+{{- $folders := dict -}}
+{{- if eq $node.mode "daemonSet" -}}{{- $_ := set $folders "runtime" "/run/lmkv" -}}{{- end -}}
+{{- if hasKey (include "lmkv.poolVolume" . | fromYaml) "hostPath" -}}{{- $_ := set $folders "pool" "/pool" -}}{{- end -}}
+{{- if include "lmkv.dropsPool" . -}}{{- $_ := set $folders "kept-pool" "/pool" -}}{{- end -}}
+{{- if (default dict $node.diskVolume).hostPath -}}{{- $_ := set $folders "disk" "/disk" -}}{{- end -}}
+{{- if $folders -}}
+name: own-folders
+{{ include "lmkv.image" (list . $node.image) }}
+command:
+  - chown
+  - {{ printf "%v:%v" (int .Values.podSecurityContext.runAsUser) (int .Values.podSecurityContext.runAsGroup) | quote }}
+  {{- range $folder := $folders }}
+  - {{ $folder }}
+  {{- end }}
+securityContext:
+  runAsUser: 0
+  runAsNonRoot: false
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities:
+    drop: [ALL]
+    add: [CHOWN]
+volumeMounts:
+  {{- range $volume, $folder := $folders }}
+  - name: {{ $volume }}
+    mountPath: {{ $folder }}
+  {{- end }}
+{{- end -}}
 {{- end -}}
 
 {{/* The folder of hosts that holds this release's sockets. */}}
