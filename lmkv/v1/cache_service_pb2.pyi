@@ -284,7 +284,7 @@ class MoveRequest(_message.Message):
     copy: _builtins.bool
     """Whether the source keeps its copy."""
     request_id: _builtins.str
-    """UUID chosen by the caller; a repeat returns the first call's operation."""
+    """UUID chosen by the caller, at most 256 bytes; a repeat returns the first call's operation."""
     @_builtins.property
     def old_position(self) -> _chunk_pb2.Position:
         """Who holds the chunks."""
@@ -445,7 +445,7 @@ class PinRequest(_message.Message):
     lora_name: _builtins.str
     """LoRA adapter of the prompt, as in `LookupRequest`."""
     request_id: _builtins.str
-    """UUID chosen by the caller; a repeat returns the first call's pin."""
+    """UUID chosen by the caller, at most 256 bytes; a repeat returns the first call's pin."""
     @_builtins.property
     def position(self) -> _chunk_pb2.Position:
         """Who holds the chunks."""
@@ -634,7 +634,7 @@ class ClearRequest(_message.Message):
     dry_run: _builtins.bool
     """Only says what would be dropped."""
     request_id: _builtins.str
-    """UUID chosen by the caller; a repeat returns the first call's operation."""
+    """UUID chosen by the caller, at most 256 bytes; a repeat returns the first call's operation."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of a prompt: only its chunks."""

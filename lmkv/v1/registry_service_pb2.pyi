@@ -419,6 +419,9 @@ class OperationRecord(_message.Message):
     """An operation as nodes keep it, so that it outlives the coordinator that booked it and is known at each.
 
     Of two records of one operation, that of the higher attempt counts; of the same attempt, the one that is over.
+
+    A coordinator keeps at most 16 MiB of records that one instance reports, and 64 MiB of operations of a tenant: those
+    that ended give way, the oldest first, and others are not kept.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -69,8 +69,11 @@ class RegistryServiceStub:
     * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
     * `FAILED_PRECONDITION` (`RESYNC_REQUIRED`): a report was lost; open a new stream with a snapshot.
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes.
-    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is another instance's, or names a tier or an index that is none.
-    * `RESOURCE_EXHAUSTED` (`FULL`): the map has chunks of as many specs as it can; come back when some are gone.
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is another instance's, names a tier or an index that is none, or has
+      more of something than an instance has: 4,096 changes, 16,384 outcomes, 1,000 records or pins, 16 tiers or digests,
+      64 KiB of statistics.
+    * `RESOURCE_EXHAUSTED` (`FULL`): the map has chunks of as many specs as it can, or what the instances of this tenant
+      say of themselves takes too many bytes; come back when some are gone.
     """
     Deregister: _grpc.UnaryUnaryMultiCallable[_registry_service_pb2.DeregisterRequest, _registry_service_pb2.DeregisterResponse]
     """Leaves the fleet: everything the instance held is forgotten at once. Repeating it is safe.
@@ -128,8 +131,11 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
     * `FAILED_PRECONDITION` (`RESYNC_REQUIRED`): a report was lost; open a new stream with a snapshot.
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes.
-    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is another instance's, or names a tier or an index that is none.
-    * `RESOURCE_EXHAUSTED` (`FULL`): the map has chunks of as many specs as it can; come back when some are gone.
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is another instance's, names a tier or an index that is none, or has
+      more of something than an instance has: 4,096 changes, 16,384 outcomes, 1,000 records or pins, 16 tiers or digests,
+      64 KiB of statistics.
+    * `RESOURCE_EXHAUSTED` (`FULL`): the map has chunks of as many specs as it can, or what the instances of this tenant
+      say of themselves takes too many bytes; come back when some are gone.
     """
     Deregister: _aio.UnaryUnaryMultiCallable[_registry_service_pb2.DeregisterRequest, _registry_service_pb2.DeregisterResponse]  # type: ignore[assignment]
     """Leaves the fleet: everything the instance held is forgotten at once. Repeating it is safe.
@@ -196,8 +202,11 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
         * `FAILED_PRECONDITION` (`RESYNC_REQUIRED`): a report was lost; open a new stream with a snapshot.
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes.
-        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is another instance's, or names a tier or an index that is none.
-        * `RESOURCE_EXHAUSTED` (`FULL`): the map has chunks of as many specs as it can; come back when some are gone.
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is another instance's, names a tier or an index that is none, or has
+          more of something than an instance has: 4,096 changes, 16,384 outcomes, 1,000 records or pins, 16 tiers or digests,
+          64 KiB of statistics.
+        * `RESOURCE_EXHAUSTED` (`FULL`): the map has chunks of as many specs as it can, or what the instances of this tenant
+          say of themselves takes too many bytes; come back when some are gone.
         """
 
     @_abc_1.abstractmethod

@@ -47,7 +47,13 @@ class Clears:
         progress.create_time.GetCurrentTime()
         clear = _Clear(self._orders, instance_ids, drops, progress, TIMEOUT_SECONDS)
         return self._operations.start(
-            "clear", request, progress, clear.run, seconds=TIMEOUT_SECONDS, keepers=instance_ids
+            "clear",
+            request,
+            progress,
+            clear.run,
+            seconds=TIMEOUT_SECONDS,
+            keepers=instance_ids,
+            work_bytes=sum(len(drop.chunk_keys) for drop in drops),
         )
 
     async def resume(self, operation: Operation) -> pb.ClearResult:

@@ -8,8 +8,14 @@ from hashlib import sha256
 
 from lmkv.errors import InstanceIdInUse, InstanceNotFound, StaleEpoch
 from lmkv.v1 import chunk_pb2, registry_service_pb2
+from lmkv_server.coordinator.budget import Budget
 from lmkv_server.coordinator.models import Models
 from lmkv_server.coordinator.registration import MAX_SHOWN, Registration
+
+MAX_OWNER_BYTES = 2 << 20
+"""What one instance may have kept of itself: its registration, tiers, statistics and pins."""
+MAX_TOTAL_BYTES = 256 << 20
+"""What all instances of a tenant may have kept of themselves."""
 
 
 class Instance:
@@ -54,6 +60,8 @@ class Instances:
     def __init__(self, lease_ttl: float) -> None:
         self.lease_ttl = lease_ttl
         self._by_id: dict[str, Instance] = {}
+        self.budget = Budget(owner_bytes=MAX_OWNER_BYTES, total_bytes=MAX_TOTAL_BYTES)
+        """What they have this coordinator keep besides chunks and operations."""
         self.models = Models()
         """The names under which they serve."""
 
@@ -78,12 +86,15 @@ class Instances:
         if known is not None:
             self._refuse_impostor(known, said, now, secret)
         self.models.check_room(said)
+        self.budget.charge(said.instance_id, "registration", said.size_bytes)
         if known is not None:
             self.models.remove(known.said)
         if known is not None and known.said.epoch == said.epoch:
             known.said = said
             known.expire_time = now + self.lease_ttl
         else:
+            for item in ("tiers", "stats", "pins"):
+                self.budget.drop(said.instance_id, item)
             known = self._by_id[said.instance_id] = Instance(said, now, now + self.lease_ttl, secret)
         self.models.add(said)
         return known
@@ -125,6 +136,13 @@ class Instances:
         """Notes a sign of life."""
         instance.expire_time = now + self.lease_ttl
 
+    def note_report(self, report: registry_service_pb2.ReportRequest) -> None:
+        """Charges the instance for what a report has this coordinator keep. Raises `Full`."""
+        sizes = {"tiers": sum(tier.ByteSize() for tier in report.tiers)} if report.tiers else {}
+        sizes |= {name: getattr(report, name).ByteSize() for name in ("stats", "pins") if report.HasField(name)}
+        for item, size_bytes in sizes.items():
+            self.budget.charge(report.instance_id, item, size_bytes)
+
     def deregister(self, instance_id: str, epoch: int) -> Instance:
         """Lets an instance leave. Raises what `get` raises."""
         instance = self.get(instance_id, epoch)
@@ -149,6 +167,7 @@ class Instances:
 
     def check(self) -> None:
         """Asserts what must hold between any two calls. Reads everything: for tests."""
+        self.budget.check()
         self.models.check(instance.said for instance in self)
 
     # --- Inside --------------------------------------------------------------------------------------------------
@@ -183,4 +202,5 @@ class Instances:
 
     def _drop(self, instance: Instance) -> None:
         self.models.remove(instance.said)
+        self.budget.drop_owner(instance.said.instance_id)
         del self._by_id[instance.said.instance_id]

@@ -19,7 +19,7 @@ from lmkv.records import rank
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.coordinator.audit import audited
 from lmkv_server.coordinator.operation import Operation
-from lmkv_server.coordinator.operations import Operations, Work
+from lmkv_server.coordinator.operations import LONGEST_SECONDS, Operations, Work
 from lmkv_server.coordinator.orders import Orders
 from lmkv_server.coordinator.records import from_record, to_record
 
@@ -29,6 +29,8 @@ KEEP_SECONDS = 3.0
 """How long an instance may take to keep a record: a matter of its memory alone."""
 BOOKED_SECONDS = 1.0
 """How long whoever books an operation waits for the first of them."""
+MAX_REPORTERS = 16
+"""Instances that are noted as keepers of one record."""
 SETTLE_SECONDS = 10.0
 """How long who takes over waits until it knows what instances hold."""
 
@@ -71,14 +73,15 @@ class Keeping:
 
     def hear(self, instance_id: str, record: pb.OperationRecord) -> None:
         """An instance tells of a record that it keeps. Raises `BadMessage`."""
-        operation = self._operations.hear(from_record(record))
+        operation = self._operations.hear(from_record(record, LONGEST_SECONDS), instance_id)
         if operation is None:
             return
-        operation.keepers.add(instance_id)
+        if len(operation.keepers) < MAX_REPORTERS:
+            operation.keepers.add(instance_id)
         operation.kept.set()
         if operation.rank > rank(record) or (operation.driven and record.orphaned):
             self._put(instance_id, operation)  # it missed something, if only that the operation is driven
-        elif record.orphaned and not operation.done:
+        elif record.orphaned and not operation.done and self._operations.may_drive:
             asked_for = operation.request if operation.request is not None else operation.progress
             with audited("resume", asked_for) as act:  # the caller is who told of it: nobody has to have asked for it
                 act.names["operation"] = operation.name

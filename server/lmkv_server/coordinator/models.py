@@ -13,6 +13,8 @@ from lmkv_server.coordinator.registration import MAX_SHOWN, Registration
 
 MAX_KINDS = 64
 """Most specs and adapters that one name stands for: each costs a key per chunk of a prompt."""
+MAX_NAMES = 4096
+"""Most names of models and adapters in a fleet."""
 RETRY_SECONDS = 5.0
 """When an instance may register again that has one too many."""
 
@@ -52,6 +54,13 @@ class Models:
         kinds: dict[str, set[_Kind]] = {}
         for name, kind, _ in _served(said):
             kinds.setdefault(name, set()).add(kind)
+        new_count = sum(name not in self._by_name for name in kinds)
+        if new_count and len(self._by_name) + new_count > MAX_NAMES:
+            raise Full(
+                f"served_models: {len(self._by_name)} names of models and adapters are in this fleet, at most "
+                f"{MAX_NAMES} are allowed; stop engines that serve under names which no request uses",
+                retry_seconds=RETRY_SECONDS,
+            )
         for name, own in kinds.items():
             known = self._by_name.get(name, {}).keys()
             if not own <= known and len(own | known) > MAX_KINDS:

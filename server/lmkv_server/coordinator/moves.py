@@ -67,6 +67,7 @@ class Moves:
             move.progress,
             move.run,
             seconds=TIMEOUT_SECONDS,
+            work_bytes=move.size_bytes,
             keepers=(request.new_position.instance_id, request.old_position.instance_id),
         )
 
@@ -146,6 +147,11 @@ class _Move:
         )
         self.progress.create_time.GetCurrentTime()
         self.progress.expire_time.FromNanoseconds(time.time_ns() + round(TIMEOUT_SECONDS * 1e9))
+
+    @property
+    def size_bytes(self) -> int:
+        """What its keys take."""
+        return int(self._keys.nbytes + self._moved.nbytes)
 
     def continue_from(self, progress: pb.MoveProgress) -> None:
         """Begins where another coordinator left off, as far as can be seen: what the source had to give and the

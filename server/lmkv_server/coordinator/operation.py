@@ -14,6 +14,9 @@ from lmkv.v1 import cache_service_pb2
 Request: TypeAlias = cache_service_pb2.MoveRequest | cache_service_pb2.ClearRequest
 Progress: TypeAlias = cache_service_pb2.MoveProgress | cache_service_pb2.ClearProgress
 
+OPERATION_BYTES = 2048
+"""What an operation takes besides its messages, about."""
+
 
 @dataclass(kw_only=True, eq=False)
 class Operation:
@@ -43,8 +46,17 @@ class Operation:
     """What drives it, if it is driven here."""
     keepers: set[str] = field(default_factory=set)
     """Ids of the instances that keep, or shall keep, its record."""
+    size_bytes: int = 0
+    """What it takes here, about."""
+    owner: str = ""
+    """Id of the instance that reported its record first; empty if it was booked here."""
     kept: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once one of them does."""
+
+    def measure(self, work_bytes: int = 0) -> int:
+        """Bytes that it takes, about, with `work_bytes` for the work on it."""
+        parts = (self.progress, self.request, self.result)
+        return OPERATION_BYTES + work_bytes + sum(part.ByteSize() for part in parts if part is not None)
 
     @property
     def done(self) -> bool:

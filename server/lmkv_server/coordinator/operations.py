@@ -17,10 +17,14 @@ from itertools import islice
 from google.protobuf.message import Message
 
 from lmkv import telemetry
-from lmkv.errors import BadSelection, Full, LmkvError, OperationNotFound, OperationTakenOver, Unreachable
+from lmkv.errors import BadMessage, BadSelection, Full, LmkvError, OperationNotFound, OperationTakenOver, Unreachable
+from lmkv.records import MAX_RECORD_BYTES
+from lmkv.telemetry.log_limit import LimitedLogger
+from lmkv_server.coordinator.budget import Budget
 from lmkv_server.coordinator.operation import Operation, Progress, Request
 
 logger = logging.getLogger(__name__)
+_log = LimitedLogger(logger)
 
 MAX_RUNNING = 256
 """Operations that are driven here at a time."""
@@ -28,6 +32,9 @@ MAX_ENDED = 10_000
 """Operations that are kept to be asked about after they ended; the oldest give way. As many may run."""
 LONGEST_SECONDS = 600.0
 """No operation runs longer."""
+MAX_BYTES = 64 << 20
+"""What all operations of a tenant take; those that ended give way, the oldest first."""
+MAX_REQUEST_ID_BYTES = 256
 MAX_KEEPERS = 3
 """Instances that keep the record of one operation: one that is left is enough."""
 SILENT_SECONDS = 60.0
@@ -60,6 +67,17 @@ class Operations:
         self._ended: OrderedDict[str, Operation] = OrderedDict()  # by the time of their end
         self._forgotten: OrderedDict[str, None] = OrderedDict()
         self._by_request_id: dict[tuple[str, str], Operation] = {}
+        self._budget = Budget(owner_bytes=MAX_RECORD_BYTES, total_bytes=MAX_BYTES)
+
+    @property
+    def used_bytes(self) -> int:
+        """What all of them take, about."""
+        return self._budget.used_bytes
+
+    @property
+    def may_drive(self) -> bool:
+        """Whether one more may be driven here."""
+        return len(self.driven()) < MAX_RUNNING
 
     def driven(self) -> list[Operation]:
         """Those that this coordinator sees through, oldest first."""
@@ -74,8 +92,12 @@ class Operations:
     def repeated(self, request: Request) -> Operation | None:
         """The operation that an earlier call with the same `request_id` began.
 
-        Raises `BadSelection` if that call was for something else.
+        Raises `BadSelection` if that call was for something else, `BadMessage` if the id is too long.
         """
+        if (size_bytes := len(request.request_id.encode())) > MAX_REQUEST_ID_BYTES:
+            raise BadMessage(
+                f"request_id has {size_bytes} bytes; at most {MAX_REQUEST_ID_BYTES} are allowed: send a UUID"
+            )
         self._expire()
         known = self._by_request_id.get((request.DESCRIPTOR.name, request.request_id))
         if known and known.request != request:
@@ -88,14 +110,22 @@ class Operations:
     # --- Driving -------------------------------------------------------------------------------------------------
 
     def start(
-        self, kind: str, request: Request, progress: Progress, work: Work, *, seconds: float, keepers: Iterable[str]
+        self,
+        kind: str,
+        request: Request,
+        progress: Progress,
+        work: Work,
+        *,
+        seconds: float,
+        keepers: Iterable[str],
+        work_bytes: int = 0,
     ) -> Operation:
         """Begins an operation that ends after so many seconds at the latest; some of `keepers` shall keep its record.
 
-        Raises `Full` if too many are running.
+        The work on it takes `work_bytes`. Raises `Full` if too many are running, or too large ones.
         """
         self._expire()
-        if len(self.driven()) >= MAX_RUNNING:
+        if not self.may_drive:
             raise Full(f"{MAX_RUNNING} operations are running; wait for one, or cancel one", retry_seconds=1)
         self._last_ns = max(time.time_ns(), self._last_ns + 1)
         operation = Operation(
@@ -107,7 +137,15 @@ class Operations:
             expire_time=self._last_ns / 1e9 + seconds,
             keepers=set(islice(keepers, MAX_KEEPERS)),
         )
+        operation.size_bytes = operation.measure(work_bytes)
+        if not self._has_room(operation.name, "", operation.size_bytes):
+            raise Full(
+                f"the operations that are running take {self.used_bytes} bytes, at most {MAX_BYTES} are allowed; wait "
+                "for one, or cancel one",
+                retry_seconds=1,
+            )
         self._running[operation.name] = operation
+        self._note_size(operation)
         self._note_request_id(operation)
         self._drive(operation, work)
         return operation
@@ -162,14 +200,23 @@ class Operations:
 
     # --- What is told of others ----------------------------------------------------------------------------------
 
-    def hear(self, told: Operation) -> Operation | None:
-        """Takes in what was told of an operation, unless more is known. What is known; None if it was forgotten."""
+    def hear(self, told: Operation, owner: str) -> Operation | None:
+        """Takes in what an instance reports of an operation, unless more is known. What is known.
+
+        None if it was forgotten, or if there is no room for it.
+        """
         if told.name in self._forgotten or not _NAME.fullmatch(told.name):
             return None
         known = self._running.get(told.name) or self._ended.get(told.name)
         if known is None and len(self._running) + len(self._ended) > 2 * MAX_ENDED:
             return None
         if known is None or told.rank > known.rank:
+            told.owner = owner if known is None else known.owner
+            if known is not None and known.request is not None:
+                told.size_bytes += known.request.ByteSize()
+            if not self._has_room(told.name, told.owner, told.size_bytes):
+                _log.warning("no room for what instance %s reports of %s", owner, told.name)
+                return known
             known = self._become(known or told, told)
         if told.cancelled.is_set():
             known.cancelled.set()
@@ -184,7 +231,9 @@ class Operations:
         self._ended.pop(known.name, None)
         known.attempt, known.progress = told.attempt, told.progress
         known.result, known.error, known.end_time = told.result, told.error, told.end_time
+        known.size_bytes = told.size_bytes
         (self._ended if known.done else self._running)[known.name] = known
+        self._note_size(known)
         if known.done:
             known.ended.set()
         else:
@@ -193,6 +242,20 @@ class Operations:
         return known
 
     # --- Inside --------------------------------------------------------------------------------------------------
+
+    def _has_room(self, name: str, owner: str, size_bytes: int) -> bool:
+        """Whether an operation may take so much, once those that ended have given way: the owner's, then the oldest."""
+        while not self._budget.fits(owner, name, size_bytes):
+            is_owners = not self._budget.owner_fits(owner, name, size_bytes)
+            ended = self._budget.items(owner) if is_owners else iter(self._ended)
+            first = next((self._ended[one] for one in ended if one != name and one in self._ended), None)
+            if first is None:
+                return False
+            self._forget(first)
+        return True
+
+    def _note_size(self, operation: Operation) -> None:
+        self._budget.set(operation.owner, operation.name, operation.size_bytes)
 
     def _note_request_id(self, operation: Operation) -> None:
         request = operation.request
@@ -235,6 +298,9 @@ class Operations:
         operation.progress.end_time.FromNanoseconds(round(operation.end_time * 1e9))
         operation.ended.set()
         self._ended[operation.name] = self._running.pop(operation.name)
+        operation.size_bytes = operation.measure()
+        self._note_size(operation)
+        self._has_room(operation.name, operation.owner, operation.size_bytes)
         seconds = operation.end_time - operation.create_time
         why = f": {operation.error}" if operation.error else ""
         logger.info("%s: %s after %.2f s%s", operation.name, operation.state, seconds, why)
@@ -255,6 +321,7 @@ class Operations:
 
     def _forget(self, operation: Operation) -> None:
         if self._ended.pop(operation.name, None):
+            self._budget.drop(operation.owner, operation.name)
             self._forgotten[operation.name] = None
             if len(self._forgotten) > MAX_ENDED:
                 self._forgotten.popitem(last=False)

@@ -22,6 +22,8 @@ from lmkv.v1 import registry_service_pb2 as pb
 
 MAX_PENDING = 1024
 """Orders that one instance may have before it."""
+MAX_PENDING_BYTES = 32 << 20
+"""Size of these."""
 NODE_SHARE = 0.9
 """Of the time for an order, what the instance may use."""
 CANCEL_SECONDS = 5.0
@@ -34,6 +36,7 @@ Tell = Callable[[pb.Order], None]
 @dataclass(kw_only=True, slots=True)
 class _Pending:
     order: pb.Order
+    size_bytes: int
     outcome: asyncio.Future[pb.OrderOutcome]
 
 
@@ -42,6 +45,8 @@ class _Line:
     """What one instance has before it, and how to tell it, while it has a stream."""
 
     pending: dict[str, _Pending] = field(default_factory=dict)
+    size_bytes: int = 0
+    """Of the pending orders."""
     tell: Tell | None = None
 
 
@@ -127,11 +132,16 @@ class Orders:
         line = self._lines.setdefault(instance_id, _Line())
         if len(line.pending) >= MAX_PENDING:
             raise Full(f"instance {instance_id!r} has {MAX_PENDING} orders before it", retry_seconds=1)
+        if line.size_bytes + order.ByteSize() > MAX_PENDING_BYTES and line.pending:
+            raise Full(f"instance {instance_id!r} has orders of {line.size_bytes} bytes before it", retry_seconds=1)
         order.order_id = order.order_id or secrets.token_hex(8)
         # A little early, so that what was achieved by then is told in time.
         order.expire_time.FromNanoseconds(time.time_ns() + round(NODE_SHARE * timeout_seconds * 1e9))
-        pending = _Pending(order=order, outcome=asyncio.get_running_loop().create_future())
+        pending = _Pending(order=order, size_bytes=order.ByteSize(), outcome=asyncio.get_running_loop().create_future())
+        if replaced := line.pending.get(order.order_id):
+            line.size_bytes -= replaced.size_bytes
         line.pending[order.order_id] = pending
+        line.size_bytes += pending.size_bytes
         if line.tell:
             line.tell(order)
         return pending
@@ -140,7 +150,9 @@ class Orders:
         if not pending.outcome.done():
             pending.outcome.cancel()
         if line := self._lines.get(instance_id):
-            line.pending.pop(pending.order.order_id, None)
+            if line.pending.get(pending.order.order_id) is pending:
+                del line.pending[pending.order.order_id]
+                line.size_bytes -= pending.size_bytes
             self._tidy(instance_id)
 
     def _tidy(self, instance_id: str) -> None:

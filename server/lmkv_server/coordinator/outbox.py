@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from lmkv.errors import LmkvError
+from lmkv.errors import LmkvError, ResyncRequired
 from lmkv.v1 import registry_service_pb2 as pb
 
 _CHANGES = frozenset(("instance_id", "epoch", "sequence", "changes"))
 """Fields of a report that says nothing but what came and went."""
+
+MAX_WAITING_BYTES = 64 << 20
+"""Size of the orders that wait for one instance to read them."""
 
 
 class Outbox:
@@ -21,6 +24,7 @@ class Outbox:
         """Why the stream is to end, if it is."""
         self._sequence = 0
         self._orders: list[pb.Order] = []
+        self._size_bytes = 0
 
     def close(self, reading: asyncio.Task[None]) -> None:
         """Nothing more comes: what was read is told, and how reading ended is known."""
@@ -43,7 +47,12 @@ class Outbox:
             self.wake.set()
 
     def tell(self, order: pb.Order) -> None:
-        """Sends an order."""
+        """Sends an order. The stream ends if the instance does not read what waits for it."""
+        self._size_bytes += order.ByteSize()
+        if self._size_bytes > MAX_WAITING_BYTES:
+            self._orders.clear()
+            self.fail(ResyncRequired(f"more than {MAX_WAITING_BYTES} bytes of orders wait to be read; register anew"))
+            return
         self._orders.append(order)
         self.wake.set()
 
@@ -53,6 +62,7 @@ class Outbox:
             self.wake.clear()
             return None
         response = pb.ReportResponse(acked_sequence=self._sequence, revision=revision, orders=self._orders[:1])
+        self._size_bytes -= sum(order.ByteSize() for order in self._orders[:1])
         del self._orders[:1]
         self._sequence = 0
         return response

@@ -13,6 +13,7 @@ from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as registry_pb
 from lmkv_server.coordinator.orders import Orders
 from lmkv_server.coordinator.places import place_of
+from lmkv_server.coordinator.registration import MAX_PINS
 from lmkv_server.coordinator.registry import Registry
 from lmkv_server.coordinator.selection import Selector
 
@@ -59,7 +60,7 @@ class Pins:
         pin.expire_time.FromNanoseconds(time.time_ns() + order.ttl.ToNanoseconds())
         # The instance tells of its pins itself, in the same report or a later one, with the time that it granted.
         instance = self._registry.instances.find(instance_id)
-        if instance:
+        if instance and (pin.pin_id in instance.pins or len(instance.pins) < MAX_PINS):
             pin = instance.pins.setdefault(pin.pin_id, pin)
         return pin
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 from google.longrunning import operations_pb2
 
 from lmkv import rpc
 from lmkv.errors import BadMessage
 from lmkv.v1 import cache_service_pb2, registry_service_pb2
-from lmkv_server.coordinator.operation import Operation
+from lmkv_server.coordinator.operation import OPERATION_BYTES, Operation
 
 MAX_RECORD_BYTES = rpc.MAX_MESSAGE_BYTES - 4096
 """A longer record goes without the request: then it can be asked for everywhere, but nobody can take it over."""
@@ -41,9 +43,9 @@ def to_record(operation: Operation, ttl_seconds: float) -> registry_service_pb2.
     return record
 
 
-def from_record(record: registry_service_pb2.OperationRecord) -> Operation:
-    """The operation that a node tells of. Raises `BadMessage`."""
-    said = record.operation
+def from_record(record: registry_service_pb2.OperationRecord, longest_seconds: float) -> Operation:
+    """The operation that a node reports, which runs `longest_seconds` more at most. Raises `BadMessage`."""
+    said, now = record.operation, time.time()
     kind = said.name.partition("-")[0]
     progress = cache_service_pb2.ClearProgress() if kind == "clear" else cache_service_pb2.MoveProgress()
     result = cache_service_pb2.ClearResult() if kind == "clear" else cache_service_pb2.MoveResult()
@@ -56,13 +58,14 @@ def from_record(record: registry_service_pb2.OperationRecord) -> Operation:
         progress=progress,
         request=record.move if record.HasField("move") else record.clear if record.HasField("clear") else None,
         create_time=progress.create_time.ToNanoseconds() / 1e9,
-        expire_time=record.expire_time.ToNanoseconds() / 1e9,
+        expire_time=min(record.expire_time.ToNanoseconds() / 1e9, now + longest_seconds),
         attempt=record.attempt,
     )
+    operation.size_bytes = OPERATION_BYTES + record.ByteSize()
     if record.cancelled:
         operation.cancelled.set()
     if said.done:
-        operation.end_time = progress.end_time.ToNanoseconds() / 1e9
+        operation.end_time = min(progress.end_time.ToNanoseconds() / 1e9, now)
         operation.error = rpc.from_status(said.error) if said.HasField("error") else None
         operation.result = result if said.HasField("response") else None
     return operation

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from lmkv.errors import BadInstance, BadKvSpec
+from lmkv.errors import BadInstance, BadKvSpec, BadMessage
+from lmkv.records import MAX_RECORDS
 from lmkv.spec import MAX_FIELD_BYTES, MAX_SERVED_MODELS, MAX_SPECS, KvSpec, ServedModel
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
@@ -13,6 +14,13 @@ from lmkv.v1 import registry_service_pb2 as pb
 MAX_ID_BYTES = 256
 SECRET_BYTES = range(16, 65)
 """How long the secret of an instance may be."""
+MAX_INSTANCE_BYTES = 512 << 10
+"""Size of an instance's registration: half a message."""
+MAX_CHANGES = 4096
+MAX_OUTCOMES = 16_384
+MAX_TIERS = 16
+MAX_PINS = 1000
+MAX_STATS_BYTES = 64 << 10
 MAX_SHOWN = 500
 """Characters of a caller's text that an error repeats: all of it must fit into the trailers of a call."""
 
@@ -28,11 +36,19 @@ class Registration:
     version: str = ""
     served_models: tuple[ServedModel, ...] = ()
     """Names besides the specs' own; the fingerprint of each is that of one of `specs`."""
+    size_bytes: int = field(default=0, compare=False)
+    """Of the message that it came in."""
 
 
 def registration(message: pb.Instance) -> Registration:
     """What a node says of itself, checked. Raises `BadInstance`, `BadKvSpec`."""
     instance_id = message.instance_id
+    if message.ByteSize() > MAX_INSTANCE_BYTES:
+        raise BadInstance(
+            f"instance has {message.ByteSize()} bytes; at most {MAX_INSTANCE_BYTES} are allowed",
+            instance_id=instance_id[:MAX_ID_BYTES],
+            field="instance",
+        )
     if not 0 < len(instance_id.encode()) <= MAX_ID_BYTES or not instance_id.isprintable():
         raise BadInstance(
             f"instance_id must have 1 to {MAX_ID_BYTES} bytes, all printable", instance_id=instance_id[:MAX_ID_BYTES]
@@ -54,8 +70,24 @@ def registration(message: pb.Instance) -> Registration:
         peer_address=message.peer_address,
         specs=specs,
         version=message.version,
+        size_bytes=message.ByteSize(),
         served_models=served_models(message.served_models, {spec.fingerprint for spec in specs}),
     )
+
+
+def check_report(report: pb.ReportRequest) -> None:
+    """Raises `BadMessage` if a report has more of something than an instance has. The message names the field."""
+    for name, count, limit in (
+        ("changes", len(report.changes), MAX_CHANGES),
+        ("outcomes", len(report.outcomes), MAX_OUTCOMES),
+        ("records", len(report.records), MAX_RECORDS),
+        ("tiers", len(report.tiers), MAX_TIERS),
+        ("digests", len(report.digests), MAX_TIERS),
+        ("pins", len(report.pins.pins), MAX_PINS),
+        ("stats, in bytes,", report.stats.ByteSize(), MAX_STATS_BYTES),
+    ):
+        if count > limit:
+            raise BadMessage(f"{name} of a report: {count}; at most {limit} are allowed", limit=limit)
 
 
 def check_secret(secret: bytes, instance_id: str) -> None:
@@ -77,12 +109,12 @@ def _specs(message: pb.Instance) -> tuple[KvSpec, ...]:
             field="specs",
         )
     for spec in message.specs:
-        for field, value in spec.ListFields():
+        for descriptor, value in spec.ListFields():
             if isinstance(value, str) and len(value.encode()) > MAX_FIELD_BYTES:
                 raise BadInstance(
-                    f"specs.{field.name} has {len(value.encode())} bytes; at most {MAX_FIELD_BYTES} are allowed",
+                    f"specs.{descriptor.name} has {len(value.encode())} bytes; at most {MAX_FIELD_BYTES} are allowed",
                     instance_id=message.instance_id,
-                    field=f"specs.{field.name}",
+                    field=f"specs.{descriptor.name}",
                 )
     return tuple(KvSpec.from_proto(spec) for spec in message.specs)
 

@@ -21,7 +21,7 @@ from lmkv_server.coordinator.keeping import Keeping
 from lmkv_server.coordinator.orders import Orders
 from lmkv_server.coordinator.outbox import Outbox
 from lmkv_server.coordinator.pages import page_limit, page_token, read_page_token
-from lmkv_server.coordinator.registration import check_secret, registration
+from lmkv_server.coordinator.registration import check_report, check_secret, registration
 from lmkv_server.coordinator.registry import Registry
 from lmkv_server.coordinator.report_stream import ReportStream
 from lmkv_server.coordinator.shared.share import OwnMap, Share
@@ -120,6 +120,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
                     self._outboxes[instance_id] = outbox
                     stream = await self._open_stream(report, outbox)
                     self._orders.connect(instance_id, outbox.tell)
+                check_report(report)
                 stream.apply(report, time.monotonic())
                 if report.changes:
                     self._check_quota("max_chunks", len(self._registry.layout))
@@ -174,6 +175,8 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
     def _note(self, report: pb.ReportRequest) -> None:
         """Takes in what a report says besides chunks."""
         instance = self._registry.instances.find(report.instance_id)
+        if instance:
+            self._registry.instances.note_report(report)
         if instance and report.HasField("pins"):
             instance.pins = {pin.pin_id: pin for pin in report.pins.pins}
         if instance and report.HasField("stats"):

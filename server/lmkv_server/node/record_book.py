@@ -6,7 +6,8 @@
 
 Who puts a record sees its operation through, until its reports end. Then it is told to it as orphaned when it is back,
 which may be after a restart, and after a while to the next coordinator, until one of them puts it again. A record of
-an operation that is over is nobody's, and kept until its `expire_time`.
+an operation that is over is nobody's, and kept until its `expire_time`. Beyond `MAX_RECORDS` or `MAX_RECORD_BYTES`
+those that are over give way first, and the oldest of them.
 """
 
 from __future__ import annotations
@@ -16,12 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmkv.errors import OperationTakenOver
-from lmkv.records import rank
+from lmkv.records import MAX_RECORD_BYTES, MAX_RECORDS, rank
 from lmkv.v1 import registry_service_pb2 as pb
-
-MAX_RECORDS = 1000
-MAX_BYTES = 16 << 20
-"""Beyond either, those that are over give way first, and the oldest of them."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,7 +62,7 @@ class RecordBook:
         self.revision += 1
         self._entries[name] = _Entry(record=kept, revision=self.revision, attendant=giver)
         self._size_bytes += kept.ByteSize()
-        while len(self._entries) > 1 and (len(self._entries) > MAX_RECORDS or self._size_bytes > MAX_BYTES):
+        while len(self._entries) > 1 and (len(self._entries) > MAX_RECORDS or self._size_bytes > MAX_RECORD_BYTES):
             self._forget(self._first_to_go())
 
     def cancel(self, name: str) -> None:

@@ -132,6 +132,6 @@ def test_there_is_only_so_much_room_and_what_is_over_gives_way_first(monkeypatch
     assert [name for name, *_ in told(book)] == ["one", "three", "four"]
     book.put(record("five"), "A")
     assert [name for name, *_ in told(book)] == ["three", "four", "five"]
-    monkeypatch.setattr(record_book, "MAX_BYTES", 1)
+    monkeypatch.setattr(record_book, "MAX_RECORD_BYTES", 1)
     book.put(record("six"), "A")
     assert [name for name, *_ in told(book)] == ["six"]

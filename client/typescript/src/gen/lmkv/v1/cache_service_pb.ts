@@ -353,7 +353,7 @@ export type MoveRequest = Message<"lmkv.v1.MoveRequest"> & {
   copy: boolean;
 
   /**
-   * UUID chosen by the caller; a repeat returns the first call's operation.
+   * UUID chosen by the caller, at most 256 bytes; a repeat returns the first call's operation.
    *
    * @generated from field: string request_id = 9;
    */
@@ -549,7 +549,7 @@ export type PinRequest = Message<"lmkv.v1.PinRequest"> & {
   ttl?: Duration;
 
   /**
-   * UUID chosen by the caller; a repeat returns the first call's pin.
+   * UUID chosen by the caller, at most 256 bytes; a repeat returns the first call's pin.
    *
    * @generated from field: string request_id = 8;
    */
@@ -754,7 +754,7 @@ export type ClearRequest = Message<"lmkv.v1.ClearRequest"> & {
   dryRun: boolean;
 
   /**
-   * UUID chosen by the caller; a repeat returns the first call's operation.
+   * UUID chosen by the caller, at most 256 bytes; a repeat returns the first call's operation.
    *
    * @generated from field: string request_id = 10;
    */

@@ -495,6 +495,9 @@ export const ReportRequestSchema: GenMessage<ReportRequest> = /*@__PURE__*/
  *
  * Of two records of one operation, that of the higher attempt counts; of the same attempt, the one that is over.
  *
+ * A coordinator keeps at most 16 MiB of records that one instance reports, and 64 MiB of operations of a tenant: those
+ * that ended give way, the oldest first, and others are not kept.
+ *
  * @generated from message lmkv.v1.OperationRecord
  */
 export type OperationRecord = Message<"lmkv.v1.OperationRecord"> & {
@@ -1245,8 +1248,11 @@ export const RegistryService: GenService<{
    * * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
    * * `FAILED_PRECONDITION` (`RESYNC_REQUIRED`): a report was lost; open a new stream with a snapshot.
    * * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes.
-   * * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is another instance's, or names a tier or an index that is none.
-   * * `RESOURCE_EXHAUSTED` (`FULL`): the map has chunks of as many specs as it can; come back when some are gone.
+   * * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is another instance's, names a tier or an index that is none, or has
+   *   more of something than an instance has: 4,096 changes, 16,384 outcomes, 1,000 records or pins, 16 tiers or digests,
+   *   64 KiB of statistics.
+   * * `RESOURCE_EXHAUSTED` (`FULL`): the map has chunks of as many specs as it can, or what the instances of this tenant
+   *   say of themselves takes too many bytes; come back when some are gone.
    *
    * @generated from rpc lmkv.v1.RegistryService.Report
    */
