@@ -8,7 +8,7 @@ import signal
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,21 @@ pytest_plugins = ("tests.engines.llm",)  # pytest takes this here only
 
 ENGINES = "tests/engines/"
 """Where all tests with engines are."""
+FORKED = tuple(
+    f"{ENGINES}test_{name}.py"
+    for name in (
+        "features",
+        "hybrid",
+        "isolation",
+        "outputs",
+        "partial_chunks",
+        "requests",
+        "specs",
+        "tensor_parallel",
+        "token_major",
+    )
+)
+"""Of these those whose engines the nursery forks: they share nothing with the others, which start servers."""
 RUN_VARIABLE = "TESTS_OF_LMKV"
 """Set for every process that the tests start; not `LMKV_...`, since those are configuration."""
 LEFT_BEHIND_TIMEOUT_SECONDS = 10.0
@@ -52,20 +67,42 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """Has one of two processes run all that has engines, which would be in each other's way, and the other the rest."""
+    """Has one of two processes run all that has servers, and the other the rest, forked engines last.
+
+    Engines are in each other's way; so is whoever imports vLLM once more.
+    """
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return ENGINES if file.startswith(ENGINES) else file
+            if file.startswith(ENGINES):
+                return "forked engines" if file in FORKED else "engines"
+            return file
 
     return ByFile(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Runs what needs no engine first: it is fast, and finds most mistakes. Of two processes, one begins with them."""
+    """Runs what needs no engine first: it is fast, and finds most mistakes. Of two processes, one begins with servers.
+
+    The first to be free then takes the forked engines.
+    """
     is_shared = hasattr(config, "workerinput")
-    items.sort(key=lambda item: item.nodeid.startswith(ENGINES) is not is_shared)
+
+    def place(item: pytest.Item) -> int:
+        if not item.nodeid.startswith(ENGINES):
+            return 1
+        return 2 if item.nodeid.startswith(FORKED) or not is_shared else 0
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Keeps lone surrogates out of what was captured: pytest-xdist cannot send them, and the whole run would end."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report
 
 
 @pytest.fixture
