@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -17,6 +18,7 @@ from lmkv.errors import ConfigError, PermissionDenied, Unauthenticated
 from lmkv.rpc import PLAINTEXT
 from lmkv_server.http.connections import Connections, Refusal, client_of
 from lmkv_server.http.guard import HostGuard
+from lmkv_server.node.port_owner import describe_port
 
 REQUEST_SECONDS = 5.0
 """Most time that one request, or its answer, may take to pass."""
@@ -42,7 +44,10 @@ class MetricsServer:
         credentials: Credentials = PLAINTEXT,
         gate: Gate = OPEN_GATE,
         allowed_hosts: Sequence[str] = (),
+        runtime_dir: Path | None = None,
     ) -> None:
+        """`runtime_dir` is where nodes are that may have the port."""
+        self._runtime_dir = runtime_dir
         self.port = port
         """The real one once it is entered."""
         self._registry = registry
@@ -65,9 +70,10 @@ class MetricsServer:
                 ssl_handshake_timeout=REQUEST_SECONDS if self._credentials.cert else None,
             )
         except OSError as error:
+            owner = describe_port(self._runtime_dir, self.port) if self._runtime_dir else ""
             raise ConfigError(
                 f"metrics_port: cannot listen on {self._host}:{self.port} ({error.strerror}); "
-                "choose another, 0 for any free port, or off",
+                + (owner or "choose another, 0 for any free port, or off"),
                 key="metrics_port",
             ) from None
         self.port = self._server.sockets[0].getsockname()[1]

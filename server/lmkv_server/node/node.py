@@ -244,6 +244,7 @@ class Node:
                 self.config.metrics_tls,
                 gate,
                 self.config.allowed_hosts,
+                self.config.runtime_path,
             )
             self.metrics_port = (await self._stack.enter_async_context(server)).port
             scheme = "https" if self.config.tls_cert else "http"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import grpc
 
@@ -25,6 +26,7 @@ from lmkv_server.node.host_tier import HostTier
 from lmkv_server.node.inspector import Inspector
 from lmkv_server.node.peer_service import PeerService
 from lmkv_server.node.peers import Peers
+from lmkv_server.node.port_owner import describe_port
 from lmkv_server.node.receiver import Receiver
 from lmkv_server.node.senders import MAX_SENDERS, Senders
 
@@ -137,18 +139,29 @@ class PeerSide:
             logger.warning(warning)
         server = await rpc.make_server([PEER_SERVICE], self._calls, gate)
         peer_service_pb2_grpc.add_PeerServiceServicer_to_server(self.service, server)
-        port = bind(server, f"{config.p2p_host}:{config.p2p_port}", "p2p_port", config.peer_tls)
+        port = bind(server, f"{config.p2p_host}:{config.p2p_port}", "p2p_port", config.peer_tls, config.runtime_path)
         await server.start()
         stack.push_async_callback(server.stop, STOP_GRACE_SECONDS)
         self.address = f"{config.p2p_host}:{port}"
         await stack.enter_async_context(self.senders)
 
 
-def bind(server: grpc.aio.Server, address: str, key: str, credentials: Credentials = rpc.PLAINTEXT) -> int:
-    """The port that the server now listens on. Raises `ConfigError` naming `key` if it is taken."""
+def bind(
+    server: grpc.aio.Server,
+    address: str,
+    key: str,
+    credentials: Credentials = rpc.PLAINTEXT,
+    runtime_dir: Path | None = None,
+) -> int:
+    """The port that the server now listens on. Raises `ConfigError` naming `key` if it is taken.
+
+    The error names the node that has the port if it is one of those in `runtime_dir`.
+    """
     try:
         return rpc.add_port(server, address, credentials)
     except RuntimeError:
+        owner = describe_port(runtime_dir, int(address.rpartition(":")[2])) if runtime_dir else ""
         raise ConfigError(
-            f"{key}: cannot listen on {address}; is it in use? choose another, or 0 for any free port"
+            f"{key}: cannot listen on {address}; {owner or 'is it in use? choose another, or 0 for any free port'}",
+            key=key,
         ) from None

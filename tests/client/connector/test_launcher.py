@@ -83,6 +83,18 @@ async def test_what_is_wrong_with_the_configuration_is_said_in_the_nodes_own_wor
             await launcher.address()
 
 
+@pytest.mark.parametrize("key", ["p2p_port", "metrics_port"])
+async def test_a_port_that_a_lingering_node_holds_is_refused_with_that_nodes_instance_id(
+    make_launcher: MakeLauncher, runtime_dir: Path, free_port: Callable[[], int], key: str
+) -> None:
+    settings = {"enable_p2p": True, "p2p_port": free_port(), "metrics_port": free_port(), "node_linger": 60.0}
+    await make_launcher(**settings, instance_id="lmvk-1").address()
+    pid = node_pid(connector_config(runtime_dir, instance_id="lmvk-1"))
+    corrected = settings | {"instance_id": "lmkv-1", ("metrics_port" if key == "p2p_port" else "p2p_port"): 0}
+    with pytest.raises(ConfigError, match=rf"^{key}: cannot listen on .* of instance 'lmvk-1' \(process {pid}\)"):
+        await make_launcher(**corrected).address()
+
+
 async def test_a_node_that_takes_too_long_is_waited_for_next_time(make_launcher: MakeLauncher) -> None:
     launcher = make_launcher(node_start_timeout=0.05)
     with pytest.raises(Unreachable, match="not ready after"):
