@@ -33,6 +33,8 @@ class Calls:
 
     def __init__(self) -> None:
         self._durations: dict[tuple[str, str], _Durations] = {}
+        self.in_flight_count = 0
+        """Calls that have begun and not ended."""
 
     def observe(self, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> Call:
         """One call, from now until it is left."""
@@ -83,12 +85,14 @@ class Call:
         self._code = code
 
     def __enter__(self) -> Self:
+        self._calls.in_flight_count += 1
         self._span.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._calls.in_flight_count -= 1
         code = self._code or ("OK" if kind is None else "CANCELLED")  # errors are told; what else ends a call stops it
         self._calls.note(self._method, code, time.perf_counter() - self._begun)
         self._span.answered(code)

@@ -158,8 +158,12 @@ async def test_lookup_shows_a_line_per_run(coordinator: CannedCoordinator, capsy
 async def test_a_prompt_that_nobody_holds_is_an_answer(
     coordinator: CannedCoordinator, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    coordinator.instances = [Instance(instance_id="lmkv-1")]
     assert await run("lookup", "--tokens", "[1, 2]") == 0
-    assert capsys.readouterr().out == "nobody holds any of it\n"
+    assert "no engine has registered yet" in capsys.readouterr().out
+    coordinator.instances[0].specs.add(model_name="llama")
+    assert await run("lookup", "--tokens", "[1, 2]") == 0
+    assert capsys.readouterr().out == "no instance holds any of it\n"
     coordinator.response.partial = True
     assert await run("lookup", "--tokens", "1") == 0
     assert "still reporting" in capsys.readouterr().out

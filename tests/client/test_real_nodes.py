@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,3 +98,48 @@ async def test_chunks_are_looked_up_copied_pinned_moved_and_cleared_by_the_comma
     ]
     operations = (await run("ops")).splitlines()[1:]
     assert [line.split()[0].partition("-")[0] for line in operations] == ["clear", "move", "copy"]
+
+
+async def test_the_command_line_finds_grpc_behind_the_http_port(
+    tmp_path: Path, run_command: RunCommand, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with cluster.Coordinator(tmp_path) as coordinator:
+        assert await run_command("instances", "--coordinator", coordinator.http_address) == 0
+        out, err = capsys.readouterr()
+        assert "no instance is registered" in out
+        assert f"{coordinator.http_address} speaks HTTP" in err
+        assert coordinator.address in err
+
+
+async def test_orders_and_lookups_name_the_reason_while_no_engine_has_registered(
+    address: str, run_command: RunCommand, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del address  # of a coordinator with two nodes
+    commands = (
+        ["lookup", "--tokens", "1,2", "--model", "llama"],
+        ["pin", "--at", "node-1", "--tokens", "1,2"],
+        ["clear", "--tokens", "1,2"],
+        ["move", "--from", "node-1", "--to", "node-2", "--tokens", "1,2"],
+    )
+    for command in commands:
+        assert await run_command(*command) == 1
+        assert "no engine has registered yet" in capsys.readouterr().err, command
+    assert await run_command("lookup", "--tokens", "1,2") == 0
+    assert "no engine has registered yet" in capsys.readouterr().out
+
+
+async def test_a_model_that_is_missing_is_asked_for_by_the_flag(
+    address: str, short_folder: Path, run_command: RunCommand, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = replace(SPEC, model_name="other", model_id="other")
+    async with (
+        EngineClient(short_folder / "node-1" / "engine.sock", spec=SPEC),
+        EngineClient(short_folder / "node-2" / "engine.sock", spec=other),
+        Coordinator(address) as coordinator,
+    ):
+        while sum(len(instance.specs) for instance in await coordinator.instances()) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        assert await run_command("lookup", "--tokens", "1,2") == 1
+        said = capsys.readouterr().err
+        assert f"select one by --model, one of: other, {SPEC.model_name}" in said
+        assert "model_name" not in said

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,10 +19,12 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from lmkv import tiers
 from lmkv.config import ClientConfig, load
+from lmkv.credentials import Credentials
 from lmkv.errors import BadRequest, LmkvError, Unreachable
 from lmkv.safe_text import safe_text
 from lmkv.units import parse_seconds
 from lmkv.v1.chunk_pb2 import Position, Tier
+from lmkv_client.commands.http_port import find_grpc
 from lmkv_client.coordinator import Coordinator
 
 Answer = TypeVar("Answer")
@@ -50,32 +53,50 @@ def ask(args: argparse.Namespace, question: Callable[[Coordinator], Awaitable[An
         print(f"lmkv: notice: {notice}", file=sys.stderr)
     addresses = config.coordinator_address or ClientConfig().coordinator_address
 
+    try:
+        return _ask_at(addresses, config.credentials, question)
+    except Unreachable as error:
+        if error.metadata.get("address") not in addresses:  # it is the coordinator that did not reach somebody
+            raise
+        behind = [found for address in addresses if (found := find_grpc(address, config.credentials))]
+        if not behind:
+            raise Unreachable(
+                f"no coordinator answers at {' or '.join(addresses)}; start one with `lmkv coordinator`, or name "
+                "another with --coordinator HOST:PORT",
+                address=error.metadata["address"],
+            ) from error
+    notice = f"{', '.join(addresses)} speaks HTTP; using the coordinator's gRPC port, {', '.join(behind)}"
+    print(f"lmkv: notice: {notice}", file=sys.stderr)
+    return _ask_at(behind, config.credentials, question)
+
+
+def _ask_at(
+    addresses: Sequence[str], credentials: Credentials, question: Callable[[Coordinator], Awaitable[Answer]]
+) -> Answer:
     async def connect_and_ask() -> Answer:
-        async with Coordinator(*addresses, credentials=config.credentials) as coordinator:
+        async with Coordinator(*addresses, credentials=credentials) as coordinator:
             return await question(coordinator)
 
     try:
         return asyncio.run(connect_and_ask())
-    except Unreachable as error:
-        if error.metadata.get("address") not in addresses:  # it is the coordinator that did not reach somebody
-            raise
-        raise Unreachable(
-            f"no coordinator answers at {' or '.join(addresses)}; start one with `lmkv coordinator`, or name another "
-            "with --coordinator HOST:PORT",
-            address=error.metadata["address"],
-        ) from error
+    except Unreachable:
+        raise
     except LmkvError as error:
         raise in_flags(error) from None
 
 
 FLAGS = {"old_position": "--from", "new_position": "--to", "position": "--at"}
-"""Flags whose name is not that of the request's field."""
+"""Flags whose name is not that of the request's field, where it begins a message."""
+ANYWHERE = {"model_name": "--model", "lora_name": "--lora", "cache_salt": "--cache-salt", "chunk_keys": "--keys"}
+"""The same, for names that are no words of a sentence."""
 
 
 def in_flags(error: LmkvError) -> LmkvError:
-    """The error, naming what was typed instead of the field that it went into."""
+    """The error, naming the flags that were typed instead of the fields that they went into."""
     field, colon, rest = str(error).partition(":")
-    return type(error)(f"{FLAGS[field]}{colon}{rest}", **error.metadata) if field in FLAGS else error
+    text = f"{FLAGS[field]}{colon}{rest}" if field in FLAGS else str(error)
+    text = re.sub(rf"\b({'|'.join(ANYWHERE)})\b", lambda found: ANYWHERE[found[0]], text)
+    return error if text == str(error) else type(error)(text, **error.metadata)
 
 
 def read_position(text: str) -> Position:

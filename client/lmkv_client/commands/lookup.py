@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 
 from lmkv.cli import Command
+from lmkv.errors import LmkvError
 from lmkv.v1.cache_service_pb2 import LookupResponse
+from lmkv_client import Coordinator
 from lmkv_client.commands import add_common_arguments, ask, print_json, print_table
 from lmkv_client.commands.chunks import add_chunk_arguments, read_chunks
 
@@ -25,9 +28,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Asks and prints; a prompt that nobody holds is an answer, not a failure."""
     tokens, chunks = read_chunks(args)
-    response = ask(args, lambda coordinator: coordinator.lookup(tokens, **chunks))
+
+    async def look_up(coordinator: Coordinator) -> tuple[LookupResponse, bool]:
+        """The answer, and whether any engine has registered."""
+        response = await coordinator.lookup(tokens, **chunks)
+        if not (response.holders or response.partial or args.json):
+            with suppress(LmkvError):  # a token may be good for lookups only
+                return response, any(instance.specs for instance in await coordinator.instances())
+        return response, True
+
+    response, has_engines = ask(args, look_up)
     if args.json:
         print_json(response)
+    elif not has_engines:
+        print("no instance holds any of it: no engine has registered yet (`lmkv instances` lists the fleet)")
     else:
         print_holders(response)
     return 0
@@ -43,7 +57,7 @@ def print_holders(response: LookupResponse) -> None:
     if rows:
         print_table(("INSTANCE", "LOCATION", "TOKENS", "CHUNKS"), rows)
     else:
-        print("nobody holds any of it")
+        print("no instance holds any of it")
     if response.partial:
         print("instances are still reporting what they hold: ask again for the whole answer")
 

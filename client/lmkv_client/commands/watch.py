@@ -57,13 +57,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def find_fingerprint(coordinator: Coordinator, model_name: str) -> bytes:
-    """The spec under which a model is served. Raises `ModelNotFound`; if there are several the first counts."""
-    specs = [spec for instance in await coordinator.instances() for spec in instance.specs]
-    for spec in specs:
-        if spec.model_name == model_name:
-            return spec.fingerprint
-    known = ", ".join(sorted({spec.model_name for spec in specs})) or "none"
-    raise ModelNotFound(f"no instance serves {model_name!r}; served are: {known}", model_name=model_name)
+    """The spec under which a model is served, by any name. Raises `ModelNotFound`; of several the first counts."""
+    fingerprints: dict[str, bytes] = {}
+    for instance in await coordinator.instances():
+        for spec in instance.specs:
+            fingerprints.setdefault(spec.model_name, spec.fingerprint)
+        for model in instance.served_models:
+            fingerprints.setdefault(model.name, model.fingerprint)
+    if model_name in fingerprints:
+        return fingerprints[model_name]
+    known = f"served are: {', '.join(sorted(fingerprints))}" if fingerprints else "no engine has registered yet"
+    raise ModelNotFound(f"no instance serves {model_name!r}; {known}", model_name=model_name)
 
 
 def to_json(update: LayoutUpdate) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -33,7 +34,11 @@ from lmkv_server.http.guard import HostGuard
 
 logger = logging.getLogger(__name__)
 
+STOP_SECONDS = 5.0
+"""Most time that calls in flight get to end when the coordinator stops."""
+STOP_POLL_SECONDS = 0.01
 STOP_GRACE_SECONDS = 0.1
+"""Time for answers that are being sent when it stops."""
 SWEEP_STEP = 20_000
 """Chunks that are swept between two looks at what else there is to do: about a millisecond."""
 SWEEP_SECONDS = 0.5
@@ -87,6 +92,7 @@ class Coordinator:
         """The layout map that it shares with others, if it is to."""
         self.metrics = CollectorRegistry()
         """What it knows and has done, once it is entered."""
+        self._calls = Calls()
         self._tenants: Tenants | None = None
         self._server: grpc.aio.Server | None = None
         self._http: list[HttpServer] = []
@@ -121,7 +127,7 @@ class Coordinator:
 
     async def __aenter__(self) -> Self:
         tenants = self._tenants = Tenants(self._make_services)
-        calls = Calls()
+        calls = self._calls
         for tenant in self._gate.callers.tenants:
             tenants.of(tenant)
         server = await rpc.make_server(SERVICE_NAMES, calls, self._gate)
@@ -129,7 +135,8 @@ class Coordinator:
         own: tuple[Collector, ...] = (calls, CertificateEnd(self._credentials.cert))
         if self.shared is not None:
             own = (*own, SharedMapMetrics(self.shared))
-        app = make_app(tenants, Tokenizers(self._tokenizers), self._guard, self._gate, *own)
+        tokenizers = Tokenizers(self._tokenizers)
+        app = make_app(tenants, tokenizers, self._guard, self._gate, *own, grpc_port=lambda: self.port)
         self.metrics = app.metrics
         try:
             for key, port in self.grpc_ports.items():
@@ -142,6 +149,7 @@ class Coordinator:
                     app,
                     self._credentials,
                     max_connections_per_client=self._max_connections_per_client,
+                    grace_seconds=STOP_SECONDS,
                 )
                 self.http_ports[key] = http.port
                 self._http.append(http)
@@ -169,7 +177,10 @@ class Coordinator:
             await asyncio.shield(self._sweeper)
 
     async def aclose(self) -> None:
-        """Stops serving; streams that are open break. Repeating it is safe."""
+        """Stops serving: refuses new calls, waits up to `STOP_SECONDS` for those in flight, then ends streams.
+
+        Idempotent.
+        """
         sweeper, self._sweeper = self._sweeper, None
         if sweeper is not None:
             sweeper.cancel()
@@ -197,7 +208,21 @@ class Coordinator:
 
     async def _stop_serving(self, server: grpc.aio.Server) -> None:
         http, self._http = self._http, []
-        await asyncio.gather(server.stop(STOP_GRACE_SECONDS), *(each.aclose() for each in http))
+        refusing = asyncio.create_task(server.stop(STOP_SECONDS))  # would wait for streams, too, which never end
+        async with asyncio.TaskGroup() as group:
+            for each in http:
+                group.create_task(each.aclose())
+            await self._calls_end()
+        refusing.cancel()
+        await asyncio.gather(refusing, return_exceptions=True)
+        await server.stop(STOP_GRACE_SECONDS)  # time to send the last answers
+
+    async def _calls_end(self) -> None:
+        """Waits until no unary call is in flight, at most `STOP_SECONDS`. Streams stay open: calls may need nodes."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_SECONDS):
+                while self._calls.in_flight_count:  # noqa: ASYNC110 # a few times a second, once in its life
+                    await asyncio.sleep(STOP_POLL_SECONDS)
 
 
 async def _sweep(tenants: Tenants) -> None:

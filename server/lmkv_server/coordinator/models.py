@@ -205,7 +205,9 @@ class Models:
         if not found:
             names = self._names()
             raise ModelNotFound(
-                f"no engine has registered the model {model_name[:MAX_SHOWN]!r}; registered are: {names or 'none'}",
+                f"no engine has registered the model {model_name[:MAX_SHOWN]!r}; registered are: {names}"
+                if names
+                else f"model_name {model_name[:MAX_SHOWN]!r} is unknown: no engine has registered yet",
                 model_name=model_name[:MAX_SHOWN],
                 known_models=names,
             )

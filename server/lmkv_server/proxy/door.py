@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from lmkv import telemetry
 from lmkv.telemetry.spans import TRACEPARENT
+from lmkv_server.http.bodies import drain
 from lmkv_server.proxy.metrics import Metrics
 from lmkv_server.proxy.reply import Reply
 from lmkv_server.proxy.statistics import Statistics
@@ -127,12 +128,15 @@ class Door:
         """The body of a request. Raises `Refusal` if it is too long or too slow, `ClientGone` if it breaks off."""
         chunks: list[bytes] = []
         size = 0
+        stream = request.stream()
         try:
             async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
-                async for chunk in request.stream():
+                async for chunk in stream:
                     chunks.append(chunk)
                     size += len(chunk)
                     if size > self._max_body_bytes:
+                        chunks.clear()
+                        await drain(stream)
                         raise Refusal(413, f"the body has more than {self._max_body_bytes} bytes; see max_body_size")
         except TimeoutError:
             raise Refusal(408, f"no body within {BODY_TIMEOUT_SECONDS:g} s") from None

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
+import httpx
 import pytest
+from google.longrunning import operations_pb2, operations_pb2_grpc
 
+from lmkv import rpc
+from lmkv.v1.cache_service_pb2 import ClearRequest, PinRequest, WatchRequest
+from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
+from lmkv.v1.chunk_pb2 import Position
 from tests.lmkv.auth.tokens import entry, write
 from tests.lmkv.certificates import issue
+from tests.server.coordinator.cases import LLAMA, PROMPT, keys_of
+from tests.server.coordinator.scripted_instance import ScriptedInstance, until
 
 RUN = [
     sys.executable,
@@ -114,3 +126,108 @@ def test_a_layout_map_url_that_is_none_is_one_line_and_exit_code_2() -> None:
         assert expected in done.stderr
         assert len(done.stderr.splitlines()) == 1
         assert "s3cret" not in done.stderr
+
+
+HELD = dict(zip(keys_of(PROMPT, secret=b""), (16, 16, 8), strict=True))
+"""The prompt's chunks, as a coordinator without a cluster secret knows them."""
+
+
+@pytest.fixture
+def free_ports(free_port: Callable[[], int]) -> tuple[int, int]:
+    """For gRPC and for HTTP."""
+    return free_port(), free_port()
+
+
+@pytest.fixture
+def serving(free_ports: tuple[int, int]) -> Iterator[subprocess.Popen[str]]:
+    """A coordinator that serves gRPC and HTTP."""
+    arguments = ["--port", str(free_ports[0]), "--http-port", str(free_ports[1])]
+    with subprocess.Popen([*RUN, *arguments], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        try:
+            assert process.stderr is not None
+            while "ready on" not in (line := process.stderr.readline()):
+                assert line, "it ended"
+            yield process
+        finally:
+            process.kill()
+
+
+async def test_calls_in_flight_end_before_a_coordinator_that_is_stopped(
+    serving: subprocess.Popen[str], free_ports: tuple[int, int]
+) -> None:
+    fleet: dict[str, ScriptedInstance] = {}
+    async with (
+        rpc.open_channel(f"127.0.0.1:{free_ports[0]}") as channel,
+        ScriptedInstance(channel, fleet, "a", LLAMA, HELD) as instance,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{free_ports[1]}", trust_env=False, timeout=20) as http,
+    ):
+        cache: Any = CacheServiceStub(channel)
+        watching = cache.Watch(WatchRequest())
+        await watching.read()
+        instance.going.clear()
+        over_grpc = asyncio.ensure_future(
+            cache.Pin(PinRequest(position=Position(instance_id="a"), tokens=PROMPT), timeout=20)
+        )
+        over_http = asyncio.create_task(http.post("/pin", json={"instance_id": "a", "tokens": PROMPT}))
+        await until(lambda: len(instance.orders) == 2)
+        serving.send_signal(signal.SIGTERM)
+        await until(lambda: refuses(free_ports[1]))
+        await asyncio.sleep(1.0)  # a coordinator that ends calls has ended them by now
+        instance.going.set()
+        assert (await over_grpc).pin.token_count == 40
+        assert (await over_http).json()["num_tokens"] == 40
+        assert await asyncio.to_thread(serving.wait, 20) == 0
+
+
+async def test_a_call_without_end_does_not_keep_a_coordinator_from_stopping(
+    serving: subprocess.Popen[str], free_ports: tuple[int, int]
+) -> None:
+    async with rpc.open_channel(f"127.0.0.1:{free_ports[0]}") as channel:
+        fleet: dict[str, ScriptedInstance] = {}
+        async with ScriptedInstance(channel, fleet, "a", LLAMA, HELD) as instance:
+            instance.going.clear()
+            cache: Any = CacheServiceStub(channel)
+            operations: Any = operations_pb2_grpc.OperationsStub(channel)
+            clear = await cache.Clear(ClearRequest(tokens=PROMPT), timeout=20)
+            waiting = asyncio.ensure_future(
+                operations.WaitOperation(operations_pb2.WaitOperationRequest(name=clear.name), timeout=60)
+            )
+            await until(lambda: len(instance.orders) == 1)
+            serving.send_signal(signal.SIGTERM)
+            with pytest.raises(grpc.RpcError):
+                await waiting
+            assert await asyncio.to_thread(serving.wait, 20) == 0
+
+
+def refuses(port: int) -> bool:
+    """Whether a port has been closed."""
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("connection", ["close", "keep-alive"])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_body_that_is_too_large_is_answered_though_the_client_sends_all_of_it(
+    serving: subprocess.Popen[str], free_ports: tuple[int, int], connection: str, is_chunked: bool
+) -> None:
+    body = b'{"tokens": [' + b"1," * (12 << 20) + b"1]}"
+    length = "Transfer-Encoding: chunked" if is_chunked else f"Content-Length: {len(body)}"
+    head = f"POST /lookup HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nConnection: {connection}\r\n"
+    with socket.create_connection(("127.0.0.1", free_ports[1]), timeout=20) as client:
+        client.sendall(f"{head}{length}\r\n\r\n".encode())
+        client.sendall(b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if is_chunked else body)
+        assert client.recv(4096).startswith(b"HTTP/1.1 413")
+
+
+def test_a_client_that_waits_for_leave_to_send_is_refused_at_once(
+    serving: subprocess.Popen[str], free_ports: tuple[int, int]
+) -> None:
+    with socket.create_connection(("127.0.0.1", free_ports[1]), timeout=20) as connection:
+        connection.sendall(
+            b"POST /lookup HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 999999999\r\nExpect: 100-continue\r\n\r\n"
+        )
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413")

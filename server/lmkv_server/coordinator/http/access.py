@@ -17,6 +17,7 @@ _LOOKUP = "lmkv.v1.CacheService/Lookup"
 STANDS_FOR: Mapping[str, str] = {
     "/healthz": _PROBE,
     "/readyz": _PROBE,
+    "/grpc_port": _PROBE,
     "/lookup": _LOOKUP,
     "/tokenize": _LOOKUP,
     "/tokenizers": _LOOKUP,

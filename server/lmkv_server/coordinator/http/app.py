@@ -50,11 +50,18 @@ HEADERS = {
 ask each time whether a file has changed, so that none outlives an upgrade."""
 
 
-def make_app(tenants: Tenants, tokenizers: Tokenizers, guard: HostGuard, gate: Gate, *own: Collector) -> Guarded:
+def make_app(
+    tenants: Tenants,
+    tokenizers: Tokenizers,
+    guard: HostGuard,
+    gate: Gate,
+    *own: Collector,
+    grpc_port: Callable[[], int] = lambda: 0,
+) -> Guarded:
     """The application of a coordinator that `guard` and `gate` protect; its process measures its `own` besides."""
 
     def probes() -> list[Route]:
-        return health.routes(lambda: (services.core for services in tenants), names=gate.is_open)
+        return health.routes(lambda: (services.core for services in tenants), grpc_port, names=gate.is_open)
 
     def make(services: Services) -> TenantApp:
         return _tenant_app(services, tokenizers, probes(), own if services is tenants.unnamed else ())

@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from lmkv_server.coordinator.http.replies import HttpError
+from lmkv_server.http.bodies import drain
 
 MAX_BODY_BYTES = 4 << 20
 """Room for half a million tokens."""
@@ -20,15 +21,18 @@ _decoder = msgspec.json.Decoder()
 async def read_body(request: Request) -> bytes:
     """The body of a request that says it is JSON, or has none. Raises `HttpError` 400, 408, 413 or 415."""
     length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length) > MAX_BODY_BYTES:
+    is_too_large = length.isdecimal() and int(length) > MAX_BODY_BYTES
+    if is_too_large and "expect" in request.headers:  # the client waits before it sends the body
         raise _too_large()
     chunks: list[bytes] = []
     size = 0
+    stream = request.stream()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
-            async for chunk in request.stream():
+            async for chunk in stream:
                 size += len(chunk)
-                if size > MAX_BODY_BYTES:
+                if is_too_large or size > MAX_BODY_BYTES:
+                    await drain(stream)
                     raise _too_large()
                 chunks.append(chunk)
     except TimeoutError:

@@ -30,6 +30,7 @@ from lmkv.errors import BadRequest
 from lmkv.requests import check_times
 from lmkv_server.coordinator.http.bodies import read_json
 from lmkv_server.coordinator.http.replies import CallAborted, json_response, status_of, to_json
+from lmkv_server.coordinator.http.server import ENDLESS
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,8 @@ def _route(method: MethodDescriptor, handler: Callable[[Any, Any], Any]) -> Rout
         return json_response(to_json(await call(handler, message)))
 
     async def stream(request: Request) -> Response:
+        if task := asyncio.current_task():
+            ENDLESS.add(task)
         fields = dict(request.query_params) if request.method == "GET" else await read_json(request)
         message = parse(message_class(), fields)
         is_events = "text/event-stream" in request.headers.get("accept", "")

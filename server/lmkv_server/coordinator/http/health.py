@@ -1,4 +1,4 @@
-"""`/healthz` and `/readyz`: what probes ask."""
+"""`/healthz` and `/readyz`, for probes; and `/grpc_port`, for clients of gRPC that were given the HTTP port."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lmkv_server.coordinator.http.replies import json_response
 from lmkv_server.coordinator.registry import Registry
 
 
-def routes(cores: Callable[[], Iterable[Registry]], *, names: bool) -> list[Route]:
-    """Both paths; that they answer says that the event loop runs and the ports are open.
+def routes(cores: Callable[[], Iterable[Registry]], grpc_port: Callable[[], int], *, names: bool) -> list[Route]:
+    """The paths; that they answer says that the event loop runs and the ports are open.
 
-    They are for whoever asks: `names` is whether instances are named to everybody.
+    They need no token: `names` is whether instances are named to every client.
     """
 
     async def alive(_: Request) -> Response:
@@ -35,4 +35,7 @@ def routes(cores: Callable[[], Iterable[Registry]], *, names: bool) -> list[Rout
             )
         return json_response({"status": "ok"})
 
-    return [Route("/healthz", alive), Route("/readyz", ready)]
+    async def grpc(_: Request) -> Response:
+        return json_response({"grpc_port": grpc_port()})
+
+    return [Route("/healthz", alive), Route("/readyz", ready), Route("/grpc_port", grpc)]

@@ -33,6 +33,11 @@ READS = {
     "/metrics": ("probes", "Metrics in Prometheus's text.", "text/plain"),
     "/healthz": ("probes", "200 while the process is alive.", "application/json"),
     "/readyz": ("probes", "200 once the layout map is whole, else 503 and why.", "application/json"),
+    "/grpc_port": (
+        "probes",
+        "The port of the gRPC services.",
+        "application/json",
+    ),
     "/tokenizers": ("as in vLLM", "The models whose text /tokenize takes.", "application/json"),
 }
 """What is asked with GET: whose it is, what it answers, and as what."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -29,7 +30,9 @@ PROBES = frozenset({"/healthz", "/readyz"})
 """Paths that are answered at any time."""
 KEEP_ALIVE_SECONDS = 30
 STOP_GRACE_SECONDS = 0.1
-"""Time to answer what was asked before the stop, unless somebody says otherwise."""
+"""Default of the time that requests in flight get to end when the server stops."""
+ENDLESS: WeakSet[asyncio.Task[Any]] = WeakSet()
+"""Tasks of requests whose answer has no end by itself: a server that stops does not wait for them."""
 
 logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
@@ -126,7 +129,11 @@ class _Server(uvicorn.Server):
         self.ready.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if tasks := self.server_state.tasks:
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()  # at once if it is idle, else after its answer
+        if tasks := self.server_state.tasks - set(ENDLESS):
             await asyncio.wait(tasks, timeout=self._grace_seconds)
         for connection in list(self.server_state.connections):  # streams end when their client goes, or so it seems
             connection.transport.close()
