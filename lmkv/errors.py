@@ -165,6 +165,12 @@ class TierUnsupported(Conflict):
     reason = "TIER_UNSUPPORTED"
 
 
+class P2pDisabled(Conflict):
+    """A node was configured without transfers between nodes (`enable_p2p`)."""
+
+    reason = "P2P_DISABLED"
+
+
 class StaleEpoch(Conflict):
     """A newer process took this instance id."""
 

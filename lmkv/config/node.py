@@ -85,7 +85,9 @@ class NodeConfig(Config):
         "Where the coordinator is, or several are; empty: none, the node serves only its own host.",
         *common.COORDINATOR_ALIASES,
     )
-    enable_p2p: bool = key(FLAG, True, "Whether nodes fetch chunks from each other.")
+    enable_p2p: bool = key(
+        FLAG, True, "Whether nodes fetch chunks from each other; the node is in the fleet either way."
+    )
     p2p_host: str = key(
         REACHABLE_HOST,
         "127.0.0.1",

@@ -197,7 +197,7 @@ class Holder(_message.Message):
     epoch: _builtins.int
     """Its epoch."""
     peer_address: _builtins.str
-    """`host:port` of its `PeerService`."""
+    """`host:port` of its `PeerService`; empty if nothing can be fetched from it."""
     matched_chunk_count: _builtins.int
     """Chunks matched from the first."""
     matched_token_count: _builtins.int

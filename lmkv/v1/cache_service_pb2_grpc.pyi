@@ -80,6 +80,7 @@ class CacheServiceStub:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): either end is not registered.
     * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the ends cannot share chunks.
     * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): an end has no such tier.
+    * `FAILED_PRECONDITION` (`P2P_DISABLED`): an end does not transfer chunks to or from other nodes.
     * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, or both positions are the same.
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
@@ -174,6 +175,7 @@ class CacheServiceAsyncStub(CacheServiceStub):
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): either end is not registered.
     * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the ends cannot share chunks.
     * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): an end has no such tier.
+    * `FAILED_PRECONDITION` (`P2P_DISABLED`): an end does not transfer chunks to or from other nodes.
     * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, or both positions are the same.
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
@@ -283,6 +285,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): either end is not registered.
         * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the ends cannot share chunks.
         * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): an end has no such tier.
+        * `FAILED_PRECONDITION` (`P2P_DISABLED`): an end does not transfer chunks to or from other nodes.
         * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, or both positions are the same.
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE

@@ -48,7 +48,7 @@ class Instance(_message.Message):
     epoch: _builtins.int
     """Rises with each start of the node: its start time in nanoseconds since 1970."""
     peer_address: _builtins.str
-    """`host:port` where it serves `PeerService`."""
+    """`host:port` where it serves `PeerService`; empty if chunks are not transferred to or from it (`enable_p2p: false`)."""
     version: _builtins.str
     """Version of lmkv that it runs."""
     engine_count: _builtins.int

@@ -40,7 +40,7 @@ def row(instance: Instance) -> tuple[str, ...]:
     capacity = sum(tier.capacity_bytes for tier in instance.tiers)
     return (
         instance.instance_id if instance.synced else f"{instance.instance_id} (reporting)",
-        instance.peer_address,
+        instance.peer_address or "-",
         ", ".join(models) or "-",
         str(sum(tier.chunk_count for tier in instance.tiers)),
         f"{format_bytes(used)}/{format_bytes(capacity)}",

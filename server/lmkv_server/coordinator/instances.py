@@ -12,6 +12,8 @@ from lmkv_server.coordinator.budget import Budget
 from lmkv_server.coordinator.models import Models
 from lmkv_server.coordinator.registration import MAX_SHOWN, Registration
 
+NO_ADDRESS = "no address (enable_p2p is false)"
+"""How errors name the address of an instance that has none."""
 MAX_OWNER_BYTES = 2 << 20
 """What one instance may have kept of itself: its registration, tiers, statistics and pins."""
 MAX_TOTAL_BYTES = 256 << 20
@@ -181,8 +183,8 @@ class Instances:
 
     def _in_use(self, known: Instance) -> InstanceIdInUse:
         return InstanceIdInUse(
-            f"instance_id {known.said.instance_id!r} is in use by a living node at {known.said.peer_address}; "
-            "give this one another instance_id",
+            f"instance_id {known.said.instance_id!r} is in use by a living node at "
+            f"{known.said.peer_address or NO_ADDRESS}; give this one another instance_id",
             instance_id=known.said.instance_id,
             peer_address=known.said.peer_address,
             epoch=known.said.epoch,
@@ -192,7 +194,7 @@ class Instances:
     def _stale(self, known: Instance, epoch: int) -> StaleEpoch:
         return StaleEpoch(
             f"epoch {epoch} of instance {known.said.instance_id!r} is stale: epoch {known.said.epoch} registered from "
-            f"{known.said.peer_address}; if two nodes run, give each its own instance_id",
+            f"{known.said.peer_address or NO_ADDRESS}; if two nodes run, give each its own instance_id",
             instance_id=known.said.instance_id,
             epoch=epoch,
             newer_epoch=known.said.epoch,

@@ -21,6 +21,7 @@ from lmkv.errors import (
     LmkvError,
     OperationCancelled,
     OperationTakenOver,
+    P2pDisabled,
     Unreachable,
 )
 from lmkv.keys import KEY_BYTES
@@ -91,6 +92,9 @@ class Moves:
         destination = place_of(instances, request.new_position, "new_position")
         if source == destination:
             raise BadSelection("old_position and new_position are the same; nothing would move")
+        if source.instance_id != destination.instance_id:
+            check_p2p(instances.named(source.instance_id, "old_position"), "old_position")
+            check_p2p(instances.named(destination.instance_id, "new_position"), "new_position")
         return source, destination
 
     def _choose(self, selections: Sequence[Selection], source: Place, destination: Place) -> Selection:
@@ -255,6 +259,17 @@ class _Move:
     def _fail(self, keys: NDArray[np.void], status: status_pb2.Status) -> NDArray[np.void]:
         add_failure(self._result.failures, keys.tobytes(), status)
         return keys[:0]
+
+
+def check_p2p(instance: Instance, field: str) -> None:
+    """Raises `P2pDisabled` if other instances cannot fetch from this one, nor it from them."""
+    if not instance.said.peer_address:
+        raise P2pDisabled(
+            f"{field}: instance {instance.said.instance_id!r} does not transfer chunks to or from other nodes; set "
+            "enable_p2p to true there",
+            instance_id=instance.said.instance_id,
+            field=field,
+        )
 
 
 def check_spec(instance: Instance, selection: Selection) -> None:

@@ -55,9 +55,7 @@ def registration(message: pb.Instance) -> Registration:
         )
     if message.epoch <= 0:
         raise BadInstance(f"epoch {message.epoch} is not positive", instance_id=instance_id, epoch=message.epoch)
-    host, colon, port = message.peer_address.rpartition(":")
-    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65_536
-    if not (host and colon and is_port and host.isprintable() and len(host) <= MAX_ID_BYTES):
+    if message.peer_address and not _is_address(message.peer_address):
         raise BadInstance(
             f"peer_address {message.peer_address[:MAX_SHOWN]!r} is not host:port",
             instance_id=instance_id,
@@ -73,6 +71,12 @@ def registration(message: pb.Instance) -> Registration:
         size_bytes=message.ByteSize(),
         served_models=served_models(message.served_models, {spec.fingerprint for spec in specs}),
     )
+
+
+def _is_address(text: str) -> bool:
+    host, colon, port = text.rpartition(":")
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65_536
+    return bool(host and colon and is_port and host.isprintable() and len(host) <= MAX_ID_BYTES)
 
 
 def check_report(report: pb.ReportRequest) -> None:

@@ -16,7 +16,7 @@ from lmkv.rpc import MAX_MESSAGE_BYTES
 from lmkv.telemetry.log_limit import LimitedLogger
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1 import registry_service_pb2_grpc as pb_grpc
-from lmkv_server.coordinator.instances import Instance
+from lmkv_server.coordinator.instances import NO_ADDRESS, Instance
 from lmkv_server.coordinator.keeping import Keeping
 from lmkv_server.coordinator.orders import Orders
 from lmkv_server.coordinator.outbox import Outbox
@@ -245,7 +245,8 @@ def _wall_time(moment: float, now: float) -> timestamp_pb2.Timestamp:
 
 def _log_registered(instance: pb.Instance) -> None:
     models = ", ".join(spec.model_name for spec in instance.specs) or "no engine yet"
-    logger.info("instance %s registered from %s (%s)", instance.instance_id, instance.peer_address, models)
+    address = instance.peer_address or NO_ADDRESS
+    logger.info("instance %s registered from %s (%s)", instance.instance_id, address, models)
     for conflict in instance.conflicts:
         logger.warning(
             "instances %s and %s share nothing of model %s: %s is %s there, %s here",

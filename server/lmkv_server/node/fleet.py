@@ -237,6 +237,7 @@ class Fleet:
     async def lookup(self, keys: Sequence[ChunkKey], deadline_seconds: float) -> list[cache_service_pb2.Holder]:
         """The other instances that hold the first key, longest contiguous run first. A failure is a miss.
 
+        Instances without an address are left out: nothing can be fetched from them.
         Coordinators are asked in turn, one per lookup. One that says that it is yet to hear of everything is believed
         only if no other one answers within the deadline.
         """
@@ -250,10 +251,13 @@ class Fleet:
         for member in members[first:] + members[:first]:
             left = deadline - time.monotonic()
             response = await member.lookup(keys, left) if member.connected and left > 0 else None
-            if response is not None and not response.partial:
-                return list(response.holders)
-            if response is not None and longest(response.holders) > longest(holders):
-                holders = list(response.holders)
+            if response is None:
+                continue
+            found = [holder for holder in response.holders if holder.peer_address]
+            if not response.partial:
+                return found
+            if longest(found) > longest(holders):
+                holders = found
         return holders
 
 

@@ -154,7 +154,7 @@ class Node:
             )
         )
         self.fleet = Fleet(
-            config.coordinator_address if config.enable_p2p else (),
+            config.coordinator_address,
             credentials=config.credentials,
             secret=instance_secret(config.secret_path),
             instance=self.describe,

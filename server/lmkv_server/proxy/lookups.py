@@ -13,6 +13,7 @@ from lmkv import rpc
 from lmkv.credentials import Credentials
 from lmkv.errors import LmkvError, ModelNotFound, Unreachable
 from lmkv.in_turn import InTurn
+from lmkv.telemetry.log_limit import LimitedLogger
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv_server.proxy.metrics import Metrics
@@ -23,6 +24,10 @@ logger = logging.getLogger(__name__)
 
 TOKENIZE_TIMEOUT_SECONDS = 1.0
 """A prompt that takes longer is served without a lookup."""
+WARN_FAILURES = 3
+"""Lookups that fail in a row before a line in the log says so."""
+LOG_SECONDS = 10.0
+"""Minimum time between two such lines."""
 _LOOKUP = "lmkv.v1.CacheService/Lookup"
 _FOR_COMPLETION = ("model", "add_special_tokens")
 _FOR_CHAT = (
@@ -45,6 +50,8 @@ class Lookups:
         self._coordinators = InTurn(addresses)
         self._timeout_seconds = timeout_seconds
         self._metrics = metrics
+        self._failures_in_row = 0
+        self._log = LimitedLogger(logger, interval_seconds=LOG_SECONDS)  # callers can make lookups fail
 
     async def aclose(self) -> None:
         """Closes the connections."""
@@ -66,8 +73,10 @@ class Lookups:
             response = await self._ask(request)
         except ModelNotFound as e:
             is_adapter = bool(engine.model(model_name).parent)  # nothing is stored of one that was never used
+            if not is_adapter:
+                return self._failed(e)
             logger.debug("routed without a lookup: %s", e)
-            self._metrics.lookups.labels("miss" if is_adapter else "failed").inc()
+            self._metrics.lookups.labels("miss").inc()
             return {}
         except (
             LmkvError,
@@ -79,12 +88,30 @@ class Lookups:
             TypeError,
             ValueError,
         ) as e:
-            logger.debug("routed without a lookup: %s", e or type(e).__name__)
-            self._metrics.lookups.labels("failed").inc()
-            return {}
+            return self._failed(e)
+        self._succeeded()
         self._metrics.asked_tokens.inc(len(tokens))
         self._metrics.lookups.labels("hit" if response.holders else "miss").inc()
         return {holder.instance_id: holder.matched_token_count for holder in response.holders}
+
+    def _failed(self, error: Exception) -> Mapping[str, int]:
+        """Counts a failure, and logs once when the last few lookups have all failed."""
+        self._metrics.lookups.labels("failed").inc()
+        self._failures_in_row += 1
+        if self._failures_in_row == WARN_FAILURES:
+            self._log.warning(
+                "the last %d lookups failed, so requests are routed by load alone until one succeeds: %s",
+                WARN_FAILURES,
+                str(error) or type(error).__name__,
+            )
+        else:
+            logger.debug("routed without a lookup: %s", str(error) or type(error).__name__)
+        return {}
+
+    def _succeeded(self) -> None:
+        if self._failures_in_row >= WARN_FAILURES:
+            self._log.info("lookups succeed again, after %d that failed", self._failures_in_row)
+        self._failures_in_row = 0
 
     async def _ask(self, request: LookupRequest) -> LookupResponse:
         address = self._coordinators.current

@@ -117,7 +117,7 @@ async def test_registering_returns_the_instance_and_its_lease(registry: Any) -> 
         Instance(instance_id="x" * 257, epoch=1, peer_address="host:1"),
         Instance(instance_id="a", peer_address="host:1"),
         Instance(instance_id="a", epoch=-1, peer_address="host:1"),
-        *(Instance(instance_id="a", epoch=1, peer_address=bad) for bad in ("", "host", ":1", "host:0", "host:x1")),
+        *(Instance(instance_id="a", epoch=1, peer_address=bad) for bad in (":", "host", ":1", "host:0", "host:x1")),
         Instance(instance_id="a", epoch=1, peer_address="host:65536"),
         Instance(instance_id="two\nlines", epoch=1, peer_address="host:1"),
         Instance(instance_id="a", epoch=1, peer_address="two\nlines:1"),

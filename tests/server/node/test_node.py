@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from google.longrunning import operations_pb2, operations_pb2_grpc
@@ -28,7 +29,7 @@ from lmkv.errors import ConfigError, LmkvError
 from lmkv.keys import join_keys
 from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv.v1.cache_service_pb2 import ClearRequest, ClearResult, MoveRequest, MoveResult, PinRequest
+from lmkv.v1.cache_service_pb2 import ClearRequest, ClearResult, LookupRequest, MoveRequest, MoveResult, PinRequest
 from lmkv_kernels import checksum
 from lmkv_server.coordinator.clears import BATCH_CHUNKS
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -329,14 +330,15 @@ def node_config(runtime_dir: Path, instance_id: str, **settings: object) -> Node
 class Fleet:
     """A coordinator and two nodes, each with an engine of the same spec."""
 
-    def __init__(self, runtime_dir: Path) -> None:
+    def __init__(self, runtime_dir: Path, **holder_settings: object) -> None:
         self._runtime_dir = runtime_dir
+        self._holder_settings = holder_settings
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Fleet:
         self.coordinator = await self._stack.enter_async_context(Coordinator(port=0))
         self.holder_stack = await self._stack.enter_async_context(AsyncExitStack())
-        self.holder = await self.holder_stack.enter_async_context(self._node("holder"))
+        self.holder = await self.holder_stack.enter_async_context(self._node("holder", **self._holder_settings))
         self.asker = await self._stack.enter_async_context(self._node("asker"))
         self.storing = await self.holder_stack.enter_async_context(EngineClient(self.holder, "storing"))
         self.asking = await self._stack.enter_async_context(EngineClient(self.asker, "asking"))
@@ -345,8 +347,9 @@ class Fleet:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    def _node(self, instance_id: str) -> Node:
-        return Node(node_config(self._runtime_dir, instance_id, coordinator_address=(self.coordinator.address,)))
+    def _node(self, instance_id: str, **settings: object) -> Node:
+        address = (self.coordinator.address,)
+        return Node(node_config(self._runtime_dir, instance_id, coordinator_address=address, **settings))
 
     async def store(self, numbers: list[int]) -> None:
         """Chunks at the holder whose every word is their number; waits until the asker can know of them."""
@@ -357,6 +360,8 @@ class Fleet:
             right = checksum(self.holder.pool.buffer, extent.offset, SPEC.chunk_bytes)
             commits.append(self.storing.commit(chunk_key(number), extent, checksum=right))
         await self.storing.say(commits=commits)
+        if not self.holder.peer_address:
+            return
         request = pb.EngineServiceLookupRequest(
             fingerprint=SPEC.fingerprint, chunk_keys=join_keys(chunk_keys(*numbers))
         )
@@ -387,6 +392,37 @@ def words(node: Node, offset: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]
 async def fleet(runtime_dir: Path) -> AsyncIterator[Fleet]:
     async with Fleet(runtime_dir) as fleet:
         yield fleet
+
+
+async def test_a_node_without_transfers_is_in_the_fleet_and_nothing_is_fetched_from_it(runtime_dir: Path) -> None:
+    keys = chunk_keys(0, 1, 2)
+    async with (
+        Fleet(runtime_dir, enable_p2p=False) as fleet,
+        rpc.open_channel(fleet.coordinator.address) as channel,
+    ):
+        await fleet.store([0, 1, 2])
+        cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
+
+        async def held() -> list[tuple[str, int, str]]:
+            found = await cache.Lookup(LookupRequest(chunk_keys=join_keys(keys)), timeout=WAIT_SECONDS)
+            return [(one.instance_id, one.matched_chunk_count, one.peer_address) for one in found.holders]
+
+        await eventually(held, [("holder", 3, "")])
+        found = await fleet.asking.lookup("1", keys)
+        assert (len(found.own), found.peer_chunk_count) == (0, 0)
+        assert len((await fleet.storing.lookup("2", keys)).own) == 3
+        for ends in (("holder", "asker"), ("asker", "holder")):
+            old, new = (chunk_pb2.Position(instance_id=end) for end in ends)
+            with pytest.raises(grpc.RpcError) as caught:
+                await cache.Move(
+                    MoveRequest(old_position=old, new_position=new, chunk_keys=join_keys(keys)), timeout=WAIT_SECONDS
+                )
+            error = rpc.from_rpc_error(caught.value)
+            assert error.reason == "P2P_DISABLED"
+            assert "set enable_p2p to true there" in str(error)
+        position = chunk_pb2.Position(instance_id="holder")
+        pin = (await cache.Pin(PinRequest(position=position, chunk_keys=join_keys(keys)), timeout=WAIT_SECONDS)).pin
+        assert pin.chunk_count == 3
 
 
 async def test_what_another_node_holds_is_found_and_brought_in(fleet: Fleet) -> None:

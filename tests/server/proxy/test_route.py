@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import logging
 from typing import Any
 
 import grpc
@@ -205,6 +207,32 @@ async def test_without_a_coordinator_requests_are_routed_all_the_same(
         assert (await front.ask(COMPLETIONS, completion(PROMPT))).status_code == 200
     assert counts(engines) == [1, 1, 1]
     await front.counts("lmkv_proxy_lookups_total", 3, outcome="failed")
+
+
+async def test_lookups_that_all_fail_are_logged_once_and_their_success_once(
+    coordinator: Coordinator,
+    make: Make,
+    make_engine: MakeEngine,
+    make_proxy: MakeProxy,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    engine = await make_engine("i-0", "127.0.0.1:7000")
+    front = await make_proxy(
+        engines=[engine], policy="kv_aware", coordinator_address=coordinator.address, lookup_timeout=5
+    )
+    async with make("other", [], dataclasses.replace(SPEC, model_name="another")):
+        for _ in range(2):
+            await front.ask(COMPLETIONS, completion(PROMPT))
+        assert "lookups failed" not in caplog.text
+        for _ in range(6):
+            await front.ask(COMPLETIONS, completion(PROMPT))
+        assert caplog.text.count("lookups failed, so requests are routed by load alone") == 1
+        assert f"no engine has registered the model '{MODEL}'" in caplog.text
+        async with make("i-0", keys_of(tokens_of({"prompt": PROMPT}), SPEC), SPEC):
+            for _ in range(3):
+                await front.ask(COMPLETIONS, completion(PROMPT))
+        assert caplog.text.count("lookups succeed again, after 8 that failed") == 1
 
 
 async def test_a_coordinator_that_hangs_costs_no_more_than_the_lookup_timeout(

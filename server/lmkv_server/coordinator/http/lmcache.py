@@ -276,7 +276,7 @@ class _Acts:
     async def instance_at(self, body: AddressBody) -> dict[str, Any]:
         host = body.ip.strip("[]")
         for instance in await self._instances():
-            if instance.peer_address.rpartition(":")[0].strip("[]") == host:
+            if instance.peer_address and instance.peer_address.rpartition(":")[0].strip("[]") == host:
                 return {"event_id": body.event_id or _event_id("query"), "res": instance.instance_id}
         raise InstanceNotFound(f"no instance is at {body.ip[:100]!r}; /query_worker_info lists them", ip=body.ip[:100])
 
@@ -372,7 +372,7 @@ def _worker(instance: registry_pb.Instance, lease_ttl: float) -> dict[str, Any]:
         "instance_id": instance.instance_id,
         "worker_id": 0,
         "ip": host.strip("[]"),
-        "port": int(port),
+        "port": int(port or 0),
         "peer_init_url": instance.peer_address,
         "registration_time": instance.register_time.ToNanoseconds() / 1e9,
         "last_heartbeat_time": instance.expire_time.ToNanoseconds() / 1e9 - lease_ttl,

@@ -213,7 +213,7 @@ export type Holder = Message<"lmkv.v1.Holder"> & {
   epoch: bigint;
 
   /**
-   * `host:port` of its `PeerService`.
+   * `host:port` of its `PeerService`; empty if nothing can be fetched from it.
    *
    * @generated from field: string peer_address = 3;
    */
@@ -1085,6 +1085,7 @@ export const CacheService: GenService<{
    * * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): either end is not registered.
    * * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the ends cannot share chunks.
    * * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): an end has no such tier.
+   * * `FAILED_PRECONDITION` (`P2P_DISABLED`): an end does not transfer chunks to or from other nodes.
    * * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, or both positions are the same.
    * buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
    * buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
