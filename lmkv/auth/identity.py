@@ -7,6 +7,7 @@ is bound to this identity instead.
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import unquote
 
 from lmkv.auth.caller import ANYBODY, current_caller
 
@@ -27,3 +28,14 @@ def caller_identity(context: Any) -> str:
     properties = context.auth_context()
     names = properties.get("x509_subject_alternative_name") or properties.get("x509_common_name") or ()
     return f"certificate:{','.join(sorted(name.decode(errors='replace') for name in names))}" if names else ANONYMOUS
+
+
+def client_identity(context: Any) -> str:
+    """The identity that limits per client count by: the caller's, or for an anonymous caller `address:HOST`."""
+    return caller_identity(context) or f"address:{_host_of(context.peer())}"
+
+
+def _host_of(peer: str) -> str:
+    """The host in gRPC's `ipv4:HOST:PORT` or `ipv6:[HOST]:PORT`; other peers (`unix:`) have none."""
+    kind, _, address = unquote(peer).partition(":")
+    return address.rpartition(":")[0].strip("[]") if kind.startswith("ip") else kind

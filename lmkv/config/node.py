@@ -68,6 +68,17 @@ def _refuse_foreign(folder: Path) -> None:
         )
 
 
+def _refuse_foreign_instance(folder: Path) -> None:
+    """Raises `ConfigError` unless the folder of an instance is this user's: its owner can replace sockets in it."""
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"runtime_dir: {folder} belongs to user {status.st_uid}, or is no folder, or any user may write to it "
+            f"(this process is user {os.getuid()}); remove it, or set runtime_dir or instance_id to another",
+            key="runtime_dir",
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig(Config):
     """What a node is told: `lmkv node`."""
@@ -320,14 +331,15 @@ class NodeConfig(Config):
     def make_instance_dir(self) -> Path:
         """Makes `instance_dir` and what leads to it, for this user only, and returns it.
 
-        Raises `ConfigError` if it cannot be made, or if the default folder is open to others. A `runtime_dir` that was
-        named may be open: it may be shared on purpose.
+        Raises `ConfigError` if it cannot be made, or is another user's, or if the default folder is open to others. A
+        `runtime_dir` that was named may be open: it may be shared on purpose.
         """
         try:
             self.runtime_path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self.runtime_dir:
                 _refuse_foreign(self.runtime_path)
             self.instance_dir.mkdir(mode=0o700, exist_ok=True)
+            _refuse_foreign_instance(self.instance_dir)
         except OSError as error:
             raise ConfigError(
                 f"runtime_dir: cannot make {error.filename}: {error.strerror}; set runtime_dir to a folder that this "

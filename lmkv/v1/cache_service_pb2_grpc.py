@@ -216,6 +216,8 @@ class CacheServiceServicer:
 
         Errors:
         * `OUT_OF_RANGE` (`REVISION_COMPACTED`): `start_revision` is too old; start from 0.
+        * `RESOURCE_EXHAUSTED` (`FULL`): 64 watches of the tenant are open, or 16 of this client (its token, its certificate,
+        or without either its address).
         * `RESOURCE_EXHAUSTED` (`WATCHER_TOO_SLOW`): the watcher fell behind its bounded queue; start from 0.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

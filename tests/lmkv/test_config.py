@@ -754,6 +754,25 @@ def test_a_default_runtime_dir_that_is_open_to_others_is_refused(
         NodeConfig().make_instance_dir()
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives folders away")
+def test_an_instance_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    config = NodeConfig(runtime_dir=str(tmp_path), instance_id="a-1")
+    os.chown(config.make_instance_dir(), 12345, -1)
+    with pytest.raises(ConfigError, match=r"runtime_dir: .*a-1 belongs to user 12345"):
+        config.make_instance_dir()
+
+
+def test_an_instance_folder_that_any_user_may_write_to_or_a_link_is_refused(tmp_path: Path) -> None:
+    config = NodeConfig(runtime_dir=str(tmp_path), instance_id="a-1")
+    config.make_instance_dir().chmod(0o777)
+    with pytest.raises(ConfigError, match="any user may write to it"):
+        config.make_instance_dir()
+    (tmp_path / "a-1").rename(tmp_path / "elsewhere")
+    (tmp_path / "a-1").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="is no folder"):
+        config.make_instance_dir()
+
+
 def test_a_runtime_dir_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"runtime_dir: cannot make .*file"):

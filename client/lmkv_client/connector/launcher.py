@@ -50,6 +50,7 @@ class Launcher:
         if self._config.node_address:
             return f"unix:{self._config.node_address.removeprefix('unix:')}"
         socket = self._config.engine_socket
+        self._config.make_instance_dir()  # another user's is refused before anything listens to this engine there
         if not await listens(socket):
             await self._start(socket)
         return f"unix:{socket}"

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from lmkv import rpc
 from lmkv.auth.caller import count_question
+from lmkv.auth.identity import client_identity
 from lmkv.errors import LmkvError
 from lmkv.tiers import LOCATIONS
 from lmkv.v1 import cache_service_pb2 as pb
@@ -112,7 +113,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
         return pb.ListPinsResponse(pins=page, next_page_token=page_token("ListPins", page[-1].pin_id) if more else "")
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.WatchResponse]:
-        async for response in self._watch.watch(request.start_revision, request.fingerprint):
+        async for response in self._watch.watch(request.start_revision, request.fingerprint, client_identity(context)):
             yield response
 
     async def lookup_tokens(

@@ -19,6 +19,8 @@ from lmkv.v1 import chunk_pb2
 from lmkv_server.coordinator.layout_map import LayoutMap
 
 MAX_WATCHERS = 64
+MAX_WATCHERS_PER_CLIENT = 16
+"""Watches of one identity: a token's name, a certificate's, or without either an address."""
 HISTORY_BYTES = 16 << 20
 """Size of the history: up to a million keys."""
 QUEUE_BYTES = 16 << 20
@@ -105,7 +107,8 @@ class Watch:
 
     def __init__(self, layout: LayoutMap) -> None:
         self._layout = layout
-        self._watchers: set[_Watcher] = set()
+        self._watchers: dict[_Watcher, str] = {}
+        """With the identity of each one's client."""
         self._history = _Queue(HISTORY_BYTES)
         self._forgotten_revision = layout.revision
         """What happened up to here is no longer in the history."""
@@ -151,18 +154,22 @@ class Watch:
 
     # --- Watchers ------------------------------------------------------------------------------------------------
 
-    async def watch(self, start_revision: int, fingerprint: bytes = b"") -> AsyncIterator[pb.WatchResponse]:
+    async def watch(
+        self, start_revision: int, fingerprint: bytes = b"", client: str = ""
+    ) -> AsyncIterator[pb.WatchResponse]:
         """What `CacheService.Watch` answers, for as long as it is read; `fingerprint` empty means every spec.
 
-        Raises `RevisionCompacted`, `WatcherTooSlow`, `Full`.
+        `client` is the identity that shares of watches count by. Raises `RevisionCompacted`, `WatcherTooSlow`, `Full`.
         """
         if len(self._watchers) >= MAX_WATCHERS:
             raise Full(f"{MAX_WATCHERS} watchers are there already", retry_seconds=10)
+        if (count := list(self._watchers.values()).count(client)) >= MAX_WATCHERS_PER_CLIENT:
+            raise Full(f"this client has {count} watches open, as many as one may have; end some", retry_seconds=10)
         watcher = _Watcher()
         revision = self._layout.revision
         for event in self._since(start_revision) if start_revision else ():
             watcher.push(event)
-        self._watchers.add(watcher)
+        self._watchers[watcher] = client
         try:
             if not start_revision:
                 async for response in self._snapshot(revision, fingerprint):
@@ -182,7 +189,7 @@ class Watch:
                     in_part = watcher.queue.events and watcher.queue.events[0].revision == reached
                     yield pb.WatchResponse(revision=reached - 1 if in_part else reached, changes=changes)
         finally:
-            self._watchers.discard(watcher)
+            self._watchers.pop(watcher, None)
 
     def _since(self, revision: int) -> Iterator[_Event]:
         """What happened after a revision. Raises `RevisionCompacted` if that is not known any more, or not yet."""

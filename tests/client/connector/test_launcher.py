@@ -173,3 +173,19 @@ async def test_a_socket_of_a_dead_node_does_not_listen(runtime_dir: Path) -> Non
     assert path.exists()
     assert not await listens(path)
     assert not await listens(runtime_dir / "none.sock")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives folders away")
+async def test_a_node_in_a_folder_of_another_user_is_not_connected_to(
+    make_launcher: MakeLauncher, runtime_dir: Path
+) -> None:
+    launcher = make_launcher()
+    path = launcher._config.engine_socket
+    path.parent.mkdir()
+    os.chown(path.parent, 12345, -1)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        assert await listens(path)
+        with pytest.raises(ConfigError, match="belongs to user 12345"):
+            await launcher.address()

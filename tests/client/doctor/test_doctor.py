@@ -26,6 +26,7 @@ from lmkv_client.commands.doctor.transfer import check_transfer
 from tests.client.conftest import Fleet, RunCommand
 from tests.lmkv.certificates import issue
 from tests.server.coordinator.cases import LLAMA
+from tests.server.coordinator.guarded import guarded, token_of
 
 Capture = pytest.CaptureFixture[str]
 
@@ -344,3 +345,18 @@ def test_a_spec_that_this_host_reads_otherwise_fails() -> None:
     assert specs == []
     assert finding
     assert finding.text.startswith("llama of liar: fingerprint ")
+
+
+async def test_an_engines_token_is_told_what_is_not_compared(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as fleet:
+        address, token = (fleet.coordinator.address,), token_of("engine")
+        found = await of_fleet(ConnectorConfig(coordinator_address=address, auth_token=token))
+        assert found["coordinator"][0] == "ok"
+        level, text = found["instances"]
+        assert level == "warn"
+        assert "admin's token" in text
+        assert found["clock"][0] == "ok"
+        assert "versions" not in found
+        found = await of_fleet(ConnectorConfig(coordinator_address=address, auth_token=token_of("admin")))
+        assert found["versions"][0] == "ok"
+        assert "instances" not in found

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from google.longrunning import operations_pb2
 from google.protobuf.descriptor import FileDescriptor
@@ -10,6 +13,8 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from lmkv.auth.roles import OPEN, ROLES, Role
 from lmkv.v1 import cache_service_pb2, engine_service_pb2, peer_service_pb2, registry_service_pb2
+from lmkv_server.coordinator.http.access import rpc_of
+from lmkv_server.node.metrics_server import STANDS_FOR
 
 SERVED = (cache_service_pb2, registry_service_pb2, peer_service_pb2, engine_service_pb2, operations_pb2)
 
@@ -41,3 +46,27 @@ def test_who_only_looks_and_who_only_stores_may_not_act_on_the_fleet(act: str) -
 
 def test_memory_is_described_to_nodes_only() -> None:
     assert ROLES["lmkv.v1.PeerService/Init"] == {Role.ENGINE, Role.ADMIN}
+
+
+def test_the_table_in_the_documentation_is_this_one() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "security.md").read_text()
+    rows = dict(re.findall(r"^\| `(engine|reader|operator|admin)` \| [^|]*\| ([^|]*)\|$", page, re.MULTILINE))
+    assert rows.keys() == set(Role)
+    named = {
+        role: {rpc for rpc in ROLES for name in re.findall(r"`([^`]+)`", row) if stands_for(name, rpc)}
+        for role, row in rows.items()
+    }
+    named["operator"] |= named["reader"]
+    named["admin"] = set(ROLES)
+    assert named == {role: {rpc for rpc, roles in ROLES.items() if role in roles} for role in Role}
+
+
+def stands_for(name: str, rpc: str) -> bool:
+    """Whether `SERVICE/METHOD` or `SERVICE/*`, without the package, is an RPC, or one of the service."""
+    short = rpc.rpartition(".")[2]
+    return short == name or (name.endswith("/*") and short.startswith(name[:-1]))
+
+
+def test_engines_neither_list_instances_nor_read_metrics() -> None:
+    assert ROLES["lmkv.v1.RegistryService/ListInstances"] == {Role.READER, Role.OPERATOR, Role.ADMIN}
+    assert rpc_of("/metrics") == STANDS_FOR == "lmkv.v1.RegistryService/ListInstances"

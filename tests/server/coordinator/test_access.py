@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,18 @@ from lmkv import rpc
 from lmkv.auth.gate import OPEN_GATE
 from lmkv.auth.roles import ROLES, Role
 from lmkv.telemetry.calls import Calls
-from lmkv.v1 import registry_service_pb2
-from lmkv.v1.cache_service_pb2 import LookupRequest, LookupStreamRequest, MoveRequest
+from lmkv.v1 import chunk_pb2, registry_service_pb2
+from lmkv.v1.cache_service_pb2 import LookupRequest, LookupStreamRequest, MoveRequest, WatchRequest
+from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.http.access import STANDS_FOR, rpc_of
 from lmkv_server.coordinator.http.app import make_app
 from lmkv_server.coordinator.services import SERVICE_NAMES, Services
 from lmkv_server.coordinator.tenants import Tenants
 from lmkv_server.coordinator.tokenizers import Tokenizers
+from lmkv_server.coordinator.watch import MAX_WATCHERS_PER_CLIENT
 from lmkv_server.http.guard import HostGuard
 from tests.lmkv.auth.tokens import entry, write
-from tests.server.coordinator.cases import KEYS
+from tests.server.coordinator.cases import KEYS, LLAMA
 from tests.server.coordinator.guarded import ENTRIES, Guarded, guarded, token_of
 from tests.waiting import WAIT_SECONDS
 
@@ -130,6 +133,75 @@ async def test_a_token_that_is_taken_away_ends_its_stream_with_the_next_message(
     with pytest.raises(grpc.RpcError) as refusal:
         await stream.read()
     assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize(("before", "after"), [("a", "b"), ("a", ""), ("", "a")])
+async def test_a_token_that_is_moved_to_another_tenant_loses_its_streams(
+    fleet: Guarded, before: str, after: str
+) -> None:
+    """And what it sends over them afterwards is not applied to its former tenant."""
+    engine, cache = await fleet.registry(token_of("engine", before)), await fleet.cache(token_of("engine", before))
+    instance = registry_service_pb2.Instance(
+        instance_id="i", epoch=1, peer_address="10.0.0.1:1", specs=[LLAMA.to_proto()]
+    )
+    await engine.Register(registry_service_pb2.RegisterRequest(instance=instance), timeout=5)
+    reports, lookups = engine.Report(), cache.LookupStream()
+    await reports.write(
+        registry_service_pb2.ReportRequest(instance_id="i", epoch=1, sequence=1, snapshot=True, snapshot_end=True)
+    )
+    await reports.read()
+    request = LookupRequest(chunk_keys=b"".join(KEYS))
+    await lookups.write(LookupStreamRequest(requests=[request]))
+    assert (await lookups.read()).results
+    moved = entry("engine", before)
+    rest = [each for each in ENTRIES if each["name"] != moved["name"]]
+    write(fleet.tokens, *rest, moved | {"tenant": after})
+    change = registry_service_pb2.ChunkChange(
+        tier=chunk_pb2.TIER_HOST, fingerprint=LLAMA.fingerprint, admitted_keys=b"".join(KEYS)
+    )
+    await reports.write(registry_service_pb2.ReportRequest(instance_id="i", epoch=1, sequence=2, changes=[change]))
+    await lookups.write(LookupStreamRequest(requests=[request]))
+    for stream in (reports, lookups):
+        with pytest.raises(grpc.RpcError) as refusal:
+            await asyncio.wait_for(stream.read(), 30)
+        assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    for tenant in ("", "a", "b"):
+        answer = await (await fleet.cache(token_of("reader", tenant))).Lookup(request, timeout=5)
+        assert not answer.holders, tenant
+
+
+async def test_one_client_leaves_watches_to_others(fleet: Guarded) -> None:
+    greedy, other = await fleet.cache(token_of("reader")), await fleet.cache(token_of("operator"))
+    watches = [greedy.Watch(WatchRequest()) for _ in range(MAX_WATCHERS_PER_CLIENT)]
+    for stream in watches:
+        await stream.read()
+    for _ in range(2):
+        with pytest.raises(grpc.RpcError) as refusal:
+            await greedy.Watch(WatchRequest(), timeout=5).read()
+        assert rpc.from_rpc_error(refusal.value).reason == "FULL"
+    async with fleet.http(token_of("reader")) as http:
+        assert (await http.post("/lmkv.v1.CacheService/Watch", json={})).status_code == 429
+    assert await other.Watch(WatchRequest(), timeout=5).read()
+    watches.pop().cancel()
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                assert await greedy.Watch(WatchRequest(), timeout=5).read()
+                break
+            except grpc.RpcError:  # the end of the other watch is noticed soon
+                await asyncio.sleep(0.05)
+
+
+async def test_without_tokens_watches_are_shared_by_address() -> None:
+    async with Coordinator(port=0, http_ports={"http_port": 0}) as coordinator, AsyncExitStack() as stack:
+        path = "/lmkv.v1.CacheService/Watch"
+        statuses = []
+        for address in ["127.0.0.1"] * (MAX_WATCHERS_PER_CLIENT + 1) + ["127.0.0.2"]:
+            transport = httpx.AsyncHTTPTransport(local_address=address)
+            client = httpx.AsyncClient(base_url=coordinator.url, transport=transport, timeout=10)
+            http = await stack.enter_async_context(client)
+            statuses.append((await stack.enter_async_context(http.stream("GET", path))).status_code)
+        assert statuses == [200] * MAX_WATCHERS_PER_CLIENT + [429, 200]
 
 
 async def test_over_http_too(fleet: Guarded) -> None:

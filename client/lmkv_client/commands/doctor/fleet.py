@@ -17,7 +17,7 @@ import grpc
 
 from lmkv import __version__
 from lmkv.config import ConnectorConfig
-from lmkv.errors import BadKvSpec, LmkvError, Unreachable
+from lmkv.errors import BadKvSpec, LmkvError, PermissionDenied, Unreachable
 from lmkv.keys import ChunkKey, as_tokens, chunk_keys, root_key
 from lmkv.spec import KvSpec
 from lmkv.units import format_duration
@@ -66,7 +66,7 @@ async def _check_at(address: str, config: ConnectorConfig) -> AsyncIterator[Find
     begin = time.monotonic()
     async with Coordinator(address, credentials=config.credentials, timeout_seconds=ANSWER_SECONDS) as coordinator:
         try:
-            instances = await coordinator.instances()
+            instances = await _listed(coordinator)
         except Unreachable as error:
             fix = "start one with `lmkv coordinator`, or set coordinator_address, tls_ca"
             yield fail("coordinator", f"{error}; {fix}")
@@ -75,12 +75,28 @@ async def _check_at(address: str, config: ConnectorConfig) -> AsyncIterator[Find
             yield fail("coordinator", str(error))
             return
         took = format_duration(time.monotonic() - begin)
-        count = len(instances)
-        yield ok("coordinator", f"{address} answered in {took}; {count} instance{'' if count == 1 else 's'}")
-        yield check_instance_id(config, instances)
-        yield check_versions(instances)
+        if instances is None:
+            yield ok("coordinator", f"{address} answered in {took}")
+            yield warn(
+                "instances",
+                "tokens of engines do not list instances, so that names, versions and keys are not compared; set "
+                "auth_token_file to an admin's token for that",
+            )
+        else:
+            count = len(instances)
+            yield ok("coordinator", f"{address} answered in {took}; {count} instance{'' if count == 1 else 's'}")
+            yield check_instance_id(config, instances)
+            yield check_versions(instances)
         async for finding in _visit(config, coordinator, instances):
             yield finding
+
+
+async def _listed(coordinator: Coordinator) -> Sequence[Instance] | None:
+    """The instances of the fleet; None if the token's role may not list them."""
+    try:
+        return await coordinator.instances()
+    except PermissionDenied:
+        return None
 
 
 def check_instance_id(config: ConnectorConfig, instances: Sequence[Instance]) -> Finding:
@@ -118,9 +134,9 @@ def check_specs(instances: Sequence[Instance]) -> tuple[list[KvSpec], Finding | 
 
 
 async def _visit(
-    config: ConnectorConfig, coordinator: Coordinator, instances: Sequence[Instance]
+    config: ConnectorConfig, coordinator: Coordinator, instances: Sequence[Instance] | None
 ) -> AsyncIterator[Finding]:
-    specs, misunderstood = check_specs(instances)
+    specs, misunderstood = check_specs(instances or ())
     if misunderstood:
         yield misunderstood
     try:
@@ -128,7 +144,7 @@ async def _visit(
             yield visitor.check_clock()
             if specs:
                 yield await visitor.check_keys(coordinator, specs[0])
-            elif not misunderstood:
+            elif instances is not None and not misunderstood:
                 yield ok("agreement", "no engine has registered a model yet, so that there are no keys to compare")
     except LmkvError as error:
         yield fail("visit", f"a visiting instance was refused: {error}")

@@ -41,7 +41,8 @@ RPC_TIMEOUT_SECONDS = 60.0
 class HttpContext:
     """What a handler may ask of its call, as grpc's own context answers it."""
 
-    def __init__(self, timeout_seconds: float | None) -> None:
+    def __init__(self, timeout_seconds: float | None, peer: str = "") -> None:
+        self._peer = peer
         self._deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         self._callbacks: list[Callable[[HttpContext], None]] = []
 
@@ -56,6 +57,14 @@ class HttpContext:
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         """Nothing: HTTP headers are not the handlers' concern."""
         return ()
+
+    def auth_context(self) -> Mapping[str, list[bytes]]:
+        """Nothing: the HTTP server does not tell applications of certificates."""
+        return {}
+
+    def peer(self) -> str:
+        """The client's address, as gRPC writes it."""
+        return self._peer
 
     def add_done_callback(self, callback: Callable[[HttpContext], None]) -> None:
         """Has `callback` called once, when the call is over."""
@@ -103,7 +112,7 @@ def _route(method: MethodDescriptor, handler: Callable[[Any, Any], Any]) -> Rout
         message = parse(message_class(), fields)
         is_events = "text/event-stream" in request.headers.get("accept", "")
         frame = _as_event if is_events else _as_line
-        responses = _responses(handler, message)
+        responses = _responses(handler, message, _peer_of(request))
         # The first answer is awaited here, so that a refusal can still be a status.
         first = await anext(responses, None)
         return StreamingResponse(
@@ -152,8 +161,16 @@ def parse(message: Message, fields: dict[str, Any]) -> Message:
     return message
 
 
-async def _responses(handler: Callable[[Any, Any], Any], message: Message) -> AsyncIterator[dict[str, Any]]:
-    context = HttpContext(None)
+def _peer_of(request: Request) -> str:
+    """As gRPC writes it."""
+    if request.client is None:
+        return ""
+    host, port = request.client
+    return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+
+
+async def _responses(handler: Callable[[Any, Any], Any], message: Message, peer: str) -> AsyncIterator[dict[str, Any]]:
+    context = HttpContext(None, peer)
     try:
         async with aclosing(handler(message, context)) as responses:
             async for response in responses:
