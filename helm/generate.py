@@ -36,7 +36,7 @@ DECIDED = {
     },
     "engines.config": {"node_address", *keys(NodeConfig)},
     "proxy.config": {
-        *("host", "port", "mode", "policy", "coordinator_address", "engines", "decoder_init_port"),
+        *("host", "port", "mode", "policy", "coordinator_address", "engines"),
         *("prefiller_host", "prefiller_port", "num_prefillers", "decoder_host", "decoder_port", "num_decoders"),
     },
 }

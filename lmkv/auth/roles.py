@@ -40,6 +40,7 @@ ROLES: Mapping[str, frozenset[Role]] = {
     "lmkv.v1.RegistryService/Report": _NODES,
     "lmkv.v1.RegistryService/Deregister": _NODES,
     "lmkv.v1.RegistryService/ListInstances": _LOOKING,
+    "lmkv.v1.RegistryService/LocateInstance": _ALL,
     "lmkv.v1.PeerService/Init": _NODES,
     "lmkv.v1.PeerService/Acquire": _NODES,
     "lmkv.v1.PeerService/Allocate": _NODES,

@@ -14,8 +14,9 @@ LOG_FORMAT = choice("text", "json")
 
 
 def cluster_secret() -> Any:
-    """The secret in chunk keys."""
-    return key(SECRET, "", "Secret that chunk keys are made with, the same in the whole fleet; no flag takes it.")
+    """The secret in chunk keys, and in proofs of handoffs."""
+    doc = "Secret that chunk keys and proofs of handoffs are made with, the same in the whole fleet; no flag takes it."
+    return key(SECRET, "", doc)
 
 
 def tls_ca() -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from lmkv.auth.handoff import HandoffKeys
 from lmkv.auth.token import Token
 from lmkv.config import common
 from lmkv.config.kinds import (
@@ -101,7 +102,7 @@ POLICY = Kind(
 class ProxyConfig(Config):
     """What a proxy is told: `lmkv proxy`."""
 
-    replaced_flags: ClassVar[Sequence[str]] = ("proxy_host", "proxy_port", "decoder_alloc_port")
+    replaced_flags: ClassVar[Sequence[str]] = ("proxy_host", "proxy_port", "decoder_init_port", "decoder_alloc_port")
 
     host: str = key(HOST, "127.0.0.1", "Address to bind; 0.0.0.0 for all.")
     port: int = key(PORT, 9100, "Port to serve the OpenAI API on; 0: a free one.")
@@ -123,11 +124,6 @@ class ProxyConfig(Config):
     )
     num_decoders: int = key(
         ENGINE_COUNT, 0, "Number of decode engines.", shown_default="as many as hosts or ports are named"
-    )
-    decoder_init_port: tuple[int, ...] = key(
-        PORTS,
-        (),
-        "Ports where the decode engines' nodes meet their peers, for engines that do not tell it themselves.",
     )
     engines: tuple[str, ...] = key(URLS, (), "Engines in mode route; the flag may be repeated.", "engine")
     policy: str = key(
@@ -191,6 +187,7 @@ class ProxyConfig(Config):
         "to over HTTPS.",
         shown_default="empty: those that the system trusts",
     )
+    cluster_secret: str = common.cluster_secret()
     auth_token: str = common.auth_token()
     auth_token_file: str = common.auth_token_file()
     auth_tokens: str = common.auth_tokens("see the proxy's page and metrics")
@@ -213,13 +210,18 @@ class ProxyConfig(Config):
                 key="coordinator_address",
             )
         if self.mode == "pd":
-            _ = self.prefillers, self.decoders, self.decoder_addresses
+            _ = self.prefillers, self.decoders
 
     @property
     def credentials(self) -> Credentials:
         """How to speak to the coordinator. Raises `ConfigError` if a file is not what it should be."""
         token = Token(text=self.auth_token, file=self.auth_token_file)
         return Credentials(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key, token=token)
+
+    @property
+    def handoff_keys(self) -> HandoffKeys:
+        """What handoffs are proven to engines with."""
+        return HandoffKeys(self.cluster_secret, Token(text=self.auth_token, file=self.auth_token_file))
 
     @property
     def client_tls(self) -> Credentials:
@@ -246,22 +248,14 @@ class ProxyConfig(Config):
         """`host:port` of each decode engine. Raises `ConfigError` if hosts and ports do not match."""
         return _places("decoder", self.decoder_host, self.decoder_port, self.num_decoders)
 
-    @property
-    def decoder_addresses(self) -> tuple[str, ...]:
-        """`host:port` of the node of each decode engine by `decoder_init_port`; empty texts if that is not set."""
-        count = len(self.decoders)
-        if not self.decoder_init_port:
-            return ("",) * count
-        return _places("decoder", self.decoder_host, self.decoder_init_port, count, "init_port")
 
-
-def _places(role: str, hosts: Sequence[str], ports: Sequence[int], count: int, port: str = "port") -> tuple[str, ...]:
+def _places(role: str, hosts: Sequence[str], ports: Sequence[int], count: int) -> tuple[str, ...]:
     """As many places as are asked for: one host or one for each, one port or one for each.
 
     One host and one port are the first of consecutive ports.
     """
     count = count or max(len(hosts), len(ports))
-    for name, given in (("host", hosts), (port, ports)):
+    for name, given in (("host", hosts), ("port", ports)):
         if len(given) not in (1, count):
             raise ConfigError(
                 f"{role}_{name} names {len(given)}, but there are {count} {role}s; name one, or {count}",
@@ -270,7 +264,7 @@ def _places(role: str, hosts: Sequence[str], ports: Sequence[int], count: int, p
     if len(hosts) == 1 and len(ports) == 1:
         ports = range(ports[0], ports[0] + count)
         if ports[-1] > 65535:
-            raise ConfigError(f"{role}_{port} {ports[0]} leaves no room for {count} ports", key=f"{role}_{port}")
+            raise ConfigError(f"{role}_port {ports[0]} leaves no room for {count} ports", key=f"{role}_port")
     spread = list(ports) * (1 if len(ports) == count else count)
     named = list(hosts) * (1 if len(hosts) == count else count)
     return tuple(f"{host}:{number}" for host, number in zip(named, spread, strict=True))

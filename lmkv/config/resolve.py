@@ -33,7 +33,8 @@ C = TypeVar("C", bound=Config)
 
 REPLACED = {
     "controller_reply_url": "one connection to coordinator_address carries both directions",
-    "decoder_alloc_port": "the node that decoder_init_port names hands out memory, too",
+    "decoder_alloc_port": "the decode engine says which instance its node is",
+    "decoder_init_port": "the decode engine says which instance its node is; nodes find it by the coordinator",
     "distributed_url": "peers meet at p2p_host and p2p_port",
     "enable_controller": "a coordinator is used if coordinator_address is set",
     "extra_config": "lmkv reads its keys at the top level only",

@@ -20,6 +20,11 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
+if sys.version_info >= (3, 13):
+    from warnings import deprecated as _deprecated
+else:
+    from typing_extensions import deprecated as _deprecated
+
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
@@ -40,6 +45,7 @@ class AttachRequest(_message.Message):
     HANDOFFS_FIELD_NUMBER: _builtins.int
     ENDED_HANDOFFS_FIELD_NUMBER: _builtins.int
     SERVED_MODELS_FIELD_NUMBER: _builtins.int
+    DROPPED_HANDOFFS_FIELD_NUMBER: _builtins.int
     reserve_count: _builtins.int
     """Write credits wanted besides those that lookups ask for."""
     reset: _builtins.bool
@@ -86,6 +92,10 @@ class AttachRequest(_message.Message):
         that was sent before with another `lora_identity` has this one now.
         """
 
+    @_builtins.property
+    def dropped_handoffs(self) -> _containers.RepeatedCompositeFieldContainer[Global___DropHandoff]:
+        """Handoffs that no request will load; they end at once, whatever their state."""
+
     def __init__(
         self,
         *,
@@ -101,10 +111,11 @@ class AttachRequest(_message.Message):
         handoffs: _abc.Iterable[Global___HandChunks] | None = ...,
         ended_handoffs: _abc.Iterable[_builtins.str] | None = ...,
         served_models: _abc.Iterable[_chunk_pb2.ServedModel] | None = ...,
+        dropped_handoffs: _abc.Iterable[Global___DropHandoff] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "damaged_keys", b"damaged_keys", "ended_handoffs", b"ended_handoffs", "handoffs", b"handoffs", "hello", b"hello", "loads", b"loads", "lookups", b"lookups", "releases", b"releases", "reserve_count", b"reserve_count", "reset", b"reset", "returned_credits", b"returned_credits", "served_models", b"served_models"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "damaged_keys", b"damaged_keys", "dropped_handoffs", b"dropped_handoffs", "ended_handoffs", b"ended_handoffs", "handoffs", b"handoffs", "hello", b"hello", "loads", b"loads", "lookups", b"lookups", "releases", b"releases", "reserve_count", b"reserve_count", "reset", b"reset", "returned_credits", b"returned_credits", "served_models", b"served_models"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -375,16 +386,27 @@ class HandChunks(_message.Message):
     CHUNK_KEYS_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    DECODE_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names the handoff to both engines."""
-    decode_address: _builtins.str
-    """`host:port` of that node's `PeerService`."""
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def decode_address(self) -> _builtins.str:
+        """Ignored: nodes take addresses from the registry, never from a request."""
+
+    @decode_address.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def decode_address(self, value: _builtins.str) -> None:
+        """Ignored: nodes take addresses from the registry, never from a request."""
+
     chunk_keys: _builtins.bytes
     """Keys of all chunks of the prompt, 16 bytes each, in prompt order."""
     token_count: _builtins.int
     """Tokens of the prompt: all chunks but the last are full."""
     traceparent: _builtins.str
     """W3C `traceparent` of the request's span; empty if the engine does not trace it."""
+    decode_instance_id: _builtins.str
+    """The instance of that node."""
     def __init__(
         self,
         *,
@@ -393,14 +415,41 @@ class HandChunks(_message.Message):
         chunk_keys: _builtins.bytes = ...,
         token_count: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        decode_instance_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "decode_address", b"decode_address", "request_id", b"request_id", "token_count", b"token_count", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "decode_address", b"decode_address", "decode_instance_id", b"decode_instance_id", "request_id", b"request_id", "token_count", b"token_count", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HandChunks: _TypeAlias = HandChunks  # noqa: Y015
+
+@_typing.final
+class DropHandoff(_message.Message):
+    """A handoff that no request will load: the request of the prefill was aborted, or that of the decode needs none of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    DECODE_INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The handoff."""
+    decode_instance_id: _builtins.str
+    """The instance of the decode engine's node; empty if that is the node that is called."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        decode_instance_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_instance_id", b"decode_instance_id", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropHandoff: _TypeAlias = DropHandoff  # noqa: Y015
 
 @_typing.final
 class HandedChunks(_message.Message):

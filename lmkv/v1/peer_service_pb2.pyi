@@ -18,6 +18,11 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
+if sys.version_info >= (3, 13):
+    from warnings import deprecated as _deprecated
+else:
+    from typing_extensions import deprecated as _deprecated
+
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
@@ -237,12 +242,20 @@ class AllocateRequest(_message.Message):
     """The caller."""
     epoch: _builtins.int
     """The caller's epoch."""
-    peer_address: _builtins.str
-    """Where the caller serves `PeerService`: the node will read from it."""
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def peer_address(self) -> _builtins.str:
+        """Ignored: the node reads from the address that the fleet's registry has for the caller."""
+
+    @peer_address.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def peer_address(self, value: _builtins.str) -> None:
+        """Ignored: the node reads from the address that the fleet's registry has for the caller."""
+
     peer_epoch: _builtins.int
     """The epoch of the node that is called."""
     request_id: _builtins.str
-    """Names the handoff to both engines; a repeat returns the first call's answer."""
+    """Names the handoff to both engines, in at most 256 characters; a repeat returns the first call's answer."""
     fingerprint: _builtins.bytes
     """Fingerprint of the chunks' spec."""
     chunk_keys: _builtins.bytes
@@ -381,10 +394,13 @@ class ReleaseRequest(_message.Message):
     GRANT_ID_FIELD_NUMBER: _builtins.int
     DAMAGED_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     grant_id: _builtins.str
-    """The grant."""
+    """The grant; empty if a handoff is withdrawn."""
     session_id: _builtins.str
     """The caller's session."""
+    request_id: _builtins.str
+    """The handoff to withdraw, by its name; it may not have been announced."""
     @_builtins.property
     def damaged(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Indices of the grant's extents whose bytes did not match their checksum when they had come. The owner looks for
@@ -397,10 +413,11 @@ class ReleaseRequest(_message.Message):
         grant_id: _builtins.str = ...,
         damaged: _abc.Iterable[_builtins.int] | None = ...,
         session_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged", b"damaged", "grant_id", b"grant_id", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged", b"damaged", "grant_id", b"grant_id", "request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -137,6 +137,8 @@ class PeerServiceServicer:
         * `FAILED_PRECONDITION` (`REQUEST_TOO_LARGE`): the handoff will never fit.
         * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): the epoch is not this node's; `Init` again.
         * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): no engine here shares chunks of this fingerprint.
+        * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the caller is not registered in the fleet in this epoch, so that its address is
+        not known.
         * `NOT_FOUND` (`GRANT_NOT_FOUND`): the handoff has ended already, perhaps because the decode's request was aborted.
         * `NOT_FOUND` (`SESSION_NOT_FOUND`): the caller has no such session, or the node has dropped it; `Init` again.
         """
@@ -158,10 +160,15 @@ class PeerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Gives a grant back before it expires, or ends a handoff: no chunk will come any more. Without effect if the grant has
-        ended, never was, or is of another session.
+        """Gives a grant back before it expires, or ends a handoff. Without effect if the grant has ended, never was, or is of
+        another session.
 
-        Errors: none.
+        A handoff that is named by its grant keeps its chunks for the request of the decode. One that is named by its
+        `request_id` is withdrawn: no request will load it, or it was refused. A request of the decode that waits for it
+        stops waiting at once.
+
+        Errors:
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `request_id` is too long.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

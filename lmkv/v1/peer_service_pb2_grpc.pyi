@@ -85,6 +85,8 @@ class PeerServiceStub:
     * `FAILED_PRECONDITION` (`REQUEST_TOO_LARGE`): the handoff will never fit.
     * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): the epoch is not this node's; `Init` again.
     * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): no engine here shares chunks of this fingerprint.
+    * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the caller is not registered in the fleet in this epoch, so that its address is
+      not known.
     * `NOT_FOUND` (`GRANT_NOT_FOUND`): the handoff has ended already, perhaps because the decode's request was aborted.
     * `NOT_FOUND` (`SESSION_NOT_FOUND`): the caller has no such session, or the node has dropped it; `Init` again.
     """
@@ -98,10 +100,15 @@ class PeerServiceStub:
     * `UNAVAILABLE` (`UNREACHABLE`): the node could not read from the caller.
     """
     Release: _grpc.UnaryUnaryMultiCallable[_peer_service_pb2.ReleaseRequest, _peer_service_pb2.ReleaseResponse]
-    """Gives a grant back before it expires, or ends a handoff: no chunk will come any more. Without effect if the grant has
-    ended, never was, or is of another session.
+    """Gives a grant back before it expires, or ends a handoff. Without effect if the grant has ended, never was, or is of
+    another session.
 
-    Errors: none.
+    A handoff that is named by its grant keeps its chunks for the request of the decode. One that is named by its
+    `request_id` is withdrawn: no request will load it, or it was refused. A request of the decode that waits for it
+    stops waiting at once.
+
+    Errors:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `request_id` is too long.
     """
 
 @_typing.type_check_only
@@ -161,6 +168,8 @@ class PeerServiceAsyncStub(PeerServiceStub):
     * `FAILED_PRECONDITION` (`REQUEST_TOO_LARGE`): the handoff will never fit.
     * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): the epoch is not this node's; `Init` again.
     * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): no engine here shares chunks of this fingerprint.
+    * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the caller is not registered in the fleet in this epoch, so that its address is
+      not known.
     * `NOT_FOUND` (`GRANT_NOT_FOUND`): the handoff has ended already, perhaps because the decode's request was aborted.
     * `NOT_FOUND` (`SESSION_NOT_FOUND`): the caller has no such session, or the node has dropped it; `Init` again.
     """
@@ -174,10 +183,15 @@ class PeerServiceAsyncStub(PeerServiceStub):
     * `UNAVAILABLE` (`UNREACHABLE`): the node could not read from the caller.
     """
     Release: _aio.UnaryUnaryMultiCallable[_peer_service_pb2.ReleaseRequest, _peer_service_pb2.ReleaseResponse]  # type: ignore[assignment]
-    """Gives a grant back before it expires, or ends a handoff: no chunk will come any more. Without effect if the grant has
-    ended, never was, or is of another session.
+    """Gives a grant back before it expires, or ends a handoff. Without effect if the grant has ended, never was, or is of
+    another session.
 
-    Errors: none.
+    A handoff that is named by its grant keeps its chunks for the request of the decode. One that is named by its
+    `request_id` is withdrawn: no request will load it, or it was refused. A request of the decode that waits for it
+    stops waiting at once.
+
+    Errors:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `request_id` is too long.
     """
 
 class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -252,6 +266,8 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
         * `FAILED_PRECONDITION` (`REQUEST_TOO_LARGE`): the handoff will never fit.
         * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): the epoch is not this node's; `Init` again.
         * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): no engine here shares chunks of this fingerprint.
+        * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the caller is not registered in the fleet in this epoch, so that its address is
+          not known.
         * `NOT_FOUND` (`GRANT_NOT_FOUND`): the handoff has ended already, perhaps because the decode's request was aborted.
         * `NOT_FOUND` (`SESSION_NOT_FOUND`): the caller has no such session, or the node has dropped it; `Init` again.
         """
@@ -277,10 +293,15 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _peer_service_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_peer_service_pb2.ReleaseResponse, _abc.Awaitable[_peer_service_pb2.ReleaseResponse]]:
-        """Gives a grant back before it expires, or ends a handoff: no chunk will come any more. Without effect if the grant has
-        ended, never was, or is of another session.
+        """Gives a grant back before it expires, or ends a handoff. Without effect if the grant has ended, never was, or is of
+        another session.
 
-        Errors: none.
+        A handoff that is named by its grant keeps its chunks for the request of the decode. One that is named by its
+        `request_id` is withdrawn: no request will load it, or it was refused. A request of the decode that waits for it
+        stops waiting at once.
+
+        Errors:
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `request_id` is too long.
         """
 
 def add_PeerServiceServicer_to_server(servicer: PeerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -991,6 +991,54 @@ class DeregisterResponse(_message.Message):
 Global___DeregisterResponse: _TypeAlias = DeregisterResponse  # noqa: Y015
 
 @_typing.final
+class LocateInstanceRequest(_message.Message):
+    """Request for `RegistryService.LocateInstance`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """The instance."""
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocateInstanceRequest: _TypeAlias = LocateInstanceRequest  # noqa: Y015
+
+@_typing.final
+class LocateInstanceResponse(_message.Message):
+    """Response for `RegistryService.LocateInstance`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    PEER_ADDRESS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The epoch that it is registered in."""
+    peer_address: _builtins.str
+    """`host:port` where it serves `PeerService`."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        peer_address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "peer_address", b"peer_address"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocateInstanceResponse: _TypeAlias = LocateInstanceResponse  # noqa: Y015
+
+@_typing.final
 class ListInstancesRequest(_message.Message):
     """Request for `RegistryService.ListInstances`."""
 

@@ -59,6 +59,11 @@ class RegistryServiceStub:
                 request_serializer=lmkv_dot_v1_dot_registry__service__pb2.ListInstancesRequest.SerializeToString,
                 response_deserializer=lmkv_dot_v1_dot_registry__service__pb2.ListInstancesResponse.FromString,
                 _registered_method=True)
+        self.LocateInstance = channel.unary_unary(
+                '/lmkv.v1.RegistryService/LocateInstance',
+                request_serializer=lmkv_dot_v1_dot_registry__service__pb2.LocateInstanceRequest.SerializeToString,
+                response_deserializer=lmkv_dot_v1_dot_registry__service__pb2.LocateInstanceResponse.FromString,
+                _registered_method=True)
 
 
 class RegistryServiceServicer:
@@ -136,6 +141,17 @@ class RegistryServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LocateInstance(self, request, context):
+        """Finds where one instance serves its peers. Nodes ask this before they hand a prompt to an instance, or read one from
+        it: no request names an address.
+
+        Errors:
+        * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RegistryServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -158,6 +174,11 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     servicer.ListInstances,
                     request_deserializer=lmkv_dot_v1_dot_registry__service__pb2.ListInstancesRequest.FromString,
                     response_serializer=lmkv_dot_v1_dot_registry__service__pb2.ListInstancesResponse.SerializeToString,
+            ),
+            'LocateInstance': grpc.unary_unary_rpc_method_handler(
+                    servicer.LocateInstance,
+                    request_deserializer=lmkv_dot_v1_dot_registry__service__pb2.LocateInstanceRequest.FromString,
+                    response_serializer=lmkv_dot_v1_dot_registry__service__pb2.LocateInstanceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -273,6 +294,33 @@ class RegistryService:
             '/lmkv.v1.RegistryService/ListInstances',
             lmkv_dot_v1_dot_registry__service__pb2.ListInstancesRequest.SerializeToString,
             lmkv_dot_v1_dot_registry__service__pb2.ListInstancesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LocateInstance(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lmkv.v1.RegistryService/LocateInstance',
+            lmkv_dot_v1_dot_registry__service__pb2.LocateInstanceRequest.SerializeToString,
+            lmkv_dot_v1_dot_registry__service__pb2.LocateInstanceResponse.FromString,
             options,
             channel_credentials,
             insecure,

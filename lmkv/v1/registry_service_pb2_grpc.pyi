@@ -89,6 +89,13 @@ class RegistryServiceStub:
     Errors:
     * `INVALID_ARGUMENT` (`BAD_PAGE_TOKEN`): `page_token` was not made by this call.
     """
+    LocateInstance: _grpc.UnaryUnaryMultiCallable[_registry_service_pb2.LocateInstanceRequest, _registry_service_pb2.LocateInstanceResponse]
+    """Finds where one instance serves its peers. Nodes ask this before they hand a prompt to an instance, or read one from
+    it: no request names an address.
+
+    Errors:
+    * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
+    """
 
 @_typing.type_check_only
 class RegistryServiceAsyncStub(RegistryServiceStub):
@@ -150,6 +157,13 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_PAGE_TOKEN`): `page_token` was not made by this call.
+    """
+    LocateInstance: _aio.UnaryUnaryMultiCallable[_registry_service_pb2.LocateInstanceRequest, _registry_service_pb2.LocateInstanceResponse]  # type: ignore[assignment]
+    """Finds where one instance serves its peers. Nodes ask this before they hand a prompt to an instance, or read one from
+    it: no request names an address.
+
+    Errors:
+    * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
     """
 
 class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -233,6 +247,19 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_PAGE_TOKEN`): `page_token` was not made by this call.
+        """
+
+    @_abc_1.abstractmethod
+    def LocateInstance(
+        self,
+        request: _registry_service_pb2.LocateInstanceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_registry_service_pb2.LocateInstanceResponse, _abc.Awaitable[_registry_service_pb2.LocateInstanceResponse]]:
+        """Finds where one instance serves its peers. Nodes ask this before they hand a prompt to an instance, or read one from
+        it: no request names an address.
+
+        Errors:
+        * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
         """
 
 def add_RegistryServiceServicer_to_server(servicer: RegistryServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,8 @@ from typing import Any, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from lmkv.auth.handoff import HandoffKeys
+from lmkv.auth.token import NO_TOKEN
 from lmkv.errors import LmkvError
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.completion import Completion
@@ -57,9 +58,12 @@ class Trio:
         *,
         seed: int,
         decode_connector: Mapping[str, str] = {},  # never changed
+        secret: str = "",
     ) -> None:
-        """`decode_connector` are more words of the decode engine's `kv_transfer_config`."""
-        self.cluster = Cluster(folder, model, logs=logs, settings=SETTINGS, coordinator=False)
+        """`decode_connector` extends the decode engine's `kv_transfer_config`; `secret` is the fleet's."""
+        self.secret = secret
+        own = {"LMKV_CLUSTER_SECRET": secret} if secret else {}
+        self.cluster = Cluster(folder, model, logs=logs, settings={**SETTINGS, **own}, coordinator=False)
         self._ports = {"prefill": free_port(), "decode": free_port()}
         self.prefill, self.decode = (
             self.cluster.add_engine(
@@ -71,7 +75,11 @@ class Trio:
             for name, role, more in (("prefill", "kv_producer", {}), ("decode", "kv_consumer", decode_connector))
         )
         self.proxy = Proxy(
-            logs, [self.prefill], [self.decode], arguments=("--health-interval", "200ms", "--health-timeout", "2")
+            logs,
+            [self.prefill],
+            [self.decode],
+            arguments=("--health-interval", "200ms", "--health-timeout", "2"),
+            environment=own,
         )
         self._random = random.Random(seed)
         self._requests = ThreadPoolExecutor(16)
@@ -119,11 +127,12 @@ class Trio:
         assert completion.token_ids == expected
         return completion
 
-    def peer_address(self, name: str) -> str:
-        """Where the node beside an engine meets its peers, as its log says."""
-        (log,) = (self.cluster.runtime_dir / name).glob("node.log")
-        addresses: list[str] = re.findall(r"peers at (\S+)", log.read_text())
-        return addresses[-1]
+    def vouched(self, request_id: str, **more: object) -> dict[str, object]:
+        """Parameters of a handoff to the decode engine, as the proxy makes them."""
+        proof = HandoffKeys(self.secret, NO_TOKEN).prove(request_id, "decode")
+        return {
+            "kv_transfer_params": {"lmkv": {"request_id": request_id, "decode_instance": "decode", **proof, **more}}
+        }
 
     # --- Looking -------------------------------------------------------------------------------------------------
 
@@ -159,6 +168,11 @@ class Trio:
                     lambda engine=engine, name=name: self.node_metric(engine.name, name) == 0,  # type: ignore[misc]
                     f"{engine.name}: {name} is 0",
                 )
+
+    def node_log(self, name: str) -> str:
+        """What the node beside an engine has logged."""
+        (log,) = (self.cluster.runtime_dir / name).glob("node.log")
+        return log.read_text()
 
     def check_nobody_crashed(self) -> None:
         """Asserts that no process has logged what it did not expect."""

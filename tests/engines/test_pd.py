@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
 import re
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from lmkv_client.demo.completion import Completion
 from tests.engines.faults import eventually
 from tests.engines.pd import BUFFER_CHUNKS, CHUNK_BYTES, CHUNK_TOKENS, OUTPUT_TOKENS, Trio
 
+SECRET = "of the fleet"
 PROMPT_TOKENS = 1100
 """Four chunks and a part of one, in three steps."""
 BENCH_SERVE = """
@@ -35,7 +39,7 @@ def trio(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """One prefill, one decode, one proxy."""
     with (
         tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder,
-        Trio(Path(folder), tiny_model, tmp_path_factory.mktemp("logs"), seed=1) as trio,
+        Trio(Path(folder), tiny_model, tmp_path_factory.mktemp("logs"), seed=1, secret=SECRET) as trio,
     ):
         yield trio
         trio.check_nothing_is_left()
@@ -128,11 +132,10 @@ def test_a_decode_request_that_comes_first_waits_for_the_bytes(trio: Trio) -> No
     prompt = trio.prompt(PROMPT_TOKENS)
     expected = trio.expected(prompt)
     with ThreadPoolExecutor(1) as thread, trio.counting(trio.decode) as grown:
-        decode = {"lmkv": {"request_id": "decode first", "prompt_token_count": PROMPT_TOKENS}}
-        asked = thread.submit(trio.decode.complete, prompt, OUTPUT_TOKENS, extra={"kv_transfer_params": decode})
+        decode = trio.vouched("decode first", prompt_token_count=PROMPT_TOKENS)
+        asked = thread.submit(trio.decode.complete, prompt, OUTPUT_TOKENS, extra=decode)
         eventually(lambda: trio.decode.metrics()["vllm:num_requests_waiting"] > 0, "it waits")
-        prefill = {"lmkv": {"request_id": "decode first", "decode_address": trio.peer_address("decode")}}
-        trio.prefill.complete(prompt, 1, extra={"kv_transfer_params": prefill})
+        trio.prefill.complete(prompt, 1, extra=trio.vouched("decode first"))
         assert asked.result().token_ids == expected
     assert grown["lmkv:loaded_tokens_total"] == PROMPT_TOKENS
 
@@ -142,6 +145,7 @@ def test_a_prompt_larger_than_the_buffer_is_computed_by_the_decode(trio: Trio) -
     with trio.counting(trio.decode) as grown:
         trio.check(prompt)
     assert grown["lmkv:loaded_tokens_total"] == 0
+    assert "was not announced" not in trio.node_log("decode"), "the decode waited for a handoff that was refused"
 
 
 def test_a_buffer_that_is_too_small_for_all_makes_some_wait_and_all_right(trio: Trio) -> None:
@@ -151,6 +155,67 @@ def test_a_buffer_that_is_too_small_for_all_makes_some_wait_and_all_right(trio: 
     asked = [trio.ask(prompt) for prompt in prompts]
     assert [one.result().token_ids for one in asked] == expected
     assert trio.node_metric("decode", "handoffs_refused_total") > before, "the buffer was never full"
+    assert "was not announced" not in trio.node_log("decode"), "a decode waited for a handoff that was refused"
+
+
+def test_a_client_of_an_engine_cannot_have_its_node_connect_or_hand_over(trio: Trio) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        stranger.setblocking(False)
+        address = f"127.0.0.1:{stranger.getsockname()[1]}"
+        proof = {"expire_time": 4_000_000_000, "mac": "00" * 32}
+        for said in (
+            {"decode_address": address},
+            {"decode_address": address, "decode_instance": address, **proof},
+            {"decode_address": address, "decode_instance": "decode"},
+            {"decode_instance": "decode", **proof},
+        ):
+            prompt = trio.prompt(PROMPT_TOKENS)
+            before = trio.node_metric("decode", "handoff_received_bytes_total")
+            extra = {"kv_transfer_params": {"lmkv": {"request_id": "forged", **said}}}
+            answer = trio.prefill.answer(prompt, 1, **extra)
+            assert "handoff_refused" in answer["kv_transfer_params"]["lmkv"]
+            trio.check(trio.prompt(CHUNK_TOKENS))  # what the proxy asks for takes place, after all that came before
+            assert trio.node_metric("decode", "handoff_received_bytes_total") - before == CHUNK_BYTES
+            with pytest.raises(BlockingIOError):
+                stranger.accept()
+
+
+def abandon(trio: Trio, body: Mapping[str, object], seconds: float) -> None:
+    """Asks the proxy, and leaves after a while."""
+    connection = http.client.HTTPConnection("127.0.0.1", trio.proxy.port)
+    said = json.dumps({"model": trio.proxy.model_name, "temperature": 0, **body})
+    connection.request("POST", "/v1/completions", said, {"Content-Type": "application/json"})
+    time.sleep(seconds)
+    connection.close()
+
+
+def test_a_hundred_requests_that_load_no_handoff_leave_the_buffer_to_others(trio: Trio) -> None:
+    choose = random.Random(3)
+    names = ("handoffs_abandoned_total", "handoffs_refused_total")
+    before = [trio.node_metric("decode", name) for name in names]
+    first_is_last = {"logit_bias": {"7": 100}, "stop_token_ids": [7]}
+    for number in range(100):
+        prompt = trio.prompt(600)
+        match number % 5:
+            case 0:
+                trio.proxy.complete(prompt, 1)
+            case 1:
+                assert trio.proxy.complete(prompt, OUTPUT_TOKENS, extra=first_is_last).finish_reason == "stop"
+            case 2:
+                trio.proxy.answer(prompt, 1, echo=True, logprobs=1)
+            case 3:
+                trio.proxy.answer(prompt, 2, use_beam_search=True, n=2)
+            case _:
+                stream = choose.random() < 0.5
+                body = {"prompt": prompt, "max_tokens": OUTPUT_TOKENS, "stream": stream}
+                abandon(trio, body, choose.uniform(0.0, 0.3))
+        if number % 10 == 9:
+            eventually(lambda: trio.node_metric("decode", "handoff_buffer_bytes") == 0, "the buffer is empty")
+    trio.check_nothing_is_left()
+    assert [trio.node_metric("decode", name) for name in names] == before
+    with trio.counting(trio.decode) as decode:
+        trio.check(trio.prompt(PROMPT_TOKENS))
+    assert decode["lmkv:loaded_tokens_total"] == PROMPT_TOKENS
 
 
 def test_a_hundred_requests_with_random_aborts_leave_nothing(trio: Trio) -> None:

@@ -1,6 +1,7 @@
 """What a request says of a handoff between a prefill and a decode engine: `kv_transfer_params["lmkv"]`. Pure.
 
-The proxy writes it (docs/prefill-decode.md); nothing a client can put there may break an engine.
+The proxy writes it (docs/prefill-decode.md). Clients may write anything there: a handoff that no proxy of the fleet has
+vouched for is refused.
 """
 
 from __future__ import annotations
@@ -9,9 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lmkv.auth.handoff import HandoffKeys
+
 PARAMS = "lmkv"
 MAX_NAME = 256
-"""Characters of a handoff's name, or of an address."""
+"""Characters of a handoff's name, or of an instance's."""
+
+
+class HandoffRefused(ValueError):
+    """The request's handoff does not take place; the request itself is served."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,29 +27,42 @@ class Handoff:
 
     request_id: str
     """Names the handoff to both engines."""
-    decode_address: str = ""
-    """In a prefill: `host:port` of the node that the prompt is handed to."""
-    prompt_token_count: int = 0
-    """In a decode: so many of the request's first tokens are handed to it."""
+    decode_instance: str
+    """The instance of the decode engine's node."""
+    prompt_token_count: int | None = None
+    """In a decode: the number of the request's first tokens that are handed to it; 0 ends the handoff, which no request
+    will load. None in a prefill."""
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether the engine is to hand the prompt over."""
+        return self.prompt_token_count is None
 
 
 def is_addressed(params: Mapping[str, Any] | None) -> bool:
-    """Whether whoever made the request speaks to lmkv, and wants to know which node answers."""
+    """Whether the request has parameters for lmkv, so that the answer says which node is beside the engine."""
     return isinstance(params, Mapping) and isinstance(params.get(PARAMS), Mapping)
 
 
-def handoff_of(params: Mapping[str, Any] | None) -> Handoff | None:
-    """What the request says of a handoff; None if it says nothing. Raises `ValueError` if it makes no sense."""
+def handoff_of(params: Mapping[str, Any] | None, keys: HandoffKeys) -> Handoff | None:
+    """The handoff that the request names; None if it names none.
+
+    Raises `HandoffRefused` if it is malformed, or not proven although there are keys to prove it with.
+    """
     said = params.get(PARAMS) if isinstance(params, Mapping) else None
     if not isinstance(said, Mapping) or "request_id" not in said:
         return None
-    name, address, count = said["request_id"], said.get("decode_address", ""), said.get("prompt_token_count", 0)
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
-        raise ValueError("kv_transfer_params.lmkv.request_id is no name")
-    if not isinstance(address, str) or len(address) > MAX_NAME:
-        raise ValueError("kv_transfer_params.lmkv.decode_address is no address")
-    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-        raise ValueError("kv_transfer_params.lmkv.prompt_token_count is no number of tokens")
-    if not address and not count:
-        raise ValueError("kv_transfer_params.lmkv needs a decode_address, or a prompt_token_count")
-    return Handoff(request_id=name, decode_address=address, prompt_token_count=count)
+    name, instance = (_name(said, field) for field in ("request_id", "decode_instance"))
+    count = said.get("prompt_token_count")
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
+        raise HandoffRefused("kv_transfer_params.lmkv.prompt_token_count must be a number of tokens")
+    if refusal := keys.refusal(name, instance, said.get("expire_time"), said.get("mac")):
+        raise HandoffRefused(refusal)
+    return Handoff(request_id=name, decode_instance=instance, prompt_token_count=count)
+
+
+def _name(said: Mapping[str, Any], field: str) -> str:
+    value = said.get(field)
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME or not value.isascii() or not value.isprintable():
+        raise HandoffRefused(f"kv_transfer_params.lmkv.{field} must be 1 to {MAX_NAME} printable characters")
+    return value

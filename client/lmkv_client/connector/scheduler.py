@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
 
 from lmkv.config import ConnectorConfig
 from lmkv.errors import LmkvError
@@ -21,7 +22,7 @@ from lmkv.telemetry.spans import TRACEPARENT
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.credits import Credits
 from lmkv_client.connector.events import BlockEvents
-from lmkv_client.connector.handoff import PARAMS, Handoff, handoff_of, is_addressed
+from lmkv_client.connector.handoff import PARAMS, Handoff, is_addressed
 from lmkv_client.connector.handoffs import Handoffs
 from lmkv_client.connector.identity import lora_identity
 from lmkv_client.connector.link import Lost, NodeLink
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.lmkv")
+
+NO_ANSWER = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR, RequestStatus.FINISHED_IGNORED)
+"""How requests end that no decode continues."""
 
 GRACE_POLL_SECONDS = 0.00005
 RESET_TIMEOUT_SECONDS = 1.0
@@ -98,7 +102,7 @@ class SchedulerSide:
             step_tokens=step_tokens,
             with_decode=config.save_decode_cache,
         )
-        self._handoffs = Handoffs(self._send, self._counters, self._stores.is_writing)
+        self._handoffs = Handoffs(config, self._send, self._counters, self._stores.is_writing)
         self._resets_done = 0
         self._node = pb.Welcome()
         """What the node said of itself, last."""
@@ -107,22 +111,29 @@ class SchedulerSide:
 
     def on_new_request(self, request: Request) -> None:
         """A request has arrived: make its keys, ask the node."""
-        if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
-            return
         self.pump()
+        handoff = self._handoffs.read(request, self._node.instance_id if self._attachment else "")
+        prompt = self._follow(request, handoff)
+        if handoff and handoff.is_prefill:
+            self._handoffs.begin(handoff, request.request_id, prompt)
+        elif handoff and not (prompt and prompt.handoff_id and prompt.ticket):
+            self._handoffs.drop(handoff)  # it will be loaded by no lookup
+
+    def _follow(self, request: Request, handoff: Handoff | None) -> Prompt | None:
+        """Makes the request's keys and looks it up; None if it cannot be cached."""
+        if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
+            return None
         try:
-            handoff = handoff_of(request.kv_transfer_params) if self._config.enable_pd else None
             prompt = self._prompt(request, handoff)
         except (LmkvError, OSError, ValueError) as error:  # an adapter's folder may vanish
             logger.warning("[%s] goes without cache: %s", request.request_id, error)
-            return
+            return None
         self._prompts[request.request_id] = prompt
         if self._has_events:
             self._events.follow(request)
         if not request.skip_reading_prefix_cache:
             self._ask(prompt)
-        if handoff and handoff.decode_address and self._attachment and prompt.keys:
-            self._handoffs.begin(handoff.request_id, handoff.decode_address, prompt)
+        return prompt
 
     def matched_tokens(self, request: Request, computed_count: int) -> tuple[int | None, bool]:
         """Tokens that can be had beyond those computed, and whether by an asynchronous load; None: not known yet."""
@@ -208,16 +219,19 @@ class SchedulerSide:
         if not self._loads.finished(prompt):
             self._searches.release(prompt)
         self._stores.finished(prompt)
-        self._handoffs.finished(prompt)
+        self._handoffs.finished(prompt, is_aborted=request.status in NO_ANSWER)
         if not self._prompts:
             self._stores.idle()
 
     def identity(self, request: Request) -> dict[str, Any] | None:
-        """Which node is beside this engine, for the answer to a request that speaks to lmkv."""
+        """Which node is beside this engine, and why a handoff is refused, for requests with parameters for lmkv."""
+        refusal = self._handoffs.refusal(request.request_id)
+        self._handoffs.forget(request.request_id)
         if not is_addressed(request.kv_transfer_params):
             return None
         attached = self._node if self._attachment else pb.Welcome()
-        return {PARAMS: {"instance_id": attached.instance_id, "peer_address": attached.peer_address}}
+        refused = {"handoff_refused": refusal} if refusal else {}
+        return {PARAMS: {"instance_id": attached.instance_id, **refused}}
 
     @property
     def is_storing(self) -> bool:
@@ -334,7 +348,7 @@ class SchedulerSide:
         )
         chain = KeyChain(root, self._spec.chunk_size, multimodal_extras(request.mm_features, self._spec.chunk_size))
         config, tokens = self._config, as_tokens(request.prompt_token_ids)
-        handed_count = handoff.prompt_token_count if handoff else 0
+        handed_count = handoff.prompt_token_count or 0 if handoff else 0
         return Prompt(
             request.request_id,
             tokens[:handed_count] if handed_count else tokens,
@@ -344,5 +358,5 @@ class SchedulerSide:
             traceparent=(request.trace_headers or {}).get(TRACEPARENT, ""),
             handoff_id=handoff.request_id if handoff and handed_count else "",
             load_timeout=config.pd_load_timeout if handed_count else config.load_timeout,
-            is_kept=config.local_cpu or handoff is not None,
+            is_kept=config.local_cpu or (handoff is not None and handoff.prompt_token_count != 0),
         )

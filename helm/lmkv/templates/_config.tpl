@@ -88,6 +88,9 @@ metrics_port: {{ .Values.node.metricsPort }}
 {{/* Engines log through vLLM: they have no logging keys. */}}
 {{- define "lmkv.engineSettings" -}}
 {{- with .Values.engines.config }}{{ toYaml . }}{{ end -}}
+{{- if .Values.auth.tokensSecret }}
+auth_token_file: /etc/lmkv-token/token
+{{- end -}}
 {{- end -}}
 
 {{- define "lmkv.proxySettings" -}}

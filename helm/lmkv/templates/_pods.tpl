@@ -155,12 +155,17 @@ get the issuer and no more. */}}
   secret:
     defaultMode: 0440
     secretName: {{ .tokensSecret }}
+{{ include "lmkv.tokenVolume" $ }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The volume of the token that nodes and proxies show, and that proxies prove handoffs to engines with. */}}
+{{- define "lmkv.tokenVolume" -}}
 - name: token
   secret:
     defaultMode: 0440
-    secretName: {{ .engineSecret }}
-{{- end }}
-{{- end }}
+    secretName: {{ .Values.auth.engineSecret }}
 {{- end -}}
 
 {{/* Mounts of a coordinator: its configuration and `lmkv.serverVolumes`. */}}

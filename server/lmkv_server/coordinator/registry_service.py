@@ -11,7 +11,7 @@ from typing import Any
 from google.protobuf import duration_pb2, timestamp_pb2
 
 from lmkv.auth.callers import NO_QUOTA, TenantQuota
-from lmkv.errors import Full, LmkvError, QuotaExceeded, ResyncRequired
+from lmkv.errors import Full, InstanceNotFound, LmkvError, QuotaExceeded, ResyncRequired
 from lmkv.rpc import MAX_MESSAGE_BYTES
 from lmkv.telemetry.log_limit import LimitedLogger
 from lmkv.v1 import registry_service_pb2 as pb
@@ -21,7 +21,7 @@ from lmkv_server.coordinator.keeping import Keeping
 from lmkv_server.coordinator.orders import Orders
 from lmkv_server.coordinator.outbox import Outbox
 from lmkv_server.coordinator.pages import page_limit, page_token, read_page_token
-from lmkv_server.coordinator.registration import check_report, check_secret, registration
+from lmkv_server.coordinator.registration import MAX_SHOWN, check_report, check_secret, registration
 from lmkv_server.coordinator.registry import Registry
 from lmkv_server.coordinator.report_stream import ReportStream
 from lmkv_server.coordinator.shared.share import OwnMap, Share
@@ -208,6 +208,15 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
         if len(response.instances) < len(rest):
             response.next_page_token = page_token("ListInstances", response.instances[-1].instance_id)
         return response
+
+    async def LocateInstance(self, request: pb.LocateInstanceRequest, context: Any) -> pb.LocateInstanceResponse:
+        instance = self._registry.instances.find(request.instance_id)
+        if instance is None:
+            raise InstanceNotFound(
+                f"instance {request.instance_id[:MAX_SHOWN]!r} is not registered",
+                instance_id=request.instance_id[:MAX_SHOWN],
+            )
+        return pb.LocateInstanceResponse(epoch=instance.said.epoch, peer_address=instance.said.peer_address)
 
     def _to_proto(self, instance: Instance, now: float) -> pb.Instance:
         said = instance.said

@@ -1,4 +1,4 @@
-"""What the node asks one coordinator: who holds what. Used by `Member`."""
+"""What the node asks one coordinator: who holds what, and where an instance is. Used by `Member`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from lmkv import rpc
-from lmkv.errors import LmkvError, Unreachable
+from lmkv.errors import InstanceNotFound, LmkvError, Unreachable
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.v1 import cache_service_pb2
+from lmkv.v1 import registry_service_pb2 as registry_pb
 
 logger = logging.getLogger(__name__)
 
@@ -45,3 +46,19 @@ class Asking:
             self.doubted = self.doubted or isinstance(error, Unreachable)
             logger.debug("a lookup failed: %s", error)
             return None
+
+    async def locate(self, registry: Any, instance_id: str, deadline_seconds: float) -> cache_service_pb2.Holder | None:
+        """The node of an instance; None if it is not registered. Raises `Unreachable` if there is no answer."""
+        request = registry_pb.LocateInstanceRequest(instance_id=instance_id)
+        method = "lmkv.v1.RegistryService/LocateInstance"
+        try:
+            found: registry_pb.LocateInstanceResponse = await rpc.call(
+                registry.LocateInstance, method, self._coordinator_address, request, deadline_seconds
+            )
+        except InstanceNotFound:
+            return None
+        except LmkvError as error:
+            raise Unreachable(
+                f"the coordinator at {self._coordinator_address} did not say where {instance_id} is: {error}"
+            ) from None
+        return cache_service_pb2.Holder(instance_id=instance_id, epoch=found.epoch, peer_address=found.peer_address)

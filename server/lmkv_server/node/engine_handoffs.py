@@ -18,7 +18,15 @@ from lmkv_server.node.senders import Senders
 class EngineHandoffs:
     """One engine's handoffs. They end with its stream: nobody computes their chunks any more."""
 
-    def __init__(self, spec: KvSpec, senders: Senders | None, answer: Callable[[pb.AttachResponse], None]) -> None:
+    def __init__(
+        self,
+        spec: KvSpec,
+        senders: Senders | None,
+        answer: Callable[[pb.AttachResponse], None],
+        drop_here: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`drop_here` ends a handoff that was to come to this node."""
+        self._drop_here = drop_here
         self._spec = spec
         self._senders = senders
         self._answer = answer
@@ -37,7 +45,7 @@ class EngineHandoffs:
         self._senders.start(
             self._spec,
             request_id=handoff.request_id,
-            address=handoff.decode_address,
+            decode_instance_id=handoff.decode_instance_id,
             keys=keys,
             token_count=handoff.token_count,
             on_end=self._ended,
@@ -48,6 +56,13 @@ class EngineHandoffs:
         """No chunk of it will be committed any more."""
         if self._senders and request_id in self._running:
             self._senders.end(request_id)
+
+    def drop(self, dropped: pb.DropHandoff) -> None:
+        """No request will load it: of the prefill's side if it names the decode's instance, else of the decode's."""
+        if not dropped.decode_instance_id:
+            self._drop_here(dropped.request_id)
+        elif self._senders is not None:
+            self._senders.drop(dropped.request_id, dropped.decode_instance_id)
 
     def close(self) -> None:
         """The engine is gone."""

@@ -43,7 +43,7 @@ class EngineStream:
         """`on_served` gets further names under which the engine serves."""
         self.outbox = Outbox()
         self._on_served = on_served
-        self._handoffs = EngineHandoffs(session.spec, senders, self.outbox.put)
+        self._handoffs = EngineHandoffs(session.spec, senders, self.outbox.put, sources.drop_handoff)
         self._tier = tier
         self._session = session
         self._sources = sources
@@ -82,6 +82,8 @@ class EngineStream:
             self._handoffs.begin(handoff)
         for request_id in message.ended_handoffs:
             self._handoffs.end(request_id)
+        for handoff_drop in message.dropped_handoffs:
+            self._handoffs.drop(handoff_drop)
         if message.reset:
             self.outbox.put(pb.AttachResponse(reset_counts=[self._sources.clear(self._session.spec.fingerprint)]))
 

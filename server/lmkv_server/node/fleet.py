@@ -34,6 +34,9 @@ __all__ = ["Fleet", "Held"]
 
 logger = logging.getLogger(__name__)
 
+LOCATE_SECONDS = 0.5
+"""Most time that one coordinator gets to say where an instance is."""
+
 
 class Fleet:
     """Membership of one node. Enter it to join, leave it to deregister; all methods are for the loop it is entered in.
@@ -259,6 +262,24 @@ class Fleet:
             if longest(found) > longest(holders):
                 holders = found
         return holders
+
+    async def locate(self, instance_id: str) -> cache_service_pb2.Holder | None:
+        """The node of an instance, as a coordinator has it registered; None if none of those that answer has.
+
+        Raises `Unreachable` if there are coordinators and none answers.
+        """
+        failure: Unreachable | None = None
+        answered = not self._names
+        for member in sorted(self.members, key=lambda one: not one.connected):
+            try:
+                if found := await member.locate(instance_id, LOCATE_SECONDS):
+                    return found
+                answered = True
+            except Unreachable as error:
+                failure = error
+        if answered:
+            return None
+        raise failure or Unreachable("no coordinator is known yet")
 
 
 def longest(holders: Sequence[cache_service_pb2.Holder]) -> int:

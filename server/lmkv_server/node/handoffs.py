@@ -20,6 +20,8 @@ from lmkv_server.node.host_tier import HostTier
 MAX_HANDOFFS = 1024
 MAX_ENDED = 4096
 """So many names of ended handoffs are remembered, so that a late word about one begins nothing."""
+MAX_NAME = 256
+"""Characters of a handoff's name."""
 RETRY_SECONDS = 0.05
 
 
@@ -43,7 +45,7 @@ class Handoffs:
         self._by_grant: dict[str, Handoff] = {}
         self._by_request: dict[str, Handoff] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()  # names, oldest first
-        self._claims: dict[str, HostTier | None] = {}
+        self._claims: dict[str, list[HostTier | None]] = {}
 
     def __len__(self) -> int:
         return len(self._by_grant)
@@ -72,6 +74,7 @@ class Handoffs:
         Raises `BadMessage` if the request makes no sense, `GrantNotFound` if it has ended already, `RequestTooLarge` if
         it will never fit, `NoFreeExtents` if it does not fit now.
         """
+        check_name(request_id)
         if not request_id or -(-token_count // spec.chunk_size) != len(keys):
             raise BadMessage(f"{token_count} tokens do not make {len(keys)} chunks", field="token_count")
         if known := self._by_request.get(request_id):
@@ -147,20 +150,43 @@ class Handoffs:
     def claim(self, request_id: str, buffer: HostTier | None = None) -> None:
         """The decode's request has come; from now on it decides how long the chunks are kept. `unclaim` ends it.
 
-        `buffer` is the device buffer of its engine.
+        `buffer` is the device buffer of its engine. A request for several answers comes several times.
         """
-        self._claims[request_id] = buffer
+        self._claims.setdefault(request_id, []).append(buffer)
 
     def reaches(self, handoff: Handoff) -> bool:
         """Whether the request that has come can load what the handoff brings: not out of another engine's buffer."""
-        return handoff.room is self._tier or handoff.room is self._claims.get(handoff.request_id)
+        return handoff.room is self._tier or handoff.room in self._claims.get(handoff.request_id, ())
 
     def unclaim(self, request_id: str) -> None:
         """The decode's request has what it wants, or is gone: the handoff is over, announced or not."""
+        claims = self._claims.get(request_id, [])
+        if claims:
+            claims.pop()
+        if claims:
+            return
         self._claims.pop(request_id, None)
         if handoff := self.find(request_id):
             self._close(handoff)
         self._remember(request_id)
+
+    def withdraw(self, request_id: str, now: float, session_id: str | None = None) -> bool:
+        """Ends a handoff, announced or not, that is refused or that no request will load; whether the caller may.
+
+        `session_id` is that of a prefill, which may end its own; None: this node's engine. A request that has come
+        nevertheless keeps the chunks that came, and waits for no more.
+        """
+        check_name(request_id)
+        handoff = self.find(request_id)
+        if handoff and session_id not in (None, handoff.giver.session_id):
+            return False
+        if handoff and self._is_claimed(handoff):
+            handoff.end(State.ABORTED)
+            self.heard(handoff, now)
+        elif handoff:
+            self._close(handoff)
+        self._remember(request_id)
+        return True
 
     def end(self, grant_id: str, session_id: str, now: float) -> bool:
         """The prefill will send nothing more; whether the session has such a handoff."""
@@ -222,3 +248,9 @@ class Handoffs:
         assert self.used_bytes <= self.buffer_bytes
         for handoff in self:
             handoff.check()
+
+
+def check_name(request_id: str) -> None:
+    """Raises `BadMessage` if the name is too long or not printable: names are kept when handoffs end, and logged."""
+    if len(request_id) > MAX_NAME or not request_id.isprintable():
+        raise BadMessage(f"request_id must have at most {MAX_NAME} printable characters", field="request_id")

@@ -233,6 +233,10 @@ class Member:
             self._stream.probe()
         return response
 
+    async def locate(self, instance_id: str, deadline_seconds: float) -> cache_service_pb2.Holder | None:
+        """The node of an instance; None if it is not registered. Raises `Unreachable` if there is no answer."""
+        return await self._asking.locate(self._registry, instance_id, deadline_seconds)
+
     # --- Joining, and joining again ------------------------------------------------------------------------------
 
     async def _stay(self) -> None:

@@ -162,6 +162,8 @@ class Node:
             orders=self.orders,
             on_conflicts=lambda conflicts: service.tell_conflicts(conflicts),
         )
+        if side:
+            side.directory.locate = self.fleet.locate
         pool_socket = PoolSocket(
             config.pool_socket,
             self.pool,

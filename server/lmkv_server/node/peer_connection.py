@@ -61,6 +61,7 @@ class PeerConnection:
         self._channels = channels
         self._on_mismatch = on_mismatch
         self._agreed: set[bytes] = set()
+        self._compared: set[bytes] = set()
         self._agreeing = asyncio.Lock()
         self._failure_count = 0
         self._retry_at = 0.0
@@ -110,6 +111,16 @@ class PeerConnection:
         logger.info("bytes of %s come by %s", self.name, response.channel)
         self.regions = tuple(response.regions)
         self._agreed.add(spec.fingerprint)
+
+    async def compare(self, spec: KvSpec, timeout_seconds: float) -> None:
+        """Makes sure that the peer shares chunks of this spec, before anything is handed to it."""
+        async with self._agreeing:
+            if spec.fingerprint in self._compared:
+                return
+            if known := self.mismatches.get(spec.fingerprint):
+                raise known
+            await self._init(spec, (), timeout_seconds)
+            self._compared.add(spec.fingerprint)
 
     async def agree_on_nixl(self, spec: KvSpec, timeout_seconds: float) -> None:
         """Learns how to read its memory into a device's: by NIXL, whichever channel the nodes themselves use."""
@@ -201,6 +212,14 @@ class PeerConnection:
             await self._call("Release", request, timeout_seconds)
         except LmkvError as error:
             logger.debug("grant %s of %s is left to expire: %s", grant_id, self.name, error)
+
+    async def withdraw(self, request_id: str, timeout_seconds: float) -> None:
+        """Ends a handoff that no request will load. If it fails, the handoff is abandoned by itself."""
+        try:
+            request = pb.ReleaseRequest(request_id=request_id, session_id=self._session_id)
+            await self._call("Release", request, timeout_seconds)
+        except LmkvError as error:
+            logger.debug("handoff %s to %s is left to be abandoned: %s", request_id, self.name, error)
 
     async def close(self) -> None:
         """Ends the connection. Idempotent."""

@@ -1,4 +1,4 @@
-"""The peers that a node is connected with, each found by what a lookup says of it or by where it serves.
+"""The peers that a node is connected with, by what a coordinator or the `Directory` says of them.
 
 Used by `Peers` and by both sides of handoffs.
 """
@@ -13,11 +13,10 @@ from typing import Any
 
 from lmkv import rpc
 from lmkv.credentials import Credentials
-from lmkv.errors import KvSpecMismatch, LmkvError, Unreachable
+from lmkv.errors import KvSpecMismatch, LmkvError
 from lmkv.spec import KvSpec
 from lmkv.transfer import Channels
 from lmkv.v1 import peer_service_pb2 as pb
-from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.bandwidth import Bandwidth
 from lmkv_server.node.peer_connection import PeerConnection
@@ -45,8 +44,6 @@ class PeerConnections:
         self._host = host
         self._credentials = credentials
         self._by_instance: OrderedDict[str, PeerConnection] = OrderedDict()  # least recently used first
-        self._identified: dict[tuple[str, bytes], Holder] = {}
-        """Who serves at an address, by that and by the spec that is shared with it."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def aclose(self) -> None:
@@ -85,40 +82,6 @@ class PeerConnections:
         """Whether the peer is on this host."""
         return connection.address.rpartition(":")[0] in {self._host, *LOOPBACK}
 
-    # --- Who serves at an address --------------------------------------------------------------------------------
-
-    async def identify(self, address: str, spec: KvSpec, timeout_seconds: float) -> PeerConnection | None:
-        """The peer whose node serves at this address, asked once until `forget`; None if that is this node.
-
-        Raises `Unreachable`, or `KvSpecMismatch` if the two share no chunks of this spec.
-        """
-        known = self._identified.get((address, spec.fingerprint))
-        if known is None:
-            known = await self._ask_who(address, spec, timeout_seconds)
-            self._identified[address, spec.fingerprint] = known
-            while len(self._identified) > MAX_CONNECTIONS:
-                del self._identified[next(iter(self._identified))]
-        if known.instance_id == self._instance_id:
-            return None
-        if connection := self.get(known):
-            return connection
-        self.forget(address)
-        raise Unreachable(f"{known.instance_id} has left {address}", address=address)
-
-    def forget(self, address: str) -> None:
-        """Another node may serve at this address by now."""
-        for place in [place for place in self._identified if place[0] == address]:
-            del self._identified[place]
-
-    async def _ask_who(self, address: str, spec: KvSpec, timeout_seconds: float) -> Holder:
-        async with rpc.open_channel(address, self._credentials) as channel:
-            request = pb.InitRequest(instance_id=self._instance_id, epoch=self._epoch, spec=spec.to_proto())
-            method: Any = pb_grpc.PeerServiceStub(channel).Init
-            answer: pb.InitResponse = await rpc.call(
-                method, "lmkv.v1.PeerService/Init", address, request, timeout_seconds
-            )
-        return Holder(instance_id=answer.instance_id, epoch=answer.epoch, peer_address=address)
-
     # --- Behind the caller's back --------------------------------------------------------------------------------
 
     def introduce(
@@ -144,6 +107,10 @@ class PeerConnections:
     def release(self, connection: PeerConnection, grant_id: str, damaged: Sequence[int] = ()) -> asyncio.Task[None]:
         """Gives a grant back, behind the caller's back, and says which of its extents came damaged. Soon done."""
         return self._spawn(connection.release(grant_id, RELEASE_SECONDS, damaged))
+
+    def withdraw(self, connection: PeerConnection, request_id: str) -> asyncio.Task[None]:
+        """Ends a handoff to a peer that no request will load, behind the caller's back. Soon done."""
+        return self._spawn(connection.withdraw(request_id, RELEASE_SECONDS))
 
     def release_once_granted(self, connection: PeerConnection, acquiring: asyncio.Task[pb.AcquireResponse]) -> None:
         """Gives back the grant of a call that nobody waits for any more."""

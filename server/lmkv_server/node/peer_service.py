@@ -159,7 +159,7 @@ class PeerService(pb_grpc.PeerServiceServicer):
         """See the proto."""
         self._check_epoch(request.peer_epoch)
         session = self.sessions.get(caller_identity(context), request.session_id)
-        return self._receiver.allocate(request, session.session_id)
+        return await self._receiver.allocate(request, session.session_id)
 
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
         """See the proto."""
@@ -170,6 +170,9 @@ class PeerService(pb_grpc.PeerServiceServicer):
         """See the proto."""
         session = self.sessions.find(caller_identity(context), request.session_id)
         if session is None:
+            return pb.ReleaseResponse()
+        if request.request_id:
+            self._receiver.drop(request.request_id, session.session_id)
             return pb.ReleaseResponse()
         if grant := self.grants.get(request.grant_id, session):
             places = {place for place in request.damaged if 0 <= place < len(grant.chunks)}

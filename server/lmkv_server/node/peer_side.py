@@ -19,6 +19,7 @@ from lmkv.telemetry.calls import Calls
 from lmkv.transfer import Channels, End
 from lmkv.v1 import peer_service_pb2_grpc
 from lmkv_kernels import summed_copy
+from lmkv_server.node.directory import Directory
 from lmkv_server.node.disk_tier import DiskTier
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.handoffs import Handoffs
@@ -69,6 +70,8 @@ class PeerSide:
                 mooncake_protocol=config.mooncake_protocol,
             ),
         )
+        self.directory = Directory(config.runtime_path)
+        """Where the other nodes of the fleet are; asks the coordinators once `locate` is set."""
         self.inspector = Inspector(tier, pool)
         self.peers = Peers(
             instance_id=config.instance_id,
@@ -89,6 +92,8 @@ class PeerSide:
             ),
             self.peers,
             engines,
+            self.directory,
+            config.instance_id,
         )
         self.service = PeerService(
             instance_id=config.instance_id,
@@ -105,13 +110,14 @@ class PeerSide:
         self.senders = Senders(
             instance_id=config.instance_id,
             epoch=epoch,
-            peer_address=lambda: self.address,
             peers=self.peers,
+            directory=self.directory,
             limit=MAX_SENDERS if config.enable_pd and config.pd_role != "receiver" else 0,
             lending=self.service.lending,
             suspect=self.inspector.suspect,
         )
         self._config = config
+        self._epoch = epoch
         self._calls = calls
         self._stack = AsyncExitStack()
 
@@ -143,6 +149,8 @@ class PeerSide:
         await server.start()
         stack.push_async_callback(server.stop, STOP_GRACE_SECONDS)
         self.address = f"{config.p2p_host}:{port}"
+        self.directory.publish(config.instance_id, self._epoch, self.address)
+        stack.callback(self.directory.close)
         await stack.enter_async_context(self.senders)
 
 

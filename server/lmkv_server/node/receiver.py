@@ -20,6 +20,7 @@ from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.alarm import Alarm
 from lmkv_server.node.arrivals import Progress
 from lmkv_server.node.device_buffers import DeviceBuffers
+from lmkv_server.node.directory import Directory
 from lmkv_server.node.engines import Engines
 from lmkv_server.node.handoff import Giver, Handoff, State
 from lmkv_server.node.handoffs import Handoffs
@@ -38,8 +39,13 @@ ANNOUNCE_SECONDS = 1.0
 class Receiver:
     """The handoffs of one decode's node. One event loop owns it; to be used as an async context manager."""
 
-    def __init__(self, handoffs: Handoffs, peers: Peers, engines: Engines) -> None:
+    def __init__(
+        self, handoffs: Handoffs, peers: Peers, engines: Engines, directory: Directory, instance_id: str
+    ) -> None:
+        """`directory` finds the prefills' nodes; `instance_id` is the own one."""
         self.handoffs = handoffs
+        self._instance_id = instance_id
+        self._directory = directory
         self._peers = peers
         self._tier = peers.tier
         self._engines = engines
@@ -66,15 +72,18 @@ class Receiver:
 
     # --- What prefills say ---------------------------------------------------------------------------------------
 
-    def allocate(self, request: pb.AllocateRequest, session_id: str) -> pb.AllocateResponse:
-        """See the proto; the epoch and the caller's session were checked."""
+    async def allocate(self, request: pb.AllocateRequest, session_id: str) -> pb.AllocateResponse:
+        """See the proto; epoch and session were checked. The registry has the address that the prefill is read from."""
         spec = self._engines.spec(request.fingerprint)
         if spec is None:
             raise KvSpecMismatch("no engine here shares chunks of this spec", fingerprint=request.fingerprint.hex())
+        if request.instance_id == self._instance_id:
+            raise BadMessage("instance_id is this node's own", field="instance_id")
+        holder = await self._directory.find_epoch(request.instance_id, request.epoch)
         giver = Giver(
-            instance_id=request.instance_id,
-            epoch=request.epoch,
-            address=request.peer_address,
+            instance_id=holder.instance_id,
+            epoch=holder.epoch,
+            address=holder.peer_address,
             session_id=session_id,
         )
         connection = self._connection(giver)
@@ -113,6 +122,17 @@ class Receiver:
             self.handoffs.heard(handoff, time.monotonic())
             self._alarm.changed()
         return pb.CommitResponse(damaged=damaged)
+
+    def drop(self, request_id: str, session_id: str | None = None) -> None:
+        """The handoff was refused, or no request will load it: a request that waits for it waits no longer.
+
+        `session_id` is that of a prefill, which may end its own; None: this node's engine.
+        """
+        if not self.handoffs.withdraw(request_id, time.monotonic(), session_id):
+            return
+        if announced := self._announced.get(request_id):
+            announced.set()
+        self._alarm.changed()
 
     def release(self, grant_id: str, session_id: str) -> bool:
         """The prefill will send nothing more; whether the grant is that of a handoff of this session."""

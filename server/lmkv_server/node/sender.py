@@ -1,6 +1,7 @@
 """The prefill's side of handoffs: tells a decode's node of each chunk once it is committed here.
 
 announce (`Allocate`) ──► say what is committed (`Commit`) ──► ... ──► all is there, or nothing more comes (`Release`)
+    └── refused, or dropped by the engine ──► withdrawn (`Release` by its name): the decode waits no longer
 
 The other node reads the bytes while `Commit` is under way. Between chunks an empty `Commit` says that the prefill is
 still at work. Nothing is kept in place for a handoff but what a running `Commit` names.
@@ -11,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lmkv.errors import Full, LmkvError, Unreachable, WrongInstance
+from lmkv.errors import Full, GrantNotFound, LmkvError, Unreachable, WrongInstance
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.spec import KvSpec
 from lmkv.v1 import peer_service_pb2 as pb
@@ -56,14 +58,14 @@ class Sender:
         senders: Senders,
         *,
         request_id: str,
-        address: str,
+        decode_instance_id: str,
         spec: KvSpec,
         keys: Sequence[ChunkKey],
         token_count: int,
     ) -> None:
         self._senders = senders
         self._request_id = request_id
-        self._address = address
+        self._decode_instance_id = decode_instance_id
         self._spec = spec
         self._keys = keys
         self._token_count = token_count
@@ -71,7 +73,8 @@ class Sender:
         """What the other node has not yet, by key: the index."""
         self._ready: dict[ChunkKey, int] = {}
         """Those of them that are committed here."""
-        self._is_ended = False
+        self._ended = asyncio.Event()
+        self._is_dropped = False
         self._changed = asyncio.Event()
         self._size_bytes = 0
         self._seconds = 0.0
@@ -84,8 +87,13 @@ class Sender:
 
     def end(self) -> None:
         """No chunk will be committed any more."""
-        self._is_ended = True
+        self._ended.set()
         self._changed.set()
+
+    def drop(self) -> None:
+        """No request will load it: `run` withdraws it."""
+        self._is_dropped = True
+        self.end()
 
     async def run(self) -> Handed:
         """Returns when everything is handed over, nothing more will come, or it has failed. Raises nothing."""
@@ -95,7 +103,7 @@ class Sender:
         except LmkvError as failure:
             error = failure
         except TimeoutError:
-            error = Unreachable(f"{self._address} does not answer", address=self._address)
+            error = Unreachable(f"{self._decode_instance_id} does not answer", instance_id=self._decode_instance_id)
         return Handed(
             request_id=self._request_id,
             chunk_count=len(self._keys) - len(self._missing),
@@ -107,36 +115,51 @@ class Sender:
     async def _hand_over(self) -> None:
         self._missing = {key: index for index, key in enumerate(self._keys)}
         connections = self._senders.peers.connections
-        peer = await connections.identify(self._address, self._spec, ANSWER_SECONDS)
+        peer, answer = await self._begin()
         if peer is None:  # both engines share this node: what is committed is there
             self._missing.clear()
             return
-        try:
-            answer = await self._announce(peer)
-        except WrongInstance:  # it was started anew
-            connections.forget(self._address)
-            peer = await connections.identify(self._address, self._spec, ANSWER_SECONDS)
-            if peer is None:
-                raise
-            answer = await self._announce(peer)
-        except Unreachable:
-            connections.forget(self._address)
-            raise
         self._missing = {self._keys[index]: index for index in answer.missing if 0 <= index < len(self._keys)}
         try:
             tier = self._senders.tier
             self._ready = {key: index for key, index in self._missing.items() if tier.get(key)}
             await self._send_all(peer, answer)
         finally:
-            if self._missing:
+            if self._is_dropped:
+                connections.withdraw(peer, self._request_id)
+            elif self._missing:
                 connections.release(peer, answer.grant_id)
+
+    async def _begin(self) -> tuple[PeerConnection | None, pb.AllocateResponse]:
+        """The decode's node once it has room; None if that is this node. Raises why there is none."""
+        directory = self._senders.directory
+        for is_last in (False, True):
+            holder = await directory.find(self._decode_instance_id)
+            if holder.instance_id == self._senders.instance_id:
+                return None, pb.AllocateResponse()
+            peer = self._senders.peers.connections.get(holder)
+            if peer is None:
+                raise Unreachable(f"{holder.instance_id} has left {holder.peer_address}", address=holder.peer_address)
+            try:
+                await peer.compare(self._spec, ANSWER_SECONDS)
+                return peer, await self._announce(peer)
+            except WrongInstance:  # it was started again since
+                directory.forget(self._decode_instance_id)
+                if is_last:
+                    raise
+            except (Unreachable, GrantNotFound):  # the decode is gone, or has ended it
+                directory.forget(self._decode_instance_id)
+                raise
+            except BaseException:
+                self._senders.peers.connections.withdraw(peer, self._request_id)
+                raise
+        raise AssertionError("the second try returns or raises")
 
     async def _announce(self, peer: PeerConnection) -> pb.AllocateResponse:
         """Asks for room until there is some. Raises why there is none."""
         request = pb.AllocateRequest(
             instance_id=self._senders.instance_id,
             epoch=self._senders.epoch,
-            peer_address=self._senders.peer_address,
             peer_epoch=peer.epoch,
             request_id=self._request_id,
             fingerprint=self._spec.fingerprint,
@@ -148,16 +171,17 @@ class Sender:
             try:
                 return await peer.allocate(request, self._spec, ANSWER_SECONDS)
             except Full as error:
-                if self._is_ended or time.monotonic() > give_up_at:
+                if self._ended.is_set() or time.monotonic() > give_up_at:
                     raise
-                await asyncio.sleep(float(error.metadata.get("retry_seconds", 0.05)))
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._ended.wait(), float(error.metadata.get("retry_seconds", 0.05)))
 
     async def _send_all(self, peer: PeerConnection, answer: pb.AllocateResponse) -> None:
         sign_of_life_seconds = answer.timeout.ToNanoseconds() / 1e9 / 3
-        while self._missing:
+        while self._missing and not self._is_dropped:
             self._changed.clear()
             if not self._ready:
-                if self._is_ended:
+                if self._ended.is_set():
                     return
                 try:
                     async with asyncio.timeout(sign_of_life_seconds):

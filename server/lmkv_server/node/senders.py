@@ -12,6 +12,7 @@ from lmkv.errors import BadMessage, Full, LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
 from lmkv.telemetry import Span
+from lmkv_server.node.directory import Directory
 from lmkv_server.node.host_tier import Chunk, HostTier
 from lmkv_server.node.peers import Peers
 from lmkv_server.node.sender import Handed, Sender
@@ -29,8 +30,8 @@ class Senders:
         *,
         instance_id: str,
         epoch: int,
-        peer_address: Callable[[], str],
         peers: Peers,
+        directory: Directory,
         limit: int = MAX_SENDERS,
         lending: Callable[[str, Sequence[Chunk]], AbstractContextManager[str]],
         suspect: Callable[[Sequence[Chunk], str], None],
@@ -41,6 +42,7 @@ class Senders:
         self.instance_id = instance_id
         self.epoch = epoch
         self.peers = peers
+        self.directory = directory
         self.lending = lending
         self.suspect = suspect
         self.done_count = 0
@@ -49,19 +51,14 @@ class Senders:
         """Those that did not."""
         self.sent_bytes = 0
         """Bytes that decodes' nodes have read."""
-        self._peer_address = peer_address
         self._limit = limit
         self._running: dict[str, tuple[Sender, asyncio.Task[None]]] = {}
+        self._withdrawing: set[asyncio.Task[None]] = set()
 
     @property
     def tier(self) -> HostTier:
         """Where the chunks are."""
         return self.peers.tier
-
-    @property
-    def peer_address(self) -> str:
-        """Where others read them from."""
-        return self._peer_address()
 
     def __len__(self) -> int:
         return len(self._running)
@@ -74,7 +71,7 @@ class Senders:
 
     async def aclose(self) -> None:
         """Ends every handoff. Idempotent."""
-        tasks = [task for _, task in self._running.values()]
+        tasks = [*(task for _, task in self._running.values()), *self._withdrawing]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -90,7 +87,7 @@ class Senders:
         spec: KvSpec,
         *,
         request_id: str,
-        address: str,
+        decode_instance_id: str,
         keys: Sequence[ChunkKey],
         token_count: int,
         on_end: Callable[[Handed], None],
@@ -100,9 +97,16 @@ class Senders:
         if error := self._refusal(request_id):
             on_end(Handed(request_id=request_id, error=error))
             return
-        sender = Sender(self, request_id=request_id, address=address, spec=spec, keys=keys, token_count=token_count)
+        sender = Sender(
+            self,
+            request_id=request_id,
+            decode_instance_id=decode_instance_id,
+            spec=spec,
+            keys=keys,
+            token_count=token_count,
+        )
         span = telemetry.follow("lmkv.handoff", traceparent, handoff_id=request_id, asked_chunks=len(keys))
-        running = self._run(sender, request_id, address, on_end, span)
+        running = self._run(sender, request_id, decode_instance_id, on_end, span)
         task = asyncio.create_task(running, name=f"lmkv-handoff-{request_id}")
         self._running[request_id] = sender, task
         task.add_done_callback(lambda _: self._running.pop(request_id, None))
@@ -119,13 +123,32 @@ class Senders:
         if known := self._running.get(request_id):
             known[0].end()
 
+    def drop(self, request_id: str, decode_instance_id: str) -> None:
+        """No request will load this handoff: ends it at the decode's node too, also if everything has arrived there."""
+        if known := self._running.get(request_id):
+            known[0].drop()
+        elif len(self._withdrawing) < self._limit:
+            task = asyncio.create_task(self._withdraw(request_id, decode_instance_id), name="lmkv-withdraw")
+            self._withdrawing.add(task)
+            task.add_done_callback(self._withdrawing.discard)
+
+    async def _withdraw(self, request_id: str, decode_instance_id: str) -> None:
+        try:
+            peer = self.peers.connections.get(await self.directory.find(decode_instance_id))
+        except LmkvError as error:
+            logger.debug("handoff %s is left to be abandoned: %s", request_id, error)
+            return
+        if peer is not None:
+            await self.peers.connections.withdraw(peer, request_id)
+
     def cancel(self, request_id: str) -> None:
         """Stops a handoff: its engine is gone."""
         if known := self._running.get(request_id):
+            known[0].drop()
             known[1].cancel()
 
     async def _run(
-        self, sender: Sender, request_id: str, address: str, on_end: Callable[[Handed], None], span: Span
+        self, sender: Sender, request_id: str, decode_instance_id: str, on_end: Callable[[Handed], None], span: Span
     ) -> None:
         with span:
             handed = await sender.run()
@@ -135,7 +158,7 @@ class Senders:
         self.sent_bytes += handed.size_bytes
         if handed.error:
             self.failed_count += 1
-            logger.warning("handoff %s to %s failed: %s", request_id, address, handed.error)
+            logger.warning("handoff %s to %s failed: %s", request_id, decode_instance_id, handed.error)
         else:
             self.done_count += 1
         on_end(handed)

@@ -92,6 +92,11 @@ class Sources:
         """A request has come to an engine for a handoff; the result, if any, is to be called when it lets go."""
         return self._receiver.claim(handoff_id, engine_id) if handoff_id and self._receiver else None
 
+    def drop_handoff(self, handoff_id: str) -> None:
+        """No request of an engine here will load this handoff."""
+        if self._receiver:
+            self._receiver.drop(handoff_id)
+
     def promised(self, handoff_id: str, first: int, total: int) -> tuple[int, str]:
         """Of a prompt of `total` chunks, those from `first` on that a handoff may bring, and whose they are."""
         return self._receiver.promised(handoff_id, first, total) if handoff_id and self._receiver else (0, "")

@@ -31,7 +31,7 @@ class Model:
 class Engine:
     """One engine: how it is, what it serves, how busy it is."""
 
-    def __init__(self, url: str, role: str, fallback_address: str = "") -> None:
+    def __init__(self, url: str, role: str) -> None:
         self.url = url
         self.role = role
         self.is_healthy = False
@@ -43,19 +43,11 @@ class Engine:
         self.in_flight_count = 0
         self.last_turn = 0
         """When it was chosen last, counted in choices."""
-        self._fallback_address = fallback_address
-        self._told_address = ""
         self._silence_count = 0
 
-    @property
-    def peer_address(self) -> str:
-        """`host:port` where its node meets peers: as it said itself, else as configured, else empty."""
-        return self._told_address or self._fallback_address
-
-    def learn(self, instance_id: str, peer_address: str) -> None:
+    def learn(self, instance_id: str) -> None:
         """Takes what the engine says of its node."""
         self.instance_id = instance_id
-        self._told_address = peer_address
 
     def model(self, name: object) -> Model:
         """The model of this name; without one, or if it is not known, the first."""

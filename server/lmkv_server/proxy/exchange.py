@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import msgspec
 
 from lmkv_server.proxy.engines import Engine, Fleet, Pool
 from lmkv_server.proxy.events import DONE, data_of
+from lmkv_server.proxy.handoffs import Handoffs, Prefilled
 from lmkv_server.proxy.health import learn
 from lmkv_server.proxy.joint import Joint, NotContinued
 from lmkv_server.proxy.lookups import Lookups
@@ -30,6 +30,7 @@ from lmkv_server.proxy.ways import (
     decode_body,
     is_alone,
     prefill_body,
+    token_limit,
     why_repeat,
     with_hand_over,
     without_hand_over,
@@ -61,21 +62,6 @@ class Call:
         return bool(self.body.get("stream"))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _HandOver:
-    """What a prefill engine has done."""
-
-    answer: Json
-    to: Engine
-    """Whose node has taken the KV cache."""
-    told: Json
-    """What that engine is told of it."""
-
-    def words_for(self, engine: Engine) -> Json | None:
-        """What an engine is told; nothing if it is another than the one that has the KV cache."""
-        return self.told if engine is self.to else None
-
-
 class Exchange:
     """Serves requests with the engines of a fleet."""
 
@@ -85,6 +71,7 @@ class Exchange:
         fleet: Fleet,
         upstreams: Mapping[Engine, Upstream],
         lookups: Lookups | None,
+        handoffs: Handoffs,
         statistics: Statistics,
         metrics: Metrics,
     ) -> None:
@@ -92,6 +79,7 @@ class Exchange:
         self._decode = fleet.decode
         self._upstreams = upstreams
         self._lookups = lookups
+        self._handoffs = handoffs
         self._statistics = statistics
         self._metrics = metrics
 
@@ -113,21 +101,31 @@ class Exchange:
                 return
             reason = why_repeat(call.body, call.path)
             done = None
-            if decoders.first.peer_address and not is_alone(call.body):
-                done = await self._hand_over(call, self._prefill, held, decoders.first, with_tokens=not reason)
-            if done is None:
-                await self._relay(call, reply, decoders, None)
-                return
-            joint: Joint | None = None
-            if not reason:
-                joint, reason = _join(call, done)
-            if joint is not None:
-                reply.way = CONTINUE
-                await self._go_on(call, reply, decoders, joint, done)
-            else:
-                reply.way = REPEAT
-                self._metrics.repeats.labels(reason if reason in REASONS else "other").inc()
-                await self._relay(call, reply, decoders, done)
+            if not is_alone(call.body):
+                done = await self._prefilled(call, self._prefill, held, decoders.first, with_tokens=not reason)
+            try:
+                await self._decode_behind(call, reply, decoders, done, reason)
+            finally:
+                if done and done.handoff:
+                    self._handoffs.end(done.handoff, call.body.get("model"), call.headers)
+
+    async def _decode_behind(
+        self, call: Call, reply: Reply, decoders: Tries, done: Prefilled | None, reason: str
+    ) -> None:
+        """Answers with what the prefill engine has done, and a decode engine where one is needed."""
+        if done is None:
+            await self._relay(call, reply, decoders, None)
+            return
+        joint: Joint | None = None
+        if not reason:
+            joint, reason = _join(call, done)
+        if joint is not None:
+            reply.way = CONTINUE
+            await self._go_on(call, reply, decoders, joint, done)
+        else:
+            reply.way = REPEAT
+            self._metrics.repeats.labels(reason if reason in REASONS else "other").inc()
+            await self._relay(call, reply, decoders, done)
 
     async def _held(self, call: Call) -> Mapping[str, int]:
         """Tokens of the prompt that each instance holds, where the policy asks for it."""
@@ -139,24 +137,38 @@ class Exchange:
     def _count_hit(self, held: Mapping[str, int], engine: Engine) -> None:
         self._metrics.hit_tokens.inc(held.get(engine.instance_id, 0))
 
-    async def _hand_over(
+    async def _prefilled(
         self, call: Call, pool: Pool, held: Mapping[str, int], decoder: Engine, *, with_tokens: bool
-    ) -> _HandOver | None:
+    ) -> Prefilled | None:
         """Has a prefill engine compute the prompt and hand it to the decode engine; None if none does.
 
-        Raises `Refused` if the first token is wanted: in any other case the decode engine has its own word on that.
+        An answer of one token is the prefill engine's alone: nothing is handed over. Without an instance of the decode
+        engine there is no handoff, and only such an answer is the prefill engine's. Raises `Refused` if the first token
+        is wanted: in any other case the decode engine answers the request itself.
         """
+        is_answer = with_tokens and token_limit(call.body, call.path) == 1
+        if not (is_answer or decoder.instance_id):
+            return None
 
-        async def prefill(engine: Engine) -> _HandOver:
-            request_id = uuid.uuid4().hex  # of each try its own: one that broke off must not be taken for the next
-            words = {"request_id": request_id, "decode_address": decoder.peer_address}
-            begin = time.perf_counter()
-            answer = await self._ask(engine, call, prefill_body(call.body, words, with_tokens=with_tokens))
-            seconds = time.perf_counter() - begin
-            self._statistics.prefilled(seconds)
-            self._metrics.prefill_seconds.observe(seconds)
-            told = {"request_id": request_id, "prompt_token_count": _prompt_token_count(answer, engine)}
-            return _HandOver(answer=answer, to=decoder, told=told)
+        async def prefill(engine: Engine) -> Prefilled:
+            handoff = None if is_answer else self._handoffs.make(decoder)
+            try:
+                begin = time.perf_counter()
+                body = prefill_body(call.body, handoff.proven if handoff else None, with_tokens=with_tokens)
+                answer = await self._ask(engine, call, body)
+                seconds = time.perf_counter() - begin
+                self._statistics.prefilled(seconds)
+                self._metrics.prefill_seconds.observe(seconds)
+                count = _prompt_token_count(answer, engine)
+            except BaseException:  # the client is gone, or the engine failed: it may have handed over nevertheless
+                if handoff:
+                    self._handoffs.end(handoff, call.body.get("model"), call.headers)
+                raise
+            if handoff and self._handoffs.is_refused(engine, answer):
+                handoff = None
+            if handoff:
+                handoff.prompt_token_count = count
+            return Prefilled(answer=answer, to=decoder, handoff=handoff)
 
         try:
             with Tries(pool, call.session, held, self._metrics) as prefillers:
@@ -169,20 +181,22 @@ class Exchange:
                 raise
             return None
 
-    async def _go_on(self, call: Call, reply: Reply, decoders: Tries, joint: Joint, done: _HandOver) -> None:
+    async def _go_on(self, call: Call, reply: Reply, decoders: Tries, joint: Joint, done: Prefilled) -> None:
         """Gives the client the first token, and what a decode engine says behind it."""
 
         def body_for(engine: Engine) -> Json:
             joint.go_on()
-            return decode_body(call.body, call.path, joint.prompt, joint.taken, done.words_for(engine))
+            return decode_body(call.body, call.path, joint.prompt, joint.taken, done.parameters_for(engine))
 
         async def join(engine: Engine) -> bytes:
             with _continuing(engine):
-                return joint.whole(await self._ask(engine, call, body_for(engine)))
+                rest = await self._ask(engine, call, body_for(engine))
+                done.answered_by(engine)
+                return joint.whole(rest)
 
         async def follow(engine: Engine) -> None:
             with _continuing(engine):
-                await self._follow(engine, call, body_for(engine), joint, reply)
+                await self._follow(engine, call, body_for(engine), joint, reply, done)
 
         if not call.is_streamed:
             whole = joint.whole(None) if joint.is_over else await decoders.ask(join)
@@ -196,7 +210,9 @@ class Exchange:
             await reply.event(event)
         await reply.end()
 
-    async def _follow(self, engine: Engine, call: Call, body: Json, joint: Joint, reply: Reply) -> None:
+    async def _follow(
+        self, engine: Engine, call: Call, body: Json, joint: Joint, reply: Reply, done: Prefilled
+    ) -> None:
         """Passes on what a decode engine says behind the tokens that the client has, but for its mark of the end."""
         try:
             async with self._upstreams[engine].stream(call.path, call.headers, _encode(body)) as events:
@@ -204,6 +220,7 @@ class Exchange:
                     data = data_of(event)
                     if data in (b"", b"[DONE]"):
                         continue
+                    done.answered_by(engine)
                     chunk = json_of(data, engine)
                     if "error" in chunk:
                         raise EngineFailed(engine, "it ended its answer with an error", Answer(status=500, body=data))
@@ -216,23 +233,28 @@ class Exchange:
         if not joint.is_over:
             raise EngineFailed(engine, _EARLY)
 
-    async def _relay(self, call: Call, reply: Reply, decoders: Tries, done: _HandOver | None) -> None:
+    async def _relay(self, call: Call, reply: Reply, decoders: Tries, done: Prefilled | None) -> None:
         """Passes on what an engine says to the request itself."""
 
         async def relay(engine: Engine) -> None:
-            body = with_hand_over(call.body, done.words_for(engine) if done else None)
+            body = with_hand_over(call.body, done.parameters_for(engine) if done else None)
             if call.is_streamed:
-                await self._relay_events(engine, call, body, reply)
+                await self._relay_events(engine, call, body, reply, done)
             else:
-                await reply.answer(await self._ask_plainly(engine, call, body))
+                answer = await self._ask_plainly(engine, call, body)
+                if done:
+                    done.answered_by(engine)
+                await reply.answer(answer)
 
         await decoders.ask(relay)
 
-    async def _relay_events(self, engine: Engine, call: Call, body: Json, reply: Reply) -> None:
+    async def _relay_events(self, engine: Engine, call: Call, body: Json, reply: Reply, done: Prefilled | None) -> None:
         last = b""
         try:
             async with self._upstreams[engine].stream(call.path, call.headers, _encode(body)) as events:
                 async for last in events:
+                    if done:
+                        done.answered_by(engine)
                     await reply.event(last)
             if last != DONE:
                 raise EngineFailed(engine, _EARLY)
@@ -257,7 +279,7 @@ class Exchange:
         return said
 
 
-def _join(call: Call, done: _HandOver) -> tuple[Joint | None, str]:
+def _join(call: Call, done: Prefilled) -> tuple[Joint | None, str]:
     """What the client's answer begins with; or None, and why the decode engine has to begin anew."""
     try:
         joint = Joint(call.path, call.body, done.answer)

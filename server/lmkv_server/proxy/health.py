@@ -93,7 +93,7 @@ def learn(engine: Engine, answer: Mapping[str, Any]) -> None:
     told = answer.get("kv_transfer_params")
     told = told.get("lmkv") if isinstance(told, dict) else None
     if isinstance(told, dict):
-        engine.learn(str(told.get("instance_id", "")), str(told.get("peer_address", "")))
+        engine.learn(str(told.get("instance_id", "")))
 
 
 def _model(card: Mapping[str, Any]) -> Model:

@@ -19,6 +19,7 @@ from lmkv_server.proxy.app import PROBES, make_app
 from lmkv_server.proxy.door import Door
 from lmkv_server.proxy.engines import BOTH, DECODE, PREFILL, Engine, Fleet, Pool
 from lmkv_server.proxy.exchange import Exchange
+from lmkv_server.proxy.handoffs import Handoffs
 from lmkv_server.proxy.health import HealthWatch
 from lmkv_server.proxy.lookups import Lookups
 from lmkv_server.proxy.metrics import Metrics
@@ -64,10 +65,13 @@ class Proxy:
             if config.policy == "kv_aware":
                 lookups = Lookups(config.coordinator_address, config.credentials, config.lookup_timeout, self._metrics)
                 stack.push_async_callback(lookups.aclose)
+            handoffs = Handoffs(config.handoff_keys, upstreams)
+            stack.push_async_callback(handoffs.aclose)
             exchange = Exchange(
                 fleet=self.fleet,
                 upstreams=upstreams,
                 lookups=lookups,
+                handoffs=handoffs,
                 statistics=self.statistics,
                 metrics=self._metrics,
             )
@@ -161,8 +165,7 @@ def _fleet(config: ProxyConfig) -> Fleet:
     if config.mode == "route":
         return Fleet(pool([Engine(url, BOTH) for url in config.engines]), None)
     scheme = "https" if config.engine_tls_ca else "http"
-    decoders = zip(config.decoders, config.decoder_addresses, strict=True)
     return Fleet(
-        pool([Engine(f"{scheme}://{place}", DECODE, peer) for place, peer in decoders]),
+        pool([Engine(f"{scheme}://{place}", DECODE) for place in config.decoders]),
         pool([Engine(f"{scheme}://{place}", PREFILL) for place in config.prefillers]),
     )

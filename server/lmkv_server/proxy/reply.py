@@ -13,13 +13,12 @@ from starlette.types import Send
 from lmkv_server.proxy.events import DONE, event_of
 from lmkv_server.proxy.metrics import Metrics
 from lmkv_server.proxy.statistics import Statistics
+from lmkv_server.proxy.tokens import TokenCount
 from lmkv_server.proxy.upstream import Answer
 
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 LAST_WORD_SECONDS = 5.0
 """Most time to tell a client what went wrong: its request has no other bound by then."""
-_A_TOKEN = b'"choices":[{'
-"""What an event has that brings a token; the last one, with the usage, has no choices."""
 _KINDS = {404: "NotFoundError", 503: "ServiceUnavailableError"}
 
 
@@ -34,15 +33,17 @@ class Reply:
         self._send = send
         self._statistics = statistics
         self._metrics = metrics
-        self._arrival = self._last = time.perf_counter()
-        self._token_is_sent = False
+        self._arrival = time.perf_counter()
+        self._last: float | None = None
+        """When the last token left; None before the first."""
+        self._tokens = TokenCount()
 
     async def answer(self, answer: Answer) -> None:
         """The whole answer. It is the first and the last that is sent."""
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers.items()]
         headers.append((b"content-length", str(len(answer.body)).encode()))
         if answer.status == 200:
-            self._time_token()
+            self._time_tokens(1)
         await self._begin(answer.status, headers)
         await self._send({"type": "http.response.body", "body": answer.body})
         if answer.status == 200:
@@ -52,8 +53,8 @@ class Reply:
         """The next event of the stream, which begins with the first."""
         if not self.status:
             await self._begin(200, _STREAM_HEADERS)
-        if _A_TOKEN in event:
-            self._time_token()
+        if count := self._tokens.of(event):
+            self._time_tokens(count)
         await self._send({"type": "http.response.body", "body": event, "more_body": True})
 
     async def end(self) -> None:
@@ -81,15 +82,17 @@ class Reply:
         self.status = status
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
-    def _time_token(self) -> None:
+    def _time_tokens(self, count: int) -> None:
+        """Times tokens that leave together: the first of the answer, or each since the event before."""
         now = time.perf_counter()
-        if self._token_is_sent:
-            self._statistics.between(now - self._last)
-            self._metrics.inter_token_seconds.observe(now - self._last)
-        else:
-            self._token_is_sent = True
+        if self._last is None:
             self._statistics.first(now - self._arrival)
             self._metrics.first_token_seconds.observe(now - self._arrival)
+        else:
+            seconds = (now - self._last) / count
+            for _ in range(count):
+                self._statistics.between(seconds)
+                self._metrics.inter_token_seconds.observe(seconds)
         self._last = now
 
     def _time_whole(self) -> None:

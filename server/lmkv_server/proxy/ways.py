@@ -75,10 +75,18 @@ _FOR_PREFILL_ONLY: Final = _words("add_special_tokens truncate_prompt_tokens tru
 
 
 def is_alone(body: Mapping[str, Any]) -> bool:
-    """Whether a request is for one engine alone: it has several prompts, or one that is not made of tokens."""
+    """Whether a request is for one engine alone.
+
+    It has several prompts, or one that is not made of tokens; or its engine loads no KV cache for it: beam search makes
+    requests of its own, and log probabilities of the prompt make engines compute all of it.
+    """
     prompt = body.get("prompt")
     several = isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(token, int) for token in prompt)
-    return several or body.get("prompt_embeds") is not None
+    if several or body.get("prompt_embeds") is not None or body.get("use_beam_search"):
+        return True
+    logprobs = body.get("logprobs")
+    of_prompt = body.get("echo") and logprobs is not None and logprobs is not False
+    return bool(of_prompt) or body.get("prompt_logprobs") is not None
 
 
 def why_repeat(body: Mapping[str, Any], path: str) -> str:

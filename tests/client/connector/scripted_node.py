@@ -93,6 +93,7 @@ class ScriptedNode:
         self.handoffs: list[pb.HandChunks] = []
         self.ended_handoffs: dict[str, list[ChunkKey]] = {}
         """By name: what had been committed when it was ended."""
+        self.dropped_handoffs: list[pb.DropHandoff] = []
         self.on_commit: Callable[[ChunkKey, Stored], None] = lambda _key, _chunk: None
         self._next_offset = 0
 
@@ -214,6 +215,7 @@ class ScriptedNode:
         for request_id in message.ended_handoffs:
             assert request_id not in self.ended_handoffs, "a handoff is ended twice"
             self.ended_handoffs[request_id] = list(self.commits)
+        self.dropped_handoffs += message.dropped_handoffs
         if message.reset:
             count = len(self.chunks)
             self.evict()

@@ -37,6 +37,7 @@ class Ordering(registry_service_pb2_grpc.RegistryServiceServicer):
         self._orders: asyncio.Queue[pb.Order | None] = asyncio.Queue()
 
     ListInstances: Any = None
+    LocateInstance: Any = None
 
     def give(self, seconds: float = 10.0, order_id: str = "", **action: Any) -> str:
         """Gives an order; its id."""

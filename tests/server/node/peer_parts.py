@@ -31,6 +31,10 @@ from lmkv_server.node.peer_side import PeerSide
 from lmkv_server.node.sender import Handed
 
 SERVICE = "lmkv.v1.PeerService"
+RUNTIME_VARIABLE = "LMKV_TESTS_RUNTIME_DIR"
+_FOLDER = None if RUNTIME_VARIABLE in os.environ else tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp")
+RUNTIME_DIR = _FOLDER.name if _FOLDER else os.environ[RUNTIME_VARIABLE]
+"""Where all nodes of the tests find each other, those in processes of their own too."""
 SMALL = KvSpec(
     model_name="m",
     model_id="m@1",
@@ -91,10 +95,9 @@ class Parts:
         self.tier = HostTier(self.pool.size_bytes, self._listener)
         self.engines = Engines(self.tier)
         self.engines.attach("engine", self.spec)
-        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-"))
         config = NodeConfig(
             instance_id=self.instance_id,
-            runtime_dir=folder,
+            runtime_dir=RUNTIME_DIR,
             transfer_channel=self._transfer_channel,
             grant_ttl=self._grant_ttl_seconds,
             verify_transfers=self._verify_transfers,
@@ -110,6 +113,7 @@ class Parts:
         self.peers = side.peers
         self.receiver = side.receiver
         self.senders = side.senders
+        self.directory = side.directory
         self.service = side.service
         return self
 
@@ -147,13 +151,13 @@ class Parts:
         self.senders.admitted(chunk)
         return chunk
 
-    def hand(self, request_id: str, address: str, keys: Sequence[ChunkKey], token_count: int = 0) -> Future[Handed]:
-        """Hands a prompt to the node at this address; how that went."""
+    def hand(self, request_id: str, instance_id: str, keys: Sequence[ChunkKey], token_count: int = 0) -> Future[Handed]:
+        """Hands a prompt to the node of this instance; how that went."""
         ended: Future[Handed] = asyncio.get_running_loop().create_future()
         self.senders.start(
             self.spec,
             request_id=request_id,
-            address=address,
+            decode_instance_id=instance_id,
             keys=keys,
             token_count=token_count or len(keys) * self.spec.chunk_size,
             on_end=ended.set_result,
@@ -220,7 +224,7 @@ class Remote:
         # Its own would stay if it is killed.
         self._folder = tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp")
         paths = os.pathsep.join(path for path in sys.path if path)
-        environment = {**os.environ, "PYTHONPATH": paths, "TMPDIR": self._folder.name}
+        environment = {**os.environ, "PYTHONPATH": paths, "TMPDIR": self._folder.name, RUNTIME_VARIABLE: RUNTIME_DIR}
         self._process = subprocess.Popen(
             [sys.executable, "-c", program],
             stdin=subprocess.PIPE,
@@ -285,8 +289,8 @@ def _obey(node: Parts, order: Sequence[str]) -> Any:
             node.damage(keys_of(int(index) + 1)[-1])
         case ["drop", index]:
             node.tier.drop(keys_of(int(index) + 1)[-1:])
-        case ["hand", request_id, address, count]:
-            node.hand(request_id, address, keys_of(int(count)))
+        case ["hand", request_id, instance_id, count]:
+            node.hand(request_id, instance_id, keys_of(int(count)))
         case ["put", index]:
             node.put(keys_of(int(index) + 1)[-1])
         case ["sending"]:

@@ -47,6 +47,7 @@ class Sharing(registry_service_pb2_grpc.RegistryServiceServicer):
         self._port = 0
 
     ListInstances: Any = None
+    LocateInstance: Any = None
 
     # --- Life ----------------------------------------------------------------------------------------------------
 

@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import grpc
 import pytest
 
 from lmkv import rpc
-from lmkv.errors import BadMessage, GrantNotFound, KvSpecMismatch, NoFreeExtents, RequestTooLarge, Unreachable
+from lmkv.errors import (
+    BadMessage,
+    GrantNotFound,
+    InstanceNotFound,
+    KvSpecMismatch,
+    LmkvError,
+    NoFreeExtents,
+    RequestTooLarge,
+    Unreachable,
+)
 from lmkv.keys import ChunkKey, join_keys
-from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import engine_service_pb2 as engine_pb
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.arrivals import Progress
+from lmkv_server.node.directory import Directory
 from lmkv_server.node.engine_handoffs import EngineHandoffs
 from lmkv_server.node.handoff import State
-from tests.server.node.peer_parts import LARGE, SMALL, Parts, Remote, Taken, keys_of
+from tests.server.node.peer_parts import LARGE, RUNTIME_DIR, SMALL, Parts, Remote, Taken, keys_of
 from tests.waiting import until
 
 KEYS = keys_of(8)
@@ -86,7 +97,7 @@ async def test_a_prompt_arrives_bit_for_bit_over_every_channel(transfer_channel:
     ):
         for key in KEYS:
             prefill.put(key)
-        handed = await prefill.hand("r", decode.address, KEYS)
+        handed = await prefill.hand("r", decode.instance_id, KEYS)
         assert (handed.error, handed.chunk_count, handed.size_bytes) == (None, 8, 8 * LARGE.chunk_bytes)
         assert state_of(decode) is State.COMMITTED
         assert decode.receiver.intake.received_bytes == prefill.senders.sent_bytes == 8 * LARGE.chunk_bytes
@@ -97,7 +108,7 @@ async def test_a_prompt_arrives_bit_for_bit_over_every_channel(transfer_channel:
 
 
 async def test_early_chunks_arrive_while_later_ones_are_still_computed(prefill: Parts, decode: Parts) -> None:
-    ended = prefill.hand("r", decode.address, KEYS)
+    ended = prefill.hand("r", decode.instance_id, KEYS)
     await until(lambda: state_of(decode) is State.ALLOCATED)
     for index, key in enumerate(KEYS):
         assert not ended.done()
@@ -113,7 +124,7 @@ async def test_every_prefill_hands_to_every_decode_at_once() -> None:
         decodes = [await stack.enter_async_context(Parts(f"decode-{number}", chunk_count=64)) for number in range(2)]
         prompts = {f"r{number}": keys_of(8 * number + 8)[-8:] for number in range(4)}
         pairs = dict(zip(prompts, product(prefills, decodes), strict=True))
-        handed = [prefill.hand(name, decode.address, prompts[name]) for name, (prefill, decode) in pairs.items()]
+        handed = [prefill.hand(name, decode.instance_id, prompts[name]) for name, (prefill, decode) in pairs.items()]
         for name, (prefill, _) in pairs.items():
             for key in prompts[name]:
                 prefill.put(key)
@@ -132,7 +143,7 @@ async def test_every_prefill_hands_to_every_decode_at_once() -> None:
 async def test_a_partial_last_chunk_arrives(prefill: Parts, decode: Parts) -> None:
     prefill.put(KEYS[0])
     prefill.put(KEYS[1], token_count=9)
-    handed = await prefill.hand("r", decode.address, KEYS[:2], token_count=SMALL.chunk_size + 9)
+    handed = await prefill.hand("r", decode.instance_id, KEYS[:2], token_count=SMALL.chunk_size + 9)
     assert handed.error is None
     chunk = decode.tier.get(KEYS[1])
     assert chunk
@@ -145,12 +156,12 @@ async def test_what_the_decode_holds_is_not_sent_again(prefill: Parts, decode: P
         prefill.put(key)
     for key in KEYS[:5]:
         decode.put(key)
-    handed = await prefill.hand("r", decode.address, KEYS)
+    handed = await prefill.hand("r", decode.instance_id, KEYS)
     assert (handed.chunk_count, handed.size_bytes) == (8, 3 * SMALL.chunk_bytes)
 
 
 async def test_two_engines_of_one_node_need_no_transfer(prefill: Parts) -> None:
-    handed = await prefill.hand("r", prefill.address, KEYS)
+    handed = await prefill.hand("r", prefill.instance_id, KEYS)
     assert (handed.error, handed.chunk_count, handed.size_bytes) == (None, 8, 0)
 
 
@@ -162,7 +173,7 @@ async def test_a_request_that_comes_first_waits_for_the_bytes(prefill: Parts, de
     assert decode.receiver.promised("r", 0, 8) == (8, "")
     following = asyncio.create_task(follow(decode, "r", KEYS))
     await asyncio.sleep(0)
-    ended = prefill.hand("r", decode.address, KEYS)
+    ended = prefill.hand("r", decode.instance_id, KEYS)
     await until(lambda: state_of(decode) is State.ALLOCATED)
     assert decode.receiver.promised("r", 0, 8) == (8, "prefill")
     for key in KEYS:
@@ -178,7 +189,7 @@ async def test_a_request_that_comes_first_waits_for_the_bytes(prefill: Parts, de
 async def test_a_request_takes_what_there_is_when_the_prefill_ends_early(prefill: Parts, decode: Parts) -> None:
     for key in KEYS[:3]:
         prefill.put(key)
-    ended = prefill.hand("r", decode.address, KEYS)
+    ended = prefill.hand("r", decode.instance_id, KEYS)
     following = asyncio.create_task(follow(decode, "r", KEYS))
     await until(lambda: decode.tier.get(KEYS[2]) is not None)
     assert not following.done()
@@ -194,7 +205,7 @@ async def test_a_request_takes_what_there_is_when_the_prefill_ends_early(prefill
 
 async def test_a_request_does_not_wait_longer_than_it_may(prefill: Parts, decode: Parts) -> None:
     prefill.put(KEYS[0])
-    ended = prefill.hand("r", decode.address, KEYS)
+    ended = prefill.hand("r", decode.instance_id, KEYS)
     await until(lambda: decode.tier.get(KEYS[0]) is not None)
     taken = await follow(decode, "r", KEYS, seconds=0.2)
     assert taken.keys() == KEYS[:1]
@@ -212,7 +223,7 @@ async def test_a_handoff_that_nobody_announces_is_not_waited_for_long(
 
 async def test_the_prefill_stops_when_the_decodes_request_is_gone(prefill: Parts, decode: Parts) -> None:
     let_go = decode.receiver.claim("r")
-    ended = prefill.hand("r", decode.address, KEYS)
+    ended = prefill.hand("r", decode.instance_id, KEYS)
     prefill.put(KEYS[0])
     await until(lambda: decode.tier.get(KEYS[0]) is not None)
     let_go()
@@ -226,15 +237,15 @@ async def test_the_prefill_stops_when_the_decodes_request_is_gone(prefill: Parts
 
 
 async def test_a_prompt_larger_than_the_buffer_is_refused_at_once(prefill: Parts, decode: Parts) -> None:
-    handed = await prefill.hand("r", decode.address, keys_of(17))
+    handed = await prefill.hand("r", decode.instance_id, keys_of(17))
     assert isinstance(handed.error, RequestTooLarge)
     assert "pd_buffer_size" in str(handed.error)
 
 
 async def test_a_full_buffer_is_waited_for_and_then_used(prefill: Parts, decode: Parts) -> None:
-    first = prefill.hand("first", decode.address, keys_of(16))
+    first = prefill.hand("first", decode.instance_id, keys_of(16))
     await until(lambda: state_of(decode, "first") is State.ALLOCATED)
-    second = prefill.hand("second", decode.address, keys_of(24)[16:])
+    second = prefill.hand("second", decode.instance_id, keys_of(24)[16:])
     await until(lambda: decode.receiver.handoffs.refused_count > 1)
     assert not second.done()
     prefill.senders.end("first")
@@ -246,9 +257,9 @@ async def test_a_full_buffer_is_waited_for_and_then_used(prefill: Parts, decode:
 
 
 async def test_a_full_buffer_is_given_up_when_the_request_ends(prefill: Parts, decode: Parts) -> None:
-    first = prefill.hand("first", decode.address, keys_of(16))
+    first = prefill.hand("first", decode.instance_id, keys_of(16))
     await until(lambda: state_of(decode, "first") is State.ALLOCATED)
-    second = prefill.hand("second", decode.address, keys_of(24)[16:])
+    second = prefill.hand("second", decode.instance_id, keys_of(24)[16:])
     await until(lambda: decode.receiver.handoffs.refused_count > 0)
     prefill.senders.end("second")
     assert isinstance((await second).error, NoFreeExtents)
@@ -258,7 +269,7 @@ async def test_a_full_buffer_is_given_up_when_the_request_ends(prefill: Parts, d
 
 async def test_engines_that_share_nothing_are_told_so_before_anything_is_opened(prefill: Parts) -> None:
     async with Parts("other", spec=replace(SMALL, kv_dtype="float16")) as other:
-        handed = await prefill.hand("r", other.address, KEYS)
+        handed = await prefill.hand("r", other.instance_id, KEYS)
         assert isinstance(handed.error, KvSpecMismatch)
         assert "kv_dtype" in str(handed.error)
 
@@ -266,41 +277,154 @@ async def test_engines_that_share_nothing_are_told_so_before_anything_is_opened(
 async def test_a_decode_that_was_started_anew_is_met_anew(prefill: Parts) -> None:
     prefill.put(KEYS[0])
     async with Parts("decode", chunk_count=32, transfer_channel="shm") as decode:
-        assert (await prefill.hand("first", decode.address, KEYS[:1])).error is None
+        assert (await prefill.hand("first", decode.instance_id, KEYS[:1])).error is None
         address = decode.address
         await finish(decode)
     port = int(address.rpartition(":")[2])
     async with Parts("decode", chunk_count=32, transfer_channel="shm", p2p_port=port) as decode:
         assert decode.address == address
-        assert (await prefill.hand("second", address, KEYS[:1])).error is None
+        assert (await prefill.hand("second", "decode", KEYS[:1])).error is None
         await finish(decode)
 
 
-async def test_who_serves_at_an_address_is_asked_once(
+async def test_an_instance_that_the_fleet_does_not_know_is_refused(prefill: Parts) -> None:
+    for stranger in ("stranger", "127.0.0.1:1", "../decode", ""):
+        handed = await prefill.hand(f"to {stranger}", stranger, KEYS)
+        assert isinstance(handed.error, InstanceNotFound)
+        assert "coordinator_address" in str(handed.error)
+
+
+async def test_an_instance_that_another_user_could_have_named_is_not_known(prefill: Parts, decode: Parts) -> None:
+    os.chmod(f"{RUNTIME_DIR}/decode", 0o770)  # noqa: PTH101
+    try:
+        assert isinstance((await prefill.hand("r", "decode", KEYS)).error, InstanceNotFound)
+    finally:
+        os.chmod(f"{RUNTIME_DIR}/decode", 0o700)  # noqa: PTH101
+    prefill.put(KEYS[0])
+    assert (await prefill.hand("again", "decode", KEYS[:1])).error is None
+
+
+async def test_an_instance_whose_node_was_killed_is_not_known(prefill: Parts) -> None:
+    with Remote("decode", spec="small", chunk_count=1) as decode:
+        assert (await prefill.directory.find("decode")).epoch == decode.holder.epoch
+        decode.signal(signal.SIGKILL)
+    assert isinstance((await prefill.hand("r", "decode", KEYS)).error, InstanceNotFound)
+
+
+async def test_registrations_are_asked_for_once_and_used_while_no_coordinator_answers(tmp_path: Path) -> None:
+    answers: list[Holder | LmkvError | None] = [Holder(instance_id="far", epoch=1, peer_address="10.0.0.9:1")]
+    asked: list[str] = []
+
+    async def locate(instance_id: str) -> Holder | None:
+        asked.append(instance_id)
+        answer = answers[0]
+        if isinstance(answer, LmkvError):
+            raise answer
+        return answer
+
+    directory = Directory(tmp_path, locate)
+    for _ in range(3):
+        assert (await directory.find("far")).peer_address == "10.0.0.9:1"
+    assert asked == ["far"]
+    answers[0] = Unreachable("no coordinator answers")
+    directory._known["far"] = directory._known["far"][0], 0.0  # it is old by now
+    assert (await directory.find("far")).epoch == 1
+    with pytest.raises(Unreachable):
+        await directory.find("farther")
+    answers[0] = None
+    for find in (directory.find("far"), directory.find_epoch("far", 1)):
+        with pytest.raises(InstanceNotFound):
+            await find
+
+
+# ---- what no request will load -----------------------------------------------------------------------------------
+
+
+async def test_a_refused_handoff_is_known_to_the_decode_at_once(
     prefill: Parts, decode: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
-    ask = prefill.peers.connections._ask_who
+    monkeypatch.setattr("lmkv_server.node.receiver.ANNOUNCE_SECONDS", FOREVER)
+    first = prefill.hand("first", "decode", keys_of(16))
+    await until(lambda: state_of(decode, "first") is State.ALLOCATED)
+    second = prefill.hand("second", "decode", keys_of(24)[16:])
+    await until(lambda: decode.receiver.handoffs.refused_count > 0)
+    waiting = asyncio.create_task(follow(decode, "second", keys_of(24)[16:], seconds=FOREVER))
+    prefill.senders.end("second")
+    assert isinstance((await second).error, NoFreeExtents)
+    async with asyncio.timeout(10):
+        assert (await waiting).chunks == []
+    assert decode.receiver.promised("second", 0, 8) == (0, "")
+    prefill.senders.end("first")
+    await first
 
-    async def counted(address: str, spec: KvSpec, timeout_seconds: float) -> Holder:
-        asked.append(address)
-        return await ask(address, spec, timeout_seconds)
 
-    monkeypatch.setattr(prefill.peers.connections, "_ask_who", counted)
-    for number in range(3):
-        prefill.put(KEYS[number])
-        assert (await prefill.hand(f"r{number}", decode.address, KEYS[: number + 1])).error is None
-    assert asked == [decode.address]
+async def test_a_handoff_that_is_too_large_is_known_to_the_decode_at_once(prefill: Parts, decode: Parts) -> None:
+    assert isinstance((await prefill.hand("r", "decode", keys_of(17))).error, RequestTooLarge)
+    await until(lambda: decode.receiver.promised("r", 0, 17) == (0, ""))
 
 
-async def test_nobody_at_the_address_is_an_error(prefill: Parts) -> None:
-    handed = await prefill.hand("r", "127.0.0.1:1", KEYS)
-    assert isinstance(handed.error, Unreachable)
+@pytest.mark.parametrize("arrived", [0, 3, 8])
+async def test_a_handoff_that_is_dropped_leaves_nothing_however_far_it_was(
+    prefill: Parts, decode: Parts, arrived: int
+) -> None:
+    engine = EngineHandoffs(SMALL, prefill.senders, lambda _: None)
+    engine.begin(
+        engine_pb.HandChunks(
+            request_id="r", decode_instance_id="decode", chunk_keys=join_keys(KEYS), token_count=8 * SMALL.chunk_size
+        )
+    )
+    await until(lambda: state_of(decode) is State.ALLOCATED)
+    for key in KEYS[:arrived]:
+        prefill.put(key)
+    await until(lambda: len(decode.tier.find(KEYS[:arrived])) == arrived)
+    if arrived == len(KEYS):
+        await until(lambda: len(prefill.senders) == 0)
+    engine.drop(engine_pb.DropHandoff(request_id="r", decode_instance_id="decode"))
+    await until(lambda: len(decode.receiver.handoffs) == 0)
+    decode.check_nothing_left()
+    assert decode.receiver.handoffs.abandoned_count == 0
+    assert decode.receiver.promised("r", 0, 8) == (0, "")
+    assert len(decode.tier.find(KEYS[:arrived])) == arrived, "what came stays as any other chunk"
+
+
+async def test_a_decode_may_drop_a_handoff_before_it_is_announced(prefill: Parts, decode: Parts) -> None:
+    engine = EngineHandoffs(SMALL, None, lambda _: None, decode.receiver.drop)
+    engine.drop(engine_pb.DropHandoff(request_id="r"))
+    prefill.put(KEYS[0])
+    assert isinstance((await prefill.hand("r", "decode", KEYS[:1])).error, GrantNotFound)
+    decode.check_nothing_left()
+
+
+async def test_a_request_that_waits_keeps_what_came_of_a_handoff_that_is_dropped(prefill: Parts, decode: Parts) -> None:
+    let_go = decode.receiver.claim("r")
+    for key in KEYS[:3]:
+        prefill.put(key)
+    ended = prefill.hand("r", "decode", KEYS)
+    following = asyncio.create_task(follow(decode, "r", KEYS))
+    await until(lambda: len(decode.tier.find(KEYS[:3])) == 3)
+    prefill.senders.drop("r", "decode")
+    taken = await following
+    assert taken.keys() == KEYS[:3]
+    taken.let_go()
+    await ended
+    let_go()
+    decode.check_nothing_left()
+
+
+async def test_a_request_for_several_answers_ends_its_handoff_with_the_last(prefill: Parts, decode: Parts) -> None:
+    first, second = decode.receiver.claim("r"), decode.receiver.claim("r")
+    for key in KEYS:
+        prefill.put(key)
+    assert (await prefill.hand("r", "decode", KEYS)).error is None
+    first()
+    assert decode.receiver.promised("r", 0, 8) == (8, "prefill")
+    second()
+    decode.check_nothing_left()
 
 
 async def test_a_name_is_one_handoff_of_one_engine_however_often_it_asks(prefill: Parts, decode: Parts) -> None:
     message = engine_pb.HandChunks(
-        request_id="r", decode_address=decode.address, chunk_keys=join_keys(KEYS), token_count=8 * SMALL.chunk_size
+        request_id="r", decode_instance_id="decode", chunk_keys=join_keys(KEYS), token_count=8 * SMALL.chunk_size
     )
     answers: list[engine_pb.AttachResponse] = []
     refusals: list[engine_pb.AttachResponse] = []
@@ -325,7 +449,7 @@ async def test_damaged_chunks_are_thrown_away_and_dropped_at_their_source(prefil
     for key in KEYS:
         prefill.put(key)
     prefill.damage(KEYS[2])
-    handed = await prefill.hand("r", decode.address, KEYS)
+    handed = await prefill.hand("r", decode.instance_id, KEYS)
     assert handed.chunk_count == 7
     assert decode.tier.get(KEYS[2]) is None
     assert state_of(decode) is State.ABORTED
@@ -337,7 +461,7 @@ async def test_a_silent_prefill_expires_and_one_at_work_does_not() -> None:
     silence = 1.5
     async with Parts("decode", chunk_count=32, pd_timeout=silence, pd_abandon_timeout=0.3) as decode:
         with Remote("prefill", spec="small", chunk_count=1) as prefill:
-            prefill.ask(f"hand r {decode.address} 8")
+            prefill.ask("hand r decode 8")
             await until(lambda: decode.tier.get(KEYS[0]) is not None)
             handoff = decode.receiver.handoffs.find("r")
             assert handoff
@@ -361,7 +485,7 @@ async def test_a_silent_prefill_expires_and_one_at_work_does_not() -> None:
 async def test_a_prefill_that_is_killed_leaves_nothing() -> None:
     async with Parts("decode", spec=LARGE, chunk_count=32, pd_timeout=0.3, pd_abandon_timeout=0.3) as decode:
         with Remote("prefill", chunk_count=12) as prefill:
-            prefill.ask(f"hand r {decode.address} 16")
+            prefill.ask("hand r decode 16")
             await until(lambda: state_of(decode) in (State.ALLOCATED, State.TRANSFERRING))
             prefill.signal(signal.SIGKILL)
         await until(lambda: len(decode.receiver.handoffs) == 0)
@@ -372,17 +496,17 @@ async def test_a_prefill_that_is_killed_leaves_nothing() -> None:
 async def test_a_decode_that_is_killed_ends_the_prefills_handoff(prefill: Parts) -> None:
     prefill.put(KEYS[0])
     with Remote("decode", spec="small", chunk_count=1) as decode:
-        ended = prefill.hand("r", decode.holder.peer_address, KEYS)
+        ended = prefill.hand("r", "decode", KEYS)
         await until(lambda: prefill.senders.sent_bytes == 0 and not ended.done())
         decode.signal(signal.SIGKILL)
         prefill.put(KEYS[1])
-        assert isinstance((await ended).error, Unreachable)
+        assert isinstance((await ended).error, Unreachable | InstanceNotFound)
 
 
 async def test_a_frozen_decode_ends_the_prefills_handoff(prefill: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmkv_server.node.sender.ANSWER_SECONDS", 0.3)
     with Remote("decode", spec="small", chunk_count=1) as decode:
-        ended = prefill.hand("r", decode.holder.peer_address, KEYS)
+        ended = prefill.hand("r", "decode", KEYS)
         await until(lambda: len(prefill.senders) == 1)
         decode.signal(signal.SIGSTOP)
         prefill.put(KEYS[1])
@@ -392,10 +516,11 @@ async def test_a_frozen_decode_ends_the_prefills_handoff(prefill: Parts, monkeyp
 
 async def test_a_prefill_whose_engine_is_gone_lets_go(prefill: Parts, decode: Parts) -> None:
     prefill.put(KEYS[0])
-    prefill.hand("r", decode.address, KEYS)
+    prefill.hand("r", decode.instance_id, KEYS)
     await until(lambda: decode.tier.get(KEYS[0]) is not None)
     prefill.senders.cancel("r")
-    await until(lambda: state_of(decode) is State.ABORTED)
+    await until(lambda: len(decode.receiver.handoffs) == 0)
+    decode.check_nothing_left()
 
 
 # ---- what makes no sense -----------------------------------------------------------------------------------------
@@ -418,7 +543,6 @@ def announcement(decode: Parts, prefill: Parts, **changes: object) -> pb.Allocat
     fields: dict[str, object] = {
         "instance_id": "prefill",
         "epoch": prefill.epoch,
-        "peer_address": prefill.address,
         "peer_epoch": decode.epoch,
         "request_id": "r",
         "fingerprint": SMALL.fingerprint,
@@ -438,7 +562,10 @@ def announcement(decode: Parts, prefill: Parts, **changes: object) -> pb.Allocat
         ({"chunk_keys": b"123"}, "BAD_CHUNK_KEY"),
         ({"chunk_keys": b""}, "BAD_MESSAGE"),
         ({"fingerprint": b"?" * 16}, "KV_SPEC_MISMATCH"),
-        ({"peer_address": ""}, "BAD_MESSAGE"),
+        ({"instance_id": "stranger"}, "INSTANCE_NOT_FOUND"),
+        ({"epoch": 1}, "INSTANCE_NOT_FOUND"),
+        ({"request_id": "r" * 257}, "BAD_MESSAGE"),
+        ({"request_id": "r\n"}, "BAD_MESSAGE"),
         ({"instance_id": "decode"}, "BAD_MESSAGE"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -367,7 +368,7 @@ class HandoffsMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.known: dict[str, Handoff] = {}
         self.landed: dict[str, set[int]] = {}
-        self.claims: set[str] = set()
+        self.claims: Counter[str] = Counter()
         self.over: set[str] = set()
         self.under_way: list[tuple[Handoff, int, Reserved]] = []
 
@@ -433,16 +434,26 @@ class HandoffsMachine(RuleBasedStateMachine):
             self.handoffs.end(handoff.grant_id, GIVER.session_id, self.now)
 
     @rule(name=names)
+    def prefill_withdraws(self, name: str) -> None:
+        self.handoffs.withdraw(name, self.now)
+        if name in self.known and self.claims[name]:
+            assert not self.known[name].is_open
+        else:
+            self.over.add(name)
+            self.known.pop(name, None)
+
+    @rule(name=names)
     def decode_comes(self, name: str) -> None:
         self.handoffs.claim(name)
-        self.claims.add(name)
+        self.claims[name] += 1
 
     @rule(name=names)
     def decode_goes(self, name: str) -> None:
         self.handoffs.unclaim(name)
-        self.claims.discard(name)
-        self.over.add(name)
-        self.known.pop(name, None)
+        self.claims[name] = max(0, self.claims[name] - 1)
+        if not self.claims[name]:
+            self.over.add(name)
+            self.known.pop(name, None)
 
     @rule(seconds=st.sampled_from([1.0, SILENCE, 2 * SILENCE, ABANDON]))
     def time_passes(self, seconds: float) -> None:
@@ -450,7 +461,7 @@ class HandoffsMachine(RuleBasedStateMachine):
         for handoff in self.handoffs.expire(self.now):
             assert handoff.state is State.EXPIRED
         gone = {name for name, handoff in self.known.items() if handoff not in list(self.handoffs)}
-        assert not gone & self.claims, "a claimed handoff was let go"
+        assert not any(self.claims[name] for name in gone), "a claimed handoff was let go"
         self.over |= gone
         for name in gone:
             del self.known[name]

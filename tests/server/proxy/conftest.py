@@ -61,8 +61,8 @@ async def make_engine() -> AsyncIterator[MakeEngine]:
     """Starts a scripted engine; with an id it has a node."""
     engines: list[ScriptedEngine] = []
 
-    async def make(instance_id: str = "", peer_address: str = "") -> ScriptedEngine:
-        engines.append(ScriptedEngine(instance_id, peer_address))
+    async def make(instance_id: str = "") -> ScriptedEngine:
+        engines.append(ScriptedEngine(instance_id))
         await engines[-1].start()
         return engines[-1]
 
@@ -96,12 +96,12 @@ def make_proxy(make_engine: MakeEngine, stack: AsyncExitStack) -> MakeProxy:
 
 @pytest.fixture
 async def prefiller(make_engine: MakeEngine) -> ScriptedEngine:
-    return await make_engine("p-1", "127.0.0.1:7001")
+    return await make_engine("p-1")
 
 
 @pytest.fixture
 async def decoder(make_engine: MakeEngine) -> ScriptedEngine:
-    return await make_engine("d-1", "127.0.0.1:7002")
+    return await make_engine("d-1")
 
 
 @pytest.fixture

@@ -38,15 +38,17 @@ class Died(Exception):
 class ScriptedEngine:
     """Serves from `start` to `stop`. What it was asked is in `asked`; what it is to do wrong is set beforehand."""
 
-    def __init__(self, instance_id: str = "", peer_address: str = "", credentials: Credentials = PLAINTEXT) -> None:
+    def __init__(self, instance_id: str = "", credentials: Credentials = PLAINTEXT) -> None:
         self.asked: list[tuple[str, Json, dict[str, str]]] = []
         """Path, body and headers of each request for tokens, probes left out."""
+        self.ended: list[Json] = []
+        """Handoffs that it was told no request will load."""
         self.url = ""
         self.port = 0
         self.health = 200
         """What it says of its health; 0: nothing."""
         self.health_count = 0
-        self.told = {"instance_id": instance_id, "peer_address": peer_address} if instance_id else None
+        self.told = {"instance_id": instance_id} if instance_id else None
         self.refusals: list[int] = []
         """Statuses that the next requests are answered with."""
         self.die_after: int | None = None
@@ -124,6 +126,10 @@ class ScriptedEngine:
         if self._is_stranger(request):
             return JSONResponse({"error": "Unauthorized"}, 401)
         if body.get("prompt") == [1] and body.get("kv_transfer_params") == {"lmkv": {}}:
+            return JSONResponse(self._whole(body, request.url.path, await self._run(body, request)))
+        handoff = (body.get("kv_transfer_params") or {}).get("lmkv") or {}
+        if handoff.get("prompt_token_count") == 0:
+            self.ended.append(handoff)
             return JSONResponse(self._whole(body, request.url.path, await self._run(body, request)))
         self.asked.append((request.url.path, body, dict(request.headers)))
         if self.refusals:

@@ -18,7 +18,7 @@ def pool(policy: str, loads: list[int], *, sessions: Sessions | None = None, loa
         engine = Engine(f"http://e-{number}", BOTH)
         engine.admit()
         engine.in_flight_count = load
-        engine.learn(f"i-{number}", "")
+        engine.learn(f"i-{number}")
         engines.append(engine)
     return Pool(engines, cost_by(policy, load_tokens), sessions or Sessions(60.0))
 
@@ -107,15 +107,6 @@ def test_to_be_excluded_again_for_the_same_reason_is_no_news() -> None:
     engine = Engine("http://e", BOTH)
     engine.admit()
     assert [engine.exclude(why) for why in ("a", "a", "b")] == [True, False, True]
-
-
-def test_what_an_engine_says_of_its_node_wins_over_what_is_configured() -> None:
-    engine = Engine("http://e", BOTH, "configured:1")
-    assert engine.peer_address == "configured:1"
-    engine.learn("i", "told:2")
-    assert engine.peer_address == "told:2"
-    engine.learn("i", "")
-    assert engine.peer_address == "configured:1"
 
 
 def test_models_are_known_by_name() -> None:

@@ -107,7 +107,7 @@ def test_an_answer_without_tokens_is_none_to_go_on_from(answer: dict[str, Any]) 
 def test_vllm_understands_what_engines_are_asked_and_clients_are_told() -> None:
     completion = pytest.importorskip("vllm.entrypoints.openai.completion.protocol")
     chat = pytest.importorskip("vllm.entrypoints.openai.chat_completion.protocol")
-    hand_over = {"request_id": "r", "decode_address": "127.0.0.1:1"}
+    hand_over = {"request_id": "r", "decode_instance": "d-1"}
     shapes = (
         (COMPLETIONS, COMPLETION, completion.CompletionRequest, completion.CompletionStreamResponse),
         (CHAT, CONVERSATION, chat.ChatCompletionRequest, chat.ChatCompletionStreamResponse),

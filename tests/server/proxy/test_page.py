@@ -75,7 +75,7 @@ async def test_it_stays_true_while_somebody_looks(front: Front, decoder: Scripte
 def test_what_engines_say_is_shown_as_text() -> None:
     engine = Engine("http://e:1", DECODE)
     engine.admit()
-    engine.learn("<script>alert(1)</script>", "")
+    engine.learn("<script>alert(1)</script>")
     assert "<script>" not in _engine(engine)
 
 

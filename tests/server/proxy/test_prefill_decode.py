@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -10,8 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lmkv.auth.handoff import HandoffKeys
+from lmkv.auth.token import NO_TOKEN
 from tests.server.proxy.conftest import Front, MakeEngine, MakeProxy
 from tests.server.proxy.scripted_engine import EOS, MAX_MODEL_LEN, MODEL, ScriptedEngine, answer_to, next_token
+from tests.waiting import until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -135,11 +139,12 @@ async def test_the_first_token_is_the_prefill_engines_and_nothing_is_generated_t
     tokens = list(PLAIN.encode())
     hand_over = first["kv_transfer_params"]["lmkv"]
     assert (first["max_tokens"], first["min_tokens"], first["stream"]) == (1, 1, False)
-    assert hand_over["decode_address"] == "127.0.0.1:7002"
+    assert hand_over["decode_instance"] == "d-1"
     assert rest["prompt"] == [*tokens, next_token(tokens)]
     assert (rest["max_tokens"], rest["min_tokens"]) == (19, 1)
     assert rest["kv_transfer_params"]["lmkv"] == {
         "request_id": hand_over["request_id"],
+        "decode_instance": "d-1",
         "prompt_token_count": len(tokens),
     }
     await front.counts("lmkv_proxy_requests_total", 1, way="continue", outcome="ok")
@@ -211,13 +216,14 @@ async def test_a_limit_beyond_the_model_is_refused_in_the_engines_words(front: F
 async def test_clients_steer_no_hand_over_and_see_none(
     front: Front, prefiller: ScriptedEngine, decoder: ScriptedEngine
 ) -> None:
-    forged = {"request_id": "mine", "decode_address": "10.6.6.6:1"}
+    forged = {"request_id": "mine", "decode_address": "10.6.6.6:1", "decode_instance": "evil"}
     for more in ({}, {"presence_penalty": 1.0}):
         body = completion(PLAIN, **more)
         response = await front.ask(COMPLETIONS, body | {"kv_transfer_params": {"lmkv": forged}})
         assert response.json()["kv_transfer_params"] is None
     assert "10.6.6.6" not in json.dumps(prefiller.bodies() + decoder.bodies())
-    assert "mine" not in json.dumps(prefiller.bodies() + decoder.bodies())
+    for word in ("mine", "evil"):
+        assert word not in json.dumps(prefiller.bodies() + decoder.bodies())
 
 
 async def test_headers_reach_both_engines(front: Front, prefiller: ScriptedEngine, decoder: ScriptedEngine) -> None:
@@ -229,7 +235,7 @@ async def test_headers_reach_both_engines(front: Front, prefiller: ScriptedEngin
         assert headers["host"] == f"127.0.0.1:{engine.port}"
 
 
-async def test_without_an_address_the_decode_engine_does_it_all(
+async def test_without_an_instance_the_decode_engine_does_it_all(
     prefiller: ScriptedEngine, make_engine: MakeEngine, make_proxy: MakeProxy
 ) -> None:
     decoder = await make_engine()
@@ -240,9 +246,98 @@ async def test_without_an_address_the_decode_engine_does_it_all(
     await front.counts("lmkv_proxy_requests_total", 1, way="alone", outcome="ok")
 
 
-async def test_an_address_may_be_configured(
-    prefiller: ScriptedEngine, make_engine: MakeEngine, make_proxy: MakeProxy
+async def test_handoffs_are_vouched_for_with_what_the_fleet_shares(
+    prefiller: ScriptedEngine, decoder: ScriptedEngine, make_proxy: MakeProxy
 ) -> None:
-    front = await make_proxy([prefiller], [await make_engine()], decoder_init_port=7300)
+    front = await make_proxy([prefiller], [decoder], cluster_secret="of the fleet", auth_token="of-the-proxy")
     await front.ask(COMPLETIONS, completion(PLAIN))
-    assert prefiller.bodies()[0]["kv_transfer_params"]["lmkv"]["decode_address"] == "127.0.0.1:7300"
+    await front.ask(COMPLETIONS, completion(ENDS_AT_ONCE))
+    await until(lambda: len(decoder.ended) == 1)
+    engine = HandoffKeys("of the fleet", NO_TOKEN)
+    for body in prefiller.bodies() + decoder.bodies() + [{"kv_transfer_params": {"lmkv": decoder.ended[0]}}]:
+        said = body["kv_transfer_params"]["lmkv"]
+        proof = said["request_id"], said["decode_instance"], said["expire_time"], said["mac"]
+        assert engine.refusal(*proof) == ""
+
+
+# ---- handoffs that no decode request will load
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        completion(PLAIN, max_tokens=1),
+        chat("hello", max_tokens=1),
+        completion(PLAIN, max_tokens=4, use_beam_search=True, n=2),
+        completion(PLAIN, max_tokens=4, echo=True, logprobs=0),
+        completion(PLAIN, max_tokens=4, prompt_logprobs=0),
+        completion([PLAIN, "another"], max_tokens=4),
+    ],
+)
+async def test_what_loads_no_handoff_begins_none(
+    front: Front, prefiller: ScriptedEngine, decoder: ScriptedEngine, body: dict[str, Any]
+) -> None:
+    assert (await front.ask(CHAT if "messages" in body else COMPLETIONS, body)).status_code == 200
+    assert "lmkv" not in json.dumps(prefiller.bodies() + decoder.bodies())
+    assert not decoder.ended
+    is_one_token = body["max_tokens"] == 1
+    assert [len(engine.asked) for engine in (prefiller, decoder)] == [is_one_token, not is_one_token]
+
+
+@pytest.mark.parametrize("stream", [{}, {"stream": True}])
+async def test_a_handoff_is_ended_when_the_first_token_is_the_last(
+    front: Front, prefiller: ScriptedEngine, decoder: ScriptedEngine, stream: dict[str, Any]
+) -> None:
+    await front.ask(COMPLETIONS, completion(ENDS_AT_ONCE, **stream), authorization="Bearer key")
+    await until(lambda: len(decoder.ended) == 1)
+    (asked,) = prefiller.bodies()
+    named = asked["kv_transfer_params"]["lmkv"]["request_id"]
+    assert decoder.ended == [{"request_id": named, "decode_instance": "d-1", "prompt_token_count": 0}]
+    assert decoder.bodies() == []
+
+
+async def test_a_handoff_that_is_loaded_is_not_ended(front: Front, decoder: ScriptedEngine) -> None:
+    for more in ({}, {"stream": True}, {"presence_penalty": 1.0}, {"presence_penalty": 1.0, "stream": True}):
+        await front.ask(COMPLETIONS, completion(PLAIN, **more))
+    assert len(decoder.bodies()) == 4
+    assert not decoder.ended
+
+
+async def test_the_handoff_of_a_prefill_that_fails_is_ended(
+    front: Front, prefiller: ScriptedEngine, decoder: ScriptedEngine
+) -> None:
+    prefiller.refusals.append(500)
+    await front.ask(COMPLETIONS, completion(PLAIN))
+    named = prefiller.bodies()[0]["kv_transfer_params"]["lmkv"]["request_id"]
+    await until(lambda: [one["request_id"] for one in decoder.ended] == [named])
+    assert "lmkv" not in json.dumps(decoder.bodies())
+
+
+@pytest.mark.parametrize("waits_at", ["prefill", "decode"])
+async def test_the_handoff_of_a_client_that_leaves_is_ended(
+    front: Front, prefiller: ScriptedEngine, decoder: ScriptedEngine, waits_at: str
+) -> None:
+    held_back = prefiller if waits_at == "prefill" else decoder
+    held_back.going.clear()
+    asking = asyncio.create_task(front.ask(COMPLETIONS, completion(PLAIN)))
+    await until(lambda: held_back.waiting_count == 1)
+    asking.cancel()
+    await until(lambda: held_back.cut_count == 1)
+    decoder.going.set()  # it answers what it is asked next
+    named = prefiller.bodies()[0]["kv_transfer_params"]["lmkv"]["request_id"]
+    await until(lambda: [one["request_id"] for one in decoder.ended] == [named])
+
+
+async def test_a_handoff_that_the_prefill_refuses_is_not_named_to_the_decode(
+    front: Front, prefiller: ScriptedEngine, decoder: ScriptedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert prefiller.told is not None
+    prefiller.told["handoff_refused"] = "no proxy of this fleet has vouched for it"
+    for more in ({}, {"presence_penalty": 1.0}):
+        for _ in range(2):
+            body = completion(PLAIN, **more)
+            assert told(await front.ask(COMPLETIONS, body)) == await alone(decoder, COMPLETIONS, body)
+    assert len(decoder.bodies()) == 4
+    assert "lmkv" not in json.dumps(decoder.bodies())
+    assert not decoder.ended
+    assert caplog.text.count("hands no prompts over: no proxy of this fleet") == 1

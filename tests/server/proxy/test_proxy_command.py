@@ -78,7 +78,7 @@ async def test_the_manuals_command_line_works_and_ends_cleanly(
     assert process.returncode == 0, lines
     assert "Traceback" not in lines
     assert f"stopping: {number.name} from process {os.getpid()} (" in lines
-    for flag in ("--decoder-alloc-port", "--proxy-host", "--proxy-port"):
+    for flag in ("--decoder-init-port", "--decoder-alloc-port", "--proxy-host", "--proxy-port"):
         assert len(re.findall(rf"{flag} on the command line is ignored: ", lines)) == 1
     assert "Num requests: 1" in lines
     assert re.search(r"Prefill node TTFT stats:\n.* INFO - Average \(ms\): \d+\.\d\d\n", lines)
@@ -128,20 +128,6 @@ def test_hosts_and_ports_make_engines(flags: dict[str, str], places: tuple[list[
 
 
 @pytest.mark.parametrize(
-    ("flags", "addresses"),
-    [
-        ({}, ["", ""]),
-        ({"decoder_init_port": "7300"}, ["127.0.0.1:7300", "127.0.0.1:7301"]),
-        ({"decoder_init_port": "7300,7400"}, ["127.0.0.1:7300", "127.0.0.1:7400"]),
-        ({"decoder_init_port": "7300", "decoder_host": "a,b"}, ["a:7300", "b:7300"]),
-    ],
-)
-def test_init_ports_make_addresses_of_nodes(flags: dict[str, str], addresses: list[str]) -> None:
-    config = load(ProxyConfig, env={}, flags={"num_decoders": "2", **flags})
-    assert list(config.decoder_addresses) == addresses
-
-
-@pytest.mark.parametrize(
     ("flags", "message"),
     [
         ({"mode": "route"}, "mode is route, but no engine is named"),
@@ -151,7 +137,6 @@ def test_init_ports_make_addresses_of_nodes(flags: dict[str, str], addresses: li
         ({"prefiller_host": "a,b", "num_prefillers": "3"}, "prefiller_host names 2, but there are 3 prefillers"),
         ({"decoder_port": "1,2,3", "num_decoders": "2"}, "decoder_port names 3, but there are 2 decoders"),
         ({"decoder_port": "65535", "num_decoders": "2"}, "decoder_port 65535 leaves no room for 2 ports"),
-        ({"decoder_init_port": "1,2,3"}, "decoder_init_port names 3, but there are 1 decoders"),
         ({"decoder_port": "0"}, "--decoder-port must be ports from 1 to 65535"),
         ({"mode": "route", "engine": ["ftp://a:1"]}, "engine must be engines such as http://10.0.0.7:8000"),
         ({"mode": "route", "engine": ["http://a"]}, "engine must be engines such as http://10.0.0.7:8000"),

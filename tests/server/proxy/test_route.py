@@ -39,7 +39,7 @@ def counts(engines: list[ScriptedEngine]) -> list[int]:
 
 
 async def three(make_engine: MakeEngine) -> list[ScriptedEngine]:
-    return [await make_engine(f"i-{number}", f"127.0.0.1:{7000 + number}") for number in range(3)]
+    return [await make_engine(f"i-{number}") for number in range(3)]
 
 
 @pytest.mark.parametrize("body", [completion(PROMPT, max_tokens=9), completion(PROMPT, max_tokens=9, stream=True)])
@@ -191,7 +191,7 @@ async def test_prefill_engines_are_chosen_by_what_they_hold(
     holders: str, make_engine: MakeEngine, make_proxy: MakeProxy
 ) -> None:
     prefillers = await three(make_engine)
-    decoder = await make_engine("d", "127.0.0.1:7900")
+    decoder = await make_engine("d")
     front = await make_proxy(prefillers, [decoder], policy="kv_aware", coordinator_address=holders, lookup_timeout=5)
     body = completion(PROMPT, max_tokens=9)
     assert told(await front.ask(COMPLETIONS, body)) == await alone(decoder, COMPLETIONS, body)
@@ -249,7 +249,7 @@ async def test_a_coordinator_that_hangs_costs_no_more_than_the_lookup_timeout(
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        engine = await make_engine("i-0", "127.0.0.1:7000")
+        engine = await make_engine("i-0")
         front = await make_proxy(
             engines=[engine], policy="kv_aware", coordinator_address=f"127.0.0.1:{port}", lookup_timeout=0.05
         )
@@ -269,7 +269,7 @@ async def test_what_all_engines_answer_alike_is_asked_of_one(make_engine: MakeEn
 
 
 async def test_engines_that_ask_for_a_key(make_engine: MakeEngine, make_proxy: MakeProxy) -> None:
-    engine = await make_engine("i-0", "127.0.0.1:7000")
+    engine = await make_engine("i-0")
     engine.api_key = "key"
     front = await make_proxy(engines=[engine], engine_api_key="key")
     assert front.proxy.fleet.engines[0].instance_id == "i-0", "the proxy has the key for its own questions"
