@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import pty
@@ -104,7 +105,7 @@ async def test_nothing_at_all_is_exit_code_1(fleet: Fleet, run_command: RunComma
         (["move", "--from", "a", "--to", "a", "--tokens", "1"], "the same"),
         (["move", "--from", "a", "--to", "b/disk", "--tokens", "1"], "TIER_DISK"),
         (["pin", "--at", "nowhere", "--tokens", "1"], "error: --at: instance 'nowhere'"),
-        (["clear", "--instance", "nowhere", "--all"], "nowhere"),
+        (["clear", "--instance", "nowhere", "--all", "--yes"], "nowhere"),
         (["ops", "show", "move-nowhere"], "there is no operation 'move-nowhere'"),
         (["watch", "--model", "qwen"], "no instance serves 'qwen'; served are: llama"),
     ],
@@ -235,6 +236,23 @@ async def test_clear_asks_before_it_clears_more_than_a_prompt(
     with terminal(""):
         assert await run_command("clear", "--all", "--yes") == 0
     assert capsys.readouterr().out.endswith(": 0 chunks (0 tokens) dropped\n")
+
+
+@pytest.mark.parametrize("selection", [["--all"], ["--model", "llama"], ["--all", "--instance", "a"]])
+async def test_clear_without_a_terminal_refuses_more_than_a_prompt_unless_confirmed(
+    fleet: Fleet, run_command: RunCommand, capsys: Capture, monkeypatch: pytest.MonkeyPatch, selection: list[str]
+) -> None:
+    with io.StringIO() as nothing, monkeypatch.context() as patched:  # as in a cron job
+        patched.setattr(sys, "stdin", nothing)
+        assert await run_command("clear", *selection) == 2
+        error = capsys.readouterr().err
+        assert "no terminal to ask on: add --yes to clear them, or --dry-run to count them" in error
+        assert error.count("\n") == 1
+        assert await holders(fleet) == {"a": 40}
+        assert await run_command("clear", *selection, "--dry-run") == 0
+        assert await holders(fleet) == {"a": 40}
+        assert await run_command("clear", *selection, "--yes") == 0
+    assert await holders(fleet) == {}
 
 
 async def test_top_shows_tiers_and_what_runs(fleet: Fleet, run_command: RunCommand, capsys: Capture) -> None:

@@ -90,7 +90,7 @@ async def test_chunks_are_looked_up_copied_pinned_moved_and_cleared_by_the_comma
 
     await run("unpin", pin_id)
     assert await run("pins") == "nothing is pinned\n"
-    assert ": 1 chunk " in await run("clear", "--instance", "node-1", "--all")
+    assert ": 1 chunk " in await run("clear", "--instance", "node-1", "--all", "--yes")
     assert await held() == {"node-2": 5}
     instances = json.loads(await run("top", "--json"))["instances"]
     assert [(instance["instance_id"], instance["engine_count"]) for instance in instances] == [

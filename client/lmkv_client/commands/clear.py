@@ -29,8 +29,8 @@ EXAMPLES = f"""\
   lmkv clear --all --instance lmkv-1 --tier disk        one tier of one instance
   lmkv clear --all --yes                                everything, without asking
 
-More than one prompt's chunks are cleared only after you have said yes, where there is a terminal to ask on. Pinned
-chunks stay.
+More than one prompt's chunks are cleared only after you have confirmed it, on the terminal or with --yes. Pinned chunks
+stay.
 
 {EXIT_CODES}"""
 
@@ -44,17 +44,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_chunk_arguments(parser, required=False)
     parser.add_argument("--all", action="store_true", help="everything there, whatever model it is of")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be dropped")
-    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument(
+        "--yes",
+        action="store_true",
+        help="do not ask; required for more than one prompt's chunks where there is no terminal",
+    )
     add_waiting_arguments(parser)
     add_common_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Asks before it clears more than named chunks; then orders, waits unless told not to, and shows."""
+    """Asks before it clears more than named chunks; then orders, waits unless told not to, and shows.
+
+    Raises `ConfigError` if it cannot ask.
+    """
     if not (names_chunks(args) or args.model or args.all):
         raise ConfigError("nothing is selected: name a prompt with --tokens, a model with --model, or --all")
     tokens, chunks = read_chunks(args)
-    asks_first = not (names_chunks(args) or args.yes or args.dry_run) and sys.stdin.isatty()
+    is_broad = args.all or not names_chunks(args)
+    asks_first = is_broad and not (args.yes or args.dry_run)
+    if asks_first and not sys.stdin.isatty():
+        raise ConfigError(
+            "this clears more than one prompt's chunks, and there is no terminal to ask on: add --yes to clear them, "
+            "or --dry-run to count them"
+        )
 
     async def order(coordinator: Coordinator) -> AnyOperation | None:
         clear = partial(

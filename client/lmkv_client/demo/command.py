@@ -10,6 +10,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -17,6 +18,7 @@ from rich.console import Console
 
 from lmkv.cli import Command
 from lmkv.errors import ConfigError, LmkvError
+from lmkv.serving import stop_signals
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.measure import COMPLETION_TOKENS, Result, measure
 from lmkv_client.demo.model import SHAPES, make_model
@@ -51,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
     folder = Path(tempfile.mkdtemp(prefix="lmkv-demo-"))
     logs = (args.keep_logs or folder / "logs").absolute()
-    handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.signal(number, _interrupt) for number in stop_signals()}
     try:
         result = _demonstrate(args, folder, logs, _Progress(console))
         console.print(make_table(result))
@@ -62,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
         failure = str(error)
     except KeyboardInterrupt:
         shutil.rmtree(folder, ignore_errors=True)
-        console.print("lmkv demo: interrupted; everything it started has ended")
+        with suppress(OSError):  # the terminal may be closed
+            console.print("lmkv demo: interrupted; everything it started has ended")
         return 130
     finally:
         for number, handler in handlers.items():
@@ -173,7 +176,7 @@ def _failure(result: Result) -> str | None:
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
     """Ends the demo in good order; a second signal does not disturb that."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 

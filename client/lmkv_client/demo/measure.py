@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,12 +13,16 @@ import numpy as np
 from lmkv.units import GB
 from lmkv_client.demo.cluster import Coordinator
 from lmkv_client.demo.completion import Completion
+from lmkv_client.demo.endpoint import Endpoint
 from lmkv_client.demo.engine import Engine
 from lmkv_client.demo.model import FIRST_BYTE_TOKEN_ID
+from lmkv_client.demo.process import POLL_SECONDS
 
 COMPLETION_TOKENS = 16
 WARM_UP_TOKENS = 1024
 STORE_TIMEOUT_SECONDS = 10.0
+COUNT_TIMEOUT_SECONDS = 10.0
+"""An engine publishes counts with its steps: those of a request may follow its answer, some with the next step only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,13 +157,27 @@ def measure_round(coordinator: Coordinator, engines: tuple[Engine, Engine], prom
 
     before = second.metrics()
     peer = second.complete(prompt, COMPLETION_TOKENS)
-    from_peer = _taken(before, second.metrics(), "peer")
+    from_peer = taken(second, before, peer, "peer")
 
     first.reset_prefix_cache()
     before = first.metrics()
     own = first.complete(prompt, COMPLETION_TOKENS)
-    from_own = _taken(before, first.metrics(), "load")
+    from_own = taken(first, before, own, "load")
     return Round(cold=cold, peer=peer, own=own, from_peer=from_peer, from_own=from_own)
+
+
+def taken(engine: Endpoint, before: dict[str, float], answer: Completion, act: str) -> Taken:
+    """What a request took, by the engine's counters; `before` are those from before it.
+
+    Where the answer has cached tokens it waits for the counts of their bytes, and has the engine take a step for them.
+    """
+    deadline = time.monotonic() + COUNT_TIMEOUT_SECONDS
+    while True:
+        counted = _taken(before, engine.metrics(), act)
+        if (counted.tokens and counted.size_bytes) or not answer.cached_tokens or time.monotonic() > deadline:
+            return counted
+        engine.complete([FIRST_BYTE_TOKEN_ID], 1)
+        time.sleep(POLL_SECONDS)
 
 
 def _taken(before: dict[str, float], after: dict[str, float], act: str) -> Taken:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import pty
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -55,28 +58,78 @@ def test_a_coordinator_that_cannot_start_is_told_in_one_line_with_the_place_of_t
     assert not list(tmp_path.glob("lmkv-demo-*"))
 
 
-def test_an_interrupt_ends_everything_that_was_started(tmp_path: Path) -> None:
-    mark = {"TEST_OF_DEMO": str(tmp_path)}
-    demo = subprocess.Popen(
-        [sys.executable, "-m", "lmkv", "demo", "--model-size", "tiny"],
-        env=os.environ | mark | {"TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_ends_everything_that_was_started(tmp_path: Path, number: signal.Signals) -> None:
+    with started(tmp_path) as (demo, terminal):
+        demo.send_signal(number)
+        output = read_all(terminal)
+        assert demo.wait(60) == 130
+    assert output.endswith("lmkv demo: interrupted; everything it started has ended\r\n")
+    assert left(tmp_path) == [[]] * 4
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_terminal_that_is_closed_ends_everything_that_was_started(tmp_path: Path) -> None:
+    with started(tmp_path) as (demo, terminal):
+        os.close(terminal)  # the kernel sends SIGHUP, and nothing can be printed any more
+        assert demo.wait(60) == 130
+    assert left(tmp_path) == [[]] * 4
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_demo_that_is_started_with_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    with started(tmp_path, "nohup") as (demo, _):
+        demo.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            demo.wait(1.0)
+        demo.send_signal(signal.SIGTERM)
+        assert demo.wait(60) == 130
+    assert left(tmp_path) == [[]] * 4
+
+
+@contextmanager
+def started(folder: Path, *wrapper: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A demo on a terminal of its own whose engines run, and that terminal's other end."""
+    terminal, its_end = pty.openpty()
+    name = os.ttyname(its_end)
+
+    def take_terminal() -> None:
+        os.close(os.open(name, os.O_RDWR))  # the first terminal that a session's leader opens becomes its own
+
+    with subprocess.Popen(
+        [*wrapper, sys.executable, "-m", "lmkv", "demo", "--model-size", "tiny"],
+        env=os.environ | {"TEST_OF_DEMO": str(folder), "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"},
+        cwd=folder,  # where nohup writes
+        stdin=its_end,
+        stdout=its_end,
+        stderr=its_end,
         start_new_session=True,
-    )
-    with demo:
+        preexec_fn=take_terminal,
+    ) as demo:
+        os.close(its_end)
         try:
-            assert demo.stdout is not None
-            while "starting two vLLM engines" not in demo.stdout.readline():
-                assert demo.poll() is None
-            deadline = time.monotonic() + 20
-            while len(pids_with_environment(mark, ENGINE)) < 2:
+            deadline = time.monotonic() + 120
+            while len(pids_with_environment({"TEST_OF_DEMO": str(folder)}, ENGINE)) < 2:
+                assert demo.poll() is None, read_all(terminal)
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
+            yield demo, terminal
         finally:
-            demo.send_signal(signal.SIGINT)
-        output = demo.stdout.read()
-    assert demo.returncode == 130
-    assert output.endswith("lmkv demo: interrupted; everything it started has ended\n")
-    assert [pids_with_environment(mark, word) for word in ("demo", "coordinator", "node", ENGINE)] == [[]] * 4
-    assert not list(tmp_path.iterdir())
+            demo.terminate()
+            with suppress(OSError):
+                os.close(terminal)
+
+
+def read_all(terminal: int) -> str:
+    """Everything that is printed until the last process has closed the terminal."""
+    parts: list[bytes] = []
+    with suppress(OSError):  # EIO is a terminal's end
+        while part := os.read(terminal, 4096):
+            parts.append(part)
+    return b"".join(parts).decode()
+
+
+def left(folder: Path) -> list[list[int]]:
+    """Processes of a demo that still run."""
+    variables = {"TEST_OF_DEMO": str(folder)}
+    return [pids_with_environment(variables, word) for word in ("demo", "coordinator", "node", ENGINE)]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 
 import pytest
@@ -10,7 +13,8 @@ from rich.console import Console
 
 from lmkv_client.demo.command import _failure
 from lmkv_client.demo.completion import Completion
-from lmkv_client.demo.measure import Result, Round, Taken
+from lmkv_client.demo.endpoint import Endpoint
+from lmkv_client.demo.measure import Result, Round, Taken, taken
 from lmkv_client.demo.table import make_table
 
 NOTHING = Taken(tokens=0, size_bytes=0, seconds=0.0)
@@ -37,6 +41,49 @@ def round_of(cold: float, *, peer_tokens: tuple[int, ...] = (7, 8), from_peer: T
         from_peer=taken if from_peer is None else from_peer,
         from_own=taken,
     )
+
+
+class LaggingEngine(BaseHTTPRequestHandler):
+    """Publishes the bytes of a fetch a step after its tokens, as an engine does that answers faster than its node."""
+
+    steps = 0
+
+    def do_GET(self) -> None:  # its base's name
+        """`/metrics`."""
+        lines = ["lmkv:peer_tokens_total 512.0"] if self.steps > 0 else []
+        lines += ["lmkv:peer_bytes_total 4096.0", "lmkv:peer_seconds_total 0.25"] if self.steps > 1 else []
+        self._answer("text/plain", "\n".join([*lines, ""]))
+
+    def do_POST(self) -> None:  # its base's name
+        """`/v1/completions`, which takes a step."""
+        self.rfile.read(int(self.headers["Content-Length"]))
+        type(self).steps += 1
+        choice = {"index": 0, "text": "", "token_ids": [7], "finish_reason": "length"}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        event = json.dumps({"choices": [choice], "usage": usage})
+        self._answer("text/event-stream", f"data: {event}\n\ndata: [DONE]\n\n")
+
+    def _answer(self, kind: str, body: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+def test_what_was_taken_is_read_once_its_counts_are_there() -> None:
+    LaggingEngine.steps = 0
+    with ThreadingHTTPServer(("127.0.0.1", 0), LaggingEngine) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        engine = Endpoint("engine", server.server_port, "model")
+        loaded = dataclasses.replace(answer(1.0), cached_tokens=512)
+        assert taken(engine, {}, loaded, "peer") == Taken(tokens=512, size_bytes=4096, seconds=0.25)
+        LaggingEngine.steps = 0
+        assert taken(engine, {}, answer(1.0), "peer") == NOTHING, "nothing was cached: there is nothing to wait for"
+        server.shutdown()
 
 
 def test_the_numbers_are_medians_over_the_rounds() -> None:
