@@ -53,7 +53,7 @@ async def test_the_first_is_asked_until_it_is_gone_and_then_the_second(two: Two)
 async def test_an_answer_is_an_answer_also_one_that_somebody_is_not_there(two: Two) -> None:
     async with Coordinator(*two.addresses) as coordinator:
         with pytest.raises(InstanceNotFound):
-            await coordinator.clear([1] * 256, instance_id="nobody")
+            await coordinator.clear(everything=True, instance_id="nobody")
         assert coordinator.address == two.first.address
 
 

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from opentelemetry import trace
@@ -19,11 +18,11 @@ from prometheus_client import CollectorRegistry
 from lmkv import telemetry
 from lmkv.telemetry import otel, setup, spans
 from tests.lmkv.telemetry.receiver import Receiver
-from tests.waiting import wait_until
+from tests.waiting import WAIT_SECONDS, wait_until
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://h:1"}
-HANGS_SECONDS = 20.0
-"""Longer than anything here may take, shorter than an exporter's own patience with several batches."""
+PATIENCE_SECONDS = "600"
+"""An exporter's own with an endpoint, and longer than a test may take."""
 
 
 @pytest.mark.parametrize(
@@ -92,11 +91,10 @@ def test_an_endpoint_that_does_not_answer_delays_neither_spans_nor_the_end(
             dead.listen(0)  # connects, and never says a word
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{dead.getsockname()[1]}")
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
-        began = time.monotonic()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", PATIENCE_SECONDS)
         with telemetry.trace_process("s", "i"):
             for number in range(5000):  # more than the queue takes
                 telemetry.begin("a", parent="", number=number).end()
-        assert time.monotonic() - began < HANGS_SECONDS
     wait_until(lambda: not any(thread.name == "lmkv-last-spans" for thread in threading.enumerate()))
 
 
@@ -106,10 +104,9 @@ async def test_an_endpoint_that_does_not_answer_delays_no_end_of_the_metrics(mon
         dead.listen(0)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{dead.getsockname()[1]}")
         monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "1")
-        began = time.monotonic()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", PATIENCE_SECONDS)
         async with telemetry.export_metrics(CollectorRegistry(), "s", "i"):
             pass
-        assert time.monotonic() - began < HANGS_SECONDS
 
 
 def test_where_opentelemetry_is_missing_nothing_is_exported_and_one_line_says_why() -> None:
@@ -151,12 +148,13 @@ def test_an_engine_that_exports_by_itself_ends_as_it_would_without(kind: str) ->
         environment = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{dead.getsockname()[1]}",
             "OTEL_BSP_SCHEDULE_DELAY": "1",
+            "OTEL_EXPORTER_OTLP_TIMEOUT": PATIENCE_SECONDS,
         }
         done = subprocess.run(
             [sys.executable, "-c", program],
             capture_output=True,
             text=True,
-            timeout=HANGS_SECONDS,
+            timeout=WAIT_SECONDS,
             check=True,
             env=environment,
         )
