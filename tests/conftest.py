@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
@@ -41,6 +42,10 @@ RUN_VARIABLE = "TESTS_OF_LMKV"
 LEFT_BEHIND_TIMEOUT_SECONDS = 10.0
 SHARED_BEFORE = pytest.StashKey[set[str]]()
 
+
+# A busy host is not a failure: Hypothesis's own deadline is 200 ms for each example.
+hypothesis.settings.register_profile("lmkv", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("lmkv")
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before anybody imports gRPC: connections that break are no news
 
