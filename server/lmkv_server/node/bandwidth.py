@@ -12,6 +12,12 @@ KEPT = 0.8
 """What of the earlier measurements stays with each new one."""
 FORGET_SECONDS = 30.0
 """A measurement that nothing has renewed for so long is forgotten."""
+LATE_FACTOR = 4
+"""An answer that takes this many times what it should is late."""
+LATE_LEAST_SECONDS = 0.1
+"""No answer is late before: event loops and machines stall for this long."""
+LATE_RATE = float(64 << 20)
+"""Bytes per second that are expected of a peer that has answered, and whose bandwidth was never measured."""
 LEAST_BYTES = 1 << 20
 """Smaller reads say how long an answer takes, not how fast bytes come."""
 
@@ -51,6 +57,16 @@ class Bandwidth:
     def answer_seconds(self, now: float) -> float:
         """What it takes before the first byte comes; 0 if that is not known."""
         return self._answer_seconds if now < self._answered_at + FORGET_SECONDS else 0.0
+
+    def late_seconds(self, size_bytes: int) -> float | None:
+        """The time after which an answer with so many bytes is late; None if the peer never answered.
+
+        Uses measurements of any age: they decide only when another peer is asked as well.
+        """
+        if self._answered_at == float("-inf"):
+            return None
+        rate = self._bytes / self._seconds if self._seconds else LATE_RATE
+        return max(LATE_LEAST_SECONDS, LATE_FACTOR * (self._answer_seconds + size_bytes / rate))
 
     def seconds(self, size_bytes: int, now: float) -> float | None:
         """What it should take to ask for so many bytes and get them."""

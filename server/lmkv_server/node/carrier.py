@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lmkv.errors import ChunkNotFound, Full, KvSpecMismatch, LmkvError, NoFreeExtents, Unreachable
@@ -45,20 +46,71 @@ class Carrier:
         self._releasing: asyncio.Task[None] | None = None
         self._free_at = 0.0
         """When the last read ended, and the next one had the wire for itself."""
+        self._task: asyncio.Task[None] | None = None
+        self._reads: dict[asyncio.Task[None], set[int]] = {}
+        """Batches that are being read, and which of their chunks no other holder has brought since."""
+        self._reading_bytes = 0
+        self._waiting_count = 0
+        """Steps that wait for an answer of the holder."""
 
     async def run(self) -> None:
         """Brings what the plan wants from this holder. Ends when that is nothing, or the holder fails."""
         fetch, source = self._fetch, self._source
+        self._task = asyncio.current_task()
         try:
-            await self._peer.agree(self._spec, fetch.step_seconds(source))
+            with self._watched():
+                await self._peer.agree(self._spec, fetch.step_seconds(source))
             while not fetch.is_over and (source.pending or self._plan.take(source)):
                 await self._bring_window(list(source.pending))
         except LmkvError as error:
             self._failed(error)
         else:
-            self._peer.worked()
+            if not source.late:
+                self._peer.worked()
         finally:
             self._plan.leave(source)
+
+    # --- Late answers --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _watched(self, size_bytes: int = 0) -> Iterator[None]:
+        """While a step runs: others are asked as well if it takes longer than it should, behind the reads before it."""
+        self._reading_bytes += size_bytes
+        self._waiting_count += 1
+        seconds = self._fetch.late_seconds(self._source, self._reading_bytes)
+        timer = asyncio.get_running_loop().call_later(seconds, self._late)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self._waiting_count -= 1
+            self._reading_bytes -= size_bytes
+
+    def _late(self) -> None:
+        """A step takes longer than it should."""
+        self._peer.was_late()
+        if count := self._plan.late(self._source):
+            self._peers.hedged += 1
+            logger.info("peer %s is late: others are asked for %d of its chunks", self._peer.instance_id, count)
+
+    def _answered(self) -> None:
+        """The holder has answered; only so does it count as one that is not late."""
+        self._source.late = False
+        self._peer.answered()
+
+    def leave(self) -> None:
+        """Nothing is missing any more: stops waiting for answers. What they may still write to is quarantined."""
+        if self._waiting_count and self._task:
+            self._task.cancel()
+
+    def overtaken(self, indices: Sequence[int]) -> None:
+        """Another holder has brought these chunks: stops the reads that bring nothing else."""
+        for task, left in self._reads.items():
+            left.difference_update(indices)
+            if not left:
+                task.cancel()
+
+    # --- Steps ---------------------------------------------------------------------------------------------------
 
     def _failed(self, error: LmkvError) -> None:
         self._fetch.error = error
@@ -101,7 +153,9 @@ class Carrier:
         started = time.monotonic()
         acquiring = asyncio.create_task(self._peer.acquire(self._spec, keys, ttl_seconds, step_seconds))
         try:
-            response = await asyncio.shield(acquiring)
+            with self._watched():
+                response = await asyncio.shield(acquiring)
+            self._answered()
         except asyncio.CancelledError:
             self._peers.connections.release_once_granted(self._peer, acquiring)
             raise
@@ -184,11 +238,20 @@ class Carrier:
         """Reads into what was reserved; returns the chunks' checksums if they were made on the way."""
         started = time.monotonic()
         step_seconds = self._fetch.step_seconds(self._source)
-        sums = await self._peers.read(self._peer, incoming, landing, step_seconds, grant_id)
+        size_bytes = sum(chunk.size_bytes for chunk in incoming)
+        task = asyncio.current_task()
+        assert task
+        self._reads[task] = {chunk.index for chunk in incoming} & self._progress.missing
+        try:
+            with self._watched(size_bytes):
+                sums = await self._peers.read(self._peer, incoming, landing, step_seconds, grant_id)
+        finally:
+            del self._reads[task]
+        self._answered()
         now = time.monotonic()
         seconds = now - max(started, self._free_at)
         self._free_at = now
-        self._plan.measured(self._source, sum(chunk.size_bytes for chunk in incoming), seconds)
+        self._plan.measured(self._source, size_bytes, seconds)
         return sums
 
     async def _verify(
@@ -201,12 +264,15 @@ class Carrier:
             if not intact:
                 damaged.append(chunk.index)
                 self._reject(chunk)
+            elif chunk.index not in self._progress.missing:
+                continue  # another holder was faster
             elif committed := landing.commit(self._progress.keys, self._spec.fingerprint, chunk):
                 self._peers.count(instance_id, committed)
                 arrived.append((chunk.index, committed))
         self._progress.add(arrived, instance_id)
         for index, committed in arrived:
             self._plan.land(self._source, index, committed, instance_id)
+        self._fetch.landed(self, [index for index, _ in arrived])
 
     def _reject(self, incoming: Incoming) -> None:
         key, instance_id = self._progress.keys[incoming.index], self._peer.instance_id

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MAX_STEP_SECONDS = 10.0
 """A peer that takes longer for one answer or one batch has failed, however much time is left."""
+LATE_SHARE = 4
+"""A step that takes this fraction (1/4) of the time left is late in any case."""
 LEAST_SECONDS = 0.005
 """With less time left nothing is begun."""
 
@@ -39,11 +41,17 @@ class Fetch:
         self._deadline = deadline
         known = peers.connections
         self._connections = {
-            Source(matched_count=holder.matched_chunk_count, near=known.is_near(peer), bandwidth=peer.bandwidth): peer
+            Source(
+                matched_count=holder.matched_chunk_count,
+                near=known.is_near(peer),
+                bandwidth=peer.bandwidth,
+                late=peer.is_late,
+            ): peer
             for holder in holders
             if (peer := known.get(holder)) and not self._avoided(peer)
         }
         self.plan = Plan(progress, peers.flights, self._connections, peers.together)
+        self._carriers: set[Carrier] = set()
 
     @property
     def is_over(self) -> bool:
@@ -60,6 +68,17 @@ class Fetch:
         others = any(other is not source and any(map(other.has, front)) for other in self._connections)
         return min(max(self.left() / 2 if others else self.left(), LEAST_SECONDS), MAX_STEP_SECONDS)
 
+    def late_seconds(self, source: Source, size_bytes: int) -> float:
+        """The time after which a step that brings so many bytes is late, so that another holder is asked as well."""
+        most = max(self.left() / LATE_SHARE, LEAST_SECONDS)
+        measured = source.bandwidth.late_seconds(size_bytes)
+        return most if measured is None else min(measured, most)
+
+    def landed(self, carrier: Carrier, indices: Sequence[int]) -> None:
+        """A holder has brought these chunks: others that were asked for them need not go on."""
+        for other in self._carriers - {carrier}:
+            other.overtaken(indices)
+
     async def run(self) -> None:
         """Returns when everything is there, nobody has what is missing, or the time is up."""
         progress, plan = self.progress, self.plan
@@ -68,17 +87,28 @@ class Fetch:
                 plan.changed.clear()
                 progress.changed.clear()
                 progress.find_own()
-                if not progress.missing or self.full:
+                if not progress.missing:
+                    for carrier in self._carriers:
+                        carrier.leave()
+                    return
+                if self.full:
                     return
                 if self.is_over:
                     self.error = Unreachable("the time to fetch is up")
                     return
                 is_brought = self.peers.flights.join(progress)
                 for source in plan.join():
-                    carriers.create_task(Carrier(self, self._connections[source], source).run())
+                    carriers.create_task(self._carry(Carrier(self, self._connections[source], source)))
                 if not plan.working and not (is_brought and self._is_of_use()):
                     return
                 await self._change()
+
+    async def _carry(self, carrier: Carrier) -> None:
+        self._carriers.add(carrier)
+        try:
+            await carrier.run()
+        finally:
+            self._carriers.discard(carrier)
 
     def _avoided(self, peer: PeerConnection) -> bool:
         """Whether the peer is not to be asked, because of what happened before."""

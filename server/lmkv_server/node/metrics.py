@@ -179,6 +179,7 @@ class Metrics(Collector):
         yield _counter("fetched_bytes", "Bytes of these.", peers.fetched_bytes)
         yield _counter("checksum_mismatches", "Chunks that came damaged.", peers.checksum_mismatches)
         yield _counter("peer_failures", "Times that a peer failed.", peers.unreachable)
+        yield _counter("hedged_fetches", "Times that a peer was late, and another was asked as well.", peers.hedged)
         yield _gauge("quarantined_batches", "Batches whose transfer has not stopped.", peers.quarantined_count)
         yield _gauge("quarantined_bytes", "Bytes of the pool that these may write to.", peers.quarantined_bytes)
 

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF_SECONDS = 1.0
 LAST_BACKOFF_SECONDS = 10.0
+LATE_SECONDS = 10.0
+"""A peer that was late is asked after others for this long, unless it answers."""
 NIXL = "nixl"
 
 
@@ -65,6 +67,7 @@ class PeerConnection:
         self._agreeing = asyncio.Lock()
         self._failure_count = 0
         self._retry_at = 0.0
+        self._late_until = 0.0
         self._words = rpc.open_channel(self.address, credentials)
         self._stub = pb_grpc.PeerServiceStub(self._words)
 
@@ -72,6 +75,19 @@ class PeerConnection:
     def resting(self) -> bool:
         """Whether it failed a short while ago and should be left alone."""
         return time.monotonic() < self._retry_at
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it took longer than it should for an answer a short while ago, and has not answered since."""
+        return time.monotonic() < self._late_until
+
+    def was_late(self) -> None:
+        """It takes longer than it should for an answer."""
+        self._late_until = time.monotonic() + LATE_SECONDS
+
+    def answered(self) -> None:
+        """It has answered."""
+        self._late_until = 0.0
 
     def worked(self) -> None:
         """It did what it was asked for."""

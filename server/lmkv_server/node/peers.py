@@ -68,6 +68,8 @@ class Peers:
         """Chunks that arrived damaged, and were thrown away."""
         self.unreachable = 0
         """Times that a peer failed."""
+        self.hedged = 0
+        """Times that a peer was late, and others were asked for chunks that it was to bring."""
         self.tier = tier
         self.channels = channels
         self.connections = PeerConnections(

@@ -2,7 +2,8 @@
 
                 ┌──── give back: a holder failed, or does not have it ◄──┐
     missing ──► open ──── take: from the front, a window at a time ──► taken ──► landed
-                                                    └── steal: from the back ──► taken by another
+                  ▲                                 ├── steal: from the back ──► taken by another
+                  └──────────────────────────────── └── late: what others may have is open for them
 
 The nearest holder begins. Another joins where chunks are open that no holder at work has, or where it should get some
 there sooner: it takes what is open, or what another has taken and not begun to read.
@@ -59,6 +60,10 @@ class Source:
     """Taken chunks that it has not begun to read, in prompt order; others may steal them."""
     taken: set[int] = field(default_factory=set)
     """Chunks that it shall bring, and has not: those pending, and those being read and verified."""
+    late: bool = False
+    """Whether it takes longer than it should for an answer. It is given only what no other holder has."""
+    hedged: set[int] = field(default_factory=set)
+    """Chunks that were being read from it when it was late, and that others bring as well. It reads none again."""
 
     def has(self, index: int) -> bool:
         """Whether it may hold the chunk."""
@@ -79,9 +84,9 @@ class Plan:
         """`together` is what several holders at once have given: more than that the own side does not take."""
         now = clock()
         self.sources: Sequence[Source] = sorted(
-            sources, key=lambda one: (not one.near, -(one.bandwidth.rate(now) or 0), -one.matched_count)
+            sources, key=lambda one: (one.late, not one.near, -(one.bandwidth.rate(now) or 0), -one.matched_count)
         )
-        """Nearest first, then by what they gave, then by how much they hold."""
+        """Those that are late last; nearest first, then by what they gave, then by how much they hold."""
         self.working: list[Source] = []
         self.changed = asyncio.Event()
         """Set whenever somebody may have something to do that had not."""
@@ -107,7 +112,7 @@ class Plan:
         """Those that go to work now. Each has chunks pending, and works until `leave`."""
         joined = []
         for source in self.sources:
-            if len(self.working) >= MAX_WORKING:
+            if len(self._on_time()) >= MAX_WORKING:
                 break
             if source not in self.working and self._is_worth_it(source) and self.take(source):
                 self.working.append(source)
@@ -117,7 +122,7 @@ class Plan:
     def take(self, source: Source) -> bool:
         """Gives a holder something to do; whether there is anything. It must have nothing pending."""
         assert not source.pending
-        mine = [index for index in self.open() if source.has(index)][: self._window_count(source)]
+        mine = [index for index in self.open() if self._may_take(source, index)][: self._window_count(source)]
         if mine:
             self._flights.start((self._progress.keys[index] for index in mine), self._progress)
         else:
@@ -136,9 +141,26 @@ class Plan:
         return [source.pending.popleft() for _ in range(min(count, len(source.pending)))]
 
     def land(self, source: Source, index: int, chunk: Chunk, instance_id: str) -> None:
-        """A chunk that it took is in the tier."""
-        source.taken.discard(index)
+        """A chunk that it took is in the tier, whether or not another has been asked for it since."""
+        for one in self.sources:
+            if index in one.taken:
+                one.taken.discard(index)
+                if one is not source:
+                    one.pending = deque(left for left in one.pending if left != index)
         self._flights.land(chunk, instance_id)
+
+    def late(self, source: Source) -> int:
+        """A holder is late: what it has taken is open for others that may have it; the count of these chunks.
+
+        What it does not read yet is moved. What it reads goes on being read: of the two answers the first counts. A
+        chunk is read at most once from each holder.
+        """
+        source.late = True
+        others = [other for other in self.sources if other is not source and not other.late]
+        mine = [index for index in source.taken if any(other.has(index) for other in others)]
+        source.hedged.update(index for index in mine if index not in source.pending)
+        self.give_back(source, mine)
+        return len(mine)
 
     def give_back(self, source: Source, indices: Iterable[int]) -> None:
         """It does not bring these after all."""
@@ -160,7 +182,7 @@ class Plan:
         Beside others that says how much the own side takes, and of the holder only that it is no faster: nothing new,
         unless it is slower than even sharing explains.
         """
-        now, count = self._clock(), len(self.working)
+        now, count = self._clock(), max(1, len(self._on_time()))
         if count > 1:
             self._together.brought(size_bytes, seconds / count, now)
         known = source.bandwidth.rate(now)
@@ -176,16 +198,24 @@ class Plan:
             size_bytes = UNKNOWN_WINDOW_BYTES if alone else PROBE_BYTES
         return max(1, min(int(size_bytes // self._chunk_bytes), WINDOW_CHUNKS))
 
+    def _on_time(self) -> list[Source]:
+        """The holders at work that are not late."""
+        return [source for source in self.working if not source.late]
+
+    def _may_take(self, source: Source, index: int) -> bool:
+        """Whether a holder may be asked for an open chunk."""
+        if not source.has(index) or index in source.hedged:
+            return False
+        return not source.late or not any(other.has(index) and not other.late for other in self.sources)
+
     def _is_worth_it(self, source: Source) -> bool:
         """Whether a holder that does nothing should begin."""
-        open_ = self.open()
-        if not self.working or any(
-            source.has(index) and not any(other.has(index) for other in self.working) for index in open_
-        ):
+        open_, working = self.open(), self._on_time()
+        if not working or any(source.has(index) and not any(other.has(index) for other in working) for index in open_):
             return True
-        left = [index for index in (*open_, *(i for other in self.working for i in other.pending)) if source.has(index)]
+        left = [index for index in (*open_, *(i for other in working for i in other.pending)) if source.has(index)]
         now = self._clock()
-        rate, rates = source.bandwidth.rate(now), [other.bandwidth.rate(now) for other in self.working]
+        rate, rates = source.bandwidth.rate(now), [other.bandwidth.rate(now) for other in working]
         known = [each for each in rates if each is not None]
         if rate is None or len(known) < len(rates):
             return len(left) * self._chunk_bytes >= WORTH_PROBING * PROBE_BYTES
@@ -196,6 +226,8 @@ class Plan:
 
     def _steal(self, source: Source) -> list[int]:
         """Takes from the holder that has the most to do what the thief should have sooner: the last of it."""
+        if source.late:
+            return []
         now = self._clock()
 
         def left(other: Source) -> float:

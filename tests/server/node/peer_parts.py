@@ -219,8 +219,11 @@ class Taken:
 class Remote:
     """`Parts` in a process of their own, holding chunks. It takes orders: `ask`."""
 
-    def __init__(self, instance_id: str, *, spec: str = "large", chunk_count: int = 16) -> None:
-        program = f"from tests.server.node.peer_parts import serve; serve({instance_id!r}, {spec!r}, {chunk_count})"
+    def __init__(
+        self, instance_id: str, *, spec: str = "large", chunk_count: int = 16, transfer_channel: str = "nixl"
+    ) -> None:
+        arguments = f"{instance_id!r}, {spec!r}, {chunk_count}, {transfer_channel!r}"
+        program = f"from tests.server.node.peer_parts import serve; serve({arguments})"
         # Its own would stay if it is killed.
         self._folder = tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp")
         paths = os.pathsep.join(path for path in sys.path if path)
@@ -269,11 +272,12 @@ class Remote:
             self._folder.cleanup()
 
 
-def serve(instance_id: str, spec: str, chunk_count: int) -> None:
+def serve(instance_id: str, spec: str, chunk_count: int, transfer_channel: str) -> None:
     """What a remote's process does: carries out orders until its standard input ends."""
 
     async def run() -> None:
-        async with Parts(instance_id, spec=SPECS[spec], chunk_count=chunk_count * 4) as node:
+        parts = Parts(instance_id, spec=SPECS[spec], chunk_count=chunk_count * 4, transfer_channel=transfer_channel)
+        async with parts as node:
             for key in keys_of(chunk_count):
                 node.put(key)
             _say({"epoch": node.epoch, "address": node.address})

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmkv_server.node.bandwidth import FORGET_SECONDS, LEAST_BYTES, Bandwidth, quickest
+from lmkv_server.node.bandwidth import (
+    FORGET_SECONDS,
+    LATE_FACTOR,
+    LATE_LEAST_SECONDS,
+    LATE_RATE,
+    LEAST_BYTES,
+    Bandwidth,
+    quickest,
+)
 
 MB = 1e6
 
@@ -32,6 +40,16 @@ def test_small_reads_say_nothing_of_how_fast_bytes_come() -> None:
     bandwidth = known(1e9)
     bandwidth.brought(LEAST_BYTES - 1, 10.0, 0)
     assert bandwidth.rate(0) == pytest.approx(1e9)
+
+
+def test_an_answer_is_late_after_several_times_what_was_measured_however_old_that_is() -> None:
+    assert Bandwidth().late_seconds(1) is None
+    slow = known(1e8, 0.05)
+    assert slow.late_seconds(100_000_000) == pytest.approx(LATE_FACTOR * 1.05)
+    assert known(1e12).late_seconds(1) == LATE_LEAST_SECONDS
+    answered = Bandwidth()
+    answered.answered(0.5, 0.0)
+    assert answered.late_seconds(round(LATE_RATE)) == pytest.approx(LATE_FACTOR * (0.5 * (1 - 0.0) + 1))
 
 
 def test_what_a_transfer_takes_is_the_answer_and_then_its_bytes() -> None:

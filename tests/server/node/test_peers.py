@@ -230,6 +230,79 @@ async def test_a_frozen_holder_leaves_time_for_the_next_one(large_reader: Parts)
         taken.let_go()
 
 
+async def test_when_the_best_holder_freezes_between_fetches_the_next_one_is_asked_long_before_it_has_failed() -> None:
+    async with Parts("reader", spec=LARGE, transfer_channel="tcp") as reader:
+        with Remote("best", transfer_channel="tcp") as best, Remote("next", transfer_channel="tcp") as second:
+            second.holder.matched_chunk_count = 15
+            first = Taken(reader)
+            await reader.peers.fetch(LARGE, KEYS[:3], [best.holder, second.holder], 60.0, first)
+            assert set(reader.peers.traffic) == {"best"}
+            best.signal(signal.SIGSTOP)
+            for _ in range(2):  # the second time it is known to be late, and not even begun with
+                taken = Taken(reader)
+                fetched = await reader.peers.fetch(LARGE, KEYS[3:15], [best.holder, second.holder], 60.0, taken)
+                assert (fetched.chunk_count, fetched.error, fetched.instance_ids) == (12, None, ("next",))
+                assert reader.peers.unreachable == 0, "the fetch waited until the best holder had failed"
+                assert reader.peers.hedged == 1
+                taken.let_go()
+                reader.tier.drop(KEYS[3:15])
+            best.signal(signal.SIGCONT)
+            rest = Taken(reader)  # it is still good for what no other holder has
+            fetched = await reader.peers.fetch(LARGE, KEYS, [best.holder, second.holder], 60.0, rest)
+            assert (fetched.chunk_count, fetched.error) == (16, None)
+            first.let_go()
+            rest.let_go()
+        reader.check_nothing_left()
+
+
+async def frozen_while_it_is_read_and_another_holder_is_there() -> None:
+    with Remote("best") as best, Remote("next") as second:
+        async with Parts("reader", spec=LARGE) as reader:
+            warm = Taken(reader)
+            await reader.peers.fetch(LARGE, KEYS[:3], [best.holder], FOREVER, warm)
+            for _ in range(10):  # on a busy machine the reads that are under way may end before it is frozen
+                taken = Taken(reader, first=3)
+                holders = [best.holder, second.holder]
+                fetching = asyncio.create_task(
+                    reader.peers.fetch(LARGE, KEYS, holders, 60.0, taken, first=3),
+                )
+                while not reader.tier.reserved_count and not fetching.done():  # noqa: ASYNC110 # freezes it at once
+                    await asyncio.sleep(0)
+                best.signal(signal.SIGSTOP)
+                failed = reader.peers.unreachable
+                fetched = await fetching
+                assert (fetched.chunk_count, fetched.error) == (13, None)
+                assert "next" in fetched.instance_ids
+                assert reader.peers.unreachable == failed, "the fetch waited until the best holder had failed"
+                if quarantined := reader.peers.quarantined_bytes:
+                    assert reader.peers.hedged >= 1
+                    assert quarantined == reader.tier.reserved_bytes
+                    await asyncio.sleep(0.3)
+                    assert reader.peers.quarantined_bytes == quarantined, "given back though a read may write to it"
+                best.signal(signal.SIGCONT)
+                taken.let_go()  # compares every byte
+                reader.tier.drop(KEYS[3:])
+                async with asyncio.timeout(WAIT_SECONDS):
+                    while True:  # with a grant the owner sends what it owes, however long that takes
+                        more = Taken(reader, first=3)
+                        await reader.peers.fetch(LARGE, KEYS[:4], [best.holder], FOREVER, more, first=3)
+                        more.let_go()
+                        reader.tier.drop(KEYS[3:])
+                        if more.chunks and not reader.tier.reserved_count:
+                            break
+                        await asyncio.sleep(0.05)
+                if quarantined:
+                    break
+            else:
+                raise AssertionError("no read was under way")
+            warm.let_go()
+            reader.check_nothing_left()
+
+
+def test_what_a_late_read_may_still_write_to_is_quarantined_when_another_holder_was_faster() -> None:
+    in_new_process(frozen_while_it_is_read_and_another_holder_is_there, UCX_TLS="tcp")
+
+
 async def test_a_damaged_chunk_is_a_miss_and_never_committed(owner: Parts, reader: Parts) -> None:
     owner.damage(KEYS[5])
     taken = Taken(reader)

@@ -282,3 +282,54 @@ def test_beside_others_only_what_sharing_does_not_explain_is_held_against_a_hold
     rate = sources[0].bandwidth.rate(0)
     assert rate is not None
     assert rate < GB
+
+
+def test_what_a_late_holder_does_not_read_yet_is_moved_and_what_it_reads_is_asked_of_another_as_well() -> None:
+    late, other = Source(matched_count=16, bandwidth=known(1e12)), Source(matched_count=12, bandwidth=known(1e9))
+    world = World(16, [late, other])
+    assert world.plan.join() == [late]
+    reading = world.plan.batch(late)
+    assert 0 < len(reading) < 12
+    assert world.plan.late(late) == 12, "only what the other may have"
+    assert late.hedged == {*reading}
+    assert late.taken == {12, 13, 14, 15}
+    assert world.plan.join() == [other]
+    assert other.taken == {*range(12)}
+    assert not late.pending or min(late.pending) >= 12
+    world.check()
+    assert not world.plan.late(other), "nobody else is on time"
+    other.late = False
+    for index in reading[:1]:  # the late answer comes first after all
+        world.land(late, index)
+    assert reading[0] not in {*other.taken, *other.pending}
+    world.check()
+    for index in sorted(other.taken):
+        world.land(other, index)
+    assert world.handed == [*range(12)]
+
+
+def test_a_late_holder_is_given_only_what_no_other_on_time_has_until_it_answers() -> None:
+    late = Source(matched_count=8, late=True, bandwidth=known(1e12))
+    other = Source(matched_count=4, bandwidth=known(1e12))
+    world = World(8, [late, other])
+    assert [*world.plan.sources] == [other, late]
+    assert world.plan.join() == [other, late]
+    assert (other.taken, late.taken) == ({0, 1, 2, 3}, {4, 5, 6, 7})
+    world.plan.leave(late)
+    world.plan.give_back(other, range(4))
+    late.late = False
+    assert world.plan.take(late)
+
+
+def test_a_holder_that_stays_late_reads_no_chunk_twice() -> None:
+    first, second = (Source(matched_count=16, bandwidth=known(rate)) for rate in (1e10, 1e8))
+    world = World(16, [first, second])
+    assert world.plan.join() == [first]
+    reading = world.plan.batch(first)
+    world.plan.late(first)
+    assert world.plan.join() == [second]
+    assert {*world.plan.batch(second)} <= {*reading}
+    first.late = False
+    world.plan.late(second)
+    assert world.plan.take(first), "what it was not reading"
+    assert not {*reading} & first.taken
