@@ -133,39 +133,39 @@ env:
 {{- end }}
 {{- end -}}
 
-{{/* Volumes of what nodes and proxies trust and show, and of whom they let in; of the coordinator's own certificate they
-get the issuer and no more. */}}
+{{/* Volumes of what clients of the coordinator trust and show, and of whom they let in; of the coordinator's own
+certificate they get the issuer and no more. Takes a list of root and the secret with their token. */}}
 {{- define "lmkv.clientVolumes" -}}
-{{- if .Values.tls.enabled }}
+{{- $root := index . 0 -}}
+{{- $token := index . 1 -}}
+{{- if $root.Values.tls.enabled }}
 - name: tls
   secret:
     defaultMode: 0440
-    {{- if .Values.tls.mutual }}
-    secretName: {{ include "lmkv.clientSecret" . }}
+    {{- if $root.Values.tls.mutual }}
+    secretName: {{ include "lmkv.clientSecret" $root }}
     {{- else }}
-    secretName: {{ include "lmkv.serverSecret" . }}
+    secretName: {{ include "lmkv.serverSecret" $root }}
     items:
       - key: ca.crt
         path: ca.crt
     {{- end }}
 {{- end }}
-{{- with .Values.auth }}
-{{- if .tokensSecret }}
+{{- with $root.Values.auth.tokensSecret }}
 - name: tokens
   secret:
     defaultMode: 0440
-    secretName: {{ .tokensSecret }}
-{{ include "lmkv.tokenVolume" $ }}
-{{- end }}
+    secretName: {{ . }}
+{{ include "lmkv.tokenVolume" $token }}
 {{- end }}
 {{- end -}}
 
-{{/* The volume of the token that nodes and proxies show, and that proxies prove handoffs to engines with. */}}
+{{/* The volume of the token that a client shows, and that proxies prove handoffs to engines with. Takes its secret. */}}
 {{- define "lmkv.tokenVolume" -}}
 - name: token
   secret:
     defaultMode: 0440
-    secretName: {{ .Values.auth.engineSecret }}
+    secretName: {{ . }}
 {{- end -}}
 
 {{/* Mounts of a coordinator: its configuration and `lmkv.serverVolumes`. */}}

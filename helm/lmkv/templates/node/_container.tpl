@@ -107,7 +107,7 @@ node takes: whole ones, rounded down. */}}
 {{- define "lmkv.nodeVolumes" -}}
 {{- $values := .Values.node -}}
 {{- include "lmkv.configVolume" (list . "node") | replace "name: config" "name: node-config" }}
-{{- with include "lmkv.clientVolumes" . | trim }}
+{{- with include "lmkv.clientVolumes" (list . .Values.auth.engineSecret) | trim }}
 {{ . }}
 {{- end }}
 - name: node-tmp
