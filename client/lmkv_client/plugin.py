@@ -7,6 +7,8 @@ import os
 import sys
 from typing import Any
 
+from lmkv_client.refusal import repeat_at_exit
+
 PROCESSORS = frozenset(os.sched_getaffinity(0))
 """Processors this process may use, read before vLLM pins its threads to some of them."""
 
@@ -22,6 +24,7 @@ def register() -> None:
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, "lmkv_client.connector.connector", NAME)
     _keep_served_names()
+    repeat_at_exit()
 
 
 def _keep_served_names() -> None:

@@ -15,7 +15,9 @@ from vllm.logger import init_logger
 from lmkv import config as configuration
 from lmkv import telemetry
 from lmkv.config import ConnectorConfig
+from lmkv.errors import LmkvError
 from lmkv.spec import TOKEN_MAJOR
+from lmkv_client import refusal
 from lmkv_client.connector.format import check_packing
 from lmkv_client.connector.identity import Share, attention_isa, kv_spec, served_names
 from lmkv_client.connector.link import NodeLink
@@ -46,8 +48,18 @@ class LMKVConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._recompute_failed_loads()
-        config = self._config(vllm_config)
+        try:
+            self._start(vllm_config, role, kv_cache_config)
+        except LmkvError as error:
+            refusal.note(error)
+            raise
+
+    def _start(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        config = self._config()
+        if role is KVConnectorRole.SCHEDULER:  # there is one in an engine, and a worker for each rank
+            for notice in config.notices:
+                logger.warning("%s", notice)
+            self._recompute_failed_loads()
         spec = kv_spec(vllm_config, kv_cache_config, config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -82,7 +94,7 @@ class LMKVConnector(KVConnectorBase_V1):
                 share,
                 rank=rank,
                 threads=config.copy_threads,
-                lends=self._lends(config, vllm_config),
+                lends=self._lends(config, vllm_config, rank),
                 nixl_backends=config.nixl_backends,
             )
 
@@ -95,20 +107,17 @@ class LMKVConnector(KVConnectorBase_V1):
             logger.info("kv_load_failure_policy: recompute; lmkv knows no other")
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
 
-    def _lends(self, config: ConnectorConfig, vllm_config: VllmConfig) -> bool:
+    def _lends(self, config: ConnectorConfig, vllm_config: VllmConfig, rank: int) -> bool:
         """Whether what is handed over shall come into a buffer on the device."""
         device = vllm_config.device_config.device_type
-        if config.pd_buffer_device == "cuda" and device != "cuda":
+        if config.pd_buffer_device == "cuda" and device != "cuda" and rank == 0:
             logger.warning("pd_buffer_device: the KV cache is on %s, so what is handed over comes to the pool", device)
         return config.pd_buffer_device == device == "cuda" and bool(self._kv_transfer_config.is_kv_consumer)
 
-    def _config(self, vllm_config: VllmConfig) -> ConnectorConfig:
+    def _config(self) -> ConnectorConfig:
         """The configuration, of which `kv_connector_extra_config` is the last word."""
         extra = dict(self._kv_transfer_config.kv_connector_extra_config or {})
-        config = configuration.load(ConnectorConfig, flags=extra, flags_place="kv_connector_extra_config")
-        for notice in config.notices:
-            logger.warning("%s", notice)
-        return config
+        return configuration.load(ConnectorConfig, flags=extra, flags_place="kv_connector_extra_config")
 
     @property
     def requires_kv_delivery(self) -> bool:

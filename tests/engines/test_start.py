@@ -1,0 +1,54 @@
+"""What an engine prints when it starts: each notice once, and a refused configuration last."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmkv.errors import LmkvError
+from lmkv_client.demo.cluster import Cluster
+from lmkv_client.demo.engine import LMKV_TRANSFER_CONFIG
+from tests.engines.conftest import SETTINGS
+from tests.engines.llm import READY_TIMEOUT_SECONDS
+
+SEVERAL_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+
+
+@pytest.fixture
+def cluster(tiny_model: Path, tmp_path: Path) -> Iterator[Cluster]:
+    """No engine yet, and no coordinator."""
+    with (
+        tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder,
+        Cluster(Path(folder), tiny_model, logs=tmp_path, settings=SETTINGS, coordinator=False) as cluster,
+    ):
+        yield cluster
+
+
+@pytest.mark.parametrize("environment", [{}, SEVERAL_PROCESSES])
+def test_a_refused_configuration_is_the_last_line_of_an_engine(cluster: Cluster, environment: dict[str, str]) -> None:
+    config = {**LMKV_TRANSFER_CONFIG, "kv_connector_extra_config": {"chunk_sise": 256}}
+    engine = cluster.add_engine("engine-1", transfer_config=config, environment=environment, kv_cache_bytes=64 << 20)
+    with pytest.raises(LmkvError):
+        cluster.start_engines()
+    last = engine.log().rstrip("\n").splitlines()[-1]
+    assert last == "lmkv: error: unknown key chunk_sise in kv_connector_extra_config; did you mean chunk_size?"
+
+
+def test_notices_appear_once_in_an_engine_of_several_ranks(cluster: Cluster) -> None:
+    engine = cluster.add_engine(
+        "engine-1",
+        {"LMKV_REMOTE_SERDE": "naive", "LMKV_PD_BUFFER_DEVICE": "cuda"},
+        kv_cache_bytes=64 << 20,
+        transfer_config={**LMKV_TRANSFER_CONFIG, "kv_load_failure_policy": "fail"},
+        extra_arguments=("--tensor-parallel-size", "2"),
+        environment=SEVERAL_PROCESSES | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    )
+    engine.ready_timeout_seconds = READY_TIMEOUT_SECONDS
+    cluster.start_engines()
+    for notice in ("LMKV_REMOTE_SERDE in the environment is ignored", "kv_load_failure_policy: ", "pd_buffer_device: "):
+        assert len(re.findall(re.escape(notice), engine.log())) == 1, (notice, json.dumps(engine.log()[-3000:]))
