@@ -10,7 +10,7 @@ from lmkv.config.connector import ConnectorConfig
 from lmkv.config.coordinator import CoordinatorConfig
 from lmkv.config.node import NodeConfig
 from lmkv.config.proxy import ProxyConfig
-from lmkv.config.resolve import load, to_comparison, to_environment
+from lmkv.config.resolve import as_written, load, to_comparison, to_environment
 from lmkv.config.schema import Config, keys
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "NodeConfig",
     "ProxyConfig",
     "add_arguments",
+    "as_written",
     "from_arguments",
     "keys",
     "load",

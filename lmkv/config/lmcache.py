@@ -82,6 +82,8 @@ class Adopted:
 
     values: Mapping[str, Any]
     """By key of lmkv."""
+    written: Mapping[str, str]
+    """How each of these was written."""
     notices: list[str]
     """What was taken, what lmkv's own configuration overrides, and what has no counterpart."""
 
@@ -104,7 +106,11 @@ def adopt(cls: type[Config], entries: Iterable[Entry], own: Mapping[str, Any]) -
         notices = [f"lmkv's own configuration wins over LMCache's: {_list(overridden.values())}", *notices]
     if taken:
         notices = [f"using LMCache's configuration where lmkv's own sets nothing: {_list(taken.values())}", *notices]
-    return Adopted(values={name: one.value for name, one in taken.items()}, notices=notices)
+    return Adopted(
+        values={name: one.value for name, one in taken.items()},
+        written={name: one.entry.shown for name, one in taken.items()},
+        notices=notices,
+    )
 
 
 def _list(imported: Iterable[Imported]) -> str:

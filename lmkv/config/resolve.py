@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -76,17 +77,41 @@ def load(
     if path := file or env.get(FILE_VARIABLE):
         places.insert(0, read_file(Path(path), "--config" if file else FILE_VARIABLE))
     values: dict[str, Any] = {}
+    written: dict[str, str] = {}
     notices: list[str] = []
     for entries in places:
-        values |= _resolve(cls, entries)
+        for name, (value, entry) in _resolve(cls, entries).items():
+            values[name], written[name] = value, entry.shown
         notices += _notices(entries)
     if foreign := read_lmcache(env):
         from lmkv.config import lmcache  # it imports this module
 
         adopted = lmcache.adopt(cls, foreign, own=values)
         values |= adopted.values
+        written |= adopted.written
         notices += adopted.notices
-    return cls(**values, notices=tuple(notices))
+    try:
+        return cls(**values, notices=tuple(notices), written=written)
+    except ConfigError as error:
+        raise ConfigError(as_written(str(error), written), **error.metadata) from None
+
+
+def as_written(text: str, written: Mapping[str, str]) -> str:
+    """A message with keys as the user wrote them, where it has their names or their variables.
+
+    A name that is also a word (`port`, `mode`) is replaced only where it begins the message.
+    """
+
+    def shown(found: re.Match[str]) -> str:
+        word = found[0]
+        name = word.removeprefix(PREFIX).lower() if word.startswith(PREFIX) else word
+        is_word = "_" not in word and found.start() > 0
+        return word if is_word else written.get(name, name)
+
+    names = (form for name in sorted(written, key=len, reverse=True) for form in (variable(name), name))
+    known = "|".join(map(re.escape, names))
+    variables = rf"{PREFIX}[A-Z0-9_]+(?=: the engine expects)"  # of a key that was not set
+    return re.sub(rf"(?<![\w.-])(?:{known + '|' if known else ''}{variables})(?![\w-])", shown, text)
 
 
 def to_environment(config: Config, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -129,8 +154,8 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _resolve(cls: type[Config], entries: Iterable[Entry]) -> dict[str, Any]:
-    """The values that one place gives to the keys of `cls`."""
+def _resolve(cls: type[Config], entries: Iterable[Entry]) -> dict[str, tuple[Any, Entry]]:
+    """The values that one place gives to the keys of `cls`, with how they were written."""
     known, own, declared = known_spellings(), spellings(cls), keys(cls)
     found: dict[str, tuple[Any, Entry]] = {}
     for entry in entries:
@@ -151,7 +176,7 @@ def _resolve(cls: type[Config], entries: Iterable[Entry]) -> dict[str, Any]:
                 key=name,
             )
         found[name] = (value, entry)
-    return {name: value for name, (value, _) in found.items()}
+    return found
 
 
 def _notices(entries: Iterable[Entry]) -> list[str]:

@@ -56,6 +56,9 @@ class Config:
     notices: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """What whoever wrote the configuration should know; the process logs each on a line of its own."""
 
+    written: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """Keys that were set, as they were written: `p2p_port`, `LMKV_P2P_PORT`, `--p2p-port`, or a name of LMCache's."""
+
     def __post_init__(self) -> None:
         for name, declared in keys(type(self)).items():
             try:

@@ -42,13 +42,21 @@ def test_a_refused_configuration_is_the_last_line_of_an_engine(cluster: Cluster,
 def test_notices_appear_once_in_an_engine_of_several_ranks(cluster: Cluster) -> None:
     engine = cluster.add_engine(
         "engine-1",
-        {"LMKV_REMOTE_SERDE": "naive", "LMKV_PD_BUFFER_DEVICE": "cuda"},
+        {"LMKV_PD_BUFFER_DEVICE": "cuda"},
         kv_cache_bytes=64 << 20,
-        transfer_config={**LMKV_TRANSFER_CONFIG, "kv_load_failure_policy": "fail"},
+        transfer_config={
+            **LMKV_TRANSFER_CONFIG,
+            "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": {"remote_serde": "naive"},
+        },
         extra_arguments=("--tensor-parallel-size", "2"),
         environment=SEVERAL_PROCESSES | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     )
     engine.ready_timeout_seconds = READY_TIMEOUT_SECONDS
     cluster.start_engines()
-    for notice in ("LMKV_REMOTE_SERDE in the environment is ignored", "kv_load_failure_policy: ", "pd_buffer_device: "):
+    for notice in (
+        "remote_serde in kv_connector_extra_config is ignored",
+        "kv_load_failure_policy: ",
+        "pd_buffer_device: ",
+    ):
         assert len(re.findall(re.escape(notice), engine.log())) == 1, (notice, json.dumps(engine.log()[-3000:]))

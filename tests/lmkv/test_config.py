@@ -20,6 +20,7 @@ from lmkv.config import (
     NodeConfig,
     ProxyConfig,
     add_arguments,
+    as_written,
     from_arguments,
     keys,
     load,
@@ -783,3 +784,25 @@ def test_a_socket_path_that_is_too_long_is_refused() -> None:
     config = NodeConfig(runtime_dir="/" + "x" * 90, instance_id="a-1")
     with pytest.raises(ConfigError, match=r"runtime_dir makes the socket path .* 107 bytes long; at most 100 work"):
         _ = config.engine_socket
+
+
+@pytest.mark.parametrize(
+    ("env", "flags", "shown"),
+    [
+        ({"LMKV_LOCAL_DISK": "/tmp/disk"}, {}, "LMKV_LOCAL_DISK"),
+        ({"LMCACHE_LOCAL_DISK": "/tmp/disk"}, {}, "LMCACHE_LOCAL_DISK"),
+        ({}, {"local_disk": "/tmp/disk"}, "--local-disk"),
+    ],
+)
+def test_a_conflict_of_two_keys_names_them_as_they_were_written(
+    env: dict[str, str], flags: dict[str, str], shown: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^max_local_disk_size must be set where {shown} is"):
+        load(NodeConfig, env=env, flags=flags)
+
+
+def test_words_of_a_message_are_not_taken_for_keys() -> None:
+    written = {"port": "--port", "p2p_port": "LMKV_P2P_PORT"}
+    said = "port 1 is in use; set port and p2p_port (LMKV_P2P_PORT) to a free port"
+    expected = "--port 1 is in use; set port and LMKV_P2P_PORT (LMKV_P2P_PORT) to a free port"
+    assert as_written(said, written) == expected

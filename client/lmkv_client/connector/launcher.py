@@ -80,7 +80,7 @@ class Launcher:
                 if not reason:
                     raise Unreachable(f"the node ended without a word; see {log}")
                 if ALREADY_RUN not in reason:
-                    raise ConfigError(reason)
+                    raise ConfigError(configuration.as_written(reason, self._config.written))
                 # Another engine is starting the same node, or one that was told to end is not done yet.
                 await asyncio.sleep(RESTART_SECONDS)
                 mark = log.stat().st_size

@@ -14,7 +14,7 @@ import grpc
 from vllm.logger import init_logger
 
 from lmkv import rpc
-from lmkv.config import ConnectorConfig
+from lmkv.config import ConnectorConfig, as_written
 from lmkv.errors import ConfigConflict, ConfigError, LmkvError, Unreachable
 from lmkv.spec import KvSpec
 from lmkv.units import format_bytes, format_duration, format_rate
@@ -232,7 +232,7 @@ class NodeLink:
     def _meaning(self, error: LmkvError) -> LmkvError:
         """A conflict with a running node is a mistake in the configuration, unless that node ends now."""
         if isinstance(error, ConfigConflict) and not self._launcher.replaces(error):
-            return ConfigError(str(error))
+            return ConfigError(as_written(str(error), self._config.written))
         if error.code == "INVALID_ARGUMENT":
             return ConfigError(str(error))
         return error

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from lmkv import config as configuration
 from lmkv import rpc
-from lmkv.config import ConnectorConfig
+from lmkv.config import ConnectorConfig, load
 from lmkv.errors import ConfigError
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.spec import NATIVE_TILES, KvSpec
@@ -201,7 +201,7 @@ def test_a_node_that_no_connector_started_is_never_ended_by_an_engine(
 def test_a_busy_node_of_another_configuration_is_a_mistake_that_names_the_key(make_link: MakeLink) -> None:
     busy = make_link()
     line = attachment(busy)
-    with pytest.raises(ConfigError, match=r"LMKV_MAX_LOCAL_CPU_SIZE: .* instance_id"):
+    with pytest.raises(ConfigError, match=r"max_local_cpu_size: .* instance_id"):
         make_link(max_local_cpu_size="32MB")
     busy.send(line, pb.AttachRequest(reserve_count=1))
     assert answer(busy).credits
@@ -344,3 +344,31 @@ def test_neighbours_are_merged_only_as_far_as_a_message_may_grow() -> None:
     merged = list(merging(sent))
     assert 1 < len(merged) < 20
     assert all(message.ByteSize() < rpc.MAX_MESSAGE_BYTES for message in merged)
+
+
+@pytest.mark.parametrize(
+    ("written", "flags"),
+    [
+        ("LMKV_MAX_LOCAL_CPU_SIZE", {}),
+        ("LMCACHE_MAX_LOCAL_CPU_SIZE", {}),
+        ("max_local_cpu_size", {"max_local_cpu_size": "32MB"}),
+    ],
+)
+def test_a_conflict_with_a_node_in_use_names_the_key_as_it_was_written(
+    make_link: MakeLink, runtime_dir: Path, written: str, flags: dict[str, str]
+) -> None:
+    make_link()
+    settings = {"instance_id": "n", "runtime_dir": str(runtime_dir), "enable_p2p": "false", "chunk_size": 32}
+    env = {} if flags else {written: "0.032"}
+    config = load(ConnectorConfig, env=env, flags=settings | flags, flags_place="kv_connector_extra_config")
+    with pytest.raises(ConfigError, match=rf"^{written}: the engine expects '[0-9.]+', the running node .* has "):
+        make_link(config)
+
+
+def test_a_conflict_over_a_default_names_the_key(make_link: MakeLink, runtime_dir: Path) -> None:
+    make_link(eviction_policy="arc")
+    settings = {"instance_id": "n", "runtime_dir": str(runtime_dir), "enable_p2p": "false", "chunk_size": 32}
+    settings |= {"max_local_cpu_size": "16MB"}
+    config = load(ConnectorConfig, env={}, flags=settings, flags_place="kv_connector_extra_config")
+    with pytest.raises(ConfigError, match=r"^eviction_policy: the engine expects 'lru'"):
+        make_link(config)
