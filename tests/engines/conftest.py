@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.model import LLAMA_VOCAB, MID, TINY, make_model
+from tests.engines.faults import Pair
+from tests.engines.pd import Trio
 
 ENGINE_TEST_TIMEOUT_SECONDS = 300
 
@@ -17,10 +18,10 @@ HERE = Path(__file__).parent
 
 SETTINGS = {
     "LMKV_MAX_LOCAL_CPU_SIZE": "512MiB",
-    "LMKV_NODE_LINGER": "30",
+    "LMKV_NODE_LINGER": "600",
     "LMKV_SAVE_PARTIAL_CHUNKS": "false",  # what tests count is whole chunks
 }
-"""Of the engines in `shared_cluster`: room for everything a module stores, and nodes that survive a restart."""
+"""Of servers: room for everything that a module stores, and nodes that survive a restart."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -62,18 +63,24 @@ def llama_vocab_model(models: Path) -> Path:
     return make_model(models / "llama_vocab", LLAMA_VOCAB)
 
 
-@pytest.fixture(scope="module")
-def shared_cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A coordinator with `engine-1` and `engine-2`, tiny and in float32, both ready; for all tests of a module.
-
-    Tests that kill or reconfigure something make a `Cluster` of their own.
-    """
-    logs = tmp_path_factory.mktemp("shared-cluster-logs")
+@pytest.fixture(scope="session")
+def shared_pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Two engines that share; they were started before their coordinator. Every test leaves them so."""
+    logs = tmp_path_factory.mktemp("pair-logs")
     with (
         tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder,
-        Cluster(Path(folder), tiny_model, logs=logs, settings=SETTINGS) as cluster,
+        Pair(Path(folder), tiny_model, logs, seed=1, coordinator=False) as pair,
     ):
-        cluster.add_engine("engine-1")
-        cluster.add_engine("engine-2")
-        cluster.start_engines()
-        yield cluster
+        pair.do_without_coordinator()
+        yield pair
+
+
+@pytest.fixture(scope="session")
+def shared_trio(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+    """One prefill, one decode, one proxy; every test leaves them whole."""
+    with (
+        tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder,
+        Trio(Path(folder), tiny_model, tmp_path_factory.mktemp("trio-logs"), seed=1, secret="of the fleet") as trio,
+    ):
+        yield trio
+        trio.check_nobody_crashed()

@@ -32,7 +32,7 @@ IDLE_CREDITS = 4
 
 SETTINGS = {
     "LMKV_MAX_LOCAL_CPU_SIZE": "512MiB",
-    "LMKV_NODE_LINGER": "120",
+    "LMKV_NODE_LINGER": "600",
     "LMKV_SAVE_PARTIAL_CHUNKS": "false",  # what tests count is whole chunks
 }
 """Nodes that survive the restart of their engine, however slow the machine; else the defaults."""
@@ -70,6 +70,8 @@ class Pair:
         self._requests = ThreadPoolExecutor(4)
         self._with_coordinator = coordinator
         self._killed: Engine | None = None
+        self.early_tokens: dict[str, float] = {}
+        """What became of a prompt that was asked for before the coordinator ran."""
 
     def __enter__(self) -> Self:
         self.cluster.__enter__()
@@ -88,6 +90,25 @@ class Pair:
         self._requests.shutdown()
         assert not (pids := self.pids()), f"processes {pids} are left"
         assert not (sockets := list(self.cluster.runtime_dir.glob("*/*.sock"))), f"{sockets} are left"
+
+    def do_without_coordinator(self) -> None:
+        """Asks for a prompt before the coordinator has ever run, and starts it; see `early_tokens`."""
+        early = self.prompt()
+        with counting(self.second) as grown:
+            check(early, self.first.complete(early.tokens))
+            check(early, self.second.complete(early.tokens))
+            from_peer = grown("peer_tokens")
+        self.first.reset_prefix_cache()
+        with counting(self.first) as grown:
+            check(early, self.first.complete(early.tokens))
+            from_own_pool = grown("loaded_tokens")
+        self.restart()
+        self.heal()
+        self.early_tokens = {
+            "from peer": from_peer,
+            "from own pool": from_own_pool,
+            "known afterwards": self.held(self.first, early),
+        }
 
     # --- Asking --------------------------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ STOP_TIMEOUT_SECONDS = 20.0
 
 CALM = {
     "max_local_cpu_size": "256MiB",
-    "node_linger": "180",
+    "node_linger": "600",
     "save_partial_chunks": "false",  # what tests count is whole chunks
     # A busy machine makes tests slow, not wrong.
     "node_start_timeout": "60",

@@ -37,7 +37,7 @@ BUFFER_CHUNKS = 16
 
 SETTINGS = {
     "LMKV_MAX_LOCAL_CPU_SIZE": "256MiB",
-    "LMKV_NODE_LINGER": "120",
+    "LMKV_NODE_LINGER": "600",
     "LMKV_NODE_START_TIMEOUT": "60",
     "LMKV_LOOKUP_TIMEOUT": "2",  # a busy machine makes tests slow, not wrong
     "LMKV_PD_BUFFER_SIZE": str(BUFFER_CHUNKS * CHUNK_BYTES),

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -17,15 +14,10 @@ VICTIMS = ("coordinator", "node-1", "node-2", "engine-1")
 
 
 @pytest.fixture(scope="module")
-def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(shared_pair: Pair) -> Pair:
     """Two engines that share; every test leaves them so."""
-    logs = tmp_path_factory.mktemp("logs")
-    with (
-        tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder,
-        Pair(Path(folder), tiny_model, logs, seed=1) as pair,
-    ):
-        pair.heal()
-        yield pair
+    shared_pair.heal()
+    return shared_pair
 
 
 @pytest.mark.parametrize("victim", VICTIMS)

@@ -9,7 +9,6 @@ import re
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,6 @@ from lmkv_client.demo.completion import Completion
 from tests.engines.faults import eventually
 from tests.engines.pd import BUFFER_CHUNKS, CHUNK_BYTES, CHUNK_TOKENS, OUTPUT_TOKENS, Trio
 
-SECRET = "of the fleet"
 PROMPT_TOKENS = 1100
 """Four chunks and a part of one, in three steps."""
 BENCH_SERVE = """
@@ -35,15 +33,12 @@ main(parser.parse_args())
 
 
 @pytest.fixture(scope="module")
-def trio(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+def trio(shared_trio: Trio) -> Iterator[Trio]:
     """One prefill, one decode, one proxy."""
-    with (
-        tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder,
-        Trio(Path(folder), tiny_model, tmp_path_factory.mktemp("logs"), seed=1, secret=SECRET) as trio,
-    ):
-        yield trio
-        trio.check_nothing_is_left()
-        trio.check_nobody_crashed()
+    shared_trio.heal()
+    yield shared_trio
+    shared_trio.check_nothing_is_left()
+    shared_trio.check_nobody_crashed()
 
 
 def test_a_prompt_is_computed_once_and_its_answer_is_that_of_one_engine(trio: Trio) -> None:

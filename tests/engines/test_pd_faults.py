@@ -5,10 +5,8 @@ Afterwards nothing is held for anybody, and prompts are handed over again.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future
-from pathlib import Path
 
 import pytest
 
@@ -21,15 +19,11 @@ LONG_TOKENS = 3500
 
 
 @pytest.fixture(scope="module")
-def trio(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+def trio(shared_trio: Trio) -> Iterator[Trio]:
     """One prefill, one decode, one proxy; every test leaves them whole."""
-    with (
-        tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder,
-        Trio(Path(folder), tiny_model, tmp_path_factory.mktemp("logs"), seed=2) as trio,
-    ):
-        trio.heal()
-        yield trio
-        trio.check_nobody_crashed()
+    shared_trio.heal()
+    yield shared_trio
+    shared_trio.check_nobody_crashed()
 
 
 def error_of(asked: Future[Completion]) -> LmkvError:

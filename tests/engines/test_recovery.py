@@ -6,7 +6,6 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -31,29 +30,14 @@ CHAOS_SECONDS = 40.0
 
 
 @pytest.fixture(scope="module")
-def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Two engines whose coordinator does not run yet; the first test starts it, and every test leaves them sharing."""
-    logs = tmp_path_factory.mktemp("logs")
-    with (
-        tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder,
-        Pair(Path(folder), tiny_model, logs, seed=2, coordinator=False) as pair,
-    ):
-        yield pair
+def pair(shared_pair: Pair) -> Pair:
+    """Two engines that share; every test leaves them so."""
+    shared_pair.heal()
+    return shared_pair
 
 
 def test_engines_do_without_a_coordinator_until_it_appears(pair: Pair) -> None:
-    early = pair.prompt()
-    with counting(pair.second) as grown:
-        check(early, pair.first.complete(early.tokens))
-        check(early, pair.second.complete(early.tokens))
-        assert grown("peer_tokens") == 0
-        pair.first.reset_prefix_cache()
-        with counting(pair.first) as first_grown:
-            check(early, pair.first.complete(early.tokens))
-            assert first_grown("loaded_tokens") == HELD_TOKENS, "its own pool needs no coordinator"
-    pair.restart()
-    pair.heal()
-    assert pair.held(pair.first, early) == HELD_TOKENS, "what was stored before is known afterwards"
+    assert pair.early_tokens == {"from peer": 0, "from own pool": HELD_TOKENS, "known afterwards": HELD_TOKENS}
 
 
 def test_a_frozen_coordinator_costs_lookups_only(pair: Pair) -> None:
