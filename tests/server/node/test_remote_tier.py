@@ -51,6 +51,11 @@ def redis() -> Iterator[RedisServer]:
         yield server
 
 
+@pytest.fixture(autouse=True)
+def _a_tier_that_ends_has_time_to_put_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmkv_server.node.remote_tier.FLUSH_SECONDS", WAIT_SECONDS)
+
+
 @pytest.fixture(params=["redis", "s3"])
 def server(request: pytest.FixtureRequest, _servers: dict[str, AnyServer]) -> AnyServer:
     """Each kind of store, empty."""
