@@ -537,7 +537,7 @@ async def test_a_prompt_of_several_models_offers_them(visitor: Visitor, make: Ma
     async with make("a", CHUNKS), make("q", keys_of(PROMPT, QWEN), QWEN):
         page = await visitor.open()
         await look_up(page)
-        await expect(page.locator("#prompt-error")).to_contain_text("say which by model_name")
+        await expect(page.locator("#prompt-error")).to_contain_text("select one by model_name")
         await page.locator("#prompt-offers").get_by_role("button", name="qwen").click()
         await expect(page.locator(".holder .name")).to_have_text(["q"])
         await expect(page.get_by_label("Model", exact=True)).to_have_value("qwen")
