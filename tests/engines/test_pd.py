@@ -101,7 +101,7 @@ def test_an_answer_of_one_token_is_the_prefills_alone(trio: Trio) -> None:
     with trio.counting(trio.decode) as decode:
         answer = trio.proxy.complete(prompt, 1)
     assert len(answer.token_ids) == 1
-    assert decode["vllm:generation_tokens_total"] == 0
+    assert decode["vllm:prompt_tokens_total"] < PROMPT_TOKENS, "the decode engine got no more than probes of one token"
     assert answer.token_ids == trio.expected(prompt, 1)
 
 
