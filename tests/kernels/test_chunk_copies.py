@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -250,6 +251,19 @@ def test_two_chunks_may_share_a_block_that_they_meet_in() -> None:
     lmkv_kernels.scatter(case.pages, case.pool, [first, second])
     with pytest.raises(ValueError, match="block 3 would be written twice"):
         lmkv_kernels.scatter(case.pages, case.pool, [first, dataclasses.replace(second, first_slot=99)])
+
+
+def test_chunks_that_share_a_block_may_come_in_any_order() -> None:
+    case = large_case(layer_count=1, head_count=1, inside="tokens")
+    first = dataclasses.replace(case.copies[0], token_count=40, block_ids=(3,))
+    middle = dataclasses.replace(case.copies[1], token_count=20, block_ids=(3,), first_slot=40)
+    last = dataclasses.replace(case.copies[2], token_count=30, block_ids=(3,), first_slot=60)
+    twice = dataclasses.replace(middle, token_count=21)
+    for copies in permutations([first, middle, last]):
+        lmkv_kernels.scatter(case.pages, case.pool, copies)
+    for copies in permutations([first, twice, last]):
+        with pytest.raises(ValueError, match="block 3 would be written twice"):
+            lmkv_kernels.scatter(case.pages, case.pool, copies)
 
 
 def test_gather_refuses_memory_that_it_may_not_write() -> None:

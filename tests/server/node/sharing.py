@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any, Self
@@ -42,6 +43,8 @@ class Sharing(registry_service_pb2_grpc.RegistryServiceServicer):
         self.counts: Counter[str] = Counter()
         """How often each thing came: `register`, `stream`, `snapshot`, `elsewhere`, `digest`, `usage`, `refused`,
         `bad`, `lookup`, `farewell`."""
+        self.register_times: list[float] = []
+        """When each `Register` came, on the monotonic clock."""
         self._resyncing: set[asyncio.Event] = set()
         self._server: grpc.aio.Server | None = None
         self._port = 0
@@ -95,6 +98,7 @@ class Sharing(registry_service_pb2_grpc.RegistryServiceServicer):
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:  # noqa: N802
         self.counts["register"] += 1
+        self.register_times.append(time.monotonic())
         if self.put_off_seconds:
             raise Full("others are first", retry_seconds=self.put_off_seconds)
         response = pb.RegisterResponse(instance=request.instance, layout_map_id=self.map_id)

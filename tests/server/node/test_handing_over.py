@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from lmkv_server.node.directory import Directory
 from lmkv_server.node.engine_handoffs import EngineHandoffs
 from lmkv_server.node.handoff import State
 from tests.server.node.peer_parts import LARGE, RUNTIME_DIR, SMALL, Parts, Remote, Taken, keys_of
-from tests.waiting import until
+from tests.waiting import WAIT_SECONDS, until
 
 KEYS = keys_of(8)
 FOREVER = 10_000.0
@@ -74,6 +75,11 @@ def state_of(decode: Parts, name: str = "r") -> State | None:
     """How far a handoff is."""
     handoff = decode.receiver.handoffs.find(name)
     return handoff.state if handoff else None
+
+
+def is_committed(decode: Parts, name: str) -> bool:
+    """Whether all of a handoff is here."""
+    return state_of(decode, name) is State.COMMITTED
 
 
 async def follow(decode: Parts, name: str, keys: list[ChunkKey], seconds: float = 10.0) -> Taken:
@@ -480,6 +486,30 @@ async def test_a_silent_prefill_expires_and_one_at_work_does_not() -> None:
             prefill.signal(signal.SIGCONT)  # its late word is harmless
             await until(lambda: prefill.ask("sending") == 0)
         decode.check_nothing_left()
+
+
+async def test_a_handoff_does_not_expire_while_the_decode_reads_from_a_prefill_that_stalls() -> None:
+    silence = 1.0
+    keys = keys_of(4)  # one read, by the connection that is there already
+    async with Parts("decode", spec=LARGE, chunk_count=16, transfer_channel="tcp", pd_timeout=silence) as decode:
+        with Remote("prefill", chunk_count=4, transfer_channel="tcp") as prefill:
+            for attempt in range(10):  # on a busy machine the reads may end before it is frozen
+                name = f"r{attempt}"
+                prefill.ask(f"hand {name} decode 4")
+                async with asyncio.timeout(WAIT_SECONDS):
+                    while state_of(decode, name) in (None, State.ALLOCATED):  # noqa: ASYNC110 # freezes it at once
+                        await asyncio.sleep(0)
+                prefill.signal(signal.SIGSTOP)
+                await asyncio.sleep(2.5 * silence)
+                was_read = state_of(decode, name) is not State.COMMITTED
+                assert state_of(decode, name) in (State.TRANSFERRING, State.COMMITTED)
+                prefill.signal(signal.SIGCONT)
+                await until(partial(is_committed, decode, name))
+                await finish(decode)
+                decode.tier.drop(keys)
+                if was_read:
+                    return
+        raise AssertionError("no read was under way")
 
 
 async def test_a_prefill_that_is_killed_leaves_nothing() -> None:

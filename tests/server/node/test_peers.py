@@ -320,6 +320,26 @@ async def test_a_damaged_chunk_is_a_miss_and_never_committed(owner: Parts, reade
     rest.let_go()
 
 
+async def test_a_damaged_chunk_behind_one_that_the_owner_lacks_is_the_one_that_the_owner_drops(
+    owner: Parts, reader: Parts, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner.tier.drop([KEYS[2]])
+    owner.damage(KEYS[5])
+    async with Parts("second") as second:
+        for index in (2, 5):
+            second.put(KEYS[index])
+        taken = Taken(reader)
+        fetched = await reader.peers.fetch(SMALL, KEYS, [owner.holder(16), second.holder(6)], FOREVER, taken)
+        assert (fetched.chunk_count, fetched.error) == (16, None)
+    await until(lambda: owner.tier.get(KEYS[5]) is None)
+    assert owner.inspector.damaged_count == reader.peers.checksum_mismatches == 1
+    assert [index for index, key in enumerate(KEYS) if owner.tier.get(key) is None] == [2, 5]
+    assert caplog.text.count(f"chunk {KEYS[5].hex()} came damaged from owner and was thrown away") == 1
+    assert caplog.text.count(f"chunk {KEYS[5].hex()} is damaged in this node's memory and was dropped") == 1
+    assert "is whole here" not in caplog.text, "another chunk was looked at"
+    taken.let_go()
+
+
 async def test_unlike_specs_never_exchange_a_byte_and_are_not_asked_again(
     owner: Parts, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import pairwise
 
 import pytest
 
@@ -236,6 +237,16 @@ async def test_one_that_is_put_off_is_no_home_but_is_asked() -> None:
         all_[0].put_off_seconds = 0.0
         await until(lambda: tells(all_) == [True, False])
         assert all_[0].held == set(KEYS[:3])
+
+
+async def test_a_node_that_is_put_off_comes_back_when_it_was_asked_to_and_not_before() -> None:
+    wait_seconds = 0.7
+    async with Sharing() as coordinator:
+        coordinator.put_off_seconds = wait_seconds
+        async with Shelf().join(coordinator.address):
+            await until(lambda: coordinator.counts["register"] >= 4)
+    gaps = [after - before for before, after in pairwise(coordinator.register_times)]
+    assert min(gaps) >= 0.95 * wait_seconds
 
 
 async def test_a_home_that_asks_for_a_new_snapshot_stays_the_home() -> None:
