@@ -7,9 +7,9 @@ import logging
 import socket
 import struct
 import threading
-import time
 
 from lmkv.errors import ConfigError
+from lmkv.telemetry.log_limit import LimitedLogger
 from lmkv.transfer.access import Reader
 from lmkv.transfer.channel import End
 from lmkv.transfer.tcp_wire import GRANTED, HEAD, HELLO_BYTES, MARK, MAX_RANGES, RANGE, REFUSED
@@ -22,8 +22,6 @@ HELLO_SECONDS = 5.0
 STUCK_SECONDS = 30.0
 """A reader that takes nothing for so long is given up."""
 CLOSE_SECONDS = 3.0
-QUIET_SECONDS = 1.0
-"""At least this long between two log lines about refused readers."""
 
 
 class TcpServer:
@@ -34,7 +32,7 @@ class TcpServer:
         self._pool = end.pool
         self._region = end.region
         self._access = end.access
-        self._quiet_until = 0.0
+        self._log = LimitedLogger(logger)
         host, port = end.host, end.port
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -77,7 +75,7 @@ class TcpServer:
                 await asyncio.sleep(1.0)
                 continue
             if len(self._readers) >= MAX_READERS:
-                logger.warning("transfer server: more than %d readers at a time; one was refused", MAX_READERS)
+                self._log.warning("transfer server: more than %d readers at a time; one was refused", MAX_READERS)
                 connection.close()
                 continue
             thread = threading.Thread(target=self._serve, args=(connection,), name="lmkv-tcp-serve", daemon=True)
@@ -102,7 +100,7 @@ class TcpServer:
         hello = _receive(connection, HELLO_BYTES)
         reader = self._access.find(hello[len(MARK) :]) if hello.startswith(MARK) else None
         if reader is None:
-            self._warn("a connection without a valid token was refused")
+            self._log.warning("transfer server: a connection without a valid token was refused")
             return None
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -118,13 +116,13 @@ class TcpServer:
             return False
         count, grant_id = HEAD.unpack(head)
         if not 0 < count <= MAX_RANGES:
-            self._warn("%s asked for %d runs of bytes and was refused", reader.peer_name, count)
+            self._log.warning("transfer server: %s asked for %d runs and was refused", reader.peer_name, count)
             return False
         ranges = list(RANGE.iter_unpack(_receive(connection, count * RANGE.size)))
         if len(ranges) < count:
             return False
         if not self._access.check(reader, grant_id, ranges):
-            self._warn("%s asked for bytes that no live grant of it covers and was refused", reader.peer_name)
+            self._log.warning("transfer server: %s was refused bytes that no live grant of it covers", reader.peer_name)
             connection.sendall(REFUSED)
             return True
         connection.sendall(GRANTED)
@@ -133,13 +131,6 @@ class TcpServer:
             with self._pool.buffer[start : start + size] as run:
                 connection.sendall(run)
         return True
-
-    def _warn(self, message: str, *arguments: object) -> None:
-        """Logs a refusal, not more often than once in `QUIET_SECONDS`: strangers may cause many."""
-        now = time.monotonic()
-        if now >= self._quiet_until:
-            self._quiet_until = now + QUIET_SECONDS
-            logger.warning("transfer server: " + message, *arguments)
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:

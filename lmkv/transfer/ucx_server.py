@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from lmkv.errors import ConfigError
+from lmkv.telemetry.log_limit import LimitedLogger
 from lmkv.transfer import ucx_api
 from lmkv.transfer.channel import End
 from lmkv.transfer.ucx_api import Pending
@@ -35,6 +36,7 @@ class UcxServer:
         self._region = end.region
         self._port = end.port
         self._access = end.access
+        self._log = LimitedLogger(logger)
         self._stopping = False
         self._started: Future[int] = Future()
         self._thread = threading.Thread(target=self._run, name="lmkv-ucx-serve", daemon=True)
@@ -79,7 +81,7 @@ class UcxServer:
 
     def _accept(self, endpoint: Any) -> None:
         if len(self._dialogues) >= MAX_READERS:
-            logger.warning("UCX server: more than %d readers at a time; one was refused", MAX_READERS)
+            self._log.warning("UCX server: more than %d readers at a time; one was refused", MAX_READERS)
             return
         self._dialogues[endpoint] = self._converse(endpoint), []
 
@@ -105,23 +107,21 @@ class UcxServer:
         yield [Pending(endpoint.stream_recv, hello)]
         reader = self._access.find(bytes(hello[len(HELLO) :])) if hello.startswith(HELLO) else None
         if reader is None:
-            logger.warning("UCX server: a connection without a valid token was refused")
+            self._log.warning("UCX server: a connection without a valid token was refused")
             return
         while True:
             head = bytearray(HEAD.size)
             yield [Pending(endpoint.stream_recv, head)]
             tag, count, grant_id = HEAD.unpack(head)
             if count > MAX_RANGES:
-                logger.warning("UCX server: a reader asked for %d runs of bytes and was refused", count)
+                self._log.warning("UCX server: a reader asked for %d runs of bytes and was refused", count)
                 return
             ranges = bytearray(count * RANGE.size)
             if count:
                 yield [Pending(endpoint.stream_recv, ranges)]
             runs = list(RANGE.iter_unpack(ranges))
             if runs and not self._access.check(reader, grant_id, runs):
-                logger.warning(
-                    "UCX server: %s asked for bytes that no live grant of it covers and was refused", reader.peer_name
-                )
+                self._log.warning("UCX server: %s was refused bytes that no live grant of it covers", reader.peer_name)
                 return
             starts = [(address - self._region.address, size) for address, size in runs]
             messages = [GRANTED, *(self._pool.buffer[start : start + size] for start, size in starts)]

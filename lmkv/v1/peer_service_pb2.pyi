@@ -39,7 +39,7 @@ class InitRequest(_message.Message):
     CHANNELS_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
-    """The caller."""
+    """The caller; 1 to 256 bytes, all printable."""
     epoch: _builtins.int
     """The caller's epoch."""
     peer_instance_id: _builtins.str

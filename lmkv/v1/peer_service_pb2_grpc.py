@@ -99,6 +99,7 @@ class PeerServiceServicer:
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields.
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `instance_id` is empty, too long or not printable.
         * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the node has engines of this model but of another spec; the metadata
         names the first field that differs.
         * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): another instance, or another epoch of it, answers at this address.

@@ -55,6 +55,7 @@ class PeerServiceStub:
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields.
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `instance_id` is empty, too long or not printable.
     * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the node has engines of this model but of another spec; the metadata
       names the first field that differs.
     * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): another instance, or another epoch of it, answers at this address.
@@ -138,6 +139,7 @@ class PeerServiceAsyncStub(PeerServiceStub):
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields.
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `instance_id` is empty, too long or not printable.
     * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the node has engines of this model but of another spec; the metadata
       names the first field that differs.
     * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): another instance, or another epoch of it, answers at this address.
@@ -224,6 +226,7 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields.
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `instance_id` is empty, too long or not printable.
         * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the node has engines of this model but of another spec; the metadata
           names the first field that differs.
         * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): another instance, or another epoch of it, answers at this address.

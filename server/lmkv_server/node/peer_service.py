@@ -14,7 +14,7 @@ from typing import Any
 from google.protobuf import timestamp_pb2
 
 from lmkv.auth.identity import caller_identity
-from lmkv.errors import KvSpecMismatch, WrongInstance
+from lmkv.errors import BadMessage, KvSpecMismatch, WrongInstance
 from lmkv.keys import ChunkKey, split_keys
 from lmkv.spec import KvSpec
 from lmkv.transfer import Channels
@@ -34,6 +34,7 @@ from lmkv_server.node.wire import extent
 logger = logging.getLogger(__name__)
 
 MAX_ACQUIRE_KEYS = 4096
+MAX_ID_BYTES = 256
 MAX_PROMOTED_BYTES = 64 << 20
 PROMOTED_SHARE = 8
 """What a peer asks for is read from disk first: so much at a time, and at most one part in so many of the pool."""
@@ -94,6 +95,8 @@ class PeerService(pb_grpc.PeerServiceServicer):
         """See the proto."""
         if request.peer_instance_id or request.peer_epoch:
             self._check_epoch(request.peer_epoch, request.peer_instance_id)
+        if not 0 < len(request.instance_id.encode()) <= MAX_ID_BYTES or not request.instance_id.isprintable():
+            raise BadMessage(f"instance_id must have 1 to {MAX_ID_BYTES} bytes, all printable", field="instance_id")
         self._check_spec(KvSpec.from_proto(request.spec))
         channel = await self._channels.offer(request.channels) if request.channels else None
         session = self.sessions.open(caller_identity(context), request.instance_id, request.epoch, request.session_id)

@@ -16,6 +16,7 @@ from lmkv import rpc
 from lmkv.errors import (
     BadChunkKey,
     BadKvSpec,
+    BadMessage,
     ChannelUnsupported,
     Full,
     GrantNotFound,
@@ -235,6 +236,13 @@ async def test_a_grant_is_released_by_the_session_that_has_it_and_unknown_to_eve
     assert [chunk.holds for chunk in owner.tier] == [1] * 4, "another session had a chunk looked at"
     await stub.Release(pb.ReleaseRequest(grant_id=response.grant.grant_id, session_id=session), timeout=5)
     assert len(owner.service.grants) == 0
+
+
+@pytest.mark.parametrize("name", ["", "n" * 257, "forged\nline"])
+async def test_a_caller_whose_name_cannot_be_an_instance_id_opens_no_session(
+    owner: Parts, stub: pb_grpc.PeerServiceAsyncStub, name: str
+) -> None:
+    assert isinstance(await error_of(stub.Init(introduction(owner, instance_id=name), timeout=5)), BadMessage)
 
 
 async def test_a_session_continues_only_for_the_caller_that_opened_it(
