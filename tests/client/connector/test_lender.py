@@ -9,7 +9,6 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import pytest
 
@@ -24,11 +23,12 @@ from lmkv_server.node.handoff import State
 from lmkv_server.node.node import Node
 from tests.client.connector.lending_worker import SPEC, LendingWorkers
 from tests.server.node.engine_client import EngineClient
-from tests.server.node.peer_parts import Parts, keys_of
+from tests.server.node.peer_parts import RUNTIME_DIR, Parts, keys_of
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(180)  # the workers' process imports vLLM
 
+INSTANCE_ID = "decode"
 BUFFER_CHUNKS = 12
 WAIT_SECONDS = 20.0
 KEYS = keys_of(40)
@@ -56,7 +56,7 @@ class Decode:
         for key in keys:
             if not self.prefill.tier.get(key):
                 self.prefill.put(key)
-        await self.prefill.hand(name, self.node.peer_address, keys)
+        await self.prefill.hand(name, INSTANCE_ID, keys)
         handoff = self.receiver.handoffs.find(name)
         return handoff.state if handoff else None
 
@@ -104,7 +104,7 @@ def workers() -> Iterator[LendingWorkers]:
 
 
 @pytest.fixture
-async def make(runtime_dir: Path, workers: LendingWorkers) -> AsyncIterator[Make]:
+async def make(workers: LendingWorkers) -> AsyncIterator[Make]:
     """Makes a `Decode` of so many workers, once."""
     async with AsyncExitStack() as stack:
 
@@ -113,8 +113,8 @@ async def make(runtime_dir: Path, workers: LendingWorkers) -> AsyncIterator[Make
                 Parts("prefill", spec=SPEC, chunk_count=64, transfer_channel="auto")
             )
             config = NodeConfig(
-                instance_id="decode",
-                runtime_dir=str(runtime_dir),
+                instance_id=INSTANCE_ID,
+                runtime_dir=RUNTIME_DIR,
                 max_local_cpu_size=f"{64 * SPEC.chunk_bytes}B",  # type: ignore[arg-type]  # what people write
                 pd_buffer_size=BUFFER_CHUNKS * SPEC.chunk_bytes,
             )
@@ -240,7 +240,7 @@ async def test_workers_that_die_end_what_was_to_come_to_them(make: Make) -> None
     decode = await make(2)
     await decode.meet()
     decode.prefill.put(SECOND[0])
-    handed = decode.prefill.hand("r", decode.node.peer_address, SECOND)
+    handed = decode.prefill.hand("r", INSTANCE_ID, SECOND)
     await until(lambda: decode.buffer and decode.buffer.tier.get(SECOND[0]))
     decode.workers.signal(signal.SIGKILL)
     await until(lambda: decode.buffer is None)
