@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv.errors import BadChunkKey, BadTokens
+from lmkv.packing import pack_fields
 
 HASH_SCHEME = "sha256-16"
 KEY_BYTES = 16
@@ -55,11 +56,6 @@ def as_tokens(tokens: Sequence[int] | NDArray[np.integer], vocab_size: int = 0) 
     if array.size and top >= limit:
         raise BadTokens(f"token id {top} is beyond the vocabulary of {limit}", token=top, vocab_size=limit)
     return np.ascontiguousarray(array, dtype="<u4")
-
-
-def pack_fields(fields: Iterable[bytes]) -> bytes:
-    """Fields one after the other, each led by its length as little-endian u32: no two lists look alike."""
-    return b"".join(len(field).to_bytes(4, "little") + field for field in fields)
 
 
 def root_key(fingerprint: bytes, *, cache_salt: str = "", lora: str = "", secret: bytes = b"") -> ChunkKey:

@@ -7,7 +7,8 @@ from functools import cached_property
 from hashlib import sha256
 
 from lmkv.errors import BadKvSpec
-from lmkv.keys import HASH_SCHEME, KEY_BYTES, pack_fields
+from lmkv.keys import HASH_SCHEME, KEY_BYTES
+from lmkv.packing import pack_fields
 from lmkv.v1 import chunk_pb2
 
 TOKEN_MAJOR: chunk_pb2.KvFormat.ValueType = chunk_pb2.KV_FORMAT_TOKEN_MAJOR

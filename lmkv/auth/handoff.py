@@ -14,7 +14,7 @@ import hmac
 import time
 
 from lmkv.auth.token import HEADER, Token, token_in
-from lmkv.keys import pack_fields
+from lmkv.packing import pack_fields
 
 LIFETIME_SECONDS = 900
 """How long a proof is accepted: longer than a request waits in an engine, with room for clocks that differ."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigError
-from lmkv.keys import pack_fields
+from lmkv.packing import pack_fields
 from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvSpec
 from lmkv_client.plugin import SERVED_NAMES
 
