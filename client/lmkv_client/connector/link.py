@@ -106,7 +106,8 @@ class NodeLink:
         """Ends the line. A node that this link started stays for `node_linger`, for the engine may come back."""
         self._closing = True
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop)
+            with suppress(RuntimeError):  # the thread ends by itself after a mistake, and closes its loop
+                self._loop.call_soon_threadsafe(self._stop)
             self._thread.join(CONNECT_TIMEOUT_SECONDS)
 
     def _overflow(self) -> None:
