@@ -52,12 +52,13 @@ class ServedPool:
         self.path = path
         self.epoch = epoch
         self.workers: list[tuple[str, int]] = []
+        self.added_count = 0
         self._loop = asyncio.new_event_loop()
         self._socket = PoolSocket(
             path,
             self.pool,
             epoch,
-            on_worker=lambda engine, rank: self.workers.append((engine, rank)),
+            on_worker=self._add,
             on_worker_gone=lambda engine, rank: self.workers.remove((engine, rank)),
         )
         self._thread = threading.Thread(target=self._loop.run_forever)
@@ -89,6 +90,10 @@ class ServedPool:
         self._thread.join()
         self._loop.close()
         self.pool.close()
+
+    def _add(self, engine_id: str, rank: int) -> None:
+        self.workers.append((engine_id, rank))
+        self.added_count += 1
 
     def _run(self, work: object) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_SECONDS)  # type: ignore[arg-type]
@@ -460,7 +465,7 @@ def test_a_load_that_waits_for_the_pool_of_a_node_that_is_replaced_fails(
     finished(worker)
     assert worker.take_failed_blocks() == {9, 1}, "its extents are not those of the new node"
     wait_until(lambda: new.workers == [("engine", 0)])
-    wait_until(lambda: not old.workers)
+    wait_until(lambda: old.added_count == 1 and not old.workers, "the old node has seen it come and go")
 
 
 def test_a_worker_that_follows_to_a_new_node_lets_go_of_the_old_one(serve: Serve, make_worker: MakeWorker) -> None:
