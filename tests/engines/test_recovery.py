@@ -156,7 +156,7 @@ def test_a_second_node_of_one_instance_id_is_refused_and_its_engine_says_so(pair
         try:
             with suppress(LmkvError):  # a node that takes very long to start is told of when it is there
                 twin.wait_ready()
-            eventually(lambda: "instance_id 'engine-1' is in use" in twin.log(), "the engine has said why")
+            eventually(lambda: "LMKV_INSTANCE_ID 'engine-1' is in use" in twin.log(), "the engine has said why")
         finally:
             twin.stop()
             del pair.cluster.engines["twin"]

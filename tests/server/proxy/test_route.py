@@ -178,7 +178,7 @@ async def test_adapters_and_salts_are_looked_up_apart(
 async def test_an_adapter_that_was_never_used_is_a_miss(
     coordinator: Coordinator, make: Make, make_engine: MakeEngine, make_proxy: MakeProxy
 ) -> None:
-    engine = await make_engine("i-0", "127.0.0.1:7000")
+    engine = await make_engine("i-0")
     async with make("i-0", keys_of(tokens_of({"prompt": PROMPT}), SPEC), SPEC):
         front = await make_proxy(
             engines=[engine], policy="kv_aware", coordinator_address=coordinator.address, lookup_timeout=5
@@ -217,7 +217,7 @@ async def test_lookups_that_all_fail_are_logged_once_and_their_success_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    engine = await make_engine("i-0", "127.0.0.1:7000")
+    engine = await make_engine("i-0")
     front = await make_proxy(
         engines=[engine], policy="kv_aware", coordinator_address=coordinator.address, lookup_timeout=5
     )
