@@ -114,7 +114,9 @@ async def test_the_command_line_finds_grpc_behind_the_http_port(
 async def test_orders_and_lookups_name_the_reason_while_no_engine_has_registered(
     address: str, run_command: RunCommand, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    del address  # of a coordinator with two nodes
+    async with Coordinator(address) as coordinator:  # two nodes join it
+        while (await coordinator.lookup(keys=KEYS[:1])).partial:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
     commands = (
         ["lookup", "--tokens", "1,2", "--model", "llama"],
         ["pin", "--at", "node-1", "--tokens", "1,2"],
