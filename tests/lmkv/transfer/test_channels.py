@@ -14,7 +14,7 @@ import pytest
 from lmkv.errors import ChannelUnsupported, ConfigError, Unreachable
 from lmkv.transfer import Channels, open_channel
 from lmkv.transfer.channels import AUTO_NAMES, CLASSES
-from tests.lmkv.transfer.ends import MIB, Memory, Owner, Stops, content, environment, whole
+from tests.lmkv.transfer.ends import GRANT_ID, MIB, Memory, Owner, Stops, content, environment, whole
 
 LIBRARIES = {
     "nixl": ("lmkv[nixl]", ("nixl_cu12", "nixl_cu13", "nixl")),
@@ -94,14 +94,14 @@ async def test_bytes_come_by_the_channel_that_a_peer_was_added_by_last(
             await channels.add_peer(peer.name, kind, peer.metadata)
             assert channels.of(peer.name) == kind
             stops = Stops()
-            await channels.read(peer.name, whole(peer, memory, 8 * MIB), 20.0, stops)
+            await channels.read(peer.name, whole(peer, memory, 8 * MIB), 20.0, stops, GRANT_ID)
             assert np.array_equal(memory.words, content(1, 8 * MIB))
             memory.words[:] = 0
     await channels.remove_peer(peer.name)
     assert channels.of("owner:1") == ""
     stops = Stops()
     with pytest.raises(Unreachable):
-        await channels.read(peer.name, whole(peer, memory, 8 * MIB), 20.0, stops)
+        await channels.read(peer.name, whole(peer, memory, 8 * MIB), 20.0, stops, GRANT_ID)
     assert stops.count == 1
 
 
