@@ -32,7 +32,7 @@ def test_its_targets_are_the_charts_images_and_their_commands_are_in_them() -> N
     programs = {re.sub(r".*/|:.*", "", each["image"]): set[str]() for each in every}
     for each in every:
         programs[re.sub(r".*/|:.*", "", each["image"])].add(each["command"][0])
-    assert programs == {"lmkv": {"lmkv"}, "lmkv-node": {"lmkv", "chown"}, "lmkv-vllm": {"vllm"}}
+    assert programs == {"lmkv": {"lmkv"}, "lmkv-node": {"lmkv", "chown", "find"}, "lmkv-vllm": {"vllm"}}
     assert programs.keys() <= stages().keys()
     assert all(f"--target {name} " in DOCKERFILE.read_text() for name in programs)
 
