@@ -75,14 +75,14 @@ def test_the_same_short_prompt_is_loaded(keeper: LlmProcess) -> None:
     assert (again.token_ids, again.loaded_tokens) == ([expected], 12)
 
 
-def test_without_partial_chunks_a_lookup_of_a_short_prompt_finds_nobody(fleet: Fleet) -> None:
+def test_without_partial_chunks_a_lookup_of_a_short_prompt_finds_no_instance(fleet: Fleet) -> None:
     prompt = [*TOKENS[:-1], 14]
     engine = fleet.engines["discarder"]
     full = make_prompt(1, 300)
     assert engine.ask(prompt).stored_tokens == 0
     assert engine.ask(full).stored_tokens == 256
     fleet.coordinator.wait_for_holder(full, "discarder", 256, REPORT_TIMEOUT_SECONDS)  # it has reported what it has
-    assert "nobody" in lookup(fleet, prompt)
+    assert "no instance holds any of it" in lookup(fleet, prompt)
     assert engine.ask_again(prompt).loaded_tokens == 0
 
 
