@@ -222,8 +222,11 @@ class EngineStream:
             self._arrived(load, [], done=True, error=refusal)
             return
         offset = wanted.start - ticket.own_count
+        arrived_count = 0
 
         def on_chunks(chunks: list[tuple[int, Chunk]]) -> None:
+            nonlocal arrived_count
+            arrived_count += len(chunks)
             arrived = [chunk for _, chunk in chunks]
             if self._session.keep(load.request_id, arrived):
                 for start in range(0, len(arrived), MAX_EXTENTS):
@@ -231,14 +234,20 @@ class EngineStream:
                     self._arrived(load, part, first=wanted.start + chunks[0][0] + start)
 
         holders = [shifted(holder, offset) for holder in ticket.holders]
-        fetched = await self._sources.fetch(
-            self._session.spec,
-            ticket.keys[wanted],
-            [holder for holder in holders if holder.matched_chunk_count > 0],
-            load.timeout.ToNanoseconds() / 1e9,
-            on_chunks,
-            ticket.handoff_id,
-        )
+        try:
+            fetched = await self._sources.fetch(
+                self._session.spec,
+                ticket.keys[wanted],
+                [holder for holder in holders if holder.matched_chunk_count > 0],
+                load.timeout.ToNanoseconds() / 1e9,
+                on_chunks,
+                ticket.handoff_id,
+            )
+        except asyncio.CancelledError:
+            if arrived_count < load.chunk_count:
+                raise
+            span.set(arrived_chunks=arrived_count)  # the engine had all of it, and has released it
+            return
         error = fetched.error
         if error is None and fetched.chunk_count < load.chunk_count:
             error = Unreachable("chunks are gone")
