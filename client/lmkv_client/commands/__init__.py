@@ -56,7 +56,7 @@ def ask(args: argparse.Namespace, question: Callable[[Coordinator], Awaitable[An
     try:
         return _ask_at(addresses, config.credentials, question)
     except Unreachable as error:
-        if error.metadata.get("address") not in addresses:  # it is the coordinator that did not reach somebody
+        if error.metadata.get("address") not in addresses:  # the coordinator could not reach an instance
             raise
         behind = [found for address in addresses if (found := find_grpc(address, config.credentials))]
         if not behind:

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Asks before it clears more than named chunks; then orders, waits unless told not to, and shows.
+    """Asks for confirmation if more than named chunks are cleared; then sends the order and follows it to its end.
 
     Raises `ConfigError` if it cannot ask.
     """

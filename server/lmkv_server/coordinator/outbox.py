@@ -51,7 +51,7 @@ class Outbox:
         self._size_bytes += order.ByteSize()
         if self._size_bytes > MAX_WAITING_BYTES:
             self._orders.clear()
-            self.fail(ResyncRequired(f"more than {MAX_WAITING_BYTES} bytes of orders wait to be read; register anew"))
+            self.fail(ResyncRequired(f"more than {MAX_WAITING_BYTES} bytes of orders wait to be read; register again"))
             return
         self._orders.append(order)
         self.wake.set()

@@ -59,7 +59,7 @@ class HttpContext:
         return ()
 
     def auth_context(self) -> Mapping[str, list[bytes]]:
-        """Nothing: the HTTP server does not tell applications of certificates."""
+        """Empty: the HTTP server does not pass client certificates to applications."""
         return {}
 
     def peer(self) -> str:
