@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from lmkv.errors import LmkvError
-from lmkv.pool import Pool
-from lmkv.transfer import nixl_api
+from lmkv.pool.pool import Pool
+from lmkv.transfer.nixl import api as nixl_api
 
 POLL_SECONDS = 0.0001
 READ_SECONDS = 30.0

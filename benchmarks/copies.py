@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 from benchmarks import timing
 from benchmarks.command import Run
 from benchmarks.rows import Row
-from lmkv.pool import Pool
-from lmkv.pool_socket import PoolSocket
+from lmkv.pool.pool import Pool
+from lmkv.pool.socket import PoolSocket
 from lmkv.spec import KvSpec
 from lmkv.units import GB
 from lmkv_kernels import ChunkCopy, Pages, whole_tiles
 
 if TYPE_CHECKING:  # importing vLLM takes seconds
     from lmkv_client.connector.messages import Attachment
-    from lmkv_client.connector.worker import WorkerSide
+    from lmkv_client.connector.worker.side import WorkerSide
 
 PROMPT_TOKENS = 4000
 SPARE_BLOCKS = 10
@@ -42,7 +42,7 @@ Bytes = NDArray[np.uint8]
 def measure(run: Run, spec: KvSpec) -> None:
     """Adds rows for the chunks of one prompt, with one thread and with two."""
     from lmkv_client.connector.identity import Share
-    from lmkv_client.connector.worker import WorkerSide
+    from lmkv_client.connector.worker.side import WorkerSide
 
     chunk_count = PROMPT_TOKENS // spec.chunk_size
     memory, tensors = kv_cache(spec, chunk_count * spec.chunk_size // spec.block_size + SPARE_BLOCKS)

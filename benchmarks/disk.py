@@ -19,16 +19,16 @@ from pathlib import Path
 import numpy as np
 
 from lmkv.keys import ChunkKey
-from lmkv.pool import Pool
+from lmkv.pool.pool import Pool
 from lmkv.transfer.channel import Region
-from lmkv.transfer.nixl_files import NixlFiles
+from lmkv.transfer.nixl.files import NixlFiles
 from lmkv.units import GB
 from lmkv_kernels import checksum
-from lmkv_server.node.disk_chunk import DiskChunk
-from lmkv_server.node.disk_folder import PlainIo
-from lmkv_server.node.disk_shelf import READ_THREADS, WRITE_THREADS
-from lmkv_server.node.disk_tier import DiskTier
-from lmkv_server.node.host_tier import Chunk, HostTier
+from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.tiers.disk.chunk import DiskChunk
+from lmkv_server.node.tiers.disk.folder import PlainIo
+from lmkv_server.node.tiers.disk.tier import DiskTier
+from lmkv_server.node.tiers.disk.volume import READ_THREADS, WRITE_THREADS
 
 FINGERPRINT = b"f" * 16
 TIMEOUT_SECONDS = 120.0

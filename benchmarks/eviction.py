@@ -11,7 +11,7 @@ from benchmarks.policies import S3Fifo, Sieve, TwoQueues
 from benchmarks.rows import Row, compare
 from benchmarks.traces import CHUNK_TOKENS, TRACES, Request
 from lmkv.keys import ChunkKey
-from lmkv_server.node.eviction import POLICIES, EvictionPolicy, EvictionQueue
+from lmkv_server.node.cache.eviction import POLICIES, EvictionPolicy, EvictionQueue
 
 BASELINE = "lru"
 CANDIDATES: Mapping[str, Callable[[], EvictionPolicy]] = {

@@ -24,14 +24,14 @@ from benchmarks.bare_ends import bare_owner
 from lmkv.config import NodeConfig
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
-from lmkv.pool import Pool
+from lmkv.pool.pool import Pool
 from lmkv.spec import KvSpec
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_kernels import checksum
-from lmkv_server.node.engines import Engines
-from lmkv_server.node.host_tier import HostTier
-from lmkv_server.node.peer_side import PeerSide
-from lmkv_server.node.read_grants import SHARE
+from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.serving.read_grants import SHARE
+from lmkv_server.node.serving.server import PeerServer
+from lmkv_server.node.sessions.sessions import Engines
 
 ANSWER_SECONDS = 60.0
 READ_SECONDS = 30.0
@@ -79,7 +79,7 @@ class Node:
             grant_ttl=READ_SECONDS,
         )
         config.make_instance_dir()
-        side = PeerSide(config, epoch=self.epoch, tier=self.tier, pool=self.pool, engines=engines_here)
+        side = PeerServer(config, epoch=self.epoch, tier=self.tier, pool=self.pool, engines=engines_here)
         await self._stack.enter_async_context(side)
         self.address = side.address
         self.peers = side.peers

@@ -17,7 +17,7 @@ from benchmarks.timing import seconds_of
 from lmkv.errors import LmkvError
 from lmkv.transfer import Copy
 from lmkv.units import GB
-from lmkv_server.node.host_tier import Chunk
+from lmkv_server.node.cache.host import Chunk
 
 PROMPT_TOKENS = {4000: "", 2000: "_2000", 512: "_512"}
 """Lengths of prompts, and what rows of that length end with."""

@@ -13,19 +13,19 @@ from benchmarks.rows import Row
 from lmkv.config import ConnectorConfig
 
 if TYPE_CHECKING:
-    from lmkv_client.connector.link import NodeLink
+    from lmkv_client.connector.node.client import NodeClient
 
 BATCH = 2000
 """Calls that are timed together: one takes about a microsecond."""
 
 
-def measure(run: Run, link: NodeLink) -> None:
+def measure(run: Run, link: NodeClient) -> None:
     """Adds rows for a scheduler side that is attached to a node, and a worker side beside it."""
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from lmkv_client.connector.identity import Share
-    from lmkv_client.connector.scheduler import SchedulerSide
-    from lmkv_client.connector.worker import WorkerSide
+    from lmkv_client.connector.scheduler.side import SchedulerSide
+    from lmkv_client.connector.worker.side import WorkerSide
 
     scheduler = SchedulerSide(ConnectorConfig(), SPEC, link, block_size=SPEC.block_size, rank_count=1, step_tokens=8192)
     worker = WorkerSide(SPEC, Share.of_rank(0, 1, SPEC.kv_head_count), rank=0, threads=1)

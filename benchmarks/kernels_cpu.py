@@ -16,7 +16,7 @@ from benchmarks import timing
 from benchmarks.command import Benchmark, Run
 from benchmarks.copies import rate_row, scattered_copies, touched_memory
 from benchmarks.rows import Row
-from lmkv.pool import Pool
+from lmkv.pool.pool import Pool
 from lmkv_kernels import Pages, gather, packed_rows, scatter, token_rows, whole_tiles
 
 TOKENS = 4096

@@ -23,6 +23,8 @@ from lmkv_kernels import ChunkCopy, Pages, token_rows
 from lmkv_kernels.cuda import (
     Copier,
     Copying,
+    CopyPath,
+    CopyPaths,
     CudaError,
     Device,
     DeviceMemory,
@@ -30,8 +32,6 @@ from lmkv_kernels.cuda import (
     PinnedMemory,
     Program,
     Stream,
-    Way,
-    Ways,
     driver,
 )
 from lmkv_kernels.cuda.copier import BLOCKS_PER_PROCESSOR
@@ -161,7 +161,7 @@ def _measure_within(run: Run, gpu: Gpu, layout: Layout, token_count: int) -> Non
     """Gather and scatter between pages and device memory, against one copy of as many bytes on the device."""
     _tensors, pages, copies, size = _case(gpu, layout, token_count)
     blocks = BLOCKS_PER_PROCESSOR * gpu.device.processor_count
-    direct = Ways(gather=Way.DIRECT, scatter=Way.DIRECT)
+    direct = CopyPaths(gather=CopyPath.DIRECT, scatter=CopyPath.DIRECT)
     with _memory(gpu, size) as chunks, _memory(gpu, size) as other:
         pool = OnDevice(memory=chunks)
         copier = Copier(gpu.device, gpu.program, pages, pool, ways=direct, direct_blocks=blocks)
@@ -192,15 +192,21 @@ def _measure_across(run: Run, gpu: Gpu, layout: Layout, token_count: int) -> Non
         pool.bytes[:] = 1
         timer = Timer(gpu)
         with closing(timer.stream):
-            for way in Way:
+            for way in CopyPath:
                 with closing(
-                    Copier(gpu.device, gpu.program, pages, pool, ways=Ways(gather=way, scatter=way))
+                    Copier(gpu.device, gpu.program, pages, pool, ways=CopyPaths(gather=way, scatter=way))
                 ) as copier:
                     _measure_way(run, timer, copier, copies, pool, other, way)
 
 
 def _measure_way(
-    run: Run, timer: Timer, copier: Copier, copies: list[ChunkCopy], pool: PinnedMemory, other: DeviceMemory, way: Way
+    run: Run,
+    timer: Timer,
+    copier: Copier,
+    copies: list[ChunkCopy],
+    pool: PinnedMemory,
+    other: DeviceMemory,
+    way: CopyPath,
 ) -> None:
     stream, size = timer.stream.handle, pool.size_bytes
     stored, unsummed, store_memcpy, loaded, load_memcpy = _in_turns(

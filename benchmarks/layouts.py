@@ -16,10 +16,10 @@ from benchmarks.rows import compare
 from lmkv.keys import KEY_BYTES, split_keys
 from lmkv.v1.chunk_pb2 import TIER_HOST
 from lmkv.v1.registry_service_pb2 import ChunkChange, ReportRequest
-from lmkv_server.coordinator.layout_map import LayoutMap
-from lmkv_server.coordinator.registration import Registration
-from lmkv_server.coordinator.registry import Registry
-from lmkv_server.coordinator.report_stream import ReportStream
+from lmkv_server.coordinator.core.layout_map import LayoutMap
+from lmkv_server.coordinator.core.registration import Registration
+from lmkv_server.coordinator.core.registry import Registry
+from lmkv_server.coordinator.core.report_stream import ReportStream
 
 INSTANCE_COUNT = 50
 KEYS_PER_REPORT = 16_384

@@ -33,13 +33,13 @@ from lmkv_client.demo.cluster import Coordinator
 from lmkv_client.demo.nodes import Nodes
 
 if TYPE_CHECKING:
-    from lmkv_client.connector.link import NodeLink
     from lmkv_client.connector.messages import Attachment
+    from lmkv_client.connector.node.client import NodeClient
 
 CHUNK_COUNTS = {40: "", 400: "_400"}
 """Chunks in a prompt, and what rows of that length end with."""
 POLL_SECONDS = 0.00005
-"""How often an engine looks for its answer (`lmkv_client.connector.scheduler`)."""
+"""How often an engine looks for its answer (`lmkv_client.connector.scheduler.side`)."""
 PAUSE_SECONDS = 0.002
 """Between lookups: in life they do not come one right after the other, and whoever answers has gone to sleep."""
 WARM_UP_CALLS = 10
@@ -145,12 +145,12 @@ async def store(socket: Path, seed: int) -> None:
 
 
 @contextmanager
-def attached(socket: Path) -> Iterator[tuple[NodeLink, Attachment]]:
+def attached(socket: Path) -> Iterator[tuple[NodeClient, Attachment]]:
     """The connector's own line to a node, its inbox untouched. Raises `LmkvError` if the node is not there."""
-    from lmkv_client.connector.link import NodeLink  # it imports vLLM, for its log
     from lmkv_client.connector.messages import Attachment
+    from lmkv_client.connector.node.client import NodeClient  # it imports vLLM, for its log
 
-    link = NodeLink(ConnectorConfig(node_address=str(socket)), SPEC, worker_count=1)
+    link = NodeClient(ConnectorConfig(node_address=str(socket)), SPEC, worker_count=1)
     link.start()
     try:
         attachment = link.inbox[0] if link.inbox else None
@@ -161,7 +161,7 @@ def attached(socket: Path) -> Iterator[tuple[NodeLink, Attachment]]:
         link.close()
 
 
-def measure_engine(run: Run, link: NodeLink, attachment: Attachment) -> None:
+def measure_engine(run: Run, link: NodeClient, attachment: Attachment) -> None:
     """Adds rows for lookups as the connector's scheduler side makes them: over `Attach`, from its thread."""
     seeds = {OWN: "lookup", PEER: "lookup_peer", NOBODY: "lookup_miss"}
     count = 100 if run.quick else 2000
@@ -178,7 +178,7 @@ def measure_engine(run: Run, link: NodeLink, attachment: Attachment) -> None:
 class EngineLookup:
     """One prompt, looked up over and over."""
 
-    def __init__(self, link: NodeLink, attachment: Attachment, keys: list[ChunkKey], name: str) -> None:
+    def __init__(self, link: NodeClient, attachment: Attachment, keys: list[ChunkKey], name: str) -> None:
         self._link = link
         self._attachment = attachment
         self._keys = keys

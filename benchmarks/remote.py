@@ -25,17 +25,17 @@ from botocore.config import Config
 from botocore.session import get_session
 
 from lmkv.keys import ChunkKey
-from lmkv.pool import Pool
+from lmkv.pool.pool import Pool
 from lmkv.remote_url import parse_remote_url
 from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv.units import GB
 from lmkv_kernels import checksum
-from lmkv_server.node.host_tier import Chunk, HostTier
-from lmkv_server.node.remote_link import READ_THREADS, WRITE_THREADS
-from lmkv_server.node.remote_s3 import S3Store
-from lmkv_server.node.remote_store import RemoteStore
-from lmkv_server.node.remote_tier import RemoteTier
-from lmkv_server.node.remote_valkey import ValkeyStore
+from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.tiers.remote.backend import RemoteStore
+from lmkv_server.node.tiers.remote.health import READ_THREADS, WRITE_THREADS
+from lmkv_server.node.tiers.remote.s3 import S3Store
+from lmkv_server.node.tiers.remote.tier import RemoteTier
+from lmkv_server.node.tiers.remote.valkey import ValkeyStore
 
 TIMEOUT_SECONDS = 120.0
 BUCKET = "chunks"

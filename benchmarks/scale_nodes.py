@@ -20,10 +20,10 @@ from lmkv.keys import ChunkKey, split_keys
 from lmkv.spec import KvSpec
 from lmkv.v1.chunk_pb2 import TIER_HOST
 from lmkv.v1.registry_service_pb2 import Instance, TierUsage
-from lmkv_server.node.engines import Engines
-from lmkv_server.node.fleet import Fleet, Held
-from lmkv_server.node.host_tier import Chunk, HostTier
-from lmkv_server.node.orders import Orders
+from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.commands.orders import Orders
+from lmkv_server.node.fleet.fleet import Fleet, Held
+from lmkv_server.node.sessions.sessions import Engines
 
 CHANGE_SECONDS = 1.0
 """How often each node stores and evicts."""

@@ -1,6 +1,6 @@
 """Every way lmkv can refuse: one class is one reason is one gRPC code.
 
-A miss is never an error. `lmkv.rpc` carries these over the wire in both directions.
+A miss is never an error. `lmkv.rpc.endpoints` carries these over the wire in both directions.
 
     LmkvError
     ├── BadRequest           INVALID_ARGUMENT     the caller must change what it sends

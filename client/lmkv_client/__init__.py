@@ -15,7 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lmkv.credentials import Credentials
+    from lmkv.auth.credentials import Credentials
     from lmkv_client.chunks import Chunks
     from lmkv_client.coordinator import Coordinator
     from lmkv_client.lookup_stream import LookupStream
@@ -41,7 +41,7 @@ _HOMES = {
     "LookupStream": "lmkv_client.lookup_stream",
     "MoveOperation": "lmkv_client.operation",
     "Operation": "lmkv_client.operation",
-    "Credentials": "lmkv.credentials",
+    "Credentials": "lmkv.auth.credentials",
 }
 
 

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from lmkv.errors import BadChunkKey, BadRequest, BadTokens
 from lmkv.keys import ChunkKey, join_keys
-from lmkv.rpc import MAX_MESSAGE_BYTES
+from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 
 Request = TypeVar("Request", bound=Message)
 

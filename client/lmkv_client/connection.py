@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import grpc
 from google.longrunning import operations_pb2_grpc
 
-from lmkv.credentials import Credentials
+from lmkv.auth.credentials import Credentials
 from lmkv.errors import LmkvError, Unreachable
-from lmkv.rpc import PLAINTEXT, from_rpc_error, open_channel
+from lmkv.rpc.endpoints import PLAINTEXT, from_rpc_error, open_channel
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 

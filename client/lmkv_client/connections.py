@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from lmkv.credentials import Credentials
+from lmkv.auth.credentials import Credentials
 from lmkv.errors import Unreachable
-from lmkv.in_turn import InTurn
+from lmkv.rpc.failover import Failover
 from lmkv_client.connection import Connection
 
 Response = TypeVar("Response")
@@ -23,7 +23,7 @@ class Connections:
 
     def __init__(self, addresses: Sequence[str], timeout_seconds: float, credentials: Credentials) -> None:
         self._all = [Connection(address, timeout_seconds, credentials) for address in addresses]
-        self._turns = InTurn(self._all)
+        self._turns = Failover(self._all)
 
     async def aclose(self) -> None:
         """Closes them; calls still running are cancelled. Repeating it is safe."""

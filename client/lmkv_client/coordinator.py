@@ -21,9 +21,9 @@ from typing import Any, Self, Unpack
 from google.longrunning.operations_pb2 import GetOperationRequest, ListOperationsRequest
 from google.protobuf.duration_pb2 import Duration
 
+from lmkv.auth.credentials import Credentials
 from lmkv.auth.token import Token
-from lmkv.credentials import Credentials
-from lmkv.rpc import PLAINTEXT
+from lmkv.rpc.endpoints import PLAINTEXT
 from lmkv.tiers import parse_position
 from lmkv.v1.cache_service_pb2 import (
     ClearRequest,

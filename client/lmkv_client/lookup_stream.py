@@ -15,7 +15,7 @@ from typing import Self, Unpack
 import grpc
 
 from lmkv.errors import LmkvError, Unreachable
-from lmkv.rpc import MAX_MESSAGE_BYTES, from_status
+from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES, from_status
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupResult, LookupStreamRequest
 from lmkv_client.chunks import Chunks, make_request
 from lmkv_client.connection import Connection

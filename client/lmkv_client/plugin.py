@@ -22,7 +22,7 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if NAME not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(NAME, "lmkv_client.connector.connector", NAME)
+        KVConnectorFactory.register_connector(NAME, "lmkv_client.connector.vllm_connector", NAME)
     _keep_served_names()
     repeat_at_exit()
 

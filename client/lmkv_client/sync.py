@@ -19,9 +19,9 @@ from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import lmkv_client as aio
-from lmkv.credentials import Credentials
+from lmkv.auth.credentials import Credentials
 from lmkv.errors import LmkvError
-from lmkv.rpc import PLAINTEXT
+from lmkv.rpc.endpoints import PLAINTEXT
 from lmkv.v1.cache_service_pb2 import ClearProgress, ClearResult, MoveProgress, MoveResult
 from lmkv_client.operation import OperationState
 

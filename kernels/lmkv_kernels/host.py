@@ -14,7 +14,7 @@ from lmkv_kernels.copies import ChunkCopy, check, check_written_once
 from lmkv_kernels.pages import WORD_BYTES, Pages
 
 Buffer = bytes | bytearray | memoryview | mmap.mmap | NDArray[Any]
-"""Contiguous memory; `lmkv.pool.Pool.buffer` is some."""
+"""Contiguous memory; `lmkv.pool.pool.Pool.buffer` is some."""
 
 
 def gather(

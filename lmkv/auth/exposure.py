@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 
-from lmkv.auth.gate import Gate
-from lmkv.credentials import Credentials
+from lmkv.auth.authenticator import Authenticator
+from lmkv.auth.credentials import Credentials
 
 
 def is_loopback(host: str) -> bool:
@@ -19,7 +19,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def exposure(host: str, gate: Gate, credentials: Credentials) -> str:
+def exposure(host: str, gate: Authenticator, credentials: Credentials) -> str:
     """What whoever binds `host` should know; empty if nothing is amiss. Who comes with a certificate is known, too."""
     if is_loopback(host):
         return ""

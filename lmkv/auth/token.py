@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lmkv.errors import ConfigError
-from lmkv.fresh import Fresh
+from lmkv.runtime.reload import Reloadable
 
 HEADER = "authorization"
 
@@ -26,7 +26,7 @@ class Token:
     def __post_init__(self) -> None:
         if self.text and self.file:
             raise ConfigError("auth_token and auth_token_file are both set; keep one", key="auth_token_file")
-        fresh = Fresh([self.file], lambda: _checked(read_secret(self.file, "auth_token_file"), "auth_token_file"))
+        fresh = Reloadable([self.file], lambda: _checked(read_secret(self.file, "auth_token_file"), "auth_token_file"))
         object.__setattr__(self, "_fresh", fresh if self.file else None)
         _checked(self.text, "auth_token")
 
@@ -35,7 +35,7 @@ class Token:
 
     def headers(self) -> tuple[tuple[str, str], ...]:
         """What to send along a call; nothing if there is no token."""
-        fresh: Fresh[str] | None = self._fresh  # type: ignore[attr-defined]
+        fresh: Reloadable[str] | None = self._fresh  # type: ignore[attr-defined]
         text = fresh.get() if fresh else self.text
         return ((HEADER, f"Bearer {text}"),) if text else ()
 

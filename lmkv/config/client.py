@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lmkv.auth.credentials import Credentials
 from lmkv.auth.token import Token
 from lmkv.config import common
 from lmkv.config.kinds import ADDRESSES
 from lmkv.config.schema import Config, key
-from lmkv.credentials import Credentials
 
 
 @dataclass(frozen=True, kw_only=True)

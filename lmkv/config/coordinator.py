@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lmkv.auth.credentials import Credentials
 from lmkv.config import common
 from lmkv.config.kinds import FOLDERS, HOST, OFF, PATH, PORT, PORT_IF_ANY, PORTS, SECONDS, VALKEY_URL
 from lmkv.config.schema import Alias, Config, key
-from lmkv.credentials import Credentials
 
 
 @dataclass(frozen=True, kw_only=True)

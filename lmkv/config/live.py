@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from lmkv.config.arguments import file_from_arguments, from_arguments
 from lmkv.config.schema import Config
-from lmkv.fresh import Fresh
+from lmkv.runtime.reload import Reloadable
 
 C = TypeVar("C", bound=Config)
 
@@ -28,7 +28,9 @@ async def follow_logging(
     if no regular file is configured: a pipe can be read only once.
     """
     path = file_from_arguments(args, env)
-    file = Fresh([path], lambda: set_up(from_arguments(args, cls, env=env))) if path and _is_regular(path) else None
+    file = (
+        Reloadable([path], lambda: set_up(from_arguments(args, cls, env=env))) if path and _is_regular(path) else None
+    )
     while True:
         await asyncio.sleep(CHECK_SECONDS)
         if file:

@@ -9,6 +9,7 @@ import stat
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from lmkv.auth.credentials import Credentials
 from lmkv.auth.token import Token
 from lmkv.config import common
 from lmkv.config.kinds import (
@@ -35,7 +36,6 @@ from lmkv.config.kinds import (
     one_port,
 )
 from lmkv.config.schema import Alias, Config, key
-from lmkv.credentials import Credentials
 from lmkv.errors import ConfigError
 from lmkv.units import GB
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from lmkv.auth.credentials import Credentials
 from lmkv.auth.handoff import HandoffKeys
 from lmkv.auth.token import Token
 from lmkv.config import common
@@ -27,7 +28,6 @@ from lmkv.config.kinds import (
     whole,
 )
 from lmkv.config.schema import Alias, Config, key
-from lmkv.credentials import Credentials
 from lmkv.errors import ConfigError
 from lmkv.units import GB
 

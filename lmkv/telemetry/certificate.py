@@ -7,7 +7,7 @@ from contextlib import suppress
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from lmkv.validity import validity
+from lmkv.auth.certificates import validity
 
 NAME = "lmkv_certificate_end_timestamp_seconds"
 

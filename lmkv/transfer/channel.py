@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from lmkv.errors import Unreachable
-from lmkv.pool import Pool
+from lmkv.pool.pool import Pool
 from lmkv.transfer.access import ReadAccess, Reader
 
 

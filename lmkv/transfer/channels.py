@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 CLASSES = {
     "shm": ("lmkv.transfer.shm", "ShmChannel"),
-    "nixl": ("lmkv.transfer.nixl", "NixlChannel"),
-    "tcp": ("lmkv.transfer.tcp", "TcpChannel"),
-    "ucx": ("lmkv.transfer.ucx", "UcxChannel"),
+    "nixl": ("lmkv.transfer.nixl.channel", "NixlChannel"),
+    "tcp": ("lmkv.transfer.tcp.channel", "TcpChannel"),
+    "ucx": ("lmkv.transfer.ucx.channel", "UcxChannel"),
     "mooncake": ("lmkv.transfer.mooncake", "MooncakeChannel"),
 }
 """Where each channel is: a library stays out of processes that do not use it."""

@@ -19,7 +19,7 @@ from typing import Self
 import numpy as np
 
 from lmkv.errors import ChannelUnsupported, ConfigError, Unreachable
-from lmkv.handover import Fields, Gift, Handover, take
+from lmkv.fd_passing import FdOffer, Fields, Handover, receive_fd
 from lmkv.transfer.access import Reader
 from lmkv.transfer.channel import Copy, End, Region, SummedCopy, find_peer
 from lmkv.transfer.metadata import unwrap, wrap
@@ -130,11 +130,11 @@ class ShmChannel:
             os.close(self._read_only_fd)
             self._read_only_fd = -1
 
-    def _welcome(self, hello: Fields) -> Gift:
+    def _welcome(self, hello: Fields) -> FdOffer:
         token = hello.get("token")
         if not isinstance(token, str) or not secrets.compare_digest(token.encode(), self._token.encode()):
             raise Unreachable("the token is wrong")
-        return Gift(fd=self._read_only_fd, fields={})
+        return FdOffer(fd=self._read_only_fd, fields={})
 
     def _lose(self, peer_name: str) -> None:
         """Forgets a peer; its memory is unmapped as soon as no read needs it."""
@@ -181,7 +181,7 @@ class _Peer:
 
 
 def _map(metadata: bytes, region: Region, words: dict[str, str]) -> _Peer:
-    taken = take(words["socket"], {"token": words["token"]}, TAKE_SECONDS)
+    taken = receive_fd(words["socket"], {"token": words["token"]}, TAKE_SECONDS)
     try:
         return _Peer(metadata, taken.connection, region, taken.fd)
     except BaseException:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.eviction import CANDIDATES, replay
 from benchmarks.traces import CHUNK_TOKENS, MAX_PROMPT_CHUNKS, TRACES, Request
 from lmkv.keys import ChunkKey
-from tests.server.node.test_eviction import machine
+from tests.server.node.cache.test_eviction import machine
 
 TestS3Fifo = machine("s3_fifo", CANDIDATES["s3_fifo"])
 TestSieve = machine("sieve", CANDIDATES["sieve"])

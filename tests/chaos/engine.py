@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lmkv.keys import ChunkKey
-from lmkv.pool import Pool
+from lmkv.pool.pool import Pool
 from lmkv.v1.chunk_pb2 import Extent
 from lmkv_kernels import checksum
 from tests.server.node.cases import small_spec

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from lmkv.pool_socket import attach
+from lmkv.pool.socket import attach
 from lmkv_client.demo import cluster
 from lmkv_client.demo.process import ServerProcess, free_port, session_pids
 from tests.chaos.clock import Clock

@@ -21,7 +21,7 @@ import pytest
 from lmkv import cli
 from lmkv.errors import BadTokens, ModelAmbiguous, Unreachable
 from lmkv.keys import ChunkKey
-from lmkv.rpc import make_server
+from lmkv.rpc.endpoints import make_server
 from lmkv.v1.cache_service_pb2 import Holder, LookupRequest, LookupResponse, TierRun
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceServicer, add_CacheServiceServicer_to_server
 from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_HOST, KvSpec

@@ -21,7 +21,7 @@ from lmkv.errors import (
     Unreachable,
 )
 from lmkv.keys import ChunkKey
-from lmkv.rpc import MAX_MESSAGE_BYTES
+from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv.tiers import format_position
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.chunk_pb2 import TIER_HOST, Position

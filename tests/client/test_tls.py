@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lmkv.credentials import Credentials
+from lmkv.auth.credentials import Credentials
 from lmkv.errors import Unreachable
 from lmkv_client import Coordinator, sync
 from lmkv_server.coordinator import coordinator as server

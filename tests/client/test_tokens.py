@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lmkv.auth.gate import Gate
+from lmkv.auth.authenticator import Authenticator
 from lmkv.config import NodeConfig
 from lmkv.errors import PermissionDenied, Unauthenticated
 from lmkv_client import Coordinator, sync
@@ -21,7 +21,7 @@ from tests.lmkv.auth.tokens import entry, write
 @pytest.fixture
 async def address(tmp_path: Path) -> AsyncIterator[str]:
     """Where a coordinator is that asks for tokens."""
-    gate = Gate(write(tmp_path / "tokens.yaml", *map(entry, ("engine", "reader", "operator"))))
+    gate = Authenticator(write(tmp_path / "tokens.yaml", *map(entry, ("engine", "reader", "operator"))))
     async with server.Coordinator(port=0, gate=gate) as serving:
         yield serving.address
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lmkv_client.connector import connector
+from lmkv_client.connector import vllm_connector as connector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -14,9 +14,20 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from lmkv.pool import Pool
+from lmkv.pool.pool import Pool
 from lmkv_kernels import Pages, checksum
-from lmkv_kernels.cuda import Copier, Device, DeviceMemory, NoCuda, Program, Registration, Stream, Way, Ways, driver
+from lmkv_kernels.cuda import (
+    Copier,
+    CopyPath,
+    CopyPaths,
+    Device,
+    DeviceMemory,
+    NoCuda,
+    Program,
+    Registration,
+    Stream,
+    driver,
+)
 from lmkv_kernels.cuda.measure import fastest_ways
 from tests.kernels.layouts import LAYOUTS, Bytes, Case, cases, large_case, random_bytes
 from tests.kernels.test_cuda_emulated import WAYS, whole_chunks
@@ -48,7 +59,7 @@ def gpu() -> Iterator[Gpu]:
 class OnDevice:
     """A case whose pages are a copy in device memory, and whose pool is a registered `Pool`."""
 
-    def __init__(self, gpu: Gpu, case: Case, ways: Ways, staging_bytes: int = 1 << 20) -> None:
+    def __init__(self, gpu: Gpu, case: Case, ways: CopyPaths, staging_bytes: int = 1 << 20) -> None:
         self.case, self.device = case, gpu.device
         cuda = gpu.device.driver
         with ExitStack() as stack:
@@ -95,8 +106,8 @@ class OnDevice:
 
 
 @SETTINGS
-@given(case=cases(), way=st.sampled_from(Way), staging_bytes=st.sampled_from([512, 4096, 1 << 20]))
-def test_gather_writes_the_twins_bytes_and_no_others(gpu: Gpu, case: Case, way: Way, staging_bytes: int) -> None:
+@given(case=cases(), way=st.sampled_from(CopyPath), staging_bytes=st.sampled_from([512, 4096, 1 << 20]))
+def test_gather_writes_the_twins_bytes_and_no_others(gpu: Gpu, case: Case, way: CopyPath, staging_bytes: int) -> None:
     assume(case.twin.inside != "packed")
     with OnDevice(gpu, case, WAYS[way], staging_bytes) as there:
         copying = there.copier.gather(case.copies, after=there.model.handle)
@@ -109,8 +120,8 @@ def test_gather_writes_the_twins_bytes_and_no_others(gpu: Gpu, case: Case, way: 
 
 
 @SETTINGS
-@given(case=cases(), way=st.sampled_from(Way), staging_bytes=st.sampled_from([512, 4096, 1 << 20]))
-def test_scatter_writes_the_twins_bytes_and_no_others(gpu: Gpu, case: Case, way: Way, staging_bytes: int) -> None:
+@given(case=cases(), way=st.sampled_from(CopyPath), staging_bytes=st.sampled_from([512, 4096, 1 << 20]))
+def test_scatter_writes_the_twins_bytes_and_no_others(gpu: Gpu, case: Case, way: CopyPath, staging_bytes: int) -> None:
     assume(case.twin.inside != "packed")
     with OnDevice(gpu, case, WAYS[way], staging_bytes) as there:
         there.copier.scatter(case.copies, after=there.model.handle).wait()
@@ -120,9 +131,9 @@ def test_scatter_writes_the_twins_bytes_and_no_others(gpu: Gpu, case: Case, way:
     assert np.array_equal(pages, case.memory)
 
 
-@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("way", CopyPath)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_gives_the_same_chunks(gpu: Gpu, layout: str, way: Way) -> None:
+def test_every_layout_gives_the_same_chunks(gpu: Gpu, layout: str, way: CopyPath) -> None:
     case = whole_chunks(40, layout=layout)
     with OnDevice(gpu, case, WAYS[way], 64 << 10) as there:
         there.copier.gather(case.copies, after=there.model.handle).wait()
@@ -131,8 +142,8 @@ def test_every_layout_gives_the_same_chunks(gpu: Gpu, layout: str, way: Way) -> 
     assert np.array_equal(pool, case.pool)
 
 
-@pytest.mark.parametrize("way", Way)
-def test_large_chunks_go_out_and_come_back(gpu: Gpu, way: Way) -> None:
+@pytest.mark.parametrize("way", CopyPath)
+def test_large_chunks_go_out_and_come_back(gpu: Gpu, way: CopyPath) -> None:
     case = large_case(layer_count=16, chunk_count=16, inside="tokens")
     with OnDevice(gpu, case, WAYS[way], 8 << 20) as there:
         storing = there.copier.gather(case.copies, after=there.model.handle)
@@ -144,8 +155,8 @@ def test_large_chunks_go_out_and_come_back(gpu: Gpu, way: Way) -> None:
         assert np.array_equal(there.read_pages(), case.memory)
 
 
-@pytest.mark.parametrize("way", Way)
-def test_forwards_and_copies_are_in_order_without_anybody_waiting(gpu: Gpu, way: Way) -> None:
+@pytest.mark.parametrize("way", CopyPath)
+def test_forwards_and_copies_are_in_order_without_anybody_waiting(gpu: Gpu, way: CopyPath) -> None:
     case = large_case(layer_count=8, chunk_count=8, inside="tokens")
     contents = [random_bytes(seed, case.memory.size) for seed in range(8)]
     with OnDevice(gpu, case, WAYS[way], 4 << 20) as there:
@@ -162,9 +173,9 @@ def test_forwards_and_copies_are_in_order_without_anybody_waiting(gpu: Gpu, way:
 
 def test_measuring_the_ways_changes_no_page(gpu: Gpu) -> None:
     case = large_case(layer_count=8, chunk_count=8, inside="tokens")
-    with OnDevice(gpu, case, Ways()) as there:
+    with OnDevice(gpu, case, CopyPaths()) as there:
         there.model.event().wait()
         ways = fastest_ways(gpu.device, gpu.program, there.copier.pages)
-        assert isinstance(ways.gather, Way)
-        assert isinstance(ways.scatter, Way)
+        assert isinstance(ways.gather, CopyPath)
+        assert isinstance(ways.scatter, CopyPath)
         assert np.array_equal(there.read_pages(), case.memory)

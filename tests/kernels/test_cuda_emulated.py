@@ -13,13 +13,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lmkv_kernels import ChunkCopy, Pages, checksum, cuda, packed_rows, token_rows
-from lmkv_kernels.cuda import Copier, Device, Registration, Stream, Way, Ways
+from lmkv_kernels.cuda import Copier, CopyPath, CopyPaths, Device, Registration, Stream
 from lmkv_kernels.cuda.slots import MAX_SLOTS
 from lmkv_kernels.reference import Twin
 from tests.kernels.emulation import emulated_device
 from tests.kernels.layouts import LAYOUTS, Bytes, Case, cases, kv_cache, random_bytes
 
-WAYS = {way: Ways(gather=way, scatter=way) for way in Way}
+WAYS = {way: CopyPaths(gather=way, scatter=way) for way in CopyPath}
 
 
 def on_device(pages: Pages) -> Pages:
@@ -27,7 +27,7 @@ def on_device(pages: Pages) -> Pages:
 
 
 @contextmanager
-def copier_of(case: Case, ways: Ways, staging_bytes: int = 1 << 20) -> Iterator[Copier]:
+def copier_of(case: Case, ways: CopyPaths, staging_bytes: int = 1 << 20) -> Iterator[Copier]:
     """A copier whose device memory is the case's, and whose registered pool is the case's."""
     with emulated_device() as (device, program), device.current() as driver:
         pool = Registration(driver, case.pool.ctypes.data, max(1, case.pool.size))
@@ -41,8 +41,8 @@ def copier_of(case: Case, ways: Ways, staging_bytes: int = 1 << 20) -> Iterator[
 
 
 @settings(max_examples=150, deadline=None)
-@given(case=cases(), way=st.sampled_from(Way), staging_bytes=st.sampled_from([512, 4096, 1 << 20]))
-def test_gather_writes_the_twins_bytes_and_no_others(case: Case, way: Way, staging_bytes: int) -> None:
+@given(case=cases(), way=st.sampled_from(CopyPath), staging_bytes=st.sampled_from([512, 4096, 1 << 20]))
+def test_gather_writes_the_twins_bytes_and_no_others(case: Case, way: CopyPath, staging_bytes: int) -> None:
     assume(case.twin.inside != "packed")
     memory, before = case.memory.copy(), case.pool.copy()
     case.twin.gather(case.pool_tensor, case.copies)
@@ -57,8 +57,8 @@ def test_gather_writes_the_twins_bytes_and_no_others(case: Case, way: Way, stagi
 
 
 @settings(max_examples=150, deadline=None)
-@given(case=cases(), way=st.sampled_from(Way), staging_bytes=st.sampled_from([512, 4096, 1 << 20]))
-def test_scatter_writes_the_twins_bytes_and_no_others(case: Case, way: Way, staging_bytes: int) -> None:
+@given(case=cases(), way=st.sampled_from(CopyPath), staging_bytes=st.sampled_from([512, 4096, 1 << 20]))
+def test_scatter_writes_the_twins_bytes_and_no_others(case: Case, way: CopyPath, staging_bytes: int) -> None:
     assume(case.twin.inside != "packed")
     before, pool = case.memory.copy(), case.pool.copy()
     case.twin.scatter(case.pool_tensor, case.copies)
@@ -95,7 +95,7 @@ def test_tiles_of_many_more_pieces_than_threads(layout: str, block_size: int, co
     copy = ChunkCopy(offset=0, extent_tokens=tokens, token_count=tokens - 1, first_slot=1, block_ids=(3, 0, 2))
     twin = Twin(tensors=tensors, first_head=1, kv_head_count=4, inside="tokens", part_count=part_count)
     case = Case(pages=pages, twin=twin, memory=memory, pool=random_bytes(4, pages.extent_bytes(tokens)), copies=[copy])
-    with copier_of(case, WAYS[Way.DIRECT]) as copier:
+    with copier_of(case, WAYS[CopyPath.DIRECT]) as copier:
         copying = copier.gather(case.copies, after=0)
         copying.wait()
         pool = case.pool.copy()
@@ -112,9 +112,9 @@ def test_tiles_of_many_more_pieces_than_threads(layout: str, block_size: int, co
     assert (scattered == gathered).any()
 
 
-@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("way", CopyPath)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_was_gathered_from_one_layout_is_scattered_into_another(layout: str, way: Way) -> None:
+def test_what_was_gathered_from_one_layout_is_scattered_into_another(layout: str, way: CopyPath) -> None:
     source, target = whole_chunks(5, layout=layout), whole_chunks(5, layout="BHLNC")
     with copier_of(source, WAYS[way], 8 << 10) as copier:
         copier.gather(source.copies, after=0).wait()
@@ -126,8 +126,8 @@ def test_what_was_gathered_from_one_layout_is_scattered_into_another(layout: str
         assert torch.equal(theirs[:10].view(torch.int16), ours[:10].view(torch.int16))
 
 
-@pytest.mark.parametrize("way", Way)
-def test_ranks_fill_one_chunk_and_their_sums_are_its_checksum(way: Way) -> None:
+@pytest.mark.parametrize("way", CopyPath)
+def test_ranks_fill_one_chunk_and_their_sums_are_its_checksum(way: CopyPath) -> None:
     ranks = [whole_chunks(2, first_head=first, kv_head_count=4) for first in (0, 2)]
     whole = np.zeros_like(ranks[0].pool)
     sums = np.zeros(2, np.uint64)
@@ -161,8 +161,8 @@ def model_of(case: Case, copier: Copier, *buffers: Bytes) -> Iterator[Stream]:
                 one.close()
 
 
-@pytest.mark.parametrize("way", Way)
-def test_a_gather_waits_for_the_forward_and_the_next_forward_for_its_reads(way: Way) -> None:
+@pytest.mark.parametrize("way", CopyPath)
+def test_a_gather_waits_for_the_forward_and_the_next_forward_for_its_reads(way: CopyPath) -> None:
     case = whole_chunks(6)
     now, later = random_bytes(10, case.memory.size), random_bytes(11, case.memory.size)
     with copier_of(case, WAYS[way], 8 << 10) as copier, model_of(case, copier, now, later) as model:
@@ -183,8 +183,8 @@ def test_a_gather_waits_for_the_forward_and_the_next_forward_for_its_reads(way: 
     assert np.array_equal(case.pool, pool)
 
 
-@pytest.mark.parametrize("way", Way)
-def test_a_scatter_waits_for_the_forward_before_it_and_holds_the_one_after_it(way: Way) -> None:
+@pytest.mark.parametrize("way", CopyPath)
+def test_a_scatter_waits_for_the_forward_before_it_and_holds_the_one_after_it(way: CopyPath) -> None:
     case = whole_chunks(6)
     old, seen, read = random_bytes(10, case.memory.size), np.zeros_like(case.memory), np.zeros_like(case.memory)
     before = case.memory.copy()
@@ -202,8 +202,8 @@ def test_a_scatter_waits_for_the_forward_before_it_and_holds_the_one_after_it(wa
     assert np.array_equal(seen, case.memory)
 
 
-@pytest.mark.parametrize("way", Way)
-def test_copies_are_done_by_asking_alone(way: Way) -> None:
+@pytest.mark.parametrize("way", CopyPath)
+def test_copies_are_done_by_asking_alone(way: CopyPath) -> None:
     case = whole_chunks(4)
     with copier_of(case, WAYS[way], 8 << 10) as copier:
         for copying in [copier.gather(case.copies, after=0), copier.gather(case.copies, after=0)]:
@@ -218,7 +218,7 @@ def test_copies_are_done_by_asking_alone(way: Way) -> None:
 
 def test_many_calls_at_once_share_the_staging_buffer_without_harm() -> None:
     case = whole_chunks(6)
-    with copier_of(case, WAYS[Way.STAGED], 8 << 10) as copier:
+    with copier_of(case, WAYS[CopyPath.STAGED], 8 << 10) as copier:
         started = [copier.gather([copy], after=0) for copy in case.copies] + [copier.gather(case.copies, after=0)]
         started += [copier.scatter([copy], after=0) for copy in case.copies]
         for copying in reversed(started):
@@ -234,7 +234,7 @@ def test_dma_that_runs_ahead_leaves_the_kernels_what_they_have_not_read() -> Non
     case.twin.scatter(case.pool_tensor, case.copies)
     expected = case.memory.copy()
     case.memory[:] = before
-    with copier_of(case, WAYS[Way.STAGED], 8 << 10) as copier, copier.device.current():
+    with copier_of(case, WAYS[CopyPath.STAGED], 8 << 10) as copier, copier.device.current():
         copying = copier.scatter(case.copies, after=0)
         copier._scatters.dma.event().wait()
         copying.wait()
@@ -243,7 +243,7 @@ def test_dma_that_runs_ahead_leaves_the_kernels_what_they_have_not_read() -> Non
 
 def test_calls_beyond_the_bound_are_refused_until_earlier_ones_are_done() -> None:
     case = whole_chunks(1)
-    with copier_of(case, WAYS[Way.DIRECT]) as copier:
+    with copier_of(case, WAYS[CopyPath.DIRECT]) as copier:
         started = [copier.gather(case.copies, after=0) for _ in range(MAX_SLOTS)]
         with pytest.raises(cuda.Busy, match=f"{MAX_SLOTS} copies are under way"):
             copier.gather(case.copies, after=0)
@@ -255,7 +255,7 @@ def test_calls_beyond_the_bound_are_refused_until_earlier_ones_are_done() -> Non
 
 def test_a_call_of_no_copies_is_done() -> None:
     case = whole_chunks(1)
-    with copier_of(case, WAYS[Way.STAGED]) as copier:
+    with copier_of(case, WAYS[CopyPath.STAGED]) as copier:
         copying = copier.gather([], after=0)
         copying.wait()
         assert copying.checksums == []
@@ -264,7 +264,7 @@ def test_a_call_of_no_copies_is_done() -> None:
 
 def test_sums_may_be_left_out() -> None:
     case = whole_chunks(2)
-    with copier_of(case, WAYS[Way.STAGED]) as copier:
+    with copier_of(case, WAYS[CopyPath.STAGED]) as copier:
         copying = copier.gather(case.copies, after=0, summed=False)
         copying.wait()
         assert copying.checksums == [0, 0]
@@ -276,7 +276,7 @@ def test_sums_may_be_left_out() -> None:
 def test_what_does_not_fit_is_refused_before_a_byte_moves() -> None:
     case = whole_chunks(2)
     pool, memory = case.pool.copy(), case.memory.copy()
-    with copier_of(case, WAYS[Way.STAGED]) as copier:
+    with copier_of(case, WAYS[CopyPath.STAGED]) as copier:
         far = dataclasses.replace(case.copies[0], offset=case.pool.size)
         with pytest.raises(ValueError, match=r"copies\[0\]: "):
             copier.gather([far], after=0)
@@ -303,7 +303,7 @@ def test_dma_outside_the_registered_pool_is_an_error_with_the_drivers_words() ->
     with emulated_device() as (device, program), device.current() as driver:
         pool = Registration(driver, case.pool.ctypes.data, case.pool.size // 2)
         pool.size_bytes = case.pool.size
-        copier = Copier(device, program, on_device(case.pages), pool, ways=WAYS[Way.STAGED])
+        copier = Copier(device, program, on_device(case.pages), pool, ways=WAYS[CopyPath.STAGED])
         with pytest.raises(cuda.CudaError, match=r"cuMemcpyAsync: INVALID_VALUE \(emulated\)"):
             copier.gather(case.copies, after=0)
         copier.close()

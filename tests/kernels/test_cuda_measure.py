@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from lmkv_kernels import token_rows
-from lmkv_kernels.cuda import Way, Ways
+from lmkv_kernels.cuda import CopyPath, CopyPaths
 from lmkv_kernels.cuda.measure import ROUNDS, fastest_ways, sample
 from tests.kernels.emulation import emulated_device
 from tests.kernels.layouts import kv_cache
 from tests.kernels.test_cuda_emulated import on_device
 
 
-def clock(seconds: dict[tuple[str, Way], float]) -> Iterator[float]:
+def clock(seconds: dict[tuple[str, CopyPath], float]) -> Iterator[float]:
     """A clock by which each way takes what it is said to take."""
     now = 0.0
-    for way in Way:
+    for way in CopyPath:
         for _ in range(1 + ROUNDS):
             for direction in ("gather", "scatter"):
                 yield now
@@ -27,17 +27,17 @@ def clock(seconds: dict[tuple[str, Way], float]) -> Iterator[float]:
             yield now
 
 
-@pytest.mark.parametrize("gather", Way)
-@pytest.mark.parametrize("scatter", Way)
-def test_each_direction_takes_the_way_that_was_faster(gather: Way, scatter: Way) -> None:
-    seconds = {(direction, way): 2.0 for direction in ("gather", "scatter") for way in Way}
+@pytest.mark.parametrize("gather", CopyPath)
+@pytest.mark.parametrize("scatter", CopyPath)
+def test_each_direction_takes_the_way_that_was_faster(gather: CopyPath, scatter: CopyPath) -> None:
+    seconds = {(direction, way): 2.0 for direction in ("gather", "scatter") for way in CopyPath}
     seconds["gather", gather] = seconds["scatter", scatter] = 1.0
     memory, tensors = kv_cache(5, (2, 40, 2, 16, 64), "LBNHC", torch.float16)
     before = memory.copy()
     ticks = clock(seconds)
     with emulated_device() as (device, program):
         ways = fastest_ways(device, program, on_device(token_rows(tensors, 0, 2)), lambda: next(ticks))
-    assert ways == Ways(gather=gather, scatter=scatter)
+    assert ways == CopyPaths(gather=gather, scatter=scatter)
     assert np.array_equal(memory, before)
 
 

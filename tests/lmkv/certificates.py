@@ -10,7 +10,7 @@ from typing import Any
 
 import trustme
 
-from lmkv.credentials import Credentials
+from lmkv.auth.credentials import Credentials
 
 
 @dataclass(frozen=True, slots=True)

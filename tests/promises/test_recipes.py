@@ -16,11 +16,11 @@ import pytest
 from google.protobuf.descriptor_pool import Default
 
 from lmkv import rpc
-from lmkv.credentials import Credentials
+from lmkv.auth.credentials import Credentials
 from lmkv.keys import as_tokens, chunk_keys, root_key
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
 from lmkv_server.coordinator.coordinator import Coordinator
-from lmkv_server.coordinator.services import SERVICE_NAMES
+from lmkv_server.coordinator.services.services import SERVICE_NAMES
 from tests.lmkv.certificates import issue
 from tests.promises.recipes import Names, Place, Recipe, messages, recipes_of
 from tests.server.coordinator.cases import LLAMA

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from lmkv_server.coordinator.services import SERVICE_NAMES
+from lmkv_server.coordinator.services.services import SERVICE_NAMES
 from tests.sdk.buf import ROOT, buf
 
 COMPILE_SECONDS = 500.0

@@ -12,7 +12,7 @@ import pytest
 
 from lmkv import __version__, rpc
 from lmkv_server.coordinator import coordinator as server
-from lmkv_server.coordinator import keeping
+from lmkv_server.coordinator.operations import replicator as keeping
 from tests.lmkv.certificates import issue
 from tests.sdk.buf import buf
 from tests.sdk.fleets import Fleet, processes

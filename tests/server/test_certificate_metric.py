@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from lmkv.auth.certificates import validity
+from lmkv.auth.credentials import Credentials
 from lmkv.config import NodeConfig, ProxyConfig
-from lmkv.credentials import Credentials
 from lmkv.telemetry.certificate import NAME, CertificateEnd
-from lmkv.validity import validity
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
 from lmkv_server.proxy.proxy import Proxy

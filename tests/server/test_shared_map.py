@@ -25,7 +25,7 @@ from lmkv_client import Coordinator
 from lmkv_client.demo import cluster
 from lmkv_client.demo.nodes import Nodes
 from lmkv_client.demo.process import pids_with_environment
-from lmkv_server.node.home import homes
+from lmkv_server.node.fleet.shard import homes
 from tests.server.node.cases import chunk_key
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.remote_parts import RedisServer

@@ -18,8 +18,8 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from lmkv import tiers
+from lmkv.auth.credentials import Credentials
 from lmkv.config import ClientConfig, load
-from lmkv.credentials import Credentials
 from lmkv.errors import BadRequest, LmkvError, Unreachable
 from lmkv.safe_text import safe_text
 from lmkv.units import parse_seconds

@@ -6,7 +6,7 @@ import http.client
 import json
 from contextlib import suppress
 
-from lmkv.credentials import Credentials
+from lmkv.auth.credentials import Credentials
 
 TIMEOUT_SECONDS = 2.0
 MAX_ANSWER_BYTES = 4096

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from lmkv.cli import Command
 from lmkv.errors import ConfigError, LmkvError
-from lmkv.serving import stop_signals
+from lmkv.runtime.signals import stop_signals
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.measure import COMPLETION_TOKENS, Result, measure
 from lmkv_client.demo.model import SHAPES, make_model

@@ -4,7 +4,7 @@ Nothing here is imported where there is no device to copy from; `driver()` says 
 `lmkv_kernels.gather` and `scatter` do, on streams of its own. docs/cuda.md tells how.
 """
 
-from lmkv_kernels.cuda.copier import Copier, Copying, Way, Ways
+from lmkv_kernels.cuda.copier import Copier, Copying, CopyPath, CopyPaths
 from lmkv_kernels.cuda.driver import Device, Driver, driver
 from lmkv_kernels.cuda.errors import Busy, CompileError, CudaError, NoCompiler, NoCuda
 from lmkv_kernels.cuda.memory import DeviceMemory, PinnedMemory, Registration
@@ -15,6 +15,8 @@ __all__ = [
     "Busy",
     "CompileError",
     "Copier",
+    "CopyPath",
+    "CopyPaths",
     "Copying",
     "CudaError",
     "Device",
@@ -27,7 +29,5 @@ __all__ = [
     "Program",
     "Registration",
     "Stream",
-    "Way",
-    "Ways",
     "driver",
 ]

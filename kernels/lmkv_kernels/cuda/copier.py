@@ -16,7 +16,7 @@ from lmkv_kernels.copies import ChunkCopy, Rows, check, check_written_once
 from lmkv_kernels.cuda.driver import Device, Driver, rectangle
 from lmkv_kernels.cuda.memory import DeviceMemory
 from lmkv_kernels.cuda.program import Arguments, Operation, Program, width_of
-from lmkv_kernels.cuda.slots import Slot, Slots
+from lmkv_kernels.cuda.slots import LaunchBuffer, LaunchBuffers
 from lmkv_kernels.cuda.staging import Batch, launch_words, make_batches, make_runs
 from lmkv_kernels.cuda.streams import Event, Stream
 from lmkv_kernels.pages import Pages
@@ -30,7 +30,7 @@ BLOCKS_PER_PROCESSOR = 16
 """Of a launch that stays within the device: as many as a processor can hold."""
 
 
-class Way(StrEnum):
+class CopyPath(StrEnum):
     """How bytes get between pages and pool."""
 
     DIRECT = "direct"
@@ -40,11 +40,11 @@ class Way(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ways:
+class CopyPaths:
     """The way of each direction; `lmkv_kernels.cuda.measure` finds the faster ones."""
 
-    gather: Way = Way.STAGED
-    scatter: Way = Way.STAGED
+    gather: CopyPath = CopyPath.STAGED
+    scatter: CopyPath = CopyPath.STAGED
 
 
 class Pool(Protocol):
@@ -61,9 +61,9 @@ class Pool(Protocol):
 class Copying:
     """Copies under way. The calling thread never waits for them unless it asks to."""
 
-    def __init__(self, copier: Copier, slot: Slot, order: Sequence[int], read: Event, end: Event) -> None:
+    def __init__(self, copier: Copier, slot: LaunchBuffer, order: Sequence[int], read: Event, end: Event) -> None:
         self._copier = copier
-        self._slot: Slot | None = slot
+        self._slot: LaunchBuffer | None = slot
         self._order = order
         self._read, self._end = read, end
         self._sums: list[int] = []
@@ -108,7 +108,7 @@ class Copying:
         assert self._slot is None, "not done yet"
         return self._sums
 
-    def _finish(self, slot: Slot) -> None:
+    def _finish(self, slot: LaunchBuffer) -> None:
         sums = slot.words[: len(self._order)].view(np.uint64)
         self._sums = [0] * len(self._order)
         for index, value in zip(self._order, sums.tolist(), strict=True):
@@ -133,7 +133,7 @@ class Copier:
         pages: Pages,
         pool: Pool,
         *,
-        ways: Ways = Ways(),  # a value
+        ways: CopyPaths = CopyPaths(),  # a value
         staging_bytes: int = STAGING_BYTES,
         direct_blocks: int = DIRECT_BLOCKS,
     ) -> None:
@@ -148,12 +148,12 @@ class Copier:
         self._program = program
         self._pool = pool
         with ExitStack() as stack, device.current() as driver:
-            self.slots = Slots(driver)
+            self.slots = LaunchBuffers(driver)
             stack.callback(self.slots.close)
             self._layers = DeviceMemory(driver, 8 * len(pages.layer_addresses))
             stack.callback(self._layers.close)
-            self._gathers = _Lane(driver, stack, staging_bytes if ways.gather is Way.STAGED else 0)
-            self._scatters = _Lane(driver, stack, staging_bytes if ways.scatter is Way.STAGED else 0)
+            self._gathers = _DirectionStreams(driver, stack, staging_bytes if ways.gather is CopyPath.STAGED else 0)
+            self._scatters = _DirectionStreams(driver, stack, staging_bytes if ways.scatter is CopyPath.STAGED else 0)
             self._tell_layers()
             self._stack = stack.pop_all()
 
@@ -226,7 +226,7 @@ class Copier:
             told.wait()
         self.slots.put_back(slot)
 
-    def _begin(self, lane: _Lane, rows: Rows, block_ids: NDArray[np.int64], after: int) -> _Call:
+    def _begin(self, lane: _DirectionStreams, rows: Rows, block_ids: NDArray[np.int64], after: int) -> _Call:
         """Has the lane wait for a stream, and tells the device of all copies."""
         batches = make_batches(self.pages, rows, lane.half_bytes)
         parts = [np.zeros(len(rows), np.int64)]  # the sums come first
@@ -260,7 +260,9 @@ class Copier:
             sums += 8 * copy_count
         return _Call(slot=slot, launches=launches, order=[index for batch in batches for index in batch.indices])
 
-    def _launch(self, operation: Operation, arguments: Arguments, batch: Batch, lane: _Lane, rows: Rows) -> None:
+    def _launch(
+        self, operation: Operation, arguments: Arguments, batch: Batch, lane: _DirectionStreams, rows: Rows
+    ) -> None:
         if arguments.id_count == 0:
             return
         direct = batch.staging_offsets is None
@@ -299,7 +301,7 @@ class Copier:
 class _Call:
     """What `gather` and `scatter` have in common: a batch is one launch."""
 
-    slot: Slot
+    slot: LaunchBuffer
     launches: list[tuple[Batch, Arguments]]
     order: list[int]
     """The call's copies in the order of the sums."""
@@ -321,7 +323,7 @@ class _Half:
         stack.callback(self.free.close)
 
 
-class _Lane:
+class _DirectionStreams:
     """One direction's streams, one for kernels and one for DMA, and its staging buffer."""
 
     def __init__(self, driver: Driver, stack: ExitStack, half_bytes: int) -> None:

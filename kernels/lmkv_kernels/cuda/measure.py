@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import closing
 
 from lmkv_kernels.copies import ChunkCopy
-from lmkv_kernels.cuda.copier import Copier, Way, Ways
+from lmkv_kernels.cuda.copier import Copier, CopyPath, CopyPaths
 from lmkv_kernels.cuda.driver import Device
 from lmkv_kernels.cuda.memory import PinnedMemory
 from lmkv_kernels.cuda.program import Program
@@ -20,7 +20,7 @@ ROUNDS = 3
 
 def fastest_ways(
     device: Device, program: Program, pages: Pages, clock: Callable[[], float] = time.perf_counter
-) -> Ways:
+) -> CopyPaths:
     """Copies some blocks out and back again, both ways, in some 20 ms.
 
     The pages are afterwards as they were before; nobody else may write to them meanwhile, so it is for the time before
@@ -28,10 +28,10 @@ def fastest_ways(
     """
     copies = sample(pages)
     extent = copies[-1].offset + pages.extent_bytes(copies[-1].extent_tokens)
-    seconds: dict[tuple[str, Way], float] = {}
+    seconds: dict[tuple[str, CopyPath], float] = {}
     with device.current() as driver, closing(PinnedMemory(driver, extent)) as memory:
-        for way in Way:
-            with closing(Copier(device, program, pages, memory, ways=Ways(gather=way, scatter=way))) as copier:
+        for way in CopyPath:
+            with closing(Copier(device, program, pages, memory, ways=CopyPaths(gather=way, scatter=way))) as copier:
                 for _ in range(1 + ROUNDS):  # the first one warms up
                     started = clock()
                     copier.gather(copies, after=0).wait()
@@ -41,10 +41,10 @@ def fastest_ways(
                     for direction, took in (("gather", between - started), ("scatter", ended - between)):
                         seconds[direction, way] = min(took, seconds.get((direction, way), took))
     gather, scatter = (
-        min(Way, key=lambda way, direction=direction: seconds[direction, way])  # type: ignore[misc]
+        min(CopyPath, key=lambda way, direction=direction: seconds[direction, way])  # type: ignore[misc]
         for direction in ("gather", "scatter")
     )
-    return Ways(gather=gather, scatter=scatter)
+    return CopyPaths(gather=gather, scatter=scatter)
 
 
 def sample(pages: Pages) -> list[ChunkCopy]:

@@ -16,7 +16,7 @@ SLOT_WORDS = 32 << 10
 MAX_SLOTS = 64
 
 
-class Slot:
+class LaunchBuffer:
     """Words on both sides."""
 
     def __init__(self, driver: Driver, word_count: int) -> None:
@@ -40,15 +40,15 @@ class Slot:
         self.device.close()
 
 
-class Slots:
+class LaunchBuffers:
     """The slots of one copier. Whoever makes them closes them, with the device current."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._all = [Slot(driver, SLOT_WORDS) for _ in range(SLOT_COUNT)]
+        self._all = [LaunchBuffer(driver, SLOT_WORDS) for _ in range(SLOT_COUNT)]
         self._free = list(self._all)
 
-    def take(self, word_count: int) -> Slot:
+    def take(self, word_count: int) -> LaunchBuffer:
         """A slot for so many words. Raises `Busy` if too many are in use."""
         for slot in self._free:
             if slot.words.size >= word_count:
@@ -56,11 +56,11 @@ class Slots:
                 return slot
         if len(self._all) >= MAX_SLOTS:
             raise Busy(f"{len(self._all) - len(self._free)} copies are under way already")
-        slot = Slot(self._driver, max(SLOT_WORDS, 1 << (word_count - 1).bit_length()))
+        slot = LaunchBuffer(self._driver, max(SLOT_WORDS, 1 << (word_count - 1).bit_length()))
         self._all.append(slot)
         return slot
 
-    def put_back(self, slot: Slot) -> None:
+    def put_back(self, slot: LaunchBuffer) -> None:
         """The device is done with a slot."""
         self._free.append(slot)
 

@@ -9,12 +9,12 @@ import logging
 from contextlib import suppress
 
 from lmkv import telemetry
+from lmkv.auth.authenticator import Authenticator
 from lmkv.auth.exposure import exposure
-from lmkv.auth.gate import Gate
 from lmkv.cli import Command
 from lmkv.config import CoordinatorConfig, add_arguments, from_arguments
 from lmkv.config.live import follow_logging
-from lmkv.serving import fast_loop, first_of, hold_stop_signals, raise_file_limit, stop_on_signals
+from lmkv.runtime.signals import fast_loop, first_of, hold_stop_signals, raise_file_limit, stop_on_signals
 
 logger = logging.getLogger(__name__)
 
@@ -66,11 +66,11 @@ def _set_up_logging(config: CoordinatorConfig) -> None:
 async def serve(config: CoordinatorConfig, args: argparse.Namespace) -> None:
     """Serves until SIGTERM, SIGINT or SIGHUP. Raises `ConfigError` if a port cannot be had."""
     # Imported late: threads of libraries, such as NumPy's, inherit the mask of hold_stop_signals.
-    from lmkv_server.coordinator.audit import write_audit_to
     from lmkv_server.coordinator.coordinator import Coordinator
+    from lmkv_server.coordinator.services.audit import write_audit_to
 
     stop = stop_on_signals()
-    gate = Gate(config.auth_tokens)
+    gate = Authenticator(config.auth_tokens)
     write_audit_to(config.audit_log)
     if warning := exposure(config.host, gate, config.credentials):
         logger.warning(warning)

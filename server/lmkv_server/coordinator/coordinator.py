@@ -15,19 +15,19 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
 from lmkv import rpc
-from lmkv.auth.gate import OPEN_GATE, Gate
-from lmkv.credentials import Credentials
+from lmkv.auth.authenticator import OPEN_AUTHENTICATOR, Authenticator
+from lmkv.auth.credentials import Credentials
 from lmkv.errors import ConfigError
 from lmkv.telemetry.calls import Calls
 from lmkv.telemetry.certificate import CertificateEnd
-from lmkv_server.coordinator.admission import Admission
+from lmkv_server.coordinator.core.admission import JoinAdmission
+from lmkv_server.coordinator.core.registry import Registry
 from lmkv_server.coordinator.http.app import make_app
 from lmkv_server.coordinator.http.server import MAX_CONNECTIONS_PER_CLIENT, HttpServer
+from lmkv_server.coordinator.layout_store.metrics import SharedMapMetrics
+from lmkv_server.coordinator.layout_store.shared_map import SharedMap
 from lmkv_server.coordinator.ports import address, listen
-from lmkv_server.coordinator.registry import Registry
-from lmkv_server.coordinator.services import SERVICE_NAMES, Services
-from lmkv_server.coordinator.shared.metrics import SharedMapMetrics
-from lmkv_server.coordinator.shared.shared_map import SharedMap
+from lmkv_server.coordinator.services.services import SERVICE_NAMES, Services
 from lmkv_server.coordinator.tenants import Tenants
 from lmkv_server.coordinator.tokenizers import Tokenizers
 from lmkv_server.http.guard import HostGuard
@@ -69,7 +69,7 @@ class Coordinator:
         cluster_secret: str = "",
         tokenizers: Mapping[str, str] | None = None,
         credentials: Credentials = rpc.PLAINTEXT,
-        gate: Gate = OPEN_GATE,
+        gate: Authenticator = OPEN_AUTHENTICATOR,
         layout_map_url: str = "",
         allowed_hosts: Sequence[str] = (),
         max_connections_per_client: int = MAX_CONNECTIONS_PER_CLIENT,
@@ -87,7 +87,7 @@ class Coordinator:
         self._gate = gate
         self._guard = HostGuard(bound=host, allowed=allowed_hosts)
         self._max_connections_per_client = max_connections_per_client
-        self._admission = Admission()
+        self._admission = JoinAdmission()
         self.shared = SharedMap(layout_map_url, lease_ttl=lease_ttl) if layout_map_url else None
         """The layout map that it shares with others, if it is to."""
         self.metrics = CollectorRegistry()

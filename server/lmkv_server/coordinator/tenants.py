@@ -14,7 +14,7 @@ from google.longrunning import operations_pb2_grpc
 
 from lmkv.auth.caller import current_caller
 from lmkv.v1 import cache_service_pb2_grpc, registry_service_pb2_grpc
-from lmkv_server.coordinator.services import Services
+from lmkv_server.coordinator.services.services import Services
 
 UNNAMED = ""
 """The tenant of a fleet without tenants."""

@@ -12,7 +12,7 @@ from lmkv import telemetry
 from lmkv.cli import Command
 from lmkv.config import NodeConfig
 from lmkv.config.live import follow_logging
-from lmkv.serving import first_of, hold_stop_signals, stop_on_signals
+from lmkv.runtime.signals import first_of, hold_stop_signals, stop_on_signals
 
 SERVICE_NAME = "lmkv-node"
 """What it is called where it exports to, unless `OTEL_SERVICE_NAME` says otherwise."""

@@ -13,38 +13,38 @@ from types import TracebackType
 import lmkv
 from lmkv import config as configuration
 from lmkv import rpc
-from lmkv.auth.gate import Gate
+from lmkv.auth.authenticator import Authenticator
 from lmkv.config import NodeConfig
 from lmkv.config.kinds import OFF
 from lmkv.errors import ConfigError
-from lmkv.pool import LEFT_BYTES
-from lmkv.pool_socket import PoolSocket
+from lmkv.pool.pool import LEFT_BYTES
+from lmkv.pool.socket import PoolSocket
 from lmkv.telemetry.calls import Calls
 from lmkv.telemetry.certificate import CertificateEnd
 from lmkv.transfer.channel import Region
-from lmkv.transfer.nixl_files import NixlFiles
+from lmkv.transfer.nixl.files import NixlFiles
 from lmkv.units import format_bytes
 from lmkv.v1 import engine_service_pb2, engine_service_pb2_grpc, registry_service_pb2
-from lmkv_server.node import holdings
-from lmkv_server.node.disk_folder import FileIo, PlainIo
-from lmkv_server.node.disk_tier import DiskTier
-from lmkv_server.node.engine_service import EngineService
-from lmkv_server.node.engines import Engines
-from lmkv_server.node.eviction import POLICIES
-from lmkv_server.node.fleet import Fleet
-from lmkv_server.node.host_tier import HostTier
+from lmkv_server.node.cache.eviction import POLICIES
+from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.cache.ledger import Ledger
+from lmkv_server.node.cache.pool import make_pool, open_file
+from lmkv_server.node.cache.warm_start import WarmStart
+from lmkv_server.node.commands.orders import Orders
+from lmkv_server.node.engines.service import EngineService
+from lmkv_server.node.fleet import holdings
+from lmkv_server.node.fleet.fleet import Fleet
 from lmkv_server.node.instance_lock import InstanceLock, instance_secret
-from lmkv_server.node.ledger import Ledger
-from lmkv_server.node.metrics import Metrics
-from lmkv_server.node.metrics_server import MetricsServer
-from lmkv_server.node.orders import Orders
-from lmkv_server.node.peer_side import STOP_GRACE_SECONDS, PeerSide, bind
-from lmkv_server.node.pools import make_pool, open_file
-from lmkv_server.node.remote_store import store_for
-from lmkv_server.node.remote_tier import RemoteTier
+from lmkv_server.node.metrics.collector import Metrics
+from lmkv_server.node.metrics.server import MetricsServer
 from lmkv_server.node.reporting import Reporting
-from lmkv_server.node.sources import Sources
-from lmkv_server.node.warm_start import WarmStart
+from lmkv_server.node.serving.server import STOP_GRACE_SECONDS, PeerServer, bind
+from lmkv_server.node.sessions.sessions import Engines
+from lmkv_server.node.stack import TierStack
+from lmkv_server.node.tiers.disk.folder import FileIo, PlainIo
+from lmkv_server.node.tiers.disk.tier import DiskTier
+from lmkv_server.node.tiers.remote.backend import store_for
+from lmkv_server.node.tiers.remote.tier import RemoteTier
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Node:
         """The remote tier, if there is one."""
         self.warm: WarmStart | None = None
         """What an earlier life has left, if `persist_pool` is on."""
-        self._peer_side: PeerSide | None = None
+        self._peer_side: PeerServer | None = None
         self._stack = AsyncExitStack()
         self._reporting = Reporting()
         self._idle_since = time.monotonic() + FIRST_ENGINE_SECONDS
@@ -130,7 +130,7 @@ class Node:
             )
         if config.enable_p2p:
             self._peer_side = await self._stack.enter_async_context(
-                PeerSide(
+                PeerServer(
                     config,
                     epoch=self.epoch,
                     tier=self.tier,
@@ -175,7 +175,7 @@ class Node:
         service = EngineService(
             tier=self.tier,
             engines=self.engines,
-            sources=Sources(
+            sources=TierStack(
                 self.tier,
                 self.fleet,
                 peers=peers,
@@ -238,7 +238,7 @@ class Node:
         """Serves `/metrics` if it has a port."""
         port = self.config.metrics_port
         if port is not None and port != OFF:
-            gate = Gate(self.config.auth_tokens, self.config.credentials.token)
+            gate = Authenticator(self.config.auth_tokens, self.config.credentials.token)
             server = MetricsServer(
                 self.metrics.registry,
                 self.config.p2p_host,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from lmkv.v1 import chunk_pb2
-from lmkv_server.node.disk_chunk import DiskChunk
-from lmkv_server.node.disk_tier import DiskTier
-from lmkv_server.node.fleet import Fleet
-from lmkv_server.node.host_tier import Chunk
-from lmkv_server.node.ledger import Ledger
-from lmkv_server.node.remote_tier import RemoteTier
-from lmkv_server.node.senders import Senders
+from lmkv_server.node.cache.host import Chunk
+from lmkv_server.node.cache.ledger import Ledger
+from lmkv_server.node.fleet.fleet import Fleet
+from lmkv_server.node.handoff.senders import Senders
+from lmkv_server.node.tiers.disk.chunk import DiskChunk
+from lmkv_server.node.tiers.disk.tier import DiskTier
+from lmkv_server.node.tiers.remote.tier import RemoteTier
 
 
 class Reporting:

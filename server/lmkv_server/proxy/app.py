@@ -14,18 +14,18 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lmkv.auth.gate import Gate
+from lmkv.auth.authenticator import Authenticator
 from lmkv.errors import PermissionDenied, Unauthenticated
 from lmkv_server.coordinator.http.access import CHALLENGE, LOOK, shown
 from lmkv_server.http.guard import HostGuard
 from lmkv_server.proxy import page
-from lmkv_server.proxy.door import Door, Entrance, Refusal, Visit
-from lmkv_server.proxy.engines import Fleet
-from lmkv_server.proxy.exchange import Call, Exchange
+from lmkv_server.proxy.admission import Admission, AdmissionApp, AdmittedRequest, Refusal
 from lmkv_server.proxy.metrics import Metrics
-from lmkv_server.proxy.reply import error_body
+from lmkv_server.proxy.pd.handler import Call, RequestHandler
+from lmkv_server.proxy.pd.parameters import CHAT, COMPLETIONS, without_hand_over
+from lmkv_server.proxy.routing.engines import Fleet
 from lmkv_server.proxy.statistics import Statistics
-from lmkv_server.proxy.ways import CHAT, COMPLETIONS, without_hand_over
+from lmkv_server.proxy.upstream.reply import error_body
 
 PASSED_ON = {"/v1/models": "GET", "/tokenize": "POST", "/detokenize": "POST"}
 """What all engines answer alike."""
@@ -34,22 +34,22 @@ PROBES = frozenset({"/health", "/healthz", "/readyz"})
 
 
 def make_app(
-    door: Door,
-    exchange: Exchange,
+    door: Admission,
+    exchange: RequestHandler,
     fleet: Fleet,
     statistics: Statistics,
     metrics: Metrics,
-    gate: Gate,
+    gate: Authenticator,
     guard: HostGuard,
 ) -> Guarded:
     """The application of a proxy. `guard` is before everything; `gate` only before the page and the metrics, since
     requests carry the credentials that engines ask for.
     """
 
-    async def complete(visit: Visit) -> None:
+    async def complete(visit: AdmittedRequest) -> None:
         await exchange.serve(_call(visit), visit.reply)
 
-    async def pass_on(visit: Visit) -> None:
+    async def pass_on(visit: AdmittedRequest) -> None:
         body = visit.body if visit.method == "POST" else None
         await visit.reply.answer(await exchange.pass_on(visit.method, visit.path, visit.headers, body))
 
@@ -65,8 +65,8 @@ def make_app(
 
     app = Starlette(
         routes=[
-            *(Route(path, Entrance(door, complete), methods=["POST"]) for path in (COMPLETIONS, CHAT)),
-            *(Route(path, Entrance(door, pass_on), methods=[method]) for path, method in PASSED_ON.items()),
+            *(Route(path, AdmissionApp(door, complete), methods=["POST"]) for path in (COMPLETIONS, CHAT)),
+            *(Route(path, AdmissionApp(door, pass_on), methods=[method]) for path, method in PASSED_ON.items()),
             *(_gated(route, gate) for route in [*page.routes(fleet, statistics), Route("/metrics", show_metrics)]),
             Route("/health", ready),
             Route("/healthz", alive),
@@ -106,7 +106,7 @@ def _error(status: int, message: str, headers: Mapping[str, str] | None = None) 
     return Response(error_body(status, message), status, headers, media_type="application/json")
 
 
-def _gated(route: BaseRoute, gate: Gate) -> BaseRoute:
+def _gated(route: BaseRoute, gate: Authenticator) -> BaseRoute:
     """The route, for whom the gate lets look."""
     if isinstance(route, Route):
         inner = route.app
@@ -126,7 +126,7 @@ def _gated(route: BaseRoute, gate: Gate) -> BaseRoute:
     return route
 
 
-def _call(visit: Visit) -> Call:
+def _call(visit: AdmittedRequest) -> Call:
     """What a client asks for. Raises `Refusal` if it is no JSON object."""
     try:
         body = msgspec.json.decode(visit.body)

@@ -12,7 +12,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 import lmkv_server.coordinator.http as coordinator_http
-from lmkv_server.proxy.engines import Engine, Fleet
+from lmkv_server.proxy.routing.engines import Engine, Fleet
 from lmkv_server.proxy.statistics import Statistics
 
 OWN = Path(__file__).parent / "static"

@@ -8,24 +8,24 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
-from lmkv.auth.gate import Gate
+from lmkv.auth.authenticator import Authenticator
 from lmkv.config import ProxyConfig
 from lmkv.telemetry.certificate import CertificateEnd
 from lmkv_server.coordinator.http.server import HttpServer
 from lmkv_server.coordinator.ports import address
 from lmkv_server.http.guard import HostGuard
-from lmkv_server.proxy.affinity import Sessions
+from lmkv_server.proxy.admission import Admission
 from lmkv_server.proxy.app import PROBES, make_app
-from lmkv_server.proxy.door import Door
-from lmkv_server.proxy.engines import BOTH, DECODE, PREFILL, Engine, Fleet, Pool
-from lmkv_server.proxy.exchange import Exchange
-from lmkv_server.proxy.handoffs import Handoffs
-from lmkv_server.proxy.health import HealthWatch
-from lmkv_server.proxy.lookups import Lookups
 from lmkv_server.proxy.metrics import Metrics
-from lmkv_server.proxy.policies import cost_by
+from lmkv_server.proxy.pd.handler import RequestHandler
+from lmkv_server.proxy.pd.handoffs import Handoffs
+from lmkv_server.proxy.routing.affinity import Sessions
+from lmkv_server.proxy.routing.engines import BOTH, DECODE, PREFILL, Engine, Fleet, Pool
+from lmkv_server.proxy.routing.health import HealthWatch
+from lmkv_server.proxy.routing.lookups import Lookups
+from lmkv_server.proxy.routing.policies import cost_by
 from lmkv_server.proxy.statistics import Statistics
-from lmkv_server.proxy.upstream import Upstream, open_session
+from lmkv_server.proxy.upstream.client import Upstream, open_session
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Proxy:
                 stack.push_async_callback(lookups.aclose)
             handoffs = Handoffs(config.handoff_keys, upstreams)
             stack.push_async_callback(handoffs.aclose)
-            exchange = Exchange(
+            exchange = RequestHandler(
                 fleet=self.fleet,
                 upstreams=upstreams,
                 lookups=lookups,
@@ -75,7 +75,7 @@ class Proxy:
                 statistics=self.statistics,
                 metrics=self._metrics,
             )
-            door = Door(
+            door = Admission(
                 self.statistics,
                 self._metrics,
                 limit=config.max_concurrent_requests,
@@ -83,7 +83,7 @@ class Proxy:
                 timeout_seconds=config.request_timeout,
                 session_header=config.session_header,
             )
-            gate = Gate(config.auth_tokens)
+            gate = Authenticator(config.auth_tokens)
             guard = HostGuard(bound=config.host, allowed=config.allowed_hosts)
             app = make_app(door, exchange, self.fleet, self.statistics, self._metrics, gate, guard)
             http = HttpServer(

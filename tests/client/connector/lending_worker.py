@@ -128,7 +128,7 @@ class Rank:
 
         from lmkv_client.connector.identity import Share
         from lmkv_client.connector.messages import StepPlan
-        from lmkv_client.connector.worker import WorkerSide
+        from lmkv_client.connector.worker.side import WorkerSide
 
         share = Share.of_rank(rank, rank_count, SPEC.kv_head_count)
         shape = (BLOCKS, SPEC.kv_head_count // rank_count, BLOCK, 2 * SPEC.head_size)

@@ -1,4 +1,4 @@
-"""A scripted node: stands where `NodeLink` stands, keeps chunks of simulated KV, and does what a test tells it to.
+"""A scripted node: stands where `NodeClient` stands, keeps chunks of simulated KV, and does what a test tells it to.
 
 This is a seam of ours, not a real node: it answers in the same thread, when told to, and checks that the scheduler side
 keeps to the contract of `EngineService.Attach`. Memory that nobody may read any more is spoilt at once.
@@ -16,8 +16,8 @@ from lmkv.keys import ChunkKey, split_keys
 from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import Extent
-from lmkv_client.connector.link import Event, Lost
 from lmkv_client.connector.messages import Attachment
+from lmkv_client.connector.node.client import Event, Lost
 from lmkv_client.connector.served_names import ServedNames
 
 Content = list[list[int]]
@@ -100,7 +100,7 @@ class ScriptedNode:
     # ---- what the scheduler side sees
 
     def send(self, attachment: Attachment, message: pb.AttachRequest) -> None:
-        """Takes a message, as `NodeLink.send` does. What is meant for an attachment that has ended is dropped."""
+        """Takes a message, as `NodeClient.send` does. What is meant for an attachment that has ended is dropped."""
         if not self.attached or attachment.engine_id != f"engine-{self.attach_count}":
             return
         self.unanswered.append(message)

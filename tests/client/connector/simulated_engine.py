@@ -36,11 +36,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 from lmkv.config import ConnectorConfig
 from lmkv.keys import ChunkKey, KeyChain, as_tokens, root_key
 from lmkv.spec import NATIVE_TILES, KvSpec
-from lmkv_client.connector.connector import LMKVConnector
 from lmkv_client.connector.messages import Attachment, Load, Loaded, StepPlan, WorkerReport, Written
-from lmkv_client.connector.multimodal import multimodal_extras
-from lmkv_client.connector.scheduler import SchedulerSide
+from lmkv_client.connector.scheduler.multimodal import multimodal_extras
+from lmkv_client.connector.scheduler.side import SchedulerSide
 from lmkv_client.connector.stats import Stats
+from lmkv_client.connector.vllm_connector import LMKVConnector
 from lmkv_kernels import ChunkCopy
 from tests.client.connector.scripted_node import SPOILT, Content, Pool, ScriptedNode, Stored
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lmkv.config import ConnectorConfig
-from lmkv.memory import huge_pages
+from lmkv.pool.memory import huge_pages
 from lmkv_client.commands.doctor.kernels import check_kernels, check_pool
 from lmkv_kernels import _host, cuda
 from lmkv_kernels.cuda import NoCompiler, NoCuda, images, nvcc, nvrtc

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from lmkv import rpc
-from lmkv.auth.gate import OPEN_GATE, Gate
+from lmkv.auth.authenticator import OPEN_AUTHENTICATOR, Authenticator
+from lmkv.auth.credentials import Credentials
 from lmkv.auth.identity import ANONYMOUS, caller_identity
 from lmkv.auth.token import Token
-from lmkv.credentials import Credentials
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceServicer, CacheServiceStub, add_CacheServiceServicer_to_server
 from tests.lmkv.auth.tokens import entry, write
@@ -38,7 +38,7 @@ class Recorder(CacheServiceServicer):
 
 
 @asynccontextmanager
-async def serving(recorder: Recorder, gate: Gate, credentials: Credentials) -> AsyncIterator[str]:
+async def serving(recorder: Recorder, gate: Authenticator, credentials: Credentials) -> AsyncIterator[str]:
     server = await rpc.make_server(["lmkv.v1.CacheService"], gate=gate)
     add_CacheServiceServicer_to_server(recorder, server)
     port = rpc.add_port(server, "127.0.0.1:0", credentials)
@@ -56,7 +56,7 @@ async def look_up(address: str, credentials: Credentials) -> None:
 
 async def test_a_caller_is_anonymous_where_nothing_is_configured() -> None:
     recorder = Recorder()
-    async with serving(recorder, OPEN_GATE, rpc.PLAINTEXT) as address:
+    async with serving(recorder, OPEN_AUTHENTICATOR, rpc.PLAINTEXT) as address:
         await look_up(address, rpc.PLAINTEXT)
     assert recorder.identities == [ANONYMOUS]
 
@@ -64,7 +64,7 @@ async def test_a_caller_is_anonymous_where_nothing_is_configured() -> None:
 async def test_a_token_is_identified_by_tenant_and_name(tmp_path: Path) -> None:
     path = write(tmp_path / "tokens.yaml", entry("engine", "a", name="nodes"), entry("engine", "b", name="nodes"))
     recorder = Recorder()
-    async with serving(recorder, Gate(path), rpc.PLAINTEXT) as address:
+    async with serving(recorder, Authenticator(path), rpc.PLAINTEXT) as address:
         for tenant in ("a", "b"):
             await look_up(address, Credentials(token=Token(text=f"engine-of-{tenant}-token")))
     assert recorder.identities == ["token:a/nodes", "token:b/nodes"]
@@ -73,9 +73,9 @@ async def test_a_token_is_identified_by_tenant_and_name(tmp_path: Path) -> None:
 async def test_a_certificate_is_identified_by_its_names_and_only_where_it_is_verified(tmp_path: Path) -> None:
     fleet = issue(tmp_path)
     recorder = Recorder()
-    async with serving(recorder, OPEN_GATE, fleet.strict_server) as address:
+    async with serving(recorder, OPEN_AUTHENTICATOR, fleet.strict_server) as address:
         await look_up(address, fleet.known_client)
-    async with serving(recorder, OPEN_GATE, fleet.server) as address:
+    async with serving(recorder, OPEN_AUTHENTICATOR, fleet.server) as address:
         await look_up(address, fleet.known_client)
     assert recorder.identities == ["certificate:127.0.0.1,localhost", ANONYMOUS]
 
@@ -85,6 +85,6 @@ async def test_a_token_counts_more_than_a_certificate(tmp_path: Path) -> None:
     path = write(tmp_path / "tokens.yaml", entry("engine", "a"))
     shown = Credentials(ca=fleet.ca, cert=fleet.cert, key=fleet.key, token=Token(text="engine-of-a-token"))
     recorder = Recorder()
-    async with serving(recorder, Gate(path), fleet.strict_server) as address:
+    async with serving(recorder, Authenticator(path), fleet.strict_server) as address:
         await look_up(address, shown)
     assert recorder.identities == ["token:a/engine-of-a"]

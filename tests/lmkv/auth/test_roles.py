@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from lmkv.auth.roles import OPEN, ROLES, Role
 from lmkv.v1 import cache_service_pb2, engine_service_pb2, peer_service_pb2, registry_service_pb2
 from lmkv_server.coordinator.http.access import rpc_of
-from lmkv_server.node.metrics_server import STANDS_FOR
+from lmkv_server.node.metrics.server import STANDS_FOR
 
 SERVED = (cache_service_pb2, registry_service_pb2, peer_service_pb2, engine_service_pb2, operations_pb2)
 

@@ -38,7 +38,7 @@ def test_without_variables_nothing_of_opentelemetry_is_imported_and_no_thread_is
     program = (
         "import json, sys, threading\n"
         "from lmkv import telemetry\n"
-        "import lmkv.rpc, lmkv_server.node.node, lmkv_server.coordinator.coordinator\n"
+        "import lmkv.rpc.endpoints, lmkv_server.node.node, lmkv_server.coordinator.coordinator\n"
         "telemetry.trace_engine('i', engine_traces=False)\n"
         "with telemetry.trace_process('s', 'i'), telemetry.begin('a'):\n"
         "    print(json.dumps([[name for name in sys.modules if 'opentelemetry' in name], threading.active_count()]))\n"

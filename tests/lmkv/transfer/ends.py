@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from lmkv.pool import Pool
+from lmkv.pool.pool import Pool
 from lmkv.transfer import Channel, Copy, End, open_channel
 from lmkv.transfer.access import ReadAccess, Reader
 from tests.waiting import until

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from lmkv.errors import ChannelUnsupported, ConfigError, LmkvError, Unreachable
-from lmkv.handover import take
+from lmkv.fd_passing import receive_fd
 from lmkv.transfer import End
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.shm import ShmChannel
-from lmkv.transfer.tcp import TcpChannel
-from lmkv.transfer.tcp_wire import GRANTED, HEAD, MAX_RANGES, REFUSED, hello, request
+from lmkv.transfer.tcp.channel import TcpChannel
+from lmkv.transfer.tcp.wire import GRANTED, HEAD, MAX_RANGES, REFUSED, hello, request
 from tests.lmkv.transfer.ends import GRANT_ID, MIB, Memory
 
 
@@ -47,7 +47,7 @@ async def test_shared_memory_is_handed_out_to_be_read_only(short_folder: Path) -
     owner = await ShmChannel.open(own.end("owner:1", short_folder))
     metadata = owner.metadata_for(own.admit())
     token = json.loads(unwrap("shm", "owner:1", metadata)[1])["token"]
-    taken = await asyncio.to_thread(take, short_folder / "owner:1.sock", {"token": token}, 5.0)
+    taken = await asyncio.to_thread(receive_fd, short_folder / "owner:1.sock", {"token": token}, 5.0)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.pwrite(taken.fd, b"x", 0)
     os.close(taken.fd)

@@ -12,9 +12,9 @@ import httpx
 from google.longrunning import operations_pb2_grpc
 
 from lmkv import rpc
-from lmkv.auth.gate import Gate
+from lmkv.auth.authenticator import Authenticator
+from lmkv.auth.credentials import Credentials
 from lmkv.auth.token import Token
-from lmkv.credentials import Credentials
 from lmkv.keys import ChunkKey
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
@@ -74,7 +74,7 @@ async def guarded(
 ) -> AsyncIterator[Guarded]:
     """A coordinator that lets in those whom a tokens file knows."""
     path = folder / "tokens.yaml"
-    gate = Gate(write(path, *entries, **(quotas or {})))
+    gate = Authenticator(write(path, *entries, **(quotas or {})))
     async with (
         Coordinator(port=0, http_ports={"http_port": 0}, lease_ttl=30.0, cluster_secret="hush", gate=gate) as serving,
         AsyncExitStack() as stack,

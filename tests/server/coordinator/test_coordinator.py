@@ -17,7 +17,7 @@ from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2, registry_service_pb2_grpc
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.registry_service_pb2 import Instance, ListInstancesRequest, RegisterRequest, ReportRequest
 from lmkv_server.coordinator.coordinator import Coordinator
-from lmkv_server.coordinator.services import SERVICE_NAMES
+from lmkv_server.coordinator.services.services import SERVICE_NAMES
 from tests.waiting import eventually
 
 

@@ -35,7 +35,7 @@ from lmkv.v1.registry_service_pb2 import (
     RegisterRequest,
     ReportRequest,
 )
-from lmkv_server.coordinator.cache_service import CacheService
+from lmkv_server.coordinator.services.cache import CacheService
 from tests.lmkv.auth.tokens import entry
 from tests.server.coordinator.cases import KEYS, LLAMA, PROMPT
 from tests.server.coordinator.guarded import ENTRIES, Guarded, guarded, token_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lmkv.keys import ChunkKey
 from lmkv.spec import NATIVE_TILES, KvSpec
-from lmkv_server.node.host_tier import Chunk, HostTier
+from lmkv_server.node.cache.host import Chunk, HostTier
 
 
 def small_spec(**fields: object) -> KvSpec:

@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv.keys import ChunkKey
-from lmkv.pool import Pool
+from lmkv.pool.pool import Pool
 from lmkv.transfer.channel import Region
-from lmkv.transfer.nixl_files import NixlFiles
+from lmkv.transfer.nixl.files import NixlFiles
 from lmkv_kernels import checksum
-from lmkv_server.node.disk_chunk import DiskChunk
-from lmkv_server.node.disk_tier import DiskTier
-from lmkv_server.node.host_tier import Chunk, HostTier
+from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.tiers.disk.chunk import DiskChunk
+from lmkv_server.node.tiers.disk.tier import DiskTier
 from tests.server.node.cases import chunk_key, chunk_keys
 from tests.waiting import WAIT_SECONDS as WAIT_SECONDS
 from tests.waiting import until as until

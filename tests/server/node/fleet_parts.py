@@ -21,10 +21,10 @@ from lmkv.v1.registry_service_pb2 import (
     ListInstancesRequest,
     TierUsage,
 )
-from lmkv_server.node.engines import Engines
-from lmkv_server.node.fleet import Fleet, Held
-from lmkv_server.node.host_tier import Chunk, HostTier
-from lmkv_server.node.orders import Orders
+from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.commands.orders import Orders
+from lmkv_server.node.fleet.fleet import Fleet, Held
+from lmkv_server.node.sessions.sessions import Engines
 from tests.waiting import eventually
 
 LEASE_SECONDS = 0.4

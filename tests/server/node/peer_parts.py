@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 
 from lmkv.config import NodeConfig
 from lmkv.keys import ChunkKey
-from lmkv.pool import Pool
+from lmkv.pool.pool import Pool
 from lmkv.spec import KvSpec
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_kernels import checksum
-from lmkv_server.node.engines import Engines
-from lmkv_server.node.host_tier import Chunk, HostTier, Listener
-from lmkv_server.node.peer_side import PeerSide
-from lmkv_server.node.sender import Handed
+from lmkv_server.node.cache.host import Chunk, HostTier, Listener
+from lmkv_server.node.handoff.sender import Handed
+from lmkv_server.node.serving.server import PeerServer
+from lmkv_server.node.sessions.sessions import Engines
 
 SERVICE = "lmkv.v1.PeerService"
 RUNTIME_VARIABLE = "LMKV_TESTS_RUNTIME_DIR"
@@ -105,7 +105,7 @@ class Parts:
         )
         config.make_instance_dir()
         self.transfer_socket = config.transfer_socket
-        side = PeerSide(config, epoch=self.epoch, tier=self.tier, pool=self.pool, engines=self.engines)
+        side = PeerServer(config, epoch=self.epoch, tier=self.tier, pool=self.pool, engines=self.engines)
         await self._stack.enter_async_context(side)
         self.address = side.address
         self.channels = side.channels

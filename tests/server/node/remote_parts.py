@@ -17,16 +17,16 @@ import valkey
 from botocore.config import Config
 from botocore.session import get_session
 
-from lmkv.pool import Pool
+from lmkv.pool.pool import Pool
 from lmkv.remote_url import parse_remote_url
 from lmkv_client.demo.process import free_port as find_free_port
 from lmkv_kernels import checksum
-from lmkv_server.node.host_tier import Chunk, HostTier
-from lmkv_server.node.remote_chunk import object_name
-from lmkv_server.node.remote_s3 import S3Store
-from lmkv_server.node.remote_store import RemoteStore
-from lmkv_server.node.remote_tier import RemoteTier
-from lmkv_server.node.remote_valkey import ValkeyStore
+from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.tiers.remote.backend import RemoteStore
+from lmkv_server.node.tiers.remote.chunk import object_name
+from lmkv_server.node.tiers.remote.s3 import S3Store
+from lmkv_server.node.tiers.remote.tier import RemoteTier
+from lmkv_server.node.tiers.remote.valkey import ValkeyStore
 from tests.server.node.cases import chunk_key, chunk_keys, small_spec
 from tests.server.node.disk_parts import WAIT_SECONDS, content, until
 

@@ -31,8 +31,8 @@ from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import ClearRequest, ClearResult, LookupRequest, MoveRequest, MoveResult, PinRequest
 from lmkv_kernels import checksum
-from lmkv_server.coordinator.clears import BATCH_CHUNKS
 from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.coordinator.operations.clears import BATCH_CHUNKS
 from lmkv_server.node.node import Node
 from tests.server.node.cases import chunk_key, chunk_keys, small_spec
 from tests.server.node.engine_client import EngineClient

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from lmkv.config import NodeConfig
-from lmkv.pool import Pool
-from lmkv.pool_socket import AttachedPool, attach
+from lmkv.pool.pool import Pool
+from lmkv.pool.socket import AttachedPool, attach
 from lmkv.v1.chunk_pb2 import Extent
 from lmkv_kernels import checksum
+from lmkv_server.node.cache.warm_start import WarmStart
 from lmkv_server.node.node import Node
-from lmkv_server.node.warm_start import WarmStart
 from tests.server.node.cases import chunk_key, small_spec
 from tests.server.node.disk_parts import until
 from tests.server.node.engine_client import EngineClient

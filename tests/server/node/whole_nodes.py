@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from lmkv.pool import Pool
-from lmkv.pool_socket import AttachedPool, attach
+from lmkv.pool.pool import Pool
+from lmkv.pool.socket import AttachedPool, attach
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_kernels import checksum
 from lmkv_server.node.node import Node

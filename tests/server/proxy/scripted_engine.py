@@ -18,8 +18,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from lmkv.credentials import Credentials
-from lmkv.rpc import PLAINTEXT
+from lmkv.auth.credentials import Credentials
+from lmkv.rpc.endpoints import PLAINTEXT
 from lmkv_server.coordinator.http.server import HttpServer
 
 MODEL = "scripted"

@@ -8,13 +8,13 @@ import re
 from playwright.async_api import Browser, expect
 from prometheus_client.parser import text_string_to_metric_families
 
-from lmkv_server.proxy.engines import DECODE, Engine
 from lmkv_server.proxy.page import _engine
+from lmkv_server.proxy.routing.engines import DECODE, Engine
 from tests.server.coordinator.http.test_page import browser
 from tests.server.coordinator.scripted_instance import until
 from tests.server.proxy.conftest import Front
+from tests.server.proxy.pd.test_prefill_decode import COMPLETIONS, PLAIN, completion
 from tests.server.proxy.scripted_engine import ScriptedEngine
-from tests.server.proxy.test_prefill_decode import COMPLETIONS, PLAIN, completion
 
 __all__ = ["browser"]  # a fixture of the coordinator's page
 

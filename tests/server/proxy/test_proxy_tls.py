@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from lmkv.auth.credentials import Credentials
 from lmkv.config import ProxyConfig
-from lmkv.credentials import Credentials
 from lmkv_server.proxy.proxy import Proxy
 from tests.lmkv.certificates import Certificates, issue, swap
 from tests.server.coordinator.scripted_instance import until

@@ -13,8 +13,8 @@ from lmkv.telemetry import spans
 from lmkv.telemetry.otel import OtelTracer
 from tests.server.coordinator.scripted_instance import until
 from tests.server.proxy.conftest import Front
+from tests.server.proxy.pd.test_prefill_decode import COMPLETIONS, PLAIN, completion
 from tests.server.proxy.scripted_engine import ScriptedEngine
-from tests.server.proxy.test_prefill_decode import COMPLETIONS, PLAIN, completion
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 TRACEPARENT = f"00-{TRACE_ID}-00f067aa0ba902b7-01"

@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
+from lmkv.auth.certificates import validity
 from lmkv.config import ConnectorConfig, CoordinatorConfig
 from lmkv.errors import ConfigError
-from lmkv.validity import validity
 from lmkv_client.commands.doctor.finding import Finding, fail, ok, warn
 
 SOON_SECONDS = 14 * 86_400.0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lmkv.config import CoordinatorConfig, NodeConfig
 from lmkv.errors import ConfigError
-from lmkv.memory import available_bytes
+from lmkv.pool.memory import available_bytes
 from lmkv.units import format_bytes
 from lmkv_client.commands.doctor.finding import Finding, fail, ok, warn
 

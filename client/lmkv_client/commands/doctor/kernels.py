@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from lmkv import numa
 from lmkv.config import ConnectorConfig, NodeConfig
 from lmkv.errors import ConfigError
-from lmkv.memory import huge_pages
+from lmkv.pool import numa
+from lmkv.pool.memory import huge_pages
 from lmkv.units import format_bytes
 from lmkv_client.commands.doctor.finding import Finding, fail, ok, warn
 from lmkv_client.commands.doctor.host import node_runs

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from lmkv.config import NodeConfig
 from lmkv.errors import LmkvError
-from lmkv.pool import Pool
+from lmkv.pool.pool import Pool
 from lmkv.transfer import End, names_of, open_channel
 from lmkv.units import format_duration
 from lmkv_client.commands.doctor.finding import Finding, fail, ok, warn

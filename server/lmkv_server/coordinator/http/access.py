@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from starlette.requests import Request
 
-from lmkv.auth.gate import TENANT_HEADER
+from lmkv.auth.authenticator import TENANT_HEADER
 from lmkv.auth.roles import ROLES
 from lmkv.auth.token import HEADER
 

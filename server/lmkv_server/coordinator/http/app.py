@@ -18,7 +18,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lmkv import rpc, telemetry
-from lmkv.auth.gate import Gate
+from lmkv.auth.authenticator import Authenticator
 from lmkv.errors import LmkvError, PermissionDenied, TooManyRequests, Unauthenticated
 from lmkv.telemetry.spans import TRACEPARENT
 from lmkv_server.coordinator.http import gateway, health, lmcache, openapi, tokenize
@@ -27,7 +27,7 @@ from lmkv_server.coordinator.http.metrics import Metrics
 from lmkv_server.coordinator.http.paths import routes
 from lmkv_server.coordinator.http.replies import CallAborted, HttpError, json_response, status_of, to_json
 from lmkv_server.coordinator.http.tenant_metrics import Source, TenantMetrics
-from lmkv_server.coordinator.services import Services
+from lmkv_server.coordinator.services.services import Services
 from lmkv_server.coordinator.tenants import Tenants
 from lmkv_server.coordinator.tokenizers import Tokenizers
 from lmkv_server.http.guard import HostGuard
@@ -54,7 +54,7 @@ def make_app(
     tenants: Tenants,
     tokenizers: Tokenizers,
     guard: HostGuard,
-    gate: Gate,
+    gate: Authenticator,
     *own: Collector,
     grpc_port: Callable[[], int] = lambda: 0,
 ) -> Guarded:
@@ -109,7 +109,9 @@ class Guarded:
     Each tenant has its own, made by `make`. Headers keep browsers strict.
     """
 
-    def __init__(self, tenants: Tenants, make: Callable[[Services], TenantApp], guard: HostGuard, gate: Gate) -> None:
+    def __init__(
+        self, tenants: Tenants, make: Callable[[Services], TenantApp], guard: HostGuard, gate: Authenticator
+    ) -> None:
         self._tenants = tenants
         self._make = make
         self._guard = guard

@@ -27,7 +27,7 @@ from starlette.routing import Route
 
 from lmkv.auth.caller import check_caller
 from lmkv.errors import BadRequest
-from lmkv.requests import check_times
+from lmkv.rpc.requests import check_times
 from lmkv_server.coordinator.http.bodies import read_json
 from lmkv_server.coordinator.http.replies import CallAborted, json_response, status_of, to_json
 from lmkv_server.coordinator.http.server import ENDLESS

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from lmkv_server.coordinator.core.registry import Registry
 from lmkv_server.coordinator.http.replies import json_response
-from lmkv_server.coordinator.registry import Registry
 
 
 def routes(cores: Callable[[], Iterable[Registry]], grpc_port: Callable[[], int], *, names: bool) -> list[Route]:

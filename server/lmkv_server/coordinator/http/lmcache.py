@@ -24,7 +24,7 @@ from lmkv_server.coordinator.http.gateway import call
 from lmkv_server.coordinator.http.paths import Body, Path
 from lmkv_server.coordinator.http.replies import CallAborted, to_json
 from lmkv_server.coordinator.http.tokens import token_array
-from lmkv_server.coordinator.services import Services
+from lmkv_server.coordinator.services.services import Services
 
 CLEAR_WAIT_SECONDS = 10.0
 """Most time that `/clear` waits, so as to say how much was cleared; the operation goes on after that."""

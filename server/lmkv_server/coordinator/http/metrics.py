@@ -18,8 +18,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lmkv.tiers import tier_name
-from lmkv_server.coordinator.services import Services
-from lmkv_server.coordinator.tally import BOUNDS_SECONDS
+from lmkv_server.coordinator.core.latency_histogram import BOUNDS_SECONDS
+from lmkv_server.coordinator.services.services import Services
 
 PREFIX = "lmkv_coordinator_"
 

@@ -14,8 +14,8 @@ from weakref import WeakSet
 import uvicorn
 from starlette.types import ASGIApp
 
-from lmkv.credentials import Credentials
-from lmkv.rpc import PLAINTEXT
+from lmkv.auth.credentials import Credentials
+from lmkv.rpc.endpoints import PLAINTEXT
 from lmkv.telemetry.log_limit import LimitedLogger
 from lmkv_server.coordinator.http.deadline import Deadline, Limited
 from lmkv_server.coordinator.ports import listen

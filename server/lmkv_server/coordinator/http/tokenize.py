@@ -8,9 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from lmkv_server.coordinator.core.models import Models
 from lmkv_server.coordinator.http.paths import Body, Path
 from lmkv_server.coordinator.http.replies import json_response
-from lmkv_server.coordinator.models import Models
 from lmkv_server.coordinator.tokenizers import Tokenizers
 
 

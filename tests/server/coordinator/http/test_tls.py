@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from lmkv import rpc
+from lmkv.auth.credentials import Credentials
 from lmkv.config import ClientConfig, NodeConfig
-from lmkv.credentials import Credentials
 from lmkv.v1 import registry_service_pb2, registry_service_pb2_grpc
 from lmkv_client.coordinator import Coordinator as SdkCoordinator
 from lmkv_server.coordinator.coordinator import Coordinator

@@ -1,0 +1,4 @@
+"""The engine's connection to its node: finds or starts the process, and holds the `Attach` stream.
+
+Start with `client.NodeClient`.
+"""

@@ -1,0 +1,303 @@
+"""The engine's line to its node: one thread with one event loop; the scheduler side only appends and pops."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import uuid
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+import grpc
+from vllm.logger import init_logger
+
+from lmkv import rpc
+from lmkv.config import ConnectorConfig, as_written
+from lmkv.errors import ConfigConflict, ConfigError, LmkvError, Unreachable
+from lmkv.spec import KvSpec
+from lmkv.units import format_bytes, format_duration, format_rate
+from lmkv.v1 import engine_service_pb2 as pb
+from lmkv.v1 import engine_service_pb2_grpc
+from lmkv_client.connector.messages import Attachment
+from lmkv_client.connector.node.launcher import Launcher
+from lmkv_client.connector.served_names import ServedNames
+from lmkv_client.plugin import PROCESSORS
+
+logger = init_logger("vllm.lmkv")
+
+CONNECT_TIMEOUT_SECONDS = 2.0
+FIRST_BACKOFF_SECONDS = 0.05
+LAST_BACKOFF_SECONDS = 1.0
+MAX_UNSENT = 4096
+"""Messages that may wait for a node that does not read; more of them mean that it is lost."""
+
+
+class Lost:
+    """Event: the node is gone, and with it everything it had granted."""
+
+
+Event = Attachment | Lost | pb.AttachResponse
+
+
+class NodeClient:
+    """Keeps the engine attached to its node: finds or starts it, and again whenever it is lost.
+
+    `inbox` fills from the link's thread; the scheduler side pops. Appending to and popping from a deque is atomic.
+    """
+
+    def __init__(
+        self, config: ConnectorConfig, spec: KvSpec, worker_count: int, served: ServedNames | None = None
+    ) -> None:
+        """`served` are the names that the node registers for this engine, as they are at each attachment."""
+        self.served = served or ServedNames()
+        self.inbox: deque[Event] = deque()
+        self._config = config
+        self._spec = spec
+        self._worker_count = worker_count
+        self._launcher = Launcher(config)
+        self._engine = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._attach_count = 0
+        self._outboxes: dict[str, deque[pb.AttachRequest]] = {}
+        """What is to be sent, by the engine id of the attachment; that of the present one only."""
+        self._filled = asyncio.Event()
+        self._wake_pending = False
+        self._loop = asyncio.new_event_loop()
+        self._first = threading.Event()
+        self._fatal: LmkvError | None = None
+        self._closing = False
+        self._attached = False
+        self._call: Any = None
+        self._thread = threading.Thread(target=self._run, name="lmkv-link", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread and waits, up to `node_start_timeout`, until the engine is attached.
+
+        Raises `ConfigError` if the node cannot start as configured: that is a mistake to be told at once. A node that
+        is merely not there yet is no error: the engine computes until it comes.
+        """
+        self._thread.start()
+        if not self._first.wait(self._config.node_start_timeout):
+            logger.warning(
+                "no node after %.0f s; computing everything until it is there", self._config.node_start_timeout
+            )
+            self._first.set()  # nobody waits any more: from now on mistakes are logged
+        if self._fatal:
+            raise self._fatal
+
+    def send(self, attachment: Attachment, message: pb.AttachRequest) -> None:
+        """Sends, in order, merged with its neighbours. Called on the scheduler's thread; never blocks.
+
+        What is meant for an attachment that has ended since is dropped: offsets and tickets mean nothing to the next.
+        """
+        outbox = self._outboxes.get(attachment.engine_id)
+        if outbox is None:
+            return
+        outbox.append(message)
+        if len(outbox) > MAX_UNSENT:
+            self._overflow()
+        elif not self._wake_pending:
+            self._wake_pending = True
+            with suppress(RuntimeError):  # closed
+                self._loop.call_soon_threadsafe(self._wake)
+
+    def close(self) -> None:
+        """Ends the line. A node that this link started stays for `node_linger`, for the engine may come back."""
+        self._closing = True
+        if self._thread.is_alive():
+            with suppress(RuntimeError):  # the thread ends by itself after a mistake, and closes its loop
+                self._loop.call_soon_threadsafe(self._stop)
+            self._thread.join(CONNECT_TIMEOUT_SECONDS)
+
+    def _overflow(self) -> None:
+        """The node does not read: it is lost. What waits for it is dropped."""
+        self._outboxes = {}
+        if call := self._call:
+            with suppress(RuntimeError):  # closed
+                self._loop.call_soon_threadsafe(call.cancel)
+
+    def _wake(self) -> None:
+        self._wake_pending = False
+        self._filled.set()
+
+    def _stop(self) -> None:
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+
+    def _run(self) -> None:
+        with suppress(OSError):
+            os.sched_setaffinity(0, PROCESSORS)  # this thread only: vLLM has pinned the one that made it
+        asyncio.set_event_loop(self._loop)
+        with suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._keep_attached())
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+    async def _keep_attached(self) -> None:
+        backoff = FIRST_BACKOFF_SECONDS
+        while not self._closing:
+            try:
+                address = await self._launcher.address()
+                await self._attach(address)
+            except ConfigError as error:
+                if not self._first.is_set():
+                    self._fatal = error
+                    self._first.set()
+                    return
+                logger.error("cannot attach to a node: %s", error)
+            except LmkvError as error:
+                logger.debug("node not reachable: %s", error)
+            except Exception:  # whatever it is, the engine must get its node back
+                logger.exception("the line to the node broke unexpectedly")
+            if self._attached:
+                self._attached = False
+                self._outboxes = {}
+                self.inbox.append(Lost())
+                backoff = FIRST_BACKOFF_SECONDS
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
+
+    async def _attach(self, address: str) -> None:
+        """Attaches and relays until the stream ends. Raises what the node says, or `Unreachable`."""
+        self._attach_count += 1
+        engine_id = f"{self._engine}-{self._attach_count}"
+        hello = pb.Hello(
+            engine_id=engine_id,
+            spec=self._spec.to_proto(),
+            worker_count=self._worker_count,
+            expected_config=self._launcher.expected_config,
+            served_models=self.served.messages,
+        )
+        async with rpc.open_channel(address) as channel:
+            call: Any = engine_service_pb2_grpc.EngineServiceStub(channel).Attach()  # type: ignore[call-arg]
+            self._call = call
+            sender = None
+            try:
+                async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
+                    await call.write(pb.AttachRequest(hello=hello))
+                    answer = await call.read()
+                if not isinstance(answer, pb.AttachResponse):
+                    raise await self._ending(call)
+                self._welcome(address, engine_id, answer)
+                sender = asyncio.create_task(self._send_all(call, self._outboxes[engine_id]))
+                while isinstance(message := await call.read(), pb.AttachResponse):
+                    self.inbox.append(message)
+                    for handed in message.handed:
+                        log_handed(handed)
+                raise await self._ending(call)
+            except TimeoutError:
+                raise Unreachable(f"node at {address} does not answer") from None
+            except asyncio.CancelledError:  # gRPC raises this too when we have cancelled the call
+                if self._closing:
+                    raise
+                raise Unreachable(f"node at {address} does not read") from None
+            except grpc.RpcError as error:
+                raise self._meaning(rpc.from_rpc_error(error)) from None
+            finally:
+                self._call = None
+                call.cancel()
+                if sender:
+                    sender.cancel()
+                    await asyncio.gather(sender, return_exceptions=True)  # that it could not write is no news
+
+    def _welcome(self, address: str, engine_id: str, answer: pb.AttachResponse) -> None:
+        welcome = answer.welcome
+        self._outboxes = {engine_id: deque()}
+        self._attached = True
+        attachment = Attachment(
+            engine_id=engine_id,
+            pool_socket=welcome.pool_socket,
+            epoch=welcome.epoch,
+            node_address=address,
+            device_buffer_bytes=welcome.device_buffer_bytes,
+        )
+        self.inbox.append(attachment)
+        self.inbox.append(answer)
+        logger.info(
+            "attached to node %s (pid %d), pool %s", welcome.instance_id, welcome.node_pid, format_pool(welcome)
+        )
+        self._first.set()
+
+    async def _ending(self, call: Any) -> LmkvError:
+        """Why the node ended the stream."""
+        code = await call.code()
+        if code is grpc.StatusCode.OK:
+            return Unreachable("the node ended the stream")
+        try:
+            await call.read()
+        except grpc.RpcError as error:
+            return self._meaning(rpc.from_rpc_error(error))
+        return Unreachable(f"{code.name}: {await call.details()}")
+
+    def _meaning(self, error: LmkvError) -> LmkvError:
+        """A conflict with a running node is a mistake in the configuration, unless that node ends now."""
+        if isinstance(error, ConfigConflict) and not self._launcher.replaces(error):
+            return ConfigError(as_written(str(error), self._config.written))
+        if error.code == "INVALID_ARGUMENT":
+            return ConfigError(str(error))
+        return error
+
+    async def _send_all(self, call: Any, outbox: deque[pb.AttachRequest]) -> None:
+        while True:
+            await self._filled.wait()
+            self._filled.clear()
+            while outbox:
+                await call.write(next_message(outbox))
+
+
+def next_message(outbox: deque[pb.AttachRequest]) -> pb.AttachRequest:
+    """Everything that waits, merged as long as the order of acts inside a message does not change their meaning."""
+    message = outbox.popleft()
+    size = message.ByteSize()
+    while outbox and size + (more := outbox[0]).ByteSize() < rpc.MAX_MESSAGE_BYTES // 2:
+        if not in_order(message, more):
+            break
+        size += more.ByteSize()
+        reserve_count = message.reserve_count + more.reserve_count
+        message.MergeFrom(outbox.popleft())
+        message.reserve_count = reserve_count
+    return message
+
+
+FIELD_ORDER = (
+    "served_models",
+    "releases",
+    "commits",
+    "damaged_keys",
+    "returned_credits",
+    "lookups",
+    "loads",
+    "reserve_count",
+    "handoffs",
+    "ended_handoffs",
+    "reset",
+)
+"""Order in which the node carries out the acts of one message."""
+
+
+def in_order(first: pb.AttachRequest, second: pb.AttachRequest) -> bool:
+    """Whether carrying out both as one message is the same as one after the other."""
+    last = max((rank for rank, name in enumerate(FIELD_ORDER) if getattr(first, name)), default=0)
+    start = min((rank for rank, name in enumerate(FIELD_ORDER) if getattr(second, name)), default=last)
+    return start >= last
+
+
+def log_handed(handed: pb.HandedChunks) -> None:
+    """Tells of a handoff as soon as it has ended: an engine that is idle takes nothing in until it has work."""
+    if handed.status.code:
+        logger.warning("handoff %s failed: %s", handed.request_id, handed.status.message)
+    seconds = handed.transfer_duration.ToNanoseconds() / 1e9
+    logger.info(
+        "Handed over %d chunks (%s), %s, %s, %s",
+        handed.chunk_count,
+        handed.request_id,
+        format_bytes(handed.transferred_bytes),
+        format_duration(seconds),
+        format_rate(handed.transferred_bytes, seconds),
+    )
+
+
+def format_pool(welcome: pb.Welcome) -> str:
+    """The pool for people."""
+    return f"{welcome.pool_size_bytes / 2**30:.2f} GB"

@@ -1,0 +1,123 @@
+"""Finds the node of an engine, and starts one where none is configured. Used by the link's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+
+from vllm.logger import init_logger
+
+from lmkv import config as configuration
+from lmkv.config import ConnectorConfig
+from lmkv.errors import ConfigConflict, ConfigError, Unreachable
+from lmkv_client.connector.node.process import NodeProcess
+
+logger = init_logger("vllm.lmkv")
+
+READY_POLL_SECONDS = 0.02
+RESTART_SECONDS = 0.2
+ERROR_PREFIX = "lmkv: error: "
+ALREADY_RUN = "is already run by process"
+"""What a node says that finds another one of its instance id on the host."""
+NODE_FLAGS = ("--linger", "--started-by-connector")
+NOT_EXPECTED = ("LMKV_LOG_FORMAT", "LMKV_LOG_LEVEL", "LMKV_METRICS_PORT", "LMKV_NODE_LINGER")
+"""What may differ from a running node without meaning another node."""
+
+
+class Launcher:
+    """Where the engine's node is. The node is a process of its own: it outlives the engine by `node_linger`."""
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        self._config = config
+        self._node: NodeProcess | None = None
+
+    @property
+    def expected_config(self) -> dict[str, str]:
+        """What a node must be like to be ours; nothing if the operator named one by `node_address`."""
+        if self._config.node_address:
+            return {}
+        environment = configuration.to_comparison(self._config.node_config())
+        return {key: value for key, value in environment.items() if key not in NOT_EXPECTED}
+
+    async def address(self) -> str:
+        """gRPC address of a node that listens, started if need be.
+
+        Raises `ConfigError` if it cannot start as configured, `Unreachable` if it is not there in time.
+        """
+        if self._config.node_address:
+            return f"unix:{self._config.node_address.removeprefix('unix:')}"
+        socket = self._config.engine_socket
+        self._config.make_instance_dir()  # another user's is refused before anything listens to this engine there
+        if not await listens(socket):
+            await self._start(socket)
+        return f"unix:{socket}"
+
+    def replaces(self, conflict: ConfigConflict) -> bool:
+        """Whether the node of another configuration ends in favor of the one that this launcher will start.
+
+        The node decides: it ends if a connector started it and no engine is attached.
+        """
+        if conflict.metadata.get("replaced") != "true":
+            return False
+        logger.info("replacing the idle node of an earlier configuration (%s)", conflict)
+        return True
+
+    async def _start(self, socket: Path) -> None:
+        log = self._config.make_instance_dir() / "node.log"
+        mark = log.stat().st_size if log.exists() else 0
+        if self._node is None or not self._node.running:
+            self._node = self._spawn(log)
+        deadline = time.monotonic() + self._config.node_start_timeout
+        while time.monotonic() < deadline:
+            running = self._node.running
+            if await listens(socket):
+                return
+            if not running:
+                reason = last_error(log, mark)
+                if not reason:
+                    raise Unreachable(f"the node ended without a word; see {log}")
+                if ALREADY_RUN not in reason:
+                    raise ConfigError(configuration.as_written(reason, self._config.written))
+                # Another engine is starting the same node, or one that was told to end is not done yet.
+                await asyncio.sleep(RESTART_SECONDS)
+                mark = log.stat().st_size
+                self._node = self._spawn(log)
+            await asyncio.sleep(READY_POLL_SECONDS)
+        raise Unreachable(f"the node is not ready after {self._config.node_start_timeout:.0f} s; see {log}")
+
+    def _spawn(self, log: Path) -> NodeProcess:
+        logger.info("starting node %s, log at %s", self._config.instance_id, log)
+        environment = configuration.to_environment(self._config.node_config(), child_environment())
+        return NodeProcess.start([sys.executable, "-m", "lmkv", "node", *NODE_FLAGS], environment, log)
+
+
+ENGINES_OWN = ("LD_PRELOAD", "OTEL_SERVICE_NAME")
+"""Variables that are meant for the engine alone."""
+
+
+def child_environment() -> dict[str, str]:
+    """This process's environment without what is meant for the engine alone."""
+    return {key: value for key, value in os.environ.items() if key not in ENGINES_OWN}
+
+
+async def listens(socket: Path) -> bool:
+    """Whether somebody accepts connections there. A socket file alone may be a dead node's."""
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_unix_connection(str(socket)), 0.5)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+def last_error(log: Path, mark: int) -> str:
+    """Why the node could not start: its last error since the log was `mark` bytes long, empty if it told none.
+
+    Others may write there too.
+    """
+    lines = log.read_bytes()[mark:].decode(errors="replace").splitlines()
+    errors = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
+    return errors[-1] if errors else ""

@@ -1,0 +1,4 @@
+"""The connector's scheduler side: lookups, load and store plans, write credits. Never blocks.
+
+Start with `side.SchedulerSide`.
+"""

@@ -1,0 +1,146 @@
+"""Handoffs of this engine's requests: given away as a prefill, taken as a decode, refused, or dropped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from lmkv.auth.handoff import HandoffKeys
+from lmkv.config import ConnectorConfig
+from lmkv.keys import join_keys
+from lmkv.v1 import engine_service_pb2 as pb
+from lmkv_client.connector.scheduler.handoff import Handoff, HandoffRefused, handoff_of
+from lmkv_client.connector.scheduler.request_state import RequestState
+from lmkv_client.connector.stats import Counters
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.lmkv")
+
+QUIET_SECONDS = 10.0
+"""Between two lines of the log about handoffs that were refused: clients of the API can ask for any number."""
+
+
+class Handoffs:
+    """As a prefill the node hands each chunk on as it is committed; the engine only says when no more will be."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        send: Callable[[pb.AttachRequest], None],
+        counters: Counters,
+        is_storing: Callable[[RequestState], bool],
+    ) -> None:
+        """`is_storing` says whether chunks of a prompt are still being written."""
+        self._is_enabled = config.enable_pd
+        self._keys = HandoffKeys(config.cluster_secret, config.credentials.token)
+        self._send = send
+        self._counters = counters
+        self._is_storing = is_storing
+        self._prompts: dict[str, RequestState] = {}
+        """By handoff, until the node says how it went."""
+        self._finished: dict[str, RequestState] = {}
+        """Those whose request is over, and chunks of which may still be committed."""
+        self._begun: dict[str, Handoff] = {}
+        """Those that requests of this engine give away, by the request."""
+        self._refusals: dict[str, str] = {}
+        """Why the handoffs of requests do not take place, by the request."""
+        self._quiet_until = 0.0
+
+    def read(self, request: Request, instance_id: str) -> Handoff | None:
+        """The request's handoff; None if it names none, or if that is refused. `instance_id` is the node's, if any."""
+        try:
+            handoff = handoff_of(request.kv_transfer_params, self._keys)
+            if handoff is None:
+                return None
+            if not self._is_enabled:
+                raise HandoffRefused("enable_pd is off at this engine")
+            if not instance_id:
+                raise HandoffRefused("this engine has no node at the moment")
+            if not handoff.is_prefill and handoff.decode_instance != instance_id:
+                raise HandoffRefused("it is for the decode engine of another instance")
+        except HandoffRefused as refusal:
+            self._refuse(request.request_id, str(refusal))
+            return None
+        return handoff
+
+    def _refuse(self, request_id: str, why: str) -> None:
+        self._refusals[request_id] = why
+        self._counters.add("handoff_failures")
+        now = time.monotonic()
+        if now >= self._quiet_until:
+            self._quiet_until = now + QUIET_SECONDS
+            logger.warning("the handoff of request %s does not take place: %s", request_id, why)
+
+    def refusal(self, request_id: str) -> str:
+        """Why the handoff of a request does not take place, as far as that is known; empty if it does."""
+        return self._refusals.get(request_id, "")
+
+    def begin(self, handoff: Handoff, request_id: str, prompt: RequestState | None) -> None:
+        """Has the node hand the request's prompt to the decode's node."""
+        if prompt is None or not prompt.keys:
+            self._refusals[request_id] = "nothing of the prompt can be stored"
+            return
+        self._prompts[handoff.request_id] = prompt
+        self._begun[prompt.request_id] = handoff
+        message = pb.HandChunks(
+            request_id=handoff.request_id,
+            decode_instance_id=handoff.decode_instance,
+            chunk_keys=join_keys(prompt.keys),
+            token_count=prompt.token_count if prompt.partial_key else prompt.full_count * prompt.chunk_size,
+            traceparent=prompt.traceparent,
+        )
+        self._send(pb.AttachRequest(handoffs=[message]))
+
+    def drop(self, handoff: Handoff) -> None:
+        """No request will load it."""
+        instance_id = handoff.decode_instance if handoff.is_prefill else ""
+        dropped = pb.DropHandoff(request_id=handoff.request_id, decode_instance_id=instance_id)
+        self._send(pb.AttachRequest(dropped_handoffs=[dropped]))
+
+    def finished(self, prompt: RequestState, *, is_aborted: bool) -> None:
+        """The request is over; `settle` ends its handoff once everything is committed, an aborted one ends now."""
+        handoff = self._begun.pop(prompt.request_id, None)
+        if handoff is not None and is_aborted:
+            self._prompts.pop(handoff.request_id, None)
+            self.drop(handoff)
+            return
+        self._finished.update({name: one for name, one in self._prompts.items() if one is prompt})
+        self.settle()
+
+    def forget(self, request_id: str) -> None:
+        """The request is over, and has its answer."""
+        self._refusals.pop(request_id, None)
+
+    def settle(self) -> None:
+        """Ends the handoffs of which no chunk will be committed any more."""
+        ended = [name for name, prompt in self._finished.items() if not self._is_storing(prompt)]
+        for name in ended:
+            del self._finished[name]
+        if ended:
+            self._send(pb.AttachRequest(ended_handoffs=ended))
+
+    def ended(self, handed: pb.HandedChunks) -> None:
+        """The node says how a handoff went."""
+        prompt = self._prompts.pop(handed.request_id, None)
+        self._finished.pop(handed.request_id, None)
+        if prompt is None:
+            return
+        self._counters.add("handed_tokens", prompt.tokens_in(handed.chunk_count))
+        self._counters.add("handed_bytes", handed.transferred_bytes)
+        self._counters.add("handed_seconds", handed.transfer_duration.ToNanoseconds() / 1e9)
+        self._counters.add("handoff_failures", int(handed.status.code != 0))
+        if handed.status.code and not handed.chunk_count and prompt.request_id in self._begun:
+            self._refusals[prompt.request_id] = handed.status.message  # its request is not over yet
+
+    def lost(self) -> None:
+        """The node is gone, and its handoffs with it."""
+        self._counters.add("handoff_failures", len(self._prompts))
+        self._refusals |= dict.fromkeys(self._begun, "the node of this engine is gone")
+        self._begun.clear()
+        self._prompts.clear()
+        self._finished.clear()

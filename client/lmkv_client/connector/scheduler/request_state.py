@@ -1,0 +1,195 @@
+"""One request as the connector's scheduler side sees it: its keys, what was found of it, what of it is stored. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+from lmkv.keys import ChunkKey, KeyChain, Tokens, as_tokens
+from lmkv.telemetry import NO_SPAN, Span
+from lmkv.v1.chunk_pb2 import Extent
+from lmkv_client.connector.scheduler.hit_sources import HitSources
+
+
+class LookupState(Enum):
+    """How far the lookup of a prompt is.
+
+    ASKED ──answer──► FOUND ──sync load from a peer──► FETCHING ──► FOUND
+      └──time out, link lost──► OVER ◄──nothing held, load failed, loaded──┘
+    """
+
+    ASKED = auto()
+    """The node has not answered yet."""
+    FOUND = auto()
+    """The node holds `own` in place for us; `absent_count` more can be brought in."""
+    FETCHING = auto()
+    """Chunks are on their way into the pool, and the request waits for them."""
+    OVER = auto()
+    """Nothing is held for us and nothing is to be expected."""
+
+
+class RequestState:
+    """Keys, search and store progress of one request."""
+
+    __slots__ = (
+        "absent_count",
+        "all_tokens",
+        "asked_at",
+        "asking",
+        "chain",
+        "computed_count",
+        "found_at",
+        "handoff_id",
+        "is_kept",
+        "keys",
+        "load_timeout",
+        "own",
+        "partial_is_stored",
+        "partial_key",
+        "peer_id",
+        "places",
+        "preemption_count",
+        "request_id",
+        "search",
+        "starved",
+        "store_failures",
+        "stored_count",
+        "ticket",
+        "token_count",
+        "traceparent",
+        "useless",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        tokens: Tokens,
+        all_tokens: Sequence[int],
+        chain: KeyChain,
+        *,
+        partial: bool,
+        traceparent: str = "",
+        handoff_id: str = "",
+        load_timeout: float = 1.0,
+        is_kept: bool = True,
+    ) -> None:
+        """`tokens` are the prompt's, or the first of them if only those are handed over."""
+        chain.extend(tokens)
+        self.all_tokens = all_tokens
+        """Prompt and output, a view that grows with the request."""
+        self.request_id = request_id
+        self.token_count = tokens.size
+        """Tokens of the prompt."""
+        self.chain = chain
+        self.partial_key: ChunkKey | None = chain.partial(tokens) if partial else None
+        self.keys: list[ChunkKey] = [*chain.keys, self.partial_key] if self.partial_key else list(chain.keys)
+        """Keys of the prompt's chunks; decoded ones are only in `chain`."""
+        self.traceparent = traceparent
+        """What the request's spans belong under; empty if nobody traces it."""
+        self.asking: Span = NO_SPAN
+        """The lookup that is under way."""
+        self.handoff_id = handoff_id
+        """The handoff that brings the prompt, if one does."""
+        self.load_timeout = load_timeout
+        """Most seconds that the request waits for a load."""
+        self.is_kept = is_kept
+        """Whether its chunks are to be stored."""
+        self.search = LookupState.OVER
+        self.ticket = ""
+        """Names the lookup to the node; empty if the node keeps nothing for us."""
+        self.asked_at = 0.0
+        self.found_at = 0.0
+        self.own: list[Extent] = []
+        self.absent_count = 0
+        self.places = HitSources()
+        """Where the chunks were that the last answer told of."""
+        self.peer_id = ""
+        self.computed_count = 0
+        """Tokens that vLLM had itself when it last asked."""
+        self.preemption_count = 0
+        """How often vLLM had taken the request's pages away when it was last looked up."""
+        self.stored_count = 0
+        """Full chunks from the first that need no storing any more."""
+        self.partial_is_stored = self.partial_key is None
+        """Whether the partial chunk, if there is one, needs no storing any more."""
+        self.store_failures = 0
+        self.starved = False
+        """Whether a chunk was left out for want of a credit."""
+        self.useless = False
+        """Whether a load has failed: offering the same again would go round in circles."""
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens per full chunk."""
+        return self.chain.chunk_size
+
+    @property
+    def full_count(self) -> int:
+        """Full chunks of the prompt."""
+        return self.token_count // self.chunk_size
+
+    @property
+    def unstored_count(self) -> int:
+        """Chunks of the prompt that may still need storing."""
+        return (max(0, self.full_count - self.stored_count) + (not self.partial_is_stored)) * self.is_kept
+
+    def held(self, chunk_count: int) -> None:
+        """The node holds the prompt's first so many chunks."""
+        self.stored_count = max(self.stored_count, min(chunk_count, self.full_count))
+        self.partial_is_stored |= chunk_count == len(self.keys)
+
+    def tokens_in(self, chunk_count: int) -> int:
+        """Tokens in the first so many chunks of the prompt."""
+        return min(chunk_count * self.chunk_size, self.token_count)
+
+    def hit_tokens(self, chunk_count: int, request_tokens: int, block_size: int, *, sync: bool) -> int:
+        """How many tokens to offer to vLLM when so many chunks can be had.
+
+        Whole blocks, unless all of the request is covered, or all that was handed to it, which only an asynchronous
+        load may do: vLLM must compute at least one token in a step that needs the pages at once.
+        """
+        hit = self.tokens_in(chunk_count)
+        if hit >= request_tokens and not sync:
+            return request_tokens
+        if self.handoff_id and hit == self.token_count and not sync:
+            return hit
+        if hit % self.chunk_size:  # a partial chunk counts only when it ends the request
+            hit -= hit % self.chunk_size
+        return min(hit, request_tokens - 1) // block_size * block_size
+
+    def found(self, own: Sequence[Extent], places: HitSources, peer_id: str, now: float) -> None:
+        """The node has answered."""
+        self.own = list(own)
+        self.places = places
+        self.absent_count = places.absent_count
+        self.peer_id = peer_id
+        self.found_at = now
+        self.search = LookupState.FOUND
+        self.held(len(own))
+        self.answered(places)
+        if not own and not self.absent_count:
+            self.over()
+
+    def keys_up_to(self, chunk_count: int) -> int:
+        """Makes keys of decoded chunks where they are missing; how many of the first `chunk_count` now have one."""
+        if chunk_count > len(self.chain.keys):
+            self.chain.extend(as_tokens(self.all_tokens[: chunk_count * self.chunk_size]))
+        return min(chunk_count, len(self.chain.keys))
+
+    def answered(self, places: HitSources) -> None:
+        """The lookup is over, and this is where chunks are."""
+        tokens = places.tokens(0, self.token_count, self.chunk_size)
+        self.asking.set(**{f"{place.value}_tokens": count for place, count in tokens.items()})
+        self.asking.set(peer_instance_id=self.peer_id)
+        self.asking.end()
+        self.asking = NO_SPAN
+
+    def over(self) -> None:
+        """Nothing is held for us any more."""
+        if self.search is LookupState.ASKED:
+            self.asking.fail("unanswered", "the request or the node was gone before the answer came")
+            self.answered(HitSources())
+        self.search = LookupState.OVER
+        self.ticket = ""
+        self.own = []
+        self.absent_count = 0

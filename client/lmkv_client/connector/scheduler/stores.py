@@ -1,0 +1,236 @@
+"""Stores: which finished chunks go where in the pool, and what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from lmkv import telemetry
+from lmkv.keys import ChunkKey
+from lmkv.spec import KvSpec
+from lmkv.units import format_bytes, format_duration, format_rate
+from lmkv.v1 import engine_service_pb2 as pb
+from lmkv_client.connector.messages import WorkerReport
+from lmkv_client.connector.scheduler.copies import blocks_of, prompt_copy
+from lmkv_client.connector.scheduler.credits import Credits
+from lmkv_client.connector.scheduler.events import BlockEvents
+from lmkv_client.connector.scheduler.request_state import RequestState
+from lmkv_client.connector.stats import Counters
+from lmkv_kernels import ChunkCopy
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import BlockStored
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+logger = init_logger("vllm.lmkv")
+
+MAX_FAILURES = 2
+"""A request whose stores failed in so many steps stores no more."""
+NULL_BLOCK_ID = 0
+"""vLLM's null page: it stands for pages that were freed while their request runs, and holds no request's KV."""
+PARTIAL = -1
+"""Stands for the index of a prompt's partial chunk."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Write:
+    """A chunk that the workers are writing."""
+
+    prompt: RequestState
+    key: ChunkKey
+    parent: bytes
+    """Key of the chunk before it; empty for the first."""
+    index: int
+    token_count: int
+    event: BlockStored | None
+    """What vLLM's subscribers are told once the chunk is committed."""
+
+
+class Stores:
+    """The stores of one engine. A chunk is committed only after every rank has written its part."""
+
+    def __init__(
+        self,
+        spec: KvSpec,
+        send: Callable[[pb.AttachRequest], None],
+        counters: Counters,
+        events: BlockEvents,
+        *,
+        block_size: int,
+        rank_count: int,
+        step_tokens: int,
+        with_decode: bool,
+    ) -> None:
+        self.credits = Credits()
+        self._spec = spec
+        self._send = send
+        self._counters = counters
+        self._events = events
+        self._block_size = block_size
+        self._rank_count = rank_count
+        self._step_chunks = -(-step_tokens // spec.chunk_size)
+        self._with_decode = with_decode
+        self._starving = False
+        """Whether a chunk found no credit since credits were last asked for."""
+        self._writes: dict[int, Write] = {}
+        """By offset of the extent."""
+
+    def __len__(self) -> int:
+        return len(self._writes)
+
+    def is_writing(self, prompt: RequestState) -> bool:
+        """Whether workers have yet to say that chunks of this prompt are stored."""
+        return any(write.prompt is prompt for write in self._writes.values())
+
+    def reserve_count(self, prompts: Collection[RequestState]) -> int:
+        """How many credits to ask for: enough for two steps of these prompts, and for a decoded chunk of each."""
+        wanted = sum(prompt.unstored_count for prompt in prompts)
+        return self.credits.ask(min(wanted, 2 * self._step_chunks) + len(prompts))
+
+    def plan(self, output: SchedulerOutput, prompts: dict[str, RequestState]) -> list[ChunkCopy]:
+        """The stores of the chunks that this step completes, and of those that earlier found no credit."""
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        copies: list[ChunkCopy] = []
+        for request_id, count in output.num_scheduled_tokens.items():
+            prompt = prompts.get(request_id)
+            if prompt and prompt.is_kept and prompt.store_failures < MAX_FAILURES:
+                self._plan(prompt, computed[request_id] + count, output, copies)
+        if (copies or self._starving) and (wanted := self.reserve_count(prompts.values())):
+            self._starving = False
+            self._send(pb.AttachRequest(reserve_count=wanted))
+        return copies
+
+    def _plan(self, prompt: RequestState, done_count: int, output: SchedulerOutput, copies: list[ChunkCopy]) -> None:
+        size = self._spec.chunk_size
+        prompt_done = done_count >= prompt.token_count
+        if prompt_done and not self._with_decode:
+            done_count = prompt.token_count
+        full = prompt.keys_up_to(done_count // size)
+        partial = prompt_done and not prompt.partial_is_stored
+        if full <= prompt.stored_count and not partial:
+            return
+        block_ids = output.kv_connector_block_state.get_block_ids(prompt.request_id)[0]
+        for index in range(prompt.stored_count, full):
+            copy = self._write(prompt, index, prompt.chain.keys[index], size, block_ids)
+            if copy is None:
+                return
+            copies.append(copy)
+            prompt.stored_count = index + 1
+        if partial and (copy := self._write(prompt, PARTIAL, prompt.keys[-1], prompt.token_count % size, block_ids)):
+            copies.append(copy)
+            prompt.partial_is_stored = True
+
+    def _write(
+        self, prompt: RequestState, index: int, key: ChunkKey, token_count: int, block_ids: Sequence[int]
+    ) -> ChunkCopy | None:
+        """The store of one chunk; None if there is no credit for it now, or no KV of it in its pages."""
+        chunk = prompt.full_count if index == PARTIAL else index
+        start = chunk * self._spec.chunk_size
+        if NULL_BLOCK_ID in blocks_of(block_ids, self._block_size, start, start + token_count):
+            self._refuse_null_page(prompt)
+            return None
+        offset = self.credits.take()
+        if offset is None:
+            prompt.starved = self._starving = True
+            return None
+        parent = prompt.chain.keys[chunk - 1] if chunk else b""
+        event = None if index == PARTIAL else self._events.of_chunk(prompt.request_id, index)
+        self._writes[offset] = Write(
+            prompt=prompt, key=key, parent=parent, index=index, token_count=token_count, event=event
+        )
+        return prompt_copy(
+            block_ids,
+            self._block_size,
+            chunk_start=start,
+            low=start,
+            high=start + token_count,
+            offset=offset,
+            extent_tokens=token_count,
+        )
+
+    def _refuse_null_page(self, prompt: RequestState) -> None:
+        """Stores nothing more of this request: what follows a chunk that is missing cannot be found."""
+        prompt.store_failures = MAX_FAILURES
+        self._counters.add("null_page_requests")
+        logger.error(
+            "[%s] not stored: vLLM has freed pages of this running request; please report this model to lmkv",
+            prompt.request_id,
+        )
+
+    def written(self, report: WorkerReport) -> None:
+        """The workers have written, or not: commits what all ranks have written."""
+        commits = []
+        stored: dict[RequestState, int] = {}
+        for offset, written in report.written.items():
+            if offset in report.skipped or written.rank_count != self._rank_count:
+                report.skipped.add(offset)
+            elif write := self._writes.pop(offset, None):
+                self.credits.written()
+                commits.append(
+                    pb.CommitChunk(
+                        chunk_key=write.key,
+                        offset=offset,
+                        size_bytes=self._spec.size_bytes(write.token_count),
+                        checksum=written.checksum,
+                        token_count=write.token_count,
+                        parent_key=write.parent,
+                    )
+                )
+                stored[write.prompt] = stored.get(write.prompt, 0) + write.token_count
+                if write.event:
+                    self._events.add(write.event)
+        skipped = {offset: write for offset in report.skipped if (write := self._writes.pop(offset, None))}
+        for offset in skipped:
+            self.credits.put_back(offset)
+        self._undo(skipped.values())
+        if commits:
+            self._send(pb.AttachRequest(commits=commits))
+            self._count(stored, sum(commit.size_bytes for commit in commits), report.store_seconds)
+
+    def finished(self, prompt: RequestState) -> None:
+        """The request is over."""
+        if prompt.starved or prompt.store_failures:
+            self._counters.add("skipped_chunks", prompt.unstored_count)
+
+    def idle(self) -> None:
+        """No request is left: gives back what an idle engine need not have."""
+        if surplus := self.credits.surplus():
+            self._send(pb.AttachRequest(returned_credits=surplus))
+
+    def lost(self) -> None:
+        """The node is gone, and all credits with it. What the workers still write is void."""
+        self._undo(self._writes.values())
+        self._writes.clear()
+        self.credits = Credits()
+
+    def _undo(self, writes: Collection[Write]) -> None:
+        """The chunks of a step were not stored after all; they may be tried again."""
+        for write in writes:
+            if write.index == PARTIAL:
+                write.prompt.partial_is_stored = False
+            else:
+                write.prompt.stored_count = min(write.prompt.stored_count, write.index)
+        for prompt in {write.prompt for write in writes}:
+            prompt.store_failures += 1
+
+    def _count(self, stored: dict[RequestState, int], size_bytes: int, seconds: float) -> None:
+        tokens = sum(stored.values())
+        self._counters.add("stored_tokens", tokens)
+        self._counters.add("stored_bytes", size_bytes)
+        self._counters.add("store_seconds", seconds)
+        for prompt, token_count in stored.items():
+            telemetry.note("lmkv.store", seconds, parent=prompt.traceparent, stored_tokens=token_count)
+            logger.info(
+                "[%s] Stored %d of %d tokens, %s, %s, %s",
+                prompt.request_id,
+                token_count,
+                prompt.token_count,
+                format_bytes(size_bytes * token_count // tokens),
+                format_duration(seconds * token_count / tokens),
+                format_rate(size_bytes, seconds),
+            )

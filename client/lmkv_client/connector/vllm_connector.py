@@ -1,0 +1,242 @@
+"""`LMKVConnector`: vLLM's hooks, each handed to the side that it belongs to.
+
+vLLM makes one of these per role: in the process that schedules, and in each worker. Every failure of the cache ends
+here as "no hit" or "not stored" and a counter; only a mistake in the configuration, at start, is raised.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
+
+from lmkv import config as configuration
+from lmkv import telemetry
+from lmkv.config import ConnectorConfig
+from lmkv.errors import LmkvError
+from lmkv.spec import TOKEN_MAJOR
+from lmkv_client import refusal
+from lmkv_client.connector.format import check_packing
+from lmkv_client.connector.identity import Share, attention_isa, kv_spec, served_names
+from lmkv_client.connector.messages import StepPlan
+from lmkv_client.connector.node.client import NodeClient
+from lmkv_client.connector.scheduler.side import SchedulerSide
+from lmkv_client.connector.served_names import ServedNames
+from lmkv_client.connector.stats import PromMetrics, Stats
+from lmkv_client.connector.worker.side import WorkerSide
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.lmkv")
+
+
+class LMKVConnector(KVConnectorBase_V1):
+    """The connector that `--kv-transfer-config '{"kv_connector":"LMKVConnector","kv_role":"kv_both"}'` names."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        try:
+            self._start(vllm_config, role, kv_cache_config)
+        except LmkvError as error:
+            refusal.note(error)
+            raise
+
+    def _start(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        config = self._config()
+        if role is KVConnectorRole.SCHEDULER:  # there is one in an engine, and a worker for each rank
+            for notice in config.notices:
+                logger.warning("%s", notice)
+            self._recompute_failed_loads()
+        spec = kv_spec(vllm_config, kv_cache_config, config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        parallel = vllm_config.parallel_config
+        cache = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        events = vllm_config.kv_events_config
+        if role is KVConnectorRole.SCHEDULER:
+            telemetry.trace_engine(
+                config.instance_id, engine_traces=bool(vllm_config.observability_config.otlp_traces_endpoint)
+            )
+            names = served_names(vllm_config.model_config)
+            self._link = NodeClient(config, spec, parallel.world_size, ServedNames(names))
+            self._link.start()
+            self._scheduler = SchedulerSide(
+                config,
+                spec,
+                self._link,
+                block_size=cache.block_size,
+                rank_count=parallel.world_size,
+                step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+                may_load=self._kv_transfer_config.is_kv_consumer,
+                may_store=self._kv_transfer_config.is_kv_producer,
+                has_events=bool(events and events.enable_kv_cache_events),
+            )
+        else:
+            if spec.format == TOKEN_MAJOR and vllm_config.device_config.device_type == "cpu":
+                check_packing(attention_isa(vllm_config, cache.head_size, cache.block_size), cache)
+            rank = get_tensor_model_parallel_rank()
+            share = Share.of_rank(rank, parallel.tensor_parallel_size, spec.kv_head_count)
+            self._worker = WorkerSide(
+                spec,
+                share,
+                rank=rank,
+                threads=config.copy_threads,
+                lends=self._lends(config, vllm_config, rank),
+                nixl_backends=config.nixl_backends,
+            )
+
+    def _recompute_failed_loads(self) -> None:
+        """A cache that fails costs time only. vLLM's scheduler reads the policy after it has made the connector.
+
+        Its own default is to fail the request: whether anybody has chosen that cannot be known.
+        """
+        if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+            logger.info("kv_load_failure_policy: recompute; lmkv knows no other")
+            self._kv_transfer_config.kv_load_failure_policy = "recompute"
+
+    def _lends(self, config: ConnectorConfig, vllm_config: VllmConfig, rank: int) -> bool:
+        """Whether what is handed over shall come into a buffer on the device."""
+        device = vllm_config.device_config.device_type
+        if config.pd_buffer_device == "cuda" and device != "cuda" and rank == 0:
+            logger.warning("pd_buffer_device: the KV cache is on %s, so what is handed over comes to the pool", device)
+        return config.pd_buffer_device == device == "cuda" and bool(self._kv_transfer_config.is_kv_consumer)
+
+    def _config(self) -> ConnectorConfig:
+        """The configuration, of which `kv_connector_extra_config` is the last word."""
+        extra = dict(self._kv_transfer_config.kv_connector_extra_config or {})
+        return configuration.load(ConnectorConfig, flags=extra, flags_place="kv_connector_extra_config")
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache may lose what it was given."""
+        return False
+
+    # ---- worker side
+
+    @property
+    def worker(self) -> WorkerSide:
+        """The worker side, in a worker."""
+        assert self._worker is not None
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """See vLLM."""
+        self.worker.register(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """See vLLM."""
+        self.worker.load(self._plan())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """See vLLM. Loads that a forward needs are done before it starts."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """See vLLM. All layers are stored together after the forward."""
+
+    def wait_for_save(self) -> None:
+        """See vLLM."""
+        self.worker.store(self._plan())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """See vLLM. Nothing is ever sent after its request: stores are done within their step."""
+        return None, self.worker.take_finished() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See vLLM."""
+        return self.worker.take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> Any:
+        """See vLLM."""
+        return self.worker.take_report()
+
+    def _plan(self) -> StepPlan:
+        plan = self._get_connector_metadata()
+        assert isinstance(plan, StepPlan)
+        return plan
+
+    # ---- scheduler side
+
+    @property
+    def scheduler(self) -> SchedulerSide:
+        """The scheduler side, where vLLM schedules."""
+        assert self._scheduler is not None
+        return self._scheduler
+
+    def on_new_request(self, request: Request) -> None:
+        """See vLLM."""
+        self.scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See vLLM."""
+        return self.scheduler.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """See vLLM."""
+        self.scheduler.allocated(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """See vLLM."""
+        return self.scheduler.hit_sources(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepPlan:
+        """See vLLM."""
+        return self.scheduler.plan(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """See vLLM."""
+        self.scheduler.reported(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See vLLM. Pages are never needed after their request. Who asks for it is told which node is beside us."""
+        self.scheduler.finished(request)
+        return False, self.scheduler.identity(request)
+
+    def has_pending_push_work(self) -> bool:
+        """See vLLM, which goes on with its steps meanwhile: a store from a device is done some steps after it began."""
+        return self._scheduler is not None and self._scheduler.is_storing
+
+    def reset_cache(self) -> bool:
+        """See vLLM."""
+        return self.scheduler.reset()
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """See vLLM, which publishes them with its own if `--kv-events-config` says so."""
+        return self.scheduler.take_events()
+
+    # ---- both
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        """See vLLM. The scheduler side counts for both."""
+        return self._scheduler.take_stats() if self._scheduler else None
+
+    def shutdown(self) -> None:
+        """See vLLM, which does not always call it: nothing depends on it."""
+        if self._scheduler:
+            self._link.close()
+        if self._worker:
+            self._worker.close()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        """See vLLM."""
+        return Stats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: VllmConfig, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> PromMetrics:
+        """See vLLM."""
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -1,0 +1,73 @@
+"""The reads into one rank's part of the device buffer: carried out as the node orders them. For `BufferAgent`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from lmkv import rpc
+from lmkv.errors import LmkvError
+from lmkv.transfer.channel import Channel
+from lmkv.v1 import engine_service_pb2 as pb
+from lmkv_client.connector.worker.device_buffer import DeviceBuffer
+
+MAX_PEERS = 64
+"""Peers to stay connected with; beyond these the one that was not read from for longest is left."""
+
+
+class BufferReads:
+    """Reads of one lending. Each ends by a word to the node, or by two if bytes may still arrive when it has failed."""
+
+    def __init__(
+        self, channel: Channel, buffer: DeviceBuffer, tell: Callable[[pb.BufferReadResult], None], *, sums: bool
+    ) -> None:
+        """`sums` is false for a rank whose heads another one sums."""
+        self._channel = channel
+        self._buffer = buffer
+        self._tell = tell
+        self._sums = sums
+        self._peers: OrderedDict[str, None] = OrderedDict()  # not read from for longest first
+        self._summer = ThreadPoolExecutor(1, "lmkv-sums", initializer=buffer.prepare_thread)
+
+    def close(self) -> None:
+        """Lets go of its thread. Idempotent."""
+        self._summer.shutdown()
+
+    async def carry_out(self, order: pb.BufferRead) -> None:
+        """Reads, sums, and tells how it went. Raises nothing."""
+        stopped = asyncio.Event()
+        try:
+            checksums = await self._read(order, stopped)
+        except (LmkvError, RuntimeError) as error:
+            refusal = error if isinstance(error, LmkvError) else LmkvError(f"the device failed: {error}")
+            failed = pb.BufferReadResult(read_id=order.read_id, status=rpc.to_status(refusal))
+            failed.stopped = stopped.is_set()
+            self._tell(failed)
+            if not failed.stopped:
+                await stopped.wait()  # however long; the end of the lending ends it too
+                self._tell(pb.BufferReadResult(read_id=order.read_id, stopped=True))
+        else:
+            self._tell(pb.BufferReadResult(read_id=order.read_id, checksums=checksums, stopped=True))
+
+    async def _read(self, order: pb.BufferRead, stopped: asyncio.Event) -> list[int]:
+        try:
+            await self._meet(order.peer_name, order.channel_metadata)
+        except LmkvError:
+            stopped.set()  # it has not begun
+            raise
+        copies = self._buffer.reads(order.copies)
+        await self._channel.read(order.peer_name, copies, order.timeout.ToNanoseconds() / 1e9, stopped.set)
+        if not order.summed:
+            return []
+        if not self._sums:
+            return [0] * len(order.copies)
+        return await asyncio.get_running_loop().run_in_executor(self._summer, self._buffer.checksums, order.copies)
+
+    async def _meet(self, peer_name: str, metadata: bytes) -> None:
+        await self._channel.add_peer(peer_name, metadata)
+        self._peers[peer_name] = None
+        self._peers.move_to_end(peer_name)
+        if len(self._peers) > MAX_PEERS:
+            await self._channel.remove_peer(self._peers.popitem(last=False)[0])

@@ -1,0 +1,258 @@
+"""One rank's copies while its pages are on a CUDA device: begun in a step, done some time later, never waited for.
+
+The worker side calls it where it would call the host's `gather` and `scatter`. docs/cuda.md draws the order of things.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from lmkv.errors import ConfigError
+from lmkv.pool.pool import LEFT_BYTES, Pool
+from lmkv_kernels import ChunkCopy, Pages
+from lmkv_kernels.cuda import Copier, Copying, CopyPath, CopyPaths, CudaError, Device, Program, Registration, driver
+from lmkv_kernels.cuda.copier import BLOCKS_PER_PROCESSOR
+from lmkv_kernels.cuda.measure import fastest_ways
+
+if TYPE_CHECKING:
+    from lmkv_client.connector.worker.device_buffer import DeviceBuffer
+
+logger = init_logger("vllm.lmkv")
+
+
+POPULATE_BYTES = 1 << 30
+"""A pool that is being taken can be let go of between steps of this size, some 0.2 s each."""
+
+
+class PoolNotReady(CudaError):
+    """The pool is not registered with CUDA: not yet, or it could not be."""
+
+
+class DeviceCopies:
+    """Copies between the pages and whichever pool is open. For the worker's main thread.
+
+    Making one takes some 20 ms, and a second where the kernels must be compiled; it must be before the first forward.
+    Raises `CudaError` or `ValueError` if the pages cannot be copied.
+    """
+
+    def __init__(
+        self,
+        pages: Pages,
+        *,
+        model_stream: Callable[[], int] | None = None,
+        open_device: Callable[[int], tuple[Device, Program]] | None = None,
+        prepare_thread: Callable[[], object] = lambda: None,
+    ) -> None:
+        ordinal = int(pages.device.partition(":")[2] or 0)
+        self._model_stream = model_stream or (lambda: torch_stream(ordinal))
+        self._device, self._program = (open_device or open_cuda)(ordinal)
+        self._pages = pages
+        self._running: list[Copying] = []
+        self._reading: list[Copying] = []
+        self._opening: Future[_Open] | None = None
+        self._buffered: tuple[DeviceBuffer, Copier] | None = None
+        self._closed = False
+        # Registering a pool takes seconds: one thread, for a pool must be let go of before the next comes.
+        self._thread = ThreadPoolExecutor(1, "lmkv-cuda", initializer=prepare_thread)
+        try:
+            self._ways = fastest_ways(self._device, self._program, pages)
+        except BaseException:
+            self.close()
+            raise
+        logger.info(
+            "KV cache on %s (%s): stores go %s, loads go %s",
+            pages.device,
+            self._device.name,
+            self._ways.gather,
+            self._ways.scatter,
+        )
+
+    def open(self, pool: Pool) -> None:
+        """Takes and registers a pool in the background; until that is done copies raise `PoolNotReady`.
+
+        The pool must not be closed before `let_go` says so.
+        """
+        assert self._opening is None, "let go of the old pool first"
+        self._unwanted = threading.Event()
+        self._opening = self._thread.submit(self._open, pool, self._unwanted)
+
+    def let_go(self, then: Callable[[], object]) -> None:
+        """Waits for the copies under way, and calls `then` once the pool may be unmapped, from another thread.
+
+        Without a pool it calls it at once.
+        """
+        self._settle()
+        self._leave_buffer()
+        opening, self._opening = self._opening, None
+        if opening is None:
+            then()
+        else:
+            self._unwanted.set()
+            self._thread.submit(_close, opening, then)
+
+    def begin_step(self) -> None:
+        """Has the model's stream wait until the gathers under way have read their pages, which may change after this.
+
+        Nothing waits where they have been read already. Called once a step, before anything else.
+        """
+        self._reading = [copying for copying in self._reading if not copying.read()]
+        if self._reading:
+            stream = self._model_stream()
+            for copying in self._reading:
+                copying.hold_until_read(stream)
+
+    def gather(self, copies: Sequence[ChunkCopy]) -> Copying:
+        """Begins to copy pages, as the forward that was put on the model's stream last will leave them.
+
+        Raises `ValueError` if a copy does not fit, `CudaError` if it cannot be made now.
+        """
+        copying = self._copier().gather(copies, after=self._model_stream())
+        self._running.append(copying)
+        self._reading.append(copying)
+        return copying
+
+    def scatter(self, copies: Sequence[ChunkCopy], *, sync: bool, buffer: DeviceBuffer | None = None) -> Copying:
+        """Begins to copy into pages, which those forwards may still read that are on the model's stream by now.
+
+        With `sync` the next forward waits for it, on the device. Out of a device buffer the kernels read as they are:
+        nothing leaves the device. Raises as `gather` does.
+        """
+        stream = self._model_stream()
+        if buffer:
+            copying = self._copier_of(buffer).scatter(buffer.shrunk(copies), after=stream)
+        else:
+            copying = self._copier().scatter(copies, after=stream)
+        if sync:
+            copying.hold(stream)
+        self._running.append(copying)
+        return copying
+
+    def close(self) -> None:
+        """Waits for the copies under way, then for the pool to be let go of. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.let_go(lambda: None)
+        self._thread.shutdown()
+        with self._device.current():
+            self._program.close()
+        self._device.close()
+
+    def _copier(self) -> Copier:
+        if self._opening is None or not self._opening.done():
+            raise PoolNotReady("the pool is not registered with CUDA yet")
+        self._running = [copying for copying in self._running if not copying.done()]
+        if error := self._opening.exception():
+            raise PoolNotReady(f"the pool is not registered with CUDA: {error}")
+        return self._opening.result().copier
+
+    def _copier_of(self, buffer: DeviceBuffer) -> Copier:
+        self._running = [copying for copying in self._running if not copying.done()]
+        if self._buffered is None or self._buffered[0] is not buffer:
+            self._settle()
+            self._leave_buffer()
+            copier = Copier(
+                self._device,
+                self._program,
+                buffer.pages,
+                buffer,
+                ways=CopyPaths(gather=CopyPath.DIRECT, scatter=CopyPath.DIRECT),
+                direct_blocks=BLOCKS_PER_PROCESSOR * self._device.processor_count,
+            )
+            self._buffered = buffer, copier
+        return self._buffered[1]
+
+    def _leave_buffer(self) -> None:
+        """Lets go of what copies out of the device buffer; nothing of it may be under way."""
+        if self._buffered:
+            self._buffered[1].close()
+            self._buffered = None
+
+    def _settle(self) -> None:
+        """Waits for the copies under way. If the device has failed, they are over as well."""
+        for copying in self._running:
+            try:
+                copying.wait()
+            except CudaError as error:
+                logger.error("a copy was lost: %s", error)
+        self._running.clear()
+        self._reading.clear()
+
+    def _open(self, pool: Pool, unwanted: threading.Event) -> _Open:
+        with ExitStack() as stack:
+            try:
+                size_bytes = populate(pool, unwanted)
+                with self._device.current() as cuda:
+                    registration = Registration(cuda, pool.address, size_bytes)
+                stack.callback(self._unregister, registration)
+                copier = Copier(self._device, self._program, self._pages, registration, ways=self._ways)
+                stack.callback(copier.close)
+            except CudaError as error:
+                logger.warning("cannot register the node's pool with CUDA, so nothing is loaded or stored: %s", error)
+                raise
+            return _Open(copier, stack.pop_all())
+
+    def _unregister(self, registration: Registration) -> None:
+        with self._device.current():
+            registration.close()
+
+
+class _Open:
+    """A pool that is registered."""
+
+    def __init__(self, copier: Copier, stack: ExitStack) -> None:
+        self.copier = copier
+        self.stack = stack
+
+
+def populate(pool: Pool, unwanted: threading.Event) -> int:
+    """Takes the pool, and returns how much of it there is: the node uses no more either, once memory has ended.
+
+    Raises `PoolNotReady` if that is nothing, or if the pool is unwanted meanwhile.
+    """
+    try:
+        for start in range(0, pool.size_bytes, POPULATE_BYTES):
+            if unwanted.is_set():
+                raise PoolNotReady("it was let go of before")
+            pool.populate(start, start + POPULATE_BYTES, leave_bytes=LEFT_BYTES)
+    except ConfigError as error:
+        size_bytes = int(error.metadata["populated_bytes"])
+        if not size_bytes:
+            raise PoolNotReady(str(error)) from None
+        logger.warning("only %d of the pool's %d bytes can be used: %s", size_bytes, pool.size_bytes, error)
+        return size_bytes
+    return pool.size_bytes
+
+
+def _close(opening: Future[_Open], then: Callable[[], object]) -> None:
+    try:
+        if opening.exception() is None:
+            opening.result().stack.close()
+    except CudaError as error:
+        logger.error("cannot let go of the old pool: %s", error)
+    finally:
+        then()
+
+
+def open_cuda(ordinal: int) -> tuple[Device, Program]:
+    """A device by its number, and the kernels on it. Raises `CudaError`."""
+    device = Device(driver(), ordinal)
+    try:
+        return device, Program.load(device)
+    except BaseException:
+        device.close()
+        raise
+
+
+def torch_stream(ordinal: int) -> int:
+    """The stream that torch puts work on now."""
+    import torch
+
+    stream: Any = torch.cuda.current_stream(ordinal)
+    return int(stream.cuda_stream)

@@ -1,0 +1,74 @@
+"""Loads and stores that a worker is at. For `WorkerSide`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from vllm.logger import init_logger
+
+from lmkv_client.connector.messages import Load
+from lmkv_client.connector.worker.copies import Copying
+from lmkv_kernels import ChunkCopy
+
+logger = init_logger("vllm.lmkv")
+
+COPY_ERRORS = (ValueError, RuntimeError)
+"""What a copy may fail by."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Running:
+    """A load in progress."""
+
+    sync: bool
+    """Whether the forward of its step needed it; vLLM asks nothing about it afterwards."""
+    started_at: float
+    parts: list[Copying] = field(default_factory=list)
+    postponed: list[Load] = field(default_factory=list)
+    """Pieces that wait until the pool is mapped."""
+    size_bytes: int = 0
+    failed_blocks: list[int] = field(default_factory=list)
+    copied_blocks: list[int] = field(default_factory=list)
+    final: bool = False
+    failed: bool = False
+
+    def begin(self, act: Callable[[], Copying]) -> None:
+        """Begins a part."""
+        try:
+            self.parts.append(act())
+        except COPY_ERRORS as error:
+            self.fail(error)
+
+    def over(self) -> bool:
+        """Whether nothing runs and nothing more will come."""
+        self.parts = [part for part in self.parts if not self._part_is_over(part)]
+        return self.final and not self.parts and not self.postponed
+
+    def wait(self) -> None:
+        """Waits for what runs."""
+        for part in self.parts:
+            with suppress(*COPY_ERRORS):
+                part.wait()
+
+    def fail(self, error: Exception) -> None:
+        """Something of it could not be copied."""
+        logger.error("cannot load: %s", error)
+        self.failed = True
+
+    def _part_is_over(self, part: Copying) -> bool:
+        try:
+            return part.done()
+        except COPY_ERRORS as error:
+            self.fail(error)
+            return True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Storing:
+    """A store in progress."""
+
+    copies: Sequence[ChunkCopy]
+    copying: Copying
+    started_at: float

@@ -1,0 +1,280 @@
+"""The connector's worker side: copies bytes between one rank's pages and the pool. No gRPC, no lookup, no lock.
+
+vLLM calls it on the worker's main thread. Copies run beside that: on threads where the pages are in host memory, on
+streams where they are on a device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from lmkv.pool.socket import AttachedPool
+from lmkv.spec import KvSpec
+from lmkv_client.connector.format import make_pages
+from lmkv_client.connector.identity import Share
+from lmkv_client.connector.messages import Attachment, Check, Load, Loaded, StepPlan, WorkerReport, Written
+from lmkv_client.connector.worker.copies import Copies, Copying, HostCopies, Task, use_processors
+from lmkv_client.connector.worker.pool_mapping import PoolMapping
+from lmkv_client.connector.worker.running import COPY_ERRORS, Running, Storing
+from lmkv_kernels import ChunkCopy, Pages, checksum, copied_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from lmkv_client.connector.worker.buffer_agent import BufferAgent
+
+logger = init_logger("vllm.lmkv")
+
+MAP_WAIT_SECONDS = 0.5
+"""Maximum time that a step waits for a new node's pool; mapping continues on a thread after that."""
+
+
+class WorkerSide:
+    """One rank's copies."""
+
+    def __init__(
+        self,
+        spec: KvSpec,
+        share: Share,
+        *,
+        rank: int,
+        threads: int,
+        lends: bool = False,
+        nixl_backends: tuple[str, ...] = ("UCX",),
+    ) -> None:
+        """`lends`: whether what is handed over shall come into a buffer beside the pages."""
+        self._lends = lends
+        self._nixl_backends = nixl_backends
+        self._lender: BufferAgent | None = None
+        self._spec = spec
+        self._share = share
+        self._rank = rank
+        self._threads = threads
+        self._copies: Copies | None = None
+        self._attachment: Attachment | None = None
+        self._mapping: PoolMapping | None = None
+        """Of the current attachment, until its pool is taken."""
+        self._pool: AttachedPool | None = None
+        self._checker = ThreadPoolExecutor(1, "lmkv-check", initializer=use_processors)
+        self._running: dict[str, Running] = {}
+        self._storing: list[Storing] = []
+        self._finished: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._report: WorkerReport | None = None
+        self._step_is_poisoned = False
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Where the pages are. Raises `ValueError` or `RuntimeError` if they cannot be copied."""
+        self._tensors = list(kv_caches.values())  # keeps the memory alive
+        self._pages = make_pages(self._tensors, self._spec, first_head=self._share.first_head)
+        self._copies = make_copies(self._pages, self._threads)
+
+    def load(self, plan: StepPlan) -> None:
+        """Starts the step's loads; a forward that needs them comes after them."""
+        self._follow(plan.attachment)
+        if self._copies:
+            self._copies.begin_step()
+        self._step_is_poisoned = False
+        for load in plan.loads:
+            running = self._running.setdefault(load.request_id, Running(sync=load.sync, started_at=time.monotonic()))
+            running.final |= load.final
+            running.failed_blocks += load.failed_blocks
+            if self._mapping and not self._mapping.tried and not load.sync:
+                running.postponed.append(load)
+            else:
+                self._begin(running, load)
+            if load.sync:
+                if load.checks:
+                    running.wait()
+                if running.over():
+                    self._finish(load.request_id, running)
+                self._step_is_poisoned |= running.failed or bool(running.failed_blocks)
+
+    def store(self, plan: StepPlan) -> None:
+        """Copies what the step has completed into the pool, before its pages can change."""
+        if not plan.stores:
+            return
+        if self._pool is None or self._copies is None or self._step_is_poisoned:
+            # After a failed synchronous load this step's forward has read pages that were never filled.
+            self._skip(plan.stores)
+            return
+        if not self._share.is_writer:
+            nothing = {copy.offset: Written(rank_count=1, checksum=0) for copy in plan.stores}
+            self._reporting().written.update(nothing)
+            return
+        started = time.perf_counter()
+        try:
+            copying = self._copies.gather(plan.stores)
+        except COPY_ERRORS as error:
+            logger.error("cannot store: %s", error)
+            self._skip(plan.stores)
+            return
+        self._storing.append(Storing(copies=plan.stores, copying=copying, started_at=started))
+
+    def take_finished(self) -> set[str]:
+        """Requests whose asynchronous loads have ended since the last call, well or not."""
+        self._take_pool()
+        for request_id, running in list(self._running.items()):
+            if running.over():
+                self._finish(request_id, running)
+                if not running.sync:
+                    self._finished.add(request_id)
+        finished, self._finished = self._finished, set()
+        return finished
+
+    def take_failed_blocks(self) -> set[int]:
+        """Pages that loads were to fill and did not."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_report(self) -> WorkerReport | None:
+        """What was copied since the last call."""
+        self._storing = [storing for storing in self._storing if not self._stored(storing)]
+        report, self._report = self._report, None
+        return report
+
+    def close(self) -> None:
+        """Waits for running copies, then lets go of the pool."""
+        self._checker.shutdown(cancel_futures=True)
+        mapping, self._mapping = self._mapping, None
+        if mapping:
+            mapping.close()
+        if self._copies:
+            self._let_go()
+            self._copies.close()
+
+    def _begin(self, running: Running, load: Load) -> None:
+        """Begins the checks and copies of one piece of a load."""
+        if load.checks:
+            running.parts.append(Task([self._checker.submit(verify, self._pool, load.checks)]))
+        if load.copies:
+            running.copied_blocks += [block for copy in load.copies for block in copy.block_ids]
+            running.begin(partial(self._scatter, running, load))
+        if load.buffered:
+            running.copied_blocks += [block for copy in load.buffered for block in copy.block_ids]
+            running.begin(partial(self._scatter_buffered, running, load))
+
+    def _scatter(self, running: Running, load: Load) -> Copying:
+        if self._pool is None or self._copies is None:
+            raise RuntimeError("the pool is not mapped")
+        running.size_bytes += copied_bytes(self._pages, load.copies)
+        return self._copies.scatter(load.copies, sync=load.sync)
+
+    def _scatter_buffered(self, running: Running, load: Load) -> Copying:
+        buffer = self._lender.buffer if self._lender else None
+        if buffer is None or self._copies is None:
+            raise RuntimeError("there is no device buffer")
+        running.size_bytes += copied_bytes(self._pages, load.buffered)
+        return self._copies.scatter(load.buffered, sync=load.sync, buffer=buffer)
+
+    def _stored(self, storing: Storing) -> bool:
+        """Whether a store is over; then it is in the report."""
+        try:
+            if not storing.copying.done():
+                return False
+        except COPY_ERRORS as error:
+            logger.error("cannot store: %s", error)
+            self._skip(storing.copies)
+            return True
+        report = self._reporting()
+        report.store_seconds = time.perf_counter() - storing.started_at
+        for copy, part in zip(storing.copies, storing.copying.checksums, strict=True):
+            report.written[copy.offset] = Written(rank_count=1, checksum=part)
+        return True
+
+    def _skip(self, copies: Sequence[ChunkCopy]) -> None:
+        self._reporting().skipped.update(copy.offset for copy in copies)
+
+    def _finish(self, request_id: str, running: Running) -> None:
+        """Reports a load that is over."""
+        del self._running[request_id]
+        self._failed_blocks.update(running.failed_blocks)
+        if running.failed:
+            self._failed_blocks.update(running.copied_blocks)
+        self._reporting().loaded[request_id] = Loaded(
+            rank_count=1,
+            size_bytes=0 if running.failed else running.size_bytes,
+            seconds=time.monotonic() - running.started_at,
+            failed=running.failed,
+        )
+
+    def _reporting(self) -> WorkerReport:
+        if self._report is None:
+            self._report = WorkerReport(engine_id=self._attachment.engine_id if self._attachment else "")
+        return self._report
+
+    def _follow(self, attachment: Attachment | None) -> None:
+        """Maps the pool that the plan speaks of. The old one is let go of only when nothing is being copied from it."""
+        if attachment is not None and attachment != self._attachment:
+            if self._mapping:
+                self._mapping.close()
+                self._mapping = None
+                self._begin_postponed()  # they fail: their pool will not be mapped
+            self._let_go()
+            self._attachment = attachment
+            self._storing.clear()
+            self._report = None  # of the old attachment: void
+            self._mapping = PoolMapping(attachment, self._rank)
+            self._mapping.wait(MAP_WAIT_SECONDS)
+        self._take_pool()
+
+    def _take_pool(self) -> None:
+        """Opens the pool if it has been mapped; begins the loads that waited for the first try to map it."""
+        if self._mapping is None or not self._mapping.tried:
+            return
+        pool = self._mapping.take()
+        if pool and self._attachment:
+            self._mapping, self._pool = None, pool
+            if self._copies:
+                self._copies.open(pool.pool)
+            if self._lends and self._attachment.device_buffer_bytes:
+                self._lender = self._lend(self._attachment)
+        self._begin_postponed()
+
+    def _begin_postponed(self) -> None:
+        for running in self._running.values():
+            postponed, running.postponed = running.postponed, []
+            for load in postponed:
+                self._begin(running, load)
+
+    def _lend(self, attachment: Attachment) -> BufferAgent:
+        from lmkv_client.connector.worker.buffer_agent import BufferAgent  # who lends nothing needs no NIXL
+
+        return BufferAgent(
+            attachment, self._rank, self._pages, sums=self._share.is_writer, nixl_backends=self._nixl_backends
+        )
+
+    def _let_go(self) -> None:
+        """Unmaps the pool, and takes the device buffer back, once nothing is being copied."""
+        for running in self._running.values():
+            running.wait()
+        lender, self._lender = self._lender, None
+        if lender:
+            lender.close()
+        pool, self._pool = self._pool, None
+        if pool and self._copies:
+            self._copies.let_go(pool.close)
+
+
+def make_copies(pages: Pages, threads: int) -> Copies:
+    """Copies for pages where they are. Raises `RuntimeError` if they cannot be made there."""
+    if pages.device == "cpu":
+        return HostCopies(pages, threads)
+    from lmkv_client.connector.worker.device import DeviceCopies
+
+    return DeviceCopies(pages, prepare_thread=use_processors)
+
+
+def verify(pool: AttachedPool | None, checks: Sequence[Check]) -> None:
+    """Compares extents with their checksums. Raises `ValueError` if one is not what it should be."""
+    if pool is None:
+        raise ValueError("the pool is not mapped")
+    for one in checks:
+        if checksum(pool.pool.buffer, one.offset, one.size_bytes) != one.checksum:
+            raise ValueError(f"the chunk at offset {one.offset} of the pool is damaged; it is computed instead")

@@ -1,0 +1,165 @@
+"""The gate of a server: every call over gRPC or HTTP passes it, and nothing else asks for tokens."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from lmkv.auth.caller import ANYBODY, Caller, calling
+from lmkv.auth.callers import KEY, NO_QUOTA, Callers, TenantQuota, read_callers
+from lmkv.auth.roles import OPEN, ROLES, Role
+from lmkv.auth.token import HEADER, Token, token_in
+from lmkv.auth.token_bucket import TokenBucket
+from lmkv.errors import ConfigError, PermissionDenied, Unauthenticated
+from lmkv.runtime.reload import Reloadable
+from lmkv.telemetry.log_limit import LimitedLogger
+
+logger = logging.getLogger(__name__)
+
+TENANT_HEADER = "lmkv-tenant"
+"""For which tenant an admin calls who has none of its own."""
+
+Metadata = Iterable[tuple[str, str | bytes]]
+
+
+class Authenticator:
+    """Lets in whom the tokens file knows, for what their role may call. Without a file it lets everybody in.
+
+    With `own`, a process's own token, it is the gate of a tenant: callers of others are not let in. Raises
+    `ConfigError` if the file is not what it should be, or does not know the own token.
+    """
+
+    def __init__(self, path: str = "", own: Token | None = None) -> None:
+        self._files = [path] if path else []
+        self._callers = Reloadable(lambda: self._files, self._read) if path else None
+        self._allowances: dict[str, TokenBucket] = {}
+        self._own = own
+        self._log = LimitedLogger(logger)
+        if self._callers and own is not None:
+            self._own_tenant()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it lets everybody in."""
+        return self._callers is None
+
+    @property
+    def callers(self) -> Callers:
+        """Whom it knows now."""
+        return self._callers.get() if self._callers else _NOBODY
+
+    def quota(self, tenant: str) -> TenantQuota:
+        """What a tenant may take."""
+        return self.callers.quotas.get(tenant, NO_QUOTA)
+
+    @contextmanager
+    def passing(self, method: str, metadata: Metadata | None) -> Iterator[Caller]:
+        """While a call of `SERVICE/METHOD` is answered; `current_caller` is who made it. Raises what `admit` does."""
+        known = self.callers  # before the call is admitted: a later change of the file is noticed
+        caller = self.admit(method, metadata)
+        if caller is ANYBODY:
+            yield caller
+            return
+        allowance = self._allowance(caller)
+        allowance.begin(time.monotonic())
+        headers = dict(metadata or ())
+
+        def check() -> None:
+            nonlocal known
+            if (now := self.callers) is not known:
+                self._check_again(caller, method, headers)
+                known = now
+
+        try:
+            with calling(caller, check, lambda: allowance.ask(time.monotonic())):
+                yield caller
+        finally:
+            allowance.end()
+
+    def admit(self, method: str, metadata: Metadata | None) -> Caller:
+        """Who calls. Raises `Unauthenticated` or `PermissionDenied`, each with the fix and without the token."""
+        if self._callers is None or method in OPEN:
+            return ANYBODY
+        try:
+            return self._admit(method, dict(metadata or ()))
+        except Unauthenticated as error:
+            self._log.warning("refused %s: %s", method, error)
+            raise
+        except PermissionDenied as error:
+            self._log.warning("denied %s: %s", method, error)
+            raise
+
+    def _check_again(self, caller: Caller, method: str, headers: dict[str, str | bytes]) -> None:
+        """Raises `Unauthenticated` if a call that was admitted would now be refused, or answered for another tenant."""
+        try:
+            unchanged = self._admit(method, headers) == caller
+        except (Unauthenticated, PermissionDenied):
+            unchanged = False
+        if not unchanged:
+            raise Unauthenticated("the token is not known any more, or has another role or tenant; call again")
+
+    def _admit(self, method: str, headers: dict[str, str | bytes]) -> Caller:
+        token = token_in(str(headers.get(HEADER, "")))
+        if not token:
+            raise Unauthenticated("no token came along; set auth_token or auth_token_file where the call comes from")
+        caller = self.callers.find(token)
+        if caller is None:
+            raise Unauthenticated(
+                f"the token is not known here; list its SHA-256 in the file of {KEY}, or show another"
+            )
+        allowed = ROLES.get(method, frozenset())
+        if caller.role not in allowed:
+            who = " or ".join(sorted(allowed)) or "nobody"
+            raise PermissionDenied(
+                f"{caller.name} is {caller.role}, and {method} is for {who}; show a token of such a role",
+                caller=caller.name,
+                role=caller.role,
+                method=method,
+            )
+        return self._for_tenant(caller, str(headers.get(TENANT_HEADER, "")))
+
+    def _for_tenant(self, caller: Caller, wish: str) -> Caller:
+        """The caller, for the tenant that it calls for."""
+        if wish and caller.role is Role.ADMIN and not caller.tenant and wish in self.callers.tenants:
+            caller = replace(caller, tenant=wish)
+        elif wish not in ("", caller.tenant):
+            raise PermissionDenied(
+                f"{caller.name} may not call for tenant {wish}; leave {TENANT_HEADER} out", caller=caller.name
+            )
+        if self._own is not None and caller.tenant != self._own_tenant():
+            raise PermissionDenied(
+                f"{caller.name} is of another tenant than this node; nodes answer those of their own",
+                caller=caller.name,
+            )
+        return caller
+
+    def _allowance(self, caller: Caller) -> TokenBucket:
+        """The bucket of all tokens of one name."""
+        per_second, concurrent = caller.max_requests_per_second, caller.max_concurrent_requests
+        allowance = self._allowances.get(caller.name)
+        if allowance is None or not allowance.is_of(per_second, concurrent):
+            allowance = self._allowances[caller.name] = TokenBucket(per_second, concurrent, time.monotonic())
+        return allowance
+
+    def _own_tenant(self) -> str:
+        assert self._own is not None
+        token = token_in(dict(self._own.headers()).get(HEADER, ""))
+        caller = self.callers.find(token) if token else None
+        if caller is None:
+            raise ConfigError(
+                f"{KEY} is set, but its file does not know this process's own token; set auth_token or "
+                "auth_token_file to one that it lists",
+                key="auth_token",
+            )
+        return caller.tenant
+
+    def _read(self) -> Callers:
+        callers, self._files = read_callers(self._files[0])
+        return callers
+
+
+_NOBODY = Callers()
+OPEN_AUTHENTICATOR = Authenticator()

@@ -1,0 +1,117 @@
+"""A process's TLS certificates, trusted CAs and bearer token. Used by `lmkv.rpc` and by HTTP servers and clients.
+
+Files that are replaced count from the next connection on: nothing has to be restarted.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmkv.auth.token import NO_TOKEN, Token
+from lmkv.errors import ConfigError
+from lmkv.runtime.reload import Reloadable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Credentials:
+    """PEM files, by the configuration keys that name them; empty where there is none.
+
+    A server speaks TLS if it has a certificate, and then lets in only clients that show one of `client_ca`'s, if set.
+    A client speaks TLS if it has somebody to trust, and shows its certificate if it has one.
+    """
+
+    cert: str = ""
+    """This process's certificate, and those between it and its issuer."""
+    key: str = ""
+    """The certificate's private key."""
+    ca: str = ""
+    """Issuers of the servers that a client trusts."""
+    client_ca: str = ""
+    """Issuers of the clients that a server lets in."""
+    name: str = ""
+    """Name that servers' certificates must be for; empty: the one that they are called by."""
+    token: Token = NO_TOKEN
+    """What a client shows besides."""
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError` if a file cannot be read, holds no such thing, or the key is another certificate's."""
+        for name, other in (("tls_cert", self.key), ("tls_key", self.cert)):
+            if other and not (self.cert and self.key):
+                raise ConfigError(f"{name} is missing: a certificate needs tls_cert and tls_key", key=name)
+        if self.client_ca and not self.cert:
+            raise ConfigError(
+                "tls_client_ca needs tls_cert and tls_key: without them nothing is encrypted", key="tls_cert"
+            )
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        for name, path in (("tls_ca", self.ca), ("tls_client_ca", self.client_ca)):
+            if path:
+                _read(name, path)
+                try:
+                    context.load_verify_locations(path)
+                except ssl.SSLError as error:
+                    raise ConfigError(
+                        f"{name}: {path} holds no certificate in PEM ({error.reason})", key=name
+                    ) from None
+        if self.cert:
+            _read("tls_cert", self.cert)
+            _read("tls_key", self.key)
+            try:
+                context.load_cert_chain(self.cert, self.key)
+            except ssl.SSLError as error:
+                raise ConfigError(
+                    f"{self.key} is not the key of the certificate {self.cert}, or one of them is not in PEM "
+                    f"({error.reason}); set tls_cert and tls_key to a pair",
+                    key="tls_key",
+                ) from None
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All files."""
+        return tuple(path for path in (self.cert, self.key, self.ca, self.client_ca) if path)
+
+    def pem(self, name: str) -> bytes | None:
+        """What a file holds; None if there is none. Raises `ConfigError`."""
+        path = getattr(self, name)
+        return _read(f"tls_{name}", path) if path else None
+
+    def server_context(self) -> ssl.SSLContext:
+        """For a server that is none of gRPC's: each connection gets what the files hold when it comes."""
+
+        def make() -> ssl.SSLContext:
+            self.__post_init__()
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self.cert, self.key)
+            if self.client_ca:
+                context.load_verify_locations(self.client_ca)
+                context.verify_mode = ssl.CERT_REQUIRED
+            return context
+
+        fresh = Reloadable(self.paths, make)
+
+        def choose(connection: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+            connection.context = fresh.get()
+
+        context = make()
+        context.sni_callback = choose  # is called whether a name came or not
+        return context
+
+    def client_contexts(self) -> Reloadable[ssl.SSLContext]:
+        """For clients that are none of gRPC's. Without `ca` they trust whom the system trusts."""
+
+        def make() -> ssl.SSLContext:
+            self.__post_init__()
+            context = ssl.create_default_context(cafile=self.ca or None)
+            if self.cert:
+                context.load_cert_chain(self.cert, self.key)
+            return context
+
+        return Reloadable(self.paths, make)
+
+
+def _read(name: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot read {path}: {error.strerror}", key=name) from None

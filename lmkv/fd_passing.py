@@ -1,0 +1,268 @@
+"""Hands a file descriptor to other processes of this host, and notices when one of them is gone.
+
+A node serves `Handover`s: its pool goes to its workers (`pool_socket`), and to peers on the same host (`transfer.shm`).
+Those call `receive_fd`. Each side sends one line of JSON; the connection stays open as long as the receiver lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from lmkv.errors import ConfigError, LmkvError, Unreachable
+
+logger = logging.getLogger(__name__)
+
+MAX_LINE_BYTES = 4096
+MAX_TAKERS = 1024
+HELLO_SECONDS = 5.0
+"""A connection that has not said who it is by then is closed."""
+
+Fields = Mapping[str, Any]
+
+
+def _nothing() -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FdOffer:
+    """What a taker gets: a file descriptor, which stays the giver's too, and words about it."""
+
+    fd: int
+    fields: Fields
+    on_gone: Callable[[], None] = field(default=_nothing)
+    """Called on the loop when the kernel closed the taker's end."""
+
+
+class Handover:
+    """Unix socket for this user alone. `async with`, or `start` and `aclose`.
+
+    `welcome` is called on the event loop with what a taker says, and refuses it by raising an `LmkvError` or a
+    `ValueError`. Closing the socket calls nothing: it proves nothing about the takers.
+    """
+
+    def __init__(self, path: Path, welcome: Callable[[Fields], FdOffer], name: str) -> None:
+        """`name` is what log lines call it."""
+        self.path = path
+        self._welcome = welcome
+        self._name = name
+        self._listener: socket.socket | None = None
+        self._inode = 0
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listens; a socket that a dead process left behind is removed.
+
+        Raises `ConfigError` if another process listens there or the path cannot be had.
+        """
+        self._listener = _listen(self.path)
+        self._inode = self.path.stat().st_ino
+        self._task = asyncio.create_task(self._serve(self._listener), name=self._name)
+
+    async def aclose(self) -> None:
+        """Stops listening and closes all connections; the takers keep what they have. Idempotent."""
+        task, self._task = self._task, None
+        if task is None or self._listener is None:
+            return
+        task.cancel()
+        await asyncio.wait([task])
+        self._listener.close()
+        with suppress(OSError):
+            if self.path.stat().st_ino == self._inode:  # else a newer node's
+                self.path.unlink()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def _serve(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        takers: set[asyncio.Task[None]] = set()
+        async with asyncio.TaskGroup() as group:
+            while True:
+                try:
+                    connection, _ = await loop.sock_accept(listener)
+                except OSError as error:  # out of file descriptors, most likely
+                    logger.warning("%s: cannot accept anybody: %s", self._name, error)
+                    await asyncio.sleep(1.0)
+                    continue
+                if len(takers) >= MAX_TAKERS:
+                    self._refuse(connection, f"{MAX_TAKERS} are attached already")
+                    connection.close()
+                    continue
+                task = group.create_task(self._serve_taker(connection))
+                takers.add(task)
+                task.add_done_callback(takers.discard)
+                # Here, because a task that is cancelled before it runs would not close it.
+                task.add_done_callback(partial(_close, connection))
+
+    async def _serve_taker(self, connection: socket.socket) -> None:
+        try:
+            await self._converse(connection)
+        except Exception:
+            logger.exception("%s: serving somebody failed unexpectedly", self._name)
+
+    async def _converse(self, connection: socket.socket) -> None:
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                hello = _parse(await _read_line(connection))
+            gift = self._welcome(hello)
+        except (OSError, TimeoutError, ValueError) as error:
+            self._refuse(connection, f"no hello: {error}")
+            return
+        except LmkvError as error:
+            self._refuse(connection, str(error))
+            return
+        if self._give(connection, gift):
+            await _wait_for_end(connection)
+        gift.on_gone()
+
+    def _give(self, connection: socket.socket, gift: FdOffer) -> bool:
+        answer = _line(gift.fields)
+        try:
+            # A new connection has room for it, so this neither blocks nor sends in part.
+            return socket.send_fds(connection, [answer], [gift.fd]) == len(answer)
+        except OSError as error:
+            logger.warning("%s: somebody left before it was served: %s", self._name, error)
+            return False
+
+    def _refuse(self, connection: socket.socket, reason: str) -> None:
+        logger.warning("%s: somebody was refused: %s", self._name, reason)
+        with suppress(OSError):
+            connection.send(_line({"error": reason}))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReceivedFd:
+    """A received file descriptor, the sender's JSON message and the connection. The receiver closes both."""
+
+    fd: int
+    fields: Fields
+    connection: socket.socket
+    """To be kept open for as long as what was taken is used; closed by the giver when it ends."""
+
+
+def receive_fd(path: Path | str, hello: Fields, timeout_seconds: float) -> ReceivedFd:
+    """What is handed out at `path`; blocks for no longer than `timeout_seconds`.
+
+    Raises `Unreachable` if nobody is there, does not answer in time, or refuses.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        deadline = time.monotonic() + timeout_seconds
+        connection.settimeout(timeout_seconds)
+        connection.connect(str(path))
+        connection.sendall(_line(hello))
+        fd, fields = _receive(connection, deadline)
+    except (OSError, ValueError) as error:
+        connection.close()
+        raise Unreachable(f"nothing was handed over at {path}: {error}", socket=path) from None
+    except BaseException:
+        connection.close()
+        raise
+    return ReceivedFd(fd=fd, fields=fields, connection=connection)
+
+
+def _receive(connection: socket.socket, deadline: float) -> tuple[int, Fields]:
+    line, fds = b"", list[int]()
+    try:
+        while not line.endswith(b"\n"):
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
+            data, more, _, _ = socket.recv_fds(connection, MAX_LINE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            fds += more
+            line += data
+            if not data or len(line) > MAX_LINE_BYTES:
+                raise ValueError("the answer is cut off" if not data else "the answer is too long")
+        fields = _parse(line)
+        if "error" in fields:
+            raise ValueError(fields["error"])
+        if len(fds) != 1:
+            raise ValueError(f"the answer {fields} brings {len(fds)} files instead of one")
+        return fds.pop(), fields
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _listen(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        _remove_stale(path)
+        listener.bind(str(path))
+        path.chmod(0o600)  # before anybody can connect
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"runtime_dir: cannot listen at {path}: {reason}; name another directory", path=path
+        ) from None
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _remove_stale(path: Path) -> None:
+    if not path.is_socket():
+        return  # nothing there, or something that bind will refuse to replace
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # a full backlog is an answer too
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+            return
+        except BlockingIOError:
+            pass
+    raise ConfigError(
+        f"runtime_dir: another node listens at {path}; give this one another instance_id or runtime_dir", path=path
+    )
+
+
+async def _read_line(connection: socket.socket) -> bytes:
+    loop, line = asyncio.get_running_loop(), b""
+    while not line.endswith(b"\n"):
+        data = await loop.sock_recv(connection, MAX_LINE_BYTES - len(line))
+        if not data:
+            raise ValueError("the line is cut off" if len(line) < MAX_LINE_BYTES else "the line is too long")
+        line += data
+    return line
+
+
+async def _wait_for_end(connection: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    with suppress(ConnectionError):  # a reset is an end too
+        while await loop.sock_recv(connection, MAX_LINE_BYTES):
+            pass  # nothing more was agreed on, but only the end is an end
+
+
+def _close(connection: socket.socket, _: asyncio.Task[None]) -> None:
+    connection.close()
+
+
+def _line(fields: Fields) -> bytes:
+    return json.dumps(dict(fields)).encode() + b"\n"
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except RecursionError:
+        raise ValueError("too deeply nested") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{fields!r} is not an object")
+    return fields

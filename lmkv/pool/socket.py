@@ -1,0 +1,105 @@
+"""Hands the pool's memory to workers, and tells the node when a worker is gone (docs/pool.md).
+
+The node serves a `PoolSocket`; the worker side of the connector calls `attach`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+from lmkv.errors import Unreachable
+from lmkv.fd_passing import FdOffer, Fields, Handover, receive_fd
+from lmkv.pool.pool import Pool
+
+WorkerCallback = Callable[[str, int], None]
+"""Called with engine id and rank."""
+
+
+class PoolSocket(Handover):
+    """Unix socket that gives the pool to workers. `async with`, or `start` and `aclose`.
+
+    `on_worker` is called before a worker gets the pool, and refuses it by raising an `LmkvError`; `on_worker_gone` when
+    the kernel closed its end: from then on the process cannot touch the pool any more, unless the worker closed the
+    connection while it kept the memory mapped.
+    Both are called on the event loop, once per connection; a worker that connects anew may be announced again before
+    its old connection is seen to be gone.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        pool: Pool,
+        epoch: int,
+        *,
+        on_worker: WorkerCallback,
+        on_worker_gone: WorkerCallback,
+    ) -> None:
+        super().__init__(path, self._hand_over, "pool socket")
+        self._pool = pool
+        self._epoch = epoch
+        self._on_worker = on_worker
+        self._on_worker_gone = on_worker_gone
+
+    def _hand_over(self, hello: Fields) -> FdOffer:
+        engine_id, rank, epoch = _parse_hello(hello)
+        if epoch != self._epoch:
+            raise Unreachable(f"this node runs epoch {self._epoch}, not {epoch}")
+        self._on_worker(engine_id, rank)
+        return FdOffer(
+            fd=self._pool.fd,
+            fields={"size_bytes": self._pool.size_bytes, "epoch": self._epoch},
+            on_gone=lambda: self._on_worker_gone(engine_id, rank),
+        )
+
+
+class AttachedPool:
+    """A worker's hold on the node's pool. It stays valid, though useless, when the node dies. `close` ends it."""
+
+    def __init__(self, pool: Pool, connection: socket.socket) -> None:
+        self.pool = pool
+        self._connection = connection
+
+    def close(self) -> None:
+        """Unmaps the pool and tells the node so. The worker must not touch the pool any more. Idempotent."""
+        self.pool.close()
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def attach(socket_path: Path | str, engine_id: str, rank: int, epoch: int, timeout_seconds: float) -> AttachedPool:
+    """Gets and maps the pool of the node that listens at `socket_path`; blocks for no longer than `timeout_seconds`.
+
+    Raises `Unreachable` if there is no node, it does not answer in time, refuses, or its pool cannot be mapped.
+    """
+    taken = receive_fd(socket_path, {"engine_id": engine_id, "rank": rank, "epoch": epoch}, timeout_seconds)
+    try:
+        return AttachedPool(_map(taken.fd, taken.fields, epoch), taken.connection)
+    except (OSError, ValueError) as error:
+        taken.connection.close()
+        raise Unreachable(f"no pool from the node at {socket_path}: {error}", socket=socket_path) from None
+
+
+def _map(fd: int, fields: Fields, epoch: int) -> Pool:
+    size_bytes = fields.get("size_bytes")
+    if fields.get("epoch") != epoch or not isinstance(size_bytes, int):
+        os.close(fd)
+        raise ValueError(f"the answer {fields} does not hand over the pool of epoch {epoch}")
+    return Pool.attach(fd, size_bytes)
+
+
+def _parse_hello(hello: Fields) -> tuple[str, int, int]:
+    engine_id, rank, epoch = (hello.get(name) for name in ("engine_id", "rank", "epoch"))
+    if not (
+        isinstance(engine_id, str) and engine_id and isinstance(epoch, int) and isinstance(rank, int) and rank >= 0
+    ):
+        raise ValueError(f"{dict(hello)} needs engine_id, rank and epoch")
+    return engine_id, rank, epoch

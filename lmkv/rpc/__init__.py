@@ -1,0 +1,40 @@
+"""gRPC as lmkv uses it: channels, servers, and the mapping between errors and status codes.
+
+`endpoints` opens channels and makes servers; `interceptor` is what each call passes; `error_status` maps
+`lmkv.errors` to `google.rpc.Status` and back. Imports `lmkv.auth`, `lmkv.telemetry`, `lmkv.runtime` and `lmkv.errors`.
+Start with `endpoints`.
+"""
+
+from lmkv.rpc.endpoints import (
+    CHANNEL_OPTIONS,
+    DOMAIN,
+    MAX_MESSAGE_BYTES,
+    MAX_TEXT,
+    PLAINTEXT,
+    SERVER_OPTIONS,
+    add_port,
+    call,
+    from_rpc_error,
+    from_status,
+    make_server,
+    open_channel,
+    short,
+    to_status,
+)
+
+__all__ = [
+    "CHANNEL_OPTIONS",
+    "DOMAIN",
+    "MAX_MESSAGE_BYTES",
+    "MAX_TEXT",
+    "PLAINTEXT",
+    "SERVER_OPTIONS",
+    "add_port",
+    "call",
+    "from_rpc_error",
+    "from_status",
+    "make_server",
+    "open_channel",
+    "short",
+    "to_status",
+]

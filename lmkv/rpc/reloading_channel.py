@@ -1,0 +1,103 @@
+"""A gRPC channel that follows its certificates and shows who calls. `endpoints` opens it where there is either.
+
+gRPC in Python reads a client's certificates once, and a channel is bound into every stub. So this one lies over
+another, which is replaced once a file has changed. Calls under way end over the old one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import grpc
+
+from lmkv.runtime.reload import Reloadable
+
+OLD_CALLS_SECONDS = 60.0
+"""So long may calls go on over a connection whose certificates were replaced. Streams are then begun anew."""
+
+Metadata = Sequence[tuple[str, str]]
+
+
+class ReloadingChannel(grpc.aio.Channel):
+    """What `make` opens, opened anew when one of the files changes, with `headers` sent along each call."""
+
+    def __init__(
+        self, paths: Sequence[str], make: Callable[[], grpc.aio.Channel], headers: Callable[[], Metadata]
+    ) -> None:
+        self._fresh = Reloadable(paths, make)
+        self._now = self._fresh.get()
+        self._headers = headers
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def now(self) -> grpc.aio.Channel:
+        """The channel for the next call."""
+        newest = self._fresh.get()
+        if newest is not self._now:
+            old, self._now = self._now, newest
+            task = asyncio.create_task(old.close(OLD_CALLS_SECONDS))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        return self._now
+
+    @property
+    def headers(self) -> Metadata:
+        """What is sent along the next call."""
+        return self._headers()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close(None)
+
+    async def close(self, grace: float | None = None) -> None:
+        """Ends calls within `grace` seconds, at once if it is None. Repeating it is safe."""
+        for task in self._closing:
+            task.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._now.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """How the connection is."""
+        return self.now.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """Returns when it is otherwise."""
+        await self.now.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """Returns when it is connected."""
+        await self.now.channel_ready()
+
+    def unary_unary(self, *args: Any, **options: Any) -> Any:
+        """For stubs, as the next three."""
+        return _Method(self, "unary_unary", args, options)
+
+    def unary_stream(self, *args: Any, **options: Any) -> Any:
+        return _Method(self, "unary_stream", args, options)
+
+    def stream_unary(self, *args: Any, **options: Any) -> Any:
+        return _Method(self, "stream_unary", args, options)
+
+    def stream_stream(self, *args: Any, **options: Any) -> Any:
+        return _Method(self, "stream_stream", args, options)
+
+
+class _Method:
+    """One method, over whichever channel is the newest."""
+
+    def __init__(self, channel: ReloadingChannel, kind: str, args: Sequence[Any], options: dict[str, Any]) -> None:
+        self._channel = channel
+        self._kind = kind
+        self._args = args
+        self._options = options
+        self._bound: tuple[grpc.aio.Channel, Any] | None = None
+
+    def __call__(self, *args: Any, metadata: Metadata | None = None, **options: Any) -> Any:
+        channel = self._channel.now
+        if self._bound is None or self._bound[0] is not channel:
+            self._bound = channel, getattr(channel, self._kind)(*self._args, **self._options)
+        return self._bound[1](*args, metadata=(*(metadata or ()), *self._channel.headers), **options)

@@ -1,0 +1,106 @@
+"""Decodes and checks the messages of a request, for every RPC of every server. Used by `interceptor` and HTTP."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+
+from lmkv.auth.caller import check_caller
+from lmkv.errors import BadMessage
+
+MAX_DURATION_SECONDS = 315_576_000_000
+MIN_TIME_SECONDS, MAX_TIME_SECONDS = -62_135_596_800, 253_402_300_799
+"""Ranges of `google.protobuf.Duration` (10,000 years) and `Timestamp` (the years 1 to 9999)."""
+_DURATION, _TIMESTAMP = "google.protobuf.Duration", "google.protobuf.Timestamp"
+
+
+class Requests(AsyncIterator[Any]):
+    """The messages of one call, decoded from the bytes that gRPC delivers.
+
+    Raises `BadMessage` for bytes that are not the message, and `Unauthenticated` once the caller's token is revoked.
+    gRPC's own decoding answers `INTERNAL` and logs a traceback, outside of every handler and interceptor.
+    """
+
+    def __init__(self, parts: AsyncIterator[bytes], decode: Callable[[bytes], Any]) -> None:
+        self._parts = parts
+        self._decode = decode
+
+    async def __anext__(self) -> Any:
+        data = await anext(self._parts)
+        check_caller()
+        return checked(data, self._decode)
+
+
+def checked(data: bytes, decode: Callable[[bytes], Any]) -> Any:
+    """The message in `data`. Raises `BadMessage` if `decode` fails, or a time in the message is out of range."""
+    try:
+        message = decode(data)
+    except DecodeError:
+        raise BadMessage("the request is not a valid protobuf message of this RPC; encode it by its proto") from None
+    check_times(message)
+    return message
+
+
+def check_times(message: Any) -> None:
+    """Raises `BadMessage` if a `Duration` or `Timestamp` of the message is outside the range that protobuf gives it.
+
+    The conversions of the protobuf library accept such values or raise `ValueError`.
+    """
+    if isinstance(message, Message):
+        _check_fields(message, "")
+
+
+def _check_fields(message: Message, path: str) -> None:
+    for field in _fields_with_times(message.DESCRIPTOR):
+        for value in _values(message, field):
+            name = f"{path}{field.name}"
+            kind = value.DESCRIPTOR.full_name
+            if kind not in (_DURATION, _TIMESTAMP):
+                _check_fields(value, f"{name}.")
+            elif not (_is_duration(value) if kind == _DURATION else _is_timestamp(value)):
+                raise BadMessage(
+                    f"{name} ({value.seconds} s, {value.nanos} ns) is out of the range of {kind}; set a valid one",
+                    field=name,
+                )
+
+
+def _values(message: Message, field: FieldDescriptor) -> Any:
+    """The messages that a field holds: none if it is not set."""
+    if not field.is_repeated:
+        return (getattr(message, field.name),) if message.HasField(field.name) else ()
+    values = getattr(message, field.name)
+    return values.values() if _is_map(field) else values
+
+
+@functools.cache
+def _fields_with_times(kind: Descriptor) -> tuple[FieldDescriptor, ...]:
+    """The fields of a message type whose values are, or contain, a `Duration` or `Timestamp`."""
+    return tuple(field for field in kind.fields if _leads_to_time(field, frozenset({kind.full_name})))
+
+
+def _leads_to_time(field: FieldDescriptor, above: frozenset[str]) -> bool:
+    kind = field.message_type
+    if kind is not None and _is_map(field):
+        kind = kind.fields_by_name["value"].message_type
+    if kind is None or kind.full_name in above:
+        return False
+    if kind.full_name in (_DURATION, _TIMESTAMP):
+        return True
+    return any(_leads_to_time(inner, above | {kind.full_name}) for inner in kind.fields)
+
+
+def _is_map(field: FieldDescriptor) -> bool:
+    return field.message_type is not None and field.message_type.GetOptions().map_entry
+
+
+def _is_duration(value: Any) -> bool:
+    seconds, nanos = int(value.seconds), int(value.nanos)
+    return seconds * nanos >= 0 and abs(seconds) <= MAX_DURATION_SECONDS and abs(nanos) < 1_000_000_000
+
+
+def _is_timestamp(value: Any) -> bool:
+    return MIN_TIME_SECONDS <= int(value.seconds) <= MAX_TIME_SECONDS and 0 <= int(value.nanos) < 1_000_000_000

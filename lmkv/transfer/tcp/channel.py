@@ -1,0 +1,211 @@
+"""The TCP channel: plain sockets, for hosts without RDMA and without a transfer library (docs/transfer.md).
+
+A reader keeps idle connections to each peer, and uses one for each read; `tcp_server` is the owner's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Self
+
+from lmkv.errors import Unreachable
+from lmkv.transfer.access import Reader
+from lmkv.transfer.channel import Copy, End, Region, find_peer
+from lmkv.transfer.metadata import unwrap, wrap
+from lmkv.transfer.tcp.server import TcpServer
+from lmkv.transfer.tcp.wire import GRANTED, MAX_RANGES, REFUSED, hello, request
+from lmkv.transfer.threads import Job, Threads
+
+READ_THREADS = 8
+"""Reads that run at a time; others wait for their turn."""
+MAX_IDLE = 4
+"""Connections kept to a peer that is not read from."""
+CONNECT_SECONDS = 2.0
+
+
+class TcpChannel:
+    """See `Channel`. `open` makes one."""
+
+    name = "tcp"
+
+    def __init__(self, end: End) -> None:
+        self._end = end
+        self._own = end.region
+        self._pool = end.pool
+        self._server = TcpServer(end)
+        self._peers: dict[str, _Peer] = {}
+        self._threads = Threads("lmkv-tcp", READ_THREADS)
+
+    @classmethod
+    async def open(cls, end: End) -> Self:
+        """The channel over this end. Raises `ConfigError` if it cannot listen."""
+        channel = cls(end)
+        channel._server.start()
+        return channel
+
+    def metadata_for(self, reader: Reader) -> bytes:
+        """See `Channel`."""
+        words = {"host": self._end.host, "port": self._server.port, "token": reader.token.hex()}
+        return wrap(self.name, self._end, json.dumps(words).encode())
+
+    async def add_peer(self, peer_name: str, metadata: bytes) -> None:
+        """See `Channel`."""
+        region, payload = unwrap(self.name, peer_name, metadata)
+        known = self._peers.get(peer_name)
+        if known and known.metadata == metadata and known.idle:
+            return
+        peer = _Peer(peer_name, metadata, region, json.loads(payload))
+        connection = await asyncio.to_thread(peer.connect)
+        await self.remove_peer(peer_name)
+        self._peers[peer_name] = peer
+        peer.keep(connection)
+
+    async def remove_peer(self, peer_name: str) -> None:
+        """See `Channel`."""
+        if peer := self._peers.pop(peer_name, None):
+            peer.forget()
+
+    async def read(
+        self,
+        peer_name: str,
+        copies: Sequence[Copy],
+        timeout_seconds: float,
+        on_stopped: Callable[[], None],
+        grant_id: str = "",
+    ) -> None:
+        """See `Channel`."""
+        peer = find_peer(self._peers, peer_name, copies, self._own, on_stopped)
+        connections = [connection] if (connection := peer.take()) else []
+        part = partial(self._receive, peer, connections, copies, grant_id)
+
+        def stopped() -> None:
+            for connection in connections:
+                peer.keep(connection)
+            on_stopped()
+
+        await self._threads.carry_out(peer_name, [part] if copies else [], timeout_seconds, stopped)
+
+    def serve(self, needed: bool) -> None:
+        """See `Channel`. Threads of its own serve readers, and sleep otherwise."""
+
+    async def aclose(self) -> None:
+        """See `Channel`."""
+        await self._threads.aclose()
+        for peer_name in tuple(self._peers):
+            await self.remove_peer(peer_name)
+        await self._server.aclose()
+
+    def _receive(
+        self, peer: _Peer, connections: list[socket.socket], copies: Sequence[Copy], grant_id: str, job: Job
+    ) -> None:
+        """Reads on a thread. A connection that is still good afterwards is left in `connections`."""
+        connection = connections.pop() if connections else peer.connect()
+        answer = GRANTED
+        try:
+            job.blocks(partial(_shut, connection))
+            for start in range(0, len(copies), MAX_RANGES):
+                batch = copies[start : start + MAX_RANGES]
+                connection.sendall(request(grant_id, [(copy.remote_address, copy.size_bytes) for copy in batch]))
+                answer = connection.recv(1)
+                if answer == REFUSED:
+                    break
+                if answer != GRANTED:
+                    raise Unreachable(f"{job.peer_name} closed the connection", peer=job.peer_name)
+                for copy in batch:
+                    self._fill(connection, copy, job)
+            job.blocks(_keep_open)  # raises if it was abandoned only now: the connection was shut
+        except OSError as error:
+            connection.close()
+            raise Unreachable(f"{job.peer_name} was lost: {error}", peer=job.peer_name) from None
+        except BaseException:
+            connection.close()
+            raise
+        connections.append(connection)
+        if answer == REFUSED:
+            raise Unreachable(f"{job.peer_name} refused the read: no live grant covers it", peer=job.peer_name)
+
+    def _fill(self, connection: socket.socket, copy: Copy, job: Job) -> None:
+        """Receives one run, straight into the pool; the interpreter's lock is free meanwhile."""
+        start = copy.local_address - self._own.address
+        with self._pool.buffer[start : start + copy.size_bytes] as target:
+            done = 0
+            while done < copy.size_bytes:
+                count = connection.recv_into(target[done:], 0, socket.MSG_WAITALL)
+                if not count:
+                    raise Unreachable(f"{job.peer_name} is gone", peer=job.peer_name)
+                done += count
+
+
+class _Peer:
+    """A peer's address and the idle connections to it. Its methods belong to the loop, except `connect`."""
+
+    def __init__(self, name: str, metadata: bytes, region: Region, words: dict[str, Any]) -> None:
+        self.name = name
+        self.metadata = metadata
+        self.region = region
+        self.idle: list[socket.socket] = []
+        self._address = (words["host"], words["port"])
+        self._token = bytes.fromhex(words["token"])
+        self._forgotten = False
+
+    def connect(self) -> socket.socket:
+        """A new connection. Raises `Unreachable` if there is no answer in time, or a refusal."""
+        try:
+            connection = socket.create_connection(self._address, CONNECT_SECONDS)
+        except OSError as error:
+            raise Unreachable(f"{self.name} does not answer: {error}", peer=self.name) from None
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(hello(self._token))
+            if connection.recv(1) != GRANTED:
+                raise Unreachable(f"{self.name} refused the connection", peer=self.name)
+            connection.settimeout(None)  # from here on whoever waits is interrupted
+        except OSError as error:
+            connection.close()
+            raise Unreachable(f"{self.name} does not answer: {error}", peer=self.name) from None
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def take(self) -> socket.socket | None:
+        """An idle connection, if there is one."""
+        if not self.idle:
+            return None
+        connection = self.idle.pop()
+        asyncio.get_running_loop().remove_reader(connection)
+        return connection
+
+    def keep(self, connection: socket.socket) -> None:
+        """Keeps a connection for the next read, until the peer closes it."""
+        if self._forgotten or len(self.idle) >= MAX_IDLE:
+            connection.close()
+            return
+        self.idle.append(connection)
+        asyncio.get_running_loop().add_reader(connection, self._drop, connection)
+
+    def forget(self) -> None:
+        """Closes idle connections now, and busy ones after their read."""
+        self._forgotten = True
+        while connection := self.take():
+            connection.close()
+
+    def _drop(self, connection: socket.socket) -> None:
+        asyncio.get_running_loop().remove_reader(connection)
+        self.idle.remove(connection)
+        connection.close()
+
+
+def _keep_open() -> None:
+    """The connection is not waited for any more: it is not to be shut when the read ends."""
+
+
+def _shut(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # it is closed

@@ -1,0 +1,151 @@
+"""The owner's end of the TCP channel: sends readers what their live grants cover. One thread a connection."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import struct
+import threading
+
+from lmkv.errors import ConfigError
+from lmkv.telemetry.log_limit import LimitedLogger
+from lmkv.transfer.access import Reader
+from lmkv.transfer.channel import End
+from lmkv.transfer.tcp.wire import GRANTED, HEAD, HELLO_BYTES, MARK, MAX_RANGES, RANGE, REFUSED
+
+logger = logging.getLogger(__name__)
+
+MAX_READERS = 256
+"""Connections at a time; a further one is closed at once."""
+HELLO_SECONDS = 5.0
+STUCK_SECONDS = 30.0
+"""A reader that takes nothing for so long is given up."""
+CLOSE_SECONDS = 3.0
+
+
+class TcpServer:
+    """Listens from the start, and serves between `start` and `aclose`."""
+
+    def __init__(self, end: End) -> None:
+        """Raises `ConfigError` if it cannot listen there."""
+        self._pool = end.pool
+        self._region = end.region
+        self._access = end.access
+        self._log = LimitedLogger(logger)
+        host, port = end.host, end.port
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._listener = socket.create_server((host, port), family=family, backlog=MAX_READERS)
+        except OSError as error:
+            raise ConfigError(
+                f"transfer_port: cannot listen on {host}:{port}: {error.strerror or error}; choose another, or 0 for "
+                "any free port",
+                key="transfer_port",
+            ) from None
+        self._listener.setblocking(False)
+        self.port = int(self._listener.getsockname()[1])
+        self._readers: dict[socket.socket, threading.Thread] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins to accept readers."""
+        self._task = asyncio.create_task(self._accept(), name="transfer server")
+
+    async def aclose(self) -> None:
+        """Stops listening and ends every connection. Idempotent."""
+        task, self._task = self._task, None
+        if task:
+            task.cancel()
+            await asyncio.wait([task])
+        self._listener.close()
+        threads = list(self._readers.items())
+        for connection, _ in threads:
+            _shut(connection)
+        for _, thread in threads:
+            await asyncio.to_thread(thread.join, CLOSE_SECONDS)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+            except OSError as error:  # out of file descriptors, most likely
+                logger.warning("transfer server: cannot accept a reader: %s", error)
+                await asyncio.sleep(1.0)
+                continue
+            if len(self._readers) >= MAX_READERS:
+                self._log.warning("transfer server: more than %d readers at a time; one was refused", MAX_READERS)
+                connection.close()
+                continue
+            thread = threading.Thread(target=self._serve, args=(connection,), name="lmkv-tcp-serve", daemon=True)
+            self._readers[connection] = thread
+            thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                if reader := self._greet(connection):
+                    while self._answer(connection, reader):
+                        pass
+        except OSError as error:
+            logger.debug("transfer server: a reader is gone: %s", error)
+        except Exception:
+            logger.exception("transfer server: serving a reader failed unexpectedly")
+        finally:
+            self._readers.pop(connection, None)
+
+    def _greet(self, connection: socket.socket) -> Reader | None:
+        connection.settimeout(HELLO_SECONDS)
+        hello = _receive(connection, HELLO_BYTES)
+        reader = self._access.find(hello[len(MARK) :]) if hello.startswith(MARK) else None
+        if reader is None:
+            self._log.warning("transfer server: a connection without a valid token was refused")
+            return None
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(STUCK_SECONDS), 0))
+        connection.sendall(GRANTED)
+        return reader
+
+    def _answer(self, connection: socket.socket, reader: Reader) -> bool:
+        """Serves one request; False when there is no more, or it does not keep to the protocol."""
+        head = _receive(connection, HEAD.size)
+        if not head:
+            return False
+        count, grant_id = HEAD.unpack(head)
+        if not 0 < count <= MAX_RANGES:
+            self._log.warning("transfer server: %s asked for %d runs and was refused", reader.peer_name, count)
+            return False
+        ranges = list(RANGE.iter_unpack(_receive(connection, count * RANGE.size)))
+        if len(ranges) < count:
+            return False
+        if not self._access.check(reader, grant_id, ranges):
+            self._log.warning("transfer server: %s was refused bytes that no live grant of it covers", reader.peer_name)
+            connection.sendall(REFUSED)
+            return True
+        connection.sendall(GRANTED)
+        for address, size in ranges:
+            start = address - self._region.address
+            with self._pool.buffer[start : start + size] as run:
+                connection.sendall(run)
+        return True
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    """So many bytes; none if the connection ends before."""
+    parts = bytearray()
+    while len(parts) < size:
+        data = connection.recv(size - len(parts))
+        if not data:
+            return b""
+        parts += data
+    return bytes(parts)
+
+
+def _shut(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # it is closed

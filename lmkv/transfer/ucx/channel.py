@@ -1,0 +1,210 @@
+"""The UCX channel, through ucxx: two-sided, since ucxx offers Python no reads of remote memory (docs/transfer.md).
+
+A reader has a worker of UCX for each connection, driven by the thread that reads; `ucx_server` is the owner's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Self
+
+from lmkv.errors import Unreachable
+from lmkv.transfer.access import Reader
+from lmkv.transfer.channel import Copy, End, Region, find_peer
+from lmkv.transfer.metadata import unwrap, wrap
+from lmkv.transfer.threads import Job, Threads
+from lmkv.transfer.ucx import api as ucx_api
+from lmkv.transfer.ucx.api import Pending
+from lmkv.transfer.ucx.server import UcxServer
+from lmkv.transfer.ucx.wire import HELLO, MAX_RANGES, request
+
+READ_THREADS = 4
+MAX_IDLE = 2
+"""Connections kept to a peer that is not read from."""
+CONNECT_SECONDS = 4.0
+
+
+class UcxChannel:
+    """See `Channel`. `open` makes one."""
+
+    name = "ucx"
+
+    def __init__(self, end: End) -> None:
+        """Raises `ConfigError` if ucxx is missing or UCX does not start."""
+        self._own = end.region
+        self._pool = end.pool
+        self._api = ucx_api.load()
+        self._end = end
+        self._server = UcxServer(self._api, end)
+        self._port = self._server.start()
+        self._peers: dict[str, _Peer] = {}
+        self._threads = Threads("lmkv-ucx", READ_THREADS)
+
+    @classmethod
+    async def open(cls, end: End) -> Self:
+        """The channel over this end, started beside the loop. Raises `ConfigError` as the constructor does."""
+        return await asyncio.to_thread(cls, end)
+
+    def metadata_for(self, reader: Reader) -> bytes:
+        """See `Channel`."""
+        words = {"host": self._end.host, "port": self._port, "token": reader.token.hex()}
+        return wrap(self.name, self._end, json.dumps(words).encode())
+
+    async def add_peer(self, peer_name: str, metadata: bytes) -> None:
+        """See `Channel`."""
+        region, payload = unwrap(self.name, peer_name, metadata)
+        peer = _Peer(metadata, region, json.loads(payload))
+        known = self._peers.get(peer_name)
+        if known and known.metadata == metadata:
+            peer = known
+        await self._carry_out(peer_name, peer, [], CONNECT_SECONDS, lambda: None, "")
+        self._peers[peer_name] = peer
+
+    async def remove_peer(self, peer_name: str) -> None:
+        """See `Channel`."""
+        if peer := self._peers.pop(peer_name, None):
+            peer.forget()
+
+    async def read(
+        self,
+        peer_name: str,
+        copies: Sequence[Copy],
+        timeout_seconds: float,
+        on_stopped: Callable[[], None],
+        grant_id: str = "",
+    ) -> None:
+        """See `Channel`."""
+        peer = find_peer(self._peers, peer_name, copies, self._own, on_stopped)
+        await self._carry_out(peer_name, peer, copies, timeout_seconds, on_stopped, grant_id)
+
+    def serve(self, needed: bool) -> None:
+        """See `Channel`. A thread of its own serves readers, and sleeps otherwise."""
+
+    async def aclose(self) -> None:
+        """See `Channel`."""
+        await self._threads.aclose()
+        for peer_name in tuple(self._peers):
+            await self.remove_peer(peer_name)
+        await asyncio.to_thread(self._server.close)
+
+    async def _carry_out(
+        self,
+        peer_name: str,
+        peer: _Peer,
+        copies: Sequence[Copy],
+        timeout_seconds: float,
+        on_stopped: Callable[[], None],
+        grant_id: str,
+    ) -> None:
+        part = partial(self._receive, peer, copies, grant_id)
+        await self._threads.carry_out(peer_name, [part], timeout_seconds, on_stopped)
+
+    def _receive(self, peer: _Peer, copies: Sequence[Copy], grant_id: str, job: Job) -> None:
+        """Reads on a thread. A failed connection is closed: with its worker gone nothing lands any more."""
+        connection = peer.idle.pop() if peer.idle else None
+        try:
+            connection = connection or _Connection(self._api, peer, job)
+            for start in range(0, max(len(copies), 1), MAX_RANGES):
+                self._exchange(connection, copies[start : start + MAX_RANGES], grant_id, job)
+        except (self._api.UCXError, OSError) as error:
+            if connection:
+                connection.close()
+            raise Unreachable(f"{job.peer_name} was lost: {error}", peer=job.peer_name) from None
+        except BaseException:
+            if connection:
+                connection.close()
+            raise
+        peer.keep(connection)
+
+    def _exchange(self, connection: _Connection, copies: Sequence[Copy], grant_id: str, job: Job) -> None:
+        """One request and its answer: a byte that grants it, then the runs. Without runs it is a greeting."""
+        granted = bytearray(1)
+        wanted = [copy for copy in copies if copy.size_bytes]
+        tag = connection.next_tag()
+        targets = [granted] + [
+            self._pool.buffer[start : start + copy.size_bytes]
+            for copy in wanted
+            for start in [copy.local_address - self._own.address]
+        ]
+        receiving = [connection.receive(target, tag + index) for index, target in enumerate(targets)]
+        runs = [(copy.remote_address, copy.size_bytes) for copy in wanted]
+        asking = connection.send(request(tag, grant_id, runs))
+        connection.wait([asking, *receiving], job)
+
+
+class _Connection:
+    """A worker of UCX, and its endpoint at a peer. One thread at a time."""
+
+    def __init__(self, api: Any, peer: _Peer, job: Job) -> None:
+        self._api = api
+        self._worker = ucx_api.make_worker(api)
+        self._endpoint: Any = api.UCXEndpoint.create(self._worker, peer.host, peer.port, True)
+        self._pending: list[Pending] = []
+        self._tag = secrets.randbits(48) * MAX_RANGES * 2
+        try:
+            self.wait([self.send(HELLO + peer.token)], job)
+        except BaseException:
+            self.close()
+            raise
+
+    def next_tag(self) -> int:
+        """The first of the tags for one request."""
+        self._tag = (self._tag + MAX_RANGES * 2) % (1 << 63)
+        return self._tag
+
+    def send(self, message: bytes) -> Pending:
+        """Sends a message; the request to wait for."""
+        return Pending(self._endpoint.stream_send, message)
+
+    def receive(self, target: bytearray | memoryview, tag: int) -> Pending:
+        """Receives into memory; the request to wait for."""
+        return Pending(self._endpoint.tag_recv, target, self._api.UCXXTag(tag))
+
+    def wait(self, requests: Sequence[Pending], job: Job) -> None:
+        """Waits until all have ended. Raises an error of UCX if one fails, `Unreachable` if the job is abandoned."""
+        self._pending = list(requests)
+        for each in requests:
+            while not each.completed:
+                job.check()
+                if not self._endpoint.alive:
+                    self._endpoint.raise_on_error()
+                    raise Unreachable(f"{job.peer_name} closed the connection", peer=job.peer_name)
+                self._worker.progress_worker_event(ucx_api.TICK_MILLISECONDS)
+            each.check_error()
+        self._pending.clear()
+
+    def close(self) -> None:
+        """Lets go of endpoint and worker: nothing lands after this."""
+        ucx_api.close(self._worker, [self._endpoint], self._pending)
+        self._pending.clear()
+        self._endpoint = self._worker = None
+
+
+class _Peer:
+    """A peer's address, and idle connections to it, which any thread may take or keep."""
+
+    def __init__(self, metadata: bytes, region: Region, words: dict[str, Any]) -> None:
+        self.metadata = metadata
+        self.region = region
+        self.host: str = words["host"]
+        self.port: int = words["port"]
+        self.token = bytes.fromhex(words["token"])
+        self.idle: list[_Connection] = []
+        self._forgotten = False
+
+    def keep(self, connection: _Connection) -> None:
+        """Keeps a connection for the next read."""
+        if self._forgotten or len(self.idle) >= MAX_IDLE:
+            connection.close()
+        else:
+            self.idle.append(connection)
+
+    def forget(self) -> None:
+        """Closes idle connections now, and busy ones after their read."""
+        self._forgotten = True
+        while self.idle:
+            self.idle.pop().close()

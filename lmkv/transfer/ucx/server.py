@@ -1,0 +1,131 @@
+"""The owner's end of the UCX channel: one thread with one worker, which sends readers what their live grants cover."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+from lmkv.errors import ConfigError
+from lmkv.telemetry.log_limit import LimitedLogger
+from lmkv.transfer.channel import End
+from lmkv.transfer.ucx import api as ucx_api
+from lmkv.transfer.ucx.api import Pending
+from lmkv.transfer.ucx.wire import GRANTED, HEAD, HELLO, HELLO_BYTES, MAX_RANGES, RANGE
+
+logger = logging.getLogger(__name__)
+
+MAX_READERS = 256
+"""Connections at a time; a further one is closed at once."""
+START_SECONDS = 10.0
+CLOSE_SECONDS = 3.0
+TICK_MILLISECONDS = 200
+"""How long the thread sleeps, if nothing happens, before it looks whether it should end."""
+Dialogue = Iterator[list[Pending]]
+"""What is done for one reader; each step gives the requests of UCX that must end before the next."""
+
+
+class UcxServer:
+    """The thread. `start` and `close` may be called on any other."""
+
+    def __init__(self, api: Any, end: End) -> None:
+        self._api = api
+        self._pool = end.pool
+        self._region = end.region
+        self._port = end.port
+        self._access = end.access
+        self._log = LimitedLogger(logger)
+        self._stopping = False
+        self._started: Future[int] = Future()
+        self._thread = threading.Thread(target=self._run, name="lmkv-ucx-serve", daemon=True)
+        # What follows belongs to the thread.
+        self._dialogues: dict[Any, tuple[Dialogue, list[Pending]]] = {}
+
+    def start(self) -> int:
+        """Listens; the port. Raises `ConfigError` if that cannot be."""
+        self._thread.start()
+        return self._started.result(START_SECONDS)
+
+    def close(self) -> None:
+        """Ends the thread and every connection. Idempotent."""
+        self._stopping = True
+        self._thread.join(CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            worker = ucx_api.make_worker(self._api)
+            listener = self._api.UCXListener.create(worker, self._port, self._accept, deliver_endpoint=True)
+        except ConfigError as error:
+            self._started.set_exception(error)
+            return
+        except self._api.UCXError as error:
+            self._started.set_exception(
+                ConfigError(f"transfer_port: UCX cannot listen on {self._port}: {error}", key="transfer_port")
+            )
+            return
+        self._started.set_result(int(listener.port))
+        try:
+            while not self._stopping:
+                worker.progress_worker_event(TICK_MILLISECONDS)
+                for endpoint in list(self._dialogues):
+                    self._go_on(endpoint)
+        except Exception:
+            logger.exception("the UCX server failed; peers cannot read from here any more")
+        finally:
+            del listener
+            pending = [request for _, waiting in self._dialogues.values() for request in waiting]
+            ucx_api.close(worker, list(self._dialogues), pending)
+            self._dialogues.clear()
+
+    def _accept(self, endpoint: Any) -> None:
+        if len(self._dialogues) >= MAX_READERS:
+            self._log.warning("UCX server: more than %d readers at a time; one was refused", MAX_READERS)
+            return
+        self._dialogues[endpoint] = self._converse(endpoint), []
+
+    def _go_on(self, endpoint: Any) -> None:
+        """Takes a dialogue as far as it goes without waiting."""
+        dialogue, waiting = self._dialogues[endpoint]
+        try:
+            while all(request.completed for request in waiting):
+                for request in waiting:
+                    request.check_error()
+                waiting = next(dialogue)
+            if endpoint.alive:
+                self._dialogues[endpoint] = dialogue, waiting
+                return
+        except (StopIteration, self._api.UCXError) as error:
+            logger.debug("UCX server: a reader is gone: %s", error)
+        del self._dialogues[endpoint]
+        if endpoint.alive:  # closing one that its reader has closed would crash
+            endpoint.close_blocking(ucx_api.CLOSE_NANOSECONDS, 1)
+
+    def _converse(self, endpoint: Any) -> Dialogue:
+        hello = bytearray(HELLO_BYTES)
+        yield [Pending(endpoint.stream_recv, hello)]
+        reader = self._access.find(bytes(hello[len(HELLO) :])) if hello.startswith(HELLO) else None
+        if reader is None:
+            self._log.warning("UCX server: a connection without a valid token was refused")
+            return
+        while True:
+            head = bytearray(HEAD.size)
+            yield [Pending(endpoint.stream_recv, head)]
+            tag, count, grant_id = HEAD.unpack(head)
+            if count > MAX_RANGES:
+                self._log.warning("UCX server: a reader asked for %d runs of bytes and was refused", count)
+                return
+            ranges = bytearray(count * RANGE.size)
+            if count:
+                yield [Pending(endpoint.stream_recv, ranges)]
+            runs = list(RANGE.iter_unpack(ranges))
+            if runs and not self._access.check(reader, grant_id, runs):
+                self._log.warning("UCX server: %s was refused bytes that no live grant of it covers", reader.peer_name)
+                return
+            starts = [(address - self._region.address, size) for address, size in runs]
+            messages = [GRANTED, *(self._pool.buffer[start : start + size] for start, size in starts)]
+            yield [
+                Pending(endpoint.tag_send, message, self._api.UCXXTag(tag + index))
+                for index, message in enumerate(messages)
+            ]

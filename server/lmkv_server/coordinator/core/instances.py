@@ -1,0 +1,208 @@
+"""Who is in the fleet: registrations, their leases and epochs, and what they serve. Pure; time is passed in."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+
+from lmkv.errors import InstanceIdInUse, InstanceNotFound, StaleEpoch
+from lmkv.v1 import chunk_pb2, registry_service_pb2
+from lmkv_server.coordinator.core.budget import Budget
+from lmkv_server.coordinator.core.models import Models
+from lmkv_server.coordinator.core.registration import MAX_SHOWN, Registration
+
+NO_ADDRESS = "no address (enable_p2p is false)"
+"""How errors name the address of an instance that has none."""
+MAX_OWNER_BYTES = 2 << 20
+"""What one instance may have kept of itself: its registration, tiers, statistics and pins."""
+MAX_TOTAL_BYTES = 256 << 20
+"""What all instances of a tenant may have kept of themselves."""
+
+
+class Instance:
+    """A registered node. Times are in seconds of the clock that `now` comes from."""
+
+    def __init__(self, said: Registration, now: float, expire_time: float, secret: bytes = b"") -> None:
+        self.said = said
+        self._secret_digest = sha256(secret).digest() if secret else b""
+        self.register_time = now
+        self.expire_time = expire_time
+        self.stream: object | None = None
+        """The `Report` stream that is open now."""
+        self.synced = False
+        """Whether the opening snapshot of the stream is in."""
+        self.layout_map_id = ""
+        """Which shared layout map it was last told of."""
+        self.tiers: Sequence[registry_service_pb2.TierUsage] = ()
+        """How full its tiers are, as it last said."""
+        self.pins: dict[str, chunk_pb2.PinnedChunks] = {}
+        """Its pins by id, as it last told."""
+        self.engine_count = 0
+        """Engines attached to it, as it last said."""
+        self.stats = registry_service_pb2.InstanceStats()
+        """What it has done, as it last said."""
+
+    def is_proven(self, secret: bytes) -> bool:
+        """Whether this is the secret that it registered with."""
+        return hmac.compare_digest(self._secret_digest, sha256(secret).digest() if secret else b"")
+
+    def chunk_size(self, fingerprint: bytes) -> int:
+        """Tokens in a full chunk of one of its specs; of its first spec if it has not named this one."""
+        for spec in self.said.specs:
+            if spec.fingerprint == fingerprint:
+                return spec.chunk_size
+        return self.said.specs[0].chunk_size if self.said.specs else 0
+
+
+class Instances:
+    """The registered instances, by id. An instance leaves when it deregisters, or `lease_ttl` seconds after its last
+    sign of life."""
+
+    def __init__(self, lease_ttl: float) -> None:
+        self.lease_ttl = lease_ttl
+        self._by_id: dict[str, Instance] = {}
+        self.budget = Budget(owner_bytes=MAX_OWNER_BYTES, total_bytes=MAX_TOTAL_BYTES)
+        """What they have this coordinator keep besides chunks and operations."""
+        self.models = Models()
+        """The names under which they serve."""
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Instance]:
+        """In order of registration."""
+        return iter(self._by_id.values())
+
+    # --- Coming and going ----------------------------------------------------------------------------------------
+
+    def register(self, said: Registration, now: float, secret: bytes = b"") -> Instance:
+        """Takes an instance in, or notes what it now says of itself; either renews its lease.
+
+        A newer epoch replaces an older one. Raises `StaleEpoch` if the registered epoch is newer, `InstanceIdInUse`
+        if the id is registered with another secret; without secrets, if it lives at another address: it has a stream
+        open and its lease has not run out. `Full` if a model has too many specs.
+        """
+        self.check_secret(said.instance_id, secret)
+        known = self._by_id.get(said.instance_id)
+        if known is not None:
+            self._refuse_impostor(known, said, now, secret)
+        self.models.check_room(said)
+        self.budget.charge(said.instance_id, "registration", said.size_bytes)
+        if known is not None:
+            self.models.remove(known.said)
+        if known is not None and known.said.epoch == said.epoch:
+            known.said = said
+            known.expire_time = now + self.lease_ttl
+        else:
+            for item in ("tiers", "stats", "pins"):
+                self.budget.drop(said.instance_id, item)
+            known = self._by_id[said.instance_id] = Instance(said, now, now + self.lease_ttl, secret)
+        self.models.add(said)
+        return known
+
+    def find(self, instance_id: str) -> Instance | None:
+        """The instance of this id, whatever its epoch."""
+        return self._by_id.get(instance_id)
+
+    def get(self, instance_id: str, epoch: int) -> Instance:
+        """The instance of this id and epoch. Raises `InstanceNotFound`, or `StaleEpoch` if a newer one is there."""
+        known = self._by_id.get(instance_id)
+        if known is not None and known.said.epoch > epoch:
+            raise self._stale(known, epoch)
+        if known is None or known.said.epoch != epoch:
+            shown = instance_id[:MAX_SHOWN]
+            raise InstanceNotFound(
+                f"instance {shown!r} of epoch {epoch} is not registered", instance_id=shown, epoch=epoch
+            )
+        return known
+
+    def check_secret(self, instance_id: str, secret: bytes) -> None:
+        """Raises `InstanceIdInUse` if the id is registered with another secret, until `expire` finds its lease over."""
+        known = self._by_id.get(instance_id)
+        if known is not None and not known.is_proven(secret):
+            raise self._in_use(known)
+
+    def named(self, instance_id: str, field: str) -> Instance:
+        """The instance that a request's field names. Raises `InstanceNotFound`, with those that there are."""
+        known = self._by_id.get(instance_id)
+        if known is None:
+            shown = instance_id[:MAX_SHOWN]
+            names = ", ".join(sorted(self._by_id))[:MAX_SHOWN] or "none"
+            raise InstanceNotFound(
+                f"{field}: instance {shown!r} is not registered; registered are: {names}", instance_id=shown
+            )
+        return known
+
+    def renew(self, instance: Instance, now: float) -> None:
+        """Notes a sign of life."""
+        instance.expire_time = now + self.lease_ttl
+
+    def note_report(self, report: registry_service_pb2.ReportRequest) -> None:
+        """Charges the instance for what a report has this coordinator keep. Raises `Full`."""
+        sizes = {"tiers": sum(tier.ByteSize() for tier in report.tiers)} if report.tiers else {}
+        sizes |= {name: getattr(report, name).ByteSize() for name in ("stats", "pins") if report.HasField(name)}
+        for item, size_bytes in sizes.items():
+            self.budget.charge(report.instance_id, item, size_bytes)
+
+    def deregister(self, instance_id: str, epoch: int) -> Instance:
+        """Lets an instance leave. Raises what `get` raises."""
+        instance = self.get(instance_id, epoch)
+        self._drop(instance)
+        return instance
+
+    def expire(self, now: float) -> list[Instance]:
+        """Drops the instances whose lease has run out, and returns them."""
+        gone = [instance for instance in self if instance.expire_time <= now]
+        for instance in gone:
+            self._drop(instance)
+        return gone
+
+    def next_expiry(self) -> float | None:
+        """When the next lease runs out unless it is renewed; None without instances."""
+        return min((instance.expire_time for instance in self), default=None)
+
+    def postpone(self, seconds: float) -> None:
+        """Lengthens every lease: for time in which nobody could have been heard."""
+        for instance in self:
+            instance.expire_time += seconds
+
+    def check(self) -> None:
+        """Asserts what must hold between any two calls. Reads everything: for tests."""
+        self.budget.check()
+        self.models.check(instance.said for instance in self)
+
+    # --- Inside --------------------------------------------------------------------------------------------------
+
+    def _refuse_impostor(self, known: Instance, said: Registration, now: float, secret: bytes) -> None:
+        if said.epoch < known.said.epoch and known.expire_time > now:
+            raise self._stale(known, said.epoch)
+        alive = known.stream is not None and known.expire_time > now
+        if alive and not secret and said.peer_address != known.said.peer_address:
+            raise self._in_use(known)
+
+    def _in_use(self, known: Instance) -> InstanceIdInUse:
+        return InstanceIdInUse(
+            f"instance_id {known.said.instance_id!r} is in use by a living node at "
+            f"{known.said.peer_address or NO_ADDRESS}; give this one another instance_id",
+            instance_id=known.said.instance_id,
+            peer_address=known.said.peer_address,
+            epoch=known.said.epoch,
+            lease_ttl=self.lease_ttl,
+        )
+
+    def _stale(self, known: Instance, epoch: int) -> StaleEpoch:
+        return StaleEpoch(
+            f"epoch {epoch} of instance {known.said.instance_id!r} is stale: epoch {known.said.epoch} registered from "
+            f"{known.said.peer_address or NO_ADDRESS}; if two nodes run, give each its own instance_id",
+            instance_id=known.said.instance_id,
+            epoch=epoch,
+            newer_epoch=known.said.epoch,
+            peer_address=known.said.peer_address,
+            lease_ttl=self.lease_ttl,
+        )
+
+    def _drop(self, instance: Instance) -> None:
+        self.models.remove(instance.said)
+        self.budget.drop_owner(instance.said.instance_id)
+        del self._by_id[instance.said.instance_id]

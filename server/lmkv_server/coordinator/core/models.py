@@ -1,0 +1,248 @@
+"""The names under which registered instances serve their specs: models, further names of them, LoRA adapters. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from operator import itemgetter
+
+from lmkv.errors import BadSelection, Full, ModelAmbiguous, ModelNotFound
+from lmkv.spec import KvSpec
+from lmkv.v1 import chunk_pb2
+from lmkv_server.coordinator.core.registration import MAX_SHOWN, Registration
+
+MAX_KINDS = 64
+"""Most specs and adapters that one name stands for: each costs a key per chunk of a prompt."""
+MAX_NAMES = 4096
+"""Most names of models and adapters in a fleet."""
+RETRY_SECONDS = 5.0
+"""When an instance may register again that has one too many."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conflict:
+    """Why an instance shares nothing with another one of the same model; as `lmkv.v1.SpecConflict`."""
+
+    instance_id: str
+    model_name: str
+    field: str
+    own_value: str
+    other_value: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Namespace:
+    """What the keys of a prompt are made under, besides its cache salt."""
+
+    spec: KvSpec
+    lora_identity: str = ""
+
+
+_Kind = tuple[bytes, str]
+"""Fingerprint and LoRA identity."""
+
+
+class Models:
+    """Specs by the names under which instances serve them."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, dict[_Kind, dict[str, KvSpec]]] = {}
+        """Name to fingerprint and LoRA identity to instance id to the spec as that instance sent it."""
+
+    def check_room(self, said: Registration) -> None:
+        """Raises `Full` if a name would stand for more than `MAX_KINDS` specs and adapters with this registration."""
+        kinds: dict[str, set[_Kind]] = {}
+        for name, kind, _ in _served(said):
+            kinds.setdefault(name, set()).add(kind)
+        new_count = sum(name not in self._by_name for name in kinds)
+        if new_count and len(self._by_name) + new_count > MAX_NAMES:
+            raise Full(
+                f"served_models: {len(self._by_name)} names of models and adapters are in this fleet, at most "
+                f"{MAX_NAMES} are allowed; stop engines that serve under names which no request uses",
+                retry_seconds=RETRY_SECONDS,
+            )
+        for name, own in kinds.items():
+            known = self._by_name.get(name, {}).keys()
+            if not own <= known and len(own | known) > MAX_KINDS:
+                raise Full(
+                    f"specs: model {name[:MAX_SHOWN]!r} has {len(known)} specs and adapters in this fleet, at most "
+                    f"{MAX_KINDS} are allowed; stop the nodes whose engines have other settings of the KV cache",
+                    retry_seconds=RETRY_SECONDS,
+                    model_name=name[:MAX_SHOWN],
+                )
+
+    def add(self, said: Registration) -> None:
+        """Adds what an instance serves."""
+        for name, kind, spec in _served(said):
+            self._by_name.setdefault(name, {}).setdefault(kind, {})[said.instance_id] = spec
+
+    def remove(self, said: Registration) -> None:
+        """Removes what an instance serves; idempotent."""
+        for name, kind, _ in _served(said):
+            by_kind = self._by_name.get(name, {})
+            holders = by_kind.get(kind, {})
+            holders.pop(said.instance_id, None)
+            if not holders:
+                by_kind.pop(kind, None)
+            if not by_kind:
+                self._by_name.pop(name, None)
+
+    def specs(self, model_name: str = "") -> list[KvSpec]:
+        """The specs of a model, one per fingerprint; without a name, the only one.
+
+        Empty if nothing is registered and no name is given. Raises `ModelNotFound`, `ModelAmbiguous`, and
+        `BadSelection` if the name is that of a LoRA adapter.
+        """
+        if model_name:
+            found = [one.spec for one in self._named(model_name) if not one.lora_identity]
+            if not found:
+                raise BadSelection(
+                    f"model_name: {model_name[:MAX_SHOWN]!r} is a LoRA adapter, and its chunks are known by the tokens "
+                    "of prompts only: add tokens, or name the model itself to select all that belongs to it",
+                    model_name=model_name[:MAX_SHOWN],
+                )
+            return found
+        return self._only()
+
+    def namespaces(self, model_name: str = "", lora_name: str = "") -> list[Namespace]:
+        """What the keys of a prompt may be made under; `lora_name` is a served name, or an identity `name@digest`.
+
+        Empty if nothing is registered and no name is given. Raises `ModelNotFound`, `ModelAmbiguous`.
+        """
+        if not lora_name:
+            return self._named(model_name) if model_name else [Namespace(spec=spec) for spec in self._only()]
+        adapters = [one for one in self._find(lora_name) if one.lora_identity]
+        if model_name:
+            allowed = {one.spec.fingerprint for one in self._named(model_name)}
+            adapters = [one for one in adapters if one.spec.fingerprint in allowed]
+        if not adapters and "@" in lora_name:
+            specs = self.specs(model_name)
+            adapters = [Namespace(spec=spec, lora_identity=lora_name) for spec in specs]
+        if not adapters:
+            known = self._names(adapters=True)
+            raise ModelNotFound(
+                f"no engine has registered a LoRA adapter {lora_name[:MAX_SHOWN]!r}, which it does with the adapter's "
+                f"first request; registered are: {known or 'none'}",
+                lora_name=lora_name[:MAX_SHOWN],
+                known_models=known,
+            )
+        return adapters
+
+    def other_names(self, model_name: str) -> list[str]:
+        """The other names of the specs that this name stands for, sorted; none if it is unknown."""
+        fingerprints = {one.spec.fingerprint for one in self._find(model_name)}
+        return sorted(
+            name
+            for name, by_kind in self._by_name.items()
+            if name != model_name and any(fingerprint in fingerprints for fingerprint, _ in by_kind)
+        )
+
+    def conflicts(self, said: Registration, limit: int) -> list[Conflict]:
+        """Instances of the same models whose chunks this one cannot share, and the first field that keeps them apart.
+
+        At most `limit` of them, by model and id.
+        """
+        found: list[Conflict] = []
+        for model_name in dict.fromkeys(spec.model_name for spec in said.specs):
+            own = {spec.fingerprint: spec for spec in said.specs if spec.model_name == model_name}
+            others = {
+                fingerprint: holders
+                for (fingerprint, lora_identity), holders in self._by_name[model_name].items()
+                if not lora_identity
+            }
+            if others.keys() <= own.keys():
+                continue
+            sharing = {instance_id for fingerprint in own for instance_id in others[fingerprint]}
+            strangers = {
+                instance_id: spec
+                for fingerprint, holders in others.items()
+                if fingerprint not in own
+                for instance_id, spec in holders.items()
+                if instance_id not in sharing
+            }
+            first = next(iter(own.values()))
+            found += [
+                _conflict(first, spec, instance_id)
+                for instance_id, spec in sorted(strangers.items(), key=itemgetter(0))[:limit]
+            ]
+        return found[:limit]
+
+    def check(self, said: Iterable[Registration]) -> None:
+        """Asserts that exactly these registrations are indexed. Reads everything: for tests."""
+        indexed = {
+            (name, kind, instance_id)
+            for name, by_kind in self._by_name.items()
+            for kind, holders in by_kind.items()
+            for instance_id in holders
+        }
+        expected = {(name, kind, one.instance_id) for one in said for name, kind, _ in _served(one)}
+        assert indexed == expected, "the index by name is that of the instances"
+        assert all(by_kind for by_kind in self._by_name.values())
+        assert all(holders for by_kind in self._by_name.values() for holders in by_kind.values())
+
+    def _only(self) -> list[KvSpec]:
+        found = {
+            fingerprint: next(iter(holders.values()))
+            for by_kind in self._by_name.values()
+            for (fingerprint, _), holders in by_kind.items()
+        }
+        if len(found) > 1:
+            names = self._names()
+            raise ModelAmbiguous(
+                f"{len(found)} specs are registered; select one by model_name, one of: {names}", known_models=names
+            )
+        return list(found.values())
+
+    def _find(self, name: str) -> list[Namespace]:
+        by_kind = self._by_name.get(name, {})
+        return [
+            Namespace(spec=next(iter(holders.values())), lora_identity=lora_identity)
+            for (_, lora_identity), holders in by_kind.items()
+        ]
+
+    def _named(self, model_name: str) -> list[Namespace]:
+        found = self._find(model_name)
+        if not found:
+            names = self._names()
+            raise ModelNotFound(
+                f"no engine has registered the model {model_name[:MAX_SHOWN]!r}; registered are: {names}"
+                if names
+                else f"model_name {model_name[:MAX_SHOWN]!r} is unknown: no engine has registered yet",
+                model_name=model_name[:MAX_SHOWN],
+                known_models=names,
+            )
+        return found
+
+    def _names(self, *, adapters: bool = False) -> str:
+        names = (
+            name
+            for name, by_kind in self._by_name.items()
+            if not adapters or any(lora_identity for _, lora_identity in by_kind)
+        )
+        return ", ".join(sorted(names))[:MAX_SHOWN]
+
+
+def _served(said: Registration) -> Iterator[tuple[str, _Kind, KvSpec]]:
+    """Every name of an instance, with what it stands for; perhaps the same more than once."""
+    specs = {spec.fingerprint: spec for spec in said.specs}
+    for spec in said.specs:
+        yield spec.model_name, (spec.fingerprint, ""), spec
+    for model in said.served_models:
+        yield model.name, (model.fingerprint, model.lora_identity), specs[model.fingerprint]
+
+
+def _conflict(own: KvSpec, other: KvSpec, instance_id: str) -> Conflict:
+    field = own.first_difference(other)
+    assert field is not None, "different fingerprints have a difference"
+    return Conflict(
+        instance_id=instance_id,
+        model_name=own.model_name,
+        field=field,
+        own_value=_value(own, field),
+        other_value=_value(other, field),
+    )
+
+
+def _value(spec: KvSpec, field: str) -> str:
+    value = getattr(spec, field)
+    return chunk_pb2.KvFormat.Name(value) if field == "format" else str(value)

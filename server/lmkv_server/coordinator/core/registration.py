@@ -1,0 +1,141 @@
+"""What a node sends when it registers, checked. Used by `RegistryService`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from lmkv.errors import BadInstance, BadKvSpec, BadMessage
+from lmkv.operation_records import MAX_RECORDS
+from lmkv.spec import MAX_FIELD_BYTES, MAX_SERVED_MODELS, MAX_SPECS, KvSpec, ServedModel
+from lmkv.v1 import chunk_pb2
+from lmkv.v1 import registry_service_pb2 as pb
+
+MAX_ID_BYTES = 256
+SECRET_BYTES = range(16, 65)
+"""How long the secret of an instance may be."""
+MAX_INSTANCE_BYTES = 512 << 10
+"""Size of an instance's registration: half a message."""
+MAX_CHANGES = 4096
+MAX_OUTCOMES = 16_384
+MAX_TIERS = 16
+MAX_PINS = 1000
+MAX_STATS_BYTES = 64 << 10
+MAX_SHOWN = 500
+"""Characters of a caller's text that an error repeats: all of it must fit into the trailers of a call."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Registration:
+    """What a node says of itself when it registers; the fields are those of `lmkv.v1.Instance`."""
+
+    instance_id: str
+    epoch: int
+    peer_address: str
+    specs: tuple[KvSpec, ...] = ()
+    version: str = ""
+    served_models: tuple[ServedModel, ...] = ()
+    """Names besides the specs' own; the fingerprint of each is that of one of `specs`."""
+    size_bytes: int = field(default=0, compare=False)
+    """Of the message that it came in."""
+
+
+def registration(message: pb.Instance) -> Registration:
+    """What a node says of itself, checked. Raises `BadInstance`, `BadKvSpec`."""
+    instance_id = message.instance_id
+    if message.ByteSize() > MAX_INSTANCE_BYTES:
+        raise BadInstance(
+            f"instance has {message.ByteSize()} bytes; at most {MAX_INSTANCE_BYTES} are allowed",
+            instance_id=instance_id[:MAX_ID_BYTES],
+            field="instance",
+        )
+    if not 0 < len(instance_id.encode()) <= MAX_ID_BYTES or not instance_id.isprintable():
+        raise BadInstance(
+            f"instance_id must have 1 to {MAX_ID_BYTES} bytes, all printable", instance_id=instance_id[:MAX_ID_BYTES]
+        )
+    if message.epoch <= 0:
+        raise BadInstance(f"epoch {message.epoch} is not positive", instance_id=instance_id, epoch=message.epoch)
+    if message.peer_address and not _is_address(message.peer_address):
+        raise BadInstance(
+            f"peer_address {message.peer_address[:MAX_SHOWN]!r} is not host:port",
+            instance_id=instance_id,
+            peer_address=message.peer_address[:MAX_SHOWN],
+        )
+    specs = _specs(message)
+    return Registration(
+        instance_id=instance_id,
+        epoch=message.epoch,
+        peer_address=message.peer_address,
+        specs=specs,
+        version=message.version,
+        size_bytes=message.ByteSize(),
+        served_models=served_models(message.served_models, {spec.fingerprint for spec in specs}),
+    )
+
+
+def _is_address(text: str) -> bool:
+    host, colon, port = text.rpartition(":")
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65_536
+    return bool(host and colon and is_port and host.isprintable() and len(host) <= MAX_ID_BYTES)
+
+
+def check_report(report: pb.ReportRequest) -> None:
+    """Raises `BadMessage` if a report has more of something than an instance has. The message names the field."""
+    for name, count, limit in (
+        ("changes", len(report.changes), MAX_CHANGES),
+        ("outcomes", len(report.outcomes), MAX_OUTCOMES),
+        ("records", len(report.records), MAX_RECORDS),
+        ("tiers", len(report.tiers), MAX_TIERS),
+        ("digests", len(report.digests), MAX_TIERS),
+        ("pins", len(report.pins.pins), MAX_PINS),
+        ("stats, in bytes,", report.stats.ByteSize(), MAX_STATS_BYTES),
+    ):
+        if count > limit:
+            raise BadMessage(f"{name} of a report: {count}; at most {limit} are allowed", limit=limit)
+
+
+def check_secret(secret: bytes, instance_id: str) -> None:
+    """Raises `BadInstance` if the secret is one that can be guessed, or too long."""
+    if secret and len(secret) not in SECRET_BYTES:
+        raise BadInstance(
+            f"secret has {len(secret)} bytes; it must have {SECRET_BYTES.start} to {SECRET_BYTES.stop - 1}",
+            instance_id=instance_id,
+            field="secret",
+        )
+
+
+def _specs(message: pb.Instance) -> tuple[KvSpec, ...]:
+    if len(message.specs) > MAX_SPECS:
+        raise BadInstance(
+            f"specs: {len(message.specs)} specs; an instance has at most {MAX_SPECS}, one per kind of engine that "
+            "has attached",
+            instance_id=message.instance_id,
+            field="specs",
+        )
+    for spec in message.specs:
+        for descriptor, value in spec.ListFields():
+            if isinstance(value, str) and len(value.encode()) > MAX_FIELD_BYTES:
+                raise BadInstance(
+                    f"specs.{descriptor.name} has {len(value.encode())} bytes; at most {MAX_FIELD_BYTES} are allowed",
+                    instance_id=message.instance_id,
+                    field=f"specs.{descriptor.name}",
+                )
+    return tuple(KvSpec.from_proto(spec) for spec in message.specs)
+
+
+def served_models(
+    messages: Sequence[chunk_pb2.ServedModel], fingerprints: Collection[bytes]
+) -> tuple[ServedModel, ...]:
+    """The served models that a node sends, checked. Raises `BadKvSpec`."""
+    if len(messages) > MAX_SERVED_MODELS:
+        raise BadKvSpec(
+            f"served_models has {len(messages)} entries; at most {MAX_SERVED_MODELS} are allowed",
+            field="served_models",
+            limit=MAX_SERVED_MODELS,
+        )
+    models = tuple(
+        ServedModel(name=one.name, fingerprint=one.fingerprint, lora_identity=one.lora_identity) for one in messages
+    )
+    if any(model.fingerprint not in fingerprints for model in models):
+        raise BadKvSpec("served_models: a fingerprint is of none of the instance's specs", field="served_models")
+    return models

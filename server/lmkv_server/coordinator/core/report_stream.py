@@ -1,0 +1,141 @@
+"""One stream of reports: a snapshot collected aside and installed whole, then changes in sequence. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lmkv.digests import Digest
+from lmkv.errors import BadMessage, ResyncRequired
+from lmkv.keys import KEY_BYTES, check_keys
+from lmkv.v1 import chunk_pb2, registry_service_pb2
+from lmkv_server.coordinator.core.instances import Instance, Instances
+from lmkv_server.coordinator.core.layout_map import MAX_TOKENS, TIER_COUNT, LayoutMap, Snapshot
+from lmkv_server.coordinator.layout_store.content import FINGERPRINT_BYTES, Change
+from lmkv_server.coordinator.layout_store.publication import Publication
+
+
+class ReportStream:
+    """What one instance tells over one `Report` call. `Registry.open_stream` and `follow` make it."""
+
+    def __init__(
+        self,
+        instances: Instances,
+        layout: LayoutMap,
+        instance: Instance,
+        staged: Snapshot | None,
+        publication: Publication | None,
+    ) -> None:
+        """Without an open snapshot its chunks are told elsewhere."""
+        self._instances = instances
+        self._layout = layout
+        self._instance = instance
+        self._staged = staged
+        self._told_elsewhere = staged is None
+        self._publication = publication
+        self.sequence = 0
+        """Of the last report that was applied."""
+
+    def apply(self, report: registry_service_pb2.ReportRequest, now: float) -> None:
+        """Takes one report in and renews the instance's lease. A repeat of an earlier report only does the latter.
+
+        Raises `InstanceNotFound`, `StaleEpoch`, `ResyncRequired`, `BadChunkKey`, `BadMessage`, `Full`; the stream is
+        of no use afterwards.
+        """
+        said = self._instance.said
+        if (report.instance_id, report.epoch) != (said.instance_id, said.epoch):
+            raise BadMessage(f"a stream of instance {said.instance_id!r} carries a report of another one")
+        self._instances.get(said.instance_id, said.epoch)
+        if self._instance.stream is not self:
+            raise ResyncRequired(f"another stream of instance {said.instance_id!r} took over")
+        self._instances.renew(self._instance, now)
+        if 0 < report.sequence <= self.sequence:
+            return
+        if report.sequence != self.sequence + 1:
+            raise ResyncRequired(
+                f"report {report.sequence} came after {self.sequence}; begin a new stream with a snapshot",
+                expected_sequence=self.sequence + 1,
+                sequence=report.sequence,
+            )
+        self._apply_content(report)
+        self.sequence = report.sequence
+
+    def close(self) -> None:
+        """Ends the stream. What was installed stays until the lease runs out; an unfinished snapshot is forgotten."""
+        if self._staged is not None:
+            self._layout.discard(self._staged)
+            self._staged = None
+        if self._instance.stream is self:
+            self._instance.stream = None
+
+    def _apply_content(self, report: registry_service_pb2.ReportRequest) -> None:
+        if self._told_elsewhere:
+            if report.snapshot or report.snapshot_end or report.changes:
+                raise BadMessage("a stream whose chunks are told elsewhere carries some")
+        else:
+            self._apply_chunks(report)
+        if report.tiers or report.engine_count:
+            self._instance.tiers = tuple(report.tiers)
+            self._instance.engine_count = report.engine_count
+
+    def _apply_chunks(self, report: registry_service_pb2.ReportRequest) -> None:
+        if report.told_elsewhere:
+            raise BadMessage("told_elsewhere belongs into a stream's first report")
+        if (report.snapshot or report.snapshot_end) != (self._staged is not None):
+            raise ResyncRequired(
+                "changes came before the end of the snapshot"
+                if self._staged is not None
+                else "a snapshot came after its end; begin a new stream with it"
+            )
+        changes = [self._apply_change(change) for change in report.changes]
+        if self._staged is not None and report.snapshot_end:
+            self._layout.install(self._staged)
+            self._staged = None
+            self._instance.synced = True
+        digests = report.digests if self._staged is None else ()
+        for claimed in digests:
+            self._compare(claimed)
+        if self._publication is not None:
+            told = [(claimed.tier, claimed.chunk_count, claimed.key_sum) for claimed in digests]
+            self._publication.changed(changes, told)
+            if report.snapshot_end:
+                self._publication.completed()
+
+    def _apply_change(self, change: registry_service_pb2.ChunkChange) -> Change:
+        if not 1 <= change.tier <= TIER_COUNT:
+            raise BadMessage(f"tier {change.tier} is unknown", tier=change.tier)
+        if len(change.fingerprint) not in (0, FINGERPRINT_BYTES):
+            raise BadMessage(f"a fingerprint has {len(change.fingerprint)} bytes; it must have {FINGERPRINT_BYTES}")
+        admitted = check_keys(change.admitted_keys, "admitted_keys")
+        evicted = check_keys(change.evicted_keys, "evicted_keys")
+        partials = _partial_token_counts(change)
+        chunk_size = self._instance.chunk_size(change.fingerprint)
+        if chunk_size > MAX_TOKENS:
+            raise BadMessage(f"chunks of {chunk_size} tokens are longer than {MAX_TOKENS}", chunk_size=chunk_size)
+        where = (change.tier, admitted, evicted, partials)
+        if self._staged is not None:
+            self._layout.apply_staged(self._staged, *where, chunk_size=chunk_size, fingerprint=change.fingerprint)
+        else:
+            instance_id = self._instance.said.instance_id
+            self._layout.apply(instance_id, *where, chunk_size=chunk_size, fingerprint=change.fingerprint)
+        return Change(change.tier, change.fingerprint, chunk_size, admitted, dict(partials), evicted)
+
+    def _compare(self, claimed: registry_service_pb2.TierDigest) -> None:
+        known = self._layout.digest(self._instance.said.instance_id, claimed.tier)
+        if known != Digest(chunk_count=claimed.chunk_count, key_sum=claimed.key_sum):
+            tier = chunk_pb2.Tier.Name(claimed.tier) if 0 <= claimed.tier <= TIER_COUNT else str(claimed.tier)
+            raise ResyncRequired(
+                f"the instance holds {claimed.chunk_count} chunks in {tier}, the layout map has {known.chunk_count} or "
+                "other ones; begin a new stream with a snapshot",
+                tier=tier,
+                claimed_chunk_count=claimed.chunk_count,
+                known_chunk_count=known.chunk_count,
+            )
+
+
+def _partial_token_counts(change: registry_service_pb2.ChunkChange) -> Mapping[int, int]:
+    counts = dict(change.partial_token_counts)
+    admitted_count = len(change.admitted_keys) // KEY_BYTES
+    for index, tokens in counts.items():
+        if not (0 <= index < admitted_count and 0 < tokens <= MAX_TOKENS):
+            raise BadMessage(f"partial_token_counts[{index}] = {tokens} means nothing", index=index, tokens=tokens)
+    return counts

@@ -1,0 +1,156 @@
+"""Clears: instances forget chunks, each for itself."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+
+from google.rpc import status_pb2
+
+from lmkv import rpc
+from lmkv.errors import BadSelection, LmkvError, OperationCancelled
+from lmkv.keys import KEY_BYTES
+from lmkv.v1 import cache_service_pb2 as pb
+from lmkv.v1 import registry_service_pb2 as registry_pb
+from lmkv_server.coordinator.core.registry import Registry
+from lmkv_server.coordinator.core.selection import Selector
+from lmkv_server.coordinator.operations.failures import add_failure
+from lmkv_server.coordinator.operations.operation import Operation
+from lmkv_server.coordinator.operations.operations import Operations
+from lmkv_server.coordinator.operations.orders import Orders
+
+BATCH_CHUNKS = 16_384
+"""Chunks that one order names."""
+TIMEOUT_SECONDS = 60.0
+"""After so long a clear ends, whoever has not answered."""
+
+
+class Clears:
+    """Books clears, and sees them through."""
+
+    def __init__(self, registry: Registry, selector: Selector, orders: Orders, operations: Operations) -> None:
+        self._registry = registry
+        self._selector = selector
+        self._orders = orders
+        self._operations = operations
+
+    async def start(self, request: pb.ClearRequest) -> Operation:
+        """Books a clear. Raises what `CacheService.Clear` answers."""
+        if known := self._operations.repeated(request):
+            return known
+        drops = await self._drops(request)
+        if known := self._operations.repeated(request):  # booked meanwhile
+            return known
+        instance_ids = self._instance_ids(request)
+        progress = pb.ClearProgress(instance_id=request.instance_id, tier=request.tier, dry_run=request.dry_run)
+        progress.create_time.GetCurrentTime()
+        clear = _Clear(self._orders, instance_ids, drops, progress, TIMEOUT_SECONDS)
+        return self._operations.start(
+            "clear",
+            request,
+            progress,
+            clear.run,
+            seconds=TIMEOUT_SECONDS,
+            keepers=instance_ids,
+            work_bytes=sum(len(drop.chunk_keys) for drop in drops),
+        )
+
+    async def resume(self, operation: Operation) -> pb.ClearResult:
+        """Goes on with a clear that another coordinator began: instances that have done it say so again."""
+        request, progress = operation.request, operation.progress
+        assert isinstance(request, pb.ClearRequest)
+        assert isinstance(progress, pb.ClearProgress)
+        seconds = operation.expire_time - time.time()
+        drops = await self._drops(request)
+        clear = _Clear(self._orders, self._instance_ids(request), drops, progress, seconds)
+        return await clear.run(operation)
+
+    def _instance_ids(self, request: pb.ClearRequest) -> list[str]:
+        if not request.instance_id:
+            return [instance.said.instance_id for instance in self._registry.instances]
+        return [self._registry.instances.named(request.instance_id, "instance_id").said.instance_id]
+
+    async def _drops(self, request: pb.ClearRequest) -> list[registry_pb.DropOrder]:
+        """What each instance is told."""
+        common = registry_pb.DropOrder(tier=request.tier, dry_run=request.dry_run)
+        drops = []
+        names_chunks = request.tokens or request.chunk_keys
+        for selection in await self._selector.required(request) if names_chunks else ():
+            for start in range(0, len(selection.keys), BATCH_CHUNKS * KEY_BYTES):
+                keys = selection.keys[start : start + BATCH_CHUNKS * KEY_BYTES]
+                drops.append(registry_pb.DropOrder(chunk_keys=keys))
+        if not drops and request.model_name:
+            specs = self._registry.instances.models.specs(request.model_name)
+            drops = [registry_pb.DropOrder(fingerprint=spec.fingerprint) for spec in specs]
+        if not drops:
+            if not request.all:
+                raise BadSelection("nothing is selected: set tokens, chunk_keys or model_name, or all to clear all")
+            drops = [registry_pb.DropOrder(all=True)]
+        for drop in drops:
+            drop.MergeFrom(common)
+        return drops
+
+
+class _Clear:
+    """One clear, under way."""
+
+    def __init__(
+        self,
+        orders: Orders,
+        instance_ids: list[str],
+        drops: list[registry_pb.DropOrder],
+        progress: pb.ClearProgress,
+        seconds: float,
+    ) -> None:
+        self._orders = orders
+        self._instance_ids = instance_ids
+        self._drops = drops
+        self._deadline = time.monotonic() + seconds
+        self._result = pb.ClearResult()
+        self._progress = progress
+        self._progress.instance_count = len(instance_ids)
+        self._progress.done_instance_count = 0
+
+    async def run(self, operation: Operation) -> pb.ClearResult:
+        """Sees it through. Raises why no instance did anything, or `OperationCancelled`."""
+        async with asyncio.TaskGroup() as group:
+            for instance_id in self._instance_ids:
+                group.create_task(self._clear(instance_id, operation))
+        if operation.cancelled.is_set():
+            raise OperationCancelled(f"cancelled after {self._result.chunk_count} chunks; those are gone")
+        silent = [failure for failure in self._result.failures if not failure.failures[0].chunk_keys]
+        if silent and len(silent) == len(self._instance_ids):
+            raise rpc.from_status(silent[0].failures[0].status)
+        return self._result
+
+    async def _clear(self, instance_id: str, operation: Operation) -> None:
+        failure = pb.ClearFailure(instance_id=instance_id)
+        for drop in self._drops:
+            try:
+                order = registry_pb.Order(order_id=_order_id(operation, drop), drop=drop)
+                outcome = await self._orders.carry_out(
+                    instance_id, order, self._deadline - time.monotonic(), operation.cancelled
+                )
+            except LmkvError as error:
+                failure.failures.add(status=rpc.to_status(error))
+                break
+            self._note(outcome, failure)
+        if failure.failures:
+            self._result.failures.append(failure)
+        self._progress.done_instance_count += 1
+
+    def _note(self, outcome: registry_pb.OrderOutcome, failure: pb.ClearFailure) -> None:
+        self._result.chunk_count += outcome.chunk_count
+        self._result.token_count += outcome.token_count
+        self._result.pinned_chunk_count += outcome.pinned_chunk_count
+        for part in outcome.failures:
+            add_failure(failure.failures, part.chunk_keys, part.status)
+        if outcome.status.code and not outcome.failures:
+            failure.failures.add(status=status_pb2.Status(code=outcome.status.code, message=outcome.status.message))
+
+
+def _order_id(operation: Operation, drop: registry_pb.DropOrder) -> str:
+    """The same whoever gives the order: an instance that has carried it out already says how it went."""
+    said = hashlib.blake2b(drop.SerializeToString(deterministic=True), digest_size=8).hexdigest()
+    return f"{operation.name}-{said}"

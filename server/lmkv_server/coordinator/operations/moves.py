@@ -1,0 +1,293 @@
+"""Moves and copies: the destination fetches, verifies and commits; then, and only then, the source drops.
+
+Chunks go in batches. Whatever fails, wherever it fails, each chunk is where it was, at its destination, or both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from google.rpc import code_pb2, status_pb2
+from numpy.typing import NDArray
+
+from lmkv import rpc
+from lmkv.errors import (
+    BadSelection,
+    ChunkNotFound,
+    KvSpecMismatch,
+    LmkvError,
+    OperationCancelled,
+    OperationTakenOver,
+    P2pDisabled,
+    Unreachable,
+)
+from lmkv.keys import KEY_BYTES
+from lmkv.v1 import cache_service_pb2 as pb
+from lmkv.v1 import registry_service_pb2 as registry_pb
+from lmkv_server.coordinator.core.instances import Instance
+from lmkv_server.coordinator.core.positions import Position, place_of
+from lmkv_server.coordinator.core.registry import Registry
+from lmkv_server.coordinator.core.selection import Selection, Selector
+from lmkv_server.coordinator.operations.chunk_locks import ChunkLocks
+from lmkv_server.coordinator.operations.failures import add_failure
+from lmkv_server.coordinator.operations.operation import Operation
+from lmkv_server.coordinator.operations.operations import Operations
+from lmkv_server.coordinator.operations.orders import Orders
+
+BATCH_CHUNKS = 1024
+"""Chunks that one order is about: the source drops them, and progress is told, that often."""
+TIMEOUT_SECONDS = 600.0
+"""After so long a move ends, however far it is."""
+
+
+class Moves:
+    """Books moves, and sees them through."""
+
+    def __init__(self, registry: Registry, selector: Selector, orders: Orders, operations: Operations) -> None:
+        self._registry = registry
+        self._selector = selector
+        self._orders = orders
+        self._operations = operations
+        self._claims = ChunkLocks()
+
+    async def start(self, request: pb.MoveRequest) -> Operation:
+        """Books a move. Raises what `CacheService.Move` answers."""
+        if known := self._operations.repeated(request):
+            return known
+        self._places(request)
+        selections = await self._selector.required(request)
+        if known := self._operations.repeated(request):  # booked meanwhile
+            return known
+        move = self._plan(request, selections)
+        return self._operations.start(
+            "copy" if request.copy else "move",
+            request,
+            move.progress,
+            move.run,
+            seconds=TIMEOUT_SECONDS,
+            work_bytes=move.size_bytes,
+            keepers=(request.new_position.instance_id, request.old_position.instance_id),
+        )
+
+    async def resume(self, operation: Operation) -> pb.MoveResult:
+        """Goes on with a move that another coordinator began: what has arrived stays, the rest follows."""
+        assert isinstance(operation.request, pb.MoveRequest)
+        assert isinstance(operation.progress, pb.MoveProgress)
+        move = self._plan(operation.request, await self._selector.required(operation.request))
+        move.continue_from(operation.progress)
+        return await move.run(operation)
+
+    def _plan(self, request: pb.MoveRequest, selections: Sequence[Selection]) -> _Move:
+        source, destination = self._places(request)
+        selection = self._choose(selections, source, destination)
+        check_spec(self._registry.instances.named(destination.instance_id, "new_position"), selection)
+        return _Move(self._registry, self._orders, self._claims, source, destination, selection, request)
+
+    def _places(self, request: pb.MoveRequest) -> tuple[Position, Position]:
+        instances = self._registry.instances
+        source = place_of(instances, request.old_position, "old_position")
+        destination = place_of(instances, request.new_position, "new_position")
+        if source == destination:
+            raise BadSelection("old_position and new_position are the same; nothing would move")
+        if source.instance_id != destination.instance_id:
+            check_p2p(instances.named(source.instance_id, "old_position"), "old_position")
+            check_p2p(instances.named(destination.instance_id, "new_position"), "new_position")
+        return source, destination
+
+    def _choose(self, selections: Sequence[Selection], source: Position, destination: Position) -> Selection:
+        """What the source, then what the destination holds most of, if the model's name stands for several specs."""
+        match_at = self._registry.layout.match_at
+        chosen = max(selections, key=lambda one: (match_at(*source, one.keys)[0], match_at(*destination, one.keys)[0]))
+        if not chosen.fingerprint:
+            known = (self._registry.layout.fingerprint_of(key) for key in _keys_of(chosen.keys))
+            fingerprint = next((found for found in known if found is not None), b"")
+            chosen = Selection(keys=chosen.keys, fingerprint=fingerprint)
+        return chosen
+
+
+class _Move:
+    """One move, under way."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        orders: Orders,
+        claims: ChunkLocks,
+        source: Position,
+        destination: Position,
+        selection: Selection,
+        request: pb.MoveRequest,
+    ) -> None:
+        self._layout = registry.layout
+        self._instances = registry.instances
+        self._orders = orders
+        self._claims = claims
+        self._source = source
+        self._destination = destination
+        self._copy = request.copy
+        self._fingerprint = selection.fingerprint
+        self._deadline = time.monotonic() + TIMEOUT_SECONDS
+        self._result = pb.MoveResult()
+        named = np.array(list(dict.fromkeys(_keys_of(selection.keys))), dtype=f"V{KEY_BYTES}")  # each once
+        held = self._layout.held_mask(*source, named.tobytes())
+        self._keys = named[held]
+        """What there is to move, in prompt order."""
+        there = ~held & self._layout.held_mask(*destination, named.tobytes())
+        self._moved = named[there]
+        """What the destination alone holds, in prompt order."""
+        if request.chunk_keys:  # of a prompt, anybody may hold only the beginning; a key was meant as it stands
+            absent = named[~held & ~there]
+            nobody = ChunkNotFound(f"instance {source.instance_id!r} does not hold it", instance_id=source.instance_id)
+            self._fail(absent, rpc.to_status(nobody))
+        _, token_count = self._layout.match_at(*source, self._keys.tobytes())
+        self.progress = pb.MoveProgress(
+            chunk_count=len(self._keys),
+            token_count=token_count,
+            old_position=source.to_proto(),
+            new_position=destination.to_proto(),
+        )
+        self.progress.create_time.GetCurrentTime()
+        self.progress.expire_time.FromNanoseconds(time.time_ns() + round(TIMEOUT_SECONDS * 1e9))
+
+    @property
+    def size_bytes(self) -> int:
+        """What its keys take."""
+        return int(self._keys.nbytes + self._moved.nbytes)
+
+    def continue_from(self, progress: pb.MoveProgress) -> None:
+        """Begins where another coordinator left off, as far as can be seen: what the source had to give and the
+        destination alone holds has arrived."""
+        arrived = self._moved[: max(progress.chunk_count - len(self._keys), 0)]
+        self._result.chunk_count, self._result.token_count = self._layout.match_at(
+            *self._destination, arrived.tobytes()
+        )
+        self._result.dropped_chunk_count = 0 if self._copy else len(arrived)
+        self._deadline = time.monotonic() + progress.expire_time.ToNanoseconds() / 1e9 - time.time()
+        self.progress = progress
+        self.progress.done_chunk_count = self._result.chunk_count
+
+    async def run(self, operation: Operation) -> pb.MoveResult:
+        """Sees it through. Raises why nothing at all was moved, `OperationCancelled`, or `OperationTakenOver`."""
+        for start in range(0, len(self._keys), BATCH_CHUNKS):
+            if operation.cancelled.is_set():
+                break
+            batch = self._keys[start : start + BATCH_CHUNKS]
+            if self._copy:
+                await self._fetch(batch, operation)
+                continue
+            async with self._claims.on(batch, self._deadline):
+                arrived = await self._fetch(batch, operation)
+                if len(arrived):
+                    await self._drop(arrived, operation)
+        if operation.cancelled.is_set():
+            raise OperationCancelled(
+                f"cancelled after {self._result.chunk_count} of {self.progress.chunk_count} chunks; "
+                "those stay where they are",
+                chunk_count=self._result.chunk_count,
+            )
+        if self._result.failures and not self._result.chunk_count:
+            raise rpc.from_status(self._result.failures[0].status)
+        return self._result
+
+    async def _fetch(self, batch: NDArray[np.void], operation: Operation) -> NDArray[np.void]:
+        """Has the destination fetch; what it now holds."""
+        try:
+            source = self._instances.named(self._source.instance_id, "old_position").said
+            fetch = registry_pb.FetchOrder(
+                instance_id=source.instance_id,
+                epoch=source.epoch,
+                peer_address=source.peer_address,
+                fingerprint=self._fingerprint,
+                chunk_keys=batch.tobytes(),
+                tier=self._destination.tier,
+            )
+            order = registry_pb.Order(fetch=fetch)
+            outcome = await self._order(self._destination.instance_id, order, operation, operation.cancelled)
+        except OperationTakenOver:
+            raise
+        except LmkvError as error:
+            return self._fail(batch, rpc.to_status(error))
+        failed = self._note_failures(outcome)
+        arrived = batch[~np.isin(batch, failed)]
+        if len(arrived) != outcome.chunk_count:  # it stopped early: nothing is certain, so nothing is dropped
+            said = outcome.status if outcome.status.code else _contradiction(self._destination.instance_id)
+            self._result.chunk_count += outcome.chunk_count
+            return self._fail(arrived, said)
+        self._result.chunk_count += outcome.chunk_count
+        self._result.token_count += outcome.token_count
+        self._result.transferred_bytes += outcome.transferred_bytes
+        self.progress.done_chunk_count = self._result.chunk_count
+        self.progress.transferred_bytes = self._result.transferred_bytes
+        return arrived
+
+    async def _drop(self, arrived: NDArray[np.void], operation: Operation) -> None:
+        """Has the source drop what the destination has committed."""
+        drop = registry_pb.DropOrder(
+            tier=self._source.tier, chunk_keys=arrived.tobytes(), fingerprint=self._fingerprint
+        )
+        try:
+            outcome = await self._order(self._source.instance_id, registry_pb.Order(drop=drop), operation)
+        except OperationTakenOver:
+            raise
+        except LmkvError as error:
+            self._fail(arrived, rpc.to_status(error))
+            return
+        self._note_failures(outcome)
+        self._result.dropped_chunk_count += outcome.chunk_count
+
+    async def _order(
+        self, instance_id: str, order: registry_pb.Order, operation: Operation, cancelled: asyncio.Event | None = None
+    ) -> registry_pb.OrderOutcome:
+        seconds = self._deadline - time.monotonic()
+        if seconds <= 0:
+            raise Unreachable(f"the move took longer than {TIMEOUT_SECONDS:g} s")
+        order.operation_name, order.attempt = operation.name, operation.attempt
+        outcome = await self._orders.carry_out(instance_id, order, seconds, cancelled)
+        refusal = rpc.from_status(outcome.status)
+        if isinstance(refusal, OperationTakenOver):
+            raise refusal
+        return outcome
+
+    def _note_failures(self, outcome: registry_pb.OrderOutcome) -> NDArray[np.void]:
+        for failure in outcome.failures:
+            add_failure(self._result.failures, failure.chunk_keys, failure.status)
+        return np.frombuffer(b"".join(failure.chunk_keys for failure in outcome.failures), dtype=f"V{KEY_BYTES}")
+
+    def _fail(self, keys: NDArray[np.void], status: status_pb2.Status) -> NDArray[np.void]:
+        add_failure(self._result.failures, keys.tobytes(), status)
+        return keys[:0]
+
+
+def check_p2p(instance: Instance, field: str) -> None:
+    """Raises `P2pDisabled` if other instances cannot fetch from this one, nor it from them."""
+    if not instance.said.peer_address:
+        raise P2pDisabled(
+            f"{field}: instance {instance.said.instance_id!r} does not transfer chunks to or from other nodes; set "
+            "enable_p2p to true there",
+            instance_id=instance.said.instance_id,
+            field=field,
+        )
+
+
+def check_spec(instance: Instance, selection: Selection) -> None:
+    """Raises `KvSpecMismatch` if an instance cannot hold these chunks."""
+    fingerprints = {spec.fingerprint for spec in instance.said.specs}
+    if selection.fingerprint and selection.fingerprint not in fingerprints:
+        raise KvSpecMismatch(
+            f"instance {instance.said.instance_id!r} does not serve the spec of these chunks; it cannot hold them "
+            "(`lmkv instances` says what differs)",
+            instance_id=instance.said.instance_id,
+        )
+
+
+def _keys_of(keys: bytes) -> Iterable[bytes]:
+    return (keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
+
+
+def _contradiction(instance_id: str) -> status_pb2.Status:
+    return status_pb2.Status(
+        code=code_pb2.INTERNAL, message=f"instance {instance_id!r} counts other chunks than it names"
+    )

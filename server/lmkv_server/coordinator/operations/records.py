@@ -1,0 +1,71 @@
+"""Operations as messages: as they are asked for, and as nodes keep them."""
+
+from __future__ import annotations
+
+import time
+
+from google.longrunning import operations_pb2
+
+from lmkv import rpc
+from lmkv.errors import BadMessage
+from lmkv.v1 import cache_service_pb2, registry_service_pb2
+from lmkv_server.coordinator.operations.operation import OPERATION_BYTES, Operation
+
+MAX_RECORD_BYTES = rpc.MAX_MESSAGE_BYTES - 4096
+"""A longer record goes without the request: then it can be asked for everywhere, but nobody can take it over."""
+
+
+def to_proto(operation: Operation) -> operations_pb2.Operation:
+    """The operation as it is now."""
+    message = operations_pb2.Operation(name=operation.name, done=operation.done)
+    message.metadata.Pack(operation.progress)
+    if operation.error:
+        message.error.CopyFrom(rpc.to_status(operation.error))
+    elif operation.result:
+        message.response.Pack(operation.result)
+    return message
+
+
+def to_record(operation: Operation, ttl_seconds: float) -> registry_service_pb2.OperationRecord:
+    """What nodes are to keep of it, for so long after its end."""
+    record = registry_service_pb2.OperationRecord(
+        operation=to_proto(operation), attempt=operation.attempt, cancelled=operation.cancelled.is_set()
+    )
+    if isinstance(operation.request, cache_service_pb2.MoveRequest):
+        record.move.CopyFrom(operation.request)
+    elif operation.request:
+        record.clear.CopyFrom(operation.request)
+    expire_time = operation.end_time + ttl_seconds if operation.end_time else operation.expire_time
+    record.expire_time.FromNanoseconds(round(expire_time * 1e9))
+    if record.ByteSize() > MAX_RECORD_BYTES:
+        record.ClearField("move")
+        record.ClearField("clear")
+    return record
+
+
+def from_record(record: registry_service_pb2.OperationRecord, longest_seconds: float) -> Operation:
+    """The operation that a node reports, which runs `longest_seconds` more at most. Raises `BadMessage`."""
+    said, now = record.operation, time.time()
+    kind = said.name.partition("-")[0]
+    progress = cache_service_pb2.ClearProgress() if kind == "clear" else cache_service_pb2.MoveProgress()
+    result = cache_service_pb2.ClearResult() if kind == "clear" else cache_service_pb2.MoveResult()
+    is_sound = said.metadata.Unpack(progress) and (not said.HasField("response") or said.response.Unpack(result))
+    if not is_sound:
+        raise BadMessage(f"the record of {said.name[:100]!r} is of another kind than its name", name=said.name[:100])
+    operation = Operation(
+        name=said.name,
+        kind=kind,
+        progress=progress,
+        request=record.move if record.HasField("move") else record.clear if record.HasField("clear") else None,
+        create_time=progress.create_time.ToNanoseconds() / 1e9,
+        expire_time=min(record.expire_time.ToNanoseconds() / 1e9, now + longest_seconds),
+        attempt=record.attempt,
+    )
+    operation.size_bytes = OPERATION_BYTES + record.ByteSize()
+    if record.cancelled:
+        operation.cancelled.set()
+    if said.done:
+        operation.end_time = min(progress.end_time.ToNanoseconds() / 1e9, now)
+        operation.error = rpc.from_status(said.error) if said.HasField("error") else None
+        operation.result = result if said.HasField("response") else None
+    return operation

@@ -1,0 +1,98 @@
+"""The audit log: one JSON object a line for each act on the fleet: who, in which role, what, and what came of it.
+
+It names no prompt: tokens and keys are counted, and a salt is only said to be there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from logging.handlers import WatchedFileHandler
+from pathlib import Path
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from lmkv.auth.caller import current_caller
+from lmkv.errors import ConfigError, LmkvError
+from lmkv.keys import KEY_BYTES
+from lmkv.rpc.error_status import short
+
+logger = logging.getLogger("lmkv.audit")
+
+_HIDDEN = ("cache_salt",)
+
+
+class Act:
+    """One act, while it is carried out. `names` are those of what it made, such as an operation."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}
+
+
+@contextmanager
+def audited(name: str, request: Message) -> Iterator[Act]:
+    """Writes the line of an act, be it done or refused."""
+    act, outcome = Act(), "OK"
+    try:
+        yield act
+    except LmkvError as error:
+        outcome = error.reason
+        raise
+    except BaseException:
+        outcome = "FAILED"
+        raise
+    finally:
+        caller = current_caller()
+        line = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "caller": caller.name,
+            "role": caller.role.value,
+            "tenant": caller.tenant,
+            "act": name,
+            "request": told(request),
+            **act.names,
+            "outcome": outcome,
+        }
+        logger.info("%s", json.dumps(line))  # in ASCII: no text in it can break the line
+
+
+def told(request: Message) -> dict[str, object]:
+    """What a request asks for, without what would tell of a prompt."""
+    return {field.name: _told(field, value) for field, value in request.ListFields()}
+
+
+def _told(field: FieldDescriptor, value: object) -> object:
+    if field.name in _HIDDEN:
+        return "hidden"
+    if isinstance(value, bytes):
+        return f"{len(value) // KEY_BYTES} keys" if field.name.endswith("chunk_keys") else f"{len(value)} bytes"
+    if field.is_repeated:
+        return f"{len(value)} {field.name}"  # type: ignore[arg-type]
+    if isinstance(value, Message):
+        return told(value)
+    if field.enum_type is not None and isinstance(value, int):
+        known = field.enum_type.values_by_number.get(value)
+        return known.name if known else value
+    return short(value) if isinstance(value, str) else value
+
+
+def write_audit_to(path: str) -> None:
+    """Has the lines go to the end of a file of their own, which may be moved away at any time.
+
+    Without a path they go where the process logs. Raises `ConfigError` if the file cannot be written.
+    """
+    if not path:
+        return
+    try:
+        Path(path).touch(mode=0o600)
+        handler = WatchedFileHandler(path, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"audit_log: cannot write {path}: {error.strerror}", key="audit_log") from None
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.handlers[:] = [handler]
+    logger.propagate = False
+    logger.setLevel(logging.INFO)

@@ -1,0 +1,187 @@
+"""CacheService: translates between those who ask for chunks, or act on them, and the coordinator's core."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from google.longrunning import operations_pb2
+from numpy.typing import NDArray
+
+from lmkv import rpc
+from lmkv.auth.caller import count_question
+from lmkv.auth.identity import client_identity
+from lmkv.errors import LmkvError
+from lmkv.tiers import LOCATIONS
+from lmkv.v1 import cache_service_pb2 as pb
+from lmkv.v1 import cache_service_pb2_grpc as pb_grpc
+from lmkv.v1 import chunk_pb2
+from lmkv_server.coordinator.core.latency_histogram import LatencyHistogram
+from lmkv_server.coordinator.core.layout_map import Match
+from lmkv_server.coordinator.core.registry import Registry
+from lmkv_server.coordinator.core.selection import SHORT_KEYS, Selection, Selector
+from lmkv_server.coordinator.core.watch import Watch
+from lmkv_server.coordinator.operations.clears import Clears
+from lmkv_server.coordinator.operations.moves import Moves
+from lmkv_server.coordinator.operations.pins import Pins
+from lmkv_server.coordinator.operations.records import to_proto
+from lmkv_server.coordinator.operations.replicator import OperationReplicator
+from lmkv_server.coordinator.services.audit import audited
+from lmkv_server.coordinator.services.pages import page_limit, page_token, read_page_token
+
+ANSWER_BYTES = rpc.MAX_MESSAGE_BYTES // 2
+"""Answers on a stream share a message until they are this long together: half of what one may have."""
+MAX_ANSWERS = 64
+"""Most answers in a message: about a millisecond's work. Sending it gives others a turn, however many are asked."""
+
+
+class CacheService(pb_grpc.CacheServiceServicer):
+    """The handlers. One event loop runs them all; what they work on is its alone."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        selector: Selector,
+        moves: Moves,
+        clears: Clears,
+        keeping: OperationReplicator,
+        pins: Pins,
+        watch: Watch,
+    ) -> None:
+        self._registry = registry
+        self._selector = selector
+        self._moves = moves
+        self._clears = clears
+        self._keeping = keeping
+        self._pins = pins
+        self._watch = watch
+        self.lookups = LatencyHistogram()
+        """Lookups that were answered; those that found somebody are hits."""
+
+    async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
+        return await self._lookup(request, pb.LookupResponse())
+
+    async def LookupStream(
+        self, request_iterator: AsyncIterator[pb.LookupStreamRequest], context: Any
+    ) -> AsyncIterator[pb.LookupStreamResponse]:
+        async for message in request_iterator:
+            answer, size_bytes = pb.LookupStreamResponse(), 0
+            for request in message.requests:
+                if size_bytes > ANSWER_BYTES or len(answer.results) == MAX_ANSWERS:
+                    yield answer
+                    answer, size_bytes = pb.LookupStreamResponse(), 0
+                result = answer.results.add()
+                try:
+                    count_question()
+                    await self._lookup(request, result.response)
+                except LmkvError as error:
+                    result.error.CopyFrom(rpc.to_status(error))
+                size_bytes += result.ByteSize()
+            yield answer
+
+    async def Move(self, request: pb.MoveRequest, context: Any) -> operations_pb2.Operation:
+        with audited("copy" if request.copy else "move", request) as act:
+            operation = await self._keeping.booked(await self._moves.start(request))
+            act.names["operation"] = operation.name
+        return to_proto(operation)
+
+    async def Clear(self, request: pb.ClearRequest, context: Any) -> operations_pb2.Operation:
+        with audited("clear", request) as act:
+            operation = await self._keeping.booked(await self._clears.start(request))
+            act.names["operation"] = operation.name
+        return to_proto(operation)
+
+    async def Pin(self, request: pb.PinRequest, context: Any) -> pb.PinResponse:
+        with audited("pin", request) as act:
+            pin = await self._pins.pin(request)
+            act.names["pin"] = pin.pin_id
+        return pb.PinResponse(pin=pin)
+
+    async def Unpin(self, request: pb.UnpinRequest, context: Any) -> pb.UnpinResponse:
+        with audited("unpin", request):
+            await self._pins.unpin(request.pin_id)
+        return pb.UnpinResponse()
+
+    async def ListPins(self, request: pb.ListPinsRequest, context: Any) -> pb.ListPinsResponse:
+        last = read_page_token("ListPins", request.page_token)
+        rest = [pin for pin in self._pins.in_force(request.instance_id) if pin.pin_id > last]
+        page = rest[: page_limit(request.page_size)]
+        more = len(page) < len(rest)
+        return pb.ListPinsResponse(pins=page, next_page_token=page_token("ListPins", page[-1].pin_id) if more else "")
+
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.WatchResponse]:
+        async for response in self._watch.watch(request.start_revision, request.fingerprint, client_identity(context)):
+            yield response
+
+    async def lookup_tokens(
+        self, tokens: NDArray[np.integer], *, model_name: str = "", cache_salt: str = "", lora_name: str = ""
+    ) -> pb.LookupResponse:
+        """As `Lookup`, for whoever has the tokens as an array of integers. Raises what `Lookup` answers."""
+        begin = time.perf_counter()
+        selections = await self._selector.of_tokens(tokens, model_name, cache_salt, lora_name, held_only=True)
+        return await self._answer(begin, selections, pb.LookupResponse(), is_question=tokens.size > 0)
+
+    async def _lookup(self, request: pb.LookupRequest, response: pb.LookupResponse) -> pb.LookupResponse:
+        begin = time.perf_counter()
+        selections = await self._selector.select(request, held_only=True)
+        is_question = bool(request.tokens or request.chunk_keys)
+        return await self._answer(begin, selections, response, request.excluded_instance_id, is_question=is_question)
+
+    async def _answer(
+        self,
+        begin: float,
+        selections: Sequence[Selection],
+        response: pb.LookupResponse,
+        excluded: str = "",
+        *,
+        is_question: bool,
+    ) -> pb.LookupResponse:
+        """Fills in an empty response and returns it: a message that is put into another one later is copied."""
+        layout = self._registry.layout
+        found: list[list[Match]] = []
+        read_count = 0
+        for selection in selections:
+            found.append(layout.lookup(selection.keys, excluded))
+            read_count += len(selection)
+            if read_count > SHORT_KEYS:
+                read_count = 0
+                await asyncio.sleep(0)
+        matches = found[0] if len(found) == 1 else longest_first(match for part in found for match in part)
+        for match in matches:
+            self._add_holder(match, response)
+        response.revision = layout.revision
+        response.partial = self._registry.is_partial(time.monotonic())
+        if is_question:  # a request that names nothing asks for the revision
+            self.lookups.note(time.perf_counter() - begin, bool(matches))
+        return response
+
+    def _add_holder(self, match: Match, response: pb.LookupResponse) -> None:
+        instance = self._registry.instances.find(match.instance_id)
+        if instance is None:  # it left since the match was found
+            return
+        holder = response.holders.add(
+            instance_id=match.instance_id,
+            epoch=instance.said.epoch,
+            peer_address=instance.said.peer_address,
+            matched_chunk_count=match.chunk_count,
+            matched_token_count=match.token_count,
+        )
+        for run in match.runs:
+            holder.runs.add(
+                tier=chunk_pb2.Tier.ValueType(run.tier),
+                location=LOCATIONS[chunk_pb2.Tier.ValueType(run.tier)],
+                chunk_count=run.chunk_count,
+                token_count=run.token_count,
+            )
+
+
+def longest_first(matches: Iterable[Match]) -> list[Match]:
+    """The longest match of each instance, longest first, then by instance id."""
+    ranked = sorted(matches, key=lambda match: (-match.token_count, match.instance_id))
+    best: dict[str, Match] = {}
+    for match in ranked:
+        best.setdefault(match.instance_id, match)
+    return list(best.values())

@@ -1,0 +1,77 @@
+"""google.longrunning.Operations: how far moves and clears are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.longrunning import operations_pb2 as pb
+from google.longrunning import operations_pb2_grpc as pb_grpc
+from google.protobuf import empty_pb2
+
+from lmkv import rpc
+from lmkv.errors import BadMessage
+from lmkv_server.coordinator.operations.operations import Operations
+from lmkv_server.coordinator.operations.records import to_proto
+from lmkv_server.coordinator.operations.replicator import OperationReplicator
+from lmkv_server.coordinator.services.audit import audited
+from lmkv_server.coordinator.services.pages import page_limit, page_token, read_page_token
+
+DEFAULT_WAIT_SECONDS = 60.0
+MAX_WAIT_SECONDS = 600.0
+FILTERS = {"": (True, False), "done=true": (True,), "done=false": (False,)}
+"""What `ListOperations` can filter by, and the values of `done` that it lets through."""
+
+
+class OperationsService(pb_grpc.OperationsServicer):  # type: ignore[misc]  # has no stubs
+    """The handlers."""
+
+    def __init__(self, operations: Operations, keeping: OperationReplicator) -> None:
+        self._operations = operations
+        self._keeping = keeping
+
+    async def GetOperation(self, request: pb.GetOperationRequest, context: Any) -> pb.Operation:
+        return to_proto(self._operations.get(request.name))
+
+    async def ListOperations(self, request: pb.ListOperationsRequest, context: Any) -> pb.ListOperationsResponse:
+        """Newest first."""
+        wanted = FILTERS.get(request.filter.replace(" ", ""))
+        if wanted is None:
+            raise BadMessage(f"filter {request.filter[:100]!r} is unknown; use done=true, done=false or none")
+        last = read_page_token("ListOperations", request.page_token)
+        rest = [
+            operation
+            for operation in self._operations.newest_first()
+            if operation.done in wanted and (not last or operation.order < last)
+        ]
+        response = pb.ListOperationsResponse()
+        for operation in rest[: page_limit(request.page_size)]:
+            response.operations.append(to_proto(operation))
+            if response.ByteSize() > rpc.MAX_MESSAGE_BYTES // 2 and len(response.operations) > 1:
+                response.operations.pop()
+                break
+        if len(response.operations) < len(rest):
+            last = rest[len(response.operations) - 1].order
+            response.next_page_token = page_token("ListOperations", last)
+        return response
+
+    async def WaitOperation(self, request: pb.WaitOperationRequest, context: Any) -> pb.Operation:
+        """The operation once it is over, or as it is when the time is up, or just before the caller's deadline."""
+        operation = self._operations.get(request.name)
+        seconds = DEFAULT_WAIT_SECONDS
+        if request.HasField("timeout"):
+            seconds = min(max(request.timeout.ToNanoseconds() / 1e9, 0.0), MAX_WAIT_SECONDS)
+        left = context.time_remaining()
+        if left is not None:
+            seconds = min(seconds, max(0.9 * left, 0.0))
+        await operation.wait(seconds)
+        return to_proto(operation)
+
+    async def CancelOperation(self, request: pb.CancelOperationRequest, context: Any) -> empty_pb2.Empty:
+        with audited("cancel", request):
+            await self._keeping.cancel(request.name)
+        return empty_pb2.Empty()
+
+    async def DeleteOperation(self, request: pb.DeleteOperationRequest, context: Any) -> empty_pb2.Empty:
+        with audited("delete", request):
+            self._operations.delete(request.name)
+        return empty_pb2.Empty()

@@ -1,0 +1,268 @@
+"""RegistryService: translates between nodes and the registry."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from google.protobuf import duration_pb2, timestamp_pb2
+
+from lmkv.auth.callers import NO_QUOTA, TenantQuota
+from lmkv.errors import Full, InstanceNotFound, LmkvError, QuotaExceeded, ResyncRequired
+from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
+from lmkv.telemetry.log_limit import LimitedLogger
+from lmkv.v1 import registry_service_pb2 as pb
+from lmkv.v1 import registry_service_pb2_grpc as pb_grpc
+from lmkv_server.coordinator.core.instances import NO_ADDRESS, Instance
+from lmkv_server.coordinator.core.registration import MAX_SHOWN, check_report, check_secret, registration
+from lmkv_server.coordinator.core.registry import Registry
+from lmkv_server.coordinator.core.report_stream import ReportStream
+from lmkv_server.coordinator.layout_store.layout_store import LayoutStore, NoSharedStore
+from lmkv_server.coordinator.operations.orders import Orders
+from lmkv_server.coordinator.operations.replicator import OperationReplicator
+from lmkv_server.coordinator.services.outbox import Outbox
+from lmkv_server.coordinator.services.pages import page_limit, page_token, read_page_token
+
+logger = logging.getLogger(__name__)
+
+MAX_CONFLICTS = 16
+"""Named per instance: in a fleet of two halves everybody conflicts with half of it."""
+MAX_PAGE_BYTES = MAX_MESSAGE_BYTES // 2
+QUOTA_RETRY_SECONDS = 5.0
+"""When an instance may try again whose tenant has all it may have."""
+
+
+class RegistryService(pb_grpc.RegistryServiceServicer):
+    """The handlers. One event loop runs them all; the registry is its alone."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        orders: Orders,
+        keeping: OperationReplicator,
+        quota: Callable[[], TenantQuota] = lambda: NO_QUOTA,
+        share: LayoutStore | None = None,
+    ) -> None:
+        self._registry = registry
+        self._orders = orders
+        self._keeping = keeping
+        self._quota = quota
+        self._share = share or NoSharedStore()
+        self._outboxes: dict[str, Outbox] = {}
+        """Of the newest stream of each instance."""
+        self._log = LimitedLogger(logger)
+        self.report_count = 0
+        """Reports that were applied since the start, heartbeats included."""
+
+    async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
+        now = time.monotonic()
+        said = registration(request.instance)
+        check_secret(request.secret, said.instance_id)
+        before = self._registry.instances.find(said.instance_id)
+        news = before is None or before.said != said
+        if before is None:
+            self._check_quota("max_instances", len(self._registry.instances) + 1)
+        try:
+            instance = self._registry.register(said, now, request.secret)
+        except Full:  # no word of it here: there may be thousands
+            raise
+        except LmkvError as error:
+            self._log.warning("refused instance %s at %s: %s", said.instance_id, said.peer_address, error)
+            raise
+        instance.tiers = tuple(request.instance.tiers)
+        instance.engine_count = request.instance.engine_count
+        instance.stats = request.instance.stats
+        instance.layout_map_id = self._share.map_id
+        response = pb.RegisterResponse(
+            instance=self._to_proto(instance, now),
+            lease_ttl=duration_pb2.Duration(),
+            layout_map_id=instance.layout_map_id,
+        )
+        response.lease_ttl.FromNanoseconds(round(self._registry.instances.lease_ttl * 1e9))
+        if news:
+            _log_registered(response.instance)
+        return response
+
+    async def Report(
+        self,
+        request_iterator: AsyncIterator[pb.ReportRequest],
+        context: Any,
+    ) -> AsyncIterator[pb.ReportResponse]:
+        outbox = Outbox()
+        reading = asyncio.create_task(self._read(request_iterator, outbox, context))
+        # Comes also when the connection breaks while a response is on its way, unlike `finally`.
+        context.add_done_callback(lambda _: reading.cancel())
+        reading.add_done_callback(outbox.close)
+        while True:
+            await outbox.wake.wait()
+            if outbox.error is not None:
+                reading.cancel()
+                raise outbox.error
+            if response := outbox.take(self._registry.layout.revision):
+                yield response
+            elif reading.done():
+                reading.result()
+                return
+
+    async def _read(self, reports: AsyncIterator[pb.ReportRequest], outbox: Outbox, context: Any) -> None:
+        """Applies what an instance tells over one call, until it ends or breaks."""
+        stream: ReportStream | None = None
+        instance_id = ""
+        try:
+            async for report in reports:
+                if stream is None:
+                    instance_id = report.instance_id
+                    self._registry.instances.get(instance_id, report.epoch)
+                    self._registry.instances.check_secret(instance_id, report.secret)
+                    self._outboxes[instance_id] = outbox
+                    stream = await self._open_stream(report, outbox)
+                    self._orders.connect(instance_id, outbox.tell)
+                check_report(report)
+                stream.apply(report, time.monotonic())
+                if report.changes:
+                    self._check_quota("max_chunks", len(self._registry.layout))
+                    await self._share.has_room()
+                self.report_count += 1
+                self._note(report)
+                outbox.acknowledge(stream.sequence, report)
+        except LmkvError as error:
+            if instance_id:  # else not even its first message could be decoded
+                # A caller whose stream never opened need not be an instance: its lines are limited.
+                (self._log if stream is None else logger).warning("reports of instance %s end: %s", instance_id, error)
+            raise
+        finally:
+            if self._outboxes.get(instance_id) is outbox:
+                del self._outboxes[instance_id]
+            if stream is not None:
+                stream.close()
+                self._orders.disconnect(instance_id, outbox.tell)
+
+    async def _open_stream(self, report: pb.ReportRequest, outbox: Outbox) -> ReportStream:
+        """The stream that a first report begins. Raises what `Report` answers."""
+        instance_id, epoch = report.instance_id, report.epoch
+        instance = self._registry.instances.get(instance_id, epoch)
+        if instance.layout_map_id != self._share.map_id:
+            raise ResyncRequired("the coordinator has another layout map since; register anew")
+        if report.told_elsewhere:
+            if not self._share.map_id:
+                raise ResyncRequired("this coordinator keeps its own layout map; tell it what you hold")
+            return self._registry.follow(instance_id, epoch, time.monotonic(), self._share.load)
+        publication = await self._share.publish(instance_id, epoch)
+        if self._outboxes.get(instance_id) is not outbox:
+            raise ResyncRequired(f"another stream of instance {instance_id!r} took over")
+        return self._registry.open_stream(instance_id, epoch, time.monotonic(), publication)
+
+    def resync(self, reason: str, instance_id: str = "") -> None:
+        """Ends the streams of reports of one instance, or of all: they register anew and begin others."""
+        outboxes = [self._outboxes.get(instance_id)] if instance_id else list(self._outboxes.values())
+        for outbox in outboxes:
+            if outbox is not None:
+                outbox.fail(ResyncRequired(f"{reason}; register anew"))
+
+    def _check_quota(self, limit: str, count: int) -> None:
+        most = getattr(self._quota(), limit)
+        if most and count > most:
+            raise QuotaExceeded(
+                f"{limit} of this tenant is {most}; hold less, or raise it in the file of auth_tokens",
+                limit=limit,
+                most=most,
+                retry_seconds=QUOTA_RETRY_SECONDS,
+            )
+
+    def _note(self, report: pb.ReportRequest) -> None:
+        """Takes in what a report says besides chunks."""
+        instance = self._registry.instances.find(report.instance_id)
+        if instance:
+            self._registry.instances.note_report(report)
+        if instance and report.HasField("pins"):
+            instance.pins = {pin.pin_id: pin for pin in report.pins.pins}
+        if instance and report.HasField("stats"):
+            instance.stats = report.stats
+        for record in report.records:
+            self._keeping.hear(report.instance_id, record)
+        for outcome in report.outcomes:
+            self._orders.end(report.instance_id, outcome)
+
+    async def Deregister(self, request: pb.DeregisterRequest, context: Any) -> pb.DeregisterResponse:
+        self._registry.instances.check_secret(request.instance_id, request.secret)
+        self._registry.deregister(request.instance_id, request.epoch)
+        logger.info("instance %s left", request.instance_id)
+        return pb.DeregisterResponse()
+
+    async def ListInstances(self, request: pb.ListInstancesRequest, context: Any) -> pb.ListInstancesResponse:
+        now = time.monotonic()
+        last = read_page_token("ListInstances", request.page_token)
+        limit = page_limit(request.page_size)
+        rest = sorted(
+            (instance for instance in self._registry.instances if instance.said.instance_id > last),
+            key=lambda instance: instance.said.instance_id,
+        )
+        response = pb.ListInstancesResponse()
+        for instance in rest[:limit]:
+            response.instances.append(self._to_proto(instance, now))
+            if response.ByteSize() > MAX_PAGE_BYTES:
+                break
+        if len(response.instances) < len(rest):
+            response.next_page_token = page_token("ListInstances", response.instances[-1].instance_id)
+        return response
+
+    async def LocateInstance(self, request: pb.LocateInstanceRequest, context: Any) -> pb.LocateInstanceResponse:
+        instance = self._registry.instances.find(request.instance_id)
+        if instance is None:
+            raise InstanceNotFound(
+                f"instance {request.instance_id[:MAX_SHOWN]!r} is not registered",
+                instance_id=request.instance_id[:MAX_SHOWN],
+            )
+        return pb.LocateInstanceResponse(epoch=instance.said.epoch, peer_address=instance.said.peer_address)
+
+    def _to_proto(self, instance: Instance, now: float) -> pb.Instance:
+        said = instance.said
+        return pb.Instance(
+            instance_id=said.instance_id,
+            epoch=said.epoch,
+            peer_address=said.peer_address,
+            specs=[spec.to_proto() for spec in said.specs],
+            version=said.version,
+            tiers=instance.tiers,
+            engine_count=instance.engine_count,
+            conflicts=[
+                pb.SpecConflict(
+                    instance_id=conflict.instance_id,
+                    model_name=conflict.model_name,
+                    field=conflict.field,
+                    own_value=conflict.own_value,
+                    other_value=conflict.other_value,
+                )
+                for conflict in self._registry.instances.models.conflicts(said, MAX_CONFLICTS)
+            ],
+            synced=instance.synced,
+            register_time=_wall_time(instance.register_time, now),
+            expire_time=_wall_time(instance.expire_time, now),
+            stats=instance.stats,
+            served_models=[model.to_proto() for model in said.served_models],
+        )
+
+
+def _wall_time(moment: float, now: float) -> timestamp_pb2.Timestamp:
+    stamp = timestamp_pb2.Timestamp()
+    stamp.FromNanoseconds(time.time_ns() + round((moment - now) * 1e9))
+    return stamp
+
+
+def _log_registered(instance: pb.Instance) -> None:
+    models = ", ".join(spec.model_name for spec in instance.specs) or "no engine yet"
+    address = instance.peer_address or NO_ADDRESS
+    logger.info("instance %s registered from %s (%s)", instance.instance_id, address, models)
+    for conflict in instance.conflicts:
+        logger.warning(
+            "instances %s and %s share nothing of model %s: %s is %s there, %s here",
+            conflict.instance_id,
+            instance.instance_id,
+            conflict.model_name,
+            conflict.field,
+            conflict.other_value,
+            conflict.own_value,
+        )

@@ -1,0 +1,72 @@
+"""What a coordinator serves, put together: the same handlers whichever way a request comes in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from lmkv.auth.callers import NO_QUOTA, TenantQuota
+from lmkv_server.coordinator.core.admission import JoinAdmission
+from lmkv_server.coordinator.core.registry import Registry
+from lmkv_server.coordinator.core.selection import Selector
+from lmkv_server.coordinator.core.watch import Watch
+from lmkv_server.coordinator.layout_store.layout_store import LayoutStore
+from lmkv_server.coordinator.operations.clears import Clears
+from lmkv_server.coordinator.operations.moves import Moves
+from lmkv_server.coordinator.operations.operations import Operations
+from lmkv_server.coordinator.operations.orders import Orders
+from lmkv_server.coordinator.operations.pins import Pins
+from lmkv_server.coordinator.operations.replicator import OperationReplicator
+from lmkv_server.coordinator.services.cache import CacheService
+from lmkv_server.coordinator.services.operations import OperationsService
+from lmkv_server.coordinator.services.registry import RegistryService
+
+SERVICE_NAMES = ("lmkv.v1.CacheService", "lmkv.v1.RegistryService", "google.longrunning.Operations")
+
+
+class Services:
+    """The core and its handlers. Make it in the event loop that serves them."""
+
+    def __init__(
+        self,
+        *,
+        lease_ttl: float,
+        operation_ttl: float = 3600.0,
+        cluster_secret: bytes = b"",
+        quota: Callable[[], TenantQuota] = lambda: NO_QUOTA,
+        admission: JoinAdmission | None = None,
+        share: LayoutStore | None = None,
+    ) -> None:
+        orders = Orders()
+        # Beginning at the time of day keeps revisions rising across restarts.
+        self.core = Registry(
+            lease_ttl=lease_ttl,
+            now=time.monotonic(),
+            revision=time.time_ns() // 1_000,
+            on_gone=orders.drop_instance,
+            admission=admission,
+        )
+        self.orders = orders
+        self.operations_core = Operations(operation_ttl, is_partial=self._is_partial, news_seconds=lease_ttl)
+        self._keeping = OperationReplicator(self.operations_core, orders, self._is_partial)
+        self.watch = Watch(self.core.layout)
+        selector = Selector(self.core.instances.models, cluster_secret, self.core.layout.may_hold)
+        moves = Moves(self.core, selector, orders, self.operations_core)
+        self.pins = Pins(self.core, selector, orders)
+        clears = Clears(self.core, selector, orders, self.operations_core)
+        self._keeping.resume = {"move": moves.resume, "copy": moves.resume, "clear": clears.resume}
+        self.cache = CacheService(self.core, selector, moves, clears, self._keeping, self.pins, self.watch)
+        self.registry = RegistryService(self.core, orders, self._keeping, quota, share)
+        self.operations = OperationsService(self.operations_core, self._keeping)
+
+    def resync(self, reason: str, instance_id: str = "") -> None:
+        """See `RegistryService.resync`."""
+        self.registry.resync(reason, instance_id)
+
+    async def aclose(self) -> None:
+        """Ends what runs behind the handlers."""
+        await self.operations_core.aclose()
+        await self._keeping.aclose()
+
+    def _is_partial(self) -> bool:
+        return self.core.is_partial(time.monotonic())

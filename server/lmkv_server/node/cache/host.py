@@ -1,0 +1,278 @@
+"""The chunks in the node's pool: found by prefix, kept by holds, evicted in turn. Pure; called by the node's loop.
+
+free ──reserve──► reserved ──commit──► held ──evict, drop──► free
+                     └──give_back──► free       (a hold delays the last step until it ends)
+
+What a pool holds from an earlier life of the node is reserved where it is, verified, and committed like all else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+from lmkv.errors import GrantNotFound
+from lmkv.keys import ChunkKey
+from lmkv_server.node.cache.allocator import FreeList, align
+from lmkv_server.node.cache.eviction import EvictionPolicy, EvictionQueue
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reserved:
+    """An extent that somebody may write; its content means nothing yet."""
+
+    offset: int
+    size_bytes: int
+    generation: int
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Chunk:
+    """A committed chunk and where its bytes are."""
+
+    key: ChunkKey
+    fingerprint: bytes
+    offset: int
+    size_bytes: int
+    checksum: int
+    token_count: int
+    generation: int
+    tier: HostTier
+    """The tier that it is in."""
+    holds: int = 0
+    """How many grants and pins keep the bytes in place."""
+    pins: int = 0
+    """How many of the holds are pins, which keep the chunk in the index, too."""
+    parent: ChunkKey | None = None
+    """The chunk before it in its prompts, if that is known."""
+    dropped: bool = False
+    """Whether it is out of the index and only its holds keep the bytes."""
+
+
+class Listener(Protocol):
+    """Whoever wants to know what the tier gains and loses; called in order, from the caller's own stack."""
+
+    def admitted(self, chunk: Chunk) -> None:
+        """The chunk is now visible."""
+
+    def evicted(self, chunk: Chunk) -> None:
+        """The chunk is no longer visible."""
+
+
+class HostTier:
+    """Chunks in a pool of `size_bytes`, or in an engine's device buffer. Not thread-safe: one loop owns it."""
+
+    def __init__(
+        self,
+        size_bytes: int,
+        listener: Listener | None = None,
+        policy: EvictionPolicy | None = None,
+        *,
+        region: int = 0,
+    ) -> None:
+        self.region = region
+        """Which memory its offsets are in: `Extent.region`."""
+        self._free = FreeList(size_bytes)
+        self._listener = listener
+        self._chunks: dict[ChunkKey, Chunk] = {}
+        self._queue = EvictionQueue(policy)
+        self._reserved: dict[int, Reserved] = {}
+        self._generation = 0
+        self._chunk_bytes = 0
+        self.evicted_count = 0
+        """Chunks evicted for room since the start."""
+        self.sealed = False
+        """Whether nothing may be overwritten, since somebody from an earlier life may read or write the pool."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that chunks may take in all."""
+        return self._free.size_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that chunks and reservations take."""
+        return self._free.size_bytes - self._free.free_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes that the chunks take which can be found. What is used beyond these is reserved, or kept by holds."""
+        return self._chunk_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that are reserved and neither committed nor given back."""
+        return sum(reserved.size_bytes for reserved in self._reserved.values())
+
+    @property
+    def reserved_count(self) -> int:
+        """Extents that are reserved and neither committed nor given back."""
+        return len(self._reserved)
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return iter(self._chunks.values())
+
+    def get(self, key: ChunkKey) -> Chunk | None:
+        """The chunk, if it is held. Does not count as a use."""
+        return self._chunks.get(key)
+
+    def find(self, keys: Sequence[ChunkKey]) -> list[Chunk]:
+        """The chunks of the longest prefix of `keys` that is held without a gap; counts as a use of each."""
+        found = []
+        for key in keys:
+            chunk = self._chunks.get(key)
+            if chunk is None:
+                break
+            found.append(chunk)
+        self._queue.use([chunk.key for chunk in found])
+        return found
+
+    def hold(self, chunks: Iterable[Chunk]) -> None:
+        """Keeps the bytes of the chunks, each in its own tier, in place until as many `unhold`s."""
+        for chunk in chunks:
+            chunk.holds += 1
+            if not chunk.dropped:
+                chunk.tier._queue.hold(chunk.key)
+
+    def unhold(self, chunks: Iterable[Chunk]) -> None:
+        """Ends one hold on each chunk."""
+        for chunk in chunks:
+            assert chunk.holds > 0, "unhold without hold"
+            chunk.holds -= 1
+            if not chunk.dropped:
+                chunk.tier._queue.unhold(chunk.key)
+            elif not chunk.holds:
+                chunk.tier._free.give(chunk.offset, chunk.size_bytes)
+
+    def pin(self, chunks: Collection[Chunk]) -> None:
+        """Holds the chunks and keeps them from `clear`, until as many `unpin`s."""
+        self.hold(chunks)
+        for chunk in chunks:
+            chunk.pins += 1
+
+    def unpin(self, chunks: Collection[Chunk]) -> None:
+        """Ends one pin on each chunk."""
+        for chunk in chunks:
+            assert chunk.pins > 0, "unpin without pin"
+            chunk.pins -= 1
+        self.unhold(chunks)
+
+    def reserve(self, size_bytes: int) -> Reserved | None:
+        """An extent to write into, evicting chunks that nobody holds; None if those do not make room, or if sealed."""
+        size = align(size_bytes)
+        if self.sealed or size > self._free.size_bytes:
+            return None
+        while (offset := self._free.take(size)) is None:
+            key = self._queue.pop()
+            if key is None:
+                return None
+            self._forget(self._chunks[key])
+            self.evicted_count += 1
+        return self._reserve(offset, size)
+
+    def reserve_at(self, offset: int, size_bytes: int) -> Reserved | None:
+        """The extent that begins just there, whose content is to be kept; None if not all of it is free."""
+        return self._reserve(offset, align(size_bytes)) if self._free.take_at(offset, size_bytes) else None
+
+    def _reserve(self, offset: int, size_bytes: int) -> Reserved:
+        self._generation += 1
+        reserved = Reserved(offset=offset, size_bytes=size_bytes, generation=self._generation)
+        self._reserved[offset] = reserved
+        return reserved
+
+    def commit(
+        self,
+        offset: int,
+        *,
+        key: ChunkKey,
+        fingerprint: bytes,
+        size_bytes: int,
+        checksum: int,
+        token_count: int,
+        parent: ChunkKey | None = None,
+    ) -> Chunk | None:
+        """Makes what was written at a reserved `offset` visible; room beyond `size_bytes` is given back.
+
+        `parent` is the chunk before it in its prompts, which is not evicted before it; it need not be here.
+        None if the chunk is held already: then the whole extent is given back. Raises `GrantNotFound` if nothing is
+        reserved there, or less than `size_bytes`.
+        """
+        reserved = self._reserved.get(offset)
+        if reserved is None or size_bytes > reserved.size_bytes:
+            raise GrantNotFound(f"no {size_bytes} bytes are reserved at offset {offset}", offset=offset)
+        if key in self._chunks:
+            self.give_back(offset)
+            return None
+        del self._reserved[offset]
+        used = align(size_bytes)
+        self._free.give(offset + used, reserved.size_bytes - used)
+        chunk = Chunk(
+            key=key,
+            fingerprint=fingerprint,
+            offset=offset,
+            size_bytes=size_bytes,
+            checksum=checksum,
+            token_count=token_count,
+            generation=reserved.generation,
+            tier=self,
+            parent=parent,
+        )
+        self._chunks[key] = chunk
+        self._queue.add(key, parent)
+        self._chunk_bytes += used
+        if self._listener:
+            self._listener.admitted(chunk)
+        return chunk
+
+    def give_back(self, offset: int) -> None:
+        """Ends a reservation without a chunk. Raises `GrantNotFound` if nothing is reserved there."""
+        reserved = self._reserved.pop(offset, None)
+        if reserved is None:
+            raise GrantNotFound(f"nothing is reserved at offset {offset}", offset=offset)
+        self._free.give(offset, reserved.size_bytes)
+
+    def end_at(self, offset: int) -> None:
+        """The pool's memory ended at `offset`: nothing more is put behind it. What is there stays."""
+        self._free.end_at(offset)
+
+    def drop(self, keys: Iterable[ChunkKey]) -> int:
+        """Forgets the chunks, pinned or not; the count of those that were there. Bytes on hold stay until it ends."""
+        chunks = [chunk for key in keys if (chunk := self._chunks.get(key))]
+        for chunk in chunks:
+            self._queue.remove(chunk.key)
+            self._forget(chunk)
+        return len(chunks)
+
+    def clear(self, fingerprint: bytes) -> int:
+        """Forgets every chunk of one spec that is not pinned; their count."""
+        return self.drop([chunk.key for chunk in self if chunk.fingerprint == fingerprint and not chunk.pins])
+
+    def _forget(self, chunk: Chunk) -> None:
+        """Ends the chunk, which is out of the queue."""
+        del self._chunks[chunk.key]
+        self._chunk_bytes -= align(chunk.size_bytes)
+        chunk.dropped = True
+        if not chunk.holds:
+            self._free.give(chunk.offset, chunk.size_bytes)
+        if self._listener:
+            self._listener.evicted(chunk)
+
+    def check(self, dropped_on_hold: Iterable[Chunk] = ()) -> None:
+        """Asserts that extents do not overlap and that every byte is free, reserved, held, or kept by a hold."""
+        self._free.check()
+        self._queue.check()
+        assert len(self._queue) == len(self._chunks)
+        chunks = [*self, *dropped_on_hold]
+        assert all(0 <= chunk.pins <= chunk.holds for chunk in chunks)
+        taken = [(chunk.offset, align(chunk.size_bytes)) for chunk in chunks]
+        taken += [(r.offset, r.size_bytes) for r in self._reserved.values()]
+        taken.sort()
+        for (offset, size), (following, _) in pairwise(taken):
+            assert offset + size <= following, "extents overlap"
+        assert sum(size for _, size in taken) == self.used_bytes
+        assert sum(align(chunk.size_bytes) for chunk in self) == self.chunk_bytes

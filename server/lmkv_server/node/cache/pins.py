@@ -1,0 +1,126 @@
+"""Pins: chunks that stay in the tier until a time, whoever needs the room. Pure; used by `OrderExecutor` and `Orders`.
+
+pin ──► in force ──┬── unpin  ──► ended        Pins are counted: a chunk stays as long as one of its pins is in force.
+  └─again: longer  └── expire ──► ended
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from lmkv.errors import BadMessage, BadSelection, ChunkNotFound, Full
+from lmkv.keys import ChunkKey
+from lmkv_server.node.cache.host import Chunk, HostTier
+
+MAX_PINS = 1000
+"""Most pins that one node keeps at a time."""
+MAX_ID_BYTES = 320
+"""Longest id of a pin: room for that of an instance, and still all pins travel in one message."""
+MAX_TTL_SECONDS = 86_400.0
+"""Whoever wants a pin for longer repeats it meanwhile."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Pin:
+    """Some chunks that are kept for a while."""
+
+    pin_id: str
+    expire_at: float
+    """On the clock that `pin` was given the time of."""
+    chunks: set[Chunk] = field(default_factory=set)
+
+    @property
+    def kept(self) -> list[Chunk]:
+        """The chunks that are still of use: all but those that were found damaged."""
+        return [chunk for chunk in self.chunks if not chunk.dropped]
+
+
+class Pins:
+    """All pins that are in force. Every pin on a chunk of the tier is its own, and ended by it."""
+
+    def __init__(self, tier: HostTier) -> None:
+        self.expired_count = 0
+        """Pins that ended because their time was up, since the start."""
+        self.unpinned_count = 0
+        """Pins that somebody ended, since the start."""
+        self.revision = 0
+        """Rises with every change."""
+        self._tier = tier
+        self._pins: dict[str, Pin] = {}
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def __iter__(self) -> Iterator[Pin]:
+        return iter(self._pins.values())
+
+    def get(self, pin_id: str) -> Pin | None:
+        """The pin of this id, if it is in force."""
+        return self._pins.get(pin_id)
+
+    def pin(self, pin_id: str, keys: Sequence[ChunkKey], now: float, ttl_seconds: float) -> Pin:
+        """Keeps the longest prefix of `keys` that is held without a gap, for at most `MAX_TTL_SECONDS`.
+
+        A pin that is in force keeps these chunks besides its own, and lasts at least as long as before. Raises
+        `BadMessage` or `BadSelection` if there can be no such pin, `Full` if there are too many, `ChunkNotFound` if
+        not even the first chunk is held; then nothing has changed.
+        """
+        if not 0 < (size := len(pin_id.encode())) <= MAX_ID_BYTES:
+            raise BadMessage(f"pin_id has {size} bytes; it must have 1 to {MAX_ID_BYTES}", field="pin_id")
+        if ttl_seconds <= 0:
+            raise BadSelection(f"ttl is {ttl_seconds:g} s; it must be positive", field="ttl")
+        if pin_id not in self._pins and len(self._pins) >= MAX_PINS:
+            raise Full(f"{MAX_PINS} pins are in force here, the most there may be; end some", limit=MAX_PINS)
+        found = self._tier.find(keys)
+        if not found:
+            raise ChunkNotFound("not even the first of the chunks to pin is held here")
+        pin = self._pins.setdefault(pin_id, Pin(pin_id=pin_id, expire_at=now))
+        added = set(found) - pin.chunks
+        self._tier.pin(added)
+        pin.chunks |= added
+        pin.expire_at = max(pin.expire_at, now + min(ttl_seconds, MAX_TTL_SECONDS))
+        self.revision += 1
+        return pin
+
+    def unpin(self, pin_id: str) -> Pin | None:
+        """Ends a pin early; None if it is not in force."""
+        pin = self._end(pin_id)
+        self.unpinned_count += pin is not None
+        return pin
+
+    def expire(self, now: float) -> list[Pin]:
+        """Ends the pins whose time is up, and returns them."""
+        due = [pin for pin in self if pin.expire_at <= now]
+        for pin in due:
+            self._end(pin.pin_id)
+        self.expired_count += len(due)
+        return due
+
+    def next_expiry(self) -> float | None:
+        """When the next pin expires; None if there is none."""
+        return min((pin.expire_at for pin in self), default=None)
+
+    def clear(self) -> None:
+        """Ends every pin."""
+        for pin_id in list(self._pins):
+            self._end(pin_id)
+
+    def _end(self, pin_id: str) -> Pin | None:
+        pin = self._pins.pop(pin_id, None)
+        if pin is not None:
+            self._tier.unpin(pin.chunks)
+            self.revision += 1
+        return pin
+
+    def check(self) -> None:
+        """Asserts that every chunk counts just its pins, and that only damage takes a pinned chunk out of the index."""
+        assert len(self._pins) <= MAX_PINS
+        counts: dict[Chunk, int] = {}
+        for pin_id, pin in self._pins.items():
+            assert pin.pin_id == pin_id
+            for chunk in pin.chunks:
+                counts[chunk] = counts.get(chunk, 0) + 1
+        assert all(chunk.pins == count <= chunk.holds for chunk, count in counts.items())
+        assert all(chunk.pins == counts.get(chunk, 0) for chunk in self._tier)
+        assert all(chunk.dropped or self._tier.get(chunk.key) is chunk for chunk in counts)

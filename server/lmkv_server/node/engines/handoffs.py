@@ -1,0 +1,83 @@
+"""The handoffs that one engine gives away, as its stream asks for them. Used by `EngineStream`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from google.protobuf.duration_pb2 import Duration
+
+from lmkv import rpc
+from lmkv.errors import Unreachable
+from lmkv.keys import split_keys
+from lmkv.spec import KvSpec
+from lmkv.v1 import engine_service_pb2 as pb
+from lmkv_server.node.handoff.sender import Handed
+from lmkv_server.node.handoff.senders import Senders
+
+
+class EngineHandoffs:
+    """One engine's handoffs. They end with its stream: nobody computes their chunks any more."""
+
+    def __init__(
+        self,
+        spec: KvSpec,
+        senders: Senders | None,
+        answer: Callable[[pb.AttachResponse], None],
+        drop_here: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`drop_here` ends a handoff that was to come to this node."""
+        self._drop_here = drop_here
+        self._spec = spec
+        self._senders = senders
+        self._answer = answer
+        self._running: set[str] = set()
+
+    def begin(self, handoff: pb.HandChunks) -> None:
+        """Begins one. A repeat changes nothing. Raises `BadChunkKey` if its keys make no sense."""
+        keys = split_keys(handoff.chunk_keys)
+        if handoff.request_id in self._running:
+            return
+        if self._senders is None:
+            alone = Unreachable("this node has no peers: set enable_p2p")
+            self._ended(Handed(request_id=handoff.request_id, error=alone))
+            return
+        self._running.add(handoff.request_id)
+        self._senders.start(
+            self._spec,
+            request_id=handoff.request_id,
+            decode_instance_id=handoff.decode_instance_id,
+            keys=keys,
+            token_count=handoff.token_count,
+            on_end=self._ended,
+            traceparent=handoff.traceparent,
+        )
+
+    def end(self, request_id: str) -> None:
+        """No chunk of it will be committed any more."""
+        if self._senders and request_id in self._running:
+            self._senders.end(request_id)
+
+    def drop(self, dropped: pb.DropHandoff) -> None:
+        """No request will load it: of the prefill's side if it names the decode's instance, else of the decode's."""
+        if not dropped.decode_instance_id:
+            self._drop_here(dropped.request_id)
+        elif self._senders is not None:
+            self._senders.drop(dropped.request_id, dropped.decode_instance_id)
+
+    def close(self) -> None:
+        """The engine is gone."""
+        for request_id in list(self._running):
+            if self._senders:
+                self._senders.cancel(request_id)
+        self._running.clear()
+
+    def _ended(self, handed: Handed) -> None:
+        self._running.discard(handed.request_id)
+        message = pb.HandedChunks(
+            request_id=handed.request_id,
+            chunk_count=handed.chunk_count,
+            transferred_bytes=handed.size_bytes,
+            transfer_duration=Duration(seconds=int(handed.seconds), nanos=int(handed.seconds % 1 * 1e9)),
+            status=rpc.to_status(handed.error) if handed.error else None,
+        )
+        self._answer(pb.AttachResponse(handed=[message]))

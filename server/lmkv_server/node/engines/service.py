@@ -1,0 +1,220 @@
+"""`EngineService`: what engines say to their node, translated. Served on the node's unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from lmkv.errors import BadMessage, ConfigConflict, ModelNotFound
+from lmkv.keys import split_keys
+from lmkv.spec import MAX_SERVED_MODELS, KvSpec, ServedModel
+from lmkv.v1 import chunk_pb2, engine_service_pb2_grpc, registry_service_pb2
+from lmkv.v1 import engine_service_pb2 as pb
+from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.engines.stream import EngineStream
+from lmkv_server.node.handoff.senders import Senders
+from lmkv_server.node.metrics.collector import LookupCounts
+from lmkv_server.node.sessions.sessions import Engines, EngineSession
+from lmkv_server.node.stack import TierStack
+
+logger = logging.getLogger(__name__)
+
+M = TypeVar("M")
+
+HELLO_TIMEOUT_SECONDS = 5.0
+UNARY_LOAD_TIMEOUT_SECONDS = 30.0
+
+
+class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
+    """Handlers. `welcome` holds what every engine is told; `config` what an engine may expect of this node."""
+
+    def __init__(
+        self,
+        *,
+        tier: HostTier,
+        engines: Engines,
+        sources: TierStack,
+        senders: Senders | None = None,
+        welcome: pb.Welcome,
+        config: dict[str, str],
+        on_attach: Callable[[], None],
+        on_detach: Callable[[], None],
+        on_replace: Callable[[str], None] | None = None,
+        on_served: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_replace` ends the node in favor of one that an engine starts; None if engines may not replace it."""
+        self.lookups = LookupCounts()
+        self._tier = tier
+        self._engines = engines
+        self._sources = sources
+        self._senders = senders
+        self._welcome = welcome
+        self._config = config
+        self._on_attach = on_attach
+        self._on_detach = on_detach
+        self._on_replace = on_replace
+        self._on_served = on_served
+        self._buffers = sources.buffers
+        self._streams: set[EngineStream] = set()
+
+    def tell_conflicts(self, conflicts: list[registry_service_pb2.SpecConflict]) -> None:
+        """Tells every engine with whom its node shares nothing, and why."""
+        for stream in self._streams:
+            stream.outbox.put(pb.AttachResponse(conflicts=pb.SpecConflicts(conflicts=conflicts)))
+
+    async def Attach(
+        self, request_iterator: AsyncIterator[pb.AttachRequest], context: Any
+    ) -> AsyncIterator[pb.AttachResponse]:
+        """See the proto."""
+        first = await _first(request_iterator)
+        if first is None or not first.HasField("hello"):
+            raise BadMessage("the first message must carry hello")
+        hello = first.hello
+        self._check_config(hello.engine_id, dict(hello.expected_config))
+        spec = KvSpec.from_proto(hello.spec)
+        served = served_models(hello.served_models, spec)
+        session = self._engines.attach(hello.engine_id, spec, max(1, hello.worker_count))
+        self._engines.served.announce(session.engine_id, served)
+        stream = EngineStream(
+            self._tier, session, self._sources, self.lookups, self._senders, on_served=partial(self._serve, session)
+        )
+        self._streams.add(stream)
+        self._on_attach()
+        logger.info("engine %s attached: %s", session.engine_id, session.spec.model_name)
+        reader = asyncio.create_task(stream.read(first, request_iterator))
+        reader.add_done_callback(lambda _: stream.outbox.end())
+        try:
+            welcome = pb.Welcome()
+            welcome.CopyFrom(self._welcome)
+            welcome.credit_limit = session.credit_limit
+            welcome.device_buffer_bytes = self._buffers.size_bytes if self._buffers else 0
+            yield pb.AttachResponse(welcome=welcome, conflicts=pb.SpecConflicts(conflicts=self._sources.conflicts))
+            while message := await stream.outbox.take():
+                yield message
+            await reader  # raises what ended it
+        finally:
+            reader.cancel()
+            self._streams.discard(stream)
+            stream.close()
+            if self._buffers:
+                self._buffers.forget(session.engine_id)
+            self._engines.detach(session)
+            self._on_detach()
+            logger.info("engine %s detached", session.engine_id)
+
+    def _serve(self, session: EngineSession, messages: Sequence[chunk_pb2.ServedModel]) -> None:
+        """Takes further names under which an engine serves. Raises `BadKvSpec`."""
+        if self._engines.served.announce(session.engine_id, served_models(messages, session.spec)):
+            self._on_served()
+
+    async def Lend(
+        self, request_iterator: AsyncIterator[pb.LendRequest], context: Any
+    ) -> AsyncIterator[pb.LendResponse]:
+        """See the proto."""
+        first = await _first(request_iterator)
+        if first is None or not first.HasField("part"):
+            raise BadMessage("the first message must carry part")
+        if self._buffers is None:
+            raise BadMessage("this node has no peers: set enable_p2p")
+        part = self._buffers.lend(first.part)
+        listener = asyncio.create_task(part.listen(request_iterator))
+        listener.add_done_callback(lambda _: part.end())
+        try:
+            while order := await part.take():
+                yield pb.LendResponse(reads=[order])
+            if listener.done():
+                await listener  # raises what ended it
+        finally:
+            listener.cancel()
+            self._buffers.lost(part.buffer)
+
+    def _check_config(self, engine_id: str, expected: dict[str, str]) -> None:
+        """Raises `ConfigConflict` if the engine expects another node, and ends this one if engines may replace it."""
+        for key, value in expected.items():
+            actual = self._config.get(key)
+            if actual == value:
+                continue
+            node, engine_count = self._welcome, self._engines.mapped_count
+            conflict = (
+                f"{key}: the engine expects {value!r}, the running node of instance {node.instance_id} has {actual!r}"
+            )
+            fix = "give each engine its own instance_id, or set node_address to share that node"
+            if replaced := engine_count == 0 and self._on_replace is not None:
+                fix = "no engine is attached to that node, so it ends"
+                self._on_replace(f"engine {engine_id!r} replaces this node ({conflict})")
+            elif engine_count == 0:
+                fix += f"; no engine started that node, so no engine stops it: its process is {node.node_pid}"
+            raise ConfigConflict(
+                f"{conflict}; {fix}",
+                key=key,
+                expected=value,
+                actual=actual,
+                node_pid=node.node_pid,
+                engine_count=engine_count,
+                replaced=str(replaced).lower(),
+            )
+
+    async def Lookup(self, request: pb.EngineServiceLookupRequest, context: Any) -> pb.EngineServiceLookupResponse:
+        """See the proto."""
+        spec = self._spec(request.fingerprint)
+        keys = split_keys(request.chunk_keys)
+        own = len(self._tier.find(keys))
+        on_disk = self._sources.on_disk(request.fingerprint, keys, own)
+        holders = await self._sources.locate(keys[own:], after=on_disk)
+        elsewhere = holders[0].matched_chunk_count if holders else on_disk
+        shared = await self._sources.in_remote(spec, keys, own + elsewhere)
+        return pb.EngineServiceLookupResponse(
+            own_chunk_count=own,
+            peer_chunk_count=elsewhere + shared,
+            peer_instance_id=holders[0].instance_id if holders else "",
+            disk_chunk_count=on_disk,
+            remote_chunk_count=shared,
+        )
+
+    async def Load(self, request: pb.LoadRequest, context: Any) -> pb.LoadResponse:
+        """See the proto."""
+        spec = self._spec(request.fingerprint)
+        keys = split_keys(request.chunk_keys)
+        own = len(self._tier.find(keys))
+        rest, on_disk = keys[own:], self._sources.on_disk(request.fingerprint, keys, own)
+        fetched = await self._sources.fetch(
+            spec,
+            rest,
+            await self._sources.locate(rest, after=on_disk),
+            UNARY_LOAD_TIMEOUT_SECONDS,
+            lambda chunks: self._tier.unhold(chunk for _, chunk in chunks),
+        )
+        return pb.LoadResponse(chunk_count=len(self._tier.find(keys)), transferred_bytes=fetched.size_bytes)
+
+    async def Release(self, request: pb.EngineServiceReleaseRequest, context: Any) -> pb.EngineServiceReleaseResponse:
+        """See the proto."""
+        count = self._engines.session(request.engine_id).release(request.request_id)
+        return pb.EngineServiceReleaseResponse(chunk_count=count)
+
+    def _spec(self, fingerprint: bytes) -> KvSpec:
+        spec = self._engines.spec(fingerprint)
+        if spec is None:
+            raise ModelNotFound(
+                f"no engine of fingerprint {fingerprint.hex()} has attached", fingerprint=fingerprint.hex()
+            )
+        return spec
+
+
+def served_models(messages: Sequence[chunk_pb2.ServedModel], spec: KvSpec) -> list[ServedModel]:
+    """The last names that an engine of a spec sends in a message. Raises `BadKvSpec` if one is empty or too long."""
+    return [
+        ServedModel(name=message.name, fingerprint=spec.fingerprint, lora_identity=message.lora_identity)
+        for message in messages[-MAX_SERVED_MODELS:]
+    ]
+
+
+async def _first(messages: AsyncIterator[M]) -> M | None:
+    """The first message of a stream; None if none comes in time."""
+    try:
+        async with asyncio.timeout(HELLO_TIMEOUT_SECONDS):
+            return await anext(messages, None)
+    except TimeoutError:
+        return None

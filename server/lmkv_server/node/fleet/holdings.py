@@ -1,0 +1,63 @@
+"""What a node holds and has done, as the fleet is told. Used by `Node`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from lmkv.v1 import chunk_pb2
+from lmkv.v1.registry_service_pb2 import InstanceStats, PeerTraffic, TierUsage
+from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.fleet.reports import Held
+from lmkv_server.node.metrics.collector import LookupCounts
+from lmkv_server.node.tiers.disk.tier import DiskTier
+
+MAX_TRAFFIC = 64
+"""Peers whose traffic the fleet is told of."""
+
+
+def usages(tier: HostTier, disk: DiskTier | None) -> list[TierUsage]:
+    """How full the tiers are that are the node's own."""
+    host = TierUsage(
+        tier=chunk_pb2.TIER_HOST,
+        capacity_bytes=tier.size_bytes,
+        used_bytes=tier.used_bytes,
+        chunk_count=len(tier),
+    )
+    if disk is None:
+        return [host]
+    on_disk = TierUsage(
+        tier=chunk_pb2.TIER_DISK,
+        capacity_bytes=disk.capacity_bytes,
+        used_bytes=disk.used_bytes,
+        chunk_count=disk.chunk_count,
+    )
+    return [host, on_disk]
+
+
+def held(tier: HostTier, disk: DiskTier | None) -> Iterator[Held]:
+    """Every chunk of these tiers."""
+    for chunk in tier:
+        yield Held(
+            tier=chunk_pb2.TIER_HOST,
+            fingerprint=chunk.fingerprint,
+            key=chunk.key,
+            token_count=chunk.token_count,
+        )
+    for stored in disk or ():
+        yield Held(
+            tier=chunk_pb2.TIER_DISK,
+            fingerprint=stored.fingerprint,
+            key=stored.key,
+            token_count=stored.token_count,
+        )
+
+
+def stats(lookups: LookupCounts, tier: HostTier, traffic: Iterable[PeerTraffic]) -> InstanceStats:
+    """What the node has done since its start. What is in the store that all share is its own, too."""
+    return InstanceStats(
+        asked_chunks=lookups.asked_chunks,
+        own_chunks=lookups.own_chunks + lookups.disk_chunks + lookups.remote_chunks,
+        peer_chunks=lookups.peer_chunks,
+        evicted_chunks=tier.evicted_count,
+        traffic=sorted(traffic, key=lambda peer: -peer.transferred_bytes)[:MAX_TRAFFIC],
+    )

@@ -1,0 +1,64 @@
+"""What the node asks one coordinator: who holds what, and where an instance is. Used by `Member`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, cast
+
+from lmkv import rpc
+from lmkv.errors import InstanceNotFound, LmkvError, Unreachable
+from lmkv.keys import ChunkKey, join_keys
+from lmkv.v1 import cache_service_pb2
+from lmkv.v1 import registry_service_pb2 as registry_pb
+
+logger = logging.getLogger(__name__)
+
+MAX_LOOKUP_KEYS = 32_768
+"""Longer prompts are looked up by their head: 512 KiB of keys, half a message."""
+
+
+class CoordinatorLookup:
+    """While it is `doubted` nothing is to be asked; a sign of life of the coordinator is to end that."""
+
+    def __init__(self, coordinator_address: str) -> None:
+        self.doubted = False
+        """Whether a lookup had no answer in time."""
+        self.failure_count = 0
+        """Lookups that the coordinator did not answer, or refused."""
+        self._coordinator_address = coordinator_address
+
+    async def lookup(
+        self, cache: Any, instance_id: str, keys: Sequence[ChunkKey], deadline_seconds: float
+    ) -> cache_service_pb2.LookupResponse | None:
+        """Instances but this one that hold the first key, longest contiguous run first; None if there is no answer."""
+        request = cache_service_pb2.LookupRequest(
+            chunk_keys=join_keys(keys[:MAX_LOOKUP_KEYS]), excluded_instance_id=instance_id
+        )
+        method = "lmkv.v1.CacheService/Lookup"
+        try:
+            return cast(
+                cache_service_pb2.LookupResponse,
+                await rpc.call(cache.Lookup, method, self._coordinator_address, request, deadline_seconds),
+            )
+        except LmkvError as error:
+            self.failure_count += 1
+            self.doubted = self.doubted or isinstance(error, Unreachable)
+            logger.debug("a lookup failed: %s", error)
+            return None
+
+    async def locate(self, registry: Any, instance_id: str, deadline_seconds: float) -> cache_service_pb2.Holder | None:
+        """The node of an instance; None if it is not registered. Raises `Unreachable` if there is no answer."""
+        request = registry_pb.LocateInstanceRequest(instance_id=instance_id)
+        method = "lmkv.v1.RegistryService/LocateInstance"
+        try:
+            found: registry_pb.LocateInstanceResponse = await rpc.call(
+                registry.LocateInstance, method, self._coordinator_address, request, deadline_seconds
+            )
+        except InstanceNotFound:
+            return None
+        except LmkvError as error:
+            raise Unreachable(
+                f"the coordinator at {self._coordinator_address} did not say where {instance_id} is: {error}"
+            ) from None
+        return cache_service_pb2.Holder(instance_id=instance_id, epoch=found.epoch, peer_address=found.peer_address)

@@ -1,0 +1,237 @@
+"""What a node knows and has done, as a collector of Prometheus's. `docs/telemetry.md` lists the names.
+
+It is read from the node when somebody collects, so that it costs nothing between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from lmkv.telemetry.calls import Calls
+from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.cache.warm_start import WarmStart
+from lmkv_server.node.commands.orders import Orders
+from lmkv_server.node.fleet.fleet import Fleet
+from lmkv_server.node.serving.server import PeerServer
+from lmkv_server.node.sessions.sessions import Engines
+from lmkv_server.node.tiers.disk.tier import DiskTier
+from lmkv_server.node.tiers.remote.tier import RemoteTier
+
+PREFIX = "lmkv_node_"
+
+
+@dataclass(kw_only=True, slots=True)
+class LookupCounts:
+    """Lookups of engines since the start of the node, and what came of them."""
+
+    count: int = 0
+    asked_chunks: int = 0
+    own_chunks: int = 0
+    """Chunks that the node held in memory."""
+    disk_chunks: int = 0
+    """Chunks after those that it held on disk."""
+    peer_chunks: int = 0
+    """Chunks after those that one peer held, and were offered."""
+    remote_chunks: int = 0
+    """Chunks after those that were in the store which all share."""
+    refused_slower: int = 0
+    """Lookups after which nothing of peers was offered, for to compute it is quicker."""
+
+    def note(self, *, asked: int, own: int, peer: int, disk: int = 0, remote: int = 0) -> None:
+        """Counts one."""
+        self.count += 1
+        self.asked_chunks += asked
+        self.own_chunks += own
+        self.disk_chunks += disk
+        self.peer_chunks += peer
+        self.remote_chunks += remote
+
+
+class Metrics(Collector):
+    """The node's metrics, in a registry of their own: two nodes in one process do not mix."""
+
+    def __init__(
+        self,
+        *,
+        tier: HostTier,
+        disk: DiskTier | None = None,
+        remote: RemoteTier | None = None,
+        warm: WarmStart | None = None,
+        engines: Engines,
+        orders: Orders,
+        fleet: Fleet,
+        side: PeerServer | None,
+        lookups: LookupCounts,
+        calls: Calls,
+    ) -> None:
+        self._tier = tier
+        self._disk = disk
+        self._remote = remote
+        self._warm = warm
+        self._engines = engines
+        self._orders = orders
+        self._fleet = fleet
+        self._side = side
+        self._lookups = lookups
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        self.registry.register(calls)
+        ProcessCollector(registry=self.registry)
+
+    def describe(self) -> list[Metric]:
+        """Nothing, so that the registry does not collect to find out."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All of it as it is now."""
+        disk = self._on_disk(self._disk) if self._disk else ()
+        remote = self._in_remote(self._remote) if self._remote else ()
+        sides = [self._fetching(self._side), self._handing(self._side)] if self._side else []
+        warm = self._found_again(self._warm) if self._warm else ()
+        return chain(self._holdings(), warm, disk, remote, self._serving(), *sides, self._ordered())
+
+    def _holdings(self) -> Iterator[Metric]:
+        yield _gauge("pool_capacity_bytes", "Bytes of the pool.", self._tier.size_bytes)
+        yield _gauge("pool_used_bytes", "Bytes of the pool that chunks and grants take.", self._tier.used_bytes)
+        yield _gauge("pool_chunk_bytes", "Bytes of it that chunks take which can be found.", self._tier.chunk_bytes)
+        yield _gauge("pool_reserved_bytes", "Bytes of it that somebody may write to.", self._tier.reserved_bytes)
+        yield _gauge("chunks", "Chunks held.", len(self._tier))
+        yield _counter("evicted_chunks", "Chunks evicted to make room.", self._tier.evicted_count)
+
+    def _found_again(self, warm: WarmStart) -> Iterator[Metric]:
+        yield _gauge("pool_sealed", "1 while workers of an earlier life have the pool mapped.", int(self._tier.sealed))
+        yield _gauge("warm_waiting_chunks", "Chunks of an earlier life that are to be verified.", warm.waiting_count)
+        yield _counter("warm_chunks", "Chunks of an earlier life that were found again.", warm.found_chunks)
+        yield _counter("warm_bytes", "Bytes of these.", warm.found_bytes)
+        yield _counter("warm_damaged_chunks", "Chunks of an earlier life dropped as damaged.", warm.damaged_count)
+        yield _counter("warm_unrecorded_chunks", "Chunks too many to outlive the node.", warm.ledger.unrecorded_count)
+
+    def _on_disk(self, disk: DiskTier) -> Iterator[Metric]:
+        writer, reader = disk.writer, disk.reader
+        yield _gauge("disk_capacity_bytes", "Bytes that files may take now.", disk.capacity_bytes)
+        yield _gauge("disk_used_bytes", "Bytes that they take.", disk.used_bytes)
+        yield _gauge("disk_chunks", "Chunks on disk.", disk.chunk_count)
+        yield _gauge("disk_folders_down", "Folders that cannot be used now.", len(disk.shelves) - disk.open_count)
+        yield _counter("disk_failures", "Times that a folder could not be opened or written.", disk.failure_count)
+        yield _gauge("disk_waiting_chunks", "Chunks that wait to be written.", writer.waiting_count)
+        yield _counter("disk_written_chunks", "Chunks written.", writer.written_chunks)
+        yield _counter("disk_written_bytes", "Bytes of these.", writer.written_bytes)
+        yield _counter("disk_skipped_chunks", "Chunks not written: evicted first, or no room.", writer.skipped_count)
+        yield _counter("disk_read_chunks", "Chunks read into the pool.", reader.read_chunks)
+        yield _counter("disk_read_bytes", "Bytes of these.", reader.read_bytes)
+        yield _counter("disk_damaged_chunks", "Chunks dropped as damaged or gone.", reader.damaged_count)
+        yield _counter("disk_evicted_chunks", "Chunks evicted from disk to make room.", disk.evicted_count)
+
+    def _in_remote(self, remote: RemoteTier) -> Iterator[Metric]:
+        link, writer, reader = remote.link, remote.writer, remote.reader
+        yield _gauge("remote_down", "1 while the shared store cannot be used.", int(not remote.is_usable))
+        yield _counter("remote_failures", "Times that it could not be reached, or refused a chunk.", link.failure_count)
+        yield _counter("remote_late_lookups", "Lookups that it did not answer in time.", link.late_count)
+        yield _gauge("remote_waiting_chunks", "Chunks that wait to be put there.", writer.waiting_count)
+        yield _counter("remote_written_chunks", "Chunks put there.", writer.written_chunks)
+        yield _counter("remote_written_bytes", "Bytes of these.", writer.written_bytes)
+        yield _counter("remote_present_chunks", "Chunks that were there already.", writer.present_count)
+        yield _counter("remote_skipped_chunks", "Chunks not put: evicted first, or refused.", writer.skipped_count)
+        yield _counter("remote_read_chunks", "Chunks read from there into the pool.", reader.read_chunks)
+        yield _counter("remote_read_bytes", "Bytes of these.", reader.read_bytes)
+        yield _counter("remote_damaged_chunks", "Chunks dropped as damaged or gone.", reader.damaged_count)
+
+    def _serving(self) -> Iterator[Metric]:
+        yield _gauge("engines", "Engines attached.", self._engines.attached_count)
+        yield _counter("lookups", "Lookups of engines.", self._lookups.count)
+        yield _counter("lookup_asked_chunks", "Chunks that engines looked up.", self._lookups.asked_chunks)
+        found = CounterMetricFamily(f"{PREFIX}lookup_found_chunks", "Chunks among them that were held.", labels=["at"])
+        found.add_metric(["own"], self._lookups.own_chunks)
+        found.add_metric(["disk"], self._lookups.disk_chunks)
+        found.add_metric(["peer"], self._lookups.peer_chunks)
+        found.add_metric(["remote"], self._lookups.remote_chunks)
+        yield found
+        yield _counter(
+            "fetches_refused_slower", "Fetches not offered: to compute is quicker.", self._lookups.refused_slower
+        )
+        yield _gauge("coordinators_connected", "Coordinators that answer.", self._fleet.connected_count)
+        yield _gauge(
+            "coordinators_refusing",
+            "Coordinators at which another node has the instance id.",
+            self._fleet.refused_count,
+        )
+        yield _counter(
+            "lookup_failures", "Lookups that a coordinator did not answer, or refused.", self._fleet.lookup_failures
+        )
+        yield _gauge(
+            "spec_conflicts", "Instances of the same models to share nothing with.", len(self._fleet.conflicts)
+        )
+
+    def _fetching(self, side: PeerServer) -> Iterator[Metric]:
+        peers = side.peers
+        yield _gauge("read_grants", "Grants that peers have on chunks here.", len(side.service.grants))
+        yield _counter(
+            "refused_reads", "Reads by peers that no live grant covered.", side.channels.access.refused_count
+        )
+        yield _counter("damaged_chunks", "Chunks dropped as damaged in the own memory.", side.inspector.damaged_count)
+        yield _counter("fetched_chunks", "Chunks fetched from peers.", peers.fetched_chunks)
+        yield _counter("fetched_bytes", "Bytes of these.", peers.fetched_bytes)
+        yield _counter("checksum_mismatches", "Chunks that came damaged.", peers.checksum_mismatches)
+        yield _counter("peer_failures", "Times that a peer failed.", peers.unreachable)
+        yield _counter("hedged_fetches", "Times that a peer was late, and another was asked as well.", peers.hedged)
+        yield _gauge("quarantined_batches", "Batches whose transfer has not stopped.", peers.quarantined_count)
+        yield _gauge("quarantined_bytes", "Bytes of the pool that these may write to.", peers.quarantined_bytes)
+
+    def _handing(self, side: PeerServer) -> Iterator[Metric]:
+        """Both sides of handoffs from prefill to decode."""
+        senders, receiver, handoffs = side.senders, side.receiver, side.receiver.handoffs
+        yield _gauge("handoffs_sending", "Handoffs that engines here give away now.", len(senders))
+        yield _counter("handoffs_sent", "Handoffs given away whole.", senders.done_count)
+        yield _counter(
+            "handoffs_unsent", "Handoffs that failed, or were ended before they were whole.", senders.failed_count
+        )
+        yield _counter("handoff_sent_bytes", "Bytes that other nodes read for handoffs.", senders.sent_bytes)
+        yield _gauge("handoffs_receiving", "Handoffs that are kept here now.", len(handoffs))
+        yield _gauge("handoff_buffer_bytes", "Bytes of the pool that these take.", handoffs.used_bytes)
+        yield _gauge("handoff_buffer_limit_bytes", "Most bytes of the pool that they may take.", handoffs.buffer_bytes)
+        yield _counter("handoff_received_bytes", "Bytes read for handoffs.", receiver.intake.received_bytes)
+        yield _counter(
+            "handoff_device_bytes", "Bytes of these that went into device buffers.", receiver.intake.device_bytes
+        )
+        yield _gauge(
+            "device_buffer_bytes", "Device memory that engines lend for handoffs.", receiver.buffers.lent_bytes
+        )
+        yield _gauge("device_buffer_used_bytes", "Bytes of it that are in use.", receiver.buffers.used_bytes)
+        ended = CounterMetricFamily(f"{PREFIX}handoffs_received", "Handoffs that are over, by end.", labels=["end"])
+        for state, count in handoffs.ended_counts.items():
+            ended.add_metric([state.value], count)
+        yield ended
+        yield _counter("handoffs_abandoned", "Those of them that no request came for.", handoffs.abandoned_count)
+        yield _counter("handoffs_refused", "Handoffs that there was no room for.", handoffs.refused_count)
+
+    def _ordered(self) -> Iterator[Metric]:
+        orders = self._orders
+        ended = CounterMetricFamily(
+            f"{PREFIX}orders_ended", "Orders of the coordinator that ended.", labels=["kind", "state"]
+        )
+        for state, counts in (("done", orders.done_counts), ("failed", orders.failed_counts)):
+            _add(ended, counts, state)
+        yield ended
+        chunks = CounterMetricFamily(f"{PREFIX}order_chunks", "Chunks that they were done for.", labels=["kind"])
+        _add(chunks, orders.chunk_counts)
+        yield chunks
+        yield _gauge("orders_running", "Orders under way.", orders.under_way_count)
+
+
+def _add(family: CounterMetricFamily, counts: Mapping[str, int], *labels: str) -> None:
+    for first, count in counts.items():
+        family.add_metric([first, *labels], count)
+
+
+def _gauge(name: str, documentation: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(PREFIX + name, documentation, value=value)
+
+
+def _counter(name: str, documentation: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(PREFIX + name, documentation, value=value)

@@ -1,0 +1,241 @@
+"""Sessions of peers, and the grants by which they read: which chunks stay in place for whom, and until when.
+
+Pure; for `PeerService`. A grant ends exactly once, and its holds and the permission to read with it:
+
+    acquire ──► granted ──┬── release ──► ended
+                          └── expire  ──► ended
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from lmkv.errors import Full, SessionNotFound
+from lmkv.transfer.access import ReadAccess, Reader, Run, new_grant_id
+from lmkv_server.node.cache.host import Chunk, HostTier
+
+MAX_SESSIONS = 4096
+"""Most sessions that one identity may have; beyond these the one that was not used for longest is dropped."""
+MAX_GRANTS = 64
+"""Most grants that one session may have at a time."""
+SHARE = 4
+"""The grants of one session keep at most 1/4 of the tier in place."""
+IDENTITY_SHARE = 2
+"""The grants of all sessions of one identity keep at most 1/2 of the tier in place, but always one chunk."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PeerSession:
+    """What `Init` opened for one caller."""
+
+    session_id: str
+    identity: str
+    """The caller's authenticated identity; empty where the fleet has no authentication."""
+    instance_id: str
+    """What the caller calls itself."""
+    epoch: int
+    reader: Reader
+    """The caller as a reader of this node's memory."""
+
+
+class PeerSessions:
+    """All sessions of a node. Ids cannot be guessed, and are good for the identity that opened them alone."""
+
+    def __init__(self, access: ReadAccess) -> None:
+        self._access = access
+        self._by_identity: dict[str, OrderedDict[str, PeerSession]] = defaultdict(OrderedDict)
+
+    def open(self, identity: str, instance_id: str, epoch: int, session_id: str = "") -> PeerSession:
+        """The caller's session of this id if it has it, else a new one."""
+        known = self.find(identity, session_id)
+        if known and (known.instance_id, known.epoch) == (instance_id, epoch):
+            return known
+        session = PeerSession(
+            session_id=secrets.token_hex(16),
+            identity=identity,
+            instance_id=instance_id,
+            epoch=epoch,
+            reader=self._access.admit(f"{instance_id}:{epoch}"),
+        )
+        own = self._by_identity[identity]
+        own[session.session_id] = session
+        if len(own) > MAX_SESSIONS:
+            self._access.dismiss(own.popitem(last=False)[1].reader)
+        return session
+
+    def find(self, identity: str, session_id: str) -> PeerSession | None:
+        """The session of this id, if this caller has it."""
+        own = self._by_identity.get(identity)
+        session = own.get(session_id) if own else None
+        if own and session:
+            own.move_to_end(session_id)
+        return session
+
+    def get(self, identity: str, session_id: str) -> PeerSession:
+        """The same; raises `SessionNotFound` if the caller has no such session."""
+        session = self.find(identity, session_id)
+        if session is None:
+            raise SessionNotFound("the caller has no such session here; Init again")
+        return session
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ReadGrant:
+    """Permission to read some chunks for a while."""
+
+    grant_id: str
+    session: PeerSession
+    chunks: tuple[Chunk, ...]
+    expire_at: float
+    """On the clock that `acquire` was given the time of."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Usage:
+    """What the grants of one session, or of all sessions of one identity, keep in place."""
+
+    counts: dict[Chunk, int] = field(default_factory=dict)
+    """How many of the grants keep each chunk in place."""
+    size_bytes: int = 0
+    """Bytes of these chunks, each counted once."""
+    grant_count: int = 0
+
+    def extra_bytes(self, chunk: Chunk) -> int:
+        """Bytes that a grant of this chunk adds."""
+        return 0 if chunk in self.counts else chunk.size_bytes
+
+    def add(self, chunk: Chunk) -> None:
+        self.size_bytes += self.extra_bytes(chunk)
+        self.counts[chunk] = self.counts.get(chunk, 0) + 1
+
+    def remove(self, chunk: Chunk) -> None:
+        self.counts[chunk] -= 1
+        if not self.counts[chunk]:
+            del self.counts[chunk]
+            self.size_bytes -= chunk.size_bytes
+
+
+class ReadGrants:
+    """All grants that are in force. Every hold it takes on a chunk is its own, and ended by it."""
+
+    def __init__(self, tier: HostTier, access: ReadAccess, region_address: int) -> None:
+        """`region_address` is where the tier's memory begins in this process."""
+        self.expired_count = 0
+        """Grants that were not released in time, since the start."""
+        self._tier = tier
+        self._access = access
+        self._region_address = region_address
+        self._grants: dict[str, ReadGrant] = {}
+        self._sessions: dict[str, _Usage] = {}  # by session id, of those that have grants
+        self._identities: dict[str, _Usage] = {}
+
+    def __len__(self) -> int:
+        return len(self._grants)
+
+    def acquire(
+        self, session: PeerSession, chunks: Iterable[Chunk], now: float, ttl_seconds: float
+    ) -> ReadGrant | None:
+        """Grants the first of `chunks`, as many as the shares allow; None if there are no chunks.
+
+        Raises `Full` if the earlier grants of the session, or of its identity, take all of their share.
+        """
+        wanted = list(chunks)
+        if not wanted:
+            return None
+        usages = self._usages(session)
+        own, shared = usages
+        taken: list[Chunk] = []
+        for chunk in wanted:
+            fits = (
+                own.size_bytes + own.extra_bytes(chunk) <= self._tier.size_bytes // SHARE
+                and shared.size_bytes + shared.extra_bytes(chunk) <= self._tier.size_bytes // IDENTITY_SHARE
+            )
+            if own.grant_count >= MAX_GRANTS or not (fits or not shared.size_bytes):
+                break
+            taken.append(chunk)
+            for usage in usages:
+                usage.add(chunk)
+        if not taken:
+            raise Full("the caller's earlier grants take all it may have; release some", retry_seconds=0.02)
+        grant = ReadGrant(grant_id=new_grant_id(), session=session, chunks=tuple(taken), expire_at=now + ttl_seconds)
+        self._tier.hold(taken)
+        self._grants[grant.grant_id] = grant
+        self._sessions[session.session_id], self._identities[session.identity] = usages
+        for usage in usages:
+            usage.grant_count += 1
+        self._access.open(grant.grant_id, self.runs(taken), reader=session.reader)
+        return grant
+
+    def runs(self, chunks: Iterable[Chunk]) -> list[Run]:
+        """Where chunks of the tier are in this process."""
+        return [(self._region_address + chunk.offset, chunk.size_bytes) for chunk in chunks]
+
+    def get(self, grant_id: str, session: PeerSession | None) -> ReadGrant | None:
+        """The grant, if it is in force and of this session."""
+        grant = self._grants.get(grant_id)
+        return grant if grant and grant.session is session else None
+
+    def release(self, grant: ReadGrant) -> None:
+        """Ends a grant that is in force."""
+        del self._grants[grant.grant_id]
+        self._access.close(grant.grant_id)
+        self._tier.unhold(grant.chunks)
+        for usage in self._usages(grant.session):
+            usage.grant_count -= 1
+            for chunk in grant.chunks:
+                usage.remove(chunk)
+        if not self._sessions[grant.session.session_id].grant_count:
+            del self._sessions[grant.session.session_id]
+        if not self._identities[grant.session.identity].grant_count:
+            del self._identities[grant.session.identity]
+
+    def expire(self, now: float) -> int:
+        """Ends the grants whose time is up; their count."""
+        due = [grant for grant in self._grants.values() if grant.expire_at <= now]
+        for grant in due:
+            self.release(grant)
+        self.expired_count += len(due)
+        return len(due)
+
+    def next_expiry(self) -> float | None:
+        """When the next grant expires; None if there is none."""
+        return min((grant.expire_at for grant in self._grants.values()), default=None)
+
+    def clear(self) -> None:
+        """Ends every grant."""
+        for grant in list(self._grants.values()):
+            self.release(grant)
+
+    def _usages(self, session: PeerSession) -> tuple[_Usage, _Usage]:
+        """What the session, and what its identity, keeps in place."""
+        return (
+            self._sessions.get(session.session_id) or _Usage(),
+            self._identities.get(session.identity) or _Usage(),
+        )
+
+    def check(self) -> None:
+        """Asserts that shares add up and that every granted chunk is held at least as often as it is granted."""
+        grants = list(self._grants.values())
+        sessions = {grant.session.session_id for grant in grants}
+        identities = {grant.session.identity for grant in grants}
+        assert (sessions, identities) == (set(self._sessions), set(self._identities))
+        for session_id, usage in self._sessions.items():
+            self._check(usage, [grant for grant in grants if grant.session.session_id == session_id], SHARE)
+            assert usage.grant_count <= MAX_GRANTS
+        for identity, usage in self._identities.items():
+            self._check(usage, [grant for grant in grants if grant.session.identity == identity], IDENTITY_SHARE)
+        granted: dict[int, list[Chunk]] = {}
+        for grant in grants:
+            for chunk in grant.chunks:
+                granted.setdefault(id(chunk), []).append(chunk)
+        assert all(chunks[0].holds >= len(chunks) for chunks in granted.values())
+
+    def _check(self, usage: _Usage, own: list[ReadGrant], share: int) -> None:
+        assert usage.grant_count == len(own)
+        chunks = {chunk for grant in own for chunk in grant.chunks}
+        assert set(usage.counts) == chunks
+        assert usage.size_bytes == sum(chunk.size_bytes for chunk in chunks)
+        assert len(chunks) == 1 or usage.size_bytes <= self._tier.size_bytes // share

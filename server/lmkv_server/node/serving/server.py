@@ -1,0 +1,175 @@
+"""What of a node peers have to do with, put together: channels, `PeerService`, fetching, and both sides of handoffs."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import grpc
+
+from lmkv import rpc
+from lmkv.auth.authenticator import Authenticator
+from lmkv.auth.credentials import Credentials
+from lmkv.auth.exposure import exposure
+from lmkv.config import NodeConfig
+from lmkv.errors import ConfigError
+from lmkv.pool.pool import Pool
+from lmkv.telemetry.calls import Calls
+from lmkv.transfer import Channels, End
+from lmkv.v1 import peer_service_pb2_grpc
+from lmkv_kernels import summed_copy
+from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.fetch.fetcher import Peers
+from lmkv_server.node.handoff.directory import Directory
+from lmkv_server.node.handoff.receiver import Receiver
+from lmkv_server.node.handoff.senders import MAX_SENDERS, Senders
+from lmkv_server.node.handoff.table import HandoffTable
+from lmkv_server.node.port_owner import describe_port
+from lmkv_server.node.serving.inspector import Inspector
+from lmkv_server.node.serving.service import PeerService
+from lmkv_server.node.sessions.sessions import Engines
+from lmkv_server.node.tiers.disk.tier import DiskTier
+
+logger = logging.getLogger(__name__)
+
+PEER_SERVICE = "lmkv.v1.PeerService"
+STOP_GRACE_SECONDS = 0.5
+
+
+class PeerServer:
+    """To be used as an async context manager. Raises `ConfigError` from `__aenter__` if it cannot start as configured.
+
+    Without `enable_pd`, or in the other role, handoffs are refused: there is no room for one.
+    """
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        *,
+        epoch: int,
+        tier: HostTier,
+        pool: Pool,
+        engines: Engines,
+        disk: DiskTier | None = None,
+        calls: Calls | None = None,
+    ) -> None:
+        self.address = ""
+        """`host:port` of `PeerService`, once started."""
+        receives = config.enable_pd and config.pd_role != "sender"
+        self.channels = Channels(
+            config.transfer_channel,
+            End(
+                name=f"{config.instance_id}:{epoch}",
+                pool=pool,
+                host=config.p2p_host,
+                port=config.transfer_port,
+                socket_path=config.transfer_socket,
+                summed_copy=summed_copy if config.verify_transfers else None,
+                nixl_backends=config.nixl_backends,
+                mooncake_protocol=config.mooncake_protocol,
+            ),
+        )
+        self.directory = Directory(config.runtime_path)
+        """Where the other nodes of the fleet are; asks the coordinators once `locate` is set."""
+        self.inspector = Inspector(tier, pool)
+        self.peers = Peers(
+            instance_id=config.instance_id,
+            epoch=epoch,
+            tier=tier,
+            channels=self.channels,
+            pool=pool,
+            host=config.p2p_host,
+            verify_transfers=config.verify_transfers,
+            credentials=config.peer_tls,
+        )
+        self.receiver = Receiver(
+            HandoffTable(
+                tier,
+                buffer_bytes=config.pd_buffer_bytes if receives else 0,
+                silence_seconds=config.pd_timeout,
+                abandon_seconds=config.pd_abandon_timeout,
+            ),
+            self.peers,
+            engines,
+            self.directory,
+            config.instance_id,
+        )
+        self.service = PeerService(
+            instance_id=config.instance_id,
+            epoch=epoch,
+            tier=tier,
+            specs=engines,
+            channels=self.channels,
+            region_address=pool.address,
+            grant_ttl_seconds=config.grant_ttl,
+            inspector=self.inspector,
+            receiver=self.receiver,
+            disk=disk,
+        )
+        self.senders = Senders(
+            instance_id=config.instance_id,
+            epoch=epoch,
+            peers=self.peers,
+            directory=self.directory,
+            limit=MAX_SENDERS if config.enable_pd and config.pd_role != "receiver" else 0,
+            lending=self.service.lending,
+            suspect=self.inspector.suspect,
+        )
+        self._config = config
+        self._epoch = epoch
+        self._calls = calls
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> PeerServer:
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def _start(self) -> None:
+        stack, config = self._stack, self._config
+        stack.push_async_callback(self.channels.aclose)
+        await self.channels.start()
+        await stack.enter_async_context(self.inspector)
+        await stack.enter_async_context(self.peers)
+        await stack.enter_async_context(self.receiver)
+        await stack.enter_async_context(self.service)
+        gate = Authenticator(config.auth_tokens, config.credentials.token)
+        if warning := exposure(config.p2p_host, gate, config.peer_tls):
+            logger.warning(warning)
+        server = await rpc.make_server([PEER_SERVICE], self._calls, gate)
+        peer_service_pb2_grpc.add_PeerServiceServicer_to_server(self.service, server)
+        port = bind(server, f"{config.p2p_host}:{config.p2p_port}", "p2p_port", config.peer_tls, config.runtime_path)
+        await server.start()
+        stack.push_async_callback(server.stop, STOP_GRACE_SECONDS)
+        self.address = f"{config.p2p_host}:{port}"
+        self.directory.publish(config.instance_id, self._epoch, self.address)
+        stack.callback(self.directory.close)
+        await stack.enter_async_context(self.senders)
+
+
+def bind(
+    server: grpc.aio.Server,
+    address: str,
+    key: str,
+    credentials: Credentials = rpc.PLAINTEXT,
+    runtime_dir: Path | None = None,
+) -> int:
+    """The port that the server now listens on. Raises `ConfigError` naming `key` if it is taken.
+
+    The error names the node that has the port if it is one of those in `runtime_dir`.
+    """
+    try:
+        return rpc.add_port(server, address, credentials)
+    except RuntimeError:
+        owner = describe_port(runtime_dir, int(address.rpartition(":")[2])) if runtime_dir else ""
+        raise ConfigError(
+            f"{key}: cannot listen on {address}; {owner or 'is it in use? choose another, or 0 for any free port'}",
+            key=key,
+        ) from None

@@ -1,0 +1,252 @@
+"""PeerService: translates between peers and this node's tier, grants and channels. Every node serves it.
+
+While a peer has a grant, and for a while before and after, the channels make progress for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+from google.protobuf import timestamp_pb2
+
+from lmkv.auth.identity import caller_identity
+from lmkv.errors import BadMessage, KvSpecMismatch, WrongInstance
+from lmkv.keys import ChunkKey, split_keys
+from lmkv.runtime.deadline_timer import DeadlineTimer
+from lmkv.spec import KvSpec
+from lmkv.transfer import Channels
+from lmkv.transfer.access import new_grant_id
+from lmkv.v1 import chunk_pb2
+from lmkv.v1 import peer_service_pb2 as pb
+from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
+from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.handoff.receiver import Receiver
+from lmkv_server.node.serving.inspector import Inspector
+from lmkv_server.node.serving.read_grants import PeerSessions, ReadGrants
+from lmkv_server.node.sessions.sessions import Engines
+from lmkv_server.node.sessions.wire import extent
+from lmkv_server.node.tiers.disk.tier import DiskTier
+
+logger = logging.getLogger(__name__)
+
+MAX_ACQUIRE_KEYS = 4096
+MAX_ID_BYTES = 256
+MAX_PROMOTED_BYTES = 64 << 20
+PROMOTED_SHARE = 8
+"""What a peer asks for is read from disk first: so much at a time, and at most one part in so many of the pool."""
+PROMOTE_SECONDS = 2.0
+LINGER_SECONDS = 1.0
+"""So long after `Init` the channels make progress for the caller's connection, and after a grant for what it may have
+left behind: a reader that gave up on a frozen owner is still owed the bytes, and keeps room for them."""
+
+
+class PeerService(pb_grpc.PeerServiceServicer):
+    """The handlers. One event loop runs them all; the tier is its alone. To be used as an async context manager."""
+
+    def __init__(
+        self,
+        *,
+        instance_id: str,
+        epoch: int,
+        tier: HostTier,
+        specs: Engines,
+        channels: Channels,
+        region_address: int,
+        grant_ttl_seconds: float,
+        inspector: Inspector,
+        receiver: Receiver,
+        disk: DiskTier | None = None,
+    ) -> None:
+        self.sessions = PeerSessions(channels.access)
+        self.grants = ReadGrants(tier, channels.access, region_address)
+        self._instance_id = instance_id
+        self._epoch = epoch
+        self._tier = tier
+        self._engines = specs
+        self._channels = channels
+        self._region = pb.Region(address=region_address, size_bytes=tier.size_bytes)
+        self._grant_ttl_seconds = grant_ttl_seconds
+        self._inspector = inspector
+        self._receiver = receiver
+        self._disk = disk
+        self._lent_count = 0
+        self._serve_until = 0.0
+        self._alarm = DeadlineTimer(self._expire)
+
+    async def __aenter__(self) -> PeerService:
+        await self._alarm.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Ends every grant. Idempotent."""
+        await self._alarm.aclose()
+        self.grants.clear()
+        self._serve_until = 0.0
+        self._serve()
+
+    async def Init(self, request: pb.InitRequest, context: Any) -> pb.InitResponse:
+        """See the proto."""
+        if request.peer_instance_id or request.peer_epoch:
+            self._check_epoch(request.peer_epoch, request.peer_instance_id)
+        if not 0 < len(request.instance_id.encode()) <= MAX_ID_BYTES or not request.instance_id.isprintable():
+            raise BadMessage(f"instance_id must have 1 to {MAX_ID_BYTES} bytes, all printable", field="instance_id")
+        self._check_spec(KvSpec.from_proto(request.spec))
+        channel = await self._channels.offer(request.channels) if request.channels else None
+        session = self.sessions.open(caller_identity(context), request.instance_id, request.epoch, request.session_id)
+        response = pb.InitResponse(instance_id=self._instance_id, epoch=self._epoch, session_id=session.session_id)
+        if channel:
+            self._linger()
+            response.channel, response.channel_metadata = channel.name, channel.metadata_for(session.reader)
+            response.regions.append(self._region)
+        return response
+
+    async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.AcquireResponse:
+        """See the proto."""
+        self._check_epoch(request.peer_epoch)
+        session = self.sessions.get(caller_identity(context), request.session_id)
+        keys = split_keys(request.chunk_keys, limit=MAX_ACQUIRE_KEYS)
+        async with self._promoted(request.fingerprint, keys):
+            self._tier.find(keys)  # counts as a use
+            held = [(index, chunk) for index, key in enumerate(keys) if (chunk := self._tier.get(key))]
+            held = [(index, chunk) for index, chunk in held if chunk.fingerprint == request.fingerprint]
+            wish = request.ttl.ToNanoseconds() / 1e9
+            ttl_seconds = min(wish, self._grant_ttl_seconds) if wish > 0 else self._grant_ttl_seconds
+            chunks = [chunk for _, chunk in held]
+            grant = self.grants.acquire(session, chunks, time.monotonic(), ttl_seconds)
+        self._serve()
+        if grant is None:
+            return pb.AcquireResponse()
+        expire_time = timestamp_pb2.Timestamp()
+        expire_time.FromNanoseconds(time.time_ns() + round(ttl_seconds * 1e9))
+        return pb.AcquireResponse(
+            grant=chunk_pb2.Grant(grant_id=grant.grant_id, extents=map(extent, grant.chunks), expire_time=expire_time),
+            present=[index for index, _ in held[: len(grant.chunks)]],
+        )
+
+    @asynccontextmanager
+    async def _promoted(self, fingerprint: bytes, keys: Sequence[ChunkKey]) -> AsyncIterator[None]:
+        """Reads the first of those chunks from disk that are not in the pool, and holds them while this lasts.
+
+        A peer asks again for what comes after all that it is granted.
+        """
+        brought: list[Chunk] = []
+        wanted: list[ChunkKey] = []
+        room = min(MAX_PROMOTED_BYTES, self._tier.size_bytes // PROMOTED_SHARE)
+        for key in keys if self._disk else ():
+            assert self._disk
+            if self._tier.get(key) is None and (chunk := self._disk.get(key)):
+                room -= chunk.size_bytes
+                if room < 0 and wanted:
+                    break
+                wanted.append(key)
+
+        def on_read(_: int, chunk: Chunk) -> None:
+            self._tier.hold([chunk])
+            brought.append(chunk)
+
+        try:
+            if self._disk and wanted:
+                await self._disk.reader.read(fingerprint, wanted, PROMOTE_SECONDS, on_read)
+            yield
+        finally:
+            self._tier.unhold(brought)
+
+    async def Allocate(self, request: pb.AllocateRequest, context: Any) -> pb.AllocateResponse:
+        """See the proto."""
+        self._check_epoch(request.peer_epoch)
+        session = self.sessions.get(caller_identity(context), request.session_id)
+        return await self._receiver.allocate(request, session.session_id)
+
+    async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
+        """See the proto."""
+        session = self.sessions.find(caller_identity(context), request.session_id)
+        return await self._receiver.commit(request, session.session_id if session else "")
+
+    async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
+        """See the proto."""
+        session = self.sessions.find(caller_identity(context), request.session_id)
+        if session is None:
+            return pb.ReleaseResponse()
+        if request.request_id:
+            self._receiver.drop(request.request_id, session.session_id)
+            return pb.ReleaseResponse()
+        if grant := self.grants.get(request.grant_id, session):
+            places = {place for place in request.damaged if 0 <= place < len(grant.chunks)}
+            self._inspector.suspect([grant.chunks[place] for place in sorted(places)], session.instance_id)
+            self.grants.release(grant)
+            self._linger()
+        else:
+            self._receiver.release(request.grant_id, session.session_id)
+        return pb.ReleaseResponse()
+
+    @contextmanager
+    def lending(self, peer_name: str, chunks: Sequence[Chunk]) -> Iterator[str]:
+        """While this lasts a peer may read these chunks, which the caller holds, under the grant that this yields.
+
+        The grant's id is the proof of the right to read: it is to be sent to that peer alone.
+        """
+        grant_id = new_grant_id()
+        self._channels.access.open(grant_id, self.grants.runs(chunks), peer_name=peer_name)
+        self._lent_count += 1
+        self._serve()
+        try:
+            yield grant_id
+        finally:
+            self._channels.access.close(grant_id)
+            self._lent_count -= 1
+            self._linger()
+
+    def _check_epoch(self, epoch: int, instance_id: str | None = None) -> None:
+        if epoch != self._epoch or instance_id not in (None, self._instance_id):
+            raise WrongInstance(
+                f"this is {self._instance_id} of epoch {self._epoch}",
+                instance_id=self._instance_id,
+                epoch=self._epoch,
+            )
+
+    def _check_spec(self, other: KvSpec) -> None:
+        """Raises `KvSpecMismatch` if engines of the same model are here, but none that shares the other's chunks."""
+        specs = list(self._engines.specs)
+        if any(own.fingerprint == other.fingerprint for own in specs):
+            return
+        for own in specs:
+            if own.model_name == other.model_name and (field := own.first_difference(other)):
+                own_value, other_value = getattr(own, field), getattr(other, field)
+                logger.warning("a peer shares nothing: %s is %s here, %s there", field, own_value, other_value)
+                raise KvSpecMismatch(
+                    f"{self._instance_id} serves {own.model_name!r} with {field} {own_value!r}, not {other_value!r}",
+                    model_name=own.model_name,
+                    field=field,
+                    own_value=own_value,
+                    other_value=other_value,
+                )
+
+    def _linger(self) -> None:
+        """Has the channels make progress for a while whoever needs it."""
+        self._serve_until = time.monotonic() + LINGER_SECONDS
+        self._serve()
+
+    def _serve(self) -> None:
+        """Has the channels make progress exactly while somebody may need it."""
+        is_needed = len(self.grants) > 0 or self._lent_count > 0 or time.monotonic() < self._serve_until
+        self._channels.serve(is_needed)
+        self._alarm.changed()
+
+    def _expire(self) -> float | None:
+        """Ends what its time has come for; when the next time is."""
+        now = time.monotonic()
+        if count := self.grants.expire(now):
+            logger.warning("%d read grants expired: their readers are gone, or too slow", count)
+            self._linger()
+        self._serve()
+        times = [self._serve_until] if now < self._serve_until else []
+        if (expiry := self.grants.next_expiry()) is not None:
+            times.append(expiry)
+        return min(times, default=None)

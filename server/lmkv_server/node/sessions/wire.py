@@ -1,0 +1,29 @@
+"""Chunks and extents as engines and peers see them."""
+
+from __future__ import annotations
+
+from lmkv import rpc
+from lmkv.v1 import chunk_pb2
+from lmkv_server.node.cache.host import Chunk, Reserved
+
+MAX_EXTENT_BYTES = 56
+"""Most that an extent takes of a message, whatever its numbers."""
+MAX_EXTENTS = rpc.MAX_MESSAGE_BYTES * 3 // 4 // MAX_EXTENT_BYTES
+"""Most extents that are put into one message."""
+
+
+def extent(chunk: Chunk) -> chunk_pb2.Extent:
+    """A held chunk as its reader sees it."""
+    return chunk_pb2.Extent(
+        region=chunk.tier.region,
+        offset=chunk.offset,
+        size_bytes=chunk.size_bytes,
+        checksum=chunk.checksum,
+        generation=chunk.generation,
+        token_count=chunk.token_count,
+    )
+
+
+def credit(reserved: Reserved) -> chunk_pb2.Extent:
+    """A write credit as its writer sees it."""
+    return chunk_pb2.Extent(offset=reserved.offset, size_bytes=reserved.size_bytes, generation=reserved.generation)

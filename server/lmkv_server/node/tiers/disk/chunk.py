@@ -1,0 +1,69 @@
+"""A chunk on disk, and the name of its file, which says all there is to know of it. Pure; used by the disk tier.
+
+    key-parent-fingerprint-tokens-bytes-checksum-serial-seal.chunk
+
+All fields are hexadecimal; the parent may be missing. The seal is a checksum of what stands before it: a name that
+somebody changed is not believed. So the index of a folder is its listing: nothing else can be lost, or out of step.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from zlib import crc32
+
+from lmkv.keys import ChunkKey
+from lmkv_server.node.cache.allocator import align
+
+SUFFIX = ".chunk"
+_NAME = re.compile(
+    r"(?P<sealed>(?P<key>[0-9a-f]{32})-(?P<parent>[0-9a-f]{32})?-(?P<fingerprint>[0-9a-f]{32})"
+    r"-(?P<tokens>[0-9a-f]{1,8})-(?P<bytes>[0-9a-f]{1,16})-(?P<checksum>[0-9a-f]{16})-(?P<serial>[0-9a-f]{16}))"
+    r"-(?P<seal>[0-9a-f]{8})\.chunk"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiskChunk:
+    """A chunk that is in a file."""
+
+    key: ChunkKey
+    parent: ChunkKey | None = None
+    """The chunk before it in its prompts, if that is known."""
+    fingerprint: bytes
+    token_count: int
+    size_bytes: int
+    checksum: int
+    serial: int
+    """Sets it apart from every other file of the same chunk: when it was written, in nanoseconds."""
+
+    @property
+    def file_bytes(self) -> int:
+        """Length of its file: whole pages, so that the device can copy straight from and to the pool."""
+        return align(self.size_bytes)
+
+    @property
+    def file_name(self) -> str:
+        """The name of its file."""
+        sealed = (
+            f"{self.key.hex()}-{(self.parent or b'').hex()}-{self.fingerprint.hex()}"
+            f"-{self.token_count:x}-{self.size_bytes:x}-{self.checksum:016x}-{self.serial:016x}"
+        )
+        return f"{sealed}-{crc32(sealed.encode()):08x}{SUFFIX}"
+
+
+def parse_file_name(name: str) -> DiskChunk | None:
+    """The chunk that a file of this name holds; None if no chunk's file has such a name."""
+    match = _NAME.fullmatch(name)
+    if match is None or crc32(match["sealed"].encode()) != int(match["seal"], 16):
+        return None
+    chunk = DiskChunk(
+        key=ChunkKey(bytes.fromhex(match["key"])),
+        parent=ChunkKey(bytes.fromhex(match["parent"])) if match["parent"] else None,
+        fingerprint=bytes.fromhex(match["fingerprint"]),
+        token_count=int(match["tokens"], 16),
+        size_bytes=int(match["bytes"], 16),
+        checksum=int(match["checksum"], 16),
+        serial=int(match["serial"], 16),
+    )
+    return chunk if chunk.token_count and chunk.size_bytes else None

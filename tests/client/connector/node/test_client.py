@@ -1,0 +1,374 @@
+"""The engine's line to real nodes: attaching, losing them, finding them again."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmkv import config as configuration
+from lmkv import rpc
+from lmkv.config import ConnectorConfig, load
+from lmkv.errors import ConfigError
+from lmkv.keys import ChunkKey, join_keys
+from lmkv.spec import NATIVE_TILES, KvSpec
+from lmkv.v1 import engine_service_pb2 as pb
+from lmkv.v1.chunk_pb2 import ServedModel
+from lmkv_client.connector.messages import Attachment
+from lmkv_client.connector.node import client as link_module
+from lmkv_client.connector.node.client import FIELD_ORDER, Lost, NodeClient, next_message
+from tests.client.connector.nodes import connector_config, is_running, kill, kill_all, node_pid, until
+
+SPEC = KvSpec(
+    model_name="small",
+    model_id="small",
+    kv_dtype="float32",
+    layer_count=2,
+    kv_head_count=2,
+    head_size=8,
+    chunk_size=32,
+    format=NATIVE_TILES,
+    tile_backend="TEST",
+    block_size=16,
+)
+
+MakeLink = Callable[..., NodeClient]
+
+
+def node_log(runtime_dir: Path) -> str:
+    return (connector_config(runtime_dir).instance_dir / "node.log").read_text()
+
+
+@pytest.fixture
+def make_link(runtime_dir: Path) -> Iterator[MakeLink]:
+    """Makes links that have been started, closes them, and ends the nodes that they started."""
+    made: list[NodeClient] = []
+
+    def make(config: ConnectorConfig | None = None, *, spec: KvSpec = SPEC, **options: object) -> NodeClient:
+        link = NodeClient(config or connector_config(runtime_dir, **options), spec, 1)
+        made.append(link)
+        link.start()
+        return link
+
+    yield make
+    for link in made:
+        link.close()
+    kill_all(runtime_dir)
+    for link in made:
+        if (node := link._launcher._node) and node.running:
+            kill(node.pid)
+
+
+def next_event(link: NodeClient) -> object:
+    until(lambda: bool(link.inbox))
+    return link.inbox.popleft()
+
+
+def attachment(link: NodeClient) -> Attachment:
+    """The next attachment, with the welcome behind it."""
+    event = next_event(link)
+    assert isinstance(event, Attachment)
+    welcome = next_event(link)
+    assert isinstance(welcome, pb.AttachResponse)
+    assert welcome.welcome.epoch == event.epoch
+    return event
+
+
+def answer(link: NodeClient) -> pb.AttachResponse:
+    event = next_event(link)
+    assert isinstance(event, pb.AttachResponse), event
+    return event
+
+
+def test_a_link_starts_a_node_and_talks_to_it(make_link: MakeLink, runtime_dir: Path) -> None:
+    link = make_link()
+    line = attachment(link)
+    assert line.pool_socket == str(connector_config(runtime_dir).pool_socket)
+    lookup = pb.LookupChunks(request_id="1", chunk_keys=bytes(32), reserve_count=2)
+    link.send(line, pb.AttachRequest(lookups=[lookup]))
+    said = answer(link)
+    assert [found.request_id for found in said.found] == ["1"]
+    while not said.settled_reserve_count:
+        said = answer(link)
+    assert (len(said.credits), said.settled_reserve_count) == (2, 2)
+
+
+def test_many_messages_sent_at_once_are_carried_out_in_order(make_link: MakeLink) -> None:
+    link = make_link()
+    line = attachment(link)
+    for number in range(500):
+        link.send(line, pb.AttachRequest(lookups=[pb.LookupChunks(request_id=str(number), chunk_keys=bytes(16))]))
+        link.send(line, pb.AttachRequest(releases=[pb.ReleaseChunks(request_id=str(number))]))
+    found: list[str] = []
+    while len(found) < 500:
+        found += [one.request_id for one in answer(link).found]
+    assert found == [str(number) for number in range(500)]
+
+
+def test_a_node_that_is_killed_is_replaced_and_the_engine_attached_anew(make_link: MakeLink, runtime_dir: Path) -> None:
+    link = make_link()
+    first = attachment(link)
+    link.send(first, pb.AttachRequest(reserve_count=1))
+    assert answer(link).credits
+    kill(node_pid(connector_config(runtime_dir)))
+    assert isinstance(next_event(link), Lost)
+    second = attachment(link)
+    assert second.epoch > first.epoch
+    assert second.engine_id != first.engine_id
+    link.send(second, pb.AttachRequest(reserve_count=1))
+    assert answer(link).credits
+
+
+def test_what_was_said_to_a_lost_node_is_not_said_to_the_next(make_link: MakeLink, runtime_dir: Path) -> None:
+    link = make_link()
+    first = attachment(link)
+    kill(node_pid(connector_config(runtime_dir)))
+    assert isinstance(next_event(link), Lost)
+    link.send(first, pb.AttachRequest(reserve_count=3))
+    second = attachment(link)
+    link.send(first, pb.AttachRequest(reserve_count=4))
+    link.send(second, pb.AttachRequest(reserve_count=2))
+    assert answer(link).settled_reserve_count == 2
+
+
+def test_losing_a_node_again_and_again_does_not_make_the_next_attach_slower(
+    make_link: MakeLink, runtime_dir: Path
+) -> None:
+    link = make_link()
+    epochs = [attachment(link).epoch]
+    for _ in range(2):
+        kill(node_pid(connector_config(runtime_dir)))
+        assert isinstance(next_event(link), Lost)
+        epochs.append(attachment(link).epoch)
+    assert epochs == sorted(set(epochs))
+
+
+def test_two_engines_of_one_configuration_share_a_node(make_link: MakeLink) -> None:
+    first, second = attachment(make_link()), attachment(make_link())
+    assert first.epoch == second.epoch
+    assert first.engine_id != second.engine_id
+
+
+def test_an_idle_node_of_another_configuration_is_replaced(make_link: MakeLink, runtime_dir: Path) -> None:
+    first = make_link(node_linger=60.0)
+    attachment(first)
+    first.close()
+    pid = node_pid(connector_config(runtime_dir))
+    second = make_link(max_local_cpu_size="32MB")
+    assert isinstance(next_event(second), Attachment)
+    assert answer(second).welcome.pool_size_bytes == 32 << 20
+    assert not is_running(pid)
+    (line,) = [line for line in node_log(runtime_dir).splitlines() if "ending:" in line]
+    assert re.search(r"ending: engine \S+ replaces this node \(\S*MAX_LOCAL_CPU_SIZE: ", line, re.IGNORECASE)
+    assert "stopping: " not in node_log(runtime_dir), "no signal was sent"
+
+
+@pytest.mark.parametrize("flags", [(), ("--linger",)], ids=["a supervisor's", "a person's"])
+def test_a_node_that_no_connector_started_is_never_ended_by_an_engine(
+    make_link: MakeLink, runtime_dir: Path, flags: tuple[str, ...]
+) -> None:
+    config = connector_config(runtime_dir, node_linger=60.0)
+    environment = configuration.to_environment(config.node_config(), os.environ)
+    command = [sys.executable, "-m", "lmkv", "node", *flags]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as node:
+        try:
+            until(lambda: config.engine_socket.exists() or node.poll() is not None)
+            with pytest.raises(ConfigError) as refused:
+                make_link(max_local_cpu_size="32MB")
+            for part in ("MAX_LOCAL_CPU_SIZE", "instance_id", "no engine started that node", f"process is {node.pid}"):
+                assert part.lower() in str(refused.value).lower()
+            assert isinstance(next_event(make_link(node_linger=60.0)), Attachment), "it serves engines as before"
+            assert node.poll() is None
+        finally:
+            node.terminate()
+            assert node.stderr is not None
+            log = node.stderr.read()
+    assert "ending:" not in log
+    assert f"stopping: SIGTERM from process {os.getpid()} (" in log
+
+
+def test_a_busy_node_of_another_configuration_is_a_mistake_that_names_the_key(make_link: MakeLink) -> None:
+    busy = make_link()
+    line = attachment(busy)
+    with pytest.raises(ConfigError, match=r"max_local_cpu_size: .* instance_id"):
+        make_link(max_local_cpu_size="32MB")
+    busy.send(line, pb.AttachRequest(reserve_count=1))
+    assert answer(busy).credits
+
+
+def test_a_spec_that_does_not_fit_the_pool_is_a_mistake(make_link: MakeLink) -> None:
+    with pytest.raises(ConfigError, match="max_local_cpu_size"):
+        make_link(spec=replace(SPEC, layer_count=10_000))
+
+
+def test_a_node_that_cannot_start_as_configured_is_a_mistake(make_link: MakeLink) -> None:
+    with pytest.raises(ConfigError, match="max_local_cpu_size"):
+        make_link(max_local_cpu_size=500_000.0)
+
+
+def test_without_a_node_the_engine_starts_all_the_same_and_attaches_once_it_is_there(
+    make_link: MakeLink, runtime_dir: Path
+) -> None:
+    own = connector_config(runtime_dir)
+    link = make_link(node_address=str(own.engine_socket), node_start_timeout=0.3)
+    assert not link.inbox
+    attachment(make_link())
+    line = attachment(link)
+    link.send(line, pb.AttachRequest(reserve_count=2))
+    assert answer(link).settled_reserve_count == 2
+
+
+def test_a_mistake_that_shows_later_is_logged_and_the_line_tries_on(make_link: MakeLink, runtime_dir: Path) -> None:
+    own = connector_config(runtime_dir)
+    large = replace(SPEC, layer_count=10_000)
+    link = make_link(node_address=str(own.engine_socket), node_start_timeout=0.2, spec=large)
+    attachment(make_link())
+    time.sleep(2.0)
+    assert link._thread.is_alive()
+    assert not link.inbox
+
+
+def test_closing_ends_the_line_and_leaves_the_node_to_linger(make_link: MakeLink, runtime_dir: Path) -> None:
+    link = make_link()
+    line = attachment(link)
+    pid = node_pid(connector_config(runtime_dir))
+    link.close()
+    assert not link._thread.is_alive()
+    assert is_running(pid)
+    link.send(line, pb.AttachRequest(reserve_count=1))
+    link.close()
+    until(lambda: not is_running(pid))  # by itself
+
+
+def test_closing_is_quick_whatever_the_line_is_doing(make_link: MakeLink, runtime_dir: Path) -> None:
+    link = make_link(node_address=str(runtime_dir / "none.sock"), node_start_timeout=0.1)
+    link.close()
+    assert not link._thread.is_alive()
+
+
+def test_a_node_that_does_not_read_is_given_up(
+    make_link: MakeLink, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "MAX_UNSENT", 20)
+    link = make_link()
+    line = attachment(link)
+    pid = node_pid(connector_config(runtime_dir))
+    os.kill(pid, signal.SIGSTOP)
+    large = pb.AttachRequest(damaged_keys=[bytes(16)] * 20_000)
+    while not link.inbox:
+        link.send(line, large)
+        time.sleep(0.002)
+    assert isinstance(next_event(link), Lost)
+    os.kill(pid, signal.SIGCONT)
+    attachment(link)
+    assert link._thread.is_alive()
+
+
+# ---- merging
+
+
+def merging(sent: list[pb.AttachRequest]) -> Iterator[pb.AttachRequest]:
+    """What goes over the wire when all of these wait."""
+    outbox = deque(sent)
+    while outbox:
+        yield next_message(outbox)
+
+
+def acts(message: pb.AttachRequest) -> list[tuple[str, object]]:
+    """What the node does with a message, one after the other."""
+    done: list[tuple[str, object]] = []
+    for name in FIELD_ORDER:
+        value = getattr(message, name)
+        if name in ("reserve_count", "reset"):
+            done += [(name, value)] * bool(value)
+        else:
+            done += [(name, one if isinstance(one, int | bytes | str) else one.SerializeToString()) for one in value]
+    return done
+
+
+def summed(done: list[tuple[str, object]]) -> list[tuple[str, object]]:
+    """Neighbouring credits asked for are one sum, and neighbouring resets one reset."""
+    result: list[tuple[str, object]] = []
+    for name, value in done:
+        if result and result[-1][0] == name == "reserve_count":
+            result[-1] = (name, result[-1][1] + value)  # type: ignore[operator]
+        elif not (result and result[-1][0] == name == "reset"):
+            result.append((name, value))
+    return result
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> pb.AttachRequest:
+    names = draw(st.sets(st.sampled_from(FIELD_ORDER), min_size=1, max_size=2))
+    number = draw(st.integers(1, 9))
+    values: dict[str, object] = {
+        "served_models": [ServedModel(name=str(number))],
+        "releases": [pb.ReleaseChunks(request_id=str(number))],
+        "commits": [pb.CommitChunk(offset=number)],
+        "damaged_keys": [bytes([number]) * 16],
+        "returned_credits": [number],
+        "lookups": [pb.LookupChunks(request_id=str(number))],
+        "loads": [pb.LoadChunks(request_id=str(number), chunk_count=1)],
+        "reserve_count": number,
+        "handoffs": [pb.HandChunks(request_id=str(number))],
+        "ended_handoffs": [str(number)],
+        "reset": True,
+    }
+    return pb.AttachRequest(**{name: values[name] for name in names})  # type: ignore[arg-type]
+
+
+@settings(max_examples=200, deadline=None)
+@given(sent=st.lists(messages(), min_size=1, max_size=12))
+def test_merged_messages_mean_what_they_meant_one_after_the_other(sent: list[pb.AttachRequest]) -> None:
+    expected = [act for message in sent for act in acts(message)]
+    merged = list(merging(sent))
+    assert summed([act for message in merged for act in acts(message)]) == summed(expected)
+
+
+def test_neighbours_are_merged_only_as_far_as_a_message_may_grow() -> None:
+    keys = join_keys([ChunkKey(bytes(16))] * 10_000)
+    sent = [
+        pb.AttachRequest(lookups=[pb.LookupChunks(request_id=str(number), chunk_keys=keys)]) for number in range(20)
+    ]
+    merged = list(merging(sent))
+    assert 1 < len(merged) < 20
+    assert all(message.ByteSize() < rpc.MAX_MESSAGE_BYTES for message in merged)
+
+
+@pytest.mark.parametrize(
+    ("written", "flags"),
+    [
+        ("LMKV_MAX_LOCAL_CPU_SIZE", {}),
+        ("LMCACHE_MAX_LOCAL_CPU_SIZE", {}),
+        ("max_local_cpu_size", {"max_local_cpu_size": "32MB"}),
+    ],
+)
+def test_a_conflict_with_a_node_in_use_names_the_key_as_it_was_written(
+    make_link: MakeLink, runtime_dir: Path, written: str, flags: dict[str, str]
+) -> None:
+    make_link()
+    settings = {"instance_id": "n", "runtime_dir": str(runtime_dir), "enable_p2p": "false", "chunk_size": 32}
+    env = {} if flags else {written: "0.032"}
+    config = load(ConnectorConfig, env=env, flags=settings | flags, flags_place="kv_connector_extra_config")
+    with pytest.raises(ConfigError, match=rf"^{written}: the engine expects '[0-9.]+', the running node .* has "):
+        make_link(config)
+
+
+def test_a_conflict_over_a_default_names_the_key(make_link: MakeLink, runtime_dir: Path) -> None:
+    make_link(eviction_policy="arc")
+    settings = {"instance_id": "n", "runtime_dir": str(runtime_dir), "enable_p2p": "false", "chunk_size": 32}
+    settings |= {"max_local_cpu_size": "16MB"}
+    config = load(ConnectorConfig, env={}, flags=settings, flags_place="kv_connector_extra_config")
+    with pytest.raises(ConfigError, match=r"^eviction_policy: the engine expects 'lru'"):
+        make_link(config)

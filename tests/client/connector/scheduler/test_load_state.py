@@ -1,0 +1,222 @@
+"""Page arithmetic of loads against a model that goes token by token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmkv.v1.chunk_pb2 import Extent
+from lmkv_client.connector.messages import Check, Load
+from lmkv_client.connector.scheduler.load_state import LoadState
+
+EXTENT_BYTES = 1 << 20
+Place = tuple[int, int]
+"""Chunk of the prompt, block in that chunk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A load, and the chunks that arrive in the order that they do."""
+
+    start: int
+    end: int
+    prompt_tokens: int
+    chunk_size: int
+    block_size: int
+    block_ids: list[int]
+    arrivals: list[list[int]]
+
+    def loading(self, *, sync: bool = False, verify: bool = False) -> LoadState:
+        return LoadState(
+            request_id="r",
+            ticket="1",
+            start=self.start,
+            end=self.end,
+            block_ids=self.block_ids,
+            chunk_size=self.chunk_size,
+            block_size=self.block_size,
+            sync=sync,
+            started_at=0.0,
+            deadline=1.0,
+            verify=verify,
+        )
+
+    def extent(self, chunk: int) -> Extent:
+        token_count = min(self.chunk_size, self.prompt_tokens - chunk * self.chunk_size)
+        return Extent(offset=chunk * EXTENT_BYTES, token_count=token_count)
+
+    def pages(self, chunks: set[int]) -> dict[int, Place]:
+        """For each page that must be filled from these chunks: where its bytes are."""
+        found = {}
+        for token in range(self.start, self.end):
+            chunk, inside = divmod(token, self.chunk_size)
+            if chunk in chunks:
+                found[self.block_ids[token // self.block_size]] = (chunk, inside // self.block_size)
+        return found
+
+    def tokens(self, chunks: set[int]) -> int:
+        return sum(token // self.chunk_size in chunks for token in range(self.start, self.end))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    block_size = draw(st.sampled_from([1, 4, 16]))
+    chunk_size = block_size * draw(st.integers(1, 4))
+    prompt_tokens = draw(st.integers(1, 6 * chunk_size))
+    # vLLM has whole blocks; the load ends at a block, or with the prompt
+    end = draw(st.one_of(st.just(prompt_tokens), st.integers(1, prompt_tokens).map(lambda n: n - n % block_size)))
+    start = draw(st.integers(0, max(0, end - 1))) // block_size * block_size
+    block_count = -(-prompt_tokens // block_size) + 2
+    chunks = list(range(-(-prompt_tokens // chunk_size)))
+    order = draw(st.permutations(chunks))
+    arrivals = draw(st.lists(st.sampled_from(order), max_size=len(order) + 2)) if chunks else []
+    lengths = draw(st.lists(st.integers(1, 3), min_size=len(arrivals), max_size=len(arrivals)))
+    return Case(
+        start=start,
+        end=max(end, start + 1),
+        prompt_tokens=prompt_tokens,
+        chunk_size=chunk_size,
+        block_size=block_size,
+        block_ids=draw(st.permutations(range(100, 100 + block_count))),
+        arrivals=[
+            [chunk for chunk in range(first, first + length) if chunk in chunks]
+            for first, length in zip(arrivals, lengths, strict=True)
+        ],
+    )
+
+
+def filled(loads: list[Load], block_size: int) -> dict[int, Place]:
+    """For each page that the loads fill: from where. Asserts that none is filled twice."""
+    found: dict[int, Place] = {}
+    for load in loads:
+        for copy in load.copies:
+            assert copy.block_ids
+            assert copy.first_slot == 0
+            assert copy.first_token + copy.token_count <= copy.extent_tokens
+            assert copy.first_token % block_size == 0
+            for index, page in enumerate(copy.block_ids, copy.first_token // block_size):
+                assert page not in found, "a page is filled twice"
+                found[page] = (copy.offset // EXTENT_BYTES, index)
+    return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(case=cases())
+def test_every_page_is_filled_from_its_place_or_reported_as_lost(case: Case) -> None:
+    loading = case.loading()
+    loads: list[Load] = []
+    arrived: set[int] = set()
+    for chunks in case.arrivals:
+        loading.arrived(chunks[0], [case.extent(chunk) for chunk in chunks])
+        arrived |= set(chunks)
+        assert loading.arrived_tokens == case.tokens(arrived)
+        if load := loading.take():
+            loads.append(load)
+    wanted = set(range(loading.first_chunk, loading.stop_chunk))
+    assert loading.complete == (wanted <= arrived)
+    loading.close()
+    if load := loading.take():
+        loads.append(load)
+
+    assert loading.take() is None
+    assert [load.final for load in loads] == [False] * (len(loads) - 1) + [True]
+    assert filled(loads, case.block_size) == case.pages(arrived)
+    assert loading.arrived_tokens == case.tokens(arrived)
+    lost = [page for load in loads for page in load.failed_blocks]
+    assert len(lost) == len(set(lost))
+    assert set(lost) == set(case.pages(wanted - arrived))
+
+
+@settings(max_examples=200, deadline=None)
+@given(case=cases(), data=st.data())
+def test_when_the_node_is_lost_only_what_the_workers_were_told_counts(case: Case, data: st.DataObject) -> None:
+    loading = case.loading()
+    loads: list[Load] = []
+    told: set[int] = set()
+    since: set[int] = set()
+    for chunks in case.arrivals:
+        loading.arrived(chunks[0], [case.extent(chunk) for chunk in chunks])
+        since |= set(chunks)
+        if data.draw(st.booleans()):
+            if load := loading.take():
+                loads.append(load)
+            told |= since
+    loading.lose()
+    if load := loading.take():
+        loads.append(load)
+    assert loads
+    assert [load.final for load in loads] == [False] * (len(loads) - 1) + [True]
+    assert filled(loads, case.block_size) == case.pages(told)
+    assert loading.arrived_tokens == case.tokens(told)
+    wanted = set(range(loading.first_chunk, loading.stop_chunk))
+    assert {page for load in loads for page in load.failed_blocks} == set(case.pages(wanted - told))
+
+
+SMALL = Case(
+    start=16,
+    end=56,
+    prompt_tokens=60,
+    chunk_size=32,
+    block_size=8,
+    block_ids=list(range(10, 18)),
+    arrivals=[],
+)
+
+
+def test_a_load_that_is_complete_at_once_says_so_at_once() -> None:
+    loading = SMALL.loading(sync=True)
+    loading.arrived(0, [SMALL.extent(0), SMALL.extent(1)])
+    load = loading.take()
+    assert load
+    assert (load.sync, load.final, load.failed_blocks) == (True, True, [])
+    assert [copy.block_ids for copy in load.copies] == [[12, 13], [14, 15, 16]]
+    assert [(copy.first_token, copy.token_count) for copy in load.copies] == [(16, 16), (0, 24)]
+    assert [copy.extent_tokens for copy in load.copies] == [32, 28]
+    assert loading.take() is None
+
+
+def test_extents_are_to_be_verified_only_where_that_was_asked_for() -> None:
+    for verify in (False, True):
+        loading = SMALL.loading(verify=verify)
+        loading.arrived(0, [Extent(offset=4096, size_bytes=512, checksum=7, token_count=32)])
+        load = loading.take()
+        assert load
+        assert load.checks == [Check(offset=4096, size_bytes=512, checksum=7)] * verify
+
+
+def test_nothing_is_planned_while_nothing_arrives() -> None:
+    loading = SMALL.loading()
+    assert loading.take() is None
+    assert loading.take() is None
+
+
+def test_what_arrives_after_the_end_is_ignored() -> None:
+    loading = SMALL.loading()
+    loading.close()
+    loading.arrived(0, [SMALL.extent(0)])
+    load = loading.take()
+    assert load
+    assert (load.copies, load.final) == ([], True)
+    assert load.failed_blocks == [12, 13, 14, 15, 16]
+    loading.arrived(0, [SMALL.extent(0)])
+    assert loading.take() is None
+    assert loading.arrived_tokens == 0
+
+
+def test_chunks_outside_of_the_load_are_ignored() -> None:
+    loading = SMALL.loading()
+    loading.arrived(2, [Extent(token_count=32)])
+    assert loading.arrived_tokens == 0
+    assert loading.take() is None
+
+
+def test_extents_in_the_device_buffer_are_copied_apart_and_need_no_check() -> None:
+    loading = SMALL.loading(verify=True)
+    loading.arrived(0, [Extent(offset=4096, token_count=32), Extent(region=1, offset=8192, token_count=28)])
+    load = loading.take()
+    assert load
+    assert ([copy.offset for copy in load.copies], [copy.offset for copy in load.buffered]) == ([4096], [8192])
+    assert [check.offset for check in load.checks] == [4096]
+    assert load.final

@@ -1,0 +1,222 @@
+"""The connector's device side: stores and loads of a rank whose pages are on a (here emulated) CUDA device."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from lmkv.pool.pool import LEFT_BYTES, Pool
+from lmkv_client.connector.worker.device import DeviceCopies, PoolNotReady
+from lmkv_kernels.cuda import CudaError, Device, Program, Registration, Stream
+from tests.kernels.emulation import IMAGE, emulated_driver
+from tests.kernels.layouts import Bytes, Case, random_bytes
+from tests.kernels.test_cuda_emulated import copy_now, on_device, whole_chunks
+
+
+class Model:
+    """The engine's device, and the stream that its forwards are on."""
+
+    def __init__(self, case: Case, *buffers: Bytes) -> None:
+        self.case = case
+        self.device = Device(emulated_driver())
+        with self.device.current() as driver:
+            self._known = [Registration(driver, one.ctypes.data, one.size) for one in (case.memory, *buffers)]
+            self.stream = Stream(driver)
+
+    def forward(self, target: Bytes, source: Bytes) -> None:
+        """Puts work on the stream: `target` is what `source` is then."""
+        with self.device.current():
+            copy_now(self.device, self.stream, target, source)
+
+    def run(self) -> None:
+        """Lets the forwards run as early as they may."""
+        with self.device.current():
+            self.stream.event().wait()
+
+    def close(self) -> None:
+        with self.device.current():
+            self.stream.close()
+            for one in self._known:
+                one.close()
+        self.device.close()
+
+
+def open_emulated(_ordinal: int) -> tuple[Device, Program]:
+    device = Device(emulated_driver())
+    with device.current() as driver:
+        return device, Program(driver, IMAGE)
+
+
+@contextmanager
+def running(case: Case, *buffers: Bytes) -> Iterator[tuple[Model, DeviceCopies]]:
+    model = Model(case, *buffers)
+    copies = DeviceCopies(on_device(case.pages), model_stream=lambda: model.stream.handle, open_device=open_emulated)
+    try:
+        yield model, copies
+    finally:
+        copies.close()
+        model.close()
+
+
+def opened(copies: DeviceCopies, pool: Pool) -> None:
+    """Opens a pool and waits until it is registered."""
+    copies.open(pool)
+    assert copies._opening is not None
+    copies._opening.result(10.0)
+
+
+def let_go(copies: DeviceCopies) -> None:
+    """Lets go of the pool and waits until it may be unmapped."""
+    gone = threading.Event()
+    copies.let_go(gone.set)
+    assert gone.wait(10.0)
+
+
+def test_a_store_reads_what_the_forward_wrote_and_the_next_forward_does_not_disturb_it() -> None:
+    case = whole_chunks(6)
+    now, later = random_bytes(1, case.memory.size), random_bytes(2, case.memory.size)
+    with Pool.create(case.pool.size) as pool, running(case, now, later) as (model, copies):
+        opened(copies, pool)
+        model.forward(case.memory, now)
+        storing = copies.gather(case.copies)
+        assert not storing.done()
+        copies.begin_step()
+        model.forward(case.memory, later)
+        model.run()
+        storing.wait()
+        stored = np.frombuffer(pool.buffer, np.uint8).copy()
+        let_go(copies)
+    assert np.array_equal(case.memory, later)
+    case.memory[:] = now
+    case.twin.gather(case.pool_tensor, case.copies)
+    assert np.array_equal(stored, case.pool)
+    assert storing.checksums == case.expected_sums()
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_load_waits_for_the_forward_before_it_and_a_forward_that_needs_it_waits_for_the_load(sync: bool) -> None:
+    case = whole_chunks(6)
+    read, seen = np.zeros_like(case.memory), np.zeros_like(case.memory)
+    before = case.memory.copy()
+    with Pool.create(case.pool.size) as pool, running(case, read, seen) as (model, copies):
+        pool.buffer[:] = case.pool.tobytes()
+        opened(copies, pool)
+        model.forward(read, case.memory)
+        loading = copies.scatter(case.copies, sync=sync)
+        copies.begin_step()
+        model.forward(seen, case.memory)
+        model.run()
+        assert loading.done() == sync  # else the forward has not waited
+        loading.wait()
+        let_go(copies)
+    case.memory[:] = before
+    case.twin.scatter(case.pool_tensor, case.copies)
+    assert np.array_equal(read, before)
+    assert np.array_equal(seen, case.memory if sync else before)
+
+
+def test_without_a_registered_pool_copies_are_refused() -> None:
+    case = whole_chunks(1)
+    with running(case) as (_, copies):
+        with pytest.raises(PoolNotReady, match="not registered with CUDA yet"):
+            copies.gather(case.copies)
+        with Pool.create(case.pool.size) as pool:
+            opened(copies, pool)
+            copies.gather(case.copies).wait()
+            let_go(copies)
+            with pytest.raises(PoolNotReady):
+                copies.scatter(case.copies, sync=False)
+
+
+def test_a_pool_that_cannot_be_registered_is_said_and_let_go_of() -> None:
+    case = whole_chunks(1)
+    with running(case) as (model, copies), Pool.create(case.pool.size) as pool:
+        with model.device.current() as driver:
+            taken = Registration(driver, pool.address, pool.size_bytes)  # the driver knows it already
+        copies.open(pool)
+        assert copies._opening is not None
+        assert isinstance(copies._opening.exception(10.0), CudaError)
+        with pytest.raises(PoolNotReady, match=r"cuMemHostRegister_v2: INVALID_VALUE"):
+            copies.gather(case.copies)
+        let_go(copies)
+        with model.device.current():
+            taken.close()
+
+
+class ShortPool(Pool):
+    """Memory ends after so many bytes."""
+
+    there_bytes = 0
+
+    def populate(self, start: int = 0, stop: int | None = None, *, leave_bytes: int = 0) -> None:
+        assert leave_bytes == LEFT_BYTES
+        raise self._ended(self.there_bytes, "no more memory")
+
+
+def test_of_a_pool_whose_memory_ended_only_the_rest_is_used() -> None:
+    case = whole_chunks(4)
+    with running(case) as (_, copies), ShortPool.create(case.pool.size) as pool:
+        pool.there_bytes = case.pool.size // 2
+        opened(copies, pool)
+        copies.gather(case.copies[:2]).wait()
+        with pytest.raises(ValueError, match="ends behind the pool"):
+            copies.gather(case.copies[2:])
+        let_go(copies)
+        pool.there_bytes = 0
+        copies.open(pool)
+        assert copies._opening is not None
+        assert isinstance(copies._opening.exception(10.0), PoolNotReady)
+        let_go(copies)
+
+
+def test_a_pool_can_be_let_go_of_before_it_is_registered() -> None:
+    case = whole_chunks(1)
+    with running(case) as (_, copies), Pool.create(case.pool.size) as pool:
+        busy = threading.Event()
+        copies._thread.submit(busy.wait, 10.0)
+        copies.open(pool)
+        opening = copies._opening
+        gone = threading.Event()
+        copies.let_go(gone.set)
+        busy.set()
+        assert gone.wait(10.0)
+        assert opening is not None
+        assert isinstance(opening.exception(), PoolNotReady)
+
+
+def test_another_pool_can_be_opened_while_copies_from_the_old_one_run() -> None:
+    case = whole_chunks(4)
+    with running(case) as (_, copies), Pool.create(case.pool.size) as old, Pool.create(case.pool.size) as new:
+        opened(copies, old)
+        storing = copies.gather(case.copies)
+        let_go(copies)
+        assert storing.done()
+        opened(copies, new)
+        copies.gather(case.copies).wait()
+        stored = [bytes(pool.buffer) for pool in (old, new)]
+        let_go(copies)
+    case.twin.gather(case.pool_tensor, case.copies)
+    assert stored == [case.pool.tobytes()] * 2
+
+
+def test_the_pages_must_be_on_a_device_and_as_they_are_there() -> None:
+    case = whole_chunks(1)
+    with pytest.raises(ValueError, match="on cpu"):
+        DeviceCopies(case.pages, model_stream=lambda: 0, open_device=open_emulated)
+    packed = dataclasses.replace(
+        on_device(case.pages),
+        parts=tuple(dataclasses.replace(part, row_stride=2, element_stride=8) for part in case.pages.parts[:1]),
+    )
+    with pytest.raises(ValueError, match="packing is the CPU's"):
+        DeviceCopies(packed, model_stream=lambda: 0, open_device=open_emulated)
+
+
+def test_closing_twice_is_fine() -> None:
+    case = whole_chunks(1)
+    with running(case) as (_, copies):
+        copies.close()

@@ -1,0 +1,254 @@
+"""What instances and callers have a coordinator keep is bounded in bytes: for each instance, and for each tenant."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from typing import Any
+
+import grpc
+import pytest
+from google.longrunning import operations_pb2
+
+from lmkv import rpc
+from lmkv.errors import BadInstance, BadMessage, Full, LmkvError
+from lmkv.operation_records import MAX_RECORD_BYTES
+from lmkv.v1 import cache_service_pb2 as cache_pb
+from lmkv.v1 import chunk_pb2
+from lmkv.v1 import registry_service_pb2 as pb
+from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.coordinator.core.budget import Budget
+from lmkv_server.coordinator.core.instances import MAX_OWNER_BYTES
+from lmkv_server.coordinator.core.models import MAX_NAMES
+from lmkv_server.coordinator.core.registration import MAX_PINS, MAX_STATS_BYTES, MAX_TIERS
+from lmkv_server.coordinator.operations import operations
+from lmkv_server.coordinator.operations.orders import MAX_PENDING_BYTES
+from tests.server.coordinator.cases import KEYS, LLAMA
+from tests.server.coordinator.scripted_instance import Make
+from tests.waiting import until
+
+_NUMBERS = itertools.count(time.time_ns())
+LARGE = b"k" * 16 * 60_000  # of a message of 1 MiB
+
+
+def record(*, done: bool, name: str = "", attempt: int = 1, request: bytes = LARGE) -> pb.OperationRecord:
+    """A record as a node might invent it."""
+    made = pb.OperationRecord(
+        operation=operations_pb2.Operation(name=name or f"move-{next(_NUMBERS):016x}", done=done),
+        move=cache_pb.MoveRequest(chunk_keys=request),
+        attempt=attempt,
+    )
+    progress = cache_pb.MoveProgress()
+    for moment in (progress.create_time, progress.end_time, made.expire_time):
+        moment.FromSeconds(4_000_000_000)  # far in the future: it would never be forgotten by its time
+    made.operation.metadata.Pack(progress)
+    if done:
+        made.operation.response.Pack(cache_pb.MoveResult())
+    return made
+
+
+def names(coordinator: Coordinator) -> set[str]:
+    return {one.name for one in coordinator.tenants.unnamed.operations_core.newest_first()}
+
+
+@pytest.mark.parametrize("done", [False, True])
+async def test_planted_records_take_no_more_than_one_instance_may(
+    coordinator: Coordinator, make: Make, done: bool
+) -> None:
+    core = coordinator.tenants.unnamed.operations_core
+    async with make("honest") as honest, make("evil") as evil:
+        theirs = [record(done=True, request=b"") for _ in range(3)]
+        for one in theirs:
+            await honest.tell_record(one)
+        await until(lambda: len(names(coordinator)) == len(theirs))
+        for _ in range(60):
+            await evil.tell_record(record(done=done))
+        small = record(done=True, request=b"")
+        await honest.tell_record(small)  # comes after all of those, on a stream of its own
+        await evil.tell_stats()
+        reports = coordinator.tenants.unnamed.registry
+        await until(lambda: small.operation.name in names(coordinator) and reports.report_count >= 60)
+        await until(lambda: core.used_bytes > MAX_RECORD_BYTES // 2)
+        assert core.used_bytes <= MAX_RECORD_BYTES + (1 << 20)
+        assert {one.operation.name for one in theirs} <= names(coordinator), "those of others stay"
+        # Those that are known cannot be made larger, either.
+        for one in theirs:
+            await evil.tell_record(record(done=True, name=one.operation.name, attempt=2, request=b""))
+        await until(lambda: core.get(theirs[-1].operation.name).attempt == 2)
+        assert core.used_bytes <= MAX_RECORD_BYTES + (1 << 20)
+
+
+async def test_planted_records_of_many_instances_take_no_more_than_a_tenant_may(
+    coordinator: Coordinator, make: Make
+) -> None:
+    core = coordinator.tenants.unnamed.operations_core
+    for number in range(operations.MAX_BYTES // MAX_RECORD_BYTES + 2):
+        async with make(f"evil-{number}") as evil:
+            before = coordinator.tenants.unnamed.registry.report_count
+            for _ in range(20):
+                await evil.tell_record(record(done=True))
+            await until(lambda: coordinator.tenants.unnamed.registry.report_count >= before + 20)  # noqa: B023
+    assert operations.MAX_BYTES // 2 < core.used_bytes <= operations.MAX_BYTES
+    last = record(done=True)
+    async with make("last") as one:
+        await one.tell_record(last)
+        await until(lambda: last.operation.name in names(coordinator))  # the oldest gave way
+    assert core.used_bytes <= operations.MAX_BYTES
+
+
+async def test_large_moves_give_way_once_they_ended_and_are_refused_while_they_run(
+    coordinator: Coordinator, make: Make, cache: Any
+) -> None:
+    core = coordinator.tenants.unnamed.operations_core
+    move = cache_pb.MoveRequest(
+        old_position=chunk_pb2.Position(instance_id="a"),
+        new_position=chunk_pb2.Position(instance_id="b"),
+        chunk_keys=b"".join(number.to_bytes(16, "little") for number in range(1, 60_001)),
+    )
+    async with make("a", KEYS[:1]) as a, make("b") as b:
+        for number in range(45):  # they fail, for the source holds nothing of that
+            move.request_id = str(number)
+            await cache.Move(move, timeout=30)
+        assert core.used_bytes <= operations.MAX_BYTES
+        a.going.clear()
+        b.going.clear()
+        move.chunk_keys = KEYS[0] + move.chunk_keys[16:]
+        errors = []
+        for number in range(75):
+            move.request_id = f"running {number}"
+            try:
+                await cache.Move(move, timeout=30)
+            except grpc.RpcError as error:
+                errors.append(rpc.from_rpc_error(error))
+        assert errors
+        assert all(isinstance(error, Full) and "operations that are running take" in str(error) for error in errors)
+        assert core.used_bytes <= operations.MAX_BYTES
+        b.going.set()
+        a.going.set()
+
+
+async def test_a_long_request_id_is_refused(make: Make, cache: Any) -> None:
+    async with make("a", KEYS):
+        error = await error_of(cache.Clear(cache_pb.ClearRequest(all=True, request_id="x" * 1000), timeout=10))
+        assert isinstance(error, BadMessage)
+        assert "request_id has 1000 bytes" in str(error)
+
+
+async def test_orders_that_an_instance_does_not_carry_out_are_bounded_in_bytes(make: Make, cache: Any) -> None:
+    async with make("a", KEYS) as a:
+        a.going.clear()
+        pin = cache_pb.PinRequest(position=chunk_pb2.Position(instance_id="a"), chunk_keys=b"k" * 16 * 32_000)
+        calls = [cache.Pin(pin, timeout=30) for _ in range(2 * MAX_PENDING_BYTES // len(pin.chunk_keys))]
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+        errors = [rpc.from_rpc_error(one) for one in ended if isinstance(one, grpc.RpcError)]
+        assert len(errors) == len(calls)
+        full = [error for error in errors if isinstance(error, Full)]
+        assert len(full) >= len(calls) // 3
+        assert "orders of" in str(full[0])
+        a.going.set()
+
+
+# --- What an instance says of itself -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def instance(registry: Any) -> pb.Instance:
+    said = pb.Instance(instance_id="evil", epoch=1, peer_address="127.0.0.1:7000", specs=[LLAMA.to_proto()])
+    await registry.Register(pb.RegisterRequest(instance=said), timeout=10)
+    return said
+
+
+async def error_of(call: Any) -> LmkvError:
+    with pytest.raises(grpc.RpcError) as caught:
+        await call
+    return rpc.from_rpc_error(caught.value)
+
+
+async def refused(registry: Any, **fields: Any) -> LmkvError:
+    stream = registry.Report()
+    report = pb.ReportRequest(instance_id="evil", epoch=1, sequence=1, snapshot=True, snapshot_end=True, **fields)
+    await stream.write(report)
+    return await error_of(stream.read())
+
+
+async def test_an_instance_that_is_too_large_is_refused(registry: Any, instance: pb.Instance) -> None:
+    instance.version = "v" * (600 << 10)
+    error = await error_of(registry.Register(pb.RegisterRequest(instance=instance), timeout=10))
+    assert isinstance(error, BadInstance)
+    assert error.metadata["field"] == "instance"
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("tiers", {"tiers": [pb.TierUsage(tier=chunk_pb2.TIER_HOST)] * (MAX_TIERS + 1)}),
+        ("digests", {"digests": [pb.TierDigest(tier=chunk_pb2.TIER_HOST)] * (MAX_TIERS + 1)}),
+        ("pins", {"pins": pb.PinList(pins=[chunk_pb2.PinnedChunks(pin_id=f"evil/{n}") for n in range(MAX_PINS + 1)])}),
+        (
+            "stats",
+            {"stats": pb.InstanceStats(traffic=[pb.PeerTraffic(instance_id="p" * MAX_STATS_BYTES)])},
+        ),
+        ("changes", {"changes": [pb.ChunkChange(tier=chunk_pb2.TIER_HOST)] * 5000}),
+        ("records", {"records": [pb.OperationRecord()] * 1001}),
+        ("outcomes", {"outcomes": [pb.OrderOutcome()] * 20_000}),
+    ],
+)
+@pytest.mark.usefixtures("instance")
+async def test_a_report_with_too_much_of_something_is_refused(
+    registry: Any, field: str, fields: dict[str, Any]
+) -> None:
+    error = await refused(registry, **fields)
+    assert isinstance(error, BadMessage)
+    assert str(error).startswith(f"{field}")
+
+
+async def test_what_instances_say_of_themselves_is_counted_and_forgotten_with_them(
+    coordinator: Coordinator, registry: Any, instance: pb.Instance
+) -> None:
+    budget = coordinator.tenants.unnamed.core.instances.budget
+    registered = budget.used_bytes
+    assert registered >= instance.ByteSize()
+    pins = pb.PinList(pins=[chunk_pb2.PinnedChunks(pin_id="p" * 900) for _ in range(900)])
+    stream = registry.Report()
+    report = pb.ReportRequest(instance_id="evil", epoch=1, sequence=1, snapshot=True, snapshot_end=True, pins=pins)
+    await stream.write(report)
+    assert (await stream.read()).acked_sequence == 1
+    assert registered + pins.ByteSize() <= budget.used_bytes <= MAX_OWNER_BYTES
+    await registry.Deregister(pb.DeregisterRequest(instance_id="evil", epoch=1), timeout=10)
+    assert budget.used_bytes == 0
+
+
+async def test_the_names_of_models_in_a_fleet_are_bounded(registry: Any) -> None:
+    error: LmkvError | None = None
+    for number in range(MAX_NAMES // 256 + 1):
+        served = [chunk_pb2.ServedModel(name=f"{number}-{name}", fingerprint=LLAMA.fingerprint) for name in range(256)]
+        instance = pb.Instance(
+            instance_id=f"evil-{number}",
+            epoch=1,
+            peer_address="127.0.0.1:7000",
+            specs=[LLAMA.to_proto()],
+            served_models=served,
+        )
+        try:
+            await registry.Register(pb.RegisterRequest(instance=instance), timeout=10)
+        except grpc.RpcError as caught:
+            error = rpc.from_rpc_error(caught)
+    assert isinstance(error, Full)
+    assert str(error).startswith("served_models: ")
+
+
+def test_a_budget_bounds_each_owner_and_all_of_them() -> None:
+    budget = Budget(owner_bytes=10, total_bytes=25)
+    budget.charge("a", "pins", 10)
+    budget.charge("a", "pins", 5)  # instead
+    with pytest.raises(Full, match="one instance may have 10 bytes"):
+        budget.charge("a", "stats", 6)
+    budget.charge("b", "pins", 10)
+    budget.charge("", "pins", 10)  # the coordinator's own
+    with pytest.raises(Full, match="all instances may have 25 bytes"):
+        budget.charge("c", "pins", 1)
+    budget.drop_owner("b")
+    budget.drop_owner("b")
+    assert budget.used_bytes == 15
+    budget.check()

@@ -1,0 +1,203 @@
+"""Watching the layout map over a socket: snapshots, changes, returns, and watchers that are too slow."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from lmkv.errors import LmkvError
+from lmkv.keys import ChunkKey, join_keys, split_keys
+from lmkv.rpc.endpoints import from_rpc_error
+from lmkv.v1.cache_service_pb2 import WatchRequest, WatchResponse
+from lmkv_server.coordinator.core import watch
+from lmkv_server.coordinator.core.layout_map import LayoutMap
+from tests.server.coordinator.cases import CHUNKS, KEYS, QWEN, keys_of
+from tests.server.coordinator.scripted_instance import Make
+
+FINGERPRINT = b"f" * 16
+
+
+class Watcher:
+    """Applies what it is told, as a router would."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self.revision = 0
+        self.held: dict[str, set[ChunkKey]] = {}
+        self.responses: list[WatchResponse] = []
+
+    async def read(self) -> WatchResponse:
+        """Takes one response in."""
+        response: WatchResponse = await asyncio.wait_for(self._call.read(), 10)
+        assert response is not grpc.aio.EOF  # type: ignore[attr-defined]
+        assert response.revision >= self.revision
+        self.revision = response.revision
+        self.responses.append(response)
+        for change in response.changes:
+            if change.instance_gone:
+                self.held.pop(change.instance_id, None)
+                continue
+            keys = self.held.setdefault(change.instance_id, set())
+            keys |= set(split_keys(change.admitted_keys))
+            keys -= set(split_keys(change.evicted_keys))
+        return response
+
+    async def until(self, held: dict[str, set[ChunkKey]]) -> None:
+        """Reads until it knows just this."""
+        while {name: keys for name, keys in self.held.items() if keys} != held:
+            await self.read()
+
+    async def error(self) -> LmkvError:
+        """How the call ends."""
+        try:
+            while True:
+                await self.read()
+        except grpc.RpcError as error:
+            return from_rpc_error(error)
+
+
+@asynccontextmanager
+async def watching(cache: Any, **fields: Any) -> AsyncIterator[Watcher]:
+    call = cache.Watch(WatchRequest(**fields), timeout=30)
+    try:
+        yield Watcher(call)
+    finally:
+        call.cancel()
+
+
+async def test_a_snapshot_is_followed_by_a_bookmark_and_by_changes(make: Make, cache: Any) -> None:
+    async with make("a", CHUNKS) as a, watching(cache) as watcher:
+        first = await watcher.read()
+        assert first.snapshot
+        assert watcher.held == {"a": set(KEYS)}
+        bookmark = await watcher.read()
+        assert not bookmark.snapshot
+        assert not bookmark.changes
+        async with make("b", KEYS[:1]):
+            await watcher.until({"a": set(KEYS), "b": {KEYS[0]}})
+            await a.evict(KEYS[1:])
+            await watcher.until({"a": {KEYS[0]}, "b": {KEYS[0]}})
+        assert all(not response.snapshot for response in watcher.responses[1:])
+
+
+async def test_an_empty_map_is_a_bookmark_at_once(cache: Any) -> None:
+    async with watching(cache) as watcher:
+        response = await watcher.read()
+        assert not response.changes
+        assert response.revision > 0
+
+
+async def test_a_watcher_that_returns_hears_what_it_missed(make: Make, cache: Any) -> None:
+    async with make("a", CHUNKS) as a:
+        async with watching(cache) as watcher:
+            await watcher.until({"a": set(KEYS)})
+            await watcher.read()
+        await a.evict(KEYS[2:])
+        async with make("b", KEYS[:1]), watching(cache, start_revision=watcher.revision) as again:
+            again.held = watcher.held
+            await again.until({"a": set(KEYS[:2]), "b": {KEYS[0]}})
+            assert not any(response.snapshot for response in again.responses)
+
+
+async def test_a_node_that_restarts_is_seen_as_gone_and_back(make: Make, cache: Any) -> None:
+    async with make("a", CHUNKS), watching(cache) as watcher:
+        await watcher.until({"a": set(KEYS)})
+        async with make("a", KEYS[:1]):
+            await watcher.until({"a": {KEYS[0]}})
+            gone = [change.instance_gone for response in watcher.responses for change in response.changes]
+            assert any(gone)
+
+
+async def test_only_one_spec_may_be_watched(make: Make, cache: Any) -> None:
+    qwen = keys_of(range(64), QWEN)
+    async with make("a", CHUNKS), make("q", qwen, QWEN) as q, watching(cache, fingerprint=QWEN.fingerprint) as watcher:
+        await watcher.until({"q": set(qwen)})
+        await q.evict(qwen[:1])
+        await watcher.until({"q": set(qwen[1:])})
+        fingerprints = {change.fingerprint for response in watcher.responses for change in response.changes}
+        assert fingerprints == {QWEN.fingerprint}
+
+
+async def test_a_revision_that_is_not_known_is_refused(make: Make, cache: Any) -> None:
+    async with make("a", CHUNKS):
+        for revision in (1, 1 << 62, -5):
+            async with watching(cache, start_revision=revision) as watcher:
+                assert (await watcher.error()).reason == "REVISION_COMPACTED"
+
+
+async def test_there_is_room_for_only_so_many(cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "MAX_WATCHERS", 1)
+    async with watching(cache) as first:
+        await first.read()
+        async with watching(cache) as second:
+            assert (await second.error()).reason == "FULL"
+
+
+async def test_the_history_forgets_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "HISTORY_BYTES", 3 * (watch.EVENT_BYTES + 16))
+    layout = LayoutMap(100)
+    watched = watch.Watch(layout)
+    for index in range(5):
+        layout.apply("a", 2, bytes([index]) * 16, chunk_size=16, fingerprint=FINGERPRINT)
+    with pytest.raises(LmkvError, match="is not between 102 and 105"):
+        await anext(watched.watch(101))
+    response = await anext(watched.watch(102))
+    assert [change.admitted_keys[0] for change in response.changes] == [2, 3, 4]
+
+
+async def test_a_watcher_that_does_not_read_is_cut_off_and_costs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "QUEUE_BYTES", 1000)
+    layout = LayoutMap(100)
+    watched = watch.Watch(layout)
+    responses = watched.watch(0)
+    await anext(responses)
+    for index in range(100):
+        layout.apply("a", 2, bytes([index]) * 16, chunk_size=16, fingerprint=FINGERPRINT)
+    (watcher,) = watched._watchers
+    assert not watcher.queue.events
+    with pytest.raises(LmkvError, match="start_revision 0"):
+        await anext(responses)
+    assert watched.watcher_count == 0
+
+
+async def test_changes_during_a_long_snapshot_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "SCAN_KEYS", 10)
+    layout = LayoutMap(100)
+    watched = watch.Watch(layout)
+    keys = [ChunkKey(index.to_bytes(16, "little")) for index in range(200)]
+    layout.apply("a", 2, join_keys(keys[:100]), chunk_size=16, fingerprint=FINGERPRINT)
+    held: set[ChunkKey] = set()
+    step = 0
+    async for response in watched.watch(0):
+        for change in response.changes:
+            held |= set(split_keys(change.admitted_keys))
+            held -= set(split_keys(change.evicted_keys))
+        if step < 100:
+            layout.apply("a", 2, keys[100 + step], keys[step], chunk_size=16, fingerprint=FINGERPRINT)
+            step += 1
+        elif response.revision == layout.revision:
+            break
+    assert held == set(keys[100:])
+
+
+async def test_a_watcher_that_leaves_amid_a_large_change_misses_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "FRAME_BYTES", 160)
+    layout = LayoutMap(100)
+    watched = watch.Watch(layout)
+    keys = [ChunkKey(index.to_bytes(16, "little")) for index in range(40)]
+    first = watched.watch(0)
+    await anext(first)
+    layout.revision += 1
+    watched.replaced(layout.revision, "a", [(2, FINGERPRINT, join_keys(keys))])  # one revision, several responses
+    left_at = (await anext(first)).revision
+    held: set[ChunkKey] = set()
+    async for response in watched.watch(left_at):
+        held |= {key for change in response.changes for key in split_keys(change.admitted_keys)}
+        if response.revision == layout.revision:
+            break
+    assert held == set(keys)

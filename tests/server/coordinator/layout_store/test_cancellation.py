@@ -1,0 +1,54 @@
+"""Who is told to end while it waits for the store ends, wherever in a call it is."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from lmkv.remote_url import parse_remote_url
+from lmkv.runtime.signals import fast_loop
+from lmkv_server.coordinator.layout_store.store import Store
+from tests.server.node.disk_parts import WAIT_SECONDS
+from tests.server.node.remote_parts import RedisServer
+
+STEPS = 60
+"""Of the loop, at each of which somebody is told to end: a call takes fewer."""
+ROUNDS = 20
+
+
+@pytest.fixture
+def server() -> RedisServer:
+    return RedisServer()
+
+
+async def ask_for_ever(store: Store) -> None:
+    """Never ends by itself."""
+    while True:
+        await store.tail(0)
+
+
+async def end_at_every_step(url: str) -> list[int]:
+    """The steps at which somebody was told to end, and did not."""
+    store = Store(parse_remote_url(url), held_seconds=60.0)
+    await store.connect()
+    ignored = []
+    for steps in ROUNDS * [*range(STEPS)]:
+        asking = asyncio.create_task(ask_for_ever(store))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait([asking], timeout=WAIT_SECONDS)
+        if not asking.done():
+            ignored.append(steps)
+            break
+    while not asking.done():
+        asking.cancel()
+        await asyncio.sleep(0)
+    await store.aclose()
+    return ignored
+
+
+def test_nobody_who_is_told_to_end_in_a_call_goes_on(server: RedisServer) -> None:
+    with server, asyncio.Runner(loop_factory=fast_loop()) as runner:
+        assert not runner.run(end_at_every_step(server.url))

@@ -1,0 +1,485 @@
+"""Coordinators that share a layout map on one real server: what one is told the others know, whatever happens to it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from lmkv import rpc
+from lmkv.auth.authenticator import Authenticator
+from lmkv.auth.callers import read_callers
+from lmkv.keys import join_keys
+from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
+from lmkv.v1 import registry_service_pb2 as pb
+from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
+from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.coordinator.layout_store import publisher as publisher_module
+from lmkv_server.coordinator.layout_store.backlog import Backlog
+from lmkv_server.coordinator.layout_store.content import Change
+from lmkv_server.coordinator.layout_store.counts import Counts
+from lmkv_server.coordinator.layout_store.owner import Owner
+from lmkv_server.coordinator.layout_store.publication import Note, Publication
+from lmkv_server.coordinator.layout_store.publisher import Publisher
+from tests.lmkv.auth.tokens import entry, write
+from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT
+from tests.server.coordinator.layout_store.parts import (
+    chunks_of,
+    connected,
+    held,
+    is_partial,
+    knows,
+    names_in_shard,
+    until,
+)
+from tests.server.coordinator.layout_store.scripted_node import ScriptedNode
+from tests.server.node.remote_parts import RedisServer
+from tests.waiting import WAIT_SECONDS
+
+LEASE_SECONDS = 10.0
+Start = Callable[[], Awaitable[Coordinator]]
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with RedisServer() as started:
+        yield started
+
+
+@pytest.fixture
+async def start(server: RedisServer) -> AsyncIterator[Start]:
+    """Starts coordinators that share a map."""
+    async with AsyncExitStack() as stack:
+
+        async def start_one() -> Coordinator:
+            made = Coordinator(port=0, lease_ttl=LEASE_SECONDS, cluster_secret="hush", layout_map_url=server.url)
+            return await stack.enter_async_context(made)
+
+        yield start_one
+
+
+@pytest.fixture
+async def pair(start: Start) -> tuple[Coordinator, Coordinator]:
+    return await start(), await start()
+
+
+def addresses(*coordinators: Coordinator) -> list[str]:
+    return [coordinator.address for coordinator in coordinators]
+
+
+def map_id(coordinator: Coordinator) -> str:
+    assert coordinator.shared is not None
+    return coordinator.shared.map_id
+
+
+async def all_know(node: ScriptedNode, *coordinators: Coordinator) -> None:
+    """Waits until each knows what the node really holds."""
+    for coordinator in coordinators:
+        await until(
+            lambda at=coordinator: knows(at, node.instance_id, node.chunks),  # type: ignore[misc]
+            f"{coordinator.address} knows {node.instance_id}; streams were {node.told}",
+        )
+
+
+async def test_what_one_is_told_the_other_knows(pair: tuple[Coordinator, Coordinator]) -> None:
+    home, other = pair
+    assert map_id(home) == map_id(other) != ""
+    async with ScriptedNode("a", addresses(*pair), CHUNKS) as node:
+        await all_know(node, *pair)
+        assert node.told[other.address][-1] == "elsewhere"
+        node.admit(chunks_of("more", 100) | chunks_of("short", 10, tokens=3))
+        await all_know(node, *pair)
+        node.evict([*KEYS[1:], *list(chunks_of("more", 50))])
+        await all_know(node, *pair)
+        node.tell_digests()
+        node.admit(chunks_of("last", 1))
+        await all_know(node, *pair)
+        assert other.shared is not None
+        assert other.shared.counts.loads == 1, "digests agreed"
+
+
+async def test_lookups_count_the_tokens_of_partial_chunks_everywhere(pair: tuple[Coordinator, Coordinator]) -> None:
+    async with ScriptedNode("a", addresses(*pair), CHUNKS) as node:
+        await all_know(node, *pair)
+        for coordinator in pair:
+            async with rpc.open_channel(coordinator.address) as channel:
+                cache = cache_service_pb2_grpc.CacheServiceStub(channel)
+                answer = await cache.Lookup(cache_service_pb2.LookupRequest(tokens=PROMPT), timeout=10)
+            assert [(holder.instance_id, holder.matched_token_count) for holder in answer.holders] == [("a", 40)]
+
+
+async def test_a_coordinator_that_starts_late_knows_all_though_nobody_tells_it_chunks(start: Start) -> None:
+    first = await start()
+    held = chunks_of("a", 20_000) | chunks_of("part", 3, tokens=7)
+    async with ScriptedNode("a", addresses(first), held) as node:
+        await all_know(node, first)
+        late = await start()
+        async with rpc.open_channel(late.address) as channel:
+            registry = RegistryServiceStub(channel)
+            said = pb.Instance(
+                instance_id="a", epoch=node.epoch, peer_address="127.0.0.1:7000", specs=[LLAMA.to_proto()]
+            )
+            answer = await registry.Register(pb.RegisterRequest(instance=said), timeout=10)
+            assert answer.layout_map_id == map_id(first)
+            stream: Any = registry.Report()  # type: ignore[call-arg]
+            await stream.write(pb.ReportRequest(instance_id="a", epoch=node.epoch, sequence=1, told_elsewhere=True))
+            assert (await stream.read()).acked_sequence == 1
+            await all_know(node, late)
+            node.admit(chunks_of("more", 10))
+            await all_know(node, late)
+            stream.cancel()
+
+
+async def test_a_snapshot_that_is_told_again_replaces_what_others_know(pair: tuple[Coordinator, Coordinator]) -> None:
+    home, _other = pair
+    async with ScriptedNode("a", addresses(*pair), chunks_of("old", 500)) as node:
+        await all_know(node, *pair)
+        node.chunks = chunks_of("new", 300)  # which nobody is told
+        home.tenants.unnamed.resync("a test wants it")
+        await all_know(node, *pair)
+
+
+async def test_another_home_takes_over(pair: tuple[Coordinator, Coordinator]) -> None:
+    home, other = pair
+    async with ScriptedNode("a", addresses(*pair), chunks_of("a", 300)) as node:
+        await all_know(node, *pair)
+        for number, coordinator in enumerate((other, home, other)):
+            node.prefer(coordinator.address)
+            node.admit(chunks_of(f"at {number}", 100))
+            await until(lambda at=coordinator: node.told[at.address][-1] == "home")  # type: ignore[misc]
+            await all_know(node, *pair)
+            node.evict(list(chunks_of(f"at {number}", 50)))
+            await all_know(node, *pair)
+
+
+async def test_two_that_are_told_the_same_at_once_agree_who_publishes(pair: tuple[Coordinator, Coordinator]) -> None:
+    async with (
+        ScriptedNode("a", addresses(pair[0]), chunks_of("a", 50)) as node,
+        ScriptedNode("a", addresses(pair[1]), chunks_of("a", 50)) as twin,
+    ):
+        twin.epoch = node.epoch
+        node.admit(chunks_of("more", 50))
+        twin.admit(chunks_of("more", 50))
+        await until(lambda: len(node.told[pair[0].address]) + len(twin.told[pair[1].address]) > 2)
+        await all_know(node, *pair)
+
+
+async def test_what_a_home_publishes_that_stood_still_is_ignored(
+    pair: tuple[Coordinator, Coordinator], server: RedisServer
+) -> None:
+    home, other = pair
+    async with ScriptedNode("a", addresses(*pair), chunks_of("a", 100)) as node:
+        await all_know(node, *pair)
+        late: list[Note] = []
+        before = home.tenants.unnamed.core.publications["a"]
+        thawed = Publication(before.owner, before.epoch, before.term, late.append)
+        node.prefer(other.address)
+        await all_know(node, *pair)
+        await until(lambda: "a" in other.tenants.unnamed.core.publications)
+        thawed.is_complete = True
+        keys = join_keys(chunks_of("late", 5))
+        thawed.changed([Change(2, LLAMA.fingerprint, 16, keys, {}, join_keys(node.chunks))])
+        thawed.completed()
+        thawed.gone()
+        store = await connected(server.url)
+        assert await store.publish(before.owner.shard, late) == [b"fenced"] * 3
+        await store.aclose()
+        node.admit(chunks_of("after", 5))
+        await all_know(node, *pair)
+
+
+async def test_who_leaves_at_its_home_is_gone_there_and_elsewhere_when_its_lease_ends(
+    pair: tuple[Coordinator, Coordinator], server: RedisServer
+) -> None:
+    _home, _other = pair
+    async with ScriptedNode("a", addresses(*pair), chunks_of("a", 10)) as node:
+        await all_know(node, *pair)
+    for coordinator in pair:
+        async with rpc.open_channel(coordinator.address) as channel:
+            farewell = pb.DeregisterRequest(instance_id="a", epoch=node.epoch)
+            await RegistryServiceStub(channel).Deregister(farewell, timeout=10)
+    for coordinator in pair:
+        assert not coordinator.tenants.unnamed.core.followers
+        assert not coordinator.tenants.unnamed.core.publications
+        coordinator.tenants.unnamed.core.check()
+    await until(lambda: not any(":held:" in name or ":current:" in name for name in server.names()))
+
+
+async def test_a_newer_epoch_replaces_what_the_older_one_held(pair: tuple[Coordinator, Coordinator]) -> None:
+    async with ScriptedNode("a", addresses(*pair), chunks_of("old", 50)) as node:
+        await all_know(node, *pair)
+    async with ScriptedNode("a", addresses(*reversed(pair)), chunks_of("new", 70)) as node:
+        await all_know(node, *pair)
+
+
+async def test_without_the_server_all_is_told_to_each_and_with_an_empty_one_it_is_shared_again(
+    pair: tuple[Coordinator, Coordinator], server: RedisServer
+) -> None:
+    home, other = pair
+    before = map_id(home)
+    async with ScriptedNode("a", addresses(*pair), chunks_of("a", 1000)) as node:
+        await all_know(node, *pair)
+        lookups = [asyncio.create_task(look_up(coordinator.address)) for coordinator in pair]
+        server.kill()
+        await until(lambda: not map_id(home) and not map_id(other))
+        await until(lambda: node.told[other.address][-1] == "own")
+        node.admit(chunks_of("meanwhile", 100))
+        await all_know(node, *pair)
+        server.start()
+        await until(lambda: map_id(home) == map_id(other) != "")
+        assert map_id(home) != before
+        await until(lambda: node.told[other.address][-1] == "elsewhere")
+        await all_know(node, *pair)
+        node.evict(list(chunks_of("meanwhile", 50)))
+        await all_know(node, *pair)
+        for looking in lookups:
+            looking.cancel()
+        ended = await asyncio.gather(*lookups, return_exceptions=True)
+        assert [type(each) for each in ended] == [asyncio.CancelledError] * 2, "every lookup was answered"
+
+
+async def look_up(address: str) -> None:
+    """Asks for ever; raises what is refused."""
+    async with rpc.open_channel(address) as channel:
+        cache = cache_service_pb2_grpc.CacheServiceStub(channel)
+        for _ in itertools.count():
+            await cache.Lookup(cache_service_pb2.LookupRequest(chunk_keys=join_keys(KEYS)), timeout=10)
+            await asyncio.sleep(0.01)
+
+
+async def test_a_server_that_is_emptied_while_it_runs_is_another_map(
+    pair: tuple[Coordinator, Coordinator], server: RedisServer
+) -> None:
+    before = map_id(pair[0])
+    async with ScriptedNode("a", addresses(*pair), chunks_of("a", 100)) as node:
+        await all_know(node, *pair)
+        server.empty()
+        await until(lambda: before != map_id(pair[0]) == map_id(pair[1]) != "")
+        await all_know(node, *pair)
+        node.admit(chunks_of("more", 100))
+        await all_know(node, *pair)
+
+
+async def test_a_server_that_is_emptied_is_another_map_though_nothing_is_published_or_loaded(
+    pair: tuple[Coordinator, Coordinator], server: RedisServer
+) -> None:
+    before = map_id(pair[0])
+    server.empty()
+    await until(lambda: before != map_id(pair[0]) == map_id(pair[1]) != "")
+
+
+async def test_each_loss_of_the_map_is_counted_and_logged_once(
+    start: Start, server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    coordinator = await start()
+    assert coordinator.shared is not None
+    counts = coordinator.shared.counts
+    attempts: list[int] = []
+    connect = coordinator.shared._store.connect
+
+    async def counted() -> str:
+        attempts.append(1)
+        return await connect()
+
+    coordinator.shared._store.connect = counted  # type: ignore[method-assign]
+    for losses in (1, 2):
+        caplog.clear()
+        attempts.clear()
+        assert counts.losses == losses - 1
+        server.kill()
+        await until(lambda: not map_id(coordinator))
+        await until(lambda: len(attempts) > 2)
+        lines = [record.getMessage() for record in caplog.records if "cannot be used" in record.getMessage()]
+        assert 1 <= len(lines) == len(set(lines)) <= 2, "not with every attempt"
+        assert all(line.startswith(f"layout_map_url: {coordinator.shared._store.shown}") for line in lines)
+        server.start()
+        await until(lambda: map_id(coordinator) != "")
+        assert counts.losses == losses
+        assert "shares the layout map" in caplog.text
+
+
+async def test_who_waits_for_room_goes_on_as_soon_as_there_is_some(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher_module, "ROOM_SECONDS", 600.0)
+    store = await connected(server.url)
+    publisher = Publisher(store, Counts(), lambda *_: None)
+    publisher._backlog = Backlog(limit_bytes=1 << 20)
+    owner = Owner("", "a")
+    publication = Publication(owner, 1, await store.next_term(owner), publisher.tell)
+    publication.completed()
+    for number in range(8):
+        keys = join_keys(chunks_of(f"{number}", 5000))
+        publication.changed([Change(2, b"f" * 16, 16, keys, {}, b"")])
+    assert not publisher._backlog.is_roomy
+    waiting = asyncio.create_task(publisher.has_room())
+    await asyncio.sleep(0)
+    publishing = asyncio.create_task(publisher.run())
+    await asyncio.wait_for(waiting, WAIT_SECONDS)
+    assert publisher._backlog.is_roomy
+    publishing.cancel()
+    await asyncio.gather(publishing, return_exceptions=True)
+    await store.aclose()
+
+
+async def test_a_server_that_freezes_is_done_without(
+    pair: tuple[Coordinator, Coordinator], server: RedisServer
+) -> None:
+    async with ScriptedNode("a", addresses(*pair), chunks_of("a", 100)) as node:
+        await all_know(node, *pair)
+        server.freeze()
+        await until(lambda: not map_id(pair[0]) and not map_id(pair[1]))
+        node.admit(chunks_of("more", 100))
+        await all_know(node, *pair)
+        server.thaw()
+        await until(lambda: map_id(pair[0]) == map_id(pair[1]) != "")
+        await all_know(node, *pair)
+
+
+async def test_a_coordinator_starts_though_nobody_answers_at_the_url(server: RedisServer) -> None:
+    server.kill()
+    async with Coordinator(port=0, layout_map_url=server.url) as alone:
+        assert not map_id(alone)
+        async with ScriptedNode("a", addresses(alone), chunks_of("a", 10)) as node:
+            await all_know(node, alone)
+            assert node.told[alone.address] == ["own"]
+            server.start()
+            await until(lambda: node.told[alone.address][-1] == "home")
+            await all_know(node, alone)
+
+
+async def test_what_was_lost_at_the_server_is_told_again(
+    pair: tuple[Coordinator, Coordinator], server: RedisServer
+) -> None:
+    async with ScriptedNode("a", addresses(*pair), chunks_of("a", 100)) as node:
+        await all_know(node, *pair)
+        with server.client() as client:
+            client.delete(*[name for name in server.names() if ":held:" in name])
+        node.admit(chunks_of("more", 10))
+        await all_know(node, *pair)
+        await until(lambda: any(":held:" in name for name in server.names()))
+
+
+async def test_who_misses_a_part_of_the_log_loads_anew(
+    pair: tuple[Coordinator, Coordinator], server: RedisServer
+) -> None:
+    _home, other = pair
+    nodes = [ScriptedNode(name, addresses(*pair), chunks_of(name, 20)) for name in names_in_shard(3, 2)]
+    async with nodes[0], nodes[1]:
+        for node in nodes:
+            await all_know(node, *pair)
+        assert other.shared is not None
+        loads = other.shared.counts.loads
+        # What a trimmed log looks like to who is slow: the next entry follows one that was never read.
+        with server.client() as client:
+            client.xadd("lmkv:{3}:log", {"p": b"1-1", "e": b"nothing"})
+        nodes[0].admit(chunks_of("more", 20))
+        await until(lambda: other.shared.counts.loads >= loads + 2)  # type: ignore[union-attr]
+        for node in nodes:
+            await all_know(node, *pair)
+
+
+async def test_digests_that_go_on_differing_have_the_instance_tell_all_again(
+    pair: tuple[Coordinator, Coordinator], server: RedisServer
+) -> None:
+    home, other = pair
+    async with ScriptedNode("a", addresses(*pair), chunks_of("a", 100)) as node:
+        await all_know(node, *pair)
+        term = home.tenants.unnamed.core.publications["a"].term
+        told: list[Note] = []
+        lossy = Publication(Owner("", "a"), node.epoch, term, told.append)
+        lossy.changed([Change(2, LLAMA.fingerprint, 16, b"", {}, join_keys(chunks_of("a", 10)))])
+        store = await connected(server.url)
+        await store.publish(
+            Owner("", "a").shard, told
+        )  # the log says nothing of it, as after a failover that lost some
+        await store.aclose()
+        other.tenants.unnamed.core.followers["a"].want()
+        await until(lambda: len(held(other, "a", list(node.chunks))) == 90)
+
+        def is_mended() -> bool:
+            node.tell_digests()
+            return knows(other, "a", node.chunks)
+
+        await until(is_mended)
+        publications = home.tenants.unnamed.core.publications
+        await until(lambda: "a" in publications and publications["a"].term > term)
+        await all_know(node, *pair)
+
+
+async def test_tenants_with_instances_of_one_name_do_not_mix(server: RedisServer, tmp_path: Path) -> None:
+    path = write(tmp_path / "tokens", entry("engine", "red"), entry("engine", "blue"), entry("admin"))
+    assert read_callers(path)
+    async with (
+        Coordinator(port=0, layout_map_url=server.url, gate=Authenticator(path)) as home,
+        Coordinator(port=0, layout_map_url=server.url, gate=Authenticator(path)) as other,
+        ScriptedNode("a", addresses(home, other), chunks_of("r", 30), token="engine-of-red-token") as red,
+        ScriptedNode("a", addresses(other, home), chunks_of("b", 40), token="engine-of-blue-token") as blue,
+    ):
+        for coordinator in (home, other):
+            await until(lambda at=coordinator: knows(at, "a", red.chunks, "red"))  # type: ignore[misc]
+            await until(lambda at=coordinator: knows(at, "a", blue.chunks, "blue"))  # type: ignore[misc]
+        assert red.told[home.address][-1] == blue.told[other.address][-1] == "home"
+
+
+async def test_a_stream_that_is_told_elsewhere_carries_no_chunks(pair: tuple[Coordinator, Coordinator]) -> None:
+    async with rpc.open_channel(pair[0].address) as channel:
+        registry = RegistryServiceStub(channel)
+        said = pb.Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:7000", specs=[LLAMA.to_proto()])
+        await registry.Register(pb.RegisterRequest(instance=said), timeout=10)
+        stream: Any = registry.Report()  # type: ignore[call-arg]
+        change = pb.ChunkChange(tier=2, fingerprint=LLAMA.fingerprint, admitted_keys=KEYS[0])  # type: ignore[arg-type]
+        first = pb.ReportRequest(instance_id="a", epoch=1, sequence=1, told_elsewhere=True)
+        await stream.write(first)
+        await stream.read()
+        await stream.write(pb.ReportRequest(instance_id="a", epoch=1, sequence=2, changes=[change]))
+        with pytest.raises(grpc.RpcError) as caught:
+            await stream.read()
+        assert rpc.from_rpc_error(caught.value).reason == "BAD_MESSAGE"
+
+
+async def test_who_shares_no_map_wants_to_be_told_itself() -> None:
+    async with Coordinator(port=0) as alone, rpc.open_channel(alone.address) as channel:
+        registry = RegistryServiceStub(channel)
+        said = pb.Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:7000")
+        answer = await registry.Register(pb.RegisterRequest(instance=said), timeout=10)
+        assert answer.layout_map_id == ""
+        stream: Any = registry.Report()  # type: ignore[call-arg]
+        await stream.write(pb.ReportRequest(instance_id="a", epoch=1, sequence=1, told_elsewhere=True))
+        with pytest.raises(grpc.RpcError) as caught:
+            await stream.read()
+        assert rpc.from_rpc_error(caught.value).reason == "RESYNC_REQUIRED"
+
+
+async def test_answers_are_partial_until_what_is_told_elsewhere_is_known(start: Start, server: RedisServer) -> None:
+    late = await start()
+    assert is_partial(late)  # it is young
+    core = late.tenants.unnamed.core
+    now = time.monotonic() + LEASE_SECONDS
+    assert not core.is_partial(now)
+    async with rpc.open_channel(late.address) as channel:
+        registry = RegistryServiceStub(channel)
+        said = pb.Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:7000")
+        await registry.Register(pb.RegisterRequest(instance=said), timeout=10)
+        stream: Any = registry.Report()  # type: ignore[call-arg]
+        await stream.write(pb.ReportRequest(instance_id="a", epoch=1, sequence=1, told_elsewhere=True))
+        await stream.read()
+        assert core.is_partial(now)
+        store = await connected(server.url)
+        owner = Owner("", "a")
+        told: list[Note] = []
+        publication = Publication(owner, 1, await store.next_term(owner), told.append)
+        publication.completed()
+        await store.publish(owner.shard, told)
+        await store.aclose()
+        await until(lambda: not core.is_partial(now))
+        stream.cancel()

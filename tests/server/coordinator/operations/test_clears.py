@@ -1,0 +1,145 @@
+"""Clears over a socket: who forgets what, what a dry run says, and what stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from google.longrunning import operations_pb2, operations_pb2_grpc
+
+from lmkv.errors import LmkvError
+from lmkv.keys import join_keys
+from lmkv.rpc.endpoints import from_rpc_error, from_status
+from lmkv.v1 import chunk_pb2
+from lmkv.v1.cache_service_pb2 import ClearProgress, ClearRequest, ClearResult, PinRequest
+from lmkv.v1.chunk_pb2 import Position
+from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT, QWEN, keys_of
+from tests.server.coordinator.scripted_instance import Make, unpacked, until
+
+
+@pytest.fixture
+def operations(channel: grpc.aio.Channel) -> Any:
+    return operations_pb2_grpc.OperationsStub(channel)
+
+
+async def ended(cache: Any, operations: Any, **fields: Any) -> operations_pb2.Operation:
+    operation = await cache.Clear(ClearRequest(**fields), timeout=5)
+    assert operation.name.startswith("clear-")
+    done: operations_pb2.Operation = await operations.WaitOperation(
+        operations_pb2.WaitOperationRequest(name=operation.name), timeout=20
+    )
+    assert done.done
+    return done
+
+
+async def cleared(cache: Any, operations: Any, **fields: Any) -> ClearResult:
+    operation = await ended(cache, operations, **fields)
+    assert not operation.HasField("error"), operation.error.message
+    result: ClearResult = unpacked(operation.response, ClearResult)
+    return result
+
+
+async def refused(cache: Any, **fields: Any) -> LmkvError:
+    with pytest.raises(grpc.RpcError) as caught:
+        await cache.Clear(ClearRequest(**fields), timeout=5)
+    return from_rpc_error(caught.value)
+
+
+async def test_a_prompt_is_cleared_everywhere_and_nothing_else(make: Make, cache: Any, operations: Any) -> None:
+    other = keys_of(range(64))
+    async with make("a", [*KEYS, *other]) as a, make("b", KEYS[:2]) as b:
+        result = await cleared(cache, operations, tokens=PROMPT)
+        assert (result.chunk_count, result.token_count) == (5, 80)
+        assert (list(a.chunks), list(b.chunks)) == (other, [])
+
+
+async def test_a_dry_run_says_what_would_go_and_takes_nothing(make: Make, cache: Any, operations: Any) -> None:
+    async with make("a", CHUNKS) as a, make("b", KEYS[:2]) as b:
+        result = await cleared(cache, operations, all=True, dry_run=True)
+        assert (result.chunk_count, result.token_count) == (5, 72)
+        assert len(a.chunks) + len(b.chunks) == 5
+
+
+async def test_an_instance_a_tier_or_a_model_can_be_cleared_alone(make: Make, cache: Any, operations: Any) -> None:
+    qwen = keys_of(range(64), QWEN)
+    async with make("a", CHUNKS) as a, make("b", CHUNKS) as b, make("q", qwen, QWEN) as q:
+        assert (await cleared(cache, operations, instance_id="a", all=True, tier=chunk_pb2.TIER_DISK)).chunk_count == 0
+        assert (await cleared(cache, operations, instance_id="a", all=True, tier=chunk_pb2.TIER_HOST)).chunk_count == 3
+        assert (await cleared(cache, operations, model_name="llama")).chunk_count == 3
+        assert (a.chunks, b.chunks, list(q.chunks)) == ({}, {}, qwen)
+        assert (await cleared(cache, operations, chunk_keys=join_keys(qwen[:1]))).chunk_count == 1
+        assert list(q.chunks) == qwen[1:]
+
+
+async def test_a_prompt_of_an_adapter_is_cleared_by_the_adapters_name(make: Make, cache: Any, operations: Any) -> None:
+    of_adapter = keys_of(PROMPT, lora="adapter@1")
+    async with make("a", [*KEYS, *of_adapter], served={"adapter": "adapter@1"}) as a:
+        assert (await cleared(cache, operations, tokens=PROMPT, model_name="adapter")).chunk_count == 3
+        assert list(a.chunks) == KEYS
+        error = await refused(cache, model_name="adapter")
+        assert (error.reason, list(a.chunks)) == ("BAD_SELECTION", KEYS), "its chunks are known by tokens only"
+        assert (await cleared(cache, operations, model_name="llama")).chunk_count == 3
+
+
+async def test_tokens_select_nothing_else_while_no_engine_has_registered(cache: Any) -> None:
+    for more in ({}, {"all": True}):
+        error = await refused(cache, tokens=PROMPT, **more)
+        assert (error.reason, "no engine has registered yet" in str(error)) == ("MODEL_NOT_FOUND", True)
+
+
+async def test_pinned_chunks_stay_and_are_named(make: Make, cache: Any, operations: Any) -> None:
+    async with make("a", CHUNKS) as a:
+        await cache.Pin(PinRequest(position=Position(instance_id="a"), tokens=PROMPT[:16]), timeout=5)
+        result = await cleared(cache, operations, tokens=PROMPT)
+        assert result.chunk_count == 2
+        (failure,) = result.failures
+        assert failure.instance_id == "a"
+        assert failure.failures[0].chunk_keys == KEYS[0]
+        assert from_status(failure.failures[0].status).reason == "CHUNK_PINNED"
+        assert list(a.chunks) == KEYS[:1]
+
+
+async def test_pinned_chunks_that_nobody_named_are_counted(make: Make, cache: Any, operations: Any) -> None:
+    async with make("a", CHUNKS), make("b", CHUNKS):
+        for instance_id, length in (("a", 16), ("b", 32)):
+            await cache.Pin(PinRequest(position=Position(instance_id=instance_id), tokens=PROMPT[:length]), timeout=5)
+        result = await cleared(cache, operations, all=True)
+        assert (result.chunk_count, result.pinned_chunk_count) == (2 * len(CHUNKS) - 3, 3)
+        assert not result.failures
+
+
+async def test_an_instance_that_dies_meanwhile_is_named_and_the_others_are_cleared(
+    make: Make, cache: Any, operations: Any
+) -> None:
+    b = make("b", CHUNKS)
+    await b.join()
+    b.going.clear()
+    async with make("a", CHUNKS) as a:
+        operation = await cache.Clear(ClearRequest(all=True, request_id="once"), timeout=5)
+        await until(lambda: not a.chunks)
+        await b.leave()
+        successor = make("b")
+        await successor.join()
+        result = await cleared(cache, operations, all=True, request_id="once")
+        assert result.chunk_count == 3
+        assert [failure.instance_id for failure in result.failures] == ["b"]
+        found = await operations.GetOperation(operations_pb2.GetOperationRequest(name=operation.name), timeout=5)
+        progress = unpacked(found.metadata, ClearProgress)
+        assert (progress.instance_count, progress.done_instance_count) == (2, 2)
+        assert (progress.instance_id, progress.dry_run) == ("", False)
+        assert progress.end_time.ToNanoseconds() > progress.create_time.ToNanoseconds()
+        await successor.leave()
+
+
+async def test_what_cannot_begin_says_why(make: Make, cache: Any) -> None:
+    async with make("a", CHUNKS, LLAMA):
+        assert (await refused(cache)).reason == "BAD_SELECTION"
+        assert (await refused(cache, instance_id="a")).reason == "BAD_SELECTION"
+        assert "'nobody'" in str(await refused(cache, instance_id="nobody", all=True))
+        assert (await refused(cache, model_name="gpt")).reason == "MODEL_NOT_FOUND"
+        assert (await refused(cache, tokens=[-3])).reason == "BAD_TOKENS"
+
+
+async def test_an_empty_fleet_has_nothing_to_clear(cache: Any, operations: Any) -> None:
+    assert (await cleared(cache, operations, all=True)).chunk_count == 0

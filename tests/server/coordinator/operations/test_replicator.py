@@ -1,0 +1,220 @@
+"""What a coordinator makes of the records that instances tell: it lists, follows, stops and goes on with operations."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import grpc
+import pytest
+from google.longrunning import operations_pb2
+from google.longrunning.operations_pb2_grpc import OperationsStub
+
+from lmkv import rpc
+from lmkv.errors import LmkvError, OperationCancelled
+from lmkv.rpc.endpoints import from_rpc_error, from_status
+from lmkv.v1.cache_service_pb2 import ClearRequest, ClearResult, MoveRequest, MoveResult
+from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
+from lmkv.v1.chunk_pb2 import Position
+from lmkv.v1.registry_service_pb2 import OperationRecord
+from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.coordinator.operations import replicator as keeping
+from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT
+from tests.server.coordinator.scripted_instance import Make, ScriptedInstance, unpacked, until
+
+MOVE = MoveRequest(
+    old_position=Position(instance_id="a"), new_position=Position(instance_id="b"), tokens=PROMPT, request_id="r"
+)
+
+
+class Elsewhere:
+    """Another coordinator, and instances `a` and `b` as it knows them."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.cache: Any = CacheServiceStub(channel)
+        self.operations: Any = OperationsStub(channel)
+        fleet: dict[str, ScriptedInstance] = {}
+        self.a = ScriptedInstance(channel, fleet, "a", LLAMA, CHUNKS)
+        self.b = ScriptedInstance(channel, fleet, "b", LLAMA)
+
+    async def hear(self, record: OperationRecord, *, orphaned: bool = False) -> operations_pb2.Operation:
+        """Has `b` tell a record; the operation as it is then."""
+        await self.b.tell_record(record, orphaned=orphaned)
+        async with asyncio.timeout(20):
+            while True:
+                with suppress(grpc.RpcError):
+                    return await self.get(record.operation.name)
+
+    async def get(self, name: str) -> operations_pb2.Operation:
+        found: operations_pb2.Operation = await self.operations.GetOperation(
+            operations_pb2.GetOperationRequest(name=name), timeout=5
+        )
+        return found
+
+    async def wait(self, name: str) -> operations_pb2.Operation:
+        ended: operations_pb2.Operation = await self.operations.WaitOperation(
+            operations_pb2.WaitOperationRequest(name=name), timeout=20
+        )
+        assert ended.done
+        return ended
+
+    async def refusal(self, name: str) -> LmkvError:
+        with pytest.raises(grpc.RpcError) as caught:
+            await self.get(name)
+        return from_rpc_error(caught.value)
+
+
+@pytest.fixture
+async def elsewhere(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Elsewhere]:
+    monkeypatch.setattr(keeping, "SETTLE_SECONDS", 0.05)  # it began just now, and all that there is will have been told
+    async with (
+        Coordinator(port=0, lease_ttl=30.0, cluster_secret="hush") as serving,
+        rpc.open_channel(serving.address) as channel,
+    ):
+        made = Elsewhere(channel)
+        async with made.a, made.b:
+            yield made
+
+
+async def booked(cache: Any, b: ScriptedInstance) -> OperationRecord:
+    """The record of a move that does not get on."""
+    b.going.clear()
+    operation = await cache.Move(MOVE, timeout=5)
+    await until(lambda: operation.name in b.records)
+    return b.records[operation.name]
+
+
+async def test_those_that_a_move_concerns_keep_its_record_until_after_its_end(make: Make, cache: Any) -> None:
+    async with make("a", CHUNKS) as a, make("b") as b:
+        record = await booked(cache, b)
+        assert (record.move, record.attempt, record.operation.done, record.cancelled) == (MOVE, 1, False, False)
+        b.going.set()
+        for instance in (a, b):
+            await until(lambda: instance.records[record.operation.name].operation.done)  # noqa: B023 # awaited here
+            kept = instance.records[record.operation.name]
+            assert unpacked(kept.operation.response, MoveResult).chunk_count == len(CHUNKS)
+            assert kept.expire_time.ToNanoseconds() > record.expire_time.ToNanoseconds()
+
+
+async def test_what_runs_elsewhere_is_listed_and_ends_when_it_is_told(
+    make: Make, cache: Any, elsewhere: Elsewhere
+) -> None:
+    async with make("a", CHUNKS), make("b") as b:
+        record = await booked(cache, b)
+        name = record.operation.name
+        assert (await elsewhere.refusal(name)).reason == "UNREACHABLE", "it may yet be told"
+        assert await elsewhere.hear(record) == record.operation
+        assert (await elsewhere.cache.Move(MOVE, timeout=5)).name == name, "by its request_id"
+        waiting = asyncio.create_task(elsewhere.wait(name))
+        b.going.set()
+        await until(lambda: b.records[name].operation.done)
+        await elsewhere.hear(b.records[name])
+        assert await waiting == b.records[name].operation
+        listed = await elsewhere.operations.ListOperations(operations_pb2.ListOperationsRequest(), timeout=5)
+        assert list(listed.operations) == [b.records[name].operation]
+        await elsewhere.hear(record)  # older news
+        assert (await elsewhere.get(name)).done
+        await until(lambda: elsewhere.b.records[name].operation.done)  # which it is told
+        await elsewhere.operations.DeleteOperation(operations_pb2.DeleteOperationRequest(name=name), timeout=5)
+        await elsewhere.b.tell_record(b.records[name])
+        assert (await elsewhere.refusal(name)).reason == "OPERATION_NOT_FOUND"
+
+
+async def test_what_is_orphaned_goes_on_where_it_was(make: Make, cache: Any, elsewhere: Elsewhere) -> None:
+    async with make("a", CHUNKS), make("b") as b:
+        record = await booked(cache, b)
+    await elsewhere.a.evict(KEYS[:1])  # the first chunk was moved
+    elsewhere.b.chunks[KEYS[0]] = CHUNKS[KEYS[0]]
+    await elsewhere.b.tell_chunks(KEYS[:1])
+    await elsewhere.hear(record, orphaned=True)
+    ended = await elsewhere.wait(record.operation.name)
+    result = unpacked(ended.response, MoveResult)
+    assert (result.chunk_count, result.token_count, result.dropped_chunk_count) == (3, 40, 3)
+    assert (elsewhere.a.chunks, elsewhere.b.chunks) == ({}, CHUNKS)
+    assert {(order.operation_name, order.attempt) for order in elsewhere.b.orders} == {(record.operation.name, 2)}
+    await until(lambda: elsewhere.b.records[record.operation.name].operation.done)
+    assert elsewhere.b.records[record.operation.name].attempt == 2
+
+
+async def test_who_told_of_what_is_gone_on_with_is_in_the_audit_log(
+    make: Make, cache: Any, elsewhere: Elsewhere, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with make("a", CHUNKS), make("b") as b:
+        record = await booked(cache, b)
+    with caplog.at_level(logging.INFO, "lmkv.audit"):
+        await elsewhere.hear(record, orphaned=True)
+        await elsewhere.wait(record.operation.name)
+    lines = [json.loads(line.message) for line in caplog.records if line.name == "lmkv.audit"]
+    line = lines[-1]  # the first may be of the booking
+    assert (line["act"], line["operation"], line["caller"]) == ("resume", record.operation.name, "anybody")
+    assert line["request"]["new_position"] == {"instance_id": "b"}
+
+
+async def test_what_is_orphaned_and_was_cancelled_ends_as_such(make: Make, cache: Any, elsewhere: Elsewhere) -> None:
+    async with make("a", CHUNKS), make("b") as b:
+        record = await booked(cache, b)
+    record.cancelled = True
+    await elsewhere.hear(record, orphaned=True)
+    ended = await elsewhere.wait(record.operation.name)
+    assert isinstance(from_status(ended.error), OperationCancelled)
+    assert elsewhere.a.chunks == CHUNKS
+
+
+async def test_what_runs_elsewhere_is_cancelled_by_way_of_those_that_keep_it(
+    make: Make, cache: Any, elsewhere: Elsewhere
+) -> None:
+    async with make("a", CHUNKS) as a, make("b") as b:
+        record = await booked(cache, b)
+        name = record.operation.name
+        await elsewhere.hear(record)
+        await elsewhere.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=name), timeout=5)
+        assert elsewhere.b.orders[-1].cancel.operation_name == name
+        record.cancelled = True
+        await b.tell_record(record)
+        await until(lambda: b.records[name].operation.done)
+        assert isinstance(from_status(b.records[name].operation.error), OperationCancelled)
+        assert a.chunks == CHUNKS
+
+
+async def test_who_hears_that_another_took_over_stops(make: Make, cache: Any, elsewhere: Elsewhere) -> None:
+    async with make("a", CHUNKS) as a, make("b") as b:
+        record = await booked(cache, b)
+        name = record.operation.name
+        await elsewhere.hear(record, orphaned=True)
+        await elsewhere.wait(name)
+        await until(lambda: elsewhere.b.records[name].operation.done)
+        await b.tell_record(elsewhere.b.records[name])
+        again = await cache.Move(MOVE, timeout=5)
+        assert (again.name, again.done) == (name, True)
+        b.going.set()
+        assert a.chunks == CHUNKS, "it has not dropped anything itself"
+
+
+async def test_an_instance_that_has_cleared_says_so_again_to_who_goes_on(
+    make: Make, cache: Any, elsewhere: Elsewhere
+) -> None:
+    async with make("a", CHUNKS), make("b", CHUNKS) as b:
+        b.going.clear()
+        name = (await cache.Clear(ClearRequest(all=True), timeout=5)).name
+        await until(lambda: bool(b.orders))
+        record = b.records[name]
+    await elsewhere.hear(record, orphaned=True)
+    result = unpacked((await elsewhere.wait(name)).response, ClearResult)
+    assert result.chunk_count == len(CHUNKS)
+    assert [order.order_id for order in elsewhere.b.orders] == [order.order_id for order in b.orders]
+
+
+async def test_a_record_without_its_request_cannot_be_gone_on_with(
+    make: Make, cache: Any, elsewhere: Elsewhere
+) -> None:
+    async with make("a", CHUNKS), make("b") as b:
+        record = await booked(cache, b)
+    record.ClearField("move")
+    await elsewhere.hear(record, orphaned=True)
+    ended = await elsewhere.wait(record.operation.name)
+    assert "too long to be kept" in ended.error.message
+    assert elsewhere.a.chunks == CHUNKS

@@ -1,0 +1,147 @@
+"""The audit log: who did what, and nothing of what was in it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.longrunning import operations_pb2
+from google.protobuf.duration_pb2 import Duration
+
+from lmkv.errors import ConfigError
+from lmkv.rpc.error_status import short
+from lmkv.v1.cache_service_pb2 import ClearRequest, LookupRequest, MoveRequest, PinRequest, UnpinRequest
+from lmkv.v1.chunk_pb2 import TIER_HOST, Position
+from lmkv_server.coordinator.services.audit import logger, told, write_audit_to
+from tests.server.coordinator.cases import KEYS, PROMPT
+from tests.server.coordinator.guarded import Guarded, guarded, token_of
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Path]:
+    """A file that the audit log goes to, for one test."""
+    path = tmp_path / "audit.jsonl"
+    kept = logger.handlers[:], logger.propagate, logger.level
+    write_audit_to(str(path))
+    yield path
+    for handler in logger.handlers:
+        handler.close()
+    logger.handlers[:], logger.propagate, logger.level = kept
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Guarded]:
+    async with guarded(tmp_path) as fleet:
+        await fleet.instance("a", "n1", KEYS)
+        await fleet.instance("a", "n2")
+        yield fleet
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+async def test_each_act_is_one_line_with_who_what_and_which_operation(fleet: Guarded, log: Path) -> None:
+    cache = await fleet.cache(token_of("operator", "a"))
+    operations = await fleet.operations(token_of("operator", "a"))
+    n1, n2 = Position(instance_id="n1"), Position(instance_id="n2")
+    copied = await cache.Move(MoveRequest(old_position=n1, new_position=n2, tokens=PROMPT, copy=True), timeout=5)
+    await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=copied.name), timeout=10)
+    pin = (await cache.Pin(PinRequest(position=n2, tokens=PROMPT), timeout=5)).pin
+    await cache.Unpin(UnpinRequest(pin_id=pin.pin_id), timeout=5)
+    moved = await cache.Move(MoveRequest(old_position=n1, new_position=n2, chunk_keys=b"".join(KEYS)), timeout=5)
+    await operations.CancelOperation(operations_pb2.CancelOperationRequest(name=moved.name), timeout=5)
+    cleared = await cache.Clear(ClearRequest(instance_id="n2", all=True), timeout=5)
+    await cache.Lookup(LookupRequest(tokens=PROMPT), timeout=5)  # looking is no act
+    told = lines(log)
+    assert [line["act"] for line in told] == ["copy", "pin", "unpin", "move", "cancel", "clear"]
+    assert {(line["caller"], line["role"], line["tenant"]) for line in told} == {("operator-of-a", "operator", "a")}
+    assert {line["outcome"] for line in told} == {"OK"}
+    assert [line.get("operation") for line in told] == [copied.name, None, None, moved.name, None, cleared.name]
+    assert told[1]["pin"] == told[2]["request"]["pin_id"] == pin.pin_id
+    assert told[0]["request"] == {
+        "old_position": {"instance_id": "n1"},
+        "new_position": {"instance_id": "n2"},
+        "tokens": f"{len(PROMPT)} tokens",
+        "copy": True,
+    }
+    assert told[3]["request"]["chunk_keys"] == f"{len(KEYS)} keys"
+    assert all(line["time"].endswith("Z") for line in told)
+
+
+async def test_what_was_refused_is_told_and_no_salt_is(fleet: Guarded, log: Path) -> None:
+    cache = await fleet.cache(token_of("operator", "a"))
+    pin = PinRequest(position=Position(instance_id="nobody"), tokens=PROMPT, cache_salt="pepper")
+    with pytest.raises(grpc.RpcError):
+        await cache.Pin(pin, timeout=5)
+    (line,) = lines(log)
+    assert (line["act"], line["outcome"]) == ("pin", "INSTANCE_NOT_FOUND")
+    assert line["request"]["cache_salt"] == "hidden"
+    assert "pepper" not in str(line)
+    assert token_of("operator", "a") not in str(line)
+
+
+def test_whatever_a_request_says_can_be_told() -> None:
+    request = PinRequest(position=Position(instance_id="n", tier=TIER_HOST), ttl=Duration(seconds=1, nanos=1 << 30))
+    request.position.tier = 77  # type: ignore[assignment]  # which nobody knows
+    assert told(request) == {
+        "position": {"instance_id": "n", "tier": 77},
+        "ttl": {"seconds": 1, "nanos": 1 << 30},  # more nanoseconds than JSON has a form for
+    }
+    assert told(Position(tier=TIER_HOST)) == {"tier": "TIER_HOST"}
+    assert told(PinRequest(model_name="m" * 10_000))["model_name"] == short("m" * 10_000)
+
+
+async def test_http_leaves_the_same_lines(fleet: Guarded, log: Path) -> None:
+    async with fleet.http(token_of("operator", "a")) as http:
+        answer = (await http.post("/pin", json={"tokens": PROMPT, "instance_id": "n1", "location": "host"})).json()
+    (line,) = lines(log)
+    assert (line["act"], line["caller"], line["pin"]) == ("pin", "operator-of-a", answer["event_id"])
+
+
+async def test_without_tokens_anybody_did_it(coordinator: Any, cache: Any, log: Path) -> None:
+    with pytest.raises(grpc.RpcError):
+        await cache.Clear(ClearRequest(instance_id="n1", all=True), timeout=5)
+    (line,) = lines(log)
+    assert (line["caller"], line["outcome"]) == ("anybody", "INSTANCE_NOT_FOUND")
+
+
+async def test_a_file_that_was_moved_away_is_begun_anew(fleet: Guarded, log: Path) -> None:
+    cache = await fleet.cache(token_of("operator", "a"))
+    old = log.with_suffix(".old")
+    for _ in range(2):
+        await cache.Clear(ClearRequest(instance_id="n2", all=True), timeout=5)
+        shutil.move(log, old)
+    assert len(lines(old)) == 1
+
+
+async def test_without_a_file_it_goes_where_the_process_logs(fleet: Guarded, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "lmkv.audit"):
+        cache = await fleet.cache(token_of("operator", "a"))
+        await cache.Clear(ClearRequest(instance_id="n2", all=True), timeout=5)
+    assert json.loads(caplog.messages[-1])["act"] == "clear"
+
+
+def test_a_file_that_cannot_be_written_is_named_by_its_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="audit_log: cannot write"):
+        write_audit_to(str(tmp_path / "none" / "audit.jsonl"))
+
+
+async def test_the_documentation_shows_a_line_as_it_is(fleet: Guarded, log: Path) -> None:
+    page = (Path(__file__).parents[4] / "docs" / "security.md").read_text(encoding="utf-8")
+    shown = json.loads(page.partition("```json\n")[2].partition("\n```")[0])
+    cache = await fleet.cache(token_of("operator", "a"))
+    n1, n2 = Position(instance_id="n1"), Position(instance_id="n2")
+    await cache.Move(MoveRequest(old_position=n1, new_position=n2, tokens=PROMPT, copy=True), timeout=5)
+    (line,) = lines(log)
+    assert list(line) == list(shown)
+    assert shown["request"].keys() < line["request"].keys()
+    for example in (shown, line):
+        assert re.fullmatch(r"copy-[0-9a-f]{16}", example["operation"])

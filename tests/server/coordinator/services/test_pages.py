@@ -1,0 +1,36 @@
+"""Page tokens go round, and nothing else passes for one."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+
+from lmkv.errors import BadPageToken
+from lmkv_server.coordinator.services.pages import page_limit, page_token, read_page_token
+
+
+@pytest.mark.parametrize("last", ["a", "lmkv-1", "größe", ""])
+def test_a_token_says_where_the_page_ended(last: str) -> None:
+    assert read_page_token("ListInstances", page_token("ListInstances", last)) == last
+
+
+def test_no_token_is_the_first_page() -> None:
+    assert read_page_token("ListInstances", "") == ""
+
+
+@pytest.mark.parametrize(
+    "token", ["x", "not base64!", "größe", "YWJj", base64.urlsafe_b64encode(b"12345678lmkv-1").decode(), "\0"]
+)
+def test_what_was_not_made_here_is_refused(token: str) -> None:
+    with pytest.raises(BadPageToken):
+        read_page_token("ListInstances", token)
+
+
+def test_a_token_of_another_call_is_refused() -> None:
+    with pytest.raises(BadPageToken):
+        read_page_token("ListInstances", page_token("ListPins", "a"))
+
+
+def test_page_sizes_are_bounded() -> None:
+    assert [page_limit(size) for size in (-1, 0, 1, 1000, 5000)] == [100, 100, 1, 1000, 1000]

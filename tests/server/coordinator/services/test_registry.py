@@ -1,0 +1,372 @@
+"""`RegistryService` over a socket: joining, reporting, leaving, and every error that its page promises."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from functools import partial
+from typing import Any
+
+import grpc
+import pytest
+
+from lmkv import rpc
+from lmkv.errors import LmkvError
+from lmkv.rpc.endpoints import from_rpc_error
+from lmkv.spec import KvSpec
+from lmkv.v1 import chunk_pb2, registry_service_pb2_grpc
+from lmkv.v1.cache_service_pb2 import LookupRequest
+from lmkv.v1.registry_service_pb2 import (
+    ChunkChange,
+    DeregisterRequest,
+    Instance,
+    InstanceStats,
+    ListInstancesRequest,
+    ListInstancesResponse,
+    PeerTraffic,
+    RegisterRequest,
+    RegisterResponse,
+    ReportRequest,
+    TierDigest,
+    TierUsage,
+)
+from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.coordinator.core.admission import MAX_JOINING
+from tests.waiting import WAIT_SECONDS, eventually
+
+CLOCK_SECONDS = 1.0
+"""How far two readings of the clocks may be apart."""
+LLAMA = KvSpec(
+    model_name="llama",
+    model_id="llama@1",
+    kv_dtype="bfloat16",
+    layer_count=2,
+    kv_head_count=2,
+    head_size=64,
+    chunk_size=16,
+)
+KEY = b"sixteen bytes id"
+HELD = [ChunkChange(tier=chunk_pb2.TIER_HOST, fingerprint=LLAMA.fingerprint, admitted_keys=KEY)]
+
+
+async def register(
+    registry: Any, instance_id: str = "a", epoch: int = 1, port: int = 7000, *specs: KvSpec, **fields: Any
+) -> RegisterResponse:
+    instance = Instance(
+        instance_id=instance_id,
+        epoch=epoch,
+        peer_address=f"127.0.0.1:{port}",
+        specs=[spec.to_proto() for spec in specs],
+        **fields,
+    )
+    response: RegisterResponse = await registry.Register(RegisterRequest(instance=instance), timeout=5)
+    return response
+
+
+def report(sequence: int = 1, *, epoch: int = 1, **fields: Any) -> ReportRequest:
+    said: dict[str, Any] = {"instance_id": "a", "epoch": epoch, "sequence": sequence}
+    if sequence == 1:
+        said |= {"snapshot": True, "snapshot_end": True}
+    return ReportRequest(**(said | fields))
+
+
+async def listed(registry: Any, **fields: Any) -> ListInstancesResponse:
+    response: ListInstancesResponse = await registry.ListInstances(ListInstancesRequest(**fields), timeout=5)
+    return response
+
+
+async def refusal(call: Any) -> LmkvError:
+    with pytest.raises(grpc.RpcError) as caught:
+        await asyncio.wait_for(call, WAIT_SECONDS)
+    return from_rpc_error(caught.value)
+
+
+async def refused_report(registry: Any, *reports: ReportRequest) -> LmkvError:
+    """The error that the last of some reports gets; those before it must be acknowledged."""
+    stream = registry.Report(timeout=5)
+    for sent in reports[:-1]:
+        await stream.write(sent)
+        await stream.read()
+    await stream.write(reports[-1])
+    return await refusal(stream.read())
+
+
+async def is_held(cache: Any) -> bool:
+    response = await cache.Lookup(LookupRequest(chunk_keys=KEY), timeout=5)
+    return bool(response.holders)
+
+
+async def test_registering_returns_the_instance_and_its_lease(registry: Any) -> None:
+    before = time.time()
+    response = await register(registry, "a", 1, 7000, LLAMA, version="0.1.0", engine_count=2)
+    assert response.lease_ttl.ToNanoseconds() == 30_000_000_000
+    instance = response.instance
+    assert (instance.instance_id, instance.epoch, instance.peer_address) == ("a", 1, "127.0.0.1:7000")
+    assert (instance.version, instance.engine_count, instance.synced) == ("0.1.0", 2, False)
+    assert [spec.fingerprint for spec in instance.specs] == [LLAMA.fingerprint]
+    assert before - CLOCK_SECONDS <= instance.register_time.ToNanoseconds() / 1e9 <= time.time() + CLOCK_SECONDS
+    lease = instance.expire_time.ToNanoseconds() - instance.register_time.ToNanoseconds()
+    assert lease == pytest.approx(30e9, abs=1e8)
+
+
+@pytest.mark.parametrize(
+    "instance",
+    [
+        Instance(epoch=1, peer_address="host:1"),
+        Instance(instance_id="x" * 257, epoch=1, peer_address="host:1"),
+        Instance(instance_id="a", peer_address="host:1"),
+        Instance(instance_id="a", epoch=-1, peer_address="host:1"),
+        *(Instance(instance_id="a", epoch=1, peer_address=bad) for bad in (":", "host", ":1", "host:0", "host:x1")),
+        Instance(instance_id="a", epoch=1, peer_address="host:65536"),
+        Instance(instance_id="two\nlines", epoch=1, peer_address="host:1"),
+        Instance(instance_id="a", epoch=1, peer_address="two\nlines:1"),
+        Instance(instance_id="a", epoch=1, peer_address="host:" + 5000 * "1"),
+    ],
+)
+async def test_a_bad_instance_is_refused(registry: Any, instance: Instance) -> None:
+    error = await refusal(registry.Register(RegisterRequest(instance=instance), timeout=5))
+    assert (error.code, error.reason) == ("INVALID_ARGUMENT", "BAD_INSTANCE")
+    assert not (await listed(registry)).instances
+
+
+async def test_a_spec_that_lies_is_refused(registry: Any) -> None:
+    spec = LLAMA.to_proto()
+    spec.kv_dtype = "float32"
+    instance = Instance(instance_id="a", epoch=1, peer_address="host:1", specs=[spec])
+    error = await refusal(registry.Register(RegisterRequest(instance=instance), timeout=5))
+    assert (error.code, error.reason) == ("INVALID_ARGUMENT", "BAD_KV_SPEC")
+
+
+async def test_an_id_in_use_is_refused_and_the_error_says_where(registry: Any) -> None:
+    await register(registry)
+    stream = registry.Report()
+    await stream.write(report())
+    await stream.read()
+    error = await refusal(register(registry, "a", 2, 8000))
+    assert (error.code, error.reason) == ("ALREADY_EXISTS", "INSTANCE_ID_IN_USE")
+    assert error.metadata["peer_address"] == "127.0.0.1:7000"
+    stream.cancel()
+    async with asyncio.timeout(WAIT_SECONDS):
+        while True:  # until the coordinator sees that the stream is gone
+            try:
+                await register(registry, "a", 2, 8000)
+                break
+            except grpc.RpcError:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_stale_epoch_is_refused_everywhere(registry: Any) -> None:
+    await register(registry, "a", 2)
+    for call in (
+        register(registry, "a", 1),
+        registry.Deregister(DeregisterRequest(instance_id="a", epoch=1), timeout=5),
+    ):
+        error = await refusal(call)
+        assert (error.code, error.reason) == ("FAILED_PRECONDITION", "STALE_EPOCH")
+    error = await refused_report(registry, report(epoch=1))
+    assert (error.code, error.reason) == ("FAILED_PRECONDITION", "STALE_EPOCH")
+
+
+async def test_conflicts_are_told_on_both_sides(registry: Any, caplog: pytest.LogCaptureFixture) -> None:
+    await register(registry, "a", 1, 7000, LLAMA)
+    response = await register(registry, "b", 1, 8000, dataclasses.replace(LLAMA, kv_dtype="float32"))
+    (conflict,) = response.instance.conflicts
+    assert (conflict.instance_id, conflict.model_name, conflict.field) == ("a", "llama", "kv_dtype")
+    assert (conflict.own_value, conflict.other_value) == ("float32", "bfloat16")
+    (a, b) = (await listed(registry)).instances
+    assert (a.conflicts[0].instance_id, a.conflicts[0].own_value) == ("b", "bfloat16")
+    assert b.conflicts[0] == conflict
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning == "instances a and b share nothing of model llama: kv_dtype is bfloat16 there, float32 here"
+
+
+async def test_reports_are_acknowledged_and_what_they_tell_is_found(registry: Any, cache: Any) -> None:
+    await register(registry, "a", 1, 7000, LLAMA)
+    stream = registry.Report()
+    await stream.write(report(changes=HELD))
+    first = await stream.read()
+    assert first.acked_sequence == 1
+    assert await is_held(cache)
+    # Nobody waits for the answer to changes: the next report that says more brings it.
+    await stream.write(report(2, changes=[ChunkChange(tier=chunk_pb2.TIER_HOST, evicted_keys=KEY)]))
+    await stream.write(report(3))
+    second = await stream.read()
+    assert second.acked_sequence == 3
+    assert second.revision > first.revision
+    assert not await is_held(cache)
+    changes = [ChunkChange(tier=chunk_pb2.TIER_HOST, admitted_keys=KEY)]
+    await stream.write(report(4, changes=changes, stats=InstanceStats(asked_chunks=1)))
+    assert (await stream.read()).acked_sequence == 4
+
+
+@pytest.mark.parametrize("lease_ttl", [3.0])
+async def test_heartbeats_keep_an_instance_alive(registry: Any, cache: Any) -> None:
+    await register(registry, "a", 1, 7000, LLAMA)
+    stream = registry.Report()
+    await stream.write(report(changes=HELD))
+    began, sequence = time.monotonic(), 1
+    while time.monotonic() - began < 4.0:  # longer than the lease
+        await asyncio.sleep(0.1)
+        sequence += 1
+        await stream.write(report(sequence))
+        assert (await stream.read()).acked_sequence == sequence - 1
+    assert await is_held(cache)
+
+
+@pytest.mark.parametrize("lease_ttl", [0.5])
+async def test_a_silent_instance_expires_though_its_stream_is_open(registry: Any, cache: Any) -> None:
+    await register(registry, "a", 1, 7000, LLAMA)
+    stream = registry.Report()
+    await stream.write(report(changes=HELD))
+    await stream.read()
+    await eventually(partial(is_held, cache), expected=False)
+    assert not (await listed(registry)).instances
+    await stream.write(report(2))
+    error = await refusal(stream.read())
+    assert (error.code, error.reason) == ("NOT_FOUND", "INSTANCE_NOT_FOUND")
+
+
+@pytest.mark.parametrize("lease_ttl", [0.5])
+async def test_a_cut_connection_expires_within_its_lease(coordinator: Coordinator, registry: Any, cache: Any) -> None:
+    async with rpc.open_channel(coordinator.address) as doomed:
+        stub: Any = registry_service_pb2_grpc.RegistryServiceStub(doomed)
+        await register(stub, "a", 1, 7000, LLAMA)
+        stream = stub.Report()
+        await stream.write(report(changes=HELD))
+        await stream.read()
+        last_report = time.monotonic()
+    await eventually(partial(is_held, cache), expected=False)
+    assert time.monotonic() - last_report >= 0.45, "not with the connection but with the lease"
+
+
+async def test_reports_of_the_unregistered_are_refused(registry: Any) -> None:
+    for instance_id in ("a", 100_000 * "a"):
+        error = await refused_report(registry, report(instance_id=instance_id))
+        assert (error.code, error.reason) == ("NOT_FOUND", "INSTANCE_NOT_FOUND")
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [
+        [report(2)],
+        [report(1), report(3)],
+        [report(1, snapshot=False, snapshot_end=False)],
+        [report(1), report(2, snapshot=True)],
+        [report(1), report(2, digests=[TierDigest(tier=chunk_pb2.TIER_HOST, chunk_count=1, key_sum=1)])],
+    ],
+    ids=["late start", "gap", "no snapshot", "second snapshot", "drift"],
+)
+async def test_a_lost_report_requires_a_resync(registry: Any, reports: list[ReportRequest]) -> None:
+    await register(registry, "a", 1, 7000, LLAMA)
+    error = await refused_report(registry, *reports)
+    assert (error.code, error.reason) == ("FAILED_PRECONDITION", "RESYNC_REQUIRED")
+    stream = registry.Report(timeout=5)
+    await stream.write(report())
+    assert (await stream.read()).acked_sequence == 1
+
+
+async def test_a_broken_key_list_is_refused_and_the_server_keeps_serving(registry: Any) -> None:
+    await register(registry, "a", 1, 7000, LLAMA)
+    bad = ChunkChange(tier=chunk_pb2.TIER_HOST, admitted_keys=b"short")
+    error = await refused_report(registry, report(changes=[bad]))
+    assert (error.code, error.reason) == ("INVALID_ARGUMENT", "BAD_CHUNK_KEY")
+    stream = registry.Report(timeout=5)
+    await stream.write(report())
+    assert (await stream.read()).acked_sequence == 1
+
+
+async def test_an_oversized_report_ends_its_stream_only(registry: Any, boundless: grpc.aio.Channel) -> None:
+    await register(registry, "a", 1, 7000, LLAMA)
+    bad = ChunkChange(tier=chunk_pb2.TIER_HOST, admitted_keys=bytes(16 * 65_537))
+    stub: Any = registry_service_pb2_grpc.RegistryServiceStub(boundless)
+    stream = stub.Report(timeout=5)
+    await stream.write(report(changes=[bad]))
+    with pytest.raises(grpc.RpcError) as caught:
+        await stream.read()
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert [instance.instance_id for instance in (await listed(registry)).instances] == ["a"]
+
+
+async def test_a_second_stream_supersedes_the_first(registry: Any, cache: Any) -> None:
+    await register(registry, "a", 1, 7000, LLAMA)
+    first, second = registry.Report(timeout=5), registry.Report(timeout=5)
+    await first.write(report())
+    await first.read()
+    await second.write(report(changes=HELD))
+    await second.read()
+    await first.write(report(2))
+    assert (await refusal(first.read())).reason == "RESYNC_REQUIRED"
+    assert await is_held(cache)
+
+
+async def test_leaving_forgets_everything_at_once(registry: Any, cache: Any) -> None:
+    await register(registry, "a", 1, 7000, LLAMA)
+    stream = registry.Report()
+    await stream.write(report(changes=HELD))
+    await stream.read()
+    await registry.Deregister(DeregisterRequest(instance_id="a", epoch=1), timeout=5)
+    assert not await is_held(cache)
+    error = await refusal(registry.Deregister(DeregisterRequest(instance_id="a", epoch=1), timeout=5))
+    assert (error.code, error.reason) == ("NOT_FOUND", "INSTANCE_NOT_FOUND")
+
+
+async def test_many_instances_come_and_go_at_once(registry: Any) -> None:
+    await asyncio.gather(*(register(registry, f"instance-{i}", 1, 7000 + i, LLAMA) for i in range(MAX_JOINING)))
+    assert len((await listed(registry)).instances) == MAX_JOINING
+    leaving = [DeregisterRequest(instance_id=f"instance-{i}", epoch=1) for i in range(MAX_JOINING)]
+    await asyncio.gather(*(registry.Deregister(request, timeout=5) for request in leaving))
+    assert len((await listed(registry)).instances) == 0
+
+
+async def test_one_too_many_is_told_when_to_come_back(registry: Any) -> None:
+    for number in range(MAX_JOINING):
+        await register(registry, f"instance-{number}", 1, 7000 + number, LLAMA)
+    error = await refusal(register(registry, "instance-x", 1, 8000, LLAMA))
+    assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "FULL")
+    assert 0 < float(error.metadata["retry_seconds"]) < 1
+
+
+async def test_the_list_shows_what_reports_tell(registry: Any) -> None:
+    await register(registry, "a", 1, 7000, LLAMA)
+    stream = registry.Report()
+    usage = TierUsage(tier=chunk_pb2.TIER_HOST, capacity_bytes=1000, used_bytes=10, chunk_count=1)
+    stats = InstanceStats(asked_chunks=10, own_chunks=6, traffic=[PeerTraffic(instance_id="b", chunk_count=3)])
+    await stream.write(report(changes=HELD, tiers=[usage], engine_count=1, stats=stats))
+    await stream.read()
+    (instance,) = (await listed(registry)).instances
+    assert instance.synced
+    assert list(instance.tiers) == [usage]
+    assert instance.stats == stats
+    assert instance.engine_count == 1
+
+
+async def test_the_list_comes_in_pages_ordered_by_id(registry: Any) -> None:
+    for name in ("c", "a", "e", "b", "d"):
+        await register(registry, name)
+    pages, token = [], ""
+    while True:
+        page = await listed(registry, page_size=2, page_token=token)
+        pages.append([instance.instance_id for instance in page.instances])
+        token = page.next_page_token
+        if not token:
+            break
+    assert pages == [["a", "b"], ["c", "d"], ["e"]]
+
+
+async def test_a_page_ends_early_rather_than_outgrow_a_message(registry: Any) -> None:
+    specs = [dataclasses.replace(LLAMA, model_name="m" * 500, model_id=f"{i:0500}") for i in range(64)]
+    names = [f"n{i:02}" for i in range(12)]
+    for name in names:
+        await register(registry, name, 1, 7000, *specs)
+    first = await listed(registry)
+    rest = await listed(registry, page_token=first.next_page_token)
+    assert 1 < len(first.instances) < len(names)
+    assert [instance.instance_id for page in (first, rest) for instance in page.instances] == names
+    assert not rest.next_page_token
+
+
+@pytest.mark.parametrize("token", ["a", "nonsense", "größe", "YQ=="])
+async def test_a_page_token_from_elsewhere_is_refused(registry: Any, token: str) -> None:
+    error = await refusal(registry.ListInstances(ListInstancesRequest(page_token=token), timeout=5))
+    assert (error.code, error.reason) == ("INVALID_ARGUMENT", "BAD_PAGE_TOKEN")

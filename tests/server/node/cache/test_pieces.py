@@ -1,0 +1,24 @@
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmkv_server.node.cache.pieces import pieces
+
+
+@dataclass(frozen=True)
+class Thing:
+    size_bytes: int
+
+
+@given(st.lists(st.builds(Thing, st.integers(0, 10))), st.integers(1, 20), st.integers(1, 5))
+def test_nothing_is_lost_and_no_piece_goes_on_once_it_is_full(
+    things: list[Thing], size_bytes: int, max_count: int
+) -> None:
+    cut = list(pieces(things, size_bytes, max_count))
+    assert [thing for piece in cut for thing in piece] == things
+    assert all(0 < len(piece) <= max_count for piece in cut)
+    for piece in cut:
+        assert sum(thing.size_bytes for thing in piece[:-1]) < size_bytes
+    for piece in cut[:-1]:
+        assert len(piece) == max_count or sum(thing.size_bytes for thing in piece) >= size_bytes

@@ -1,0 +1,137 @@
+"""Which records a node keeps, what it tells of them to whom, and whom it asks to go on with what nobody drives."""
+
+from __future__ import annotations
+
+import pytest
+from google.longrunning.operations_pb2 import Operation
+
+from lmkv.errors import OperationTakenOver
+from lmkv.v1.cache_service_pb2 import MoveRequest
+from lmkv.v1.registry_service_pb2 import OperationRecord
+from lmkv_server.node.commands import operation_log as record_book
+from lmkv_server.node.commands.operation_log import OperationLog
+
+
+def record(name: str = "move-1", attempt: int = 1, *, done: bool = False, expire: int = 0) -> OperationRecord:
+    made = OperationRecord(operation=Operation(name=name, done=done), move=MoveRequest(copy=True), attempt=attempt)
+    made.expire_time.FromNanoseconds(expire)
+    return made
+
+
+def told(book: OperationLog, reader: str = "B", since: int = 0) -> list[tuple[str, int, bool, bool]]:
+    book.check()
+    return [(one.operation.name, one.attempt, one.operation.done, one.orphaned) for one in book.since(since, reader)]
+
+
+def test_changes_are_told_once_in_their_order() -> None:
+    book = OperationLog()
+    book.put(record("one"), "A")
+    book.put(record("two"), "A")
+    assert told(book) == [("one", 1, False, False), ("two", 1, False, False)]
+    heard = book.revision
+    assert told(book, since=heard) == []
+    book.put(record("one", done=True), "A")
+    assert told(book, since=heard) == [("one", 1, True, False)]
+    assert told(book) == [("two", 1, False, False), ("one", 1, True, False)]
+
+
+def test_the_later_attempt_counts_and_then_what_is_over() -> None:
+    book = OperationLog()
+    book.put(record(attempt=2), "B")
+    book.put(record(attempt=1, done=True), "A")
+    assert told(book) == [("move-1", 2, False, False)]
+    book.put(record(attempt=2, done=True), "B")
+    book.put(record(attempt=2), "A")
+    assert told(book) == [("move-1", 2, True, False)]
+    book.put(record(attempt=3), "C")
+    assert told(book) == [("move-1", 3, False, False)]
+
+
+def test_orders_of_an_attempt_are_current_until_it_is_over_or_a_later_one_is_kept() -> None:
+    book = OperationLog()
+    book.check_current("", 0)
+    book.check_current("move-1", 1)
+    book.put(record(), "A")
+    book.check_current("move-1", 1)
+    book.check_current("move-1", 2)
+    book.put(record(attempt=2), "B")
+    with pytest.raises(OperationTakenOver, match="attempt 1 at move-1"):
+        book.check_current("move-1", 1)
+    book.put(record(attempt=2, done=True), "B")
+    with pytest.raises(OperationTakenOver):
+        book.check_current("move-1", 2)
+
+
+def test_what_was_cancelled_stays_so() -> None:
+    book = OperationLog()
+    book.put(record(), "A")
+    book.cancel("another")
+    heard = book.revision
+    book.cancel("move-1")
+    assert [one.cancelled for one in book.since(heard, "A")] == [True]
+    book.put(record(attempt=2), "B")
+    assert [one.cancelled for one in book.since(0, "A")] == [True]
+    book.check()
+
+
+def test_who_is_back_in_time_is_asked_first_and_then_one_after_the_other() -> None:
+    book = OperationLog()
+    book.put(record(), "B")
+    book.put(record("move-2", done=True), "B")
+    assert book.next_due() is None
+    book.lost("A", until=5.0)
+    assert book.next_due() is None
+    book.lost("B", until=5.0)
+    assert book.next_due() == 5.0
+    assert told(book, "B")[0] == ("move-1", 1, False, True)
+    assert told(book, "C")[0] == ("move-1", 1, False, False)
+    book.pass_on(now=4.0, until=7.0, coordinators=["A", "C"])
+    assert told(book, "C")[0][3] is False
+    heard = book.revision
+    book.pass_on(now=5.0, until=8.0, coordinators=["A", "C"])
+    assert told(book, "C", heard) == [("move-1", 1, False, True)]
+    assert told(book, "A", heard) == [("move-1", 1, False, False)]
+    book.pass_on(now=8.0, until=11.0, coordinators=["A", "C"])
+    assert told(book, "A")[-1][3] is True
+    book.pass_on(now=11.0, until=14.0, coordinators=[])
+    assert book.next_due() == 14.0
+    assert told(book, "A")[-1][3] is True
+
+
+def test_who_puts_a_record_again_sees_it_through() -> None:
+    book = OperationLog()
+    book.put(record(), "A")
+    book.lost("A", until=5.0)
+    book.put(record(), "A")
+    assert book.next_due() is None
+    book.lost("A", until=5.0)
+    book.put(record(attempt=2), "B")
+    assert book.next_due() is None
+    book.lost("A", until=9.0)
+    assert book.next_due() is None
+    book.lost("B", until=9.0)
+    assert book.next_due() == 9.0
+
+
+def test_what_is_over_expires_and_what_runs_does_not() -> None:
+    book = OperationLog()
+    book.put(record("running", expire=10), "A")
+    book.put(record("over", done=True, expire=10), "A")
+    book.expire(9)
+    assert len(book) == 2
+    book.expire(10)
+    assert [name for name, *_ in told(book)] == ["running"]
+
+
+def test_there_is_only_so_much_room_and_what_is_over_gives_way_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_book, "MAX_RECORDS", 3)
+    book = OperationLog()
+    for name in ("one", "two", "three"):
+        book.put(record(name, done=name == "two"), "A")
+    book.put(record("four"), "A")
+    assert [name for name, *_ in told(book)] == ["one", "three", "four"]
+    book.put(record("five"), "A")
+    assert [name for name, *_ in told(book)] == ["three", "four", "five"]
+    monkeypatch.setattr(record_book, "MAX_RECORD_BYTES", 1)
+    book.put(record("six"), "A")
+    assert [name for name, *_ in told(book)] == ["six"]

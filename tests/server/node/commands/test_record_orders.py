@@ -1,0 +1,94 @@
+"""Orders about operations: a node keeps their records, tells of changes, and refuses attempts that are over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from itertools import count
+from typing import Any
+
+import pytest
+from google.longrunning.operations_pb2 import Operation
+
+from lmkv.rpc.endpoints import from_status
+from lmkv.v1 import registry_service_pb2 as pb
+from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.commands import orders as module
+from lmkv_server.node.commands.orders import Orders
+from lmkv_server.node.sessions.sessions import Engines
+from tests.server.node.ordering import until
+
+FIRST, SECOND = "10.0.0.1:9000", "10.0.0.2:9000"
+NUMBERS = count()
+
+
+class Node:
+    """Takes orders of two coordinators, and counts how often it has something to tell the second."""
+
+    def __init__(self, orders: Orders) -> None:
+        self.orders = orders
+        self.woken = 0
+        orders.listeners[FIRST] = lambda: None
+        orders.listeners[SECOND] = self._wake
+
+    def _wake(self) -> None:
+        self.woken += 1
+
+    async def reason(self, giver: str, **fields: Any) -> str:
+        """Carries an order out; why it was refused."""
+        order = pb.Order(order_id=f"o{next(NUMBERS)}", **fields)
+        order.expire_time.FromNanoseconds(time.time_ns() + 10_000_000_000)
+        self.orders.take(order, giver)
+        await until(lambda: bool(self.orders.untold(giver)))
+        (outcome,) = self.orders.untold(giver)
+        self.orders.acknowledge(giver, [outcome.order_id])
+        return from_status(outcome.status).reason if outcome.status.code else ""
+
+    def told(self, reader: str) -> list[tuple[int, bool, bool]]:
+        """Attempt, cancelled, and orphaned, of each record as it is told to a coordinator."""
+        return [(one.attempt, one.cancelled, one.orphaned) for one in self.orders.records.since(0, reader)]
+
+
+@pytest.fixture
+async def node() -> AsyncIterator[Node]:
+    tier = HostTier(1 << 16)
+    async with Orders(instance_id="n", tier=tier, engines=Engines(tier), peers=None) as orders:
+        yield Node(orders)
+        orders.check()
+
+
+def keep(attempt: int) -> pb.RecordOrder:
+    return pb.RecordOrder(record=pb.OperationRecord(operation=Operation(name="move-1"), attempt=attempt))
+
+
+async def test_a_record_is_told_to_every_coordinator_and_a_cancellation_too(node: Node) -> None:
+    assert await node.reason(FIRST, record=keep(1)) == ""
+    assert node.woken
+    assert node.told(FIRST) == node.told(SECOND) == [(1, False, False)]
+    assert await node.reason(SECOND, cancel=pb.CancelOrder(operation_name="move-1")) == ""
+    assert node.told(FIRST) == [(1, True, False)]
+
+
+async def test_what_an_earlier_attempt_orders_is_refused(node: Node) -> None:
+    drop = pb.DropOrder(all=True)
+    assert await node.reason(FIRST, record=keep(1)) == ""
+    assert await node.reason(FIRST, drop=drop, operation_name="move-1", attempt=1) == ""
+    assert await node.reason(SECOND, record=keep(2)) == ""
+    assert await node.reason(FIRST, drop=drop, operation_name="move-1", attempt=1) == "OPERATION_TAKEN_OVER"
+    assert await node.reason(SECOND, drop=drop, operation_name="move-1", attempt=2) == ""
+    assert await node.reason(FIRST, drop=drop) == ""
+
+
+async def test_another_coordinator_is_asked_once_the_first_is_gone_for_too_long(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "OFFER_SECONDS", 3600.0)
+    await node.reason(FIRST, record=keep(1))
+    node.orders.lost(FIRST, 3600.0)
+    assert node.told(SECOND) == [(1, False, False)]
+    assert node.told(FIRST) == [(1, False, True)], "if it is back in time"
+    node.orders.records.put(keep(1).record, FIRST)
+    node.orders.lost(FIRST, 0.0)
+    await until(lambda: node.told(SECOND) == [(1, False, True)])
+    assert await node.reason(SECOND, record=keep(2)) == ""
+    assert node.told(FIRST) == node.told(SECOND) == [(2, False, False)]

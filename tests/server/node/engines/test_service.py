@@ -1,0 +1,669 @@
+"""`EngineService` of a real node over its real unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from lmkv import rpc
+from lmkv.config import NodeConfig, keys
+from lmkv.config.resolve import to_environment
+from lmkv.errors import (
+    BadChunkKey,
+    BadKvSpec,
+    BadMessage,
+    ConfigConflict,
+    EngineNotFound,
+    GrantNotFound,
+    LmkvError,
+    ModelNotFound,
+)
+from lmkv.keys import join_keys
+from lmkv.pool.socket import attach
+from lmkv.v1 import engine_service_pb2 as pb
+from lmkv.v1.registry_service_pb2 import SpecConflict
+from lmkv_server.node.engines import service as engine_service
+from lmkv_server.node.engines.outbox import MERGED_BYTES, Outbox
+from lmkv_server.node.node import Node
+from lmkv_server.node.sessions.sessions import CREDIT_SHARE, HOLD_SHARE
+from tests.server.node.cases import chunk_key, chunk_keys, small_spec
+from tests.server.node.engine_client import ANSWER_SECONDS, EngineClient
+from tests.waiting import until
+
+SPEC = small_spec()
+CAPACITY = 30
+LIMIT = CAPACITY // CREDIT_SHARE
+
+
+@pytest.fixture
+def config(runtime_dir: Path) -> NodeConfig:
+    return NodeConfig(
+        instance_id="test-node",
+        runtime_dir=str(runtime_dir),
+        enable_p2p=False,
+        max_local_cpu_size=f"{CAPACITY * SPEC.chunk_bytes}B",  # type: ignore[arg-type]  # what people write
+    )
+
+
+@pytest.fixture
+async def node(config: NodeConfig) -> AsyncIterator[Node]:
+    async with Node(config) as node:
+        yield node
+
+
+@pytest.fixture
+async def engine(node: Node) -> AsyncIterator[EngineClient]:
+    async with EngineClient(node) as engine:
+        yield engine
+
+
+def is_clean(node: Node) -> bool:
+    """Whether nobody holds or has reserved anything."""
+    node.tier.check()
+    return not node.tier.reserved_count and not any(chunk.holds for chunk in node.tier)
+
+
+# ---- what a well-behaved engine gets
+
+
+async def test_an_engine_is_welcomed_with_what_it_needs_to_know(node: Node) -> None:
+    client = EngineClient(node)
+    await client.say(hello=pb.Hello(engine_id="e", spec=SPEC.to_proto(), worker_count=1))
+    welcome = await client.welcome()
+    assert (welcome.instance_id, welcome.epoch, welcome.node_pid) == ("test-node", node.epoch, os.getpid())
+    assert welcome.pool_socket == str(node.config.pool_socket)
+    assert welcome.pool_size_bytes == node.pool.size_bytes
+    assert welcome.credit_limit == LIMIT
+    assert node.engines.attached_count == 1
+    await client.aclose()
+
+
+async def test_a_miss_is_an_answer_and_brings_credits(engine: EngineClient) -> None:
+    found = await engine.lookup("1", chunk_keys(0, 1, 2), reserve_count=5)
+    assert not found.own
+    assert not found.peer_chunk_count
+    granted = await engine.hear("credits")
+    assert len(granted) == 5
+    assert {extent.size_bytes for extent in granted} == {SPEC.chunk_bytes}
+    assert await engine.hear("settled_reserve_count") == 5
+
+
+@pytest.mark.parametrize(("wanted", "granted"), [(5, 3), (2, 0), (1, 0)])
+async def test_each_chunk_that_is_found_makes_one_credit_fewer(
+    node: Node, engine: EngineClient, wanted: int, granted: int
+) -> None:
+    await engine.store(chunk_keys(0, 1))
+    await engine.lookup("1", chunk_keys(0, 1, 2), reserve_count=wanted)
+    assert await engine.hear("settled_reserve_count") == wanted, "what was asked for is settled, granted or not"
+    assert node.engines.session("engine").credit_count == granted
+
+
+async def test_what_was_committed_is_found_where_it_was_written(node: Node, engine: EngineClient) -> None:
+    granted = await engine.reserve(2)
+    commits = [engine.commit(chunk_key(number), one, checksum=number) for number, one in enumerate(granted)]
+    await engine.say(commits=commits)
+    found = await engine.lookup("1", chunk_keys(0, 1, 2))
+    assert [(one.offset, one.checksum, one.size_bytes, one.token_count) for one in found.own] == [
+        (one.offset, number, SPEC.chunk_bytes, SPEC.chunk_size) for number, one in enumerate(granted)
+    ]
+    assert [one.generation for one in found.own] == [one.generation for one in granted]
+    assert node.engines.session("engine").credit_count == 0
+
+
+async def test_a_chunk_whose_successor_is_there_is_not_evicted(node: Node, engine: EngineClient) -> None:
+    head, tail, *_ = granted = await engine.reserve(2)
+    assert len(granted) == 2
+    await engine.say(
+        commits=[engine.commit(chunk_key(0), head), engine.commit(chunk_key(1), tail, parent=chunk_key(0))]
+    )
+    await engine.lookup("1", chunk_keys(0, 1))
+    await engine.release("1")
+    await engine.lookup("2", chunk_keys(1))  # were it for times of use alone, the head would go first
+    await engine.release("2")
+    await until(lambda: not node.engines.session("engine").ticket_count)
+    while chunk_key(1) in {chunk.key for chunk in node.tier}:
+        assert chunk_key(0) in {chunk.key for chunk in node.tier}
+        assert node.tier.reserve(SPEC.chunk_bytes)
+    assert [chunk.key for chunk in node.tier] == [chunk_key(0)]
+
+
+@pytest.mark.parametrize(("policy", "stays"), [("lru", False), ("arc", True)])
+async def test_the_configured_policy_decides_who_makes_room(config: NodeConfig, policy: str, stays: bool) -> None:
+    async with Node(replace(config, eviction_policy=policy)) as node, EngineClient(node) as engine:
+        await engine.store(chunk_keys(0))
+        await engine.lookup("1", chunk_keys(0))
+        await engine.release("1")
+        for number in range(1, 2 * CAPACITY):  # a scan: each is stored once and never asked for
+            await engine.store(chunk_keys(number))
+        assert len((await engine.lookup("2", chunk_keys(0))).own) == stays
+
+
+async def test_everything_in_one_message_is_carried_out_in_the_order_of_the_fields(engine: EngineClient) -> None:
+    await engine.store(chunk_keys(0))
+    await engine.lookup("1", chunk_keys(0))
+    first, second = await engine.reserve(2)
+    lookup = pb.LookupChunks(request_id="1", chunk_keys=join_keys(chunk_keys(0, 1)))
+    await engine.say(
+        releases=[pb.ReleaseChunks(request_id="1")],
+        commits=[engine.commit(chunk_key(1), first)],
+        returned_credits=[second.offset],
+        lookups=[lookup],
+        reset=True,
+    )
+    (found,) = await engine.hear("found")
+    assert len(found.own) == 2
+    assert await engine.hear("reset_counts") == [2]
+
+
+async def test_credits_end_at_the_limit_and_every_request_is_settled(engine: EngineClient) -> None:
+    granted = await engine.reserve(LIMIT + 7)
+    assert len(granted) == LIMIT
+    assert await engine.reserve(3) == []
+    await engine.say(returned_credits=[one.offset for one in granted[:2]])
+    assert len(await engine.reserve(3)) == 2
+
+
+async def test_a_lookup_holds_its_chunks_until_it_is_released(node: Node, engine: EngineClient) -> None:
+    await engine.store(chunk_keys(0, 1))
+    await engine.lookup("1", chunk_keys(0, 1))
+    assert [chunk.holds for chunk in node.tier] == [1, 1]
+    await engine.release("1")
+    await engine.release("never was")
+    await engine.lookup("1", chunk_keys(5))
+    assert [chunk.holds for chunk in node.tier] == [0, 0]
+
+
+async def test_a_lookup_that_found_nothing_needs_no_release(node: Node, engine: EngineClient) -> None:
+    await engine.lookup("1", chunk_keys(0))
+    assert node.engines.session("engine").ticket_count == 0
+
+
+async def test_of_two_engines_that_store_one_chunk_the_second_is_told_nothing_and_loses_nothing(node: Node) -> None:
+    async with EngineClient(node, "one") as one, EngineClient(node, "two") as two:
+        await one.store(chunk_keys(0))
+        await two.store(chunk_keys(0))
+        found = await two.lookup("1", chunk_keys(0))
+        assert len(found.own) == 1
+        assert not two.heard.rejected_commits
+        assert node.tier.used_bytes == SPEC.chunk_bytes
+        assert node.engines.session("two").credit_count == 0
+
+
+async def test_engines_of_one_spec_share_chunks_and_of_another_do_not(node: Node) -> None:
+    other = small_spec(model_id="other-weights")
+    async with EngineClient(node, "one") as one, EngineClient(node, "other", other) as two:
+        await one.store(chunk_keys(0))
+        await two.store(chunk_keys(1))
+        await one.lookup("1", chunk_keys(0))
+        await one.say(reset=True)
+        assert await one.hear("reset_counts") == [1]
+        assert len((await two.lookup("1", chunk_keys(1))).own) == 1
+
+
+async def test_a_partial_chunk_is_found_as_what_it_is(engine: EngineClient) -> None:
+    (extent,) = await engine.reserve(1)
+    commit = pb.CommitChunk(chunk_key=chunk_key(0), offset=extent.offset, size_bytes=SPEC.size_bytes(5), token_count=5)
+    await engine.say(commits=[commit])
+    (found,) = (await engine.lookup("1", chunk_keys(0))).own
+    assert (found.size_bytes, found.token_count) == (SPEC.size_bytes(5), 5)
+
+
+async def test_chunks_that_an_engine_found_damaged_are_dropped(node: Node, engine: EngineClient) -> None:
+    await engine.store(chunk_keys(0, 1))
+    await engine.say(damaged_keys=[chunk_key(0)])
+    found = await engine.lookup("1", chunk_keys(0, 1))
+    assert not found.own
+    assert len(node.tier) == 1
+
+
+async def test_conflicts_are_told_to_every_engine(node: Node, engine: EngineClient) -> None:
+    conflict = SpecConflict(instance_id="other", model_name="small", field="kv_dtype")
+    node.fleet.on_conflicts([conflict])
+    assert await engine.hear("conflicts") == [conflict]
+
+
+# ---- refusals that leave the stream as it is
+
+
+async def rejected(engine: EngineClient, commit: pb.CommitChunk) -> LmkvError:
+    await engine.say(commits=[commit])
+    (answer,) = await engine.hear("rejected_commits")
+    assert answer.chunk_key == commit.chunk_key
+    return rpc.from_status(answer.status)
+
+
+async def test_a_commit_without_credit_is_rejected_and_the_stream_goes_on(node: Node, engine: EngineClient) -> None:
+    commit = pb.CommitChunk(
+        chunk_key=chunk_key(0), offset=4096, size_bytes=SPEC.chunk_bytes, token_count=SPEC.chunk_size
+    )
+    assert isinstance(await rejected(engine, commit), GrantNotFound)
+    assert len(node.tier) == 0
+    await engine.store(chunk_keys(0))
+    assert len((await engine.lookup("1", chunk_keys(0))).own) == 1
+
+
+async def test_a_commit_of_a_wrong_size_is_rejected_and_keeps_its_credit(engine: EngineClient) -> None:
+    (extent,) = await engine.reserve(1)
+    commit = engine.commit(chunk_key(0), extent)
+    commit.size_bytes -= 8
+    assert isinstance(await rejected(engine, commit), BadMessage)
+    await engine.say(commits=[engine.commit(chunk_key(0), extent)])
+    assert len((await engine.lookup("1", chunk_keys(0))).own) == 1
+
+
+async def test_a_credit_that_the_engine_does_not_hold_cannot_be_given_back_and_the_stream_goes_on(
+    node: Node, engine: EngineClient
+) -> None:
+    await engine.store(chunk_keys(0))
+    (chunk,) = (await engine.lookup("1", chunk_keys(0))).own
+    await engine.say(returned_credits=[chunk.offset, 12345])
+    assert len((await engine.lookup("2", chunk_keys(0))).own) == 1
+    node.tier.check()
+
+
+@pytest.mark.parametrize("first_chunk", [0, 1])
+async def test_a_load_of_what_no_lookup_found_ends_at_once(engine: EngineClient, first_chunk: int) -> None:
+    await engine.store(chunk_keys(0))
+    await engine.lookup("1", chunk_keys(0, 1))
+    load = pb.LoadChunks(request_id="1" if not first_chunk else "2", first_chunk=first_chunk, chunk_count=1)
+    await engine.say(loads=[load])
+    (loaded,) = await engine.hear("loaded")
+    assert loaded.done
+    assert not loaded.extents
+    assert loaded.status.code
+
+
+async def test_a_load_of_what_nobody_has_ends_at_once(engine: EngineClient) -> None:
+    await engine.store(chunk_keys(0))
+    await engine.lookup("1", chunk_keys(0, 1))
+    load = pb.LoadChunks(request_id="1", first_chunk=1, chunk_count=1)
+    load.timeout.FromSeconds(600)
+    await engine.say(loads=[load])
+    (loaded,) = await engine.hear("loaded")
+    assert (loaded.request_id, loaded.done, len(loaded.extents)) == ("1", True, 0)
+    assert loaded.status.code
+
+
+# ---- refusals that end the stream
+
+
+def hello(**fields: Any) -> pb.Hello:
+    values: dict[str, Any] = {"engine_id": "bad", "spec": SPEC.to_proto(), "worker_count": 1}
+    return pb.Hello(**(values | fields))
+
+
+LYING = SPEC.to_proto()
+LYING.fingerprint = bytes(16)
+LARGE = small_spec(layer_count=2 * CAPACITY)
+UNKNOWN = SPEC.to_proto()
+UNKNOWN.kv_dtype = "int3"
+PACKED = join_keys(chunk_keys(0))
+
+BAD_STREAMS: dict[str, tuple[type[LmkvError], list[pb.AttachRequest]]] = {
+    "nothing": (BadMessage, []),
+    "no hello": (BadMessage, [pb.AttachRequest(reserve_count=1)]),
+    "an empty hello": (BadKvSpec, [pb.AttachRequest(hello=pb.Hello(engine_id="bad"))]),
+    "no engine id": (BadMessage, [pb.AttachRequest(hello=hello(engine_id=""))]),
+    "an engine id in use": (BadMessage, [pb.AttachRequest(hello=hello(engine_id="good"))]),
+    "a lying fingerprint": (BadKvSpec, [pb.AttachRequest(hello=hello(spec=LYING))]),
+    "an unknown dtype": (BadKvSpec, [pb.AttachRequest(hello=hello(spec=UNKNOWN))]),
+    "chunks larger than the pool": (BadKvSpec, [pb.AttachRequest(hello=hello(spec=LARGE.to_proto()))]),
+    "another configuration": (
+        ConfigConflict,
+        [pb.AttachRequest(hello=hello(expected_config={"LMKV_MAX_LOCAL_CPU_SIZE": "5.0"}))],
+    ),
+    "a key that this node does not know": (
+        ConfigConflict,
+        [pb.AttachRequest(hello=hello(expected_config={"LMKV_NEW": "1"}))],
+    ),
+    "a second hello": (BadMessage, [pb.AttachRequest(hello=hello()), pb.AttachRequest(hello=hello(engine_id="b"))]),
+    "a bad key list": (
+        BadChunkKey,
+        [
+            pb.AttachRequest(
+                hello=hello(), lookups=[pb.LookupChunks(request_id="1", chunk_keys=b"short")], reserve_count=3
+            )
+        ],
+    ),
+    "a bad key in a commit": (
+        BadChunkKey,
+        [pb.AttachRequest(hello=hello()), pb.AttachRequest(commits=[pb.CommitChunk(chunk_key=b"short")])],
+    ),
+    "a bad damaged key": (BadChunkKey, [pb.AttachRequest(hello=hello(), damaged_keys=[b"short"])]),
+    "a ticket in use": (
+        BadMessage,
+        [pb.AttachRequest(hello=hello(), lookups=[pb.LookupChunks(request_id="1", chunk_keys=PACKED)] * 2)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_STREAMS)
+async def test_a_stream_that_makes_no_sense_ends_with_its_reason_and_the_node_serves_on(node: Node, case: str) -> None:
+    error_class, messages = BAD_STREAMS[case]
+    async with EngineClient(node, "good") as good:
+        await good.store(chunk_keys(0))
+        bad = EngineClient(node)
+        for message in messages:
+            await bad.call.write(message)
+        if not messages:
+            await bad.call.done_writing()
+        error = await bad.ending()
+        assert type(error) is error_class, error
+        await bad.aclose()
+        assert len((await good.lookup("1", chunk_keys(0))).own) == 1
+        await until(lambda: node.engines.mapped_count == 1)
+        async with EngineClient(node, "next"):
+            assert node.engines.attached_count == 2
+    await until(lambda: is_clean(node))
+
+
+async def test_an_engine_that_says_nothing_is_let_go(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_service, "HELLO_TIMEOUT_SECONDS", 0.1)
+    silent = EngineClient(node)
+    assert type(await silent.ending()) is BadMessage
+    await silent.aclose()
+
+
+def unlimited(address: str) -> Any:
+    """A channel that sends messages of any size."""
+    return grpc.aio.insecure_channel(address, options=[("grpc.max_send_message_length", -1)])
+
+
+async def test_a_message_over_the_limit_ends_its_stream_and_no_other(node: Node, engine: EngineClient) -> None:
+    """The sender's own limit is lifted: it is the node that must refuse."""
+    socket = f"unix:{node.config.engine_socket}"
+    async with unlimited(socket) as channel:
+        call = channel.stream_stream("/lmkv.v1.EngineService/Attach")()
+        big = pb.AttachRequest(hello=hello(engine_id="x" * rpc.MAX_MESSAGE_BYTES))
+        await call.write(big.SerializeToString())
+        assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert not (await engine.lookup("1", chunk_keys(0))).own
+
+
+async def test_a_conflict_names_the_key_both_values_the_process_and_how_busy_it_is(
+    node: Node, engine: EngineClient
+) -> None:
+    other = EngineClient(node, "other", config={"LMKV_NODE_LINGER": "1.0"})
+    with pytest.raises(grpc.RpcError) as raised:
+        await other.__aenter__()
+    error = rpc.from_rpc_error(raised.value)
+    assert isinstance(error, ConfigConflict)
+    assert error.metadata == {
+        "key": "LMKV_NODE_LINGER",
+        "expected": "1.0",
+        "actual": "60.0",
+        "node_pid": str(os.getpid()),
+        "engine_count": "1",
+        "replaced": "false",
+    }
+    assert "instance_id" in str(error)
+    await other.aclose()
+
+
+async def test_an_engine_may_expect_exactly_what_the_node_has(node: Node) -> None:
+    expected = to_environment(node.config)
+    assert len(expected) == len(keys(NodeConfig))
+    async with EngineClient(node, config=expected):
+        assert node.engines.attached_count == 1
+
+
+# ---- the unary twins
+
+
+async def failure(call: Awaitable[Any]) -> LmkvError:
+    with pytest.raises(grpc.RpcError) as raised:
+        await call
+    return rpc.from_rpc_error(raised.value)
+
+
+async def test_people_may_look_without_being_granted_anything(node: Node, engine: EngineClient) -> None:
+    await engine.store(chunk_keys(0, 1))
+    await engine.lookup("sync", chunk_keys(9))
+    request = pb.EngineServiceLookupRequest(fingerprint=SPEC.fingerprint, chunk_keys=join_keys(chunk_keys(0, 1, 2)))
+    answer = await engine.stub.Lookup(request, timeout=ANSWER_SECONDS)
+    assert (answer.own_chunk_count, answer.peer_chunk_count, answer.peer_instance_id) == (2, 0, "")
+    assert is_clean(node)
+
+
+async def test_a_unary_load_without_peers_says_what_is_there(node: Node, engine: EngineClient) -> None:
+    await engine.store(chunk_keys(0))
+    await engine.lookup("sync", chunk_keys(9))
+    request = pb.LoadRequest(fingerprint=SPEC.fingerprint, chunk_keys=join_keys(chunk_keys(0, 1)))
+    answer = await engine.stub.Load(request, timeout=ANSWER_SECONDS)
+    assert (answer.chunk_count, answer.transferred_bytes) == (1, 0)
+    assert is_clean(node)
+
+
+async def test_a_unary_release_takes_back_what_a_request_was_granted(node: Node, engine: EngineClient) -> None:
+    await engine.store(chunk_keys(0, 1))
+    await engine.lookup("1", chunk_keys(0, 1))
+    request = pb.EngineServiceReleaseRequest(engine_id="engine", request_id="1")
+    assert (await engine.stub.Release(request, timeout=ANSWER_SECONDS)).chunk_count == 2
+    assert (await engine.stub.Release(request, timeout=ANSWER_SECONDS)).chunk_count == 0
+    assert is_clean(node)
+
+
+BAD_CALLS: dict[str, tuple[type[LmkvError], str, Any]] = {
+    "lookup of an unknown spec": (
+        ModelNotFound,
+        "Lookup",
+        pb.EngineServiceLookupRequest(fingerprint=bytes(16), chunk_keys=PACKED),
+    ),
+    "lookup of a short key": (
+        BadChunkKey,
+        "Lookup",
+        pb.EngineServiceLookupRequest(fingerprint=SPEC.fingerprint, chunk_keys=b"short"),
+    ),
+    "an empty lookup": (ModelNotFound, "Lookup", pb.EngineServiceLookupRequest()),
+    "load of an unknown spec": (ModelNotFound, "Load", pb.LoadRequest(fingerprint=b"x", chunk_keys=PACKED)),
+    "load of a short key": (BadChunkKey, "Load", pb.LoadRequest(fingerprint=SPEC.fingerprint, chunk_keys=b"short")),
+    "release of an unknown engine": (
+        EngineNotFound,
+        "Release",
+        pb.EngineServiceReleaseRequest(engine_id="nobody", request_id="1"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+async def test_a_bad_call_gets_its_documented_status_and_the_node_serves_on(
+    node: Node, engine: EngineClient, case: str
+) -> None:
+    error_class, method, request = BAD_CALLS[case]
+    error = await failure(getattr(engine.stub, method)(request, timeout=ANSWER_SECONDS))
+    assert type(error) is error_class, error
+    await engine.store(chunk_keys(0))
+    assert len((await engine.lookup("1", chunk_keys(0))).own) == 1
+
+
+async def test_a_call_over_the_limit_is_refused_and_the_node_serves_on(node: Node, engine: EngineClient) -> None:
+    socket = f"unix:{node.config.engine_socket}"
+    async with unlimited(socket) as channel:
+        method = channel.unary_unary("/lmkv.v1.EngineService/Lookup")
+        with pytest.raises(grpc.RpcError) as raised:
+            await method(bytes(rpc.MAX_MESSAGE_BYTES + 1), timeout=ANSWER_SECONDS)
+        code: Any = raised.value
+        assert code.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert not (await engine.lookup("1", chunk_keys(0))).own
+
+
+# ---- the end of an engine
+
+
+async def granted(engine: EngineClient) -> None:
+    await engine.store(chunk_keys(0, 1))
+    await engine.lookup("1", chunk_keys(0, 1))
+    assert len(await engine.reserve(3)) == 3
+
+
+async def test_when_the_stream_is_gone_and_no_worker_is_left_everything_is_back(node: Node) -> None:
+    async with EngineClient(node) as engine:
+        await granted(engine)
+        assert not is_clean(node)
+    await until(lambda: is_clean(node))
+    assert node.engines.mapped_count == 0
+
+
+async def test_an_engine_that_ends_its_side_politely_is_gone_too(node: Node) -> None:
+    engine = EngineClient(node)
+    async with engine:
+        await granted(engine)
+        await engine.call.done_writing()
+        assert await engine.ending() is None
+        await until(lambda: is_clean(node))
+
+
+WORKER = """
+import sys
+from lmkv.pool.socket import attach
+pool = attach(sys.argv[1], sys.argv[2], 0, int(sys.argv[3]), 10.0)
+print("mapped", flush=True)
+sys.stdin.read()
+"""
+
+
+def start_worker(node: Node, engine_id: str = "engine") -> subprocess.Popen[str]:
+    """A process that has the pool mapped until it is killed."""
+    return start(WORKER, str(node.config.pool_socket), engine_id, str(node.epoch))
+
+
+def start(script: str, *arguments: str) -> subprocess.Popen[str]:
+    """A process with pipes, started where it can import the tests."""
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[4],
+    )
+
+
+async def test_nothing_is_taken_back_before_the_kernel_says_that_the_worker_is_gone(node: Node) -> None:
+    async with EngineClient(node) as engine:
+        await granted(engine)
+        worker = start_worker(node)
+        try:
+            assert worker.stdout
+            assert await asyncio.to_thread(worker.stdout.readline) == "mapped\n"
+            await engine.aclose()
+            await until(lambda: node.engines.attached_count == 0)
+            await asyncio.sleep(0.2)
+            assert node.engines.mapped_count == 1
+            assert not is_clean(node), "the worker may still write"
+            os.kill(worker.pid, signal.SIGKILL)
+            await until(lambda: is_clean(node))
+            assert node.engines.mapped_count == 0
+            assert len(node.tier) == 2, "what was committed stays"
+        finally:
+            worker.kill()
+            worker.communicate()
+
+
+ENGINE = """
+import asyncio, sys
+from lmkv import rpc
+from lmkv.pool.socket import attach
+from lmkv.v1 import engine_service_pb2 as pb
+from lmkv.v1.engine_service_pb2_grpc import EngineServiceStub
+from tests.server.node.cases import chunk_keys, small_spec
+from lmkv.keys import join_keys
+
+async def main():
+    async with rpc.open_channel("unix:" + sys.argv[1]) as channel:
+        call = EngineServiceStub(channel).Attach()
+        hello = pb.Hello(engine_id="killed", spec=small_spec().to_proto(), worker_count=1)
+        lookup = pb.LookupChunks(request_id="1", chunk_keys=join_keys(chunk_keys(0, 1)))
+        await call.write(pb.AttachRequest(hello=hello, lookups=[lookup], reserve_count=3))
+        welcome = (await call.read()).welcome
+        pool = attach(welcome.pool_socket, "killed", 0, welcome.epoch, 10.0)
+        credits = 0
+        while not credits:
+            credits = len((await call.read()).credits)
+        print("granted", credits, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_an_engine_that_is_killed_gives_everything_back(node: Node, engine: EngineClient) -> None:
+    await engine.store(chunk_keys(0, 1))
+    await engine.lookup("other", chunk_keys(9))
+    killed = start(ENGINE, str(node.config.engine_socket))
+    try:
+        assert killed.stdout
+        assert await asyncio.to_thread(killed.stdout.readline) == "granted 3\n"
+        assert [chunk.holds for chunk in node.tier] == [1, 1]
+        os.kill(killed.pid, signal.SIGKILL)
+        await until(lambda: is_clean(node))
+        assert node.engines.mapped_count == 1
+        assert len((await engine.lookup("1", chunk_keys(0, 1))).own) == 2
+    finally:
+        killed.kill()
+        killed.communicate()
+
+
+async def test_a_worker_that_comes_after_its_engine_is_turned_away(node: Node) -> None:
+    with pytest.raises(LmkvError, match="not attached"):
+        await asyncio.to_thread(attach, node.config.pool_socket, "nobody", 0, node.epoch, 5.0)
+
+
+async def test_holds_of_one_engine_take_at_most_its_share_of_the_pool(node: Node) -> None:
+    numbers = list(range(CAPACITY))
+    async with EngineClient(node) as engine:
+        for start in range(0, CAPACITY, LIMIT):
+            await engine.store(chunk_keys(*numbers[start : start + LIMIT]))
+        found = await engine.lookup("1", chunk_keys(*numbers))
+        assert len(found.own) == CAPACITY // HOLD_SHARE
+
+
+# ---- what waits to be said
+
+
+async def test_answers_that_wait_are_merged_as_far_as_a_message_may_grow() -> None:
+    outbox = Outbox()
+    for number in range(40):
+        found = pb.FoundChunks(request_id=str(number), peer_instance_id="x" * 100_000)
+        outbox.put(pb.AttachResponse(found=[found], settled_reserve_count=1))
+    outbox.end()
+    messages = []
+    while message := await outbox.take():
+        messages.append(message)
+    assert 1 < len(messages) <= 40 // (MERGED_BYTES // 110_000)
+    assert all(message.ByteSize() < rpc.MAX_MESSAGE_BYTES for message in messages)
+    assert [found.request_id for message in messages for found in message.found] == [str(n) for n in range(40)]
+    assert sum(message.settled_reserve_count for message in messages) == 40
+    assert await outbox.take() is None
+
+
+async def test_conflicts_are_always_told_whole() -> None:
+    outbox = Outbox()
+    for names in (["a", "b"], ["c"]):
+        outbox.put(
+            pb.AttachResponse(conflicts=pb.SpecConflicts(conflicts=[SpecConflict(instance_id=name) for name in names]))
+        )
+    message = await outbox.take()
+    assert message
+    assert [conflict.instance_id for conflict in message.conflicts.conflicts] == ["c"]
+
+
+async def test_taking_waits_for_something_to_say() -> None:
+    outbox = Outbox()
+    taking = asyncio.create_task(outbox.take())
+    await asyncio.sleep(0)
+    assert not taking.done()
+    outbox.put(pb.AttachResponse(reset_counts=[3]))
+    message = await taking
+    assert message
+    assert list(message.reset_counts) == [3]
+    assert outbox._pending == type(outbox._pending)()

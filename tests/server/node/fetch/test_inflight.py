@@ -1,0 +1,203 @@
+"""What a fetch keeps book of: order and holds of what arrives, who brings what, extents, and what a peer may offer."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmkv.errors import BadMessage
+from lmkv.keys import ChunkKey
+from lmkv.v1 import chunk_pb2
+from lmkv.v1 import peer_service_pb2 as pb
+from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.fetch.inflight import Incoming, InflightFetches, PendingWrites, Progress, checked_extents
+from tests.server.node.peer_parts import SMALL, keys_of
+
+KEYS = keys_of(8)
+REGION = pb.Region(address=1 << 40, size_bytes=8 * SMALL.chunk_bytes)
+
+
+def new_tier(chunk_count: int = 8) -> HostTier:
+    return HostTier(chunk_count * SMALL.chunk_bytes)
+
+
+def put(tier: HostTier, key: ChunkKey) -> Chunk:
+    landing = PendingWrites(tier)
+    reserved = landing.reserve(SMALL.chunk_bytes)
+    assert reserved
+    incoming = Incoming(
+        index=0,
+        remote_address=0,
+        checksum=0,
+        token_count=SMALL.chunk_size,
+        size_bytes=SMALL.chunk_bytes,
+        reserved=reserved,
+    )
+    chunk = landing.commit([key], SMALL.fingerprint, incoming)
+    landing.close()
+    assert chunk
+    return chunk
+
+
+@given(st.permutations(range(8)), st.integers(0, 7), st.integers(0, 8))
+def test_chunks_are_handed_out_in_order_whatever_order_they_come_in(order: list[int], first: int, count: int) -> None:
+    tier = new_tier()
+    handed: list[int] = []
+    progress = Progress(tier, SMALL, KEYS, first, lambda chunks: handed.extend(index for index, _ in chunks))
+    come = [index for index in order[:count] if index >= first]
+    for index in come:
+        progress.add([(index, put(tier, KEYS[index]))], "peer")
+        until = next(i for i in range(first, 9) if i not in come[: come.index(index) + 1])
+        assert handed == list(range(first, until))
+        assert progress.front == ({until} - {8})
+    assert progress.missing == set(range(first, 8)) - set(come)
+    assert progress.size_bytes == len(come) * SMALL.chunk_bytes
+    progress.close()
+    for index in come:
+        chunk = tier.get(KEYS[index])
+        assert chunk
+        assert chunk.holds == (1 if index in handed else 0)
+        progress.add([(index, chunk)])  # too late
+    assert sum(chunk.holds for chunk in tier) == len(handed)
+
+
+@given(st.permutations(range(8)), st.integers(0, 8))
+def test_chunks_that_stand_for_themselves_are_handed_out_as_they_come(order: list[int], count: int) -> None:
+    tier = new_tier()
+    handed: list[int] = []
+    progress = Progress(
+        tier, SMALL, KEYS, 0, lambda chunks: handed.extend(index for index, _ in chunks), in_order=False
+    )
+    for number, index in enumerate(order[:count], 1):
+        assert index in progress.front
+        progress.add([(index, put(tier, KEYS[index]))], "peer")
+        assert handed == order[:number]
+        assert progress.front == progress.missing == set(order[number:])
+    assert progress.handed_count == count
+    progress.close()
+    assert sum(chunk.holds for chunk in tier) == count
+
+
+def test_what_is_in_the_tier_by_now_is_found_if_it_is_of_this_spec() -> None:
+    tier = new_tier()
+    handed: list[int] = []
+    progress = Progress(tier, SMALL, KEYS, 0, lambda chunks: handed.extend(index for index, _ in chunks))
+    put(tier, KEYS[0])
+    put(tier, KEYS[1]).fingerprint = b"x" * 16
+    progress.find_own()
+    assert handed == [0]
+    assert progress.size_bytes == 0
+
+
+def test_those_who_wait_get_what_lands_and_hear_of_what_does_not() -> None:
+    tier, flights = new_tier(), InflightFetches()
+    handed: list[int] = []
+    progress = Progress(tier, SMALL, KEYS[:3], 0, lambda chunks: handed.extend(index for index, _ in chunks))
+    assert not flights.join(progress)
+    flights.start(KEYS[:2])
+    assert KEYS[0] in flights
+    assert flights.join(progress)
+    assert flights.join(progress)  # twice is once
+    flights.land(put(tier, KEYS[0]), "peer")
+    assert handed == [0]
+    assert list(progress.instance_ids) == ["peer"]
+    progress.changed.clear()
+    flights.end(KEYS[:2])
+    assert progress.changed.is_set()
+    assert handed == [0]
+    assert len(flights) == 0
+
+
+def test_extents_are_given_back_only_once_nobody_writes_to_them() -> None:
+    tier = new_tier(2)
+    landing = PendingWrites(tier)
+    assert landing.reserve(SMALL.chunk_bytes)
+    assert landing.reserve(SMALL.chunk_bytes)
+    assert landing.reserve(SMALL.chunk_bytes) is None
+    stopped = landing.write()
+    landing.close()
+    assert landing.quarantined
+    assert tier.reserved_count == 2
+    stopped()
+    assert not landing.quarantined
+    assert tier.reserved_count == tier.used_bytes == 0
+
+
+def test_a_chunk_that_somebody_else_committed_first_is_taken_and_the_extent_given_back() -> None:
+    tier = new_tier()
+    first = put(tier, KEYS[0])
+    assert put(tier, KEYS[0]) is first
+    tier.check()
+    assert tier.reserved_count == 0
+
+
+def offer(**changes: int) -> pb.AcquireResponse:
+    values = {"region": 0, "offset": SMALL.chunk_bytes, "size_bytes": SMALL.chunk_bytes, "token_count": 256}
+    grant = chunk_pb2.Grant(grant_id="r1", extents=[chunk_pb2.Extent(**{**values, **changes})])
+    return pb.AcquireResponse(grant=grant, present=[2])
+
+
+def test_a_sound_offer_is_an_index_and_an_address_for_each_extent() -> None:
+    response = offer()
+    assert checked_extents(response, 3, SMALL, [REGION]) == [
+        (2, REGION.address + SMALL.chunk_bytes, response.grant.extents[0])
+    ]
+    assert checked_extents(pb.AcquireResponse(), 3, SMALL, [REGION]) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"region": 1},
+        {"region": -1},
+        {"offset": -8},
+        {"offset": REGION.size_bytes - SMALL.chunk_bytes + 8},
+        {"size_bytes": SMALL.chunk_bytes - 8},
+        {"size_bytes": 0, "token_count": 0},
+        {"size_bytes": SMALL.size_bytes(257), "token_count": 257},
+        {"token_count": -1},
+    ],
+)
+def test_an_extent_that_cannot_be_is_refused(changes: dict[str, int]) -> None:
+    with pytest.raises(BadMessage):
+        checked_extents(offer(**changes), 3, SMALL, [REGION])
+
+
+@pytest.mark.parametrize("present", [[], [3], [-1], [1, 2]])
+def test_a_grant_that_does_not_match_its_indices_is_refused(present: list[int]) -> None:
+    response = offer()
+    response.present[:] = present
+    with pytest.raises(BadMessage):
+        checked_extents(response, 3, SMALL, [REGION])
+
+
+def test_no_chunk_is_offered_twice() -> None:
+    response = offer()
+    response.grant.extents.append(response.grant.extents[0])
+    response.present[:] = [2, 2]
+    with pytest.raises(BadMessage):
+        checked_extents(response, 3, SMALL, [REGION])
+
+
+def test_a_chunk_that_arrived_keeps_the_one_before_it() -> None:
+    tier = new_tier(2)
+    keys = [ChunkKey(bytes([number]) * 16) for number in range(2)]
+    for index in (1, 0):
+        landing = PendingWrites(tier)
+        reserved = landing.reserve(SMALL.chunk_bytes)
+        assert reserved
+        incoming = Incoming(
+            index=index,
+            remote_address=0,
+            checksum=0,
+            token_count=SMALL.chunk_size,
+            size_bytes=SMALL.chunk_bytes,
+            reserved=reserved,
+        )
+        landing.commit(keys, SMALL.fingerprint, incoming)
+        landing.close()
+    tier.find(keys[:1])
+    tier.find(keys[1:])
+    assert tier.reserve(SMALL.chunk_bytes)
+    assert [chunk.key for chunk in tier] == keys[:1]

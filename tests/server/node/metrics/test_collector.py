@@ -1,0 +1,173 @@
+"""What a node measures, and its `/metrics`."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.parser import text_string_to_metric_families
+
+from lmkv.config import NodeConfig
+from lmkv.errors import ConfigError
+from lmkv_server.node.metrics.server import MAX_CONNECTIONS, MAX_REQUEST_BYTES, MetricsServer
+from lmkv_server.node.node import Node
+from tests.server.node.cases import chunk_keys, small_spec
+from tests.server.node.engine_client import EngineClient
+
+SPEC = small_spec()
+WAIT_SECONDS = 10.0
+
+
+def node_config(runtime_dir: Path, **settings: object) -> NodeConfig:
+    values = {"instance_id": "n", "runtime_dir": str(runtime_dir), "max_local_cpu_size": "16MB", "metrics_port": 0}
+    return NodeConfig(**(values | settings))  # type: ignore[arg-type]
+
+
+async def scrape(port: int | None) -> dict[str, float]:
+    """Samples without labels by name, with labels by name and labels' values."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        answer = await client.get(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_SECONDS)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    return {
+        "/".join([sample.name, *sample.labels.values()]): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+async def test_a_node_tells_what_it_holds_and_has_done(runtime_dir: Path) -> None:
+    async with Node(node_config(runtime_dir)) as node, EngineClient(node) as engine:
+        await engine.store(chunk_keys(1, 2))
+        await engine.lookup("a", chunk_keys(1, 2, 3))
+        await engine.lookup("b", chunk_keys(9))
+        now = await scrape(node.metrics_port)
+    assert now["lmkv_node_pool_capacity_bytes"] == node.tier.size_bytes
+    assert now["lmkv_node_pool_used_bytes"] == 2 * SPEC.chunk_bytes
+    assert now["lmkv_node_chunks"] == 2
+    assert now["lmkv_node_engines"] == 1
+    assert now["lmkv_node_lookups_total"] == 2
+    assert now["lmkv_node_lookup_asked_chunks_total"] == 4
+    assert now["lmkv_node_lookup_found_chunks_total/own"] == 2
+    assert now["lmkv_node_lookup_found_chunks_total/peer"] == 0
+    assert now["lmkv_node_coordinators_connected"] == 0
+    assert now["lmkv_node_fetched_chunks_total"] == 0
+    assert now["process_resident_memory_bytes"] > 0
+
+
+async def test_the_documentation_lists_every_metric_of_the_node(runtime_dir: Path) -> None:
+    page = (Path(__file__).parents[4] / "docs" / "telemetry.md").read_text(encoding="utf-8")
+    listed = {re.sub("_total$", "", name) for name in re.findall(r"`(lmkv_node_[a-z_]+)", page)}
+    disk = {"local_disk": str(runtime_dir / "disk"), "max_local_disk_size": "16MB"}
+    warm = {"persist_pool": True, "pool_path": str(runtime_dir / "pool")}
+    remote = {"remote_url": "redis://127.0.0.1:1"}  # where nobody is
+    async with Node(node_config(runtime_dir, **disk, **warm, **remote)) as node:
+        families = {family.name for family in node.metrics.collect()}
+    assert listed == families
+
+
+async def test_a_node_without_peers_tells_nothing_of_them(runtime_dir: Path) -> None:
+    async with Node(node_config(runtime_dir, enable_p2p=False)) as node:
+        now = await scrape(node.metrics_port)
+    assert "lmkv_node_chunks" in now
+    assert not {name for name in now if "fetched" in name or "grants" in name}
+
+
+async def test_by_default_a_node_serves_no_metrics(runtime_dir: Path) -> None:
+    async with Node(node_config(runtime_dir, metrics_port="off")) as node:
+        assert node.metrics_port is None
+
+
+async def test_a_port_in_use_is_refused_by_name(runtime_dir: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match=r"metrics_port: cannot listen on 127.0.0.1:"):
+            await Node(node_config(runtime_dir, metrics_port=taken.getsockname()[1])).__aenter__()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[MetricsServer]:
+    """A server of one number."""
+    registry = CollectorRegistry()
+    Gauge("answer", "The number.", registry=registry).set(42)
+    async with MetricsServer(registry, "127.0.0.1", 0) as server:
+        yield server
+
+
+async def said(port: int, request: bytes) -> bytes:
+    """The whole answer to these bytes, after which the server hangs up."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    try:
+        return await rest(reader)
+    finally:
+        writer.close()
+
+
+async def rest(reader: asyncio.StreamReader) -> bytes:
+    """Everything until the server hangs up, however it does."""
+    async with asyncio.timeout(WAIT_SECONDS):
+        try:
+            return await reader.read()
+        except ConnectionResetError:
+            return b""
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET /metrics HTTP/1.1\r\nHost: localhost:1\r\n\r\n", b"HTTP/1.1 200 OK"),
+        (b"GET /metrics?name[]=x HTTP/1.1\r\n\r\n", b"HTTP/1.1 200 OK"),
+        (b"HEAD /metrics HTTP/1.1\r\n\r\n", b"HTTP/1.1 200 OK"),
+        (b"POST /metrics HTTP/1.1\r\n\r\n", b"HTTP/1.1 405 Method Not Allowed"),
+        (b"GET / HTTP/1.1\r\n\r\n", b"HTTP/1.1 404 Not Found"),
+        (b"\x00\xff\r\n\r\n", b"HTTP/1.1 404 Not Found"),
+        (b"x" * (2 * MAX_REQUEST_BYTES), b""),
+    ],
+)
+async def test_it_answers_what_it_understands(server: MetricsServer, request_: bytes, status: bytes) -> None:
+    head, _, body = (await said(server.port, request_)).partition(b"\r\n\r\n")
+    assert head.partition(b"\r\n")[0] == status
+    assert (b"answer 42.0" in body) == (status.endswith(b"OK") and not request_.startswith(b"HEAD"))
+
+
+async def test_connections_that_send_nothing_take_no_place_from_others(server: MetricsServer) -> None:
+    silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(4 * MAX_CONNECTIONS)]
+    assert b"answer 42.0" in await said(server.port, b"GET /metrics HTTP/1.1\r\n\r\n")
+    assert await rest(silent[0][0]) == b"", "the oldest was closed"
+    for _, writer in silent:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [b"Host: evil.example", b"Host: 127.0.0.1\r\nOrigin: http://evil.example", b"Host: x\r\norigin: http://x"],
+)
+async def test_pages_of_other_sites_do_not_read_metrics(server: MetricsServer, headers: bytes) -> None:
+    answer = await said(server.port, b"GET /metrics HTTP/1.1\r\n" + headers + b"\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 403 Forbidden\r\n")
+    assert b"answer" not in answer
+
+
+async def test_a_name_in_allowed_hosts_reads_metrics(server: MetricsServer) -> None:
+    async with MetricsServer(server._registry, "127.0.0.1", 0, allowed_hosts=["*.pods.example"]) as named:
+        for name, status in ((b"a.pods.example:80", b"200"), (b"pods.example", b"403"), (b"localhost", b"200")):
+            answer = await said(named.port, b"GET /metrics HTTP/1.1\r\nHost: " + name + b"\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 " + status), name
+
+
+async def test_closing_cuts_off_who_is_being_served(server: MetricsServer) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b"GET /met")
+    await writer.drain()
+    await server.aclose()
+    await server.aclose()
+    assert await rest(reader) == b""
+    writer.close()

@@ -1,0 +1,339 @@
+"""What a node grants its engines, and when it takes that back."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmkv import rpc
+from lmkv.errors import BadKvSpec, BadMessage, EngineNotFound, GrantNotFound
+from lmkv.spec import KvSpec
+from lmkv.v1 import engine_service_pb2 as pb
+from lmkv.v1.chunk_pb2 import Extent
+from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.sessions.sessions import CREDIT_SHARE, HOLD_SHARE, MAX_CREDITS, Engines, EngineSession
+from lmkv_server.node.sessions.wire import MAX_EXTENTS
+from tests.server.node.cases import admit, chunk_key, chunk_keys, small_spec
+
+SPEC = small_spec()
+CAPACITY = 12
+"""Chunks that the pool has room for."""
+
+
+@pytest.fixture
+def tier() -> HostTier:
+    return HostTier(CAPACITY * SPEC.chunk_bytes)
+
+
+@pytest.fixture
+def engines(tier: HostTier) -> Engines:
+    return Engines(tier)
+
+
+def holds(tier: HostTier, number: int) -> int:
+    chunk = tier.get(chunk_key(number))
+    assert chunk is not None
+    return chunk.holds
+
+
+def commit(session: EngineSession, offset: int, number: int, token_count: int = SPEC.chunk_size) -> object:
+    return session.commit(offset, chunk_key(number), SPEC.size_bytes(token_count), number, token_count)
+
+
+def test_a_lookup_finds_no_more_than_an_answer_can_name() -> None:
+    spec = small_spec(layer_count=1, kv_head_count=1, head_size=1, chunk_size=16)
+    count = MAX_EXTENTS + 3
+    tier = HostTier(2 * HOLD_SHARE * count * max(spec.chunk_bytes, 4096))
+    for number in range(count):
+        admit(tier, spec, number)
+    ticket = Engines(tier).attach("e", spec).open("1", chunk_keys(*range(count)))
+    assert ticket.own_count == len(ticket.chunks) == MAX_EXTENTS
+    assert sum(chunk.holds for chunk in tier) == MAX_EXTENTS
+
+
+def test_as_many_extents_as_a_message_may_have_fit_whatever_their_numbers() -> None:
+    largest = Extent(
+        region=2**31 - 1,
+        offset=2**63 - 1,
+        size_bytes=2**63 - 1,
+        checksum=2**64 - 1,
+        generation=2**63 - 1,
+        token_count=2**31 - 1,
+    )
+    found = pb.FoundChunks(request_id="1" * 64, own=[largest] * MAX_EXTENTS, peer_instance_id="p" * 256)
+    loaded = pb.LoadedChunks(request_id="1" * 64, extents=[largest] * MAX_EXTENTS)
+    for message in (pb.AttachResponse(found=[found]), pb.AttachResponse(loaded=[loaded])):
+        assert message.ByteSize() < rpc.MAX_MESSAGE_BYTES
+
+
+def test_credits_are_bounded_by_the_engines_share_of_the_pool(tier: HostTier, engines: Engines) -> None:
+    session = engines.attach("e", SPEC)
+    assert session.credit_limit == CAPACITY // CREDIT_SHARE
+    assert len(session.reserve(100)) == session.credit_limit
+    assert session.reserve(1) == []
+    tier.check()
+
+
+def test_credits_are_bounded_however_large_the_pool() -> None:
+    session = Engines(HostTier(CREDIT_SHARE * (MAX_CREDITS + 10) * SPEC.chunk_bytes)).attach("e", SPEC)
+    assert session.credit_limit == MAX_CREDITS
+
+
+def test_a_pool_of_two_chunks_still_gives_one_credit() -> None:
+    session = Engines(HostTier(2 * SPEC.chunk_bytes)).attach("e", SPEC)
+    assert len(session.reserve(5)) == 1
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_asking_for_no_credits_gives_none(engines: Engines, count: int) -> None:
+    assert engines.attach("e", SPEC).reserve(count) == []
+
+
+def test_credits_evict_what_nobody_holds_and_nothing_else(tier: HostTier, engines: Engines) -> None:
+    session = engines.attach("e", SPEC)
+    for number in range(CAPACITY):
+        admit(tier, SPEC, number)
+    session.open("r", chunk_keys(*range(CAPACITY)))
+    held = CAPACITY // HOLD_SHARE
+    assert len(session.reserve(100)) == session.credit_limit
+    assert all(tier.get(chunk_key(number)) for number in range(held))
+    tier.check()
+
+
+def test_a_credit_can_be_given_back_once(tier: HostTier, engines: Engines) -> None:
+    session = engines.attach("e", SPEC)
+    (credit,) = session.reserve(1)
+    session.give_back(credit.offset)
+    assert tier.used_bytes == 0
+    with pytest.raises(GrantNotFound):
+        session.give_back(credit.offset)
+
+
+def test_a_committed_credit_makes_its_chunk_visible_and_is_spent(tier: HostTier, engines: Engines) -> None:
+    session = engines.attach("e", SPEC)
+    (credit,) = session.reserve(1)
+    commit(session, credit.offset, 7)
+    (chunk,) = tier.find(chunk_keys(7))
+    assert (chunk.offset, chunk.size_bytes, chunk.token_count) == (credit.offset, SPEC.chunk_bytes, SPEC.chunk_size)
+    assert (chunk.fingerprint, chunk.checksum, chunk.generation) == (SPEC.fingerprint, 7, credit.generation)
+    assert session.credit_count == 0
+    with pytest.raises(GrantNotFound):
+        commit(session, credit.offset, 8)
+
+
+def test_a_partial_chunk_is_committed_with_its_own_size(tier: HostTier, engines: Engines) -> None:
+    session = engines.attach("e", SPEC)
+    (credit,) = session.reserve(1)
+    commit(session, credit.offset, 1, token_count=5)
+    assert tier.used_bytes == 4096  # one block instead of two
+    tier.check()
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "token_count"),
+    [
+        (SPEC.chunk_bytes, SPEC.chunk_size + 1),
+        (SPEC.chunk_bytes, 0),
+        (SPEC.chunk_bytes, -1),
+        (SPEC.chunk_bytes - 8, SPEC.chunk_size),
+        (2 * SPEC.chunk_bytes, SPEC.chunk_size),
+        (0, SPEC.chunk_size),
+        (SPEC.chunk_bytes, 5),
+    ],
+)
+def test_a_commit_whose_sizes_do_not_fit_the_spec_is_refused_and_keeps_its_credit(
+    tier: HostTier, engines: Engines, size_bytes: int, token_count: int
+) -> None:
+    session = engines.attach("e", SPEC)
+    (credit,) = session.reserve(1)
+    with pytest.raises(BadMessage):
+        session.commit(credit.offset, chunk_key(1), size_bytes, 0, token_count)
+    assert session.credit_count == 1
+    assert len(tier) == 0
+    commit(session, credit.offset, 1)
+
+
+def test_an_engine_cannot_commit_what_another_was_granted(tier: HostTier, engines: Engines) -> None:
+    (credit,) = engines.attach("one", SPEC).reserve(1)
+    other = engines.attach("other", SPEC)
+    with pytest.raises(GrantNotFound):
+        commit(other, credit.offset, 1)
+    with pytest.raises(GrantNotFound):
+        other.give_back(credit.offset)
+    assert len(tier) == 0
+    assert tier.reserved_count == 1
+
+
+def test_of_two_engines_that_store_one_chunk_the_second_gets_none_and_its_extent_goes_back(
+    tier: HostTier, engines: Engines
+) -> None:
+    for name in ("one", "other"):
+        session = engines.attach(name, SPEC)
+        (credit,) = session.reserve(1)
+        assert (commit(session, credit.offset, 1) is None) == (name == "other")
+        assert session.credit_count == 0
+    assert tier.used_bytes == SPEC.chunk_bytes
+    assert tier.reserved_count == 0
+
+
+def test_a_lookup_holds_what_it_found_until_it_is_released(tier: HostTier, engines: Engines) -> None:
+    session = engines.attach("e", SPEC)
+    for number in (0, 1, 3):
+        admit(tier, SPEC, number)
+    ticket = session.open("r", chunk_keys(0, 1, 2, 3))
+    assert ticket.own_count == 2
+    assert session.ticket("r") is ticket
+    assert [holds(tier, number) for number in (0, 1, 3)] == [1, 1, 0]
+    assert session.release("r") == 2
+    assert [holds(tier, number) for number in (0, 1, 3)] == [0, 0, 0]
+    assert session.ticket("r") is None
+    assert session.release("r") == 0
+
+
+def test_a_ticket_is_used_once(engines: Engines) -> None:
+    session = engines.attach("e", SPEC)
+    session.open("r", chunk_keys(0))
+    with pytest.raises(BadMessage):
+        session.open("r", chunk_keys(0))
+    session.release("r")
+    session.open("r", chunk_keys(0))
+
+
+def test_one_engines_holds_are_bounded_over_all_its_lookups(tier: HostTier, engines: Engines) -> None:
+    session = engines.attach("e", SPEC)
+    for number in range(CAPACITY):
+        admit(tier, SPEC, number)
+    limit = CAPACITY // HOLD_SHARE
+    first = session.open("first", chunk_keys(*range(limit - 1)))
+    second = session.open("second", chunk_keys(*range(limit - 1, CAPACITY)))
+    assert (first.own_count, second.own_count) == (limit - 1, 1)
+    session.release("first")
+    third = session.open("third", chunk_keys(*range(CAPACITY)))
+    assert third.own_count == limit - 1
+
+
+def test_chunks_that_were_fetched_for_a_lookup_stay_until_its_release(tier: HostTier, engines: Engines) -> None:
+    session = engines.attach("e", SPEC)
+    session.open("r", chunk_keys(0))
+    fetched = admit(tier, SPEC, 0)
+    tier.hold([fetched])
+    assert session.keep("r", [fetched])
+    assert fetched.holds == 1
+    assert session.release("r") == 1
+    assert fetched.holds == 0
+
+
+def test_chunks_that_arrive_after_the_release_are_not_held(tier: HostTier, engines: Engines) -> None:
+    session = engines.attach("e", SPEC)
+    session.open("r", chunk_keys(0))
+    session.release("r")
+    late = admit(tier, SPEC, 0)
+    tier.hold([late])
+    assert not session.keep("r", [late])
+    assert late.holds == 0
+
+
+def test_an_engine_id_is_used_once_at_a_time(engines: Engines) -> None:
+    session = engines.attach("e", SPEC)
+    with pytest.raises(BadMessage):
+        engines.attach("e", SPEC)
+    with pytest.raises(BadMessage):
+        engines.attach("", SPEC)
+    engines.detach(session)
+    engines.attach("e", SPEC)
+
+
+def test_a_spec_of_which_not_two_chunks_fit_is_refused_and_the_message_names_the_key() -> None:
+    engines = Engines(HostTier(2 * SPEC.chunk_bytes - 1))
+    with pytest.raises(BadKvSpec, match="max_local_cpu_size"):
+        engines.attach("e", SPEC)
+    assert engines.mapped_count == 0
+
+
+def test_specs_are_remembered_after_their_engine_is_gone(engines: Engines) -> None:
+    other: KvSpec = small_spec(model_id="other-weights")
+    engines.detach(engines.attach("e", SPEC))
+    engines.attach("o", other)
+    assert list(engines.specs) == [SPEC, other]
+    assert engines.spec(SPEC.fingerprint) == SPEC
+    assert engines.spec(bytes(16)) is None
+
+
+def granted(tier: HostTier, engines: Engines) -> EngineSession:
+    """A session that holds a chunk and two credits."""
+    session = engines.attach("e", SPEC)
+    admit(tier, SPEC, 0)
+    session.open("r", chunk_keys(0))
+    session.reserve(2)
+    return session
+
+
+def everything_is_back(tier: HostTier) -> bool:
+    tier.check()
+    return tier.reserved_count == 0 and holds(tier, 0) == 0
+
+
+def test_an_engine_without_workers_is_over_when_its_stream_is_gone(tier: HostTier, engines: Engines) -> None:
+    session = granted(tier, engines)
+    assert engines.attached_count == engines.mapped_count == 1
+    engines.detach(session)
+    assert engines.attached_count == engines.mapped_count == 0
+    assert everything_is_back(tier)
+
+
+def test_nothing_is_taken_back_while_a_worker_may_still_touch_the_pool(tier: HostTier, engines: Engines) -> None:
+    session = granted(tier, engines)
+    for rank in range(2):
+        engines.worker_came("e", rank)
+    engines.detach(session)
+    assert (engines.attached_count, engines.mapped_count) == (0, 1)
+    assert not everything_is_back(tier)
+    engines.worker_went("e", 0)
+    assert not everything_is_back(tier)
+    engines.worker_went("e", 1)
+    assert everything_is_back(tier)
+    assert engines.mapped_count == 0
+
+
+def test_nothing_is_taken_back_while_the_stream_lives(tier: HostTier, engines: Engines) -> None:
+    session = granted(tier, engines)
+    engines.worker_came("e", 0)
+    engines.worker_went("e", 0)
+    assert not everything_is_back(tier)
+    engines.detach(session)
+    assert everything_is_back(tier)
+
+
+def test_a_worker_that_connects_anew_before_its_old_connection_is_seen_to_end_still_counts(
+    tier: HostTier, engines: Engines
+) -> None:
+    session = granted(tier, engines)
+    engines.worker_came("e", 0)
+    engines.worker_came("e", 0)
+    engines.worker_went("e", 0)
+    engines.detach(session)
+    assert not everything_is_back(tier)
+    engines.worker_went("e", 0)
+    assert everything_is_back(tier)
+
+
+def test_a_worker_that_comes_too_late_is_turned_away(engines: Engines) -> None:
+    with pytest.raises(EngineNotFound):
+        engines.worker_came("e", 0)
+    engines.detach(engines.attach("e", SPEC))
+    with pytest.raises(EngineNotFound):
+        engines.worker_came("e", 0)
+    engines.worker_went("e", 0)  # of a session that is over: nothing to do
+
+
+def test_detaching_twice_takes_back_once(tier: HostTier, engines: Engines) -> None:
+    session = granted(tier, engines)
+    engines.detach(session)
+    again = engines.attach("e", SPEC)
+    engines.detach(session)
+    assert engines.mapped_count == 1
+    assert engines.session("e") is again
+
+
+def test_asking_for_an_engine_that_is_not_there_says_so(engines: Engines) -> None:
+    with pytest.raises(EngineNotFound):
+        engines.session("nobody")

@@ -1,0 +1,43 @@
+"""Names of files say all there is to know of a chunk, and nothing that somebody made of them is believed."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmkv.keys import ChunkKey
+from lmkv_server.node.cache.allocator import ALIGNMENT
+from lmkv_server.node.tiers.disk.chunk import DiskChunk, parse_file_name
+
+keys = st.binary(min_size=16, max_size=16).map(ChunkKey)
+chunks = st.builds(
+    DiskChunk,
+    key=keys,
+    parent=st.none() | keys,
+    fingerprint=st.binary(min_size=16, max_size=16),
+    token_count=st.integers(1, 1 << 20),
+    size_bytes=st.integers(1, 1 << 40),
+    checksum=st.integers(0, 2**64 - 1),
+    serial=st.integers(0, 2**64 - 1),
+)
+
+
+@given(chunks)
+def test_a_name_gives_back_the_chunk_that_it_was_made_of(chunk: DiskChunk) -> None:
+    assert parse_file_name(chunk.file_name) == chunk
+    assert len(chunk.file_name) <= 255
+    assert chunk.file_bytes % ALIGNMENT == 0
+    assert 0 <= chunk.file_bytes - chunk.size_bytes < ALIGNMENT
+
+
+@given(chunks, st.data())
+def test_a_name_with_another_character_anywhere_is_none(chunk: DiskChunk, data: st.DataObject) -> None:
+    name = chunk.file_name
+    at = data.draw(st.integers(0, len(name) - 1))
+    character = data.draw(st.sampled_from("0123456789abcdef-.xA").filter(lambda other: other != name[at]))
+    assert parse_file_name(name[:at] + character + name[at + 1 :]) is None
+
+
+@given(st.text() | chunks.map(lambda chunk: chunk.file_name[1:]) | chunks.map(lambda chunk: chunk.file_name + "~"))
+def test_other_names_are_none(name: str) -> None:
+    assert parse_file_name(name) is None

@@ -1,0 +1,128 @@
+"""The seam between two engines, with the detokenizer that vLLM uses, and in the shapes that vLLM has."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from lmkv_server.proxy.pd.joiner import NotContinued, ResponseJoiner
+from lmkv_server.proxy.pd.parameters import CHAT, COMPLETIONS, decode_body, prefill_body
+from lmkv_server.proxy.upstream.events import data_of
+from tests.server.proxy.scripted_engine import MODEL
+
+COMPLETION = {"model": MODEL, "prompt": "p", "max_tokens": 9, "temperature": 0}
+CONVERSATION = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """One token is one byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+TOKENIZER = bytes_tokenizer()
+
+
+def texts(prompt: list[int], tokens: list[int]) -> list[str]:
+    """The text of each token, as vLLM's detokenizer makes it."""
+    stream = decoders.DecodeStream(ids=prompt, skip_special_tokens=True)
+    return [stream.step(TOKENIZER, token) or "" for token in tokens]
+
+
+def first_answer(path: str, prompt: list[int], token: int, text: str | None) -> dict[str, Any]:
+    """What a prefill engine says."""
+    choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "token_ids": [token]}
+    answer: dict[str, Any] = {"id": "cmpl-1", "created": 1, "model": MODEL, "choices": [choice]}
+    if path == CHAT:
+        choice["message"] = {"role": "assistant", "content": text}
+        return answer | {"prompt_token_ids": prompt}
+    return answer | {"choices": [choice | {"text": text, "prompt_token_ids": prompt}]}
+
+
+@given(asked=st.text("aé漢🎉", min_size=1, max_size=5), said=st.text("aé漢🎉", min_size=1, max_size=6))
+def test_where_it_is_seamless_no_text_is_lost_or_doubled(asked: str, said: str) -> None:
+    prompt, tokens = TOKENIZER.encode(asked).ids, TOKENIZER.encode(said).ids
+    (first,) = texts(prompt, tokens[:1])
+    joint = ResponseJoiner(COMPLETIONS, COMPLETION, first_answer(COMPLETIONS, prompt, tokens[0], first))
+    rest = "".join(texts([*prompt, *tokens[:1]], tokens[1:]))
+    assert joint.is_seamless == (first + rest == said), "it goes on exactly where that is right"
+
+
+@given(said=st.text("aé漢🎉", min_size=2, max_size=6), cut=st.integers(0, 20))
+def test_wherever_a_decode_engine_dies_the_next_one_goes_on_at_a_whole_character(said: str, cut: int) -> None:
+    prompt, tokens = TOKENIZER.encode("ask").ids, TOKENIZER.encode(said).ids
+    spoken = texts(prompt, tokens)
+    assume(spoken[0])
+    joint = ResponseJoiner(COMPLETIONS, COMPLETION, first_answer(COMPLETIONS, prompt, tokens[0], spoken[0]))
+    shown = spoken[0]
+    for token, text in list(zip(tokens, spoken, strict=True))[1 : 1 + cut]:
+        chunk = {"choices": [{"index": 0, "text": text, "finish_reason": None, "token_ids": [token]}]}
+        shown += json.loads(data_of(joint.follow(chunk)))["choices"][0]["text"]
+    joint.go_on()
+    taken = joint.taken
+    assert taken == tokens[: len(taken)]
+    assert shown + "".join(texts([*prompt, *taken], tokens[len(taken) :])) == said
+
+
+@given(said=st.text("aé漢🎉", min_size=2, max_size=6), cuts=st.lists(st.integers(0, 8), min_size=1, max_size=3))
+def test_after_any_number_of_decode_engines_each_token_was_taken_once(said: str, cuts: list[int]) -> None:
+    prompt, tokens = TOKENIZER.encode("ask").ids, TOKENIZER.encode(said).ids
+    (first,) = texts(prompt, tokens[:1])
+    assume(first)
+    joint = ResponseJoiner(COMPLETIONS, COMPLETION, first_answer(COMPLETIONS, prompt, tokens[0], first))
+    for cut in (*cuts, len(tokens)):  # the last engine says all that is left
+        joint.go_on()
+        begin = len(joint.taken)
+        rest = zip(tokens[begin:], texts([*prompt, *tokens[:begin]], tokens[begin:]), strict=True)
+        for token, text in list(rest)[:cut]:
+            joint.follow({"choices": [{"index": 0, "text": text, "finish_reason": None, "token_ids": [token]}]})
+    assert joint.taken == tokens
+
+
+def test_an_engine_that_did_not_take_the_tokens_is_found_out() -> None:
+    joint = ResponseJoiner(COMPLETIONS, COMPLETION, first_answer(COMPLETIONS, [1, 2], 3, "x"))
+    choice = {"index": 0, "text": "y", "finish_reason": None, "token_ids": [4], "prompt_token_ids": [1, 2]}
+    with pytest.raises(NotContinued):
+        joint.follow({"choices": [choice]})
+    with pytest.raises(NotContinued):
+        joint.whole({"choices": [choice], "usage": {"completion_tokens": 1}})
+
+
+@pytest.mark.parametrize("answer", [{}, {"choices": []}, {"choices": [{"token_ids": None}]}, {"choices": None}])
+def test_an_answer_without_tokens_is_none_to_go_on_from(answer: dict[str, Any]) -> None:
+    for path in (COMPLETIONS, CHAT):
+        with pytest.raises(NotContinued):
+            ResponseJoiner(path, COMPLETION, answer)
+
+
+@pytest.mark.timeout(180)  # vLLM takes long to import
+def test_vllm_understands_what_engines_are_asked_and_clients_are_told() -> None:
+    completion = pytest.importorskip("vllm.entrypoints.openai.completion.protocol")
+    chat = pytest.importorskip("vllm.entrypoints.openai.chat_completion.protocol")
+    hand_over = {"request_id": "r", "decode_instance": "d-1"}
+    shapes = (
+        (COMPLETIONS, COMPLETION, completion.CompletionRequest, completion.CompletionStreamResponse),
+        (CHAT, CONVERSATION, chat.ChatCompletionRequest, chat.ChatCompletionStreamResponse),
+    )
+    for path, body, request_type, event_type in shapes:
+        asked = body | {"stream": True, "stream_options": {"include_usage": True}, "min_tokens": 2}
+        first = request_type.model_validate(prefill_body(asked, hand_over, with_tokens=True))
+        understood = first.model_dump()
+        expected = {"max_tokens": 1, "min_tokens": 1, "stream": False, "return_token_ids": True}
+        assert expected.items() <= understood.items()
+        assert understood["kv_transfer_params"] == {"lmkv": hand_over}
+        rest = request_type.model_validate(decode_body(asked, path, [1, 2], [3], {"request_id": "r"}))
+        assert {"max_tokens": 8, "min_tokens": 1, "return_token_ids": True}.items() <= rest.model_dump().items()
+        assert not (unknown := set(rest.model_extra or {}) | set(first.model_extra or {})), unknown
+        joint = ResponseJoiner(path, asked | {"max_tokens": 1}, first_answer(path, [1, 2], 3, "x"))
+        for event in [*joint.opening(), *joint.ending()[:-1]]:
+            told = json.loads(data_of(event))
+            assert not event_type.model_validate(told).model_extra

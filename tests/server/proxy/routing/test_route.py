@@ -1,0 +1,290 @@
+"""Engines that do everything: routed by load, by session, and by who holds the prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from typing import Any
+
+import grpc
+import pytest
+
+from lmkv.spec import KvSpec
+from lmkv_server.coordinator.coordinator import Coordinator
+from tests.server.coordinator.cases import keys_of
+from tests.server.coordinator.conftest import channel, coordinator, lease_ttl, make
+from tests.server.coordinator.scripted_instance import Make, until
+from tests.server.proxy.conftest import Front, MakeEngine, MakeProxy
+from tests.server.proxy.pd.test_prefill_decode import CHAT, COMPLETIONS, alone, chat, completion, told
+from tests.server.proxy.scripted_engine import MODEL, ScriptedEngine, tokens_of
+
+__all__ = ["channel", "coordinator", "lease_ttl", "make"]  # fixtures of the coordinator's tests
+
+SPEC = KvSpec(
+    model_name=MODEL,
+    model_id="scripted@1",
+    kv_dtype="bfloat16",
+    layer_count=2,
+    kv_head_count=2,
+    head_size=64,
+    chunk_size=16,
+    vocab_size=257,
+)
+PROMPT = "a prompt of which somebody holds four chunks already, and more"
+
+
+def counts(engines: list[ScriptedEngine]) -> list[int]:
+    return [len(engine.asked) for engine in engines]
+
+
+async def three(make_engine: MakeEngine) -> list[ScriptedEngine]:
+    return [await make_engine(f"i-{number}") for number in range(3)]
+
+
+@pytest.mark.parametrize("body", [completion(PROMPT, max_tokens=9), completion(PROMPT, max_tokens=9, stream=True)])
+async def test_an_answer_is_passed_on_as_it_is(
+    make_engine: MakeEngine, make_proxy: MakeProxy, body: dict[str, Any]
+) -> None:
+    engine = await make_engine()
+    front = await make_proxy(engines=[engine])
+    assert told(await front.ask(COMPLETIONS, body)) == await alone(engine, COMPLETIONS, body)
+    assert engine.bodies() == [body]
+
+
+async def test_engines_take_turns(make_engine: MakeEngine, make_proxy: MakeProxy) -> None:
+    engines = await three(make_engine)
+    front = await make_proxy(engines=engines, policy="round-robin")
+    for _ in range(6):
+        await front.ask(COMPLETIONS, completion(PROMPT))
+    assert counts(engines) == [2, 2, 2]
+
+
+async def test_the_least_loaded_engine_takes_a_request(make_engine: MakeEngine, make_proxy: MakeProxy) -> None:
+    engines = await three(make_engine)
+    front = await make_proxy(engines=engines, policy="least_loaded")
+    for engine in engines[:2]:
+        engine.going.clear()
+    busy = [asyncio.create_task(front.ask(COMPLETIONS, completion(PROMPT))) for _ in range(2)]
+    await until(lambda: sum(counts(engines)) == 2)
+    free = next(engine for engine in engines if not engine.asked)
+    free.going.set()
+    for _ in range(3):
+        await front.ask(COMPLETIONS, completion(PROMPT))
+    assert len(free.asked) >= 3
+    for engine in engines:
+        engine.going.set()
+    await asyncio.gather(*busy)
+
+
+@pytest.mark.parametrize("by", ["header", "user"])
+async def test_a_session_stays_with_its_engine(make_engine: MakeEngine, make_proxy: MakeProxy, by: str) -> None:
+    engines = await three(make_engine)
+    front = await make_proxy(engines=engines, policy="round_robin", health_interval=0.05)
+
+    async def ask(session: str) -> None:
+        if by == "header":
+            await front.ask(COMPLETIONS, completion(PROMPT), **{"X-Session-Id": session})
+        else:
+            await front.ask(COMPLETIONS, completion(PROMPT, user=session))
+
+    for _ in range(4):
+        await ask("one")
+    assert sorted(counts(engines)) == [0, 0, 4]
+    home = next(engine for engine in engines if engine.asked)
+    home.health = 500
+    await until(lambda: sum(engine.is_healthy for engine in front.proxy.fleet.engines) == 2)
+    for _ in range(3):
+        await ask("one")
+    assert sorted(counts(engines)) == [0, 3, 4], "it has moved, and stays where it is now"
+
+
+@pytest.fixture
+async def holders(coordinator: Coordinator, make: Make) -> Any:
+    """Instances i-0 and i-2, which hold one chunk of the prompt, and three."""
+    keys = keys_of(tokens_of({"prompt": PROMPT}), SPEC)
+    async with make("i-0", keys[:1], SPEC), make("i-2", keys[:3], SPEC):
+        yield coordinator.address
+
+
+async def test_who_holds_most_of_the_prompt_takes_it(
+    holders: str, make_engine: MakeEngine, make_proxy: MakeProxy
+) -> None:
+    engines = await three(make_engine)
+    front = await make_proxy(engines=engines, policy="kv_aware", coordinator_address=holders, lookup_timeout=5)
+    for body in (completion(PROMPT), completion(tokens_of({"prompt": PROMPT})), completion([PROMPT])):
+        await front.ask(COMPLETIONS, body)
+    assert counts(engines) == [0, 0, 3]
+    assert sum(engine.tokenize_count for engine in engines) == 2, "tokens need none"
+    await front.counts("lmkv_proxy_lookups_total", 3, outcome="hit")
+    await front.counts("lmkv_proxy_lookup_hit_tokens_total", 3 * 48)
+    await front.counts("lmkv_proxy_lookup_asked_tokens_total", 3 * len(PROMPT))
+
+
+async def test_load_outweighs_what_is_held(holders: str, make_engine: MakeEngine, make_proxy: MakeProxy) -> None:
+    engines = await three(make_engine)
+    front = await make_proxy(
+        engines=engines, policy="kv_aware", coordinator_address=holders, lookup_timeout=5, load_tokens=40
+    )
+    engines[2].going.clear()
+    first = asyncio.create_task(front.ask(COMPLETIONS, completion(PROMPT)))
+    await until(lambda: engines[2].waiting_count == 1)
+    await front.ask(COMPLETIONS, completion(PROMPT))
+    assert counts(engines) == [1, 0, 1]
+    engines[2].going.set()
+    await first
+
+
+async def test_chats_are_looked_up_as_the_engine_renders_them(
+    coordinator: Coordinator, make: Make, make_engine: MakeEngine, make_proxy: MakeProxy
+) -> None:
+    engines = await three(make_engine)
+    body = chat(PROMPT)
+    async with make("i-1", keys_of(tokens_of(body), SPEC), SPEC):
+        front = await make_proxy(
+            engines=engines, policy="kv_aware", coordinator_address=coordinator.address, lookup_timeout=5
+        )
+        await front.ask(CHAT, body)
+        assert counts(engines) == [0, 1, 0]
+
+
+async def test_adapters_and_salts_are_looked_up_apart(
+    coordinator: Coordinator, make: Make, make_engine: MakeEngine, make_proxy: MakeProxy
+) -> None:
+    engines = await three(make_engine)
+    tokens = tokens_of({"prompt": PROMPT})
+    served = {"tuned": "tuned@1", "nickname": ""}
+    async with (
+        make("i-0", keys_of(tokens, SPEC, lora="tuned@1"), SPEC, served),
+        make("i-1", keys_of(tokens, SPEC, cache_salt="salt"), SPEC, served),
+        make("i-2", keys_of(tokens, SPEC), SPEC, served),
+    ):
+        front = await make_proxy(
+            engines=engines, policy="kv_aware", coordinator_address=coordinator.address, lookup_timeout=5
+        )
+        cases: tuple[tuple[dict[str, str], int], ...] = (
+            ({"model": "tuned"}, 0),
+            ({"cache_salt": "salt"}, 1),
+            ({}, 2),
+            ({"model": "nickname"}, 2),
+        )
+        for more, number in cases:
+            before = len(engines[number].asked)
+            await front.ask(COMPLETIONS, completion(PROMPT) | more)
+            assert len(engines[number].asked) == before + 1
+        await front.counts("lmkv_proxy_lookups_total", 4, outcome="hit")
+
+
+async def test_an_adapter_that_was_never_used_is_a_miss(
+    coordinator: Coordinator, make: Make, make_engine: MakeEngine, make_proxy: MakeProxy
+) -> None:
+    engine = await make_engine("i-0")
+    async with make("i-0", keys_of(tokens_of({"prompt": PROMPT}), SPEC), SPEC):
+        front = await make_proxy(
+            engines=[engine], policy="kv_aware", coordinator_address=coordinator.address, lookup_timeout=5
+        )
+        assert (await front.ask(COMPLETIONS, completion(PROMPT) | {"model": "tuned"})).status_code == 200
+        await front.counts("lmkv_proxy_lookups_total", 1, outcome="miss")
+
+
+async def test_prefill_engines_are_chosen_by_what_they_hold(
+    holders: str, make_engine: MakeEngine, make_proxy: MakeProxy
+) -> None:
+    prefillers = await three(make_engine)
+    decoder = await make_engine("d")
+    front = await make_proxy(prefillers, [decoder], policy="kv_aware", coordinator_address=holders, lookup_timeout=5)
+    body = completion(PROMPT, max_tokens=9)
+    assert told(await front.ask(COMPLETIONS, body)) == await alone(decoder, COMPLETIONS, body)
+    assert counts(prefillers) == [0, 0, 1]
+
+
+async def test_without_a_coordinator_requests_are_routed_all_the_same(
+    make_engine: MakeEngine, make_proxy: MakeProxy, free_port: Any
+) -> None:
+    engines = await three(make_engine)
+    front = await make_proxy(engines=engines, policy="kv_aware", coordinator_address=f"127.0.0.1:{free_port()}")
+    for _ in range(3):
+        assert (await front.ask(COMPLETIONS, completion(PROMPT))).status_code == 200
+    assert counts(engines) == [1, 1, 1]
+    await front.counts("lmkv_proxy_lookups_total", 3, outcome="failed")
+
+
+async def test_lookups_that_all_fail_are_logged_once_and_their_success_once(
+    coordinator: Coordinator,
+    make: Make,
+    make_engine: MakeEngine,
+    make_proxy: MakeProxy,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    engine = await make_engine("i-0")
+    front = await make_proxy(
+        engines=[engine], policy="kv_aware", coordinator_address=coordinator.address, lookup_timeout=5
+    )
+    async with make("other", [], dataclasses.replace(SPEC, model_name="another")):
+        for _ in range(2):
+            await front.ask(COMPLETIONS, completion(PROMPT))
+        assert "lookups failed" not in caplog.text
+        for _ in range(6):
+            await front.ask(COMPLETIONS, completion(PROMPT))
+        assert caplog.text.count("lookups failed, so requests are routed by load alone") == 1
+        assert f"no engine has registered the model '{MODEL}'" in caplog.text
+        async with make("i-0", keys_of(tokens_of({"prompt": PROMPT}), SPEC), SPEC):
+            for _ in range(3):
+                await front.ask(COMPLETIONS, completion(PROMPT))
+        assert caplog.text.count("lookups succeed again, after 8 that failed") == 1
+
+
+async def test_a_coordinator_that_hangs_costs_no_more_than_the_lookup_timeout(
+    make_engine: MakeEngine, make_proxy: MakeProxy
+) -> None:
+    async def swallow(_: Any, __: Any) -> Any:
+        await asyncio.get_running_loop().create_future()
+
+    handler = grpc.method_handlers_generic_handler(
+        "lmkv.v1.CacheService", {"Lookup": grpc.unary_unary_rpc_method_handler(swallow)}
+    )
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        engine = await make_engine("i-0")
+        front = await make_proxy(
+            engines=[engine], policy="kv_aware", coordinator_address=f"127.0.0.1:{port}", lookup_timeout=0.05
+        )
+        assert (await front.ask(COMPLETIONS, completion(PROMPT))).status_code == 200
+        await front.counts("lmkv_proxy_lookups_total", 1, outcome="failed")
+    finally:
+        await server.stop(0)
+
+
+async def test_what_all_engines_answer_alike_is_asked_of_one(make_engine: MakeEngine, make_proxy: MakeProxy) -> None:
+    engine = await make_engine()
+    front = await make_proxy(engines=[engine])
+    models = (await front.client.get("/v1/models")).json()
+    assert [card["id"] for card in models["data"]] == [MODEL, "tuned"]
+    tokens = await front.ask("/tokenize", {"model": MODEL, "prompt": "ab"})
+    assert tokens.json()["tokens"] == [97, 98]
+
+
+async def test_engines_that_ask_for_a_key(make_engine: MakeEngine, make_proxy: MakeProxy) -> None:
+    engine = await make_engine("i-0")
+    engine.api_key = "key"
+    front = await make_proxy(engines=[engine], engine_api_key="key")
+    assert front.proxy.fleet.engines[0].instance_id == "i-0", "the proxy has the key for its own questions"
+    assert (await front.ask(COMPLETIONS, completion(PROMPT))).status_code == 401, "clients need their own"
+    assert (await front.client.get("/v1/models")).status_code == 401
+    allowed = await front.ask(COMPLETIONS, completion(PROMPT), authorization="Bearer key")
+    assert allowed.status_code == 200
+
+
+async def test_an_engine_that_does_not_let_the_proxy_ask_serves_all_the_same(
+    make_engine: MakeEngine, make_proxy: MakeProxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = await make_engine()
+    engine.api_key = "key"
+    front: Front = await make_proxy(engines=[engine])
+    assert "set engine_api_key" in caplog.text
+    allowed = await front.ask(COMPLETIONS, completion(PROMPT), authorization="Bearer key")
+    assert allowed.status_code == 200
