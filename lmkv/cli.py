@@ -16,7 +16,7 @@ from importlib import metadata
 from typing import NoReturn
 
 from lmkv import __version__
-from lmkv.config.resolve import suggestion
+from lmkv.config.spellings import suggestion
 from lmkv.errors import ConfigError, LmkvError
 from lmkv.safe_text import safe_text
 

@@ -16,9 +16,9 @@ from lmkv.config.coordinator import CoordinatorConfig
 from lmkv.config.kinds import FLAG, one_port
 from lmkv.config.node import NodeConfig
 from lmkv.config.proxy import ProxyConfig
-from lmkv.config.resolve import REPLACED, spellings
 from lmkv.config.schema import Alias, Config, keys
 from lmkv.config.sources import Entry
+from lmkv.config.spellings import REPLACED, spellings
 
 _PROCESSES: tuple[type[Config], ...] = (ConnectorConfig, CoordinatorConfig, ProxyConfig)
 """Whose keys a file may set. A key of several means the same in each, and so the first is asked."""

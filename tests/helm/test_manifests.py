@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from lmkv.config import ConnectorConfig, CoordinatorConfig, NodeConfig, ProxyConfig, keys
-from lmkv.config.resolve import spellings
 from lmkv.config.schema import Config
+from lmkv.config.spellings import spellings
 from tests.helm.chart import NAMES, Manifest, containers, find, manifests_of, name_of, pods, values_of
 
 PROCESSES: Mapping[str, type[Config]] = {

@@ -26,7 +26,7 @@ from lmkv.config import (
     load,
     to_environment,
 )
-from lmkv.config.resolve import REPLACED
+from lmkv.config.spellings import REPLACED
 from lmkv.errors import ConfigError
 
 PROCESSES = (NodeConfig, ConnectorConfig, CoordinatorConfig, ProxyConfig, ClientConfig)

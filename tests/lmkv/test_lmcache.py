@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from lmkv.config import ConnectorConfig, CoordinatorConfig, load
 from lmkv.config.lmcache import ABSENT, RENAMED, as_yaml, render, translate
-from lmkv.config.resolve import REPLACED, known_spellings
 from lmkv.config.sources import Entry, read_file
+from lmkv.config.spellings import REPLACED, known_spellings
 from lmkv.errors import ConfigError
 from tests.lmkv.test_config import EMPTY, SEED_DECODE, SEED_LOOKUP, SEED_P2P, SEED_PREFILL
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from lmkv.auth.certificates import validity
+from lmkv.auth.certificates import METRIC_NAME, CertificateEnd, validity
 from lmkv.auth.credentials import Credentials
 from lmkv.config import NodeConfig, ProxyConfig
-from lmkv.telemetry.certificate import NAME, CertificateEnd
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
 from lmkv_server.proxy.proxy import Proxy
@@ -36,12 +35,12 @@ async def test_coordinator_node_and_proxy_tell_it(certificates: Certificates, ru
     proxy = Proxy(ProxyConfig(tls_cert=cert, tls_key=key))
     async with Coordinator(port=0, credentials=certificates.server) as coordinator, Node(config) as node:
         for registry in (coordinator.metrics, node.metrics.registry, proxy.metrics):
-            assert registry.get_sample_value(NAME) == end
+            assert registry.get_sample_value(METRIC_NAME) == end
 
 
 async def test_who_has_none_tells_nothing() -> None:
     async with Coordinator(port=0, credentials=Credentials()) as coordinator:
-        assert coordinator.metrics.get_sample_value(NAME) is None
+        assert coordinator.metrics.get_sample_value(METRIC_NAME) is None
 
 
 def test_a_certificate_that_is_replaced_counts_and_half_of_one_does_not(
@@ -51,8 +50,8 @@ def test_a_certificate_that_is_replaced_counts_and_half_of_one_does_not(
     registry.register(CertificateEnd(certificates.cert))
     old = issue(tmp_path / "old", expired=True)
     replace(old.cert, certificates.cert)
-    assert registry.get_sample_value(NAME) == validity(old.cert)[1]
+    assert registry.get_sample_value(METRIC_NAME) == validity(old.cert)[1]
     Path(certificates.cert).write_text("half of")
-    assert registry.get_sample_value(NAME) is None
+    assert registry.get_sample_value(METRIC_NAME) is None
     Path(certificates.cert).unlink()
-    assert registry.get_sample_value(NAME) is None
+    assert registry.get_sample_value(METRIC_NAME) is None

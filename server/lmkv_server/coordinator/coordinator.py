@@ -16,10 +16,10 @@ from prometheus_client.registry import Collector
 
 from lmkv import rpc
 from lmkv.auth.authenticator import OPEN_AUTHENTICATOR, Authenticator
+from lmkv.auth.certificates import CertificateEnd
 from lmkv.auth.credentials import Credentials
 from lmkv.errors import ConfigError
 from lmkv.telemetry.calls import Calls
-from lmkv.telemetry.certificate import CertificateEnd
 from lmkv_server.coordinator.core.admission import JoinAdmission
 from lmkv_server.coordinator.core.registry import Registry
 from lmkv_server.coordinator.http.app import make_app

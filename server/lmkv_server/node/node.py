@@ -14,13 +14,13 @@ import lmkv
 from lmkv import config as configuration
 from lmkv import rpc
 from lmkv.auth.authenticator import Authenticator
+from lmkv.auth.certificates import CertificateEnd
 from lmkv.config import NodeConfig
 from lmkv.config.kinds import OFF
 from lmkv.errors import ConfigError
 from lmkv.pool.pool import LEFT_BYTES
 from lmkv.pool.socket import PoolSocket
 from lmkv.telemetry.calls import Calls
-from lmkv.telemetry.certificate import CertificateEnd
 from lmkv.transfer.channel import Region
 from lmkv.transfer.nixl.files import NixlFiles
 from lmkv.units import format_bytes

@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import Self
 
 from lmkv.auth.authenticator import Authenticator
+from lmkv.auth.certificates import CertificateEnd
 from lmkv.config import ProxyConfig
-from lmkv.telemetry.certificate import CertificateEnd
 from lmkv_server.coordinator.http.server import HttpServer
 from lmkv_server.coordinator.ports import address
 from lmkv_server.http.guard import HostGuard
