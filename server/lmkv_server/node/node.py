@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from types import TracebackType
 
@@ -56,6 +55,8 @@ FIRST_ENGINE_SECONDS = 20.0
 
 SERVED_PAUSE_SECONDS = 0.2
 """Names that engines announce are registered at most this often: each time is a registration at every coordinator."""
+MAX_TRAFFIC = 64
+"""Peers whose traffic is reported to the fleet: those with the most bytes."""
 
 
 class Node:
@@ -293,11 +294,20 @@ class Node:
             tiers=holdings.usages(self.tier, self.disk),
             engine_count=self.engines.attached_count,
             served_models=[model.to_proto() for model in self.engines.served if self.engines.spec(model.fingerprint)],
-            stats=holdings.stats(self._lookups, self.tier, self._traffic()),
+            stats=self._stats(),
         )
 
-    def _traffic(self) -> Iterable[registry_service_pb2.PeerTraffic]:
-        return self._peer_side.peers.traffic.values() if self._peer_side else ()
+    def _stats(self) -> registry_service_pb2.InstanceStats:
+        """Statistics since the start. Chunks in the remote tier count as the node's own."""
+        lookups = self._lookups
+        traffic = self._peer_side.peers.traffic.values() if self._peer_side else ()
+        return registry_service_pb2.InstanceStats(
+            asked_chunks=lookups.asked_chunks,
+            own_chunks=lookups.own_chunks + lookups.disk_chunks + lookups.remote_chunks,
+            peer_chunks=lookups.peer_chunks,
+            evicted_chunks=self.tier.evicted_count,
+            traffic=sorted(traffic, key=lambda peer: -peer.transferred_bytes)[:MAX_TRAFFIC],
+        )
 
     def _engines_changed(self) -> None:
         self._idle_since = time.monotonic()

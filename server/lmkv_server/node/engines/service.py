@@ -14,9 +14,9 @@ from lmkv.spec import MAX_SERVED_MODELS, KvSpec, ServedModel
 from lmkv.v1 import chunk_pb2, engine_service_pb2_grpc, registry_service_pb2
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.engines.lookup_counts import LookupCounts
 from lmkv_server.node.engines.stream import EngineStream
 from lmkv_server.node.handoff.senders import Senders
-from lmkv_server.node.metrics.collector import LookupCounts
 from lmkv_server.node.sessions.sessions import Engines, EngineSession
 from lmkv_server.node.stack import TierStack
 

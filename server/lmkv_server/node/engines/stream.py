@@ -17,9 +17,9 @@ from lmkv.v1 import chunk_pb2
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.engines.handoffs import EngineHandoffs
+from lmkv_server.node.engines.lookup_counts import LookupCounts
 from lmkv_server.node.engines.outbox import Outbox
 from lmkv_server.node.handoff.senders import Senders
-from lmkv_server.node.metrics.collector import LookupCounts
 from lmkv_server.node.sessions.sessions import EngineSession, LookupLease
 from lmkv_server.node.sessions.wire import MAX_EXTENTS, credit, extent
 from lmkv_server.node.stack import TierStack, shifted

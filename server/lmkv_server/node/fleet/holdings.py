@@ -1,18 +1,14 @@
-"""What a node holds and has done, as the fleet is told. Used by `Node`."""
+"""Usage and content of a node's own tiers, as reports carry them. Used by `Node`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from lmkv.v1 import chunk_pb2
-from lmkv.v1.registry_service_pb2 import InstanceStats, PeerTraffic, TierUsage
+from lmkv.v1.registry_service_pb2 import TierUsage
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.fleet.reports import Held
-from lmkv_server.node.metrics.collector import LookupCounts
 from lmkv_server.node.tiers.disk.tier import DiskTier
-
-MAX_TRAFFIC = 64
-"""Peers whose traffic the fleet is told of."""
 
 
 def usages(tier: HostTier, disk: DiskTier | None) -> list[TierUsage]:
@@ -50,14 +46,3 @@ def held(tier: HostTier, disk: DiskTier | None) -> Iterator[Held]:
             key=stored.key,
             token_count=stored.token_count,
         )
-
-
-def stats(lookups: LookupCounts, tier: HostTier, traffic: Iterable[PeerTraffic]) -> InstanceStats:
-    """What the node has done since its start. What is in the store that all share is its own, too."""
-    return InstanceStats(
-        asked_chunks=lookups.asked_chunks,
-        own_chunks=lookups.own_chunks + lookups.disk_chunks + lookups.remote_chunks,
-        peer_chunks=lookups.peer_chunks,
-        evicted_chunks=tier.evicted_count,
-        traffic=sorted(traffic, key=lambda peer: -peer.transferred_bytes)[:MAX_TRAFFIC],
-    )

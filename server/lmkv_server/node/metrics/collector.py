@@ -6,7 +6,6 @@ It is read from the node when somebody collects, so that it costs nothing betwee
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -17,6 +16,7 @@ from lmkv.telemetry.calls import Calls
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.warm_start import WarmStart
 from lmkv_server.node.commands.orders import Orders
+from lmkv_server.node.engines.lookup_counts import LookupCounts
 from lmkv_server.node.fleet.fleet import Fleet
 from lmkv_server.node.serving.server import PeerServer
 from lmkv_server.node.sessions.sessions import Engines
@@ -24,33 +24,6 @@ from lmkv_server.node.tiers.disk.tier import DiskTier
 from lmkv_server.node.tiers.remote.tier import RemoteTier
 
 PREFIX = "lmkv_node_"
-
-
-@dataclass(kw_only=True, slots=True)
-class LookupCounts:
-    """Lookups of engines since the start of the node, and what came of them."""
-
-    count: int = 0
-    asked_chunks: int = 0
-    own_chunks: int = 0
-    """Chunks that the node held in memory."""
-    disk_chunks: int = 0
-    """Chunks after those that it held on disk."""
-    peer_chunks: int = 0
-    """Chunks after those that one peer held, and were offered."""
-    remote_chunks: int = 0
-    """Chunks after those that were in the store which all share."""
-    refused_slower: int = 0
-    """Lookups after which nothing of peers was offered, for to compute it is quicker."""
-
-    def note(self, *, asked: int, own: int, peer: int, disk: int = 0, remote: int = 0) -> None:
-        """Counts one."""
-        self.count += 1
-        self.asked_chunks += asked
-        self.own_chunks += own
-        self.disk_chunks += disk
-        self.peer_chunks += peer
-        self.remote_chunks += remote
 
 
 class Metrics(Collector):
