@@ -23,14 +23,14 @@ from lmkv.telemetry.calls import Calls
 from lmkv_server.coordinator.core.admission import JoinAdmission
 from lmkv_server.coordinator.core.registry import Registry
 from lmkv_server.coordinator.http.app import make_app
-from lmkv_server.coordinator.http.server import MAX_CONNECTIONS_PER_CLIENT, HttpServer
 from lmkv_server.coordinator.layout_store.metrics import SharedMapMetrics
 from lmkv_server.coordinator.layout_store.shared_map import SharedMap
-from lmkv_server.coordinator.ports import address, listen
 from lmkv_server.coordinator.services.services import SERVICE_NAMES, Services
 from lmkv_server.coordinator.tenants import Tenants
 from lmkv_server.coordinator.tokenizers import Tokenizers
 from lmkv_server.http.guard import HostGuard
+from lmkv_server.http.ports import address, listen
+from lmkv_server.http.server import MAX_CONNECTIONS_PER_CLIENT, HttpServer
 
 logger = logging.getLogger(__name__)
 

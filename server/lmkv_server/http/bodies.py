@@ -1,4 +1,4 @@
-"""What is left of a request's body once the request is refused. Shared by the HTTP servers."""
+"""Discards the rest of a body once its request is rejected."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import suppress
 
 DRAIN_SECONDS = 5.0
 DRAIN_BYTES = 256 << 20
-"""Bounds of what is read and thrown away of a body that is too large."""
+"""Limits of what is read and discarded of a body that is too large."""
 
 
 async def drain(body: AsyncIterator[bytes]) -> None:
     """Discards the rest of a body, within bounds.
 
-    A client reads no answer before it has sent its body, and a server that closes with unread bytes resets the
-    connection, which discards the answer.
+    A client reads no response before it has sent its body, and a server that closes with unread bytes resets the
+    connection, which discards the response.
     """
     size = 0
     with suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""Connection limits of an HTTP server: in total and per client, with room for health probes at any time. Pure."""
+"""LimitedConnection limits of an HTTP server: in total and per client, with spare capacity for health probes. Pure."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ import ipaddress
 from typing import NamedTuple, Protocol
 
 SPARE_CONNECTIONS = 32
-"""Connections beyond the limit, for health probes, and for answering that a limit is reached."""
+"""Connections beyond the limit, for health probes and for rejections."""
 SPARE_CONNECTIONS_PER_CLIENT = 8
 _IPV6_CLIENT_BITS = 64
-"""One IPv6 client has at least a network of this prefix length to choose addresses from."""
+"""An IPv6 client controls at least a network of this prefix length."""
 
 
-class Connection(Protocol):
-    """One connection, as far as limits concern it."""
+class LimitedConnection(Protocol):
+    """A connection of the server."""
 
     address: str
-    """Of the client, as `client_of` returns it."""
+    """Address of the client, as `client_of` returns it."""
 
     def end(self) -> None:
-        """Closes it. The connection has no request under way."""
+        """Closes the connection. It has no request in flight."""
 
 
-class Refusal(NamedTuple):
-    """Why a request is not served."""
+class LimitReached(NamedTuple):
+    """The HTTP status and the message of a rejected request."""
 
     status: int
     message: str
 
 
-class Connections:
-    """The open connections of one server, of which each is idle (no request under way) or busy.
+class ConnectionLimiter:
+    """Tracks the open connections of one server. Each is idle (no request in flight) or busy.
 
     A connection beyond a limit closes the one that has been idle longest, so that clients that open connections and
-    send nothing displace only each other. Only requests count against the limits: where `limit` of them are under way,
-    or `limit_per_client` from one address, further ones are refused, except health probes.
+    send nothing displace only each other. Only requests count against the limits: if `limit` of them are in flight,
+    or `limit_per_client` from one address, further ones are rejected, except health probes.
     """
 
     def __init__(self, limit: int, limit_per_client: int) -> None:
@@ -45,8 +45,8 @@ class Connections:
     def __len__(self) -> int:
         return len(self._all.idle) + len(self._all.busy)
 
-    def opened(self, connection: Connection) -> None:
-        """A connection was accepted; it is idle. Closes the longest idle one if there are too many."""
+    def opened(self, connection: LimitedConnection) -> None:
+        """Adds an accepted connection, which is idle. Beyond a limit, closes the one that has been idle longest."""
         client = self._clients.get(connection.address)
         if client is None:
             client = self._clients[connection.address] = _Group(self._limit_per_client, SPARE_CONNECTIONS_PER_CLIENT)
@@ -57,38 +57,38 @@ class Connections:
                 self.closed(longest_idle)
                 longest_idle.end()
 
-    def began(self, connection: Connection) -> None:
-        """A request on it has begun."""
+    def began(self, connection: LimitedConnection) -> None:
+        """Marks the connection busy: a request has started."""
         for group in self._groups(connection):
             if group.idle.pop(connection, connection) is None:
                 group.busy.add(connection)
 
-    def admit(self, connection: Connection) -> Refusal | None:
-        """Counts the request that has begun, unless a limit is reached. Not to be called for health probes."""
+    def admit(self, connection: LimitedConnection) -> LimitReached | None:
+        """Counts the request that has started, unless a limit is reached. Not to be called for health probes."""
         groups = self._groups(connection)
         for group in groups:
             if connection not in group.admitted and len(group.admitted) >= group.limit:
                 if group is self._all:
-                    return Refusal(503, f"{group.limit} requests are under way, as many as this server serves; retry")
-                return Refusal(
+                    return LimitReached(503, f"{group.limit} requests are in flight, the limit of this server; retry")
+                return LimitReached(
                     429,
-                    f"{group.limit} requests from {connection.address} are under way, as many as "
-                    "max_connections_per_client allows",
+                    f"{group.limit} requests from {connection.address} are in flight, the limit that "
+                    "max_connections_per_client sets",
                 )
         for group in groups:
             group.admitted.add(connection)
         return None
 
-    def ended(self, connection: Connection) -> None:
-        """Its request was answered: it is idle again."""
+    def ended(self, connection: LimitedConnection) -> None:
+        """Marks the connection idle: its request is complete."""
         for group in self._groups(connection):
             if connection in group.busy:
                 group.busy.discard(connection)
                 group.admitted.discard(connection)
                 group.idle[connection] = None
 
-    def closed(self, connection: Connection) -> None:
-        """It was closed. Idempotent."""
+    def closed(self, connection: LimitedConnection) -> None:
+        """Removes a closed connection. Idempotent."""
         for group in self._groups(connection):
             group.idle.pop(connection, None)
             group.busy.discard(connection)
@@ -97,8 +97,8 @@ class Connections:
         if client is not None and not (client.idle or client.busy):
             del self._clients[connection.address]
 
-    def _groups(self, connection: Connection) -> list[_Group]:
-        """The connections of its client, and all."""
+    def _groups(self, connection: LimitedConnection) -> list[_Group]:
+        """The groups that the connection belongs to: its client's and the server's."""
         client = self._clients.get(connection.address)
         return [client, self._all] if client is not None else [self._all]
 
@@ -108,20 +108,20 @@ class _Group:
 
     def __init__(self, limit: int, spare: int) -> None:
         self.limit = limit
-        self._most = limit + spare
-        self.idle: dict[Connection, None] = {}
-        """Longest idle first."""
-        self.busy: set[Connection] = set()
-        self.admitted: set[Connection] = set()
-        """Those of the busy ones that count against the limit."""
+        self._capacity = limit + spare
+        self.idle: dict[LimitedConnection, None] = {}
+        """Ordered by idle time, longest first."""
+        self.busy: set[LimitedConnection] = set()
+        self.admitted: set[LimitedConnection] = set()
+        """Busy connections whose request counts against the limit."""
 
     @property
     def is_over_full(self) -> bool:
-        return len(self.idle) + len(self.busy) > self._most
+        return len(self.idle) + len(self.busy) > self._capacity
 
 
 def client_of(address: str) -> str:
-    """What limits count as one client: an IPv4 address, or the network of an IPv6 address."""
+    """The unit that limits count as one client: an IPv4 address, or the network of an IPv6 address."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

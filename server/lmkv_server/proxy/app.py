@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lmkv.auth.authenticator import Authenticator
 from lmkv.errors import PermissionDenied, Unauthenticated
-from lmkv_server.coordinator.http.access import CHALLENGE, LOOK, shown
+from lmkv_server.http.access import CHALLENGE, VIEW_RPC, credentials_of
 from lmkv_server.http.guard import HostGuard
 from lmkv_server.proxy import page
 from lmkv_server.proxy.admission import Admission, AdmissionApp, AdmittedRequest, Refusal
@@ -114,7 +114,7 @@ def _gated(route: BaseRoute, gate: Authenticator) -> BaseRoute:
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             request = Request(scope)
             try:
-                gate.admit(LOOK, shown(request))
+                gate.admit(VIEW_RPC, credentials_of(request))
             except (Unauthenticated, PermissionDenied) as error:
                 is_unknown = isinstance(error, Unauthenticated)
                 status, headers = (401, CHALLENGE) if is_unknown else (403, {})

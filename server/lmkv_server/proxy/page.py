@@ -11,12 +11,12 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-import lmkv_server.coordinator.http as coordinator_http
+import lmkv_server.http
 from lmkv_server.proxy.routing.engines import Engine, Fleet
 from lmkv_server.proxy.statistics import Statistics
 
 OWN = Path(__file__).parent / "static"
-SHARED = Path(coordinator_http.__file__).parent / "static"
+SHARED = Path(lmkv_server.http.__file__).parent / "static"
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -11,9 +11,9 @@ from typing import Self
 from lmkv.auth.authenticator import Authenticator
 from lmkv.auth.certificates import CertificateEnd
 from lmkv.config import ProxyConfig
-from lmkv_server.coordinator.http.server import HttpServer
-from lmkv_server.coordinator.ports import address
 from lmkv_server.http.guard import HostGuard
+from lmkv_server.http.ports import address
+from lmkv_server.http.server import HttpServer
 from lmkv_server.proxy.admission import Admission
 from lmkv_server.proxy.app import PROBES, make_app
 from lmkv_server.proxy.metrics import Metrics

@@ -69,7 +69,7 @@ def test_a_port_in_use_is_one_line_and_exit_code_2() -> None:
         )
     assert done.returncode == 2
     assert done.stderr == (
-        f"lmkv: error: port {port} on 127.0.0.1 is in use; set port to a free port, or stop who uses it\n"
+        f"lmkv: error: port {port} on 127.0.0.1 is in use; set port to a free port, or stop the process that uses it\n"
     )
 
 

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from lmkv.auth.credentials import Credentials
 from lmkv.rpc.endpoints import PLAINTEXT
-from lmkv_server.coordinator.http.server import HttpServer
+from lmkv_server.http.server import HttpServer
 
 MODEL = "scripted"
 MAX_MODEL_LEN = 1024

@@ -99,7 +99,8 @@ def _try_port(host: str, port: int, host_key: str, port_key: str) -> Iterator[Fi
     except socket.gaierror as error:
         yield fail(host_key, f"{host} is unknown ({error.strerror}); set {host_key}")
     except OSError as error:
-        fix = f"set {port_key} to a free port, or stop who uses it; set {host_key} to an address of this machine"
+        stop = f"set {port_key} to a free port, or stop the process that uses it"
+        fix = f"{stop}; set {host_key} to an address of this machine"
         yield fail(port_key, f"{port} on {host} cannot be had ({error.strerror}); {fix}")
     else:
         yield ok(port_key, f"{port} on {host} can be had" if port else f"a free port on {host} will be taken")

@@ -22,7 +22,7 @@ from lmkv.auth.authenticator import Authenticator
 from lmkv.errors import LmkvError, PermissionDenied, TooManyRequests, Unauthenticated
 from lmkv.telemetry.spans import TRACEPARENT
 from lmkv_server.coordinator.http import gateway, health, lmcache, openapi, tokenize
-from lmkv_server.coordinator.http.access import CHALLENGE, rpc_of, shown
+from lmkv_server.coordinator.http.access import rpc_of
 from lmkv_server.coordinator.http.metrics import Metrics
 from lmkv_server.coordinator.http.paths import routes
 from lmkv_server.coordinator.http.replies import CallAborted, HttpError, json_response, status_of, to_json
@@ -30,6 +30,7 @@ from lmkv_server.coordinator.http.tenant_metrics import Source, TenantMetrics
 from lmkv_server.coordinator.services.services import Services
 from lmkv_server.coordinator.tenants import Tenants
 from lmkv_server.coordinator.tokenizers import Tokenizers
+from lmkv_server.http.access import CHALLENGE, credentials_of
 from lmkv_server.http.guard import HostGuard
 
 STATIC = Path(__file__).parent / "static"
@@ -96,7 +97,7 @@ def _tenant_app(services: Services, tokenizers: Tokenizers, probes: list[Route],
             Route("/openapi.json", _constant(openapi.document(gateway.methods(handlers, ONLY), paths))),
             Route("/", _page("index.html")),
             Route("/docs", _page("docs.html")),
-            Mount("/static", StaticFiles(directory=STATIC, check_dir=False)),
+            Mount("/static", StaticFiles(directory=STATIC, packages=[("lmkv_server.http", "static")])),
         ],
         exception_handlers={**refusals, Exception: _failure},
     )
@@ -138,7 +139,7 @@ class Guarded:
         try:
             if refusal := self._guard.refusal(request.headers.get("host", ""), request.headers.get("origin")):
                 raise HttpError(403, "PERMISSION_DENIED", refusal)
-            with self._gate.passing(rpc_of(scope["path"]), shown(request)):
+            with self._gate.passing(rpc_of(scope["path"]), credentials_of(request)):
                 tenant = self._app(self._tenants.current)
                 await self._serve(tenant, tenant.app, request, receive, send)
         except (HttpError, Unauthenticated, PermissionDenied, TooManyRequests) as error:

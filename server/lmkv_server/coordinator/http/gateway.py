@@ -30,7 +30,7 @@ from lmkv.errors import BadRequest
 from lmkv.rpc.requests import check_times
 from lmkv_server.coordinator.http.bodies import read_json
 from lmkv_server.coordinator.http.replies import CallAborted, json_response, status_of, to_json
-from lmkv_server.coordinator.http.server import ENDLESS
+from lmkv_server.http.server import ENDLESS
 
 logger = logging.getLogger(__name__)
 

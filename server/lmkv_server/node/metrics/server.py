@@ -16,7 +16,7 @@ from lmkv.auth.credentials import Credentials
 from lmkv.auth.token import HEADER
 from lmkv.errors import ConfigError, PermissionDenied, Unauthenticated
 from lmkv.rpc.endpoints import PLAINTEXT
-from lmkv_server.http.connections import Connections, Refusal, client_of
+from lmkv_server.http.connections import ConnectionLimiter, LimitReached, client_of
 from lmkv_server.http.guard import HostGuard
 from lmkv_server.node.port_owner import describe_port
 
@@ -25,7 +25,7 @@ REQUEST_SECONDS = 5.0
 MAX_REQUEST_BYTES = 16 << 10
 MAX_CONNECTIONS = 32
 MAX_CONNECTIONS_PER_CLIENT = 16
-"""See `Connections`."""
+"""See `ConnectionLimiter`."""
 STANDS_FOR = "lmkv.v1.RegistryService/ListInstances"
 """Who may read a node's metrics is who may call this."""
 
@@ -56,7 +56,7 @@ class MetricsServer:
         self._gate = gate
         self._server: asyncio.Server | None = None
         self._guard = HostGuard(bound=host, allowed=allowed_hosts)
-        self._limits = Connections(MAX_CONNECTIONS, MAX_CONNECTIONS_PER_CLIENT)
+        self._limits = ConnectionLimiter(MAX_CONNECTIONS, MAX_CONNECTIONS_PER_CLIENT)
         self._connections: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -134,7 +134,7 @@ class MetricsServer:
 
 
 class _Connection:
-    """A connection as `Connections` counts it."""
+    """A connection as `ConnectionLimiter` counts it."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -151,7 +151,7 @@ def _headers(head: bytes) -> dict[str, str]:
     return {name.strip().lower(): value.strip() for name, _, value in lines}
 
 
-def _refused(refusal: Refusal) -> bytes:
+def _refused(refusal: LimitReached) -> bytes:
     status = "429 Too Many Requests" if refusal.status == 429 else "503 Service Unavailable"
     return _response(status, "text/plain", f"{refusal.message}\n".encode())
 

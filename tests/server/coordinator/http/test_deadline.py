@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from lmkv_server.coordinator.coordinator import Coordinator
-from lmkv_server.coordinator.http import bodies, deadline
+from lmkv_server.coordinator.http import bodies
+from lmkv_server.http import protocol
 
 WAIT_SECONDS = 10.0
 HEAD = b"POST /lookup HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -17,7 +18,7 @@ HEAD = b"POST /lookup HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/j
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadline, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.3)
     monkeypatch.setattr(bodies, "BODY_TIMEOUT_SECONDS", 0.3)
 
 
@@ -75,9 +76,9 @@ async def test_who_sends_a_second_request_byte_by_byte_is_cut_off(coordinator: C
 async def test_who_sends_headers_without_end_is_cut_off_before_the_time_is_up(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deadline, "HEAD_SECONDS", 3600.0)
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 3600.0)
     async with connected(coordinator) as (reader, writer):
-        writer.write(HEAD + b"X: y\r\n" * (deadline.MAX_HEAD_BYTES // 5))
+        writer.write(HEAD + b"X: y\r\n" * (protocol.MAX_HEAD_BYTES // 5))
         assert await rest(reader) == b""
 
 
@@ -94,6 +95,6 @@ async def test_an_answer_that_takes_long_is_not_cut_off(coordinator: Coordinator
         writer.write(b"GET /lmkv.v1.CacheService/Watch HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         assert (await reader.readline()).endswith(b"200 OK\r\n")
         reading = asyncio.create_task(rest(reader))
-        ended, _ = await asyncio.wait({reading}, timeout=3 * deadline.HEAD_SECONDS)
+        ended, _ = await asyncio.wait({reading}, timeout=3 * protocol.HEAD_SECONDS)
         assert not ended
         reading.cancel()

@@ -1,4 +1,4 @@
-"""uvicorn, as one more server in the event loop of a coordinator or a proxy."""
+"""Runs uvicorn as a server in the event loop of the process, with connection limits and a bounded shutdown."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from starlette.types import ASGIApp
 from lmkv.auth.credentials import Credentials
 from lmkv.rpc.endpoints import PLAINTEXT
 from lmkv.telemetry.log_limit import LimitedLogger
-from lmkv_server.coordinator.http.deadline import Deadline, Limited
-from lmkv_server.coordinator.ports import listen
-from lmkv_server.http.connections import Connections
+from lmkv_server.http.connections import ConnectionLimiter
+from lmkv_server.http.ports import listen
+from lmkv_server.http.protocol import BoundedProtocol, RequestLimiter
 
 MAX_CONCURRENT_REQUESTS = 1_000
-"""Requests, and connections, of a server; see `Connections`."""
+"""Requests, and connections, of a server; see `ConnectionLimiter`."""
 MAX_CONNECTIONS_PER_CLIENT = 500
 HANDSHAKE_SECONDS = 10.0
-"""Most time that a TLS handshake may take; asyncio would wait a minute."""
+"""Deadline of a TLS handshake; asyncio's default is one minute."""
 PROBES = frozenset({"/healthz", "/readyz"})
 """Paths that are answered at any time."""
 KEEP_ALIVE_SECONDS = 30
 STOP_GRACE_SECONDS = 0.1
-"""Default of the time that requests in flight get to end when the server stops."""
+"""Default time for requests in flight to complete when the server stops."""
 ENDLESS: WeakSet[asyncio.Task[Any]] = WeakSet()
-"""Tasks of requests whose answer has no end by itself: a server that stops does not wait for them."""
+"""Tasks of requests that stream without an end: a server that stops does not wait for them."""
 
 logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
 class HttpServer:
-    """Serves an application on one port from `start` to `aclose`; the port is taken at once.
+    """Serves an application on one port from `start` to `aclose`. The constructor binds the port.
 
-    It speaks HTTPS if `credentials` have a certificate. Raises `ConfigError` if the port cannot be had.
+    Serves HTTPS if `credentials` have a certificate. Raises `ConfigError` if the port cannot be bound.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class HttpServer:
         app: ASGIApp,
         credentials: Credentials = PLAINTEXT,
         *,
-        name: str = "lmkv-coordinator-http",
+        name: str = "lmkv-http",
         max_concurrent_requests: int = MAX_CONCURRENT_REQUESTS,
         max_connections_per_client: int = MAX_CONNECTIONS_PER_CLIENT,
         probes: frozenset[str] = PROBES,
@@ -60,10 +60,10 @@ class HttpServer:
         self._name = name
         self._listener = listen(host, port, key)
         self.port: int = self._listener.getsockname()[1]
-        limits = Connections(max_concurrent_requests, min(max_connections_per_client, max_concurrent_requests))
+        limiter = ConnectionLimiter(max_concurrent_requests, min(max_connections_per_client, max_concurrent_requests))
         log = LimitedLogger(logging.getLogger("uvicorn.error"))
         config = uvicorn.Config(
-            Limited(app, limits, probes, log),
+            RequestLimiter(app, limiter, probes, log),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -74,13 +74,13 @@ class HttpServer:
             timeout_graceful_shutdown=1,
         )
         config.load()
-        config.http_protocol_class = partial(Deadline, limits, log)  # type: ignore[assignment]
+        config.http_protocol_class = partial(BoundedProtocol, limiter, log)  # type: ignore[assignment]
         config.ssl = credentials.server_context() if credentials.cert else None
         self._server = _Server(config, grace_seconds)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begins to serve. Raises what keeps uvicorn from it."""
+        """Starts to serve. Raises the error with which uvicorn failed to start."""
         self._task = asyncio.create_task(self._server.serve([self._listener]), name=self._name)
         ready = asyncio.create_task(self._server.ready.wait())
         await asyncio.wait({self._task, ready}, return_when=asyncio.FIRST_COMPLETED)
@@ -89,7 +89,7 @@ class HttpServer:
             self._task.result()
 
     async def aclose(self) -> None:
-        """Stops serving; streams that are open break. Repeating it is safe."""
+        """Stops serving and closes open streams. Idempotent."""
         self._server.should_exit = True
         task, self._task = self._task, None
         if task is not None:
@@ -98,7 +98,7 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers, for the process has its own, and with a word when it serves."""
+    """uvicorn without signal handlers, since the process has its own, and with an event that is set once it serves."""
 
     def __init__(self, config: uvicorn.Config, grace_seconds: float) -> None:
         super().__init__(config)
@@ -117,7 +117,7 @@ class _Server(uvicorn.Server):
             made: asyncio.Protocol = make(config=config, server_state=self.server_state, app_state=self.lifespan.state)
             return made
 
-        # As uvicorn does it, but for the time that handshakes get.
+        # As in uvicorn, except for the deadline of TLS handshakes.
         seconds = HANDSHAKE_SECONDS if config.ssl else None
         self.servers = [
             await loop.create_server(
@@ -132,9 +132,9 @@ class _Server(uvicorn.Server):
         for server in self.servers:
             server.close()
         for connection in list(self.server_state.connections):
-            connection.shutdown()  # at once if it is idle, else after its answer
+            connection.shutdown()  # immediately if it is idle, else after its response
         if tasks := self.server_state.tasks - set(ENDLESS):
             await asyncio.wait(tasks, timeout=self._grace_seconds)
-        for connection in list(self.server_state.connections):  # streams end when their client goes, or so it seems
+        for connection in list(self.server_state.connections):  # to a stream this looks like a client that disconnects
             connection.transport.close()
         await super().shutdown(sockets)

@@ -10,9 +10,10 @@ import pytest
 
 from lmkv.config import ProxyConfig
 from lmkv_server.coordinator.coordinator import Coordinator
-from lmkv_server.coordinator.http import bodies, deadline
-from lmkv_server.coordinator.http.server import MAX_CONCURRENT_REQUESTS, MAX_CONNECTIONS_PER_CLIENT
+from lmkv_server.coordinator.http import bodies
+from lmkv_server.http import protocol
 from lmkv_server.http.connections import SPARE_CONNECTIONS, SPARE_CONNECTIONS_PER_CLIENT
+from lmkv_server.http.server import MAX_CONCURRENT_REQUESTS, MAX_CONNECTIONS_PER_CLIENT
 from lmkv_server.proxy.proxy import IDLE_CONNECTIONS, Proxy
 
 COUNT = 1_001
@@ -27,7 +28,7 @@ Line = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Idle connections and unfinished bodies do not end by themselves while a test runs."""
-    monkeypatch.setattr(deadline, "HEAD_SECONDS", 3600.0)
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 3600.0)
     monkeypatch.setattr(bodies, "BODY_TIMEOUT_SECONDS", 3600.0)
 
 

@@ -1,4 +1,4 @@
-"""Ports to serve on, and why one cannot be had."""
+"""Opens listening sockets, with errors that name the configuration key."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def address(host: str, port: int) -> str:
 
 
 def listen(host: str, port: int, key: str) -> socket.socket:
-    """A socket that listens on a port; 0 takes a free one.
+    """Opens a listening socket; port 0 selects a free port.
 
     Raises `ConfigError` that names the configuration key that set the port, and the fix.
     """
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(
+        family, kind, protocol, _, sockaddr = socket.getaddrinfo(
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except socket.gaierror as error:
@@ -27,7 +27,7 @@ def listen(host: str, port: int, key: str) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(place)
+        listener.bind(sockaddr)
         listener.listen(128)
     except OSError as error:
         listener.close()
@@ -37,9 +37,9 @@ def listen(host: str, port: int, key: str) -> socket.socket:
 
 def _refusal(error: OSError, host: str, port: int, key: str) -> ConfigError:
     if error.errno == errno.EADDRNOTAVAIL:
-        return ConfigError(f"host {host} is no address of this machine; set host", key="host")
+        return ConfigError(f"host {host} is not an address of this machine; set host", key="host")
     if error.errno == errno.EADDRINUSE:
-        fix = f"{key} {port} on {host} is in use; set {key} to a free port, or stop who uses it"
+        fix = f"{key} {port} on {host} is in use; set {key} to a free port, or stop the process that uses it"
     else:
         fix = f"{key} {port} on {host} cannot be used ({error.strerror}); set {key} to another port"
     return ConfigError(fix, key=key)

@@ -1,0 +1,119 @@
+"""uvicorn's protocol with limits on the time and size of a request's head, and on connections.
+
+uvicorn does not limit the former: a client that sends a byte now and then, or nothing at all, keeps its connection
+open forever. Its only connection limit answers 503 to every request, including health probes, while idle connections
+use up the limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from lmkv.telemetry.log_limit import LimitedLogger
+from lmkv_server.http.connections import ConnectionLimiter, client_of
+
+if TYPE_CHECKING:
+    Base = Any
+else:
+    Base = AutoHTTPProtocol
+
+HEAD_SECONDS = 10.0
+"""Deadline for a request's headers, from the connection or from the first byte after a response."""
+MAX_HEAD_BYTES = 64 << 10
+"""Maximum size of a request's headers."""
+CONNECTION = "lmkv_connection"
+"""Key of a request's `state`: the connection that it arrived on."""
+
+
+class BoundedProtocol(Base):  # type: ignore[misc]  # uvicorn chooses the base class at run time
+    """uvicorn's protocol with a header deadline. Handlers that read bodies set the deadlines of bodies."""
+
+    def __init__(
+        self, limiter: ConnectionLimiter, log: LimitedLogger, *, app_state: dict[str, Any], **options: Any
+    ) -> None:
+        super().__init__(app_state={**app_state, CONNECTION: self}, **options)
+        self.logger = log
+        self._limiter = limiter
+        self.address = ""
+        self._timer: asyncio.TimerHandle | None = None
+        self._head_bytes = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Starts the header deadline."""
+        super().connection_made(transport)
+        self.address = client_of(self.client[0] if self.client else "")
+        self._start()
+        self._limiter.opened(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Parses the data, and stops the header deadline once a request has started."""
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop()
+            self._limiter.began(self)
+            return
+        if self.cycle is None or not self.cycle.more_body:  # else it may be the body of a rejected request
+            self._head_bytes += len(data)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self.transport.close()
+        elif self._timer is None:
+            self._start()
+
+    def on_response_complete(self) -> None:
+        """Marks the connection idle, unless the client has already sent the next request."""
+        super().on_response_complete()
+        if self.cycle.response_complete:
+            self._limiter.ended(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stops the header deadline."""
+        self._stop()
+        self._limiter.closed(self)
+        super().connection_lost(exc)
+
+    def end(self) -> None:
+        """Closes the connection. It has no request in flight."""
+        self.transport.close()
+
+    def _start(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(HEAD_SECONDS, self._expire)
+
+    def _stop(self) -> None:
+        self._head_bytes = 0
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expire(self) -> None:
+        self._timer = None
+        self.transport.close()
+
+
+class RequestLimiter:
+    """ASGI middleware that counts requests against the limits, except those for `probes`.
+
+    Rejects a request beyond a limit immediately, and closes its connection.
+    """
+
+    def __init__(self, app: ASGIApp, limiter: ConnectionLimiter, probes: Collection[str], log: LimitedLogger) -> None:
+        self._app = app
+        self._limiter = limiter
+        self._probes = probes
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection = scope["state"].pop(CONNECTION)
+        reached = None if scope["path"] in self._probes else self._limiter.admit(connection)
+        if reached is None:
+            await self._app(scope, receive, send)
+            return
+        self._log.warning("rejected a request from %s: %s", connection.address, reached.message)
+        content = {"detail": reached.message, "error": {"code": reached.status, "message": reached.message}}
+        headers = {"Connection": "close", "Retry-After": "1"}
+        await JSONResponse(content, reached.status, headers)(scope, receive, send)
