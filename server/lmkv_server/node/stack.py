@@ -13,11 +13,11 @@ from lmkv.v1.cache_service_pb2 import Holder
 from lmkv.v1.registry_service_pb2 import SpecConflict
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.fetch.fetcher import Fetched, Peers
-from lmkv_server.node.fetch.inflight import Progress
 from lmkv_server.node.fleet.fleet import Fleet
 from lmkv_server.node.handoff.device_buffers import DeviceBuffers
 from lmkv_server.node.handoff.receiver import Receiver
 from lmkv_server.node.tiers.disk.tier import DiskTier
+from lmkv_server.node.tiers.progress import Progress
 from lmkv_server.node.tiers.reader import TierReader
 from lmkv_server.node.tiers.remote.tier import RemoteTier
 

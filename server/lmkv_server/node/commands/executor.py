@@ -19,9 +19,9 @@ from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.cache.pins import Pins
 from lmkv_server.node.commands.progress import OrderProgress
 from lmkv_server.node.fetch.fetcher import Peers
-from lmkv_server.node.fetch.inflight import Progress
 from lmkv_server.node.sessions.sessions import Engines
 from lmkv_server.node.tiers.disk.tier import DiskTier
+from lmkv_server.node.tiers.progress import Progress
 from lmkv_server.node.tiers.remote.tier import RemoteTier
 
 MAX_ORDER_KEYS = 32_768

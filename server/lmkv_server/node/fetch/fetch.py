@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from lmkv.errors import LmkvError, Unreachable
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.fetch.holder_reader import HolderReader
-from lmkv_server.node.fetch.inflight import Progress
 from lmkv_server.node.fetch.scheduler import FetchPlan, HolderState
 from lmkv_server.node.peers.connection import PeerConnection
+from lmkv_server.node.tiers.progress import Progress
 
 if TYPE_CHECKING:
     from lmkv_server.node.fetch.fetcher import Peers

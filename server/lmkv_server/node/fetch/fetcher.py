@@ -18,10 +18,11 @@ from lmkv.v1.cache_service_pb2 import Holder
 from lmkv.v1.registry_service_pb2 import PeerTraffic
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.fetch.fetch import Fetch
-from lmkv_server.node.fetch.inflight import Incoming, InflightFetches, OnChunks, PendingWrites, Progress
+from lmkv_server.node.fetch.inflight import Incoming, InflightFetches, PendingWrites
 from lmkv_server.node.fetch.verifier import Verifier
 from lmkv_server.node.peers.connection import PeerConnection
 from lmkv_server.node.peers.connection_pool import PeerConnectionPool
+from lmkv_server.node.tiers.progress import OnChunks, Progress
 
 MAX_TRAFFIC = 1024
 """Peers whose traffic is counted."""

@@ -2,103 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from lmkv.errors import BadMessage, LmkvError
+from lmkv.errors import BadMessage
 from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv_server.node.cache.host import Chunk, HostTier, Reserved
+from lmkv_server.node.tiers.progress import Progress
 
-OnChunks = Callable[[list[tuple[int, Chunk]]], None]
-"""Takes over chunks, by their index; each comes with a hold that the callee ends."""
 Offer = tuple[int, int, chunk_pb2.Extent]
 """Index among the keys that were asked for, address in the peer's memory, and extent of a chunk that a peer grants."""
-
-
-class Progress:
-    """The chunks of one fetch. Each is held as it comes, and handed out once all before it are there.
-
-    Without `in_order` each is of use by itself, and handed out as it comes.
-    """
-
-    def __init__(
-        self,
-        tier: HostTier,
-        spec: KvSpec,
-        keys: Sequence[ChunkKey],
-        first: int,
-        on_chunks: OnChunks,
-        *,
-        in_order: bool = True,
-    ) -> None:
-        self.spec = spec
-        self.keys = keys
-        self.in_order = in_order
-        self.missing = set(range(first, len(keys)))
-        """Indices of chunks that are not here yet."""
-        self.handed_count = 0
-        """Chunks handed out."""
-        self.failures: dict[ChunkKey, LmkvError] = {}
-        """Why chunks did not come when they were asked for; they may have come since."""
-        self.changed = asyncio.Event()
-        """Set whenever another fetch brought a chunk, or gave up bringing one."""
-        self.size_bytes = 0
-        """Bytes of the chunks that came from peers."""
-        self.instance_ids: dict[str, None] = {}
-        """The peers they came from, in order of first use."""
-        self._tier = tier
-        self._on_chunks = on_chunks
-        self._next_index = first
-        self._arrived: dict[int, Chunk] = {}
-        self._closed = False
-
-    @property
-    def front(self) -> Collection[int]:
-        """The missing chunks of which each would be handed out if it came now."""
-        return {self._next_index} & self.missing if self.in_order else self.missing
-
-    def add(self, chunks: Iterable[tuple[int, Chunk]], instance_id: str = "") -> None:
-        """Takes chunks that are now in the tier, and notes which peer they came from, if any."""
-        for index, chunk in chunks:
-            if index in self.missing and not self._closed:
-                self._take(index, chunk, instance_id)
-        if due := self._due():
-            self.handed_count += len(due)
-            self._on_chunks(due)
-
-    def _due(self) -> list[tuple[int, Chunk]]:
-        """Takes off what is to be handed out now."""
-        if not self.in_order:
-            due, self._arrived = list(self._arrived.items()), {}
-            return due
-        due = []
-        while self._next_index in self._arrived:
-            due.append((self._next_index, self._arrived.pop(self._next_index)))
-            self._next_index += 1
-        return due
-
-    def _take(self, index: int, chunk: Chunk, instance_id: str) -> None:
-        self.missing.discard(index)
-        self._tier.hold([chunk])
-        self._arrived[index] = chunk
-        if instance_id:
-            self.size_bytes += chunk.size_bytes
-            self.instance_ids[instance_id] = None
-
-    def find_own(self) -> None:
-        """Takes what is in the tier by now, whoever brought it there."""
-        found = ((index, self._tier.get(self.keys[index])) for index in sorted(self.missing))
-        self.add([(index, chunk) for index, chunk in found if chunk and chunk.fingerprint == self.spec.fingerprint])
-
-    def close(self) -> None:
-        """Lets go of what was not handed out. Nothing is taken after this."""
-        self._closed = True
-        self._tier.unhold(self._arrived.values())
-        self._arrived.clear()
 
 
 class InflightFetches:

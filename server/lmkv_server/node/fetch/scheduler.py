@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 
 from lmkv.transfer.bandwidth import Bandwidth
 from lmkv_server.node.cache.host import Chunk
-from lmkv_server.node.fetch.inflight import InflightFetches, Progress
+from lmkv_server.node.fetch.inflight import InflightFetches
+from lmkv_server.node.tiers.progress import Progress
 
 WINDOW_SECONDS = 0.5
 """A window is what should come in that time: long against a question, short against the life of a grant."""

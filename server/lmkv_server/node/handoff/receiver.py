@@ -20,7 +20,6 @@ from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.fetch.fetcher import Peers
-from lmkv_server.node.fetch.inflight import Progress
 from lmkv_server.node.handoff.device_buffers import DeviceBuffers
 from lmkv_server.node.handoff.directory import Directory
 from lmkv_server.node.handoff.intake import READ_SECONDS, Intake
@@ -28,6 +27,7 @@ from lmkv_server.node.handoff.state import Handoff, HandoffSource, State
 from lmkv_server.node.handoff.table import HandoffTable
 from lmkv_server.node.peers.connection import PeerConnection
 from lmkv_server.node.sessions.sessions import Engines
+from lmkv_server.node.tiers.progress import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ from lmkv.keys import ChunkKey
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv_server.node.cache.host import Chunk, HostTier
-from lmkv_server.node.fetch.inflight import Incoming, InflightFetches, PendingWrites, Progress, checked_extents
+from lmkv_server.node.fetch.inflight import Incoming, InflightFetches, PendingWrites, checked_extents
+from lmkv_server.node.tiers.progress import Progress
 from tests.server.node.peer_parts import SMALL, keys_of
 
 KEYS = keys_of(8)

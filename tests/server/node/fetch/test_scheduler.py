@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lmkv.spec import KvSpec
 from lmkv.transfer.bandwidth import Bandwidth
 from lmkv_server.node.cache.host import Chunk, HostTier
-from lmkv_server.node.fetch.inflight import InflightFetches, Progress
+from lmkv_server.node.fetch.inflight import InflightFetches
 from lmkv_server.node.fetch.scheduler import (
     BATCH_SECONDS,
     FIRST_BATCH_BYTES,
@@ -23,6 +23,7 @@ from lmkv_server.node.fetch.scheduler import (
     FetchPlan,
     HolderState,
 )
+from lmkv_server.node.tiers.progress import Progress
 from tests.lmkv.transfer.test_bandwidth import known
 from tests.server.node.peer_parts import LARGE, SMALL, keys_of
 

@@ -33,9 +33,9 @@ from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.engines.handoffs import EngineHandoffs
-from lmkv_server.node.fetch.inflight import Progress
 from lmkv_server.node.handoff.directory import Directory
 from lmkv_server.node.handoff.state import State
+from lmkv_server.node.tiers.progress import Progress
 from tests.server.node.peer_parts import LARGE, RUNTIME_DIR, SMALL, Parts, Remote, Taken, keys_of
 from tests.waiting import WAIT_SECONDS, until
 
