@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Generic, NoReturn, TypeVar
 
+from lmkv.plugins import CHANNELS, plugin_names
 from lmkv.remote_url import parse_remote_url
 from lmkv.units import GB, parse_gigabytes, parse_seconds
 
@@ -19,6 +20,7 @@ T = TypeVar("T")
 
 OFF = -1
 """The port of what is not served."""
+BUILT_IN_CHANNELS = ("auto", "shm", "nixl", "tcp")
 MAX_NUMA_NODE = 1023
 MAX_SECONDS = 31_536_000.0
 """A year: every wait has a bound."""
@@ -198,12 +200,20 @@ def _ports(raw: object) -> Mapping[str, int]:
     return MappingProxyType({_text(name): _whole(port, 1, 65535) for name, port in raw.items()})
 
 
-def _folders(raw: object) -> Mapping[str, str]:
+def _texts_by_name(raw: object) -> Mapping[str, str]:
     if isinstance(raw, str):
         raw = json.loads(raw)
     if not isinstance(raw, Mapping):
         raise ValueError
-    return MappingProxyType({_text(name): _text(folder) for name, folder in raw.items()})
+    return MappingProxyType({_text(name): _text(text) for name, text in raw.items()})
+
+
+def _transfer_channel(raw: object) -> str:
+    name = _text(raw).lower()
+    if name not in BUILT_IN_CHANNELS and name not in plugin_names(CHANNELS):
+        known = ", ".join((*BUILT_IN_CHANNELS, *plugin_names(CHANNELS)))
+        raise _Explained(f"must be one of {known}, not {raw!r}")
+    return name
 
 
 def one_port(raw: object) -> object:
@@ -284,9 +294,16 @@ PORTS = Kind(
 FOLDERS = Kind(
     metavar="JSON",
     expects='names with folders, such as {"llama": "/models/llama"}',
-    parse=_folders,
+    parse=_texts_by_name,
     write=lambda folders: json.dumps(dict(folders)),
 )
+OPTIONS = Kind(
+    metavar="JSON",
+    expects='names with text, such as {"protocol": "rdma"}',
+    parse=_texts_by_name,
+    write=lambda options: json.dumps(dict(options)),
+)
+TRANSFER_CHANNEL = Kind(metavar="NAME", expects="the name of a transfer channel", parse=_transfer_channel)
 NAMES = Kind(
     metavar="NAMES",
     expects='a list of names, such as ["UCX"]',

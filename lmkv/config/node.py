@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from lmkv.config.kinds import (
     NAMES,
     NUMA_NODE,
     OFF,
+    OPTIONS,
     PATH,
     PORT,
     PORT_IF_ANY,
@@ -32,6 +34,7 @@ from lmkv.config.kinds import (
     SECONDS,
     SECONDS_OR_ZERO,
     TEXT,
+    TRANSFER_CHANNEL,
     choice,
     one_port,
 )
@@ -41,8 +44,6 @@ from lmkv.units import GB
 
 MAX_SOCKET_PATH_BYTES = 100
 """Unix socket paths end at 107 bytes; the rest is left to those who need a suffix."""
-MOONCAKE_PROTOCOL = choice("tcp", "rdma")
-TRANSFER_CHANNEL = choice("auto", "shm", "nixl", "tcp", "ucx", "mooncake")
 
 
 def _own_instance_id(suffix: str = "") -> str:
@@ -115,11 +116,17 @@ class NodeConfig(Config):
     transfer_channel: str = key(
         TRANSFER_CHANNEL,
         "auto",
-        "What moves bytes between nodes: auto (shm, else nixl, else tcp), or shm, nixl, tcp, ucx or mooncake.",
+        "What moves bytes between nodes: auto (shm, else nixl, else tcp), shm, nixl, tcp, or a plug-in: ucx, mooncake, "
+        "or one of another package.",
+    )
+    transfer_options: Mapping[str, str] = key(
+        OPTIONS,
+        dict,
+        "Options of a plug-in channel; mooncake has `protocol`: tcp or rdma.",
+        shown_default="none",
     )
     transfer_port: int = key(PORT, 0, "Port that tcp or ucx listens on; 0: a free one.")
     nixl_backends: tuple[str, ...] = key(NAMES, ("UCX",), "NIXL backends, best first.")
-    mooncake_protocol: str = key(MOONCAKE_PROTOCOL, "tcp", "What Mooncake moves bytes by: tcp or rdma.")
     local_cpu: bool = key(FLAG, True, "Whether chunks are kept in host memory.")
     max_local_cpu_size: float = key(GIGABYTES, 5.0, "Host memory for chunks, in GB unless it says its unit.")
     local_disk: tuple[str, ...] = key(

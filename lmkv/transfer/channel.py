@@ -49,7 +49,8 @@ class End:
     access: ReadAccess = field(default_factory=ReadAccess)
     """Who may read what of the pool; asked by the channels whose owner sends the bytes itself."""
     nixl_backends: tuple[str, ...] = ("UCX",)
-    mooncake_protocol: str = "tcp"
+    options: Mapping[str, str] = field(default_factory=dict)
+    """`transfer_options`: options of a channel that is a plug-in, which refuses those that it does not know."""
 
     @property
     def region(self) -> Region:

@@ -1,4 +1,4 @@
-"""The channels of one node: opened when they are first needed, and one chosen for each peer (docs/transfer.md)."""
+"""The transfer channels of one node: each opened on first use, and one chosen for each peer (docs/transfer.md)."""
 
 from __future__ import annotations
 
@@ -7,40 +7,53 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
+from typing import Any
 
 from lmkv.errors import ChannelUnsupported, ConfigError, LmkvError, Unreachable
+from lmkv.plugins import CHANNELS, load_plugin, plugin_names
 from lmkv.transfer.access import ReadAccess
 from lmkv.transfer.channel import Channel, Copy, End
 
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
-CLASSES = {
+BUILT_IN = {
     "shm": ("lmkv.transfer.shm", "ShmChannel"),
     "nixl": ("lmkv.transfer.nixl.channel", "NixlChannel"),
     "tcp": ("lmkv.transfer.tcp.channel", "TcpChannel"),
-    "ucx": ("lmkv.transfer.ucx.channel", "UcxChannel"),
-    "mooncake": ("lmkv.transfer.mooncake", "MooncakeChannel"),
 }
-"""Where each channel is: a library stays out of processes that do not use it."""
+"""Module and class of each built-in channel, imported on first use. All others are plug-ins of the group `CHANNELS`."""
+AUTO_NAMES = tuple(BUILT_IN)
+"""The channels that `auto` stands for, best first."""
 MAX_NAMES_CHARACTERS = 200
-"""Of what a caller wants, so much is said back to it."""
-AUTO_NAMES = ("shm", "nixl", "tcp")
-"""What `auto` means, best first."""
+"""Maximum length of the requested names that an error message repeats."""
 
 
 def names_of(transfer_channel: str) -> tuple[str, ...]:
-    """The channels that a value of `transfer_channel` stands for, best first."""
+    """The channels that a value of `transfer_channel` allows, best first."""
     return AUTO_NAMES if transfer_channel == AUTO else (transfer_channel,)
 
 
 async def open_channel(name: str, end: End) -> Channel:
-    """The channel called `name` over an end. Raises `ConfigError` if it is unknown or cannot start."""
-    if name not in CLASSES:
-        raise ConfigError(f"transfer_channel: {name!r} is unknown; use {', '.join((AUTO, *CLASSES))}")
-    module, kind = CLASSES[name]
-    channel: Channel = await getattr(import_module(module), kind).open(end)
+    """Opens the channel called `name` over an end. Raises `ConfigError` if it is unknown or does not start."""
+    channel: Channel = await _find_class(name, end).open(end)
     return channel
+
+
+def _find_class(name: str, end: End) -> Any:
+    if name in BUILT_IN:
+        if end.options:
+            raise ConfigError(f"transfer_options: the channel {name} has none; unset it", key="transfer_options")
+        module, cls = BUILT_IN[name]
+        return getattr(import_module(module), cls)
+    known = plugin_names(CHANNELS)
+    if name not in known:
+        names = ", ".join((AUTO, *BUILT_IN, *known))
+        raise ConfigError(f"transfer_channel: {name!r} is unknown; use {names}", key="transfer_channel")
+    try:
+        return load_plugin(CHANNELS, name)
+    except ConfigError as error:
+        raise ConfigError(f"transfer_channel: {error}", key="transfer_channel") from error
 
 
 class Channels:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple, Self
@@ -25,6 +25,8 @@ ENVIRONMENT = {
     "MC_TCP_STATUS_TIMEOUT_SEC": "2",
 }
 """Defaults for variables that Mooncake reads when it starts. By the last two it gives up frozen peers."""
+PROTOCOLS = ("tcp", "rdma")
+"""Values of the option `protocol`, the default first."""
 READ_THREADS = 4
 STEP_BYTES = 32 << 20
 """Read before a thread looks whether it should go on."""
@@ -46,11 +48,12 @@ class MooncakeChannel:
     def __init__(self, end: End) -> None:
         """Raises `ConfigError` if Mooncake is missing or does not start."""
         self._own = end.region
+        protocol = _protocol(end.options)
         self._engine: Any = _load().TransferEngine()
-        if self._engine.initialize(end.host, "P2PHANDSHAKE", end.mooncake_protocol, ""):
+        if self._engine.initialize(end.host, "P2PHANDSHAKE", protocol, ""):
             raise ConfigError(
-                f"mooncake_protocol: Mooncake did not start by {end.mooncake_protocol} at {end.host}; set another",
-                key="mooncake_protocol",
+                f"transfer_options: Mooncake did not start with the protocol {protocol} at {end.host}; set another",
+                key="transfer_options",
             )
         if self._engine.register_memory(self._own.address, self._own.size_bytes):
             raise ConfigError("transfer_channel: Mooncake did not register the pool", key="transfer_channel")
@@ -114,6 +117,16 @@ class MooncakeChannel:
             job.check()
             if self._engine.transfer_sync_read(target, step.local_address, step.remote_address, step.size_bytes):
                 raise Unreachable(f"{job.peer_name} refused to be read, or is gone", peer=job.peer_name)
+
+
+def _protocol(options: Mapping[str, str]) -> str:
+    protocol = options.get("protocol", "tcp")
+    if options.keys() - {"protocol"} or protocol not in PROTOCOLS:
+        raise ConfigError(
+            f"transfer_options must be protocol with one of {', '.join(PROTOCOLS)}, not {dict(options)}",
+            key="transfer_options",
+        )
+    return protocol
 
 
 def _steps(copies: Sequence[Copy]) -> Iterator[Copy]:

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -46,10 +46,10 @@ class Memory:
         """A channel over it; its socket, if it has one, is in `folder`."""
         return await open_channel(kind, self.end(name, folder))
 
-    def end(self, name: str, folder: Path | None = None) -> End:
+    def end(self, name: str, folder: Path | None = None, options: Mapping[str, str] | None = None) -> End:
         """What a channel over it stands on."""
         socket_path = folder / f"{name}.sock" if folder else None
-        return End(name=name, pool=self.pool, socket_path=socket_path, access=self.access)
+        return End(name=name, pool=self.pool, socket_path=socket_path, access=self.access, options=options or {})
 
     def admit(self, peer_name: str = "reader:1") -> Reader:
         """A reader that may read all of it under `GRANT_ID`."""

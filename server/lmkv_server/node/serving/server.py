@@ -67,7 +67,7 @@ class PeerServer:
                 socket_path=config.transfer_socket,
                 summed_copy=summed_copy if config.verify_transfers else None,
                 nixl_backends=config.nixl_backends,
-                mooncake_protocol=config.mooncake_protocol,
+                options=config.transfer_options,
             ),
         )
         self.directory = Directory(config.runtime_path)
