@@ -24,8 +24,8 @@ from lmkv.transfer.channel import Region
 from lmkv.transfer.nixl.files import NixlFiles
 from lmkv.units import GB
 from lmkv_kernels import checksum
-from lmkv_server.node.cache.host import Chunk, HostTier
-from lmkv_server.node.tiers.disk.chunk import DiskChunk
+from lmkv_server.node.cache.events import CacheEvents
+from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.tiers.disk.folder import PlainIo
 from lmkv_server.node.tiers.disk.tier import DiskTier
 from lmkv_server.node.tiers.disk.volume import READ_THREADS, WRITE_THREADS
@@ -43,22 +43,8 @@ class Bench:
         self.pool = Pool.create(chunk_count * chunk_bytes)
         self.pool.populate()
         self.pool.buffer[:] = np.random.default_rng(0).bytes(len(self.pool.buffer))
-        self.tier = HostTier(self.pool.size_bytes, self)
-        self.disk: DiskTier | None = None
-
-    def admitted(self, chunk: Chunk) -> None:
-        """See `Listener`."""
-        if self.disk:
-            self.disk.writer.admitted(chunk)
-
-    def evicted(self, chunk: Chunk) -> None:
-        """See `Listener`."""
-
-    def stored(self, chunk: DiskChunk) -> None:
-        """See `DiskListener`."""
-
-    def lost(self, chunk: DiskChunk) -> None:
-        """See `DiskListener`."""
+        self.events = CacheEvents()
+        self.tier = HostTier(self.pool.size_bytes, self.events)
 
     def fill(self) -> None:
         """Commits every chunk."""
@@ -90,13 +76,12 @@ async def through_tier(bench: Bench, folder: Path, io_name: str) -> None:
     size_bytes = len(bench.keys) * bench.chunk_bytes
     region = Region(address=bench.pool.address, size_bytes=bench.pool.size_bytes)
     io = NixlFiles(region) if io_name == "nixl" else PlainIo()
-    disk = DiskTier([folder], size_bytes, tier=bench.tier, pool=bench.pool, listener=bench, io=io)
+    disk = DiskTier([folder], size_bytes, tier=bench.tier, pool=bench.pool, events=bench.events, io=io)
     async with disk:
         bench.fill()
-        bench.disk = disk
         with timed(f"{io_name}, write-behind", size_bytes):
             for chunk in bench.tier:
-                disk.writer.admitted(chunk)
+                disk.writer.add(chunk)
             await disk.writer.flush()
         bench.tier.drop(bench.keys)
         came: list[int] = []
@@ -104,9 +89,8 @@ async def through_tier(bench: Bench, folder: Path, io_name: str) -> None:
             await disk.reader.read(FINGERPRINT, bench.keys, TIMEOUT_SECONDS, lambda at, _: came.append(at))
         assert len(came) == len(bench.keys), "not all came"
         bench.tier.drop(bench.keys)
-        bench.disk = None
     began = time.perf_counter()
-    async with DiskTier([folder], size_bytes, tier=bench.tier, pool=bench.pool, listener=bench) as again:
+    async with DiskTier([folder], size_bytes, tier=bench.tier, pool=bench.pool, events=bench.events) as again:
         print(f"{again.chunk_count} chunks found again in {1000 * (time.perf_counter() - began):.1f} ms")
         again.drop(bench.keys)
         await again.settle()

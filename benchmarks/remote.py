@@ -30,7 +30,8 @@ from lmkv.remote_url import parse_remote_url
 from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv.units import GB
 from lmkv_kernels import checksum
-from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.cache.events import CacheEvents
+from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.tiers.remote.backend import RemoteStore
 from lmkv_server.node.tiers.remote.health import READ_THREADS, WRITE_THREADS
 from lmkv_server.node.tiers.remote.s3 import S3Store
@@ -69,7 +70,7 @@ class Bench:
         self.pool = Pool.create(chunk_count * chunk_bytes)
         self.pool.populate()
         self.pool.buffer[:] = np.random.default_rng(0).bytes(len(self.pool.buffer))
-        self.tier = HostTier(self.pool.size_bytes, self)
+        self.tier = HostTier(self.pool.size_bytes)
 
     @property
     def size_bytes(self) -> int:
@@ -79,12 +80,6 @@ class Bench:
     def part(self, index: int) -> memoryview:
         """The memory of one chunk."""
         return self.pool.buffer[index * self.spec.chunk_bytes : (index + 1) * self.spec.chunk_bytes]
-
-    def admitted(self, chunk: Chunk) -> None:
-        """See `Listener`."""
-
-    def evicted(self, chunk: Chunk) -> None:
-        """See `Listener`."""
 
     def fill(self) -> None:
         """Commits every chunk."""
@@ -113,13 +108,13 @@ def timed(label: str, size_bytes: int) -> Iterator[None]:
 
 async def through_tier(bench: Bench, store: RemoteStore) -> None:
     """Puts and reads by a remote tier."""
-    remote = RemoteTier(store, tier=bench.tier, pool=bench.pool, lookup_seconds=TIMEOUT_SECONDS)
+    remote = RemoteTier(store, tier=bench.tier, pool=bench.pool, events=CacheEvents(), lookup_seconds=TIMEOUT_SECONDS)
     async with remote:
         await remote.link.attempted.wait()
         bench.fill()
         with timed("tier: write-behind", bench.size_bytes):
             for chunk in bench.tier:
-                remote.writer.admitted(chunk)
+                remote.writer.add(chunk)
             await remote.writer.flush()
         assert remote.writer.written_chunks == len(bench.keys), "not all were put"
         bench.tier.drop(bench.keys)

@@ -20,7 +20,7 @@ from lmkv.keys import ChunkKey, split_keys
 from lmkv.spec import KvSpec
 from lmkv.v1.chunk_pb2 import TIER_HOST
 from lmkv.v1.registry_service_pb2 import Instance, TierUsage
-from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.commands.orders import Orders
 from lmkv_server.node.fleet.fleet import Fleet, Held
 from lmkv_server.node.sessions.sessions import Engines
@@ -50,19 +50,13 @@ class ScaledNode:
         self._number = number
         self._random = random.Random(-number)
         self._held: deque[ChunkKey] = deque(split_keys(random_keys(number, chunk_count)))
-        tier = HostTier(TIER_BYTES, self)
+        tier = HostTier(TIER_BYTES)
         self._orders = Orders(instance_id=self.name, tier=tier, engines=Engines(tier), peers=None)
 
     @property
     def name(self) -> str:
         """Its instance id."""
         return f"node-{self._number:05}"
-
-    def admitted(self, chunk: Chunk) -> None:
-        """See `Listener`; nothing is ever stored."""
-
-    def evicted(self, chunk: Chunk) -> None:
-        """See `Listener`."""
 
     @asynccontextmanager
     async def member(self, coordinator_addresses: Sequence[str]) -> AsyncIterator[Fleet]:

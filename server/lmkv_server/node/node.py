@@ -24,6 +24,7 @@ from lmkv.transfer.channel import Region
 from lmkv.transfer.nixl.files import NixlFiles
 from lmkv.units import format_bytes
 from lmkv.v1 import engine_service_pb2, engine_service_pb2_grpc, registry_service_pb2
+from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.eviction import POLICIES
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.ledger import Ledger
@@ -36,7 +37,6 @@ from lmkv_server.node.fleet.fleet import Fleet
 from lmkv_server.node.instance_lock import InstanceLock, instance_secret
 from lmkv_server.node.metrics.collector import Metrics
 from lmkv_server.node.metrics.server import MetricsServer
-from lmkv_server.node.reporting import Reporting
 from lmkv_server.node.serving.server import STOP_GRACE_SECONDS, PeerServer, bind
 from lmkv_server.node.sessions.sessions import Engines
 from lmkv_server.node.stack import TierStack
@@ -79,7 +79,8 @@ class Node:
         """What an earlier life has left, if `persist_pool` is on."""
         self._peer_side: PeerServer | None = None
         self._stack = AsyncExitStack()
-        self._reporting = Reporting()
+        self.events = CacheEvents()
+        """What the tiers store and remove."""
         self._idle_since = time.monotonic() + FIRST_ENGINE_SECONDS
         self._served_timer: asyncio.TimerHandle | None = None
 
@@ -107,26 +108,31 @@ class Node:
         self._stack.enter_context(InstanceLock(config.lock_path, config.instance_id))
         file = self._stack.enter_context(open_file(config)) if config.persist_pool else None
         self.pool = file.pool if file else self._stack.enter_context(make_pool(config))
-        self.tier = HostTier(self.pool.size_bytes, self._reporting, POLICIES[config.eviction_policy]())
+        self.tier = HostTier(self.pool.size_bytes, self.events, POLICIES[config.eviction_policy]())
         if file:
-            self._reporting.ledger = Ledger(file.table)
-            self.warm = await self._stack.enter_async_context(WarmStart(file, self._reporting.ledger, self.tier))
+            ledger = Ledger(file.table)
+            self.events.subscribe(ledger)
+            self.warm = await self._stack.enter_async_context(WarmStart(file, ledger, self.tier))
         self.engines = Engines(self.tier)
         if config.local_disk:
-            self.disk = self._reporting.disk = await self._stack.enter_async_context(
+            self.disk = await self._stack.enter_async_context(
                 DiskTier(
                     config.disk_folders,
                     config.disk_bytes,
                     tier=self.tier,
                     pool=self.pool,
-                    listener=self._reporting,
+                    events=self.events,
                     io=self._disk_io(),
                 )
             )
         if config.remote_url:
-            self.remote = self._reporting.remote = await self._stack.enter_async_context(
+            self.remote = await self._stack.enter_async_context(
                 RemoteTier(
-                    store_for(config), tier=self.tier, pool=self.pool, lookup_seconds=config.remote_lookup_timeout
+                    store_for(config),
+                    tier=self.tier,
+                    pool=self.pool,
+                    events=self.events,
+                    lookup_seconds=config.remote_lookup_timeout,
                 )
             )
         if config.enable_p2p:
@@ -141,7 +147,7 @@ class Node:
                     calls=self._calls,
                 )
             )
-            self._reporting.senders = self._peer_side.senders
+            self.events.subscribe(self._peer_side.senders)
         side = self._peer_side
         peers = side.peers if side else None
         self.orders = await self._stack.enter_async_context(
@@ -215,7 +221,8 @@ class Node:
         )
         self.metrics.registry.register(CertificateEnd(config.tls_cert))
         await self._serve_metrics()
-        self._reporting.fleet = await self._stack.enter_async_context(self.fleet)
+        await self._stack.enter_async_context(self.fleet)
+        self.events.subscribe(self.fleet)
         await self.fleet.started()
         await self._serve_engines(service)
         self._populating = asyncio.create_task(self._populate())

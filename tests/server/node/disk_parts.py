@@ -15,8 +15,8 @@ from lmkv.pool.pool import Pool
 from lmkv.transfer.channel import Region
 from lmkv.transfer.nixl.files import NixlFiles
 from lmkv_kernels import checksum
+from lmkv_server.node.cache.events import CachedChunk, CacheEvents
 from lmkv_server.node.cache.host import Chunk, HostTier
-from lmkv_server.node.tiers.disk.chunk import DiskChunk
 from lmkv_server.node.tiers.disk.tier import DiskTier
 from tests.server.node.cases import chunk_key, chunk_keys
 from tests.waiting import WAIT_SECONDS as WAIT_SECONDS
@@ -31,7 +31,8 @@ class Host:
 
     def __init__(self, chunk_count: int) -> None:
         self.pool = Pool.create(chunk_count * CHUNK_BYTES, huge_pages="never")
-        self.tier = HostTier(self.pool.size_bytes, self)
+        self.events = CacheEvents(self)
+        self.tier = HostTier(self.pool.size_bytes, self.events)
         self._disk: DiskTier | None = None
         self.on_disk: set[ChunkKey] = set()
         """What the disk tier has said to hold."""
@@ -46,18 +47,14 @@ class Host:
     def disk(self, disk: DiskTier) -> None:
         self._disk = disk
 
-    def admitted(self, chunk: Chunk) -> None:
-        self.disk.writer.admitted(chunk)
+    def stored(self, tier: str, chunk: CachedChunk) -> None:
+        if tier == "disk":
+            assert chunk.key not in self.on_disk
+            self.on_disk.add(chunk.key)
 
-    def evicted(self, chunk: Chunk) -> None:
-        self.disk.writer.evicted(chunk)
-
-    def stored(self, chunk: DiskChunk) -> None:
-        assert chunk.key not in self.on_disk
-        self.on_disk.add(chunk.key)
-
-    def lost(self, chunk: DiskChunk) -> None:
-        self.on_disk.remove(chunk.key)
+    def removed(self, tier: str, chunk: CachedChunk) -> None:
+        if tier == "disk":
+            self.on_disk.remove(chunk.key)
 
     def words(self, chunk: Chunk) -> NDArray[np.uint64]:
         return np.frombuffer(self.pool.buffer, np.uint64, chunk.size_bytes // 8, chunk.offset)
@@ -123,7 +120,7 @@ async def host_with_disk(
             disk_chunks * CHUNK_BYTES,
             tier=host.tier,
             pool=host.pool,
-            listener=host,
+            events=host.events,
             io=NixlFiles(Region(address=host.pool.address, size_bytes=host.pool.size_bytes)) if nixl else None,
             **seconds,
         ) as disk:

@@ -21,7 +21,8 @@ from lmkv.v1.registry_service_pb2 import (
     ListInstancesRequest,
     TierUsage,
 )
-from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.cache.events import CachedChunk
+from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.commands.orders import Orders
 from lmkv_server.node.fleet.fleet import Fleet, Held
 from lmkv_server.node.sessions.sessions import Engines
@@ -90,10 +91,10 @@ class Shelf:
                 token_count=LLAMA.chunk_size,
             )
 
-    def admitted(self, chunk: Chunk) -> None:
+    def stored(self, tier: str, chunk: CachedChunk) -> None:
         self.put([chunk.key], token_count=chunk.token_count)
 
-    def evicted(self, chunk: Chunk) -> None:
+    def removed(self, tier: str, chunk: CachedChunk) -> None:
         self.take([chunk.key])
 
     def put(self, keys: Iterable[ChunkKey], spec: KvSpec = LLAMA, token_count: int = 256) -> None:

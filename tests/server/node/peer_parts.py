@@ -25,7 +25,8 @@ from lmkv.pool.pool import Pool
 from lmkv.spec import KvSpec
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_kernels import checksum
-from lmkv_server.node.cache.host import Chunk, HostTier, Listener
+from lmkv_server.node.cache.events import HOST, CacheListener
+from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.handoff.sender import Handed
 from lmkv_server.node.serving.server import PeerServer
 from lmkv_server.node.sessions.sessions import Engines
@@ -71,7 +72,7 @@ class Parts:
         spec: KvSpec = SMALL,
         chunk_count: int = 32,
         grant_ttl_seconds: float = 30.0,
-        listener: Listener | None = None,
+        listener: CacheListener | None = None,
         transfer_channel: str = "nixl",
         verify_transfers: bool = True,
         **config: Any,
@@ -148,7 +149,7 @@ class Parts:
             token_count=token_count,
         )
         assert chunk
-        self.senders.admitted(chunk)
+        self.senders.stored(HOST, chunk)
         return chunk
 
     def hand(self, request_id: str, instance_id: str, keys: Sequence[ChunkKey], token_count: int = 0) -> Future[Handed]:

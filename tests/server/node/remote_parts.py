@@ -21,6 +21,7 @@ from lmkv.pool.pool import Pool
 from lmkv.remote_url import parse_remote_url
 from lmkv_client.demo.process import free_port as find_free_port
 from lmkv_kernels import checksum
+from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.tiers.remote.backend import RemoteStore
 from lmkv_server.node.tiers.remote.chunk import object_name
@@ -185,14 +186,9 @@ class Host:
 
     def __init__(self, chunk_count: int) -> None:
         self.pool = Pool.create(chunk_count * CHUNK_BYTES, huge_pages="never")
-        self.tier = HostTier(self.pool.size_bytes, self)
+        self.events = CacheEvents()
+        self.tier = HostTier(self.pool.size_bytes, self.events)
         self.remote: RemoteTier
-
-    def admitted(self, chunk: Chunk) -> None:
-        self.remote.writer.admitted(chunk)
-
-    def evicted(self, chunk: Chunk) -> None:
-        self.remote.writer.evicted(chunk)
 
     def store(self, *numbers: int, token_count: int = SPEC.chunk_size) -> None:
         """Chunks whose bytes follow from their numbers, each the next one's parent."""
@@ -261,7 +257,9 @@ async def host_with(
     """A host tier and a remote tier, whose store can be used if it is to be `ready`."""
     host = Host(chunk_count)
     try:
-        host.remote = RemoteTier(store, tier=host.tier, pool=host.pool, lookup_seconds=lookup_seconds, **seconds)
+        host.remote = RemoteTier(
+            store, tier=host.tier, pool=host.pool, events=host.events, lookup_seconds=lookup_seconds, **seconds
+        )
         async with host.remote:
             if ready:
                 await host.open()

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 from lmkv.errors import GrantNotFound
 from lmkv.keys import ChunkKey
 from lmkv_server.node.cache.allocator import FreeList, align
+from lmkv_server.node.cache.events import HOST, CacheListener
 from lmkv_server.node.cache.eviction import EvictionPolicy, EvictionQueue
 
 
@@ -51,23 +51,13 @@ class Chunk:
     """Whether it is out of the index and only its holds keep the bytes."""
 
 
-class Listener(Protocol):
-    """Whoever wants to know what the tier gains and loses; called in order, from the caller's own stack."""
-
-    def admitted(self, chunk: Chunk) -> None:
-        """The chunk is now visible."""
-
-    def evicted(self, chunk: Chunk) -> None:
-        """The chunk is no longer visible."""
-
-
 class HostTier:
     """Chunks in a pool of `size_bytes`, or in an engine's device buffer. Not thread-safe: one loop owns it."""
 
     def __init__(
         self,
         size_bytes: int,
-        listener: Listener | None = None,
+        listener: CacheListener | None = None,
         policy: EvictionPolicy | None = None,
         *,
         region: int = 0,
@@ -226,7 +216,7 @@ class HostTier:
         self._queue.add(key, parent)
         self._chunk_bytes += used
         if self._listener:
-            self._listener.admitted(chunk)
+            self._listener.stored(HOST, chunk)
         return chunk
 
     def give_back(self, offset: int) -> None:
@@ -260,7 +250,7 @@ class HostTier:
         if not chunk.holds:
             self._free.give(chunk.offset, chunk.size_bytes)
         if self._listener:
-            self._listener.evicted(chunk)
+            self._listener.removed(HOST, chunk)
 
     def check(self, dropped_on_hold: Iterable[Chunk] = ()) -> None:
         """Asserts that extents do not overlap and that every byte is free, reserved, held, or kept by a hold."""

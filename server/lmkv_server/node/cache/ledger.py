@@ -15,6 +15,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from lmkv.keys import ChunkKey
+from lmkv_server.node.cache.events import HOST, CachedChunk
 from lmkv_server.node.cache.host import Chunk
 
 STAMP = b"lmkv pool, ledger 1"
@@ -70,6 +71,16 @@ class Ledger:
     def recorded_count(self) -> int:
         """Chunks that have a record."""
         return len(self._slots)
+
+    def stored(self, tier: str, chunk: CachedChunk) -> None:
+        """Records a chunk of the pool."""
+        if tier == HOST and isinstance(chunk, Chunk):
+            self.put(chunk)
+
+    def removed(self, tier: str, chunk: CachedChunk) -> None:
+        """Removes the record of a chunk of the pool."""
+        if tier == HOST and isinstance(chunk, Chunk):
+            self.drop(chunk.offset)
 
     def put(self, chunk: Chunk) -> None:
         """The chunk's bytes are whole. Nothing happens if it was there at the start."""

@@ -25,6 +25,7 @@ from lmkv.rpc.resolver import resolve
 from lmkv.runtime.deadline_timer import DeadlineTimer
 from lmkv.v1 import cache_service_pb2, chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
+from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.commands.orders import Orders
 from lmkv_server.node.fleet.reports import Held
 from lmkv_server.node.fleet.session import CoordinatorSession
@@ -36,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 LOCATE_SECONDS = 0.5
 """Most time that one coordinator gets to say where an instance is."""
+
+REPORTED_TIERS = {"host": chunk_pb2.TIER_HOST, "disk": chunk_pb2.TIER_DISK}
+"""Tiers of this node alone, by the name that their events have: the layout map holds their chunks."""
 
 
 class Fleet:
@@ -193,6 +197,16 @@ class Fleet:
         return min((due for due in dues if due is not None), default=None)
 
     # --- What this node holds ------------------------------------------------------------------------------------
+
+    def stored(self, tier: str, chunk: CachedChunk) -> None:
+        """Reports a chunk of the host tier or of the disk. Chunks of other tiers are not in the layout map."""
+        if (reported := REPORTED_TIERS.get(tier)) is not None:
+            self.admitted(reported, chunk.fingerprint, chunk.key, chunk.token_count)
+
+    def removed(self, tier: str, chunk: CachedChunk) -> None:
+        """Reports that the tier no longer has the chunk."""
+        if (reported := REPORTED_TIERS.get(tier)) is not None:
+            self.evicted(reported, chunk.fingerprint, chunk.key)
 
     def admitted(self, tier: chunk_pb2.Tier.ValueType, fingerprint: bytes, key: ChunkKey, token_count: int) -> None:
         """Notes that the node now holds a chunk. Call it in the step that makes `snapshot` yield it."""

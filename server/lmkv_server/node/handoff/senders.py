@@ -12,6 +12,7 @@ from lmkv.errors import BadMessage, Full, LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
 from lmkv.telemetry import Span
+from lmkv_server.node.cache.events import HOST, CachedChunk
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.fetch.fetcher import Peers
 from lmkv_server.node.handoff.directory import Directory
@@ -77,10 +78,14 @@ class Senders:
         if tasks:
             await asyncio.wait(tasks, timeout=1.0)
 
-    def admitted(self, chunk: Chunk) -> None:
-        """A chunk was committed here."""
-        for sender, _ in self._running.values():
-            sender.admitted(chunk.key)
+    def stored(self, tier: str, chunk: CachedChunk) -> None:
+        """Announces a chunk of the host tier in the handoffs that wait for it."""
+        if tier == HOST:
+            for sender, _ in self._running.values():
+                sender.admitted(chunk.key)
+
+    def removed(self, tier: str, chunk: CachedChunk) -> None:
+        """Does nothing: a handoff holds the chunks that it announced."""
 
     def start(
         self,

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from lmkv.errors import GrantNotFound
 from lmkv.keys import ChunkKey
 from lmkv_server.node.cache.allocator import ALIGNMENT, align
+from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.cache.host import Chunk, HostTier, Reserved
 
 PAGES = 12
@@ -30,14 +31,14 @@ class Events:
         self.log: list[tuple[str, ChunkKey]] = []
         self.visible: set[ChunkKey] = set()
 
-    def admitted(self, chunk: Chunk) -> None:
+    def stored(self, tier: str, chunk: CachedChunk) -> None:
         assert chunk.key not in self.visible
         self.visible.add(chunk.key)
-        self.log.append(("admitted", chunk.key))
+        self.log.append(("stored", chunk.key))
 
-    def evicted(self, chunk: Chunk) -> None:
+    def removed(self, tier: str, chunk: CachedChunk) -> None:
         self.visible.remove(chunk.key)
-        self.log.append(("evicted", chunk.key))
+        self.log.append(("removed", chunk.key))
 
 
 def commit(tier: HostTier, reserved: Reserved, number: int, size_bytes: int = ALIGNMENT) -> Chunk | None:
@@ -348,7 +349,7 @@ def test_a_commit_of_a_chunk_that_is_held_gives_its_extent_back() -> None:
     assert second is not None
     assert commit(tier, second, 0) is None
     assert tier.used_bytes == ALIGNMENT
-    assert events.log == [("admitted", chunk_key(0))]
+    assert events.log == [("stored", chunk_key(0))]
     tier.check()
 
 

@@ -115,16 +115,14 @@ from lmkv.pool.file import PoolFile
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.ledger import STAMP, Ledger, ledger_bytes
-from lmkv_server.node.reporting import Reporting
 
 path, seed, pool_bytes, size = Path(sys.argv[1]), *map(int, sys.argv[2:])
 choose = random.Random(seed)
 file = PoolFile.open(path, pool_bytes, ledger_bytes(pool_bytes), stamp=STAMP)
-reporting = Reporting()
-reporting.ledger = Ledger(file.table)
-for record in reporting.ledger.records:
-    reporting.ledger.drop(record.offset)
-tier = HostTier(file.pool.size_bytes, reporting)
+ledger = Ledger(file.table)
+for record in ledger.records:
+    ledger.drop(record.offset)
+tier = HostTier(file.pool.size_bytes, ledger)
 print("ready", flush=True)
 while True:
     reserved = tier.reserve(size)

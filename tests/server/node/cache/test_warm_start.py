@@ -14,7 +14,6 @@ from lmkv_server.node.cache.allocator import ALIGNMENT
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.cache.ledger import STAMP, Ledger, Record, ledger_bytes
 from lmkv_server.node.cache.warm_start import WarmStart
-from lmkv_server.node.reporting import Reporting
 from tests.server.node.cases import chunk_key
 from tests.server.node.disk_parts import until
 from tests.server.node.warm_parts import verified
@@ -42,9 +41,8 @@ class Life:
 
     def __init__(self, path: Path) -> None:
         self.file = PoolFile.open(path, POOL_BYTES, ledger_bytes(POOL_BYTES), stamp=STAMP)
-        self.reporting = Reporting()
-        self.reporting.ledger = self.ledger = Ledger(self.file.table)
-        self.tier = HostTier(POOL_BYTES, self.reporting)
+        self.ledger = Ledger(self.file.table)
+        self.tier = HostTier(POOL_BYTES, self.ledger)
 
     def store(self, *numbers: int) -> None:
         """Stores chunks whose every byte is their number."""

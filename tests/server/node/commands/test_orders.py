@@ -21,7 +21,8 @@ from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
-from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.cache.events import CachedChunk
+from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.commands.executor import DROPPED_AT_ONCE, MAX_ORDER_KEYS
 from lmkv_server.node.commands.orders import MAX_FETCHES, MAX_UNDER_WAY, Orders
 from lmkv_server.node.fleet.fleet import Fleet
@@ -151,12 +152,12 @@ class AtFirst:
     def __init__(self, then: Callable[[], None]) -> None:
         self._then: Callable[[], None] | None = then
 
-    def admitted(self, chunk: Chunk) -> None:
+    def stored(self, tier: str, chunk: CachedChunk) -> None:
         then, self._then = self._then, None
         if then:
             then()
 
-    def evicted(self, chunk: Chunk) -> None: ...
+    def removed(self, tier: str, chunk: CachedChunk) -> None: ...
 
 
 # --- Fetch -------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from lmkv.keys import ChunkKey
-from lmkv_server.node.cache.host import Chunk
+from lmkv_server.node.cache.events import CachedChunk
 from tests.server.node.fetch.test_fetcher import no_grants, until
 from tests.server.node.peer_parts import SMALL, Parts, Taken, keys_of
 
@@ -21,9 +21,9 @@ class Gone:
     def __init__(self) -> None:
         self.keys: list[ChunkKey] = []
 
-    def admitted(self, chunk: Chunk) -> None: ...
+    def stored(self, tier: str, chunk: CachedChunk) -> None: ...
 
-    def evicted(self, chunk: Chunk) -> None:
+    def removed(self, tier: str, chunk: CachedChunk) -> None:
         self.keys.append(chunk.key)
 
 

@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Protocol
 
 from lmkv.keys import ChunkKey
 from lmkv.pool.pool import Pool
+from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.tiers.disk.chunk import DiskChunk
 from lmkv_server.node.tiers.disk.folder import DiskFolder, FileIo
@@ -22,20 +22,12 @@ from lmkv_server.node.tiers.disk.volume import WRITE_THREADS, DiskVolume
 from lmkv_server.node.tiers.disk.writer import DiskWriter
 from lmkv_server.node.tiers.reader import TierReader
 
+NAME = "disk"
+"""Name of the tier."""
 OPEN_SECONDS = 5.0
 """A node that starts waits so long for what its folders hold; a longer list comes in later."""
 FLUSH_SECONDS = 3.0
 """A node that ends writes for so long what waits to be written."""
-
-
-class DiskListener(Protocol):
-    """Whoever wants to know what the tier gains and loses; called in order, from the loop."""
-
-    def stored(self, chunk: DiskChunk) -> None:
-        """The chunk is on disk now."""
-
-    def lost(self, chunk: DiskChunk) -> None:
-        """The chunk is no longer on disk."""
 
 
 class DiskTier:
@@ -48,7 +40,7 @@ class DiskTier:
         *,
         tier: HostTier,
         pool: Pool,
-        listener: DiskListener,
+        events: CacheEvents,
         io: FileIo | None = None,
         **seconds: float,
     ) -> None:
@@ -68,7 +60,8 @@ class DiskTier:
             for path in paths
         ]
         self._tier = tier
-        self._listener = listener
+        self._events = events
+        events.subscribe(self.writer)
         self._keepers: list[asyncio.Task[None]] = []
         self._removals: set[asyncio.Task[None]] = set()
 
@@ -170,7 +163,7 @@ class DiskTier:
     def stored(self, shelf: DiskVolume, chunk: DiskChunk) -> None:
         """A chunk that room was reserved for has been written."""
         shelf.index.admit(chunk)
-        self._listener.stored(chunk)
+        self._events.stored(NAME, chunk)
 
     def evicted(self, chunks: Collection[DiskChunk]) -> None:
         """Chunks have left an index, to make room for another."""
@@ -213,12 +206,12 @@ class DiskTier:
             shelf.index.remove(chunk.key)
         self.remove(shelf, twice)
         for chunk in shelf.index:
-            self._listener.stored(chunk)
+            self._events.stored(NAME, chunk)
         for unwritten in self._tier:  # perhaps since there was nowhere to write it
-            self.writer.admitted(unwritten)
+            self.writer.add(unwritten)
 
     def _lost(self, chunks: Iterable[DiskChunk]) -> None:
         for chunk in chunks:
-            self._listener.lost(chunk)
+            self._events.removed(NAME, chunk)
         if not self.is_usable:
             self.writer.give_up()

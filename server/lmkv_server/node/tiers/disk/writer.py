@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from lmkv.keys import ChunkKey
 from lmkv.pool.pool import Pool
 from lmkv_server.node.cache.allocator import align
+from lmkv_server.node.cache.events import HOST, CachedChunk
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.tiers.disk.chunk import DiskChunk
 from lmkv_server.node.tiers.disk.volume import DiskVolume
@@ -49,16 +50,21 @@ class DiskWriter:
         """Chunks that wait to be written, or are being written."""
         return len(self._waiting) + len(self._writing)
 
-    def admitted(self, chunk: Chunk) -> None:
+    def add(self, chunk: Chunk) -> None:
         """The host tier has a chunk: it will be written, unless it is evicted before that."""
         if self._disk.is_usable and self._disk.get(chunk.key) is None:
             self._waiting[chunk.key] = chunk
             self._flushed.clear()
             self._wake()
 
-    def evicted(self, chunk: Chunk) -> None:
-        """The host tier has lost a chunk."""
-        if self._waiting.pop(chunk.key, None):
+    def stored(self, tier: str, chunk: CachedChunk) -> None:
+        """Writes chunks that the host tier stores."""
+        if tier == HOST and isinstance(chunk, Chunk):
+            self.add(chunk)
+
+    def removed(self, tier: str, chunk: CachedChunk) -> None:
+        """Skips chunks that leave the host tier before they are written."""
+        if tier == HOST and self._waiting.pop(chunk.key, None) is not None:
             self.skipped_count += 1
 
     def forget(self, keys: Collection[ChunkKey]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from lmkv.keys import ChunkKey
 from lmkv.pool.pool import Pool
 from lmkv.spec import KvSpec
+from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.tiers.reader import TierReader
 from lmkv_server.node.tiers.remote.backend import RemoteStore
@@ -41,13 +42,21 @@ class RemoteTier:
     """Chunks in a shared store. To be used as an async context manager, inside that of the pool; one loop owns it."""
 
     def __init__(
-        self, store: RemoteStore, *, tier: HostTier, pool: Pool, lookup_seconds: float, **seconds: float
+        self,
+        store: RemoteStore,
+        *,
+        tier: HostTier,
+        pool: Pool,
+        events: CacheEvents,
+        lookup_seconds: float,
+        **seconds: float,
     ) -> None:
         """`lookup_seconds` bounds a lookup's wait for the store; `seconds` are for the `BackendHealth`."""
         self.link = BackendHealth(store, on_open=self._opened, on_lost=lambda: self.writer.give_up(), **seconds)
         self.writer = RemoteWriter(self, tier, pool)
         self.reader: TierReader[RemoteChunk] = TierReader(self, tier, pool)
         self._tier = tier
+        events.subscribe(self.writer)
         self._lookup_seconds = lookup_seconds
         self._known: OrderedDict[ChunkKey, tuple[RemoteChunk, float]] = OrderedDict()  # until when
         self._owed: set[str] = set()
@@ -231,7 +240,7 @@ class RemoteTier:
         self._known.clear()
         self._start(self._pay())
         for unwritten in self._tier:  # perhaps since there was nowhere to put it
-            self.writer.admitted(unwritten)
+            self.writer.add(unwritten)
 
     async def _pay(self) -> None:
         """Removes what was to be removed while the store was away."""

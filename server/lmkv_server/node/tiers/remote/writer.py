@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from lmkv.keys import ChunkKey
 from lmkv.pool.pool import Pool
+from lmkv_server.node.cache.events import HOST, CachedChunk
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.tiers.remote.chunk import RemoteObject, object_name
 
@@ -47,16 +48,21 @@ class RemoteWriter:
         """Chunks that wait to be put, or are being put."""
         return len(self._waiting) + len(self._writing)
 
-    def admitted(self, chunk: Chunk) -> None:
+    def add(self, chunk: Chunk) -> None:
         """The host tier has a chunk: it will be put, unless it is evicted before that, or just came from there."""
         if self._remote.link.is_open and not self._remote.knows(chunk.key):
             self._waiting[chunk.key] = chunk
             self._flushed.clear()
             self._remote.link.work.set()
 
-    def evicted(self, chunk: Chunk) -> None:
-        """The host tier has lost a chunk."""
-        if self._waiting.pop(chunk.key, None):
+    def stored(self, tier: str, chunk: CachedChunk) -> None:
+        """Writes chunks that the host tier stores."""
+        if tier == HOST and isinstance(chunk, Chunk):
+            self.add(chunk)
+
+    def removed(self, tier: str, chunk: CachedChunk) -> None:
+        """Skips chunks that leave the host tier before they are written."""
+        if tier == HOST and self._waiting.pop(chunk.key, None) is not None:
             self.skipped_count += 1
 
     def forget(self, is_meant: Callable[[Chunk], bool]) -> None:

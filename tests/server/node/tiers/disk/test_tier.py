@@ -242,7 +242,7 @@ async def test_a_slow_disk_holds_nobody_up_and_is_used_again(folder: Path, caplo
     trouble = Trouble()
     host = Host(8)
     async with DiskTier(
-        [folder], 32 * CHUNK_BYTES, tier=host.tier, pool=host.pool, listener=host, io=trouble, stall_seconds=0.05
+        [folder], 32 * CHUNK_BYTES, tier=host.tier, pool=host.pool, events=host.events, io=trouble, stall_seconds=0.05
     ) as disk:
         host.disk = disk
         host.store(0)
