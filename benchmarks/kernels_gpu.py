@@ -22,16 +22,16 @@ from benchmarks.rows import Row
 from lmkv_kernels import ChunkCopy, Pages, token_rows
 from lmkv_kernels.cuda import (
     Copier,
-    Copying,
     CopyPath,
     CopyPaths,
     CudaError,
+    CudaEvent,
+    CudaStream,
     Device,
     DeviceMemory,
-    Event,
+    PendingCopy,
     PinnedMemory,
     Program,
-    Stream,
     driver,
 )
 from lmkv_kernels.cuda.copier import BLOCKS_PER_PROCESSOR
@@ -95,23 +95,23 @@ class Timer:
 
     def __init__(self, gpu: Gpu) -> None:
         self._driver = gpu.device.driver
-        self.stream = Stream(self._driver)
+        self.stream = CudaStream(self._driver)
 
-    def copying(self, begin: Callable[[], Copying]) -> float:
+    def copying(self, begin: Callable[[], PendingCopy]) -> float:
         """Seconds from the beginning to the end of copies that start `after` the timer's stream."""
-        with closing(Event(self._driver, self.stream.handle, timing=True)) as started:
+        with closing(CudaEvent(self._driver, self.stream.handle, timing=True)) as started:
             copying = begin()
-            copying.hold(self.stream.handle)
+            copying.block_stream(self.stream.handle)
             return self._since(started, copying)
 
     def memcpy(self, target: int, source: int, size_bytes: int) -> float:
         """Seconds of one plain copy."""
-        with closing(Event(self._driver, self.stream.handle, timing=True)) as started:
+        with closing(CudaEvent(self._driver, self.stream.handle, timing=True)) as started:
             self._driver.call("cuMemcpyAsync", target, source, size_bytes, self.stream.handle)
             return self._since(started)
 
-    def _since(self, started: Event, copying: Copying | None = None) -> float:
-        with closing(Event(self._driver, self.stream.handle, timing=True)) as ended:
+    def _since(self, started: CudaEvent, copying: PendingCopy | None = None) -> float:
+        with closing(CudaEvent(self._driver, self.stream.handle, timing=True)) as ended:
             ended.wait()
             if copying:
                 copying.wait()
@@ -164,7 +164,7 @@ def _measure_within(run: Run, gpu: Gpu, layout: Layout, token_count: int) -> Non
     direct = CopyPaths(gather=CopyPath.DIRECT, scatter=CopyPath.DIRECT)
     with _memory(gpu, size) as chunks, _memory(gpu, size) as other:
         pool = OnDevice(memory=chunks)
-        copier = Copier(gpu.device, gpu.program, pages, pool, ways=direct, direct_blocks=blocks)
+        copier = Copier(gpu.device, gpu.program, pages, pool, paths=direct, direct_blocks=blocks)
         timer = Timer(gpu)
         with closing(copier), closing(timer.stream):
             stream = timer.stream.handle
@@ -194,7 +194,7 @@ def _measure_across(run: Run, gpu: Gpu, layout: Layout, token_count: int) -> Non
         with closing(timer.stream):
             for way in CopyPath:
                 with closing(
-                    Copier(gpu.device, gpu.program, pages, pool, ways=CopyPaths(gather=way, scatter=way))
+                    Copier(gpu.device, gpu.program, pages, pool, paths=CopyPaths(gather=way, scatter=way))
                 ) as copier:
                     _measure_way(run, timer, copier, copies, pool, other, way)
 

@@ -1,6 +1,6 @@
 """Hands a file descriptor to other processes of this host, and notices when one of them is gone.
 
-A node serves `Handover`s: its pool goes to its workers (`pool_socket`), and to peers on the same host (`transfer.shm`).
+A node serves `FdServer`s: its pool goes to its workers (`pool_socket`), and to peers on the same host (`transfer.shm`).
 Those call `receive_fd`. Each side sends one line of JSON; the connection stays open as long as the receiver lives.
 """
 
@@ -24,14 +24,14 @@ from lmkv.errors import ConfigError, LmkvError, Unreachable
 logger = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 4096
-MAX_TAKERS = 1024
+MAX_RECEIVERS = 1024
 HELLO_SECONDS = 5.0
 """A connection that has not said who it is by then is closed."""
 
 Fields = Mapping[str, Any]
 
 
-def _nothing() -> None: ...
+def _ignore() -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,21 +40,21 @@ class FdOffer:
 
     fd: int
     fields: Fields
-    on_gone: Callable[[], None] = field(default=_nothing)
+    on_disconnect: Callable[[], None] = field(default=_ignore)
     """Called on the loop when the kernel closed the taker's end."""
 
 
-class Handover:
+class FdServer:
     """Unix socket for this user alone. `async with`, or `start` and `aclose`.
 
-    `welcome` is called on the event loop with what a taker says, and refuses it by raising an `LmkvError` or a
-    `ValueError`. Closing the socket calls nothing: it proves nothing about the takers.
+    `make_offer` is called on the event loop with what a taker says, and refuses it by raising an `LmkvError` or a
+    `ValueError`. Closing the socket calls nothing: it proves nothing about the receivers.
     """
 
-    def __init__(self, path: Path, welcome: Callable[[Fields], FdOffer], name: str) -> None:
+    def __init__(self, path: Path, make_offer: Callable[[Fields], FdOffer], name: str) -> None:
         """`name` is what log lines call it."""
         self.path = path
-        self._welcome = welcome
+        self._make_offer = make_offer
         self._name = name
         self._listener: socket.socket | None = None
         self._inode = 0
@@ -70,7 +70,7 @@ class Handover:
         self._task = asyncio.create_task(self._serve(self._listener), name=self._name)
 
     async def aclose(self) -> None:
-        """Stops listening and closes all connections; the takers keep what they have. Idempotent."""
+        """Stops listening and closes all connections; the receivers keep what they have. Idempotent."""
         task, self._task = self._task, None
         if task is None or self._listener is None:
             return
@@ -90,7 +90,7 @@ class Handover:
 
     async def _serve(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        takers: set[asyncio.Task[None]] = set()
+        receivers: set[asyncio.Task[None]] = set()
         async with asyncio.TaskGroup() as group:
             while True:
                 try:
@@ -99,42 +99,42 @@ class Handover:
                     logger.warning("%s: cannot accept anybody: %s", self._name, error)
                     await asyncio.sleep(1.0)
                     continue
-                if len(takers) >= MAX_TAKERS:
-                    self._refuse(connection, f"{MAX_TAKERS} are attached already")
+                if len(receivers) >= MAX_RECEIVERS:
+                    self._refuse(connection, f"{MAX_RECEIVERS} are attached already")
                     connection.close()
                     continue
-                task = group.create_task(self._serve_taker(connection))
-                takers.add(task)
-                task.add_done_callback(takers.discard)
+                task = group.create_task(self._serve_receiver(connection))
+                receivers.add(task)
+                task.add_done_callback(receivers.discard)
                 # Here, because a task that is cancelled before it runs would not close it.
                 task.add_done_callback(partial(_close, connection))
 
-    async def _serve_taker(self, connection: socket.socket) -> None:
+    async def _serve_receiver(self, connection: socket.socket) -> None:
         try:
-            await self._converse(connection)
+            await self._answer(connection)
         except Exception:
             logger.exception("%s: serving somebody failed unexpectedly", self._name)
 
-    async def _converse(self, connection: socket.socket) -> None:
+    async def _answer(self, connection: socket.socket) -> None:
         try:
             async with asyncio.timeout(HELLO_SECONDS):
                 hello = _parse(await _read_line(connection))
-            gift = self._welcome(hello)
+            offer = self._make_offer(hello)
         except (OSError, TimeoutError, ValueError) as error:
             self._refuse(connection, f"no hello: {error}")
             return
         except LmkvError as error:
             self._refuse(connection, str(error))
             return
-        if self._give(connection, gift):
+        if self._send(connection, offer):
             await _wait_for_end(connection)
-        gift.on_gone()
+        offer.on_disconnect()
 
-    def _give(self, connection: socket.socket, gift: FdOffer) -> bool:
-        answer = _line(gift.fields)
+    def _send(self, connection: socket.socket, offer: FdOffer) -> bool:
+        answer = _line(offer.fields)
         try:
             # A new connection has room for it, so this neither blocks nor sends in part.
-            return socket.send_fds(connection, [answer], [gift.fd]) == len(answer)
+            return socket.send_fds(connection, [answer], [offer.fd]) == len(answer)
         except OSError as error:
             logger.warning("%s: somebody left before it was served: %s", self._name, error)
             return False

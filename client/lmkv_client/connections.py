@@ -36,7 +36,7 @@ class Connections:
 
     def failed(self, connection: Connection) -> None:
         """A coordinator did not answer: the next one is asked from here on."""
-        self._turns.failed(connection)
+        self._turns.report_failure(connection)
 
     async def call(self, method: Callable[[Connection], Method[Response]], request: object) -> Response:
         """The answer of the first that gives one, each within its time. Raises as `Connection.call` does."""

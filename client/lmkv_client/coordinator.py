@@ -22,7 +22,7 @@ from google.longrunning.operations_pb2 import GetOperationRequest, ListOperation
 from google.protobuf.duration_pb2 import Duration
 
 from lmkv.auth.credentials import Credentials
-from lmkv.auth.token import Token
+from lmkv.auth.token import BearerToken
 from lmkv.rpc.endpoints import PLAINTEXT
 from lmkv.tiers import parse_position
 from lmkv.v1.cache_service_pb2 import (
@@ -64,7 +64,7 @@ class Coordinator:
     ) -> None:
         """`token` is shown with every call, where the coordinator asks for one; a file's goes into `credentials`."""
         if token:
-            credentials = replace(credentials, token=Token(text=token))
+            credentials = replace(credentials, token=BearerToken(text=token))
         self._connections = Connections((address, *other_addresses), timeout_seconds, credentials)
 
     @property

@@ -16,7 +16,7 @@ MAX_PARTS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class TilePart:
     """Where one part's rows begin within a tile, and where their elements lie; in bytes."""
 
     offset: int
@@ -45,7 +45,7 @@ class Pages:
     """Tokens per row: 1, or the block size where tiles are moved whole."""
     row_bytes: int
     element_bytes: int
-    parts: tuple[Part, ...]
+    parts: tuple[TilePart, ...]
     head_count: int
     """KV heads of this rank."""
     first_head: int
@@ -104,7 +104,7 @@ class Pages:
             *(number for part in parts for number in part),
         )
 
-    def is_contiguous(self, part: Part) -> bool:
+    def is_contiguous(self, part: TilePart) -> bool:
         """Whether the part's rows are runs of bytes."""
         return part.element_stride == self.element_bytes
 
@@ -157,7 +157,7 @@ def _span(dimensions: Sequence[tuple[str, int, int]], size_bytes: int) -> int:
     return size_bytes
 
 
-class _Device(Protocol):
+class _TensorDevice(Protocol):
     @property
     def type(self) -> str: ...
 
@@ -168,7 +168,7 @@ class PageTensor(Protocol):
     @property
     def shape(self) -> Sequence[int]: ...
     @property
-    def device(self) -> _Device: ...
+    def device(self) -> _TensorDevice: ...
     def data_ptr(self) -> int: ...
     def element_size(self) -> int: ...
     def stride(self) -> Sequence[int]: ...
@@ -279,7 +279,7 @@ class _Layout:
             row_bytes=row_elements * size,
             element_bytes=size,
             parts=tuple(
-                Part(offset=offset * size, row_stride=row * size, element_stride=element * size)
+                TilePart(offset=offset * size, row_stride=row * size, element_stride=element * size)
                 for offset, row, element in parts
             ),
             head_count=self.shape[1],

@@ -18,7 +18,7 @@ from lmkv_kernels.copies import ChunkCopy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Twin:
+class ReferencePages:
     """One rank's pages."""
 
     tensors: Sequence[Tensor]

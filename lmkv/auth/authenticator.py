@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from lmkv.auth.caller import ANYBODY, Caller, calling
+from lmkv.auth.caller import ANONYMOUS_CALLER, Caller, caller_context
 from lmkv.auth.callers import KEY, NO_QUOTA, Callers, TenantQuota, read_callers
-from lmkv.auth.roles import OPEN, ROLES, Role
-from lmkv.auth.token import HEADER, Token, token_in
+from lmkv.auth.roles import ROLES, UNAUTHENTICATED_METHODS, Role
+from lmkv.auth.token import HEADER, BearerToken, token_in
 from lmkv.auth.token_bucket import TokenBucket
 from lmkv.errors import ConfigError, PermissionDenied, Unauthenticated
 from lmkv.runtime.reload import Reloadable
@@ -32,10 +32,10 @@ class Authenticator:
     `ConfigError` if the file is not what it should be, or does not know the own token.
     """
 
-    def __init__(self, path: str = "", own: Token | None = None) -> None:
+    def __init__(self, path: str = "", own: BearerToken | None = None) -> None:
         self._files = [path] if path else []
         self._callers = Reloadable(lambda: self._files, self._read) if path else None
-        self._allowances: dict[str, TokenBucket] = {}
+        self._buckets: dict[str, TokenBucket] = {}
         self._own = own
         self._log = LimitedLogger(logger)
         if self._callers and own is not None:
@@ -49,22 +49,22 @@ class Authenticator:
     @property
     def callers(self) -> Callers:
         """Whom it knows now."""
-        return self._callers.get() if self._callers else _NOBODY
+        return self._callers.get() if self._callers else _NO_CALLERS
 
     def quota(self, tenant: str) -> TenantQuota:
         """What a tenant may take."""
         return self.callers.quotas.get(tenant, NO_QUOTA)
 
     @contextmanager
-    def passing(self, method: str, metadata: Metadata | None) -> Iterator[Caller]:
+    def authorized_call(self, method: str, metadata: Metadata | None) -> Iterator[Caller]:
         """While a call of `SERVICE/METHOD` is answered; `current_caller` is who made it. Raises what `admit` does."""
         known = self.callers  # before the call is admitted: a later change of the file is noticed
-        caller = self.admit(method, metadata)
-        if caller is ANYBODY:
+        caller = self.authenticate(method, metadata)
+        if caller is ANONYMOUS_CALLER:
             yield caller
             return
-        allowance = self._allowance(caller)
-        allowance.begin(time.monotonic())
+        bucket = self._bucket(caller)
+        bucket.acquire(time.monotonic())
         headers = dict(metadata or ())
 
         def check() -> None:
@@ -74,17 +74,17 @@ class Authenticator:
                 known = now
 
         try:
-            with calling(caller, check, lambda: allowance.ask(time.monotonic())):
+            with caller_context(caller, check, lambda: bucket.take(time.monotonic())):
                 yield caller
         finally:
-            allowance.end()
+            bucket.release()
 
-    def admit(self, method: str, metadata: Metadata | None) -> Caller:
+    def authenticate(self, method: str, metadata: Metadata | None) -> Caller:
         """Who calls. Raises `Unauthenticated` or `PermissionDenied`, each with the fix and without the token."""
-        if self._callers is None or method in OPEN:
-            return ANYBODY
+        if self._callers is None or method in UNAUTHENTICATED_METHODS:
+            return ANONYMOUS_CALLER
         try:
-            return self._admit(method, dict(metadata or ()))
+            return self._authenticate(method, dict(metadata or ()))
         except Unauthenticated as error:
             self._log.warning("refused %s: %s", method, error)
             raise
@@ -95,13 +95,13 @@ class Authenticator:
     def _check_again(self, caller: Caller, method: str, headers: dict[str, str | bytes]) -> None:
         """Raises `Unauthenticated` if a call that was admitted would now be refused, or answered for another tenant."""
         try:
-            unchanged = self._admit(method, headers) == caller
+            unchanged = self._authenticate(method, headers) == caller
         except (Unauthenticated, PermissionDenied):
             unchanged = False
         if not unchanged:
             raise Unauthenticated("the token is not known any more, or has another role or tenant; call again")
 
-    def _admit(self, method: str, headers: dict[str, str | bytes]) -> Caller:
+    def _authenticate(self, method: str, headers: dict[str, str | bytes]) -> Caller:
         token = token_in(str(headers.get(HEADER, "")))
         if not token:
             raise Unauthenticated("no token came along; set auth_token or auth_token_file where the call comes from")
@@ -136,13 +136,13 @@ class Authenticator:
             )
         return caller
 
-    def _allowance(self, caller: Caller) -> TokenBucket:
+    def _bucket(self, caller: Caller) -> TokenBucket:
         """The bucket of all tokens of one name."""
         per_second, concurrent = caller.max_requests_per_second, caller.max_concurrent_requests
-        allowance = self._allowances.get(caller.name)
-        if allowance is None or not allowance.is_of(per_second, concurrent):
-            allowance = self._allowances[caller.name] = TokenBucket(per_second, concurrent, time.monotonic())
-        return allowance
+        bucket = self._buckets.get(caller.name)
+        if bucket is None or not bucket.has_limits(per_second, concurrent):
+            bucket = self._buckets[caller.name] = TokenBucket(per_second, concurrent, time.monotonic())
+        return bucket
 
     def _own_tenant(self) -> str:
         assert self._own is not None
@@ -161,5 +161,5 @@ class Authenticator:
         return callers
 
 
-_NOBODY = Callers()
+_NO_CALLERS = Callers()
 OPEN_AUTHENTICATOR = Authenticator()

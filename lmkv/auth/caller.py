@@ -27,12 +27,12 @@ class Caller:
     """Of its token."""
 
 
-ANYBODY = Caller(name="anybody", role=Role.ADMIN)
+ANONYMOUS_CALLER = Caller(name="anybody", role=Role.ADMIN)
 """Who calls where no tokens are configured, and who probes."""
 
-_current: ContextVar[Caller] = ContextVar("lmkv_caller", default=ANYBODY)
+_current: ContextVar[Caller] = ContextVar("lmkv_caller", default=ANONYMOUS_CALLER)
 _check: ContextVar[Callable[[], None]] = ContextVar("lmkv_caller_check", default=lambda: None)
-_ask: ContextVar[Callable[[], None]] = ContextVar("lmkv_caller_ask", default=lambda: None)
+_count: ContextVar[Callable[[], None]] = ContextVar("lmkv_caller_ask", default=lambda: None)
 
 
 def current_caller() -> Caller:
@@ -45,23 +45,23 @@ def check_caller() -> None:
     _check.get()()
 
 
-def count_question() -> None:
+def count_request() -> None:
     """Asked before each question of a stream is answered. Raises `TooManyRequests` if who asks is past its limit."""
-    _ask.get()()
+    _count.get()()
 
 
 @contextmanager
-def calling(caller: Caller, check: Callable[[], None], ask: Callable[[], None]) -> Iterator[None]:
-    """While this lasts `current_caller` is this one; `check_caller` calls `check`, and `count_question` calls `ask`."""
-    before = _current.get(), _check.get(), _ask.get()
-    _set(caller, check, ask)
+def caller_context(caller: Caller, check: Callable[[], None], count: Callable[[], None]) -> Iterator[None]:
+    """Inside, `current_caller` returns `caller`, `check_caller` calls `check` and `count_request` calls `count`."""
+    before = _current.get(), _check.get(), _count.get()
+    _set(caller, check, count)
     try:
         yield
     finally:
         _set(*before)  # not reset: a stream that is cut off may be ended in another context
 
 
-def _set(caller: Caller, check: Callable[[], None], ask: Callable[[], None]) -> None:
+def _set(caller: Caller, check: Callable[[], None], count: Callable[[], None]) -> None:
     _current.set(caller)
     _check.set(check)
-    _ask.set(ask)
+    _count.set(count)

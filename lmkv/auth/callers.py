@@ -51,7 +51,7 @@ class Callers:
         """By tenant."""
         # Looked up by a digest that nobody outside can foresee: how long that takes tells nothing about any token.
         self._pepper = secrets.token_bytes(32)
-        self._callers = {self._place(caller.digest): caller for caller in callers}
+        self._callers = {self._lookup_key(caller.digest): caller for caller in callers}
 
     @property
     def tenants(self) -> frozenset[str]:
@@ -61,14 +61,14 @@ class Callers:
     def find(self, token: str) -> Caller | None:
         """Whose token it is; None if it is nobody's."""
         digest = hashlib.sha256(token.encode()).digest()
-        caller = self._callers.get(self._place(digest))
+        caller = self._callers.get(self._lookup_key(digest))
         return caller if caller is not None and hmac.compare_digest(caller.digest, digest) else None
 
-    def _place(self, digest: bytes) -> bytes:
+    def _lookup_key(self, digest: bytes) -> bytes:
         return hmac.digest(self._pepper, digest, "sha256")
 
 
-class _Entry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class _TokenEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     name: _Name
     role: Role
     tenant: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9._-]{0,64}$")] = ""
@@ -78,8 +78,8 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     max_concurrent_requests: _Limit | None = None
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    tokens: list[_Entry]
+class _TokensFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    tokens: list[_TokenEntry]
     tenants: dict[_Name, TenantQuota] = {}
 
 
@@ -89,7 +89,7 @@ def read_callers(path: str) -> tuple[Callers, list[str]]:
 
     try:
         content = yaml.safe_load(Path(path).read_bytes())
-        file = msgspec.convert(content, _File)
+        file = msgspec.convert(content, _TokensFile)
     except OSError as error:
         raise ConfigError(f"{KEY}: cannot read {path}: {error.strerror}", key=KEY) from None
     except yaml.YAMLError as error:
@@ -105,7 +105,7 @@ def read_callers(path: str) -> tuple[Callers, list[str]]:
     return Callers(callers, file.tenants), [path, *(entry.file for entry in file.tokens if entry.file)]
 
 
-def _caller(path: str, entry: _Entry) -> Caller:
+def _caller(path: str, entry: _TokenEntry) -> Caller:
     if bool(entry.sha256) == bool(entry.file):
         raise ConfigError(
             f"{KEY}: {path}: {entry.name} needs either sha256 (of its token, in hexadecimal) or file", key=KEY

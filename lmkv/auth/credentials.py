@@ -9,7 +9,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmkv.auth.token import NO_TOKEN, Token
+from lmkv.auth.token import NO_TOKEN, BearerToken
 from lmkv.errors import ConfigError
 from lmkv.runtime.reload import Reloadable
 
@@ -32,7 +32,7 @@ class Credentials:
     """Issuers of the clients that a server lets in."""
     name: str = ""
     """Name that servers' certificates must be for; empty: the one that they are called by."""
-    token: Token = NO_TOKEN
+    token: BearerToken = NO_TOKEN
     """What a client shows besides."""
 
     def __post_init__(self) -> None:
@@ -88,10 +88,10 @@ class Credentials:
                 context.verify_mode = ssl.CERT_REQUIRED
             return context
 
-        fresh = Reloadable(self.paths, make)
+        reloadable = Reloadable(self.paths, make)
 
         def choose(connection: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-            connection.context = fresh.get()
+            connection.context = reloadable.get()
 
         context = make()
         context.sni_callback = choose  # is called whether a name came or not

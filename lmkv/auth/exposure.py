@@ -19,12 +19,12 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def exposure(host: str, gate: Authenticator, credentials: Credentials) -> str:
+def exposure(host: str, authenticator: Authenticator, credentials: Credentials) -> str:
     """What whoever binds `host` should know; empty if nothing is amiss. Who comes with a certificate is known, too."""
     if is_loopback(host):
         return ""
-    if gate.is_open and not credentials.client_ca:
+    if authenticator.is_open and not credentials.client_ca:
         return f"whoever reaches {host} may call it: set auth_tokens, or tls_client_ca, or bind 127.0.0.1"
-    if not (gate.is_open or credentials.cert):
+    if not (authenticator.is_open or credentials.cert):
         return f"tokens reach {host} in the clear: set tls_cert and tls_key"
     return ""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hmac
 import time
 
-from lmkv.auth.token import HEADER, Token, token_in
+from lmkv.auth.token import HEADER, BearerToken, token_in
 from lmkv.packing import pack_fields
 
 LIFETIME_SECONDS = 900
@@ -24,7 +24,7 @@ FIX = "set the same cluster_secret, or the same auth_token, at the proxy and at 
 class HandoffKeys:
     """The keys that a process makes and checks proofs with. The token's file may be replaced at any time."""
 
-    def __init__(self, secret: str, token: Token) -> None:
+    def __init__(self, secret: str, token: BearerToken) -> None:
         self._secret = _derive(secret, "cluster_secret") if secret else b""
         self._token = token
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import unquote
 
-from lmkv.auth.caller import ANYBODY, current_caller
+from lmkv.auth.caller import ANONYMOUS_CALLER, current_caller
 
 ANONYMOUS = ""
 """The identity of every caller where neither tokens nor client certificates are configured."""
@@ -23,7 +23,7 @@ def caller_identity(context: Any) -> str:
     certificate was replaced by another of the same name.
     """
     caller = current_caller()
-    if caller is not ANYBODY:
+    if caller is not ANONYMOUS_CALLER:
         return f"token:{caller.tenant}/{caller.name}"
     properties = context.auth_context()
     names = properties.get("x509_subject_alternative_name") or properties.get("x509_common_name") or ()

@@ -21,10 +21,12 @@ class Role(StrEnum):
 
 _NODES = frozenset({Role.ENGINE, Role.ADMIN})
 _OPERATORS = frozenset({Role.OPERATOR, Role.ADMIN})
-_LOOKING = frozenset({Role.READER, Role.OPERATOR, Role.ADMIN})
+_READERS = frozenset({Role.READER, Role.OPERATOR, Role.ADMIN})
 _ALL = frozenset(Role)
 
-OPEN = frozenset({"grpc.health.v1.Health/Check", "grpc.health.v1.Health/Watch", "grpc.health.v1.Health/List"})
+UNAUTHENTICATED_METHODS = frozenset(
+    {"grpc.health.v1.Health/Check", "grpc.health.v1.Health/Watch", "grpc.health.v1.Health/List"}
+)
 """What probes call, without a token. It tells nothing but that somebody serves."""
 
 ROLES: Mapping[str, frozenset[Role]] = {
@@ -33,13 +35,13 @@ ROLES: Mapping[str, frozenset[Role]] = {
     "lmkv.v1.CacheService/Move": _OPERATORS,
     "lmkv.v1.CacheService/Pin": _OPERATORS,
     "lmkv.v1.CacheService/Unpin": _OPERATORS,
-    "lmkv.v1.CacheService/ListPins": _LOOKING,
+    "lmkv.v1.CacheService/ListPins": _READERS,
     "lmkv.v1.CacheService/Clear": _OPERATORS,
-    "lmkv.v1.CacheService/Watch": _LOOKING,
+    "lmkv.v1.CacheService/Watch": _READERS,
     "lmkv.v1.RegistryService/Register": _NODES,
     "lmkv.v1.RegistryService/Report": _NODES,
     "lmkv.v1.RegistryService/Deregister": _NODES,
-    "lmkv.v1.RegistryService/ListInstances": _LOOKING,
+    "lmkv.v1.RegistryService/ListInstances": _READERS,
     "lmkv.v1.RegistryService/LocateInstance": _ALL,
     "lmkv.v1.PeerService/Init": _NODES,
     "lmkv.v1.PeerService/Acquire": _NODES,
@@ -52,11 +54,11 @@ ROLES: Mapping[str, frozenset[Role]] = {
     "lmkv.v1.EngineService/Load": _NODES,
     "lmkv.v1.EngineService/Lend": _NODES,
     "lmkv.v1.EngineService/Release": _NODES,
-    "google.longrunning.Operations/GetOperation": _LOOKING,
-    "google.longrunning.Operations/ListOperations": _LOOKING,
-    "google.longrunning.Operations/WaitOperation": _LOOKING,
+    "google.longrunning.Operations/GetOperation": _READERS,
+    "google.longrunning.Operations/ListOperations": _READERS,
+    "google.longrunning.Operations/WaitOperation": _READERS,
     "google.longrunning.Operations/CancelOperation": _OPERATORS,
     "google.longrunning.Operations/DeleteOperation": _OPERATORS,
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ALL,
 }
-"""Roles by `SERVICE/METHOD`. What is neither here nor in `OPEN` nobody may call."""
+"""Roles by `SERVICE/METHOD`. What is neither here nor in `UNAUTHENTICATED_METHODS` nobody may call."""

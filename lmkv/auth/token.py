@@ -14,7 +14,7 @@ HEADER = "authorization"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Token:
+class BearerToken:
     """A token as text, or in a file that may be replaced. Neither shows in a representation.
 
     Raises `ConfigError` if both are given, or the file cannot be read, or what is given cannot be a header.
@@ -26,8 +26,10 @@ class Token:
     def __post_init__(self) -> None:
         if self.text and self.file:
             raise ConfigError("auth_token and auth_token_file are both set; keep one", key="auth_token_file")
-        fresh = Reloadable([self.file], lambda: _checked(read_secret(self.file, "auth_token_file"), "auth_token_file"))
-        object.__setattr__(self, "_fresh", fresh if self.file else None)
+        reloadable = Reloadable(
+            [self.file], lambda: _checked(read_secret(self.file, "auth_token_file"), "auth_token_file")
+        )
+        object.__setattr__(self, "_reloadable", reloadable if self.file else None)
         _checked(self.text, "auth_token")
 
     def __bool__(self) -> bool:
@@ -35,8 +37,8 @@ class Token:
 
     def headers(self) -> tuple[tuple[str, str], ...]:
         """What to send along a call; nothing if there is no token."""
-        fresh: Reloadable[str] | None = self._fresh  # type: ignore[attr-defined]
-        text = fresh.get() if fresh else self.text
+        reloadable: Reloadable[str] | None = self._reloadable  # type: ignore[attr-defined]
+        text = reloadable.get() if reloadable else self.text
         return ((HEADER, f"Bearer {text}"),) if text else ()
 
 
@@ -76,4 +78,4 @@ def _checked(text: str, key: str) -> str:
     return text
 
 
-NO_TOKEN = Token()
+NO_TOKEN = BearerToken()

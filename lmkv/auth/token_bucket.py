@@ -16,26 +16,26 @@ class TokenBucket:
         self._concurrent = concurrent
         self._left = per_second * BURST_SECONDS
         self._time = now
-        self.under_way_count = 0
+        self.in_flight_count = 0
         """Requests that have begun and not ended."""
 
-    def is_of(self, per_second: int, concurrent: int) -> bool:
+    def has_limits(self, per_second: int, concurrent: int) -> bool:
         """Whether these are its limits."""
         return (per_second, concurrent) == (self._per_second, self._concurrent)
 
-    def begin(self, now: float) -> None:
+    def acquire(self, now: float) -> None:
         """Lets one request in, until `end`. Raises `TooManyRequests`, which says when to come back."""
-        if self._concurrent and self.under_way_count >= self._concurrent:
+        if self._concurrent and self.in_flight_count >= self._concurrent:
             raise TooManyRequests(
-                f"{self.under_way_count} requests of this token are under way, and no more may be; end some, or raise "
+                f"{self.in_flight_count} requests of this token are under way, and no more may be; end some, or raise "
                 "its max_concurrent_requests",
                 limit=self._concurrent,
                 retry_seconds=BURST_SECONDS,
             )
-        self.ask(now)
-        self.under_way_count += 1
+        self.take(now)
+        self.in_flight_count += 1
 
-    def ask(self, now: float) -> None:
+    def take(self, now: float) -> None:
         """Lets one more question of a request in. Raises as `begin` does."""
         if not self._per_second:
             return
@@ -51,6 +51,6 @@ class TokenBucket:
             )
         self._left -= 1
 
-    def end(self) -> None:
+    def release(self) -> None:
         """One request is over."""
-        self.under_way_count -= 1
+        self.in_flight_count -= 1

@@ -28,7 +28,7 @@ MAX_GIGABYTES = float(1 << 20)
 """A petabyte: more is a slip of the pen."""
 
 
-class _Explained(ValueError):
+class _InvalidValue(ValueError):
     """A refusal whose message says more than what the kind expects."""
 
 
@@ -53,7 +53,7 @@ class Kind(Generic[T]):
         """The value that was written. Raises `ValueError` with a message that follows the key's name."""
         try:
             return self.parse(raw)
-        except _Explained:
+        except _InvalidValue:
             raise
         except (ValueError, TypeError, OverflowError):
             shown = "what it is" if self.secret else repr(raw)
@@ -146,7 +146,7 @@ def _host(raw: object) -> str:
 
 def _reachable_host(raw: object) -> str:
     if raw in ("0.0.0.0", "::", "[::]"):  # noqa: S104 # refused, not bound
-        raise _Explained(f"must be an address that peers can reach, not {raw}: name one of this machine's own")
+        raise _InvalidValue(f"must be an address that peers can reach, not {raw}: name one of this machine's own")
     return _host(raw)
 
 
@@ -212,7 +212,7 @@ def _transfer_channel(raw: object) -> str:
     name = _text(raw).lower()
     if name not in BUILT_IN_CHANNELS and name not in plugin_names(CHANNELS):
         known = ", ".join((*BUILT_IN_CHANNELS, *plugin_names(CHANNELS)))
-        raise _Explained(f"must be one of {known}, not {raw!r}")
+        raise _InvalidValue(f"must be one of {known}, not {raw!r}")
     return name
 
 

@@ -17,7 +17,7 @@ from lmkv.config.kinds import FLAG, one_port
 from lmkv.config.node import NodeConfig
 from lmkv.config.proxy import ProxyConfig
 from lmkv.config.schema import Alias, Config, keys
-from lmkv.config.sources import Entry
+from lmkv.config.sources import SourceEntry
 from lmkv.config.spellings import REPLACED, spellings
 
 _PROCESSES: tuple[type[Config], ...] = (ConnectorConfig, CoordinatorConfig, ProxyConfig)
@@ -88,7 +88,7 @@ class Adopted:
     """What was taken, what lmkv's own configuration overrides, and what has no counterpart."""
 
 
-def adopt(cls: type[Config], entries: Iterable[Entry], own: Mapping[str, Any]) -> Adopted:
+def adopt(cls: type[Config], entries: Iterable[SourceEntry], own: Mapping[str, Any]) -> Adopted:
     """LMCache's values for the keys of `cls` that `own` does not set. Of two entries for a key the last one counts.
 
     Nothing here stops a process: what lmkv cannot take is named in a notice of its own.
@@ -125,7 +125,7 @@ def _list(imported: Iterable[Imported]) -> str:
 class Imported:
     """What became of one key."""
 
-    entry: Entry
+    entry: SourceEntry
     name: str = ""
     """The key of lmkv that has its value now; empty if there is none."""
     value: Any = None
@@ -146,7 +146,7 @@ class Imported:
         return f"{became}; {self.reason}" if self.reason else became
 
 
-def translate(entries: Iterable[Entry]) -> list[Imported]:
+def translate(entries: Iterable[SourceEntry]) -> list[Imported]:
     """What becomes of each key of a file, those within `extra_config` included.
 
     Raises `ConfigError` if what comes out, taken together, is none of a process's configurations.
@@ -192,7 +192,7 @@ def as_yaml(value: object) -> str:
     return text.rstrip("\n")[1:-1]
 
 
-def _flat(entries: Iterable[Entry]) -> Iterator[Entry]:
+def _flat(entries: Iterable[SourceEntry]) -> Iterator[SourceEntry]:
     """The keys that have values, with those of `extra_config` one by one."""
     for entry in entries:
         if entry.spelling == "extra_config" and isinstance(extra := _mapping(entry.raw), Mapping):
@@ -208,7 +208,7 @@ def _mapping(raw: object) -> object:
     return raw
 
 
-def _translate(entry: Entry) -> Imported:
+def _translate(entry: SourceEntry) -> Imported:
     renamed = RENAMED.get(entry.spelling, Alias(name=entry.spelling))
     if reason := REPLACED.get(renamed.name) or ABSENT.get(renamed.name):
         return Imported(entry=entry, reason=reason)
@@ -226,7 +226,7 @@ def _translate(entry: Entry) -> Imported:
     return Imported(entry=entry, reason="lmkv knows no such key")
 
 
-def _plain(entry: Entry, name: str, value: Any) -> Any:
+def _plain(entry: SourceEntry, name: str, value: Any) -> Any:
     """A value as YAML has it; what is said in lmkv's words already stays as it was written."""
     if entry.spelling == name:
         return entry.raw

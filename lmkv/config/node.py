@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lmkv.auth.credentials import Credentials
-from lmkv.auth.token import Token
+from lmkv.auth.token import BearerToken
 from lmkv.config import common
 from lmkv.config.kinds import (
     ADDRESSES,
@@ -249,7 +249,7 @@ class NodeConfig(Config):
     @property
     def credentials(self) -> Credentials:
         """How to speak to the coordinator. Raises `ConfigError` if a file is not what it should be."""
-        token = Token(text=self.auth_token, file=self.auth_token_file)
+        token = BearerToken(text=self.auth_token, file=self.auth_token_file)
         return Credentials(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key, token=token)
 
     @property

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from lmkv.auth.credentials import Credentials
 from lmkv.auth.handoff import HandoffKeys
-from lmkv.auth.token import Token
+from lmkv.auth.token import BearerToken
 from lmkv.config import common
 from lmkv.config.kinds import (
     ADDRESS,
@@ -215,13 +215,13 @@ class ProxyConfig(Config):
     @property
     def credentials(self) -> Credentials:
         """How to speak to the coordinator. Raises `ConfigError` if a file is not what it should be."""
-        token = Token(text=self.auth_token, file=self.auth_token_file)
+        token = BearerToken(text=self.auth_token, file=self.auth_token_file)
         return Credentials(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key, token=token)
 
     @property
     def handoff_keys(self) -> HandoffKeys:
         """What handoffs are proven to engines with."""
-        return HandoffKeys(self.cluster_secret, Token(text=self.auth_token, file=self.auth_token_file))
+        return HandoffKeys(self.cluster_secret, BearerToken(text=self.auth_token, file=self.auth_token_file))
 
     @property
     def client_tls(self) -> Credentials:

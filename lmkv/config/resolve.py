@@ -15,7 +15,7 @@ from lmkv.config.sources import (
     FILE_VARIABLE,
     LMCACHE_PREFIX,
     PREFIX,
-    Entry,
+    SourceEntry,
     read_environment,
     read_file,
     read_flags,
@@ -105,10 +105,10 @@ def to_comparison(config: Config) -> dict[str, str]:
     return compared
 
 
-def _resolve(cls: type[Config], entries: Iterable[Entry]) -> dict[str, tuple[Any, Entry]]:
+def _resolve(cls: type[Config], entries: Iterable[SourceEntry]) -> dict[str, tuple[Any, SourceEntry]]:
     """The values that one place gives to the keys of `cls`, with how they were written."""
     known, own, declared = known_spellings(), spellings(cls), keys(cls)
-    found: dict[str, tuple[Any, Entry]] = {}
+    found: dict[str, tuple[Any, SourceEntry]] = {}
     for entry in entries:
         if entry.spelling not in known:
             hint = suggestion(entry.shown, map(entry.show, known - REPLACED.keys()))
@@ -130,7 +130,7 @@ def _resolve(cls: type[Config], entries: Iterable[Entry]) -> dict[str, tuple[Any
     return found
 
 
-def _notices(entries: Iterable[Entry]) -> list[str]:
+def _notices(entries: Iterable[SourceEntry]) -> list[str]:
     return [
         f"{entry.shown} {entry.place} is ignored: {REPLACED[entry.spelling]}"
         for entry in entries

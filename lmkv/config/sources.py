@@ -22,7 +22,7 @@ _SERVICE_LINK = re.compile(r"(LMKV|LMCACHE)_(.+_)?(SERVICE_(HOST|PORT(_.+)?)|POR
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://.*")
 
 
-class Entry(NamedTuple):
+class SourceEntry(NamedTuple):
     """One key as someone wrote it."""
 
     spelling: str
@@ -50,7 +50,7 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def read_file(path: Path, named_by: str) -> list[Entry]:
+def read_file(path: Path, named_by: str) -> list[SourceEntry]:
     """What a YAML file says. `named_by` tells who asked for the file. Raises `ConfigError` if it cannot be read."""
     import yaml  # costs more than everything else here; most tests and many processes have no file
 
@@ -66,15 +66,15 @@ def read_file(path: Path, named_by: str) -> list[Entry]:
         return []
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold keys with values, such as `chunk_size: 256`", path=path)
-    return [Entry(str(name), raw, f"in {path}") for name, raw in content.items()]
+    return [SourceEntry(str(name), raw, f"in {path}") for name, raw in content.items()]
 
 
-def read_environment(env: Mapping[str, str]) -> list[Entry]:
+def read_environment(env: Mapping[str, str]) -> list[SourceEntry]:
     """The `LMKV_*` variables, but for the one that names the file and those that Kubernetes makes of services."""
     return _read_variables(env, PREFIX, FILE_VARIABLE)
 
 
-def read_lmcache(env: Mapping[str, str]) -> list[Entry]:
+def read_lmcache(env: Mapping[str, str]) -> list[SourceEntry]:
     """What LMCache would read: the file that `LMCACHE_CONFIG_FILE` names, then the `LMCACHE_*` variables, which win.
 
     Raises `ConfigError` if the file cannot be read.
@@ -84,9 +84,9 @@ def read_lmcache(env: Mapping[str, str]) -> list[Entry]:
     return entries + [entry for entry in _read_variables(env, LMCACHE_PREFIX, LMCACHE_FILE_VARIABLE) if entry.raw]
 
 
-def _read_variables(env: Mapping[str, str], prefix: str, file_variable: str) -> list[Entry]:
+def _read_variables(env: Mapping[str, str], prefix: str, file_variable: str) -> list[SourceEntry]:
     return [
-        Entry(name.removeprefix(prefix).lower(), raw, "in the environment", lambda key: prefix + key.upper())
+        SourceEntry(name.removeprefix(prefix).lower(), raw, "in the environment", lambda key: prefix + key.upper())
         for name, raw in env.items()
         if name.startswith(prefix)
         and name != file_variable
@@ -95,11 +95,11 @@ def _read_variables(env: Mapping[str, str], prefix: str, file_variable: str) -> 
     ]
 
 
-def read_flags(flags: Mapping[str, Any], place: str) -> list[Entry]:
+def read_flags(flags: Mapping[str, Any], place: str) -> list[SourceEntry]:
     """Flags by key. `place` says what they are if not flags of a command, such as `kv_connector_extra_config`."""
     if place:
-        return [Entry(name, raw, f"in {place}") for name, raw in flags.items()]
-    return [Entry(name, raw, "on the command line", flag) for name, raw in flags.items()]
+        return [SourceEntry(name, raw, f"in {place}") for name, raw in flags.items()]
+    return [SourceEntry(name, raw, "on the command line", flag) for name, raw in flags.items()]
 
 
 def _strict_loader() -> type[yaml.SafeLoader]:

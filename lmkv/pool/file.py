@@ -34,16 +34,18 @@ class PoolFile:
     may still read or write it.
     """
 
-    def __init__(self, fd: int, size_bytes: int, table_bytes: int, *, numa_node: int | None, news: str) -> None:
+    def __init__(
+        self, fd: int, size_bytes: int, table_bytes: int, *, numa_node: int | None, replaced_because: str
+    ) -> None:
         """Owns `fd`, the description that stays here. `open` makes one."""
         self._fd = fd
-        self.news = news
+        self.replaced_because = replaced_because
         """Why nothing can be found in it; empty if its table is that of an earlier life."""
         self._mapping = mmap.mmap(fd, table_bytes, offset=size_bytes)
         self.table = memoryview(self._mapping)[STAMP_BYTES:]
         """Memory about the pool, all zeros in a new file. It was taken already: writing to it never fails."""
         shared = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-        self.pool = Pool.keep(shared, size_bytes, numa_node)
+        self.pool = Pool.from_file(shared, size_bytes, numa_node)
         """The pool; it is closed with the file."""
         fcntl.fcntl(shared, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, *_WHOLE))
 
@@ -62,17 +64,17 @@ class PoolFile:
             table_bytes = -(-(STAMP_BYTES + table_bytes) // page) * page
             fd = _open_locked(path)
             try:
-                news = _difference(fd, size_bytes, table_bytes, stamp)
-                if news and os.fstat(fd).st_size:
+                replaced_because = _difference(fd, size_bytes, table_bytes, stamp)
+                if replaced_because and os.fstat(fd).st_size:
                     path.unlink()
                     old, fd = fd, _open_locked(path, os.O_EXCL)
                     os.close(old)
                 _, free_bytes = room_for_file(path, size_bytes)  # now that the old one is gone
                 free_bytes += os.fstat(fd).st_blocks * _BLOCK_BYTES
                 check_fits(size_bytes + table_bytes, free_bytes, f"at {path.parent}")
-                if news:
+                if replaced_because:
                     _fill(fd, size_bytes, table_bytes, stamp)
-                return cls(fd, size_bytes, table_bytes, numa_node=numa_node, news=news)
+                return cls(fd, size_bytes, table_bytes, numa_node=numa_node, replaced_because=replaced_because)
             except BaseException:
                 os.close(fd)
                 raise
@@ -101,7 +103,7 @@ class PoolFile:
         self.close()
 
 
-def forget(path: Path) -> bool:
+def remove_unused(path: Path) -> bool:
     """Removes the file of a pool unless a node has it; whether there was one."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

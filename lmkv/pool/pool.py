@@ -88,19 +88,19 @@ class Pool:
     @classmethod
     def _of_huge_pages(cls, size_bytes: int, wanted: str) -> Self | None:
         """A pool of huge pages; None if there are too few and it need not be one."""
-        there = huge_pages()
-        size = size_bytes - size_bytes % there.page_bytes if there.page_bytes else 0
-        if 0 < size <= there.free_bytes:
+        available = huge_pages()
+        size = size_bytes - size_bytes % available.page_bytes if available.page_bytes else 0
+        if 0 < size <= available.free_bytes:
             try:
                 pool = cls._sized(os.memfd_create("lmkv-pool", _MEMFD | os.MFD_HUGETLB), size, "max_local_cpu_size")
-                pool.huge_page_bytes = there.page_bytes
+                pool.huge_page_bytes = available.page_bytes
                 return pool
             except (ConfigError, OSError):  # taken by others since, or beyond what this process may have
                 if wanted == "always":
                     raise
         elif wanted == "always":
             raise ConfigError(
-                f"pool_huge_pages: {gb(there.free_bytes)} of huge pages are free, the pool is to have "
+                f"pool_huge_pages: {gb(available.free_bytes)} of huge pages are free, the pool is to have "
                 f"{gb(size_bytes)}; raise vm.nr_hugepages, lower max_local_cpu_size, or set pool_huge_pages to auto"
             )
         return None
@@ -119,7 +119,7 @@ class Pool:
             raise ConfigError(f"{key}: a pool of {gb(size_bytes)} cannot be had: {error.strerror}; {_HINT}") from None
 
     @classmethod
-    def keep(cls, fd: int, size_bytes: int, numa_node: int | None = None) -> Self:
+    def from_file(cls, fd: int, size_bytes: int, numa_node: int | None = None) -> Self:
         """The pool at the beginning of a file that keeps its name; owns `fd`, also when it raises. See `PoolFile`.
 
         Raises `ConfigError` if it cannot be mapped.
@@ -242,7 +242,7 @@ def check_fits(size_bytes: int, free_bytes: int, where: str) -> None:
 
 
 def room_for_file(path: Path, size_bytes: int) -> tuple[int, int]:
-    """The size of a pool in whole pages of the file system that `path` is on, and the bytes that can be had there.
+    """The size of a pool in whole pages of the file system that `path` is on, and the bytes that can be had available.
 
     Raises `ConfigError` if not even a page fits or `path` is something else than a plain file, `OSError` if there is no
     such folder.

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Self
 
 from lmkv.errors import Unreachable
-from lmkv.fd_passing import FdOffer, Fields, Handover, receive_fd
+from lmkv.fd_passing import FdOffer, FdServer, Fields, receive_fd
 from lmkv.pool.pool import Pool
 
 WorkerCallback = Callable[[str, int], None]
 """Called with engine id and rank."""
 
 
-class PoolSocket(Handover):
+class PoolSocket(FdServer):
     """Unix socket that gives the pool to workers. `async with`, or `start` and `aclose`.
 
     `on_worker` is called before a worker gets the pool, and refuses it by raising an `LmkvError`; `on_worker_gone` when
@@ -38,13 +38,13 @@ class PoolSocket(Handover):
         on_worker: WorkerCallback,
         on_worker_gone: WorkerCallback,
     ) -> None:
-        super().__init__(path, self._hand_over, "pool socket")
+        super().__init__(path, self._offer, "pool socket")
         self._pool = pool
         self._epoch = epoch
         self._on_worker = on_worker
         self._on_worker_gone = on_worker_gone
 
-    def _hand_over(self, hello: Fields) -> FdOffer:
+    def _offer(self, hello: Fields) -> FdOffer:
         engine_id, rank, epoch = _parse_hello(hello)
         if epoch != self._epoch:
             raise Unreachable(f"this node runs epoch {self._epoch}, not {epoch}")
@@ -52,7 +52,7 @@ class PoolSocket(Handover):
         return FdOffer(
             fd=self._pool.fd,
             fields={"size_bytes": self._pool.size_bytes, "epoch": self._epoch},
-            on_gone=lambda: self._on_worker_gone(engine_id, rank),
+            on_disconnect=lambda: self._on_worker_gone(engine_id, rank),
         )
 
 
@@ -80,11 +80,11 @@ def attach(socket_path: Path | str, engine_id: str, rank: int, epoch: int, timeo
 
     Raises `Unreachable` if there is no node, it does not answer in time, refuses, or its pool cannot be mapped.
     """
-    taken = receive_fd(socket_path, {"engine_id": engine_id, "rank": rank, "epoch": epoch}, timeout_seconds)
+    received = receive_fd(socket_path, {"engine_id": engine_id, "rank": rank, "epoch": epoch}, timeout_seconds)
     try:
-        return AttachedPool(_map(taken.fd, taken.fields, epoch), taken.connection)
+        return AttachedPool(_map(received.fd, received.fields, epoch), received.connection)
     except (OSError, ValueError) as error:
-        taken.connection.close()
+        received.connection.close()
         raise Unreachable(f"no pool from the node at {socket_path}: {error}", socket=socket_path) from None
 
 

@@ -19,7 +19,7 @@ from lmkv.rpc.error_status import DOMAIN, MAX_TEXT, from_rpc_error, from_status,
 from lmkv.rpc.interceptor import Interceptor
 from lmkv.rpc.reloading_channel import ReloadingChannel
 from lmkv.runtime.reload import Reloadable
-from lmkv.telemetry.calls import Calls
+from lmkv.telemetry.calls import ServerCalls
 
 __all__ = [
     "CHANNEL_OPTIONS",
@@ -68,7 +68,7 @@ SERVER_OPTIONS: Sequence[tuple[str, int]] = (
 
 
 async def make_server(
-    service_names: Sequence[str], calls: Calls | None = None, gate: Authenticator = OPEN_AUTHENTICATOR
+    service_names: Sequence[str], calls: ServerCalls | None = None, authenticator: Authenticator = OPEN_AUTHENTICATOR
 ) -> grpc.aio.Server:
     """A server with lmkv's limits and error handling; health and reflection already serve the named services.
 
@@ -76,7 +76,7 @@ async def make_server(
 
     The caller registers its handlers, binds, starts and stops it.
     """
-    server = grpc.aio.server(interceptors=[Interceptor(calls or Calls(), gate)], options=SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=[Interceptor(calls or ServerCalls(), authenticator)], options=SERVER_OPTIONS)
     checks = HealthService(["", *service_names])
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     for name in ("", *service_names):
@@ -120,12 +120,12 @@ def _server_credentials(credentials: Credentials) -> grpc.ServerCredentials:
         pair = (credentials.pem("key") or b"", credentials.pem("cert") or b"")
         return grpc.ssl_server_certificate_configuration([pair], credentials.pem("client_ca"))
 
-    fresh = Reloadable(credentials.paths, make)
-    told = fresh.get()
+    reloadable = Reloadable(credentials.paths, make)
+    told = reloadable.get()
 
     def news() -> Any:
         nonlocal told
-        known, told = told, fresh.get()
+        known, told = told, reloadable.get()
         return None if told is known else told
 
     return grpc.dynamic_ssl_server_credentials(told, news, require_client_authentication=bool(credentials.client_ca))
@@ -173,12 +173,12 @@ async def call(
             response = await method(request, timeout=timeout_seconds, metadata=span.metadata)
         except grpc.RpcError as error:
             meaning = from_rpc_error(error)
-            span.answered(meaning.metadata.get("grpc_code", meaning.code))
+            span.set_rpc_status(meaning.metadata.get("grpc_code", meaning.code))
             raise meaning from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             raise Unreachable("the connection was closed") from None  # not we were cancelled, but the call
-        span.answered("OK")
+        span.set_rpc_status("OK")
         return response

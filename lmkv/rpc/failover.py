@@ -1,29 +1,29 @@
-"""One of several equals, such as coordinators: the same one as long as it serves, and the next when it does not."""
+"""One of several equal targets, such as coordinators: the same one while it answers, the next one after a failure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-One = TypeVar("One")
+Target = TypeVar("Target")
 
 
-class Failover(Generic[One]):
-    """At least one of them."""
+class Failover(Generic[Target]):
+    """At least target of them."""
 
-    def __init__(self, equals: Sequence[One]) -> None:
-        self._equals = tuple(equals)
-        self._at = 0
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self._targets = tuple(targets)
+        self._index = 0
 
     def __len__(self) -> int:
-        return len(self._equals)
+        return len(self._targets)
 
     @property
-    def current(self) -> One:
+    def current(self) -> Target:
         """Whom to ask."""
-        return self._equals[self._at]
+        return self._targets[self._index]
 
-    def failed(self, one: One) -> None:
-        """One did not answer; nothing if another is current since."""
-        if one is self.current:
-            self._at = (self._at + 1) % len(self._equals)
+    def report_failure(self, target: Target) -> None:
+        """Target did not answer; nothing if another is current since."""
+        if target is self.current:
+            self._index = (self._index + 1) % len(self._targets)

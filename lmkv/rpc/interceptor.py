@@ -16,7 +16,7 @@ from lmkv.auth.caller import check_caller
 from lmkv.errors import BadMessage, LmkvError
 from lmkv.rpc.error_status import to_status
 from lmkv.rpc.requests import Requests
-from lmkv.telemetry.calls import Calls
+from lmkv.telemetry.calls import ServerCalls
 from lmkv.telemetry.log_limit import LimitedLogger
 
 logger = logging.getLogger(__name__)
@@ -28,9 +28,9 @@ MESSAGE_SECONDS = 10.0
 class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
     """Turns what the gate and handlers raise into statuses, so that handlers only translate; and counts unary calls."""
 
-    def __init__(self, calls: Calls, gate: Authenticator) -> None:
+    def __init__(self, calls: ServerCalls, authenticator: Authenticator) -> None:
         self._calls = calls
-        self._gate = gate
+        self._authenticator = authenticator
         self._log = LimitedLogger(logger)
 
     async def intercept_service(
@@ -51,7 +51,7 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
 
         async def stream(parts: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
             try:
-                with self._gate.passing(name, metadata):
+                with self._authenticator.authorized_call(name, metadata):
                     requests = Requests(parts, decode)
                     responses = inner(requests if handler.request_streaming else await _whole(requests), context)
                     if inspect.isawaitable(responses):  # it writes them itself, as gRPC's own health service does
@@ -66,15 +66,15 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
         async def unary(parts: AsyncIterator[Any], context: Any) -> Any:
             with self._calls.observe(method, metadata) as call:
                 try:
-                    with self._gate.passing(name, metadata):
+                    with self._authenticator.authorized_call(name, metadata):
                         requests = Requests(parts, decode)
                         return await inner(requests if handler.request_streaming else await _whole(requests), context)
                 except grpc.aio.AbortError:  # the handler aborted the call itself
-                    call.failed(_code_name(context.code()))
+                    call.fail(_code_name(context.code()))
                     raise
                 except Exception as error:
                     refusal = self._refusal(error, method)
-                    call.failed(refusal.code)
+                    call.fail(refusal.code)
                     await _abort(refusal, context)
 
         codecs = (None, handler.response_serializer)

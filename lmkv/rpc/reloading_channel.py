@@ -26,21 +26,21 @@ class ReloadingChannel(grpc.aio.Channel):
     def __init__(
         self, paths: Sequence[str], make: Callable[[], grpc.aio.Channel], headers: Callable[[], Metadata]
     ) -> None:
-        self._fresh = Reloadable(paths, make)
-        self._now = self._fresh.get()
+        self._channels = Reloadable(paths, make)
+        self._current = self._channels.get()
         self._headers = headers
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
-    def now(self) -> grpc.aio.Channel:
+    def current(self) -> grpc.aio.Channel:
         """The channel for the next call."""
-        newest = self._fresh.get()
-        if newest is not self._now:
-            old, self._now = self._now, newest
+        newest = self._channels.get()
+        if newest is not self._current:
+            old, self._current = self._current, newest
             task = asyncio.create_task(old.close(OLD_CALLS_SECONDS))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
-        return self._now
+        return self._current
 
     @property
     def headers(self) -> Metadata:
@@ -58,19 +58,19 @@ class ReloadingChannel(grpc.aio.Channel):
         for task in self._closing:
             task.cancel()
         await asyncio.gather(*self._closing, return_exceptions=True)
-        await self._now.close(grace)
+        await self._current.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """How the connection is."""
-        return self.now.get_state(try_to_connect)
+        return self.current.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
         """Returns when it is otherwise."""
-        await self.now.wait_for_state_change(last_observed_state)
+        await self.current.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
         """Returns when it is connected."""
-        await self.now.channel_ready()
+        await self.current.channel_ready()
 
     def unary_unary(self, *args: Any, **options: Any) -> Any:
         """For stubs, as the next three."""
@@ -97,7 +97,7 @@ class _Method:
         self._bound: tuple[grpc.aio.Channel, Any] | None = None
 
     def __call__(self, *args: Any, metadata: Metadata | None = None, **options: Any) -> Any:
-        channel = self._channel.now
+        channel = self._channel.current
         if self._bound is None or self._bound[0] is not channel:
             self._bound = channel, getattr(channel, self._kind)(*self._args, **self._options)
         return self._bound[1](*args, metadata=(*(metadata or ()), *self._channel.headers), **options)

@@ -11,14 +11,14 @@ from contextlib import suppress
 class DeadlineTimer:
     """To be used as an async context manager, on the loop that owns what it acts on."""
 
-    def __init__(self, ring: Callable[[], float | None]) -> None:
-        """`ring` acts, and says when to be called again, by `time.monotonic()`; None: not before `changed`."""
-        self._ring = ring
+    def __init__(self, callback: Callable[[], float | None]) -> None:
+        """`callback` acts, and says when to be called again, by `time.monotonic()`; None: not before `changed`."""
+        self._callback = callback
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def changed(self) -> None:
-        """What `ring` said may be no longer so: it is called soon."""
+        """What `callback` said may be no longer so: it is called soon."""
         self._changed.set()
 
     async def __aenter__(self) -> DeadlineTimer:
@@ -37,7 +37,7 @@ class DeadlineTimer:
 
     async def _run(self) -> None:
         while True:
-            due = self._ring()
+            due = self._callback()
             self._changed.clear()  # what it changed itself it has looked at
             with suppress(TimeoutError):
                 async with asyncio.timeout(None if due is None else due - time.monotonic()):

@@ -25,12 +25,12 @@ class Reloadable(Generic[T]):
         """`paths` may be asked for each time: what a file says can depend on others that it names."""
         self._paths = paths if callable(paths) else lambda: paths
         self._make = make
-        self._stamp = self._look()  # before they are read: what changes meanwhile is seen
+        self._stamp = self._read_stamps()  # before they are read: what changes meanwhile is seen
         self._value = make()
 
     def get(self) -> T:
         """The value that the files make now, or made last."""
-        stamp = self._look()
+        stamp = self._read_stamps()
         if stamp != self._stamp:
             self._stamp = stamp
             try:
@@ -41,7 +41,7 @@ class Reloadable(Generic[T]):
                 logger.info("read anew: %s", ", ".join(self._paths()))
         return self._value
 
-    def _look(self) -> tuple[tuple[int, int, int] | None, ...]:
+    def _read_stamps(self) -> tuple[tuple[int, int, int] | None, ...]:
         return tuple(_stamp(path) for path in self._paths() if path)
 
 

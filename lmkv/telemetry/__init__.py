@@ -6,18 +6,18 @@ thread, and a span costs a fraction of a microsecond.
 
 from lmkv.telemetry.logs import bound, set_up_logging
 from lmkv.telemetry.setup import export_metrics, trace_engine, trace_process
-from lmkv.telemetry.spans import NO_SPAN, Kind, Span, begin, call, follow, note, serve, serve_http, tracing
+from lmkv.telemetry.spans import NO_SPAN, Span, SpanKind, begin, call, follow, record, serve, serve_http, tracing
 
 __all__ = [
     "NO_SPAN",
-    "Kind",
     "Span",
+    "SpanKind",
     "begin",
     "bound",
     "call",
     "export_metrics",
     "follow",
-    "note",
+    "record",
     "serve",
     "serve_http",
     "set_up_logging",

@@ -18,8 +18,8 @@ BOUNDS_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.
 """Upper bounds of the buckets: the conventions' own begin at 5 ms, where most calls here have long ended."""
 
 
-class _Durations:
-    """Calls of one method that ended with one code."""
+class _Histogram:
+    """ServerCalls of one method that ended with one code."""
 
     __slots__ = ("buckets", "seconds")
 
@@ -28,25 +28,25 @@ class _Durations:
         self.buckets = [0] * (len(BOUNDS_SECONDS) + 1)
 
 
-class Calls:
+class ServerCalls:
     """The calls that one server has answered. A collector of Prometheus's."""
 
     def __init__(self) -> None:
-        self._durations: dict[tuple[str, str], _Durations] = {}
+        self._histograms: dict[tuple[str, str], _Histogram] = {}
         self.in_flight_count = 0
-        """Calls that have begun and not ended."""
+        """ServerCalls that have begun and not ended."""
 
-    def observe(self, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> Call:
+    def observe(self, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> ServerCall:
         """One call, from now until it is left."""
-        return Call(self, method.removeprefix("/"), metadata)
+        return ServerCall(self, method.removeprefix("/"), metadata)
 
-    def note(self, method: str, code: str, seconds: float) -> None:
+    def record(self, method: str, code: str, seconds: float) -> None:
         """Counts a call."""
-        durations = self._durations.get((method, code))
-        if durations is None:
-            durations = self._durations[method, code] = _Durations()
-        durations.seconds += seconds
-        durations.buckets[bisect_left(BOUNDS_SECONDS, seconds)] += 1
+        histogram = self._histograms.get((method, code))
+        if histogram is None:
+            histogram = self._histograms[method, code] = _Histogram()
+        histogram.seconds += seconds
+        histogram.buckets[bisect_left(BOUNDS_SECONDS, seconds)] += 1
 
     def describe(self) -> list[Metric]:
         """Nothing, so that the registry does not collect to find out."""
@@ -62,25 +62,25 @@ class Calls:
             labels=("rpc_system_name", "rpc_method", "rpc_response_status_code"),
         )
         bounds = [*map(str, BOUNDS_SECONDS), "+Inf"]
-        for (method, code), durations in self._durations.items():
-            counts = accumulate(durations.buckets)
-            family.add_metric(("grpc", method, code), list(zip(bounds, counts, strict=True)), durations.seconds)
+        for (method, code), histogram in self._histograms.items():
+            counts = accumulate(histogram.buckets)
+            family.add_metric(("grpc", method, code), list(zip(bounds, counts, strict=True)), histogram.seconds)
         return [family]
 
 
-class Call:
+class ServerCall:
     """One call. Whoever answers it with an error says so."""
 
     __slots__ = ("_begun", "_calls", "_code", "_method", "_span")
 
-    def __init__(self, calls: Calls, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
+    def __init__(self, calls: ServerCalls, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
         self._calls = calls
         self._method = method
         self._span = spans.serve(method, metadata)
         self._code = ""
         self._begun = time.perf_counter()
 
-    def failed(self, code: str) -> None:
+    def fail(self, code: str) -> None:
         """It ends with this gRPC code."""
         self._code = code
 
@@ -94,6 +94,6 @@ class Call:
     ) -> None:
         self._calls.in_flight_count -= 1
         code = self._code or ("OK" if kind is None else "CANCELLED")  # errors are told; what else ends a call stops it
-        self._calls.note(self._method, code, time.perf_counter() - self._begun)
-        self._span.answered(code)
+        self._calls.record(self._method, code, time.perf_counter() - self._begun)
+        self._span.set_rpc_status(code)
         self._span.__exit__(None, None, None)

@@ -17,14 +17,14 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 
 import lmkv
-from lmkv.telemetry.spans import TRACEPARENT, Kind, Span, Value, named
+from lmkv.telemetry.spans import TRACEPARENT, Span, SpanKind, Value, prefixed
 
 CLOSE_SECONDS = 0.2
 """How long an export that was cut off may take to notice."""
-_KINDS = {kind: trace.SpanKind[kind.value] for kind in Kind}
+_SPAN_KINDS = {kind: trace.SpanKind[kind.value] for kind in SpanKind}
 
 
-class Recorded(Span):
+class RecordedSpan(Span):
     """A span of OpenTelemetry's."""
 
     __slots__ = ("_span", "_token")
@@ -46,20 +46,20 @@ class Recorded(Span):
 
     def set(self, **attributes: Value) -> None:
         """See `Span`."""
-        self._span.set_attributes(named(attributes))
+        self._span.set_attributes(prefixed(attributes))
 
     def fail(self, reason: str, message: str = "") -> None:
         """See `Span`."""
         self._span.set_attribute("error.type", reason)
         self._span.set_status(trace.StatusCode.ERROR, message or reason)
 
-    def answered(self, code: str) -> None:
+    def set_rpc_status(self, code: str) -> None:
         """See `Span`."""
         self._span.set_attribute("rpc.response.status_code", code)
         if code != "OK":
             self.fail(code)
 
-    def responded(self, status: int) -> None:
+    def set_http_status(self, status: int) -> None:
         """See `Span`."""
         self._span.set_attribute("http.response.status_code", status)
         if status >= 500:
@@ -96,20 +96,20 @@ class OtelTracer:
         self._tracer = tracer
 
     @classmethod
-    def of_the_process(cls) -> Self:
+    def of_global_provider(cls) -> Self:
         """By the process's own provider, which may come later: until then nothing is recorded."""
         return cls(trace.get_tracer("lmkv", lmkv.__version__))
 
     def begin(
-        self, name: str, kind: Kind, parent: str | None, attributes: Mapping[str, Value], seconds: float = 0.0
+        self, name: str, kind: SpanKind, parent: str | None, attributes: Mapping[str, Value], seconds: float = 0.0
     ) -> Span:
         """See `Tracer`."""
         start_time = time.time_ns() - round(seconds * 1e9) if seconds else None
         context = None if parent is None else context_of(parent)
         span = self._tracer.start_span(
-            name, context=context, kind=_KINDS[kind], attributes=attributes, start_time=start_time
+            name, context=context, kind=_SPAN_KINDS[kind], attributes=attributes, start_time=start_time
         )
-        return Recorded(span)
+        return RecordedSpan(span)
 
     def current_ids(self) -> tuple[str, str] | None:
         """See `Tracer`."""
@@ -149,16 +149,16 @@ def context_of(traceparent: str) -> otel_context.Context:
     return trace.set_span_in_context(trace.NonRecordingSpan(parent), otel_context.Context())
 
 
-def somebody_else_traces() -> bool:
+def has_tracer_provider() -> bool:
     """Whether the process has a provider already."""
     return isinstance(trace.get_tracer_provider(), TracerProvider)
 
 
 def resource(service_name: str, instance_id: str) -> Resource:
     """Who exports: by the variables, and by these names where the variables are silent."""
-    said = Resource.create().attributes
+    configured = Resource.create().attributes
     names: dict[str, Any] = {"service.version": lmkv.__version__}
-    if str(said.get("service.name", "")).startswith("unknown_service"):
+    if str(configured.get("service.name", "")).startswith("unknown_service"):
         names["service.name"] = service_name
     if instance_id and "service.instance.id=" not in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
         names["service.instance.id"] = instance_id

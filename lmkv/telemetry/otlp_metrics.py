@@ -135,11 +135,11 @@ class MetricsExport:
         threading.Thread(target=export, name="lmkv-metrics-export", daemon=True).start()
 
 
-def to_otlp(families: Iterable[Family], who: Resource, start_ns: int, now_ns: int) -> MetricsData:
+def to_otlp(families: Iterable[Family], source: Resource, start_ns: int, now_ns: int) -> MetricsData:
     """What Prometheus would scrape now, as OTLP says it. Kinds that Prometheus has and OTLP has not are left out."""
     metrics = []
     for family in families:
-        points = _Points(CONVENTIONS.get(family.name), start_ns, now_ns)
+        points = _DataPoints(CONVENTIONS.get(family.name), start_ns, now_ns)
         match family.type:
             case "counter":
                 data: Any = Sum(points.numbers(family.samples, "_total"), CUMULATIVE, is_monotonic=True)
@@ -153,10 +153,10 @@ def to_otlp(families: Iterable[Family], who: Resource, start_ns: int, now_ns: in
         name = points.convention.name if points.convention else family.name
         metrics.append(Metric(name, family.documentation, unit, data))
     scope = ScopeMetrics(InstrumentationScope("lmkv", lmkv.__version__), metrics, "")
-    return MetricsData([ResourceMetrics(who, [scope], "")])
+    return MetricsData([ResourceMetrics(source, [scope], "")])
 
 
-class _Points:
+class _DataPoints:
     """Data points of one family."""
 
     def __init__(self, convention: Convention | None, start_ns: int, now_ns: int) -> None:
@@ -171,17 +171,17 @@ class _Points:
 
     def histograms(self, samples: Iterable[Sample]) -> list[HistogramDataPoint]:
         """One per set of labels. Prometheus counts what is at most a bound, OTLP what is between two."""
-        groups: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
+        by_labels: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
         for sample in samples:
             labels = dict(sample.labels)
             bound = labels.pop("le", "")
-            group = groups.setdefault(tuple(labels.items()), {"bounds": [], "counts": [], "sum": 0.0})
+            group = by_labels.setdefault(tuple(labels.items()), {"bounds": [], "counts": [], "sum": 0.0})
             if sample.name.endswith("_bucket"):
                 group["bounds"].append(float(bound))
                 group["counts"].append(int(sample.value))
             elif sample.name.endswith("_sum"):
                 group["sum"] = sample.value
-        return [self._histogram(dict(labels), group) for labels, group in groups.items()]
+        return [self._histogram(dict(labels), group) for labels, group in by_labels.items()]
 
     def _histogram(self, labels: dict[str, str], group: dict[str, Any]) -> HistogramDataPoint:
         at_most = group["counts"]

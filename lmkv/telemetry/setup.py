@@ -22,7 +22,7 @@ FLUSH_SECONDS = 1.0
 
 
 def wanted(signal: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether `traces` or `metrics` are to be exported: an endpoint is named, and nothing switches it off."""
+    """Whether `traces` or `metrics` are to be exported: an endpoint is prefixed, and nothing switches it off."""
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
     if environ.get(f"OTEL_{signal.upper()}_EXPORTER", "otlp") != "otlp":
@@ -61,8 +61,8 @@ def trace_engine(instance_id: str, *, engine_traces: bool) -> None:
     except ImportError as error:
         _explain(error)
         return
-    if engine_traces or otel.somebody_else_traces():
-        spans.use(otel.OtelTracer.of_the_process())
+    if engine_traces or otel.has_tracer_provider():
+        spans.use(otel.OtelTracer.of_global_provider())
     elif provider := _own_provider("lmkv-connector", instance_id):
         spans.use(provider.tracer)
 

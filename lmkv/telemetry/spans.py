@@ -17,7 +17,7 @@ TRACEPARENT = "traceparent"
 """Key of gRPC metadata, and of the trace headers of requests."""
 
 
-class Kind(Enum):
+class SpanKind(Enum):
     """Which end of a conversation a span is."""
 
     INTERNAL = "INTERNAL"
@@ -49,10 +49,10 @@ class Span:
     def fail(self, reason: str, message: str = "") -> None:
         """It did not do what it was for: `reason` is one word of a few, `message` is for people."""
 
-    def answered(self, code: str) -> None:
+    def set_rpc_status(self, code: str) -> None:
         """The gRPC code that its call ended with."""
 
-    def responded(self, status: int) -> None:
+    def set_http_status(self, status: int) -> None:
         """The HTTP status that its request is answered with. Only a server's own fault, 5xx, is a failure."""
 
     def end(self) -> None:
@@ -73,7 +73,7 @@ class Tracer(Protocol):
     """Makes spans that are recorded."""
 
     def begin(
-        self, name: str, kind: Kind, parent: str | None, attributes: Mapping[str, Value], seconds: float = 0.0
+        self, name: str, kind: SpanKind, parent: str | None, attributes: Mapping[str, Value], seconds: float = 0.0
     ) -> Span:
         """A span that began `seconds` ago.
 
@@ -105,24 +105,24 @@ def current_ids() -> tuple[str, str] | None:
     return _tracer.current_ids() if _tracer else None
 
 
-def begin(name: str, *, parent: str | None = None, kind: Kind = Kind.INTERNAL, **attributes: Value) -> Span:
+def begin(name: str, *, parent: str | None = None, kind: SpanKind = SpanKind.INTERNAL, **attributes: Value) -> Span:
     """A span under `parent`, a `traceparent`; empty: a root; None: under the span that the task is in, if any."""
     if _tracer is None:
         return NO_SPAN
-    return _tracer.begin(name, kind, parent, named(attributes))
+    return _tracer.begin(name, kind, parent, prefixed(attributes))
 
 
-def follow(name: str, traceparent: str, *, kind: Kind = Kind.SERVER, **attributes: Value) -> Span:
+def follow(name: str, traceparent: str, *, kind: SpanKind = SpanKind.SERVER, **attributes: Value) -> Span:
     """A span that continues another process's trace; nothing if that process does not trace."""
     if _tracer is None or not traceparent:
         return NO_SPAN
-    return _tracer.begin(name, kind, traceparent, named(attributes))
+    return _tracer.begin(name, kind, traceparent, prefixed(attributes))
 
 
-def note(name: str, seconds: float, *, parent: str, **attributes: Value) -> None:
+def record(name: str, seconds: float, *, parent: str, **attributes: Value) -> None:
     """A span of something that is over and took so long, up to now; nothing if `parent` is empty."""
     if _tracer is not None and parent:
-        _tracer.begin(name, Kind.INTERNAL, parent, named(attributes), seconds).end()
+        _tracer.begin(name, SpanKind.INTERNAL, parent, prefixed(attributes), seconds).end()
 
 
 def call(method: str, address: str) -> Span:
@@ -131,7 +131,7 @@ def call(method: str, address: str) -> Span:
         return NO_SPAN
     host, _, port = address.rpartition(":")
     where: dict[str, Value] = {"server.address": host, "server.port": int(port)} if port.isdecimal() else {}
-    return _tracer.begin(method, Kind.CLIENT, None, _rpc(method) | where)
+    return _tracer.begin(method, SpanKind.CLIENT, None, _rpc(method) | where)
 
 
 def serve(method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> Span:
@@ -144,7 +144,7 @@ def serve(method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> Sp
     parent = next((str(value) for key, value in metadata or () if key == TRACEPARENT), "")
     if not parent and method.startswith("grpc."):
         return NO_SPAN
-    return _tracer.begin(method, Kind.SERVER, parent, _rpc(method))
+    return _tracer.begin(method, SpanKind.SERVER, parent, _rpc(method))
 
 
 def serve_http(method: str, route: str, traceparent: str) -> Span:
@@ -155,10 +155,10 @@ def serve_http(method: str, route: str, traceparent: str) -> Span:
     if _tracer is None or not (traceparent or method == "POST"):
         return NO_SPAN
     attributes: dict[str, Value] = {"http.request.method": method, "http.route": route}
-    return _tracer.begin(f"{method} {route}", Kind.SERVER, traceparent, attributes)
+    return _tracer.begin(f"{method} {route}", SpanKind.SERVER, traceparent, attributes)
 
 
-def named(attributes: Mapping[str, Value]) -> dict[str, Value]:
+def prefixed(attributes: Mapping[str, Value]) -> dict[str, Value]:
     """Attributes under lmkv's own prefix."""
     return {f"lmkv.{name}": value for name, value in attributes.items()}
 

@@ -17,7 +17,7 @@ TOKEN_BYTES = 32
 GRANT_ID_BYTES = 32
 """Characters of a grant's id: 128 random bits in hexadecimal."""
 
-Run = tuple[int, int]
+ByteRange = tuple[int, int]
 """Bytes in the owner's process: address and size."""
 
 
@@ -27,7 +27,7 @@ def new_grant_id() -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Reader:
+class PeerReader:
     """One peer that may connect to this node's channels."""
 
     peer_name: str
@@ -37,15 +37,15 @@ class Reader:
 
 
 @dataclass(frozen=True, slots=True)
-class _Opened:
+class _OpenGrant:
     """The extents of one grant, in order of their addresses."""
 
     starts: Sequence[int]
     ends: Sequence[int]
-    reader: Reader | None
+    reader: PeerReader | None
     peer_name: str
 
-    def is_for(self, reader: Reader) -> bool:
+    def is_for(self, reader: PeerReader) -> bool:
         return self.reader is reader or (self.reader is None and self.peer_name == reader.peer_name)
 
     def holds(self, address: int, size_bytes: int) -> bool:
@@ -59,41 +59,43 @@ class ReadAccess:
     def __init__(self) -> None:
         self.refused_count = 0
         """Reads refused since the start, because no live grant of the reader covered them."""
-        self._readers: dict[bytes, Reader] = {}  # by digest: how long a search takes says nothing about a token
-        self._grants: dict[bytes, _Opened] = {}
+        self._readers: dict[bytes, PeerReader] = {}  # by digest: how long a search takes says nothing about a token
+        self._grants: dict[bytes, _OpenGrant] = {}
         self._lock = threading.Lock()
 
-    def admit(self, peer_name: str) -> Reader:
-        """Admits a reader, until `dismiss`. It may read nothing yet."""
-        reader = Reader(peer_name=peer_name)
+    def admit(self, peer_name: str) -> PeerReader:
+        """Admits a reader, until `revoke`. It may read nothing yet."""
+        reader = PeerReader(peer_name=peer_name)
         self._readers[_digest(reader.token)] = reader
         return reader
 
-    def dismiss(self, reader: Reader) -> None:
+    def revoke(self, reader: PeerReader) -> None:
         """Admits no further connection of a reader. Idempotent."""
         self._readers.pop(_digest(reader.token), None)
 
-    def open(self, grant_id: str, runs: Iterable[Run], *, reader: Reader | None = None, peer_name: str = "") -> None:
-        """Permits reads of these runs under a grant, until `close`.
+    def open(
+        self, grant_id: str, ranges: Iterable[ByteRange], *, reader: PeerReader | None = None, peer_name: str = ""
+    ) -> None:
+        """Permits reads of these ranges under a grant, until `close`.
 
         They are for `reader`; without one, for the reader that calls itself `peer_name` and knows the grant's id.
         """
-        ordered = sorted(runs)
+        ordered = sorted(ranges)
         starts, ends = [start for start, _ in ordered], [start + size for start, size in ordered]
-        self._grants[grant_id.encode()] = _Opened(starts, ends, reader, peer_name)
+        self._grants[grant_id.encode()] = _OpenGrant(starts, ends, reader, peer_name)
 
     def close(self, grant_id: str) -> None:
         """Ends the permission. A read that has begun may still be sent. Idempotent."""
         self._grants.pop(grant_id.encode(), None)
 
-    def find(self, token: bytes) -> Reader | None:
+    def find(self, token: bytes) -> PeerReader | None:
         """The reader with this token."""
         return self._readers.get(_digest(token))
 
-    def check(self, reader: Reader, grant_id: bytes, runs: Iterable[Run]) -> bool:
-        """Whether a live grant of this reader covers all of the runs; counts it if not."""
-        opened = self._grants.get(grant_id)
-        if opened and opened.is_for(reader) and all(opened.holds(address, size) for address, size in runs):
+    def check(self, reader: PeerReader, grant_id: bytes, ranges: Iterable[ByteRange]) -> bool:
+        """Whether a live grant of this reader covers all of the ranges; counts it if not."""
+        grant = self._grants.get(grant_id)
+        if grant and grant.is_for(reader) and all(grant.holds(address, size) for address, size in ranges):
             return True
         with self._lock:
             self.refused_count += 1

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from lmkv.errors import Unreachable
 from lmkv.pool.pool import Pool
-from lmkv.transfer.access import ReadAccess, Reader
+from lmkv.transfer.access import PeerReader, ReadAccess
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,7 @@ class Region:
 
 
 SummedCopy = Callable[[int, int, int, int], int]
-"""Copies a run of a chunk's words: to this address, from that one, so many bytes, the first of them the word of this
+"""Copies a run of a chunk's fields: to this address, from that one, so many bytes, the first of them the word of this
 index. Returns what they add to the chunk's checksum."""
 
 
@@ -74,7 +74,7 @@ class Channel(Protocol):
     def name(self) -> str:
         """What the channel is called in configuration and on the wire."""
 
-    def metadata_for(self, reader: Reader) -> bytes:
+    def metadata_for(self, reader: PeerReader) -> bytes:
         """What this reader must know to read this memory; a secret. Other readers get other secrets where the channel
         can tell its readers apart.
         """

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from lmkv.errors import ConfigError, Unreachable
-from lmkv.transfer.access import Reader
+from lmkv.transfer.access import PeerReader
 from lmkv.transfer.channel import Copy, End, Region, find_peer
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.threads import Job, Threads
@@ -34,7 +34,7 @@ CONNECT_SECONDS = 4.0
 SCRATCH_BYTES = 4096
 
 
-class _Peer(NamedTuple):
+class _MooncakePeer(NamedTuple):
     region: Region
     target: str
     """What Mooncake calls it."""
@@ -60,9 +60,9 @@ class MooncakeChannel:
         # Where a peer that is added shows that it answers; one byte of its pool is read.
         self._scratch = np.zeros(SCRATCH_BYTES, np.uint8)
         self._engine.register_memory(self._scratch.ctypes.data, SCRATCH_BYTES)
-        words = {"target": f"{end.host}:{self._engine.get_rpc_port()}"}
-        self._metadata = wrap(self.name, end, json.dumps(words).encode())
-        self._peers: dict[str, _Peer] = {}
+        fields = {"target": f"{end.host}:{self._engine.get_rpc_port()}"}
+        self._metadata = wrap(self.name, end, json.dumps(fields).encode())
+        self._peers: dict[str, _MooncakePeer] = {}
         self._threads = Threads("lmkv-mooncake", READ_THREADS)
 
     @classmethod
@@ -70,7 +70,7 @@ class MooncakeChannel:
         """The channel over this end, started beside the loop. Raises `ConfigError` as the constructor does."""
         return await asyncio.to_thread(cls, end)
 
-    def metadata_for(self, _reader: Reader) -> bytes:
+    def metadata_for(self, _reader: PeerReader) -> bytes:
         """See `Channel`. Its readers cannot be told apart: each gets the same secret."""
         return self._metadata
 
@@ -80,8 +80,8 @@ class MooncakeChannel:
         target = json.loads(payload)["target"]
         probe = Copy(remote_address=region.address, local_address=self._scratch.ctypes.data, size_bytes=1)
         part = partial(self._read, target, [probe])
-        await self._threads.carry_out(peer_name, [part], CONNECT_SECONDS, lambda: None)
-        self._peers[peer_name] = _Peer(region, target)
+        await self._threads.run(peer_name, [part], CONNECT_SECONDS, lambda: None)
+        self._peers[peer_name] = _MooncakePeer(region, target)
 
     async def remove_peer(self, peer_name: str) -> None:
         """See `Channel`."""
@@ -98,7 +98,7 @@ class MooncakeChannel:
         """See `Channel`."""
         peer = find_peer(self._peers, peer_name, copies, self._own, on_stopped)
         parts = [partial(self._read, peer.target, copies)] if copies else []
-        await self._threads.carry_out(peer_name, parts, timeout_seconds, on_stopped)
+        await self._threads.run(peer_name, parts, timeout_seconds, on_stopped)
 
     def serve(self, needed: bool) -> None:
         """See `Channel`. Mooncake serves readers by threads of its own."""

@@ -19,8 +19,8 @@ from typing import Self
 import numpy as np
 
 from lmkv.errors import ChannelUnsupported, ConfigError, Unreachable
-from lmkv.fd_passing import FdOffer, Fields, Handover, receive_fd
-from lmkv.transfer.access import Reader
+from lmkv.fd_passing import FdOffer, FdServer, Fields, receive_fd
+from lmkv.transfer.access import PeerReader
 from lmkv.transfer.channel import Copy, End, Region, SummedCopy, find_peer
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.threads import Job, Threads
@@ -29,7 +29,7 @@ COPY_THREADS = 2
 """One thread does not reach the memory's bandwidth; more than two hardly gain anything."""
 STEP_BYTES = 2 << 20
 """What a thread copies before it looks whether it should go on: a fraction of a millisecond."""
-TAKE_SECONDS = 1.0
+RECEIVE_SECONDS = 1.0
 TOKEN_BYTES = 32
 WORD_BYTES = 8
 CHECKSUMS = 1 << 64
@@ -48,12 +48,12 @@ class ShmChannel:
         self._copy = end.summed_copy or _plain_copy
         self._sums = end.summed_copy is not None
         self._token = secrets.token_hex(TOKEN_BYTES)
-        words = {"socket": str(end.socket_path), "token": self._token}
-        self._metadata = wrap(self.name, end, json.dumps(words).encode())
+        fields = {"socket": str(end.socket_path), "token": self._token}
+        self._metadata = wrap(self.name, end, json.dumps(fields).encode())
         # Opened anew: whoever gets this file description cannot write, while the pool's own one can.
         self._read_only_fd = os.open(f"/proc/self/fd/{end.pool.fd}", os.O_RDONLY | os.O_CLOEXEC)
-        self._handover = Handover(end.socket_path, self._welcome, "transfer socket")
-        self._peers: dict[str, _Peer] = {}
+        self._fd_server = FdServer(end.socket_path, self._offer, "transfer socket")
+        self._peers: dict[str, _MappedPeer] = {}
         self._threads = Threads("lmkv-shm", COPY_THREADS)
 
     @classmethod
@@ -61,13 +61,13 @@ class ShmChannel:
         """The channel over this end. Raises `ConfigError` if its socket cannot be had."""
         channel = cls(end)
         try:
-            await channel._handover.start()
+            await channel._fd_server.start()
         except BaseException:
             await channel.aclose()
             raise
         return channel
 
-    def metadata_for(self, _reader: Reader) -> bytes:
+    def metadata_for(self, _reader: PeerReader) -> bytes:
         """See `Channel`. Its readers cannot be told apart: each gets the same secret."""
         return self._metadata
 
@@ -83,11 +83,11 @@ class ShmChannel:
             raise ChannelUnsupported(f"{peer_name} shares no memory with this node: {error}", peer=peer_name) from None
         await self.remove_peer(peer_name)
         self._peers[peer_name] = peer
-        asyncio.get_running_loop().add_reader(peer.connection, self._lose, peer_name)
+        asyncio.get_running_loop().add_reader(peer.connection, self._forget, peer_name)
 
     async def remove_peer(self, peer_name: str) -> None:
         """See `Channel`."""
-        self._lose(peer_name)
+        self._forget(peer_name)
 
     async def read(
         self,
@@ -109,7 +109,7 @@ class ShmChannel:
             peer.close_if_done()
             on_stopped()
 
-        await self._threads.carry_out(peer_name, parts, timeout_seconds, stopped)
+        await self._threads.run(peer_name, parts, timeout_seconds, stopped)
         if not self._sums:
             return None
         sums = [0] * len(copies)
@@ -124,19 +124,19 @@ class ShmChannel:
         """See `Channel`."""
         await self._threads.aclose()
         for peer_name in tuple(self._peers):
-            self._lose(peer_name)
-        await self._handover.aclose()
+            self._forget(peer_name)
+        await self._fd_server.aclose()
         if self._read_only_fd >= 0:
             os.close(self._read_only_fd)
             self._read_only_fd = -1
 
-    def _welcome(self, hello: Fields) -> FdOffer:
+    def _offer(self, hello: Fields) -> FdOffer:
         token = hello.get("token")
         if not isinstance(token, str) or not secrets.compare_digest(token.encode(), self._token.encode()):
             raise Unreachable("the token is wrong")
         return FdOffer(fd=self._read_only_fd, fields={})
 
-    def _lose(self, peer_name: str) -> None:
+    def _forget(self, peer_name: str) -> None:
         """Forgets a peer; its memory is unmapped as soon as no read needs it."""
         if peer := self._peers.pop(peer_name, None):
             asyncio.get_running_loop().remove_reader(peer.connection)
@@ -144,7 +144,7 @@ class ShmChannel:
             peer.close_if_done()
 
 
-class _Peer:
+class _MappedPeer:
     """A peer's pool, mapped until it is forgotten and nothing is read from it."""
 
     def __init__(self, metadata: bytes, connection: socket.socket, region: Region, fd: int) -> None:
@@ -180,15 +180,15 @@ class _Peer:
             return True
 
 
-def _map(metadata: bytes, region: Region, words: dict[str, str]) -> _Peer:
-    taken = receive_fd(words["socket"], {"token": words["token"]}, TAKE_SECONDS)
+def _map(metadata: bytes, region: Region, fields: dict[str, str]) -> _MappedPeer:
+    received = receive_fd(fields["socket"], {"token": fields["token"]}, RECEIVE_SECONDS)
     try:
-        return _Peer(metadata, taken.connection, region, taken.fd)
+        return _MappedPeer(metadata, received.connection, region, received.fd)
     except BaseException:
-        taken.connection.close()
+        received.connection.close()
         raise
     finally:
-        os.close(taken.fd)  # the mapping needs none
+        os.close(received.fd)  # the mapping needs none
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ def _steps(copies: Sequence[Copy]) -> Iterator[_Step]:
 
 
 def _take_steps(
-    peer: _Peer, steps: deque[_Step], copy_bytes: SummedCopy, summed: deque[tuple[int, int]], job: Job
+    peer: _MappedPeer, steps: deque[_Step], copy_bytes: SummedCopy, summed: deque[tuple[int, int]], job: Job
 ) -> None:
     """Takes steps until there are none. The interpreter's lock is free while bytes are copied."""
     shift = peer.address - peer.region.address

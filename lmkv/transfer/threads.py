@@ -41,7 +41,7 @@ class Job:
         error, self._error = self._error, None
         return error
 
-    def blocks(self, interrupt: Callable[[], None]) -> None:
+    def set_interrupt(self, interrupt: Callable[[], None]) -> None:
         """Says, on a thread, how to end what it is about to wait for. Raises `Unreachable` if it need not begin."""
         self._interrupt = interrupt  # first: whoever abandons it meanwhile sees one or the other
         self.check()
@@ -64,7 +64,7 @@ class Threads:
         self._jobs: set[Job] = set()
         self._closed = False
 
-    async def carry_out(
+    async def run(
         self, peer_name: str, parts: Sequence[Part], timeout_seconds: float, on_stopped: Callable[[], None]
     ) -> None:
         """Carries out a read, with the promises of `Channel.read`: it has stopped once all of its parts have ended.

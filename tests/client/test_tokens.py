@@ -21,8 +21,8 @@ from tests.lmkv.auth.tokens import entry, write
 @pytest.fixture
 async def address(tmp_path: Path) -> AsyncIterator[str]:
     """Where a coordinator is that asks for tokens."""
-    gate = Authenticator(write(tmp_path / "tokens.yaml", *map(entry, ("engine", "reader", "operator"))))
-    async with server.Coordinator(port=0, gate=gate) as serving:
+    authenticator = Authenticator(write(tmp_path / "tokens.yaml", *map(entry, ("engine", "reader", "operator"))))
+    async with server.Coordinator(port=0, gate=authenticator) as serving:
         yield serving.address
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lmkv_kernels import ChunkCopy, Pages, packed_rows, token_rows, whole_tiles
-from lmkv_kernels.reference import Twin, checksum
+from lmkv_kernels.reference import ReferencePages, checksum
 
 Bytes = NDArray[np.uint8]
 
@@ -32,7 +32,7 @@ class Case:
     """One rank's pages and their plain twin, a pool, and copies between them. `memory` holds all pages."""
 
     pages: Pages
-    twin: Twin
+    twin: ReferencePages
     memory: Bytes
     pool: Bytes
     copies: list[ChunkCopy]
@@ -122,7 +122,7 @@ def cases(draw: st.DrawFn) -> Case:
         pages = packed_rows(tensors, first_head, kv_head_count)
     else:
         pages = token_rows(tensors, first_head, kv_head_count, part_count=part_count)
-    twin = Twin(
+    twin = ReferencePages(
         tensors=tensors,
         first_head=first_head,
         kv_head_count=kv_head_count,
@@ -156,7 +156,7 @@ def large_case(*, layer_count: int = 4, head_count: int = 4, chunk_count: int = 
     memory, tensors = kv_cache(7, shape, "LBHNC", torch.bfloat16)
     make = {"whole": whole_tiles, "tokens": token_rows, "packed": packed_rows}[inside]
     pages = make(tensors, 0, head_count)
-    twin = Twin(tensors=tensors, first_head=0, kv_head_count=head_count, inside=inside)  # type: ignore[arg-type]
+    twin = ReferencePages(tensors=tensors, first_head=0, kv_head_count=head_count, inside=inside)  # type: ignore[arg-type]
     extent = pages.extent_bytes(256)
     copies = [
         ChunkCopy(

@@ -20,15 +20,15 @@ from lmkv_kernels.cuda import (
     Copier,
     CopyPath,
     CopyPaths,
+    CudaStream,
     Device,
     DeviceMemory,
     NoCuda,
     Program,
-    Registration,
-    Stream,
+    RegisteredMemory,
     driver,
 )
-from lmkv_kernels.cuda.measure import fastest_ways
+from lmkv_kernels.cuda.measure import fastest_paths
 from tests.kernels.layouts import LAYOUTS, Bytes, Case, cases, large_case, random_bytes
 from tests.kernels.test_cuda_emulated import WAYS, whole_chunks
 
@@ -65,14 +65,14 @@ class OnDevice:
         with ExitStack() as stack:
             self.memory = DeviceMemory(cuda, case.memory.size)
             stack.callback(self.memory.close)
-            self.model = Stream(cuda)
+            self.model = CudaStream(cuda)
             stack.callback(self.model.close)
             pool = stack.enter_context(Pool.create(max(1, case.pool.size)))
             self.pool: Bytes = np.frombuffer(pool.buffer, np.uint8)[: case.pool.size]
-            registration = Registration(cuda, pool.address, pool.size_bytes)
+            registration = RegisteredMemory(cuda, pool.address, pool.size_bytes)
             stack.callback(registration.close)
             self.copier = Copier(
-                gpu.device, gpu.program, self._pages(), registration, ways=ways, staging_bytes=staging_bytes
+                gpu.device, gpu.program, self._pages(), registration, paths=ways, staging_bytes=staging_bytes
             )
             stack.callback(self.copier.close)
             self._stack = stack.pop_all()
@@ -151,7 +151,7 @@ def test_large_chunks_go_out_and_come_back(gpu: Gpu, way: CopyPath) -> None:
         extent = case.pages.extent_bytes(256)
         assert storing.checksums == [checksum(there.pool, copy.offset, extent) for copy in case.copies]
         there.write_pages(np.zeros_like(case.memory))
-        there.copier.scatter(case.copies, after=there.model.handle).hold(there.model.handle)
+        there.copier.scatter(case.copies, after=there.model.handle).block_stream(there.model.handle)
         assert np.array_equal(there.read_pages(), case.memory)
 
 
@@ -163,7 +163,7 @@ def test_forwards_and_copies_are_in_order_without_anybody_waiting(gpu: Gpu, way:
         for content in contents:
             there.write_pages(content)
             copying = there.copier.gather(case.copies, after=there.model.handle)
-            copying.hold_until_read(there.model.handle)
+            copying.block_stream_until_read(there.model.handle)
             there.write_pages(np.zeros_like(content))  # the next forward
             copying.wait()
             case.memory[:] = content
@@ -175,7 +175,7 @@ def test_measuring_the_ways_changes_no_page(gpu: Gpu) -> None:
     case = large_case(layer_count=8, chunk_count=8, inside="tokens")
     with OnDevice(gpu, case, CopyPaths()) as there:
         there.model.event().wait()
-        ways = fastest_ways(gpu.device, gpu.program, there.copier.pages)
+        ways = fastest_paths(gpu.device, gpu.program, there.copier.pages)
         assert isinstance(ways.gather, CopyPath)
         assert isinstance(ways.scatter, CopyPath)
         assert np.array_equal(there.read_pages(), case.memory)

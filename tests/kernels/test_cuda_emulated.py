@@ -13,9 +13,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lmkv_kernels import ChunkCopy, Pages, checksum, cuda, packed_rows, token_rows
-from lmkv_kernels.cuda import Copier, CopyPath, CopyPaths, Device, Registration, Stream
-from lmkv_kernels.cuda.slots import MAX_SLOTS
-from lmkv_kernels.reference import Twin
+from lmkv_kernels.cuda import Copier, CopyPath, CopyPaths, CudaStream, Device, RegisteredMemory
+from lmkv_kernels.cuda.launch_buffers import MAX_BUFFERS
+from lmkv_kernels.reference import ReferencePages
 from tests.kernels.emulation import emulated_device
 from tests.kernels.layouts import LAYOUTS, Bytes, Case, cases, kv_cache, random_bytes
 
@@ -30,9 +30,9 @@ def on_device(pages: Pages) -> Pages:
 def copier_of(case: Case, ways: CopyPaths, staging_bytes: int = 1 << 20) -> Iterator[Copier]:
     """A copier whose device memory is the case's, and whose registered pool is the case's."""
     with emulated_device() as (device, program), device.current() as driver:
-        pool = Registration(driver, case.pool.ctypes.data, max(1, case.pool.size))
+        pool = RegisteredMemory(driver, case.pool.ctypes.data, max(1, case.pool.size))
         pages = on_device(case.pages)
-        copier = Copier(device, program, pages, pool, ways=ways, staging_bytes=staging_bytes)
+        copier = Copier(device, program, pages, pool, paths=ways, staging_bytes=staging_bytes)
         try:
             yield copier
         finally:
@@ -80,7 +80,7 @@ def whole_chunks(chunk_count: int, *, layout: str = "LBHNC", first_head: int = 0
         ChunkCopy(offset=index * extent, extent_tokens=8, token_count=8, block_ids=(2 * index + 1, 2 * index))
         for index in range(chunk_count)
     ]
-    twin = Twin(tensors=tensors, first_head=first_head, kv_head_count=kv_head_count, inside="tokens")
+    twin = ReferencePages(tensors=tensors, first_head=first_head, kv_head_count=kv_head_count, inside="tokens")
     return Case(pages=pages, twin=twin, memory=memory, pool=random_bytes(4, chunk_count * extent), copies=copies)
 
 
@@ -93,7 +93,7 @@ def test_tiles_of_many_more_pieces_than_threads(layout: str, block_size: int, co
     pages = token_rows(tensors, 1, 4, part_count=part_count)
     tokens = 3 * block_size - 2
     copy = ChunkCopy(offset=0, extent_tokens=tokens, token_count=tokens - 1, first_slot=1, block_ids=(3, 0, 2))
-    twin = Twin(tensors=tensors, first_head=1, kv_head_count=4, inside="tokens", part_count=part_count)
+    twin = ReferencePages(tensors=tensors, first_head=1, kv_head_count=4, inside="tokens", part_count=part_count)
     case = Case(pages=pages, twin=twin, memory=memory, pool=random_bytes(4, pages.extent_bytes(tokens)), copies=[copy])
     with copier_of(case, WAYS[CopyPath.DIRECT]) as copier:
         copying = copier.gather(case.copies, after=0)
@@ -142,17 +142,17 @@ def test_ranks_fill_one_chunk_and_their_sums_are_its_checksum(way: CopyPath) -> 
     assert sums.tolist() == [checksum(whole, index * size, size) for index in range(2)]
 
 
-def copy_now(device: Device, stream: Stream, target: Bytes, source: Bytes) -> None:
+def copy_now(device: Device, stream: CudaStream, target: Bytes, source: Bytes) -> None:
     """Puts a copy of host memory on a stream, as a forward pass would write pages."""
     device.driver.call("cuMemcpyAsync", target.ctypes.data, source.ctypes.data, source.size, stream.handle)
 
 
 @contextmanager
-def model_of(case: Case, copier: Copier, *buffers: Bytes) -> Iterator[Stream]:
+def model_of(case: Case, copier: Copier, *buffers: Bytes) -> Iterator[CudaStream]:
     """A stream like the model's, on which copies may touch the pages and these buffers."""
     with copier.device.current() as driver:
-        known = [Registration(driver, one.ctypes.data, one.size) for one in (case.memory, *buffers)]
-        stream = Stream(driver)
+        known = [RegisteredMemory(driver, one.ctypes.data, one.size) for one in (case.memory, *buffers)]
+        stream = CudaStream(driver)
         try:
             yield stream
         finally:
@@ -170,7 +170,7 @@ def test_a_gather_waits_for_the_forward_and_the_next_forward_for_its_reads(way: 
         copying = copier.gather(case.copies, after=model.handle)
         assert not copying.read()
         assert not copying.done()
-        copying.hold_until_read(model.handle)
+        copying.block_stream_until_read(model.handle)
         copy_now(copier.device, model, case.memory, later)
         with copier.device.current():
             model.event().wait()  # runs the second forward as early as it may
@@ -191,7 +191,7 @@ def test_a_scatter_waits_for_the_forward_before_it_and_holds_the_one_after_it(wa
     with copier_of(case, WAYS[way], 8 << 10) as copier, model_of(case, copier, old, seen, read) as model:
         copy_now(copier.device, model, read, case.memory)  # a forward that still reads the pages
         copying = copier.scatter(case.copies, after=model.handle)
-        copying.hold(model.handle)
+        copying.block_stream(model.handle)
         copy_now(copier.device, model, seen, case.memory)  # and one that needs them
         with copier.device.current():
             model.event().wait()
@@ -212,7 +212,7 @@ def test_copies_are_done_by_asking_alone(way: CopyPath) -> None:
                     break
             assert copying.done()
             assert copying.read()
-            copying.hold(0)
+            copying.block_stream(0)
             assert copying.checksums == case.expected_sums()
 
 
@@ -244,8 +244,8 @@ def test_dma_that_runs_ahead_leaves_the_kernels_what_they_have_not_read() -> Non
 def test_calls_beyond_the_bound_are_refused_until_earlier_ones_are_done() -> None:
     case = whole_chunks(1)
     with copier_of(case, WAYS[CopyPath.DIRECT]) as copier:
-        started = [copier.gather(case.copies, after=0) for _ in range(MAX_SLOTS)]
-        with pytest.raises(cuda.Busy, match=f"{MAX_SLOTS} copies are under way"):
+        started = [copier.gather(case.copies, after=0) for _ in range(MAX_BUFFERS)]
+        with pytest.raises(cuda.Busy, match=f"{MAX_BUFFERS} copies are under way"):
             copier.gather(case.copies, after=0)
         started[0].wait()
         copier.gather(case.copies, after=0).wait()
@@ -290,7 +290,7 @@ def test_pages_that_are_not_on_a_device_or_packed_as_the_cpus_are_refused() -> N
     _, tensors = kv_cache(3, (1, 2, 1, 4, 64), "LBHNC", torch.bfloat16)
     pool = random_bytes(1, 4096)
     with emulated_device() as (device, program), device.current() as driver:
-        known = Registration(driver, pool.ctypes.data, pool.size)
+        known = RegisteredMemory(driver, pool.ctypes.data, pool.size)
         with pytest.raises(ValueError, match="on cpu, not on a CUDA device"):
             Copier(device, program, token_rows(tensors, 0, 1), known)
         with pytest.raises(ValueError, match="packing is the CPU's"):
@@ -301,9 +301,9 @@ def test_pages_that_are_not_on_a_device_or_packed_as_the_cpus_are_refused() -> N
 def test_dma_outside_the_registered_pool_is_an_error_with_the_drivers_words() -> None:
     case = whole_chunks(2)
     with emulated_device() as (device, program), device.current() as driver:
-        pool = Registration(driver, case.pool.ctypes.data, case.pool.size // 2)
+        pool = RegisteredMemory(driver, case.pool.ctypes.data, case.pool.size // 2)
         pool.size_bytes = case.pool.size
-        copier = Copier(device, program, on_device(case.pages), pool, ways=WAYS[CopyPath.STAGED])
+        copier = Copier(device, program, on_device(case.pages), pool, paths=WAYS[CopyPath.STAGED])
         with pytest.raises(cuda.CudaError, match=r"cuMemcpyAsync: INVALID_VALUE \(emulated\)"):
             copier.gather(case.copies, after=0)
         copier.close()

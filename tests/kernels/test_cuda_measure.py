@@ -10,7 +10,7 @@ import torch
 
 from lmkv_kernels import token_rows
 from lmkv_kernels.cuda import CopyPath, CopyPaths
-from lmkv_kernels.cuda.measure import ROUNDS, fastest_ways, sample
+from lmkv_kernels.cuda.measure import ROUNDS, fastest_paths, sample
 from tests.kernels.emulation import emulated_device
 from tests.kernels.layouts import kv_cache
 from tests.kernels.test_cuda_emulated import on_device
@@ -36,7 +36,7 @@ def test_each_direction_takes_the_way_that_was_faster(gather: CopyPath, scatter:
     before = memory.copy()
     ticks = clock(seconds)
     with emulated_device() as (device, program):
-        ways = fastest_ways(device, program, on_device(token_rows(tensors, 0, 2)), lambda: next(ticks))
+        ways = fastest_paths(device, program, on_device(token_rows(tensors, 0, 2)), lambda: next(ticks))
     assert ways == CopyPaths(gather=gather, scatter=scatter)
     assert np.array_equal(memory, before)
 

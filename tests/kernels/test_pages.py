@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lmkv_kernels import Pages, packed_rows, token_rows, whole_tiles
-from lmkv_kernels.pages import Part
+from lmkv_kernels.pages import TilePart
 from tests.kernels.layouts import LAYOUTS, kv_cache
 
 PAGES = Pages(
@@ -19,7 +19,7 @@ PAGES = Pages(
     rows_per_block=4,
     row_bytes=16,
     element_bytes=2,
-    parts=(Part(offset=0, row_stride=32, element_stride=2), Part(offset=16, row_stride=32, element_stride=2)),
+    parts=(TilePart(offset=0, row_stride=32, element_stride=2), TilePart(offset=16, row_stride=32, element_stride=2)),
     head_count=2,
     first_head=2,
     kv_head_count=4,
@@ -42,7 +42,7 @@ def test_tensors_of_any_dtype_become_whole_tiles(dtype: str) -> None:
         row_tokens=4,
         row_bytes=tile,
         element_bytes=element,
-        parts=(Part(offset=0, row_stride=tile, element_stride=element),),
+        parts=(TilePart(offset=0, row_stride=tile, element_stride=element),),
         head_count=2,
         first_head=2,
         kv_head_count=4,
@@ -74,8 +74,8 @@ def test_a_latent_is_one_part() -> None:
 def test_packed_keys_lie_with_the_tokens_innermost() -> None:
     pages = packed_rows([torch.zeros(4, 2, 32, 16)], 0, 2)
     assert pages.parts == (
-        Part(offset=0, row_stride=4, element_stride=128),
-        Part(offset=32 * 8 * 4, row_stride=32, element_stride=4),
+        TilePart(offset=0, row_stride=4, element_stride=128),
+        TilePart(offset=32 * 8 * 4, row_stride=32, element_stride=4),
     )
     assert not pages.is_contiguous(pages.parts[0])
     assert pages.is_contiguous(pages.parts[1])
@@ -125,9 +125,12 @@ def test_tensors_that_cannot_be_moved_are_refused() -> None:
         ({"element_bytes": 3}, "element_bytes must be 1, 2, 4 or 8, not 3"),
         ({"parts": ()}, "1 to 2 parts, not 0"),
         ({"parts": PAGES.parts * 2}, "1 to 2 parts, not 4"),
-        ({"parts": (Part(offset=4, row_stride=32, element_stride=2),)}, r"parts\[0\].offset is 4"),
-        ({"parts": (Part(offset=0, row_stride=20, element_stride=2),)}, r"parts\[0\].row_stride is 20"),
-        ({"parts": (Part(offset=0, row_stride=64, element_stride=4),)}, r"parts\[0\] has gaps between elements both"),
+        ({"parts": (TilePart(offset=4, row_stride=32, element_stride=2),)}, r"parts\[0\].offset is 4"),
+        ({"parts": (TilePart(offset=0, row_stride=20, element_stride=2),)}, r"parts\[0\].row_stride is 20"),
+        (
+            {"parts": (TilePart(offset=0, row_stride=64, element_stride=4),)},
+            r"parts\[0\] has gaps between elements both",
+        ),
         ({"head_count": 0}, "head_count"),
         ({"first_head": 3}, "heads 3 to 4"),
         ({"first_head": -1}, "heads -1"),
@@ -140,8 +143,8 @@ def test_tensors_that_cannot_be_moved_are_refused() -> None:
         (
             {
                 "parts": (
-                    Part(offset=0, row_stride=2, element_stride=8),
-                    Part(offset=32, row_stride=16, element_stride=2),
+                    TilePart(offset=0, row_stride=2, element_stride=8),
+                    TilePart(offset=32, row_stride=16, element_stride=2),
                 )
             },
             "offset 32 makes parts overlap: it must be at least 64",

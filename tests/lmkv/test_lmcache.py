@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lmkv.config import ConnectorConfig, CoordinatorConfig, load
 from lmkv.config.lmcache import ABSENT, RENAMED, as_yaml, render, translate
-from lmkv.config.sources import Entry, read_file
+from lmkv.config.sources import SourceEntry, read_file
 from lmkv.config.spellings import REPLACED, known_spellings
 from lmkv.errors import ConfigError
 from tests.lmkv.test_config import EMPTY, SEED_DECODE, SEED_LOOKUP, SEED_P2P, SEED_PREFILL
@@ -77,8 +77,8 @@ def imported(folder: Path, text: str) -> Path:
     return target
 
 
-def entries(**raw: Any) -> list[Entry]:
-    return [Entry(name, value, "in a test") for name, value in raw.items()]
+def entries(**raw: Any) -> list[SourceEntry]:
+    return [SourceEntry(name, value, "in a test") for name, value in raw.items()]
 
 
 @pytest.mark.parametrize("seed", SEEDS.values(), ids=SEEDS)

@@ -4,12 +4,12 @@ Nothing here is imported where there is no device to copy from; `driver()` says 
 `lmkv_kernels.gather` and `scatter` do, on streams of its own. docs/cuda.md tells how.
 """
 
-from lmkv_kernels.cuda.copier import Copier, Copying, CopyPath, CopyPaths
+from lmkv_kernels.cuda.copier import Copier, CopyPath, CopyPaths, PendingCopy
 from lmkv_kernels.cuda.driver import Device, Driver, driver
 from lmkv_kernels.cuda.errors import Busy, CompileError, CudaError, NoCompiler, NoCuda
-from lmkv_kernels.cuda.memory import DeviceMemory, PinnedMemory, Registration
+from lmkv_kernels.cuda.memory import DeviceMemory, PinnedMemory, RegisteredMemory
 from lmkv_kernels.cuda.program import Program
-from lmkv_kernels.cuda.streams import Event, Stream
+from lmkv_kernels.cuda.streams import CudaEvent, CudaStream
 
 __all__ = [
     "Busy",
@@ -17,17 +17,17 @@ __all__ = [
     "Copier",
     "CopyPath",
     "CopyPaths",
-    "Copying",
     "CudaError",
+    "CudaEvent",
+    "CudaStream",
     "Device",
     "DeviceMemory",
     "Driver",
-    "Event",
     "NoCompiler",
     "NoCuda",
+    "PendingCopy",
     "PinnedMemory",
     "Program",
-    "Registration",
-    "Stream",
+    "RegisteredMemory",
     "driver",
 ]

@@ -1,4 +1,4 @@
-"""Finds the faster way of each direction, on the machine and the pages that it is for."""
+"""Finds the faster path of each direction, on the machine and the pages that it is for."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ CHUNK_TOKENS = 256
 ROUNDS = 3
 
 
-def fastest_ways(
+def fastest_paths(
     device: Device, program: Program, pages: Pages, clock: Callable[[], float] = time.perf_counter
 ) -> CopyPaths:
-    """Copies some blocks out and back again, both ways, in some 20 ms.
+    """Copies some blocks out and back again, both paths, in some 20 ms.
 
     The pages are afterwards as they were before; nobody else may write to them meanwhile, so it is for the time before
     the first forward. Raises `CudaError` if the device refuses.
@@ -30,8 +30,8 @@ def fastest_ways(
     extent = copies[-1].offset + pages.extent_bytes(copies[-1].extent_tokens)
     seconds: dict[tuple[str, CopyPath], float] = {}
     with device.current() as driver, closing(PinnedMemory(driver, extent)) as memory:
-        for way in CopyPath:
-            with closing(Copier(device, program, pages, memory, ways=CopyPaths(gather=way, scatter=way))) as copier:
+        for path in CopyPath:
+            with closing(Copier(device, program, pages, memory, paths=CopyPaths(gather=path, scatter=path))) as copier:
                 for _ in range(1 + ROUNDS):  # the first one warms up
                     started = clock()
                     copier.gather(copies, after=0).wait()
@@ -39,9 +39,9 @@ def fastest_ways(
                     copier.scatter(copies, after=0).wait()
                     ended = clock()
                     for direction, took in (("gather", between - started), ("scatter", ended - between)):
-                        seconds[direction, way] = min(took, seconds.get((direction, way), took))
+                        seconds[direction, path] = min(took, seconds.get((direction, path), took))
     gather, scatter = (
-        min(CopyPath, key=lambda way, direction=direction: seconds[direction, way])  # type: ignore[misc]
+        min(CopyPath, key=lambda path, direction=direction: seconds[direction, path])  # type: ignore[misc]
         for direction in ("gather", "scatter")
     )
     return CopyPaths(gather=gather, scatter=scatter)

@@ -47,7 +47,7 @@ class PinnedMemory:
             self._driver.call("cuMemFreeHost", address)
 
 
-class Registration:
+class RegisteredMemory:
     """Host memory made known to the device: pinned, and within reach of kernels and DMA.
 
     It takes every page that was not taken yet, and holds all in memory; a second for 10 GB or so. A process registers

@@ -18,7 +18,7 @@ ALIGNMENT = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class DmaCopy:
     """One DMA: `height` rows of `width` bytes, side by side in the staging buffer, `pitch` apart in the pool."""
 
     pool_offset: int
@@ -47,7 +47,7 @@ def make_batches(pages: Pages, rows: Rows, capacity_bytes: int) -> list[Batch]:
     """The copies in batches, each of which fits the staging buffer; what cannot be staged first, in one batch.
 
     Staged are copies of whole chunks: what they have of a layer is one run of bytes in the pool. Of other copies it
-    would be as many runs as there are heads and parts, and DMA of short runs is slower than the kernel.
+    would be as many dma_copies as there are heads and parts, and DMA of short dma_copies is slower than the kernel.
     """
     direct: list[int] = []
     staged: list[Batch] = []
@@ -68,32 +68,32 @@ def make_batches(pages: Pages, rows: Rows, capacity_bytes: int) -> list[Batch]:
     return ([Batch(indices=direct, staging_offsets=None)] if direct else []) + staged
 
 
-def make_runs(pages: Pages, rows: Rows, batch: Batch) -> list[Run]:
+def make_dma_copies(pages: Pages, rows: Rows, batch: Batch) -> list[DmaCopy]:
     """The DMAs of a staged batch. Copies that are neighbours on both sides share one."""
     assert batch.staging_offsets is not None
-    runs: list[Run] = []
+    dma_copies: list[DmaCopy] = []
     for index, staging_offset in zip(batch.indices, batch.staging_offsets, strict=True):
-        run = _run(pages, int(rows[index, 0]), int(rows[index, 1]), staging_offset)
-        last = runs[-1] if runs else None
-        if last and last.height == run.height == 1 and _follows(last, run):
-            runs[-1] = Run(
+        dma_copy = _dma_copy(pages, int(rows[index, 0]), int(rows[index, 1]), staging_offset)
+        last = dma_copies[-1] if dma_copies else None
+        if last and last.height == dma_copy.height == 1 and _follows(last, dma_copy):
+            dma_copies[-1] = DmaCopy(
                 pool_offset=last.pool_offset,
                 staging_offset=last.staging_offset,
-                width=last.width + run.width,
+                width=last.width + dma_copy.width,
                 height=1,
-                pitch=last.pitch + run.pitch,
+                pitch=last.pitch + dma_copy.pitch,
             )
         else:
-            runs.append(run)
-    return runs
+            dma_copies.append(dma_copy)
+    return dma_copies
 
 
-def _run(pages: Pages, offset: int, extent_rows: int, staging_offset: int) -> Run:
+def _dma_copy(pages: Pages, offset: int, extent_rows: int, staging_offset: int) -> DmaCopy:
     per_head = len(pages.parts) * extent_rows * pages.row_bytes
     layers, width, pitch = len(pages.layer_addresses), pages.head_count * per_head, pages.kv_head_count * per_head
     if width == pitch:  # the layers lie side by side
         layers, width, pitch = 1, layers * width, layers * pitch
-    return Run(
+    return DmaCopy(
         pool_offset=offset + pages.first_head * per_head,
         staging_offset=staging_offset,
         width=width,
@@ -102,8 +102,11 @@ def _run(pages: Pages, offset: int, extent_rows: int, staging_offset: int) -> Ru
     )
 
 
-def _follows(last: Run, run: Run) -> bool:
-    return run.pool_offset == last.pool_offset + last.width and run.staging_offset == last.staging_offset + last.width
+def _follows(last: DmaCopy, dma_copy: DmaCopy) -> bool:
+    return (
+        dma_copy.pool_offset == last.pool_offset + last.width
+        and dma_copy.staging_offset == last.staging_offset + last.width
+    )
 
 
 def launch_words(

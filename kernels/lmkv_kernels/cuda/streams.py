@@ -11,7 +11,7 @@ _NON_BLOCKING = 1  # a stream that the default stream does not wait for, nor the
 _NO_TIMING = 2
 
 
-class Event:
+class CudaEvent:
     """A point on a stream; first that at which it was made."""
 
     def __init__(self, driver: Driver, stream: int, *, timing: bool = False) -> None:
@@ -23,7 +23,7 @@ class Event:
         """From now on it is the point that the stream has reached."""
         self._driver.call("cuEventRecord", self._handle, stream)
 
-    def hold(self, stream: int) -> None:
+    def block_stream(self, stream: int) -> None:
         """What is put on `stream` from now on waits for the event; the calling thread does not."""
         self._driver.call("cuStreamWaitEvent", stream, self._handle, 0)
 
@@ -36,7 +36,7 @@ class Event:
         if self._handle is not None:
             self._driver.call("cuEventSynchronize", self._handle)
 
-    def seconds_since(self, earlier: Event) -> float:
+    def seconds_since(self, earlier: CudaEvent) -> float:
         """Time between two events that were made with `timing` and are done."""
         from ctypes import byref, c_float
 
@@ -51,7 +51,7 @@ class Event:
             self._driver.call("cuEventDestroy_v2", handle)
 
 
-class Stream:
+class CudaStream:
     """A queue of work on the device, beside those of torch."""
 
     def __init__(self, driver: Driver) -> None:
@@ -59,9 +59,9 @@ class Stream:
         self.handle = cast(int, driver.handle("cuStreamCreate", _NON_BLOCKING).value)
         self._closed = False
 
-    def event(self) -> Event:
+    def event(self) -> CudaEvent:
         """The point that the stream has reached."""
-        return Event(self._driver, self.handle)
+        return CudaEvent(self._driver, self.handle)
 
     def close(self) -> None:
         """Waits for what is on it. Idempotent."""

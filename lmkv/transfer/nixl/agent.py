@@ -36,7 +36,7 @@ Job = Callable[[], None] | None
 
 
 @dataclass(slots=True)
-class _Peer:
+class _NixlPeer:
     metadata: bytes
     read_count: int = 0
     lost: bool = False
@@ -65,7 +65,7 @@ class AgentThread:
         # What follows belongs to the thread.
         self._agent: Any = None
         self._errors: tuple[type[Exception], ...] = ()
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, _NixlPeer] = {}
         self._reads: list[Read] = []
         self._busy_at = 0.0
 
@@ -128,7 +128,7 @@ class AgentThread:
             return
         if peer and peer.read_count:
             raise Unreachable(f"{peer_name} has yet to finish an earlier read", peer=peer_name)
-        self.lose_peer(peer_name)
+        self.forget_peer(peer_name)
         try:
             found = self._agent.add_remote_agent(metadata)
         except self._errors as error:
@@ -139,9 +139,9 @@ class AgentThread:
             if found not in self._peers:
                 self._remove_agent(found)
             raise WrongInstance(f"the channel metadata is of {found}, not of {peer_name}", peer=peer_name)
-        self._peers[peer_name] = _Peer(metadata)
+        self._peers[peer_name] = _NixlPeer(metadata)
 
-    def lose_peer(self, peer_name: str) -> None:
+    def forget_peer(self, peer_name: str) -> None:
         """Forgets a peer as soon as its reads have ended, as a job."""
         peer = self._peers.get(peer_name)
         if peer is None:
@@ -270,7 +270,7 @@ class AgentThread:
 
     def _fail(self, read: Read, what: str) -> None:
         """The connection is lost: the caller learns it now, and in a moment that the read has stopped."""
-        read.outcome.tell(
+        read.outcome.resolve(
             Unreachable(f"{read.peer_name} was lost: {what}", peer=read.peer_name, quarantined=True),
         )
         self._release(read)
@@ -283,7 +283,7 @@ class AgentThread:
         peer = self._peers[read.peer_name]
         peer.read_count -= 1
         if peer.lost:
-            self.lose_peer(read.peer_name)
+            self.forget_peer(read.peer_name)
         read.end()
 
     def _release(self, read: Read) -> None:

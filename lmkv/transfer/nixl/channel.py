@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 from lmkv.errors import LmkvError, Unreachable
-from lmkv.transfer.access import Reader
+from lmkv.transfer.access import PeerReader
 from lmkv.transfer.channel import Copy, End, Region, check_copies
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.nixl.agent import STALL_SECONDS, AgentThread
@@ -54,7 +54,7 @@ class NixlChannel:
         channel._metadata = wrap(cls.name, end, channel._agent_metadata)
         return channel
 
-    def metadata_for(self, _reader: Reader) -> bytes:
+    def metadata_for(self, _reader: PeerReader) -> bytes:
         """See `Channel`. Its readers cannot be told apart: each gets the same secret."""
         return self._metadata
 
@@ -67,7 +67,7 @@ class NixlChannel:
     async def remove_peer(self, peer_name: str) -> None:
         """See `Channel`."""
         self._peers.pop(peer_name, None)
-        await self._call(lambda: self._thread.lose_peer(peer_name))
+        await self._call(lambda: self._thread.forget_peer(peer_name))
 
     async def read(
         self,
@@ -120,9 +120,9 @@ class NixlChannel:
             try:
                 call()
             except LmkvError as error:
-                outcome.tell(error)
+                outcome.resolve(error)
             else:
-                outcome.tell()
+                outcome.resolve()
 
         self._thread.submit(job)
         try:

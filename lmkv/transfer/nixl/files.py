@@ -18,7 +18,7 @@ from lmkv.transfer.channel import Region
 from lmkv.transfer.nixl import api as nixl_api
 
 POLL_SECONDS = 0.0001
-WAYS: Mapping[str, Sequence[dict[str, str]]] = {
+BACKEND_PARAMETERS: Mapping[str, Sequence[dict[str, str]]] = {
     "POSIX": ({"use_uring": "true", "use_aio": "false"}, {}),
     "GDS": ({},),
 }
@@ -70,13 +70,13 @@ class NixlFiles:
             agent = self._agent()
             file = agent.register_memory([(0, size_bytes, fd, "")], "FILE")
             try:
-                self._carry_out(agent, operation, (address, size_bytes, 0), (0, size_bytes, fd))
+                self._run_read(agent, operation, (address, size_bytes, 0), (0, size_bytes, fd))
             finally:
                 agent.deregister_memory(file)
         except self._errors as error:
             raise OSError(errno.EIO, f"NIXL: {error}") from None
 
-    def _carry_out(self, agent: Any, operation: str, memory: tuple[int, int, int], file: tuple[int, int, int]) -> None:
+    def _run_read(self, agent: Any, operation: str, memory: tuple[int, int, int], file: tuple[int, int, int]) -> None:
         handle = agent.initialize_xfer(
             operation, agent.get_xfer_descs([memory], "DRAM"), agent.get_xfer_descs([file], "FILE"), agent.name
         )
@@ -96,13 +96,13 @@ class NixlFiles:
         if agent is None:
             config = self._api.nixl_agent_config(enable_prog_thread=False, backends=[])
             agent = self._api.nixl_agent(f"lmkv-files-{threading.get_ident()}", config)
-            ways = WAYS[self._plugin]
-            for way in ways:
+            parameters = BACKEND_PARAMETERS[self._plugin]
+            for parameter_set in parameters:
                 try:
-                    agent.create_backend(self._plugin, way)
+                    agent.create_backend(self._plugin, parameter_set)
                     break
                 except self._errors:
-                    if way is ways[-1]:
+                    if parameter_set is parameters[-1]:
                         raise
             agent.register_memory([(self._region.address, self._region.size_bytes, 0, "")], "DRAM")
             self._agents.agent = agent

@@ -32,7 +32,7 @@ class Outcome:
         self.loop = asyncio.get_running_loop()
         self.future: asyncio.Future[None] = self.loop.create_future()
 
-    def tell(self, error: LmkvError | None = None, before: Callable[[], None] | None = None) -> None:
+    def resolve(self, error: LmkvError | None = None, before: Callable[[], None] | None = None) -> None:
         """Ends the future on its loop, after `before`."""
 
         def end() -> None:
@@ -76,7 +76,7 @@ class Read:
 
     def end(self, error: LmkvError | None = None) -> None:
         """Tells the loop that no more bytes can arrive."""
-        self.outcome.tell(error, before=self._stop)
+        self.outcome.resolve(error, before=self._stop)
 
     def _stop(self) -> None:
         self.stopped = True

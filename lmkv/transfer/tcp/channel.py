@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Self
 
 from lmkv.errors import Unreachable
-from lmkv.transfer.access import Reader
+from lmkv.transfer.access import PeerReader
 from lmkv.transfer.channel import Copy, End, Region, find_peer
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.tcp.server import TcpServer
@@ -37,7 +37,7 @@ class TcpChannel:
         self._own = end.region
         self._pool = end.pool
         self._server = TcpServer(end)
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, _TcpPeer] = {}
         self._threads = Threads("lmkv-tcp", READ_THREADS)
 
     @classmethod
@@ -47,10 +47,10 @@ class TcpChannel:
         channel._server.start()
         return channel
 
-    def metadata_for(self, reader: Reader) -> bytes:
+    def metadata_for(self, reader: PeerReader) -> bytes:
         """See `Channel`."""
-        words = {"host": self._end.host, "port": self._server.port, "token": reader.token.hex()}
-        return wrap(self.name, self._end, json.dumps(words).encode())
+        fields = {"host": self._end.host, "port": self._server.port, "token": reader.token.hex()}
+        return wrap(self.name, self._end, json.dumps(fields).encode())
 
     async def add_peer(self, peer_name: str, metadata: bytes) -> None:
         """See `Channel`."""
@@ -58,7 +58,7 @@ class TcpChannel:
         known = self._peers.get(peer_name)
         if known and known.metadata == metadata and known.idle:
             return
-        peer = _Peer(peer_name, metadata, region, json.loads(payload))
+        peer = _TcpPeer(peer_name, metadata, region, json.loads(payload))
         connection = await asyncio.to_thread(peer.connect)
         await self.remove_peer(peer_name)
         self._peers[peer_name] = peer
@@ -87,7 +87,7 @@ class TcpChannel:
                 peer.keep(connection)
             on_stopped()
 
-        await self._threads.carry_out(peer_name, [part] if copies else [], timeout_seconds, stopped)
+        await self._threads.run(peer_name, [part] if copies else [], timeout_seconds, stopped)
 
     def serve(self, needed: bool) -> None:
         """See `Channel`. Threads of its own serve readers, and sleep otherwise."""
@@ -100,13 +100,13 @@ class TcpChannel:
         await self._server.aclose()
 
     def _receive(
-        self, peer: _Peer, connections: list[socket.socket], copies: Sequence[Copy], grant_id: str, job: Job
+        self, peer: _TcpPeer, connections: list[socket.socket], copies: Sequence[Copy], grant_id: str, job: Job
     ) -> None:
         """Reads on a thread. A connection that is still good afterwards is left in `connections`."""
         connection = connections.pop() if connections else peer.connect()
         answer = GRANTED
         try:
-            job.blocks(partial(_shut, connection))
+            job.set_interrupt(partial(_shut, connection))
             for start in range(0, len(copies), MAX_RANGES):
                 batch = copies[start : start + MAX_RANGES]
                 connection.sendall(request(grant_id, [(copy.remote_address, copy.size_bytes) for copy in batch]))
@@ -117,7 +117,7 @@ class TcpChannel:
                     raise Unreachable(f"{job.peer_name} closed the connection", peer=job.peer_name)
                 for copy in batch:
                     self._fill(connection, copy, job)
-            job.blocks(_keep_open)  # raises if it was abandoned only now: the connection was shut
+            job.set_interrupt(_keep_open)  # raises if it was abandoned only now: the connection was shut
         except OSError as error:
             connection.close()
             raise Unreachable(f"{job.peer_name} was lost: {error}", peer=job.peer_name) from None
@@ -140,16 +140,16 @@ class TcpChannel:
                 done += count
 
 
-class _Peer:
+class _TcpPeer:
     """A peer's address and the idle connections to it. Its methods belong to the loop, except `connect`."""
 
-    def __init__(self, name: str, metadata: bytes, region: Region, words: dict[str, Any]) -> None:
+    def __init__(self, name: str, metadata: bytes, region: Region, fields: dict[str, Any]) -> None:
         self.name = name
         self.metadata = metadata
         self.region = region
         self.idle: list[socket.socket] = []
-        self._address = (words["host"], words["port"])
-        self._token = bytes.fromhex(words["token"])
+        self._address = (fields["host"], fields["port"])
+        self._token = bytes.fromhex(fields["token"])
         self._forgotten = False
 
     def connect(self) -> socket.socket:

@@ -10,7 +10,7 @@ import threading
 
 from lmkv.errors import ConfigError
 from lmkv.telemetry.log_limit import LimitedLogger
-from lmkv.transfer.access import Reader
+from lmkv.transfer.access import PeerReader
 from lmkv.transfer.channel import End
 from lmkv.transfer.tcp.wire import GRANTED, HEAD, HELLO_BYTES, MARK, MAX_RANGES, RANGE, REFUSED
 
@@ -95,7 +95,7 @@ class TcpServer:
         finally:
             self._readers.pop(connection, None)
 
-    def _greet(self, connection: socket.socket) -> Reader | None:
+    def _greet(self, connection: socket.socket) -> PeerReader | None:
         connection.settimeout(HELLO_SECONDS)
         hello = _receive(connection, HELLO_BYTES)
         reader = self._access.find(hello[len(MARK) :]) if hello.startswith(MARK) else None
@@ -109,7 +109,7 @@ class TcpServer:
         connection.sendall(GRANTED)
         return reader
 
-    def _answer(self, connection: socket.socket, reader: Reader) -> bool:
+    def _answer(self, connection: socket.socket, reader: PeerReader) -> bool:
         """Serves one request; False when there is no more, or it does not keep to the protocol."""
         head = _receive(connection, HEAD.size)
         if not head:

@@ -53,7 +53,7 @@ def make_worker(api: Any) -> Any:
     return worker
 
 
-class Pending:
+class UcxRequest:
     """A request of UCX, and the memory that it works on: ucxx itself keeps no hold of that."""
 
     def __init__(self, begin: Callable[..., Any], memory: Any, *more: Any) -> None:
@@ -71,7 +71,7 @@ class Pending:
         self._request.check_error()
 
 
-def close(worker: Any, endpoints: Sequence[Any], pending: Sequence[Pending]) -> None:
+def close(worker: Any, endpoints: Sequence[Any], pending: Sequence[UcxRequest]) -> None:
     """Closes endpoints, and returns once nothing is pending at them any more: then nothing lands."""
     for endpoint in endpoints:
         with suppress(Exception):  # of a peer that is gone

@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any, Self
 
 from lmkv.errors import Unreachable
-from lmkv.transfer.access import Reader
+from lmkv.transfer.access import PeerReader
 from lmkv.transfer.channel import Copy, End, Region, find_peer
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.threads import Job, Threads
 from lmkv.transfer.ucx import api as ucx_api
-from lmkv.transfer.ucx.api import Pending
+from lmkv.transfer.ucx.api import UcxRequest
 from lmkv.transfer.ucx.server import UcxServer
 from lmkv.transfer.ucx.wire import HELLO, MAX_RANGES, request
 
@@ -41,7 +41,7 @@ class UcxChannel:
         self._end = end
         self._server = UcxServer(self._api, end)
         self._port = self._server.start()
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, _UcxPeer] = {}
         self._threads = Threads("lmkv-ucx", READ_THREADS)
 
     @classmethod
@@ -49,19 +49,19 @@ class UcxChannel:
         """The channel over this end, started beside the loop. Raises `ConfigError` as the constructor does."""
         return await asyncio.to_thread(cls, end)
 
-    def metadata_for(self, reader: Reader) -> bytes:
+    def metadata_for(self, reader: PeerReader) -> bytes:
         """See `Channel`."""
-        words = {"host": self._end.host, "port": self._port, "token": reader.token.hex()}
-        return wrap(self.name, self._end, json.dumps(words).encode())
+        fields = {"host": self._end.host, "port": self._port, "token": reader.token.hex()}
+        return wrap(self.name, self._end, json.dumps(fields).encode())
 
     async def add_peer(self, peer_name: str, metadata: bytes) -> None:
         """See `Channel`."""
         region, payload = unwrap(self.name, peer_name, metadata)
-        peer = _Peer(metadata, region, json.loads(payload))
+        peer = _UcxPeer(metadata, region, json.loads(payload))
         known = self._peers.get(peer_name)
         if known and known.metadata == metadata:
             peer = known
-        await self._carry_out(peer_name, peer, [], CONNECT_SECONDS, lambda: None, "")
+        await self._run_read(peer_name, peer, [], CONNECT_SECONDS, lambda: None, "")
         self._peers[peer_name] = peer
 
     async def remove_peer(self, peer_name: str) -> None:
@@ -79,7 +79,7 @@ class UcxChannel:
     ) -> None:
         """See `Channel`."""
         peer = find_peer(self._peers, peer_name, copies, self._own, on_stopped)
-        await self._carry_out(peer_name, peer, copies, timeout_seconds, on_stopped, grant_id)
+        await self._run_read(peer_name, peer, copies, timeout_seconds, on_stopped, grant_id)
 
     def serve(self, needed: bool) -> None:
         """See `Channel`. A thread of its own serves readers, and sleeps otherwise."""
@@ -91,23 +91,23 @@ class UcxChannel:
             await self.remove_peer(peer_name)
         await asyncio.to_thread(self._server.close)
 
-    async def _carry_out(
+    async def _run_read(
         self,
         peer_name: str,
-        peer: _Peer,
+        peer: _UcxPeer,
         copies: Sequence[Copy],
         timeout_seconds: float,
         on_stopped: Callable[[], None],
         grant_id: str,
     ) -> None:
         part = partial(self._receive, peer, copies, grant_id)
-        await self._threads.carry_out(peer_name, [part], timeout_seconds, on_stopped)
+        await self._threads.run(peer_name, [part], timeout_seconds, on_stopped)
 
-    def _receive(self, peer: _Peer, copies: Sequence[Copy], grant_id: str, job: Job) -> None:
+    def _receive(self, peer: _UcxPeer, copies: Sequence[Copy], grant_id: str, job: Job) -> None:
         """Reads on a thread. A failed connection is closed: with its worker gone nothing lands any more."""
         connection = peer.idle.pop() if peer.idle else None
         try:
-            connection = connection or _Connection(self._api, peer, job)
+            connection = connection or _UcxConnection(self._api, peer, job)
             for start in range(0, max(len(copies), 1), MAX_RANGES):
                 self._exchange(connection, copies[start : start + MAX_RANGES], grant_id, job)
         except (self._api.UCXError, OSError) as error:
@@ -120,7 +120,7 @@ class UcxChannel:
             raise
         peer.keep(connection)
 
-    def _exchange(self, connection: _Connection, copies: Sequence[Copy], grant_id: str, job: Job) -> None:
+    def _exchange(self, connection: _UcxConnection, copies: Sequence[Copy], grant_id: str, job: Job) -> None:
         """One request and its answer: a byte that grants it, then the runs. Without runs it is a greeting."""
         granted = bytearray(1)
         wanted = [copy for copy in copies if copy.size_bytes]
@@ -136,14 +136,14 @@ class UcxChannel:
         connection.wait([asking, *receiving], job)
 
 
-class _Connection:
+class _UcxConnection:
     """A worker of UCX, and its endpoint at a peer. One thread at a time."""
 
-    def __init__(self, api: Any, peer: _Peer, job: Job) -> None:
+    def __init__(self, api: Any, peer: _UcxPeer, job: Job) -> None:
         self._api = api
         self._worker = ucx_api.make_worker(api)
         self._endpoint: Any = api.UCXEndpoint.create(self._worker, peer.host, peer.port, True)
-        self._pending: list[Pending] = []
+        self._pending: list[UcxRequest] = []
         self._tag = secrets.randbits(48) * MAX_RANGES * 2
         try:
             self.wait([self.send(HELLO + peer.token)], job)
@@ -156,15 +156,15 @@ class _Connection:
         self._tag = (self._tag + MAX_RANGES * 2) % (1 << 63)
         return self._tag
 
-    def send(self, message: bytes) -> Pending:
+    def send(self, message: bytes) -> UcxRequest:
         """Sends a message; the request to wait for."""
-        return Pending(self._endpoint.stream_send, message)
+        return UcxRequest(self._endpoint.stream_send, message)
 
-    def receive(self, target: bytearray | memoryview, tag: int) -> Pending:
+    def receive(self, target: bytearray | memoryview, tag: int) -> UcxRequest:
         """Receives into memory; the request to wait for."""
-        return Pending(self._endpoint.tag_recv, target, self._api.UCXXTag(tag))
+        return UcxRequest(self._endpoint.tag_recv, target, self._api.UCXXTag(tag))
 
-    def wait(self, requests: Sequence[Pending], job: Job) -> None:
+    def wait(self, requests: Sequence[UcxRequest], job: Job) -> None:
         """Waits until all have ended. Raises an error of UCX if one fails, `Unreachable` if the job is abandoned."""
         self._pending = list(requests)
         for each in requests:
@@ -184,19 +184,19 @@ class _Connection:
         self._endpoint = self._worker = None
 
 
-class _Peer:
+class _UcxPeer:
     """A peer's address, and idle connections to it, which any thread may take or keep."""
 
-    def __init__(self, metadata: bytes, region: Region, words: dict[str, Any]) -> None:
+    def __init__(self, metadata: bytes, region: Region, fields: dict[str, Any]) -> None:
         self.metadata = metadata
         self.region = region
-        self.host: str = words["host"]
-        self.port: int = words["port"]
-        self.token = bytes.fromhex(words["token"])
-        self.idle: list[_Connection] = []
+        self.host: str = fields["host"]
+        self.port: int = fields["port"]
+        self.token = bytes.fromhex(fields["token"])
+        self.idle: list[_UcxConnection] = []
         self._forgotten = False
 
-    def keep(self, connection: _Connection) -> None:
+    def keep(self, connection: _UcxConnection) -> None:
         """Keeps a connection for the next read."""
         if self._forgotten or len(self.idle) >= MAX_IDLE:
             connection.close()

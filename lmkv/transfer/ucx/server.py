@@ -12,7 +12,7 @@ from lmkv.errors import ConfigError
 from lmkv.telemetry.log_limit import LimitedLogger
 from lmkv.transfer.channel import End
 from lmkv.transfer.ucx import api as ucx_api
-from lmkv.transfer.ucx.api import Pending
+from lmkv.transfer.ucx.api import UcxRequest
 from lmkv.transfer.ucx.wire import GRANTED, HEAD, HELLO, HELLO_BYTES, MAX_RANGES, RANGE
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ START_SECONDS = 10.0
 CLOSE_SECONDS = 3.0
 TICK_MILLISECONDS = 200
 """How long the thread sleeps, if nothing happens, before it looks whether it should end."""
-Dialogue = Iterator[list[Pending]]
+RequestLoop = Iterator[list[UcxRequest]]
 """What is done for one reader; each step gives the requests of UCX that must end before the next."""
 
 
@@ -41,7 +41,7 @@ class UcxServer:
         self._started: Future[int] = Future()
         self._thread = threading.Thread(target=self._run, name="lmkv-ucx-serve", daemon=True)
         # What follows belongs to the thread.
-        self._dialogues: dict[Any, tuple[Dialogue, list[Pending]]] = {}
+        self._loops: dict[Any, tuple[RequestLoop, list[UcxRequest]]] = {}
 
     def start(self) -> int:
         """Listens; the port. Raises `ConfigError` if that cannot be."""
@@ -69,56 +69,56 @@ class UcxServer:
         try:
             while not self._stopping:
                 worker.progress_worker_event(TICK_MILLISECONDS)
-                for endpoint in list(self._dialogues):
-                    self._go_on(endpoint)
+                for endpoint in list(self._loops):
+                    self._advance(endpoint)
         except Exception:
             logger.exception("the UCX server failed; peers cannot read from here any more")
         finally:
             del listener
-            pending = [request for _, waiting in self._dialogues.values() for request in waiting]
-            ucx_api.close(worker, list(self._dialogues), pending)
-            self._dialogues.clear()
+            pending = [request for _, waiting in self._loops.values() for request in waiting]
+            ucx_api.close(worker, list(self._loops), pending)
+            self._loops.clear()
 
     def _accept(self, endpoint: Any) -> None:
-        if len(self._dialogues) >= MAX_READERS:
+        if len(self._loops) >= MAX_READERS:
             self._log.warning("UCX server: more than %d readers at a time; one was refused", MAX_READERS)
             return
-        self._dialogues[endpoint] = self._converse(endpoint), []
+        self._loops[endpoint] = self._serve(endpoint), []
 
-    def _go_on(self, endpoint: Any) -> None:
-        """Takes a dialogue as far as it goes without waiting."""
-        dialogue, waiting = self._dialogues[endpoint]
+    def _advance(self, endpoint: Any) -> None:
+        """Takes a loop as far as it goes without waiting."""
+        loop, waiting = self._loops[endpoint]
         try:
             while all(request.completed for request in waiting):
                 for request in waiting:
                     request.check_error()
-                waiting = next(dialogue)
+                waiting = next(loop)
             if endpoint.alive:
-                self._dialogues[endpoint] = dialogue, waiting
+                self._loops[endpoint] = loop, waiting
                 return
         except (StopIteration, self._api.UCXError) as error:
             logger.debug("UCX server: a reader is gone: %s", error)
-        del self._dialogues[endpoint]
+        del self._loops[endpoint]
         if endpoint.alive:  # closing one that its reader has closed would crash
             endpoint.close_blocking(ucx_api.CLOSE_NANOSECONDS, 1)
 
-    def _converse(self, endpoint: Any) -> Dialogue:
+    def _serve(self, endpoint: Any) -> RequestLoop:
         hello = bytearray(HELLO_BYTES)
-        yield [Pending(endpoint.stream_recv, hello)]
+        yield [UcxRequest(endpoint.stream_recv, hello)]
         reader = self._access.find(bytes(hello[len(HELLO) :])) if hello.startswith(HELLO) else None
         if reader is None:
             self._log.warning("UCX server: a connection without a valid token was refused")
             return
         while True:
             head = bytearray(HEAD.size)
-            yield [Pending(endpoint.stream_recv, head)]
+            yield [UcxRequest(endpoint.stream_recv, head)]
             tag, count, grant_id = HEAD.unpack(head)
             if count > MAX_RANGES:
                 self._log.warning("UCX server: a reader asked for %d runs of bytes and was refused", count)
                 return
             ranges = bytearray(count * RANGE.size)
             if count:
-                yield [Pending(endpoint.stream_recv, ranges)]
+                yield [UcxRequest(endpoint.stream_recv, ranges)]
             runs = list(RANGE.iter_unpack(ranges))
             if runs and not self._access.check(reader, grant_id, runs):
                 self._log.warning("UCX server: %s was refused bytes that no live grant of it covers", reader.peer_name)
@@ -126,6 +126,6 @@ class UcxServer:
             starts = [(address - self._region.address, size) for address, size in runs]
             messages = [GRANTED, *(self._pool.buffer[start : start + size] for start, size in starts)]
             yield [
-                Pending(endpoint.tag_send, message, self._api.UCXXTag(tag + index))
+                UcxRequest(endpoint.tag_send, message, self._api.UCXXTag(tag + index))
                 for index, message in enumerate(messages)
             ]

@@ -19,7 +19,7 @@ from lmkv.auth.authenticator import OPEN_AUTHENTICATOR, Authenticator
 from lmkv.auth.certificates import CertificateEnd
 from lmkv.auth.credentials import Credentials
 from lmkv.errors import ConfigError
-from lmkv.telemetry.calls import Calls
+from lmkv.telemetry.calls import ServerCalls
 from lmkv_server.coordinator.core.admission import JoinAdmission
 from lmkv_server.coordinator.core.registry import Registry
 from lmkv_server.coordinator.http.app import make_app
@@ -92,7 +92,7 @@ class Coordinator:
         """The layout map that it shares with others, if it is to."""
         self.metrics = CollectorRegistry()
         """What it knows and has done, once it is entered."""
-        self._calls = Calls()
+        self._calls = ServerCalls()
         self._tenants: Tenants | None = None
         self._server: grpc.aio.Server | None = None
         self._http: list[HttpServer] = []

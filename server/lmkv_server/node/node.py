@@ -19,7 +19,7 @@ from lmkv.config.kinds import OFF
 from lmkv.errors import ConfigError
 from lmkv.pool.pool import LEFT_BYTES
 from lmkv.pool.socket import PoolSocket
-from lmkv.telemetry.calls import Calls
+from lmkv.telemetry.calls import ServerCalls
 from lmkv.transfer.channel import Region
 from lmkv.transfer.nixl.files import NixlFiles
 from lmkv.units import format_bytes
@@ -70,7 +70,7 @@ class Node:
         self.epoch = time.time_ns()
         self.metrics_port: int | None = None
         """The port of `/metrics`, once started, if it is served."""
-        self._calls = Calls()
+        self._calls = ServerCalls()
         self.disk: DiskTier | None = None
         """The disk tier, if there is one."""
         self.remote: RemoteTier | None = None

@@ -82,7 +82,7 @@ class Admission:
         reply = Reply(send, self._statistics, self._metrics)
         with telemetry.serve_http(request.method, path, request.headers.get(TRACEPARENT, "")) as span:
             outcome = await self._answer(serve, request, reply, span.traceparent)
-            span.responded(reply.status)
+            span.set_http_status(reply.status)
         self._metrics.requests.labels(path, reply.way, outcome).inc()
 
     async def _answer(self, serve: Serve, request: Request, reply: Reply, traceparent: str) -> str:

@@ -114,7 +114,7 @@ def _gated(route: BaseRoute, gate: Authenticator) -> BaseRoute:
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             request = Request(scope)
             try:
-                gate.admit(VIEW_RPC, credentials_of(request))
+                gate.authenticate(VIEW_RPC, credentials_of(request))
             except (Unauthenticated, PermissionDenied) as error:
                 is_unknown = isinstance(error, Unauthenticated)
                 status, headers = (401, CHALLENGE) if is_unknown else (403, {})

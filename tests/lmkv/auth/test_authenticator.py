@@ -1,4 +1,4 @@
-"""The gate: who passes, and what those are told who do not."""
+"""The authenticator: who passes, and what those are told who do not."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from lmkv.auth import authenticator as gate_module
 from lmkv.auth.authenticator import TENANT_HEADER, Authenticator
-from lmkv.auth.caller import ANYBODY, check_caller, current_caller
-from lmkv.auth.token import Token
+from lmkv.auth.caller import ANONYMOUS_CALLER, check_caller, current_caller
+from lmkv.auth.token import BearerToken
 from lmkv.errors import ConfigError, PermissionDenied, TooManyRequests, Unauthenticated
 from lmkv.telemetry.log_limit import LimitedLogger
 from tests.lmkv.auth.tokens import bearer, entry, write
@@ -26,35 +26,35 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_without_a_file_anybody_passes() -> None:
-    gate = Authenticator()
-    assert gate.is_open
-    assert gate.admit(MOVE, None) is ANYBODY
-    assert gate.admit(MOVE, bearer("whatever")) is ANYBODY
+    authenticator = Authenticator()
+    assert authenticator.is_open
+    assert authenticator.authenticate(MOVE, None) is ANONYMOUS_CALLER
+    assert authenticator.authenticate(MOVE, bearer("whatever")) is ANONYMOUS_CALLER
 
 
 def test_who_passes_is_the_caller_while_it_passes(path: Path) -> None:
-    gate = Authenticator(write(path, entry("operator", "a")))
-    with gate.passing(MOVE, bearer("operator-of-a-token")) as caller:
+    authenticator = Authenticator(write(path, entry("operator", "a")))
+    with authenticator.authorized_call(MOVE, bearer("operator-of-a-token")) as caller:
         assert current_caller() is caller
         assert (caller.name, caller.tenant) == ("operator-of-a", "a")
-    assert current_caller() is ANYBODY
+    assert current_caller() is ANONYMOUS_CALLER
 
 
 @pytest.mark.parametrize("metadata", [None, [], bearer(""), [("authorization", "reader-token")]])
 def test_who_shows_no_token_is_told_what_to_set(path: Path, metadata: list[tuple[str, str]] | None) -> None:
-    gate = Authenticator(write(path, entry("reader")))
+    authenticator = Authenticator(write(path, entry("reader")))
     with pytest.raises(Unauthenticated, match="no token came along; set auth_token or auth_token_file"):
-        gate.admit(LOOKUP, metadata)
-    assert gate.admit(PROBE, metadata) is ANYBODY
+        authenticator.authenticate(LOOKUP, metadata)
+    assert authenticator.authenticate(PROBE, metadata) is ANONYMOUS_CALLER
 
 
 def test_refusals_name_the_fix_and_never_the_token(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    gate = Authenticator(write(path, entry("reader")))
+    authenticator = Authenticator(write(path, entry("reader")))
     with caplog.at_level(logging.DEBUG):
         with pytest.raises(Unauthenticated, match="list its SHA-256 in the file of auth_tokens") as unknown:
-            gate.admit(LOOKUP, bearer("s3cret"))
+            authenticator.authenticate(LOOKUP, bearer("s3cret"))
         with pytest.raises(PermissionDenied, match=r"reader is reader, and .*/Move is for admin or operator") as denied:
-            gate.admit(MOVE, bearer("reader-token"))
+            authenticator.authenticate(MOVE, bearer("reader-token"))
     assert len(caplog.records) == 2
     for text in (caplog.text, str(unknown.value), str(denied.value), str(denied.value.metadata)):
         assert "s3cret" not in text
@@ -62,41 +62,41 @@ def test_refusals_name_the_fix_and_never_the_token(path: Path, caplog: pytest.Lo
 
 
 def test_refused_calls_leave_a_bounded_number_of_log_lines(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    gate = Authenticator(write(path, entry("reader")))
-    gate._log = LimitedLogger(gate_module.logger, interval_seconds=3600.0)
+    authenticator = Authenticator(write(path, entry("reader")))
+    authenticator._log = LimitedLogger(gate_module.logger, interval_seconds=3600.0)
     for token in ("", "unknown"):
         for _ in range(50):
             with pytest.raises(Unauthenticated):
-                gate.admit(LOOKUP, bearer(token))
+                authenticator.authenticate(LOOKUP, bearer(token))
     assert len(caplog.records) == 1
-    gate._log._interval_seconds = 0.0
+    authenticator._log._interval_seconds = 0.0
     with pytest.raises(Unauthenticated):
-        gate.admit(LOOKUP, None)
+        authenticator.authenticate(LOOKUP, None)
     assert caplog.records[-1].message.endswith(" (99 more such lines were left out)")
 
 
 def test_a_method_that_the_table_does_not_have_is_nobodys(path: Path) -> None:
     with pytest.raises(PermissionDenied, match="for nobody"):
-        Authenticator(write(path, entry("admin"))).admit("lmkv.v1.CacheService/Drop", bearer("admin-token"))
+        Authenticator(write(path, entry("admin"))).authenticate("lmkv.v1.CacheService/Drop", bearer("admin-token"))
 
 
 def test_a_file_that_is_replaced_counts_at_once_also_for_streams(path: Path) -> None:
-    gate = Authenticator(write(path, entry("reader"), entry("engine")))
-    with gate.passing(LOOKUP, bearer("reader-token")):
+    authenticator = Authenticator(write(path, entry("reader"), entry("engine")))
+    with authenticator.authorized_call(LOOKUP, bearer("reader-token")):
         check_caller()
         write(path, entry("engine"))
         with pytest.raises(Unauthenticated, match="not known any more"):
             check_caller()
     check_caller()  # nobody in particular
     with pytest.raises(Unauthenticated):
-        gate.admit(LOOKUP, bearer("reader-token"))
+        authenticator.authenticate(LOOKUP, bearer("reader-token"))
     path.write_text("nonsense")
-    assert gate.admit(LOOKUP, bearer("engine-token")).name == "engine"  # it goes on as before
+    assert authenticator.authenticate(LOOKUP, bearer("engine-token")).name == "engine"  # it goes on as before
 
 
 def test_a_token_that_becomes_another_role_is_not_what_was_let_in(path: Path) -> None:
-    gate = Authenticator(write(path, entry("operator")))
-    with gate.passing(MOVE, bearer("operator-token")):
+    authenticator = Authenticator(write(path, entry("operator")))
+    with authenticator.authorized_call(MOVE, bearer("operator-token")):
         write(path, entry("operator") | {"role": "reader"})
         with pytest.raises(Unauthenticated):
             check_caller()
@@ -105,8 +105,8 @@ def test_a_token_that_becomes_another_role_is_not_what_was_let_in(path: Path) ->
 @pytest.mark.parametrize(("before", "after"), [("a", "b"), ("a", ""), ("", "a")])
 def test_a_token_that_is_moved_to_another_tenant_ends_its_streams(path: Path, before: str, after: str) -> None:
     one = entry("operator") | {"tenant": before}
-    gate = Authenticator(write(path, one))
-    with gate.passing(LOOKUP, bearer("operator-token")):
+    authenticator = Authenticator(write(path, one))
+    with authenticator.authorized_call(LOOKUP, bearer("operator-token")):
         check_caller()
         write(path, one | {"tenant": after})
         with pytest.raises(Unauthenticated, match="another role or tenant"):
@@ -114,8 +114,8 @@ def test_a_token_that_is_moved_to_another_tenant_ends_its_streams(path: Path, be
 
 
 def test_an_admins_stream_ends_with_the_tenant_that_it_named(path: Path) -> None:
-    gate = Authenticator(write(path, entry("admin"), entry("reader", "b")))
-    with gate.passing(LOOKUP, [*bearer("admin-token"), (TENANT_HEADER, "b")]):
+    authenticator = Authenticator(write(path, entry("admin"), entry("reader", "b")))
+    with authenticator.authorized_call(LOOKUP, [*bearer("admin-token"), (TENANT_HEADER, "b")]):
         check_caller()
         write(path, entry("admin"), entry("reader", "c"))
         with pytest.raises(Unauthenticated):
@@ -123,36 +123,38 @@ def test_an_admins_stream_ends_with_the_tenant_that_it_named(path: Path) -> None
 
 
 def test_only_an_admin_without_a_tenant_calls_for_others(path: Path) -> None:
-    gate = Authenticator(write(path, entry("admin"), entry("admin", "a"), entry("operator"), entry("reader", "b")))
+    authenticator = Authenticator(
+        write(path, entry("admin"), entry("admin", "a"), entry("operator"), entry("reader", "b"))
+    )
     of_b = [(TENANT_HEADER, "b")]
-    with gate.passing(MOVE, bearer("admin-token") + of_b) as admin:
+    with authenticator.authorized_call(MOVE, bearer("admin-token") + of_b) as admin:
         assert admin.tenant == "b"
         check_caller()
-    assert gate.admit(LOOKUP, bearer("reader-of-b-token") + of_b).tenant == "b"
+    assert authenticator.authenticate(LOOKUP, bearer("reader-of-b-token") + of_b).tenant == "b"
     for token in ("admin-of-a-token", "operator-token"):
         with pytest.raises(PermissionDenied, match="may not call for tenant b"):
-            gate.admit(LOOKUP, bearer(token) + of_b)
+            authenticator.authenticate(LOOKUP, bearer(token) + of_b)
     with pytest.raises(PermissionDenied):  # nor does anybody make up tenants
-        gate.admit(LOOKUP, [*bearer("admin-token"), (TENANT_HEADER, "c")])
+        authenticator.authenticate(LOOKUP, [*bearer("admin-token"), (TENANT_HEADER, "c")])
 
 
 def test_a_nodes_gate_lets_in_its_own_tenant(path: Path) -> None:
     file = write(path, entry("engine", "a"), entry("engine", "b"))
-    gate = Authenticator(file, Token(text="engine-of-a-token"))
-    assert gate.admit(INIT, bearer("engine-of-a-token")).tenant == "a"
+    authenticator = Authenticator(file, BearerToken(text="engine-of-a-token"))
+    assert authenticator.authenticate(INIT, bearer("engine-of-a-token")).tenant == "a"
     with pytest.raises(PermissionDenied, match="is of another tenant than this node"):
-        gate.admit(INIT, bearer("engine-of-b-token"))
-    for own in (Token(), Token(text="unknown")):
+        authenticator.authenticate(INIT, bearer("engine-of-b-token"))
+    for own in (BearerToken(), BearerToken(text="unknown")):
         with pytest.raises(ConfigError, match="does not know this process's own token"):
             Authenticator(file, own)
 
 
 def test_tokens_have_limits_of_their_own(path: Path) -> None:
-    gate = Authenticator(write(path, entry("reader", max_concurrent_requests=1), entry("engine")))
-    with gate.passing(LOOKUP, bearer("reader-token")):
-        with pytest.raises(TooManyRequests), gate.passing(LOOKUP, bearer("reader-token")):
+    authenticator = Authenticator(write(path, entry("reader", max_concurrent_requests=1), entry("engine")))
+    with authenticator.authorized_call(LOOKUP, bearer("reader-token")):
+        with pytest.raises(TooManyRequests), authenticator.authorized_call(LOOKUP, bearer("reader-token")):
             pass
-        with gate.passing(LOOKUP, bearer("engine-token")):
+        with authenticator.authorized_call(LOOKUP, bearer("engine-token")):
             pass
-    with gate.passing(LOOKUP, bearer("reader-token")):
+    with authenticator.authorized_call(LOOKUP, bearer("reader-token")):
         pass

@@ -11,7 +11,7 @@ from lmkv import rpc
 from lmkv.auth.authenticator import OPEN_AUTHENTICATOR, Authenticator
 from lmkv.auth.credentials import Credentials
 from lmkv.auth.identity import ANONYMOUS, caller_identity
-from lmkv.auth.token import Token
+from lmkv.auth.token import BearerToken
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceServicer, CacheServiceStub, add_CacheServiceServicer_to_server
 from tests.lmkv.auth.tokens import entry, write
@@ -38,8 +38,8 @@ class Recorder(CacheServiceServicer):
 
 
 @asynccontextmanager
-async def serving(recorder: Recorder, gate: Authenticator, credentials: Credentials) -> AsyncIterator[str]:
-    server = await rpc.make_server(["lmkv.v1.CacheService"], gate=gate)
+async def serving(recorder: Recorder, authenticator: Authenticator, credentials: Credentials) -> AsyncIterator[str]:
+    server = await rpc.make_server(["lmkv.v1.CacheService"], authenticator=authenticator)
     add_CacheServiceServicer_to_server(recorder, server)
     port = rpc.add_port(server, "127.0.0.1:0", credentials)
     await server.start()
@@ -66,7 +66,7 @@ async def test_a_token_is_identified_by_tenant_and_name(tmp_path: Path) -> None:
     recorder = Recorder()
     async with serving(recorder, Authenticator(path), rpc.PLAINTEXT) as address:
         for tenant in ("a", "b"):
-            await look_up(address, Credentials(token=Token(text=f"engine-of-{tenant}-token")))
+            await look_up(address, Credentials(token=BearerToken(text=f"engine-of-{tenant}-token")))
     assert recorder.identities == ["token:a/nodes", "token:b/nodes"]
 
 
@@ -83,7 +83,7 @@ async def test_a_certificate_is_identified_by_its_names_and_only_where_it_is_ver
 async def test_a_token_counts_more_than_a_certificate(tmp_path: Path) -> None:
     fleet = issue(tmp_path / "fleet")
     path = write(tmp_path / "tokens.yaml", entry("engine", "a"))
-    shown = Credentials(ca=fleet.ca, cert=fleet.cert, key=fleet.key, token=Token(text="engine-of-a-token"))
+    shown = Credentials(ca=fleet.ca, cert=fleet.cert, key=fleet.key, token=BearerToken(text="engine-of-a-token"))
     recorder = Recorder()
     async with serving(recorder, Authenticator(path), fleet.strict_server) as address:
         await look_up(address, shown)

@@ -11,7 +11,7 @@ from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from lmkv.auth.roles import OPEN, ROLES, Role
+from lmkv.auth.roles import ROLES, UNAUTHENTICATED_METHODS, Role
 from lmkv.v1 import cache_service_pb2, engine_service_pb2, peer_service_pb2, registry_service_pb2
 from lmkv_server.coordinator.http.access import rpc_of
 from lmkv_server.node.metrics.server import STANDS_FOR
@@ -31,8 +31,8 @@ def test_every_rpc_is_in_the_table_and_nothing_else() -> None:
 
 
 def test_only_probes_need_no_token() -> None:
-    assert methods(health_pb2.DESCRIPTOR) == OPEN
-    assert not OPEN & ROLES.keys()
+    assert methods(health_pb2.DESCRIPTOR) == UNAUTHENTICATED_METHODS
+    assert not UNAUTHENTICATED_METHODS & ROLES.keys()
 
 
 def test_an_admin_may_call_everything_and_every_rpc_is_somebodys() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lmkv.errors import ConfigError
-from lmkv.pool.file import STAMP_BYTES, PoolFile, forget
+from lmkv.pool.file import STAMP_BYTES, PoolFile, remove_unused
 from lmkv.pool.pool import Pool
 from tests.lmkv.small_tmpfs import on_small_tmpfs
 
@@ -46,14 +46,14 @@ def open_files() -> int:
 def test_what_is_in_it_is_found_again(path: Path) -> None:
     files = open_files()
     with opened(path) as file:
-        assert file.news == "there was none"
+        assert file.replaced_because == "there was none"
         assert file.pool.size_bytes == len(file.pool.buffer) == MB
         assert bytes(file.table) == bytes(len(file.table))
         assert len(file.table) >= TABLE
         file.pool.buffer[MB - 1] = 7
         file.table[len(file.table) - 1] = 8
     with opened(path) as file:
-        assert file.news == ""
+        assert file.replaced_because == ""
         assert file.pool.buffer[MB - 1] == 7
         assert file.table[len(file.table) - 1] == 8
     file.close()
@@ -80,18 +80,18 @@ def test_a_file_of_another_size_or_stamp_is_replaced_with_the_reason(kept: Path)
         (2 * MB, b"test 2", "the one that was there is damaged, or of another version of lmkv"),
     ):
         with opened(kept, size_bytes, stamp=stamp) as file:
-            assert file.news == news
+            assert file.replaced_because == news
             assert bytes(file.pool.buffer[100:104]) == bytes(4)
             assert bytes(file.table[0:5]) == bytes(5)
     with opened(kept, 2 * MB, stamp=b"test 2") as file:
-        assert file.news == ""
+        assert file.replaced_because == ""
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, MB, 5 * MB])
 def test_a_file_that_was_cut_is_no_pool(kept: Path, size: int) -> None:
     os.truncate(kept, size)
     with opened(kept) as file:
-        assert file.news
+        assert file.replaced_because
         assert bytes(file.pool.buffer[100:104]) == bytes(4)
 
 
@@ -127,14 +127,14 @@ def test_what_is_not_this_users_alone_or_no_plain_file_is_refused(kept: Path, tm
         assert open_files() == files
     kept.chmod(0o600)
     with opened(kept) as file:
-        assert file.news == ""
+        assert file.replaced_because == ""
 
 
 def test_a_pool_larger_than_memory_is_refused_and_leaves_no_pool(path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^max_local_cpu_size: .* do not fit"):
         opened(path, 1 << 50)
     with opened(path) as file:
-        assert file.news == "there was none"
+        assert file.replaced_because == "there was none"
 
 
 # ---- who has it mapped
@@ -204,11 +204,11 @@ def test_who_only_reads_it_anew_is_nobody_to_wait_for(kept: Path) -> None:
 
 def test_a_file_that_nobody_has_can_be_forgotten(kept: Path) -> None:
     with opened(kept):
-        assert not forget(kept)
+        assert not remove_unused(kept)
         assert kept.exists()
-    assert forget(kept)
+    assert remove_unused(kept)
     assert not kept.exists()
-    assert not forget(kept)
+    assert not remove_unused(kept)
 
 
 def test_a_file_that_is_removed_while_a_node_has_it_is_its_memory_still(kept: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_file_that_is_removed_while_a_node_has_it_is_its_memory_still(kept: Pa
         file.pool.populate()
         assert bytes(file.pool.buffer[100:104]) == b"pool"
         with opened(kept) as other:
-            assert other.news == "there was none"
+            assert other.replaced_because == "there was none"
 
 
 # ---- full
@@ -240,13 +240,13 @@ for size_bytes in (2 * MB, MB):  # the second one would fit without its table
         print(error)
 other.write_bytes(bytes(2 * MB))
 with opened(MB) as file:
-    print(file.news)
+    print(file.replaced_because)
     file.pool.populate()
 with opened(MB) as file:
-    print(repr(file.news))
+    print(repr(file.replaced_because))
 other.write_bytes(bytes(2 * MB - 40_000))  # what the file has itself counts as free
 with opened(MB) as file:
-    print(repr(file.news))
+    print(repr(file.replaced_because))
 """
 
 

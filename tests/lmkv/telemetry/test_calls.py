@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from lmkv import rpc
 from lmkv.errors import BadSelection
-from lmkv.telemetry.calls import BOUNDS_SECONDS, Calls
+from lmkv.telemetry.calls import BOUNDS_SECONDS, ServerCalls
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
 
@@ -36,7 +36,7 @@ class Scripted(pb_grpc.PeerServiceServicer):
 
 
 async def test_calls_are_counted_by_method_and_code() -> None:
-    calls = Calls()
+    calls = ServerCalls()
     server = await rpc.make_server(["lmkv.v1.PeerService"], calls)
     pb_grpc.add_PeerServiceServicer_to_server(Scripted(), server)  # type: ignore[abstract]
     port = server.add_insecure_port("127.0.0.1:0")
@@ -54,7 +54,7 @@ async def test_calls_are_counted_by_method_and_code() -> None:
     assert counts(calls) == {"OK": 2, "INVALID_ARGUMENT": 1, "INTERNAL": 1, "ABORTED": 1, "CANCELLED": 1}
 
 
-def counts(calls: Calls) -> dict[str, float]:
+def counts(calls: ServerCalls) -> dict[str, float]:
     """Calls by code; all are of one method."""
     (family,) = calls.collect()
     found = {}
@@ -66,9 +66,9 @@ def counts(calls: Calls) -> dict[str, float]:
 
 
 def test_durations_fall_into_buckets_that_prometheus_can_read() -> None:
-    calls = Calls()
+    calls = ServerCalls()
     for seconds in (0.00005, 0.0001, 0.003, 11.0):
-        calls.note("s/m", "OK", seconds)
+        calls.record("s/m", "OK", seconds)
     registry = CollectorRegistry()
     registry.register(calls)
     at = {

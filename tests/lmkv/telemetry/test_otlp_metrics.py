@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.registry import Collector
 
 from lmkv import telemetry
-from lmkv.telemetry.calls import Calls
+from lmkv.telemetry.calls import ServerCalls
 from lmkv.telemetry.otlp_metrics import to_otlp
 from tests.lmkv.telemetry.receiver import Receiver, attributes_of
 
@@ -64,8 +64,8 @@ async def test_they_come_again_and_again(exporting: Receiver) -> None:
 
 def test_what_the_conventions_name_goes_by_their_names() -> None:
     registry = CollectorRegistry()
-    calls = Calls()
-    calls.note("s/m", "OK", 0.002)
+    calls = ServerCalls()
+    calls.record("s/m", "OK", 0.002)
     registry.register(calls)
     ProcessCollector(registry=registry)
     (resource,) = to_otlp(registry.collect(), Resource({}), 1, 2).resource_metrics

@@ -12,7 +12,7 @@ import pytest
 
 from lmkv import rpc, telemetry
 from lmkv.errors import BadTokens, Unreachable
-from lmkv.telemetry import NO_SPAN, Kind, spans
+from lmkv.telemetry import NO_SPAN, SpanKind, spans
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
 from lmkv_server.coordinator.coordinator import Coordinator
 from tests.lmkv.telemetry.receiver import Receiver
@@ -51,12 +51,12 @@ def test_what_is_inside_a_span_is_its_child_and_what_follows_a_traceparent_is_th
     with telemetry.trace_process(SERVICE, "i-1"):
         with telemetry.follow("outer", TRACEPARENT, size_bytes=7, names=("a", "b")) as outer:
             assert spans.current_ids() == (TRACE_ID, outer.traceparent.split("-")[2])
-            telemetry.begin("inner", kind=Kind.CLIENT).end()
+            telemetry.begin("inner", kind=SpanKind.CLIENT).end()
             telemetry.begin("stranger", parent="").end()
         assert spans.current_ids() is None
-        telemetry.note("noted", 0.5, parent=TRACEPARENT)
+        telemetry.record("noted", 0.5, parent=TRACEPARENT)
         assert telemetry.follow("nothing", "") is NO_SPAN
-        telemetry.note("nothing", 0.5, parent="")
+        telemetry.record("nothing", 0.5, parent="")
     outer_span = exporting.span(SERVICE, "outer")
     assert (outer_span.trace_id, outer_span.parent_id, outer_span.kind) == (TRACE_ID, SPAN_ID, "SERVER")
     assert outer_span.attributes == {"lmkv.size_bytes": 7, "lmkv.names": ("a", "b")}

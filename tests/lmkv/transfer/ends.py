@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from lmkv.pool.pool import Pool
 from lmkv.transfer import Channel, Copy, End, open_channel
-from lmkv.transfer.access import ReadAccess, Reader
+from lmkv.transfer.access import PeerReader, ReadAccess
 from tests.waiting import until
 
 MIB = 1 << 20
@@ -51,7 +51,7 @@ class Memory:
         socket_path = folder / f"{name}.sock" if folder else None
         return End(name=name, pool=self.pool, socket_path=socket_path, access=self.access, options=options or {})
 
-    def admit(self, peer_name: str = "reader:1") -> Reader:
+    def admit(self, peer_name: str = "reader:1") -> PeerReader:
         """A reader that may read all of it under `GRANT_ID`."""
         reader = self.access.admit(peer_name)
         self.access.open(GRANT_ID, [(self.address, self.size_bytes)], reader=reader)

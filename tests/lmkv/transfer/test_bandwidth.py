@@ -13,7 +13,7 @@ from lmkv.transfer.bandwidth import (
     LATE_RATE,
     LEAST_BYTES,
     Bandwidth,
-    quickest,
+    shortest_seconds,
 )
 
 MB = 1e6
@@ -22,34 +22,34 @@ MB = 1e6
 def known(rate: float, answer_seconds: float = 0.0, now: float = 0.0) -> Bandwidth:
     bandwidth = Bandwidth()
     for _ in range(2):  # the first one connects
-        bandwidth.brought(round(100 * MB), 100 * MB / rate, now)
-    bandwidth.answered(answer_seconds, now)
+        bandwidth.record_read(round(100 * MB), 100 * MB / rate, now)
+    bandwidth.record_response(answer_seconds, now)
     return bandwidth
 
 
 def test_nothing_is_known_at_first_nor_from_the_read_that_connects() -> None:
     bandwidth = Bandwidth()
     assert bandwidth.rate(0) is bandwidth.seconds(1, 0) is None
-    bandwidth.brought(LEAST_BYTES, 10.0, 0)
+    bandwidth.record_read(LEAST_BYTES, 10.0, 0)
     assert bandwidth.rate(0) is None
-    bandwidth.brought(LEAST_BYTES, 1.0, 0)
+    bandwidth.record_read(LEAST_BYTES, 1.0, 0)
     assert bandwidth.rate(0) == LEAST_BYTES
 
 
 def test_small_reads_say_nothing_of_how_fast_bytes_come() -> None:
     bandwidth = known(1e9)
-    bandwidth.brought(LEAST_BYTES - 1, 10.0, 0)
+    bandwidth.record_read(LEAST_BYTES - 1, 10.0, 0)
     assert bandwidth.rate(0) == pytest.approx(1e9)
 
 
 def test_an_answer_is_late_after_several_times_what_was_measured_however_old_that_is() -> None:
-    assert Bandwidth().late_seconds(1) is None
+    assert Bandwidth().late_after_seconds(1) is None
     slow = known(1e8, 0.05)
-    assert slow.late_seconds(100_000_000) == pytest.approx(LATE_FACTOR * 1.05)
-    assert known(1e12).late_seconds(1) == LATE_LEAST_SECONDS
+    assert slow.late_after_seconds(100_000_000) == pytest.approx(LATE_FACTOR * 1.05)
+    assert known(1e12).late_after_seconds(1) == LATE_LEAST_SECONDS
     answered = Bandwidth()
-    answered.answered(0.5, 0.0)
-    assert answered.late_seconds(round(LATE_RATE)) == pytest.approx(LATE_FACTOR * (0.5 * (1 - 0.0) + 1))
+    answered.record_response(0.5, 0.0)
+    assert answered.late_after_seconds(round(LATE_RATE)) == pytest.approx(LATE_FACTOR * (0.5 * (1 - 0.0) + 1))
 
 
 def test_what_a_transfer_takes_is_the_answer_and_then_its_bytes() -> None:
@@ -60,8 +60,8 @@ def test_a_measurement_that_nothing_renews_is_forgotten() -> None:
     bandwidth = known(1e9, 0.5)
     assert bandwidth.seconds(0, FORGET_SECONDS - 0.1) == 0.5
     assert bandwidth.rate(FORGET_SECONDS) is None
-    assert bandwidth.answer_seconds(FORGET_SECONDS) == 0
-    bandwidth.brought(LEAST_BYTES, 1.0, FORGET_SECONDS)
+    assert bandwidth.latency_seconds(FORGET_SECONDS) == 0
+    bandwidth.record_read(LEAST_BYTES, 1.0, FORGET_SECONDS)
     assert bandwidth.rate(FORGET_SECONDS) == LEAST_BYTES, "nothing of the old average is left"
 
 
@@ -69,17 +69,17 @@ def test_a_measurement_that_nothing_renews_is_forgotten() -> None:
 def test_the_average_stays_between_what_was_measured_and_follows_what_comes(rates: list[float], last: float) -> None:
     bandwidth = known(rates[0])
     for rate in rates:
-        bandwidth.brought(LEAST_BYTES, LEAST_BYTES / rate, 1.0)
+        bandwidth.record_read(LEAST_BYTES, LEAST_BYTES / rate, 1.0)
     average = bandwidth.rate(1.0)
     assert average is not None
     assert min(rates) * 0.999 <= average <= max(rates) * 1.001
     for _ in range(200):
-        bandwidth.brought(LEAST_BYTES, LEAST_BYTES / last, 1.0)
+        bandwidth.record_read(LEAST_BYTES, LEAST_BYTES / last, 1.0)
     assert bandwidth.rate(1.0) == pytest.approx(last, rel=0.01)
 
 
 def test_the_quickest_counts_only_if_nobody_is_unknown() -> None:
     slow, fast = known(1e6), known(1e9)
-    assert quickest([slow, fast], 1_000_000, 0) == pytest.approx(0.001)
-    assert quickest([slow, Bandwidth(), fast], 1_000_000, 0) is None
-    assert quickest([], 1_000_000, 0) is None
+    assert shortest_seconds([slow, fast], 1_000_000, 0) == pytest.approx(0.001)
+    assert shortest_seconds([slow, Bandwidth(), fast], 1_000_000, 0) is None
+    assert shortest_seconds([], 1_000_000, 0) is None

@@ -14,7 +14,7 @@ from google.longrunning import operations_pb2_grpc
 from lmkv import rpc
 from lmkv.auth.authenticator import Authenticator
 from lmkv.auth.credentials import Credentials
-from lmkv.auth.token import Token
+from lmkv.auth.token import BearerToken
 from lmkv.keys import ChunkKey
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
@@ -40,7 +40,7 @@ class Guarded:
 
     async def channel(self, token: str) -> grpc.aio.Channel:
         """A channel that shows a token; none if it is empty."""
-        opened = rpc.open_channel(self.coordinator.address, Credentials(token=Token(text=token)))
+        opened = rpc.open_channel(self.coordinator.address, Credentials(token=BearerToken(text=token)))
         return await self._stack.enter_async_context(opened)
 
     async def cache(self, token: str) -> Any:

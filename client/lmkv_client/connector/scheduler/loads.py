@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 
 from lmkv import telemetry
 from lmkv.config import ConnectorConfig
-from lmkv.telemetry import Kind
+from lmkv.telemetry import SpanKind
 from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.messages import Load, Loaded
@@ -65,7 +65,7 @@ class Loads:
             deadline=now + prompt.load_timeout,
             places=prompt.places,
             verify=self._config.verify_loads,
-            span=telemetry.follow("lmkv.load", prompt.traceparent, kind=Kind.CLIENT, asked_tokens=token_count),
+            span=telemetry.follow("lmkv.load", prompt.traceparent, kind=SpanKind.CLIENT, asked_tokens=token_count),
         )
         self._loadings[prompt.request_id] = loading
         loading.peer_id = prompt.peer_id

@@ -8,7 +8,7 @@ from lmkv import telemetry
 from lmkv.config import ConnectorConfig
 from lmkv.keys import KEY_BYTES, ChunkKey, join_keys
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
-from lmkv.telemetry import Kind
+from lmkv.telemetry import SpanKind
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.scheduler.hit_sources import HitSources
 from lmkv_client.connector.scheduler.prefill_rate import PrefillRate
@@ -66,7 +66,7 @@ class RequestLookups:
         self._prompts[prompt.ticket] = prompt
         self._counters.add("lookups")
         prompt.asking = telemetry.begin(
-            "lmkv.lookup", parent=prompt.traceparent, kind=Kind.CLIENT, asked_tokens=prompt.token_count
+            "lmkv.lookup", parent=prompt.traceparent, kind=SpanKind.CLIENT, asked_tokens=prompt.token_count
         )
         prompt.traceparent = prompt.traceparent or prompt.asking.traceparent  # the first of its spans is their root
         lookup = pb.LookupChunks(

@@ -224,7 +224,7 @@ class Stores:
         self._counters.add("stored_bytes", size_bytes)
         self._counters.add("store_seconds", seconds)
         for prompt, token_count in stored.items():
-            telemetry.note("lmkv.store", seconds, parent=prompt.traceparent, stored_tokens=token_count)
+            telemetry.record("lmkv.store", seconds, parent=prompt.traceparent, stored_tokens=token_count)
             logger.info(
                 "[%s] Stored %d of %d tokens, %s, %s, %s",
                 prompt.request_id,

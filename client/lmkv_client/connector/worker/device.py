@@ -16,9 +16,19 @@ from vllm.logger import init_logger
 from lmkv.errors import ConfigError
 from lmkv.pool.pool import LEFT_BYTES, Pool
 from lmkv_kernels import ChunkCopy, Pages
-from lmkv_kernels.cuda import Copier, Copying, CopyPath, CopyPaths, CudaError, Device, Program, Registration, driver
+from lmkv_kernels.cuda import (
+    Copier,
+    CopyPath,
+    CopyPaths,
+    CudaError,
+    Device,
+    PendingCopy,
+    Program,
+    RegisteredMemory,
+    driver,
+)
 from lmkv_kernels.cuda.copier import BLOCKS_PER_PROCESSOR
-from lmkv_kernels.cuda.measure import fastest_ways
+from lmkv_kernels.cuda.measure import fastest_paths
 
 if TYPE_CHECKING:
     from lmkv_client.connector.worker.device_buffer import DeviceBuffer
@@ -53,15 +63,15 @@ class DeviceCopies:
         self._model_stream = model_stream or (lambda: torch_stream(ordinal))
         self._device, self._program = (open_device or open_cuda)(ordinal)
         self._pages = pages
-        self._running: list[Copying] = []
-        self._reading: list[Copying] = []
+        self._running: list[PendingCopy] = []
+        self._reading: list[PendingCopy] = []
         self._opening: Future[_Open] | None = None
         self._buffered: tuple[DeviceBuffer, Copier] | None = None
         self._closed = False
         # Registering a pool takes seconds: one thread, for a pool must be let go of before the next comes.
         self._thread = ThreadPoolExecutor(1, "lmkv-cuda", initializer=prepare_thread)
         try:
-            self._ways = fastest_ways(self._device, self._program, pages)
+            self._ways = fastest_paths(self._device, self._program, pages)
         except BaseException:
             self.close()
             raise
@@ -105,9 +115,9 @@ class DeviceCopies:
         if self._reading:
             stream = self._model_stream()
             for copying in self._reading:
-                copying.hold_until_read(stream)
+                copying.block_stream_until_read(stream)
 
-    def gather(self, copies: Sequence[ChunkCopy]) -> Copying:
+    def gather(self, copies: Sequence[ChunkCopy]) -> PendingCopy:
         """Begins to copy pages, as the forward that was put on the model's stream last will leave them.
 
         Raises `ValueError` if a copy does not fit, `CudaError` if it cannot be made now.
@@ -117,7 +127,7 @@ class DeviceCopies:
         self._reading.append(copying)
         return copying
 
-    def scatter(self, copies: Sequence[ChunkCopy], *, sync: bool, buffer: DeviceBuffer | None = None) -> Copying:
+    def scatter(self, copies: Sequence[ChunkCopy], *, sync: bool, buffer: DeviceBuffer | None = None) -> PendingCopy:
         """Begins to copy into pages, which those forwards may still read that are on the model's stream by now.
 
         With `sync` the next forward waits for it, on the device. Out of a device buffer the kernels read as they are:
@@ -129,7 +139,7 @@ class DeviceCopies:
         else:
             copying = self._copier().scatter(copies, after=stream)
         if sync:
-            copying.hold(stream)
+            copying.block_stream(stream)
         self._running.append(copying)
         return copying
 
@@ -162,7 +172,7 @@ class DeviceCopies:
                 self._program,
                 buffer.pages,
                 buffer,
-                ways=CopyPaths(gather=CopyPath.DIRECT, scatter=CopyPath.DIRECT),
+                paths=CopyPaths(gather=CopyPath.DIRECT, scatter=CopyPath.DIRECT),
                 direct_blocks=BLOCKS_PER_PROCESSOR * self._device.processor_count,
             )
             self._buffered = buffer, copier
@@ -189,16 +199,16 @@ class DeviceCopies:
             try:
                 size_bytes = populate(pool, unwanted)
                 with self._device.current() as cuda:
-                    registration = Registration(cuda, pool.address, size_bytes)
+                    registration = RegisteredMemory(cuda, pool.address, size_bytes)
                 stack.callback(self._unregister, registration)
-                copier = Copier(self._device, self._program, self._pages, registration, ways=self._ways)
+                copier = Copier(self._device, self._program, self._pages, registration, paths=self._ways)
                 stack.callback(copier.close)
             except CudaError as error:
                 logger.warning("cannot register the node's pool with CUDA, so nothing is loaded or stored: %s", error)
                 raise
             return _Open(copier, stack.pop_all())
 
-    def _unregister(self, registration: Registration) -> None:
+    def _unregister(self, registration: RegisteredMemory) -> None:
         with self._device.current():
             registration.close()
 

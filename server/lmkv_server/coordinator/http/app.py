@@ -139,7 +139,7 @@ class Guarded:
         try:
             if refusal := self._guard.refusal(request.headers.get("host", ""), request.headers.get("origin")):
                 raise HttpError(403, "PERMISSION_DENIED", refusal)
-            with self._gate.passing(rpc_of(scope["path"]), credentials_of(request)):
+            with self._gate.authorized_call(rpc_of(scope["path"]), credentials_of(request)):
                 tenant = self._app(self._tenants.current)
                 await self._serve(tenant, tenant.app, request, receive, send)
         except (HttpError, Unauthenticated, PermissionDenied, TooManyRequests) as error:
@@ -158,7 +158,7 @@ class Guarded:
         async def send_strict(message: Message) -> None:
             if message["type"] == "http.response.start":
                 tenant.metrics.count_http(path, message["status"])
-                span.responded(message["status"])
+                span.set_http_status(message["status"])
                 span.end()  # the answer to a watch may never end
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():

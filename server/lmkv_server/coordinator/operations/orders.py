@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from lmkv import telemetry
 from lmkv.errors import Full, InstanceNotFound, Unreachable
-from lmkv.telemetry import Kind
+from lmkv.telemetry import SpanKind
 from lmkv.v1 import registry_service_pb2 as pb
 
 MAX_PENDING = 1024
@@ -72,7 +72,7 @@ class Orders:
         action = order.WhichOneof("action") or ""
         if action == "record":  # is about the work, and no part of it: traces leave it out
             return await self._carried_out(instance_id, order, timeout_seconds, cancelled)
-        with telemetry.begin("lmkv.order", kind=Kind.CLIENT, instance_id=instance_id, action=action) as span:
+        with telemetry.begin("lmkv.order", kind=SpanKind.CLIENT, instance_id=instance_id, action=action) as span:
             order.traceparent = span.traceparent
             return await self._carried_out(instance_id, order, timeout_seconds, cancelled)
 

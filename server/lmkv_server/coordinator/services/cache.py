@@ -12,7 +12,7 @@ from google.longrunning import operations_pb2
 from numpy.typing import NDArray
 
 from lmkv import rpc
-from lmkv.auth.caller import count_question
+from lmkv.auth.caller import count_request
 from lmkv.auth.identity import client_identity
 from lmkv.errors import LmkvError
 from lmkv.tiers import LOCATIONS
@@ -75,7 +75,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
                     answer, size_bytes = pb.LookupStreamResponse(), 0
                 result = answer.results.add()
                 try:
-                    count_question()
+                    count_request()
                     await self._lookup(request, result.response)
                 except LmkvError as error:
                     result.error.CopyFrom(rpc.to_status(error))

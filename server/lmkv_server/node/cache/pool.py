@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lmkv.config import NodeConfig
 from lmkv.pool import numa
-from lmkv.pool.file import PoolFile, forget
+from lmkv.pool.file import PoolFile, remove_unused
 from lmkv.pool.pool import Pool
 from lmkv_server.node.cache.ledger import STAMP, ledger_bytes
 
@@ -27,7 +27,7 @@ def open_file(config: NodeConfig) -> PoolFile:
 
 def make_pool(config: NodeConfig) -> Pool:
     """A pool that ends with the node and its workers. What an earlier life has kept goes. Raises `ConfigError`."""
-    if forget(config.kept_pool_path):
+    if remove_unused(config.kept_pool_path):
         logger.info("removed the pool that was kept at %s: persist_pool is off now", config.kept_pool_path)
     return Pool.create(
         config.pool_bytes,

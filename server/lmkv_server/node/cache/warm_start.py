@@ -102,8 +102,8 @@ class WarmStart:
         return None
 
     async def _verify(self, records: Sequence[Record]) -> None:
-        if self._file.news:
-            logger.info("the pool starts empty: %s", self._file.news)
+        if self._file.replaced_because:
+            logger.info("the pool starts empty: %s", self._file.replaced_because)
             return
         began = time.monotonic()
         batches = pieces(records, BATCH_BYTES, BATCH_CHUNKS)

@@ -68,10 +68,10 @@ class Fetch:
         others = any(other is not source and any(map(other.has, front)) for other in self._connections)
         return min(max(self.left() / 2 if others else self.left(), LEAST_SECONDS), MAX_STEP_SECONDS)
 
-    def late_seconds(self, source: HolderState, size_bytes: int) -> float:
+    def late_after_seconds(self, source: HolderState, size_bytes: int) -> float:
         """The time after which a step that brings so many bytes is late, so that another holder is asked as well."""
         most = max(self.left() / LATE_SHARE, LEAST_SECONDS)
-        measured = source.bandwidth.late_seconds(size_bytes)
+        measured = source.bandwidth.late_after_seconds(size_bytes)
         return most if measured is None else min(measured, most)
 
     def landed(self, carrier: HolderReader, indices: Sequence[int]) -> None:

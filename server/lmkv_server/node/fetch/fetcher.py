@@ -13,7 +13,7 @@ from lmkv.keys import ChunkKey
 from lmkv.pool.pool import Pool
 from lmkv.spec import KvSpec
 from lmkv.transfer import Channels, Copy
-from lmkv.transfer.bandwidth import Bandwidth, quickest
+from lmkv.transfer.bandwidth import Bandwidth, shortest_seconds
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv.v1.registry_service_pb2 import PeerTraffic
 from lmkv_server.node.cache.host import Chunk, HostTier
@@ -142,7 +142,7 @@ class Peers:
     def expected_seconds(self, holders: Sequence[Holder], size_bytes: int) -> float | None:
         """What the best of the holders should take for so many bytes; None if one of them is unknown."""
         bandwidths = [self.connections.bandwidth(holder.instance_id) for holder in holders]
-        return quickest(bandwidths, size_bytes, time.monotonic())
+        return shortest_seconds(bandwidths, size_bytes, time.monotonic())
 
     def count(self, instance_id: str, chunk: Chunk) -> None:
         """Counts a chunk that came from a peer."""

@@ -77,7 +77,7 @@ class HolderReader:
         """While a step runs: others are asked as well if it takes longer than it should, behind the reads before it."""
         self._reading_bytes += size_bytes
         self._waiting_count += 1
-        seconds = self._fetch.late_seconds(self._source, self._reading_bytes)
+        seconds = self._fetch.late_after_seconds(self._source, self._reading_bytes)
         timer = asyncio.get_running_loop().call_later(seconds, self._late)
         try:
             yield
@@ -160,7 +160,7 @@ class HolderReader:
             self._peers.connections.release_once_granted(self._peer, acquiring)
             raise
         now = time.monotonic()
-        self._peer.bandwidth.answered(now - started, now)
+        self._peer.bandwidth.record_response(now - started, now)
         return response
 
     def _refuse(self, window: Sequence[int], granted: Sequence[int]) -> None:

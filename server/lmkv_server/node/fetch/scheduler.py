@@ -185,10 +185,10 @@ class FetchPlan:
         """
         now, count = self._clock(), max(1, len(self._on_time()))
         if count > 1:
-            self._together.brought(size_bytes, seconds / count, now)
+            self._together.record_read(size_bytes, seconds / count, now)
         known = source.bandwidth.rate(now)
         if count == 1 or known is None or size_bytes / seconds < known / count:
-            source.bandwidth.brought(size_bytes, seconds, now)
+            source.bandwidth.record_read(size_bytes, seconds, now)
 
     def _window_count(self, source: HolderState) -> int:
         rate = source.bandwidth.rate(self._clock())
@@ -250,5 +250,5 @@ class FetchPlan:
 
     def _share(self, count: int, source: HolderState, rate: float, other_rate: float) -> float:
         """Of so many chunks that come at `other_rate`, those that a holder should take to be done at the same time."""
-        ahead_seconds = count * self._chunk_bytes / other_rate - source.bandwidth.answer_seconds(self._clock())
+        ahead_seconds = count * self._chunk_bytes / other_rate - source.bandwidth.latency_seconds(self._clock())
         return max(0.0, ahead_seconds) / (1 / rate + 1 / other_rate) / self._chunk_bytes if rate > 0 else 0.0

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from lmkv.telemetry.calls import Calls
+from lmkv.telemetry.calls import ServerCalls
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.warm_start import WarmStart
 from lmkv_server.node.commands.orders import Orders
@@ -41,7 +41,7 @@ class Metrics(Collector):
         fleet: Fleet,
         side: PeerServer | None,
         lookups: LookupCounts,
-        calls: Calls,
+        calls: ServerCalls,
     ) -> None:
         self._tier = tier
         self._disk = disk

@@ -125,7 +125,7 @@ class MetricsServer:
         if method not in (b"GET", b"HEAD"):
             return _response("405 Method Not Allowed", "text/plain", b"/metrics takes GET\n")
         try:
-            self._gate.admit(STANDS_FOR, [(HEADER, headers.get(HEADER, ""))])
+            self._gate.authenticate(STANDS_FOR, [(HEADER, headers.get(HEADER, ""))])
         except (Unauthenticated, PermissionDenied) as error:
             status = "401 Unauthorized" if isinstance(error, Unauthenticated) else "403 Forbidden"
             return _response(status, "text/plain", f"{error}\n".encode())

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lmkv.errors import Full, SessionNotFound
-from lmkv.transfer.access import ReadAccess, Reader, Run, new_grant_id
+from lmkv.transfer.access import ByteRange, PeerReader, ReadAccess, new_grant_id
 from lmkv_server.node.cache.host import Chunk, HostTier
 
 MAX_SESSIONS = 4096
@@ -37,7 +37,7 @@ class PeerSession:
     instance_id: str
     """What the caller calls itself."""
     epoch: int
-    reader: Reader
+    reader: PeerReader
     """The caller as a reader of this node's memory."""
 
 
@@ -63,7 +63,7 @@ class PeerSessions:
         own = self._by_identity[identity]
         own[session.session_id] = session
         if len(own) > MAX_SESSIONS:
-            self._access.dismiss(own.popitem(last=False)[1].reader)
+            self._access.revoke(own.popitem(last=False)[1].reader)
         return session
 
     def find(self, identity: str, session_id: str) -> PeerSession | None:
@@ -169,7 +169,7 @@ class ReadGrants:
         self._access.open(grant.grant_id, self.runs(taken), reader=session.reader)
         return grant
 
-    def runs(self, chunks: Iterable[Chunk]) -> list[Run]:
+    def runs(self, chunks: Iterable[Chunk]) -> list[ByteRange]:
         """Where chunks of the tier are in this process."""
         return [(self._region_address + chunk.offset, chunk.size_bytes) for chunk in chunks]
 

@@ -15,7 +15,7 @@ from lmkv.auth.exposure import exposure
 from lmkv.config import NodeConfig
 from lmkv.errors import ConfigError
 from lmkv.pool.pool import Pool
-from lmkv.telemetry.calls import Calls
+from lmkv.telemetry.calls import ServerCalls
 from lmkv.transfer import Channels, End
 from lmkv.v1 import peer_service_pb2_grpc
 from lmkv_kernels import summed_copy
@@ -52,7 +52,7 @@ class PeerServer:
         pool: Pool,
         engines: Engines,
         disk: DiskTier | None = None,
-        calls: Calls | None = None,
+        calls: ServerCalls | None = None,
     ) -> None:
         self.address = ""
         """`host:port` of `PeerService`, once started."""

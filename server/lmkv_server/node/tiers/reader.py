@@ -148,7 +148,7 @@ class TierReader(Generic[L]):
         finally:
             listening = False
         now = time.monotonic()
-        self._bandwidth.brought(size_bytes, now - began, now)
+        self._bandwidth.record_read(size_bytes, now - began, now)
 
     async def aclose(self) -> None:
         """Ends every read. The tier must be closed: nobody writes to the pool any more. Idempotent."""

@@ -119,7 +119,7 @@ class Lookups:
         try:
             return cast(LookupResponse, await rpc.call(cache.Lookup, _LOOKUP, address, request, self._timeout_seconds))
         except Unreachable:
-            self._coordinators.failed(address)
+            self._coordinators.report_failure(address)
             raise
 
     async def _tokens(

@@ -11,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import code_pb2
 
 from lmkv.auth.handoff import HandoffKeys
-from lmkv.auth.token import NO_TOKEN, Token
+from lmkv.auth.token import NO_TOKEN, BearerToken
 from lmkv.keys import KEY_BYTES
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.scheduler.handoff import Handoff, HandoffRefused, handoff_of, is_addressed
@@ -250,7 +250,7 @@ def test_an_answer_says_why_its_handoff_is_refused(make_engine: MakeEngine) -> N
 def vouched(params: dict[str, Any], secret: str = SECRET, now: float | None = None, **changes: Any) -> dict[str, Any]:
     """The parameters with the proof of a proxy that has this secret, made before the changes."""
     said = params["lmkv"]
-    proof = HandoffKeys("", Token(text=secret)).prove(said["request_id"], said["decode_instance"], now)
+    proof = HandoffKeys("", BearerToken(text=secret)).prove(said["request_id"], said["decode_instance"], now)
     return {"lmkv": said | proof | changes}
 
 
@@ -304,13 +304,13 @@ def test_a_decode_takes_no_handoff_of_another_instance(make_engine: MakeEngine) 
 def test_a_token_vouches_where_there_is_no_cluster_secret_and_may_be_replaced(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("first-token")
-    proxy, engine = HandoffKeys("", Token(text="first-token")), HandoffKeys("", Token(file=str(file)))
+    proxy, engine = HandoffKeys("", BearerToken(text="first-token")), HandoffKeys("", BearerToken(file=str(file)))
     proof = proxy.prove("r", "decode")
     assert not engine.refusal("r", "decode", proof["expire_time"], proof["mac"])
     file.write_text("the-second-token")
     assert "another secret" in engine.refusal("r", "decode", proof["expire_time"], proof["mac"])
-    both = HandoffKeys(SECRET, Token(text="the-second-token"))
-    for keys in (both, HandoffKeys("", Token(text="the-second-token")), HandoffKeys(SECRET, NO_TOKEN)):
+    both = HandoffKeys(SECRET, BearerToken(text="the-second-token"))
+    for keys in (both, HandoffKeys("", BearerToken(text="the-second-token")), HandoffKeys(SECRET, NO_TOKEN)):
         proof = keys.prove("r", "decode")
         assert not both.refusal("r", "decode", proof["expire_time"], proof["mac"])
     assert OPEN.prove("r", "decode") == {}

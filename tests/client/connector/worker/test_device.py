@@ -12,7 +12,7 @@ import pytest
 
 from lmkv.pool.pool import LEFT_BYTES, Pool
 from lmkv_client.connector.worker.device import DeviceCopies, PoolNotReady
-from lmkv_kernels.cuda import CudaError, Device, Program, Registration, Stream
+from lmkv_kernels.cuda import CudaError, CudaStream, Device, Program, RegisteredMemory
 from tests.kernels.emulation import IMAGE, emulated_driver
 from tests.kernels.layouts import Bytes, Case, random_bytes
 from tests.kernels.test_cuda_emulated import copy_now, on_device, whole_chunks
@@ -25,8 +25,8 @@ class Model:
         self.case = case
         self.device = Device(emulated_driver())
         with self.device.current() as driver:
-            self._known = [Registration(driver, one.ctypes.data, one.size) for one in (case.memory, *buffers)]
-            self.stream = Stream(driver)
+            self._known = [RegisteredMemory(driver, one.ctypes.data, one.size) for one in (case.memory, *buffers)]
+            self.stream = CudaStream(driver)
 
     def forward(self, target: Bytes, source: Bytes) -> None:
         """Puts work on the stream: `target` is what `source` is then."""
@@ -137,7 +137,7 @@ def test_a_pool_that_cannot_be_registered_is_said_and_let_go_of() -> None:
     case = whole_chunks(1)
     with running(case) as (model, copies), Pool.create(case.pool.size) as pool:
         with model.device.current() as driver:
-            taken = Registration(driver, pool.address, pool.size_bytes)  # the driver knows it already
+            taken = RegisteredMemory(driver, pool.address, pool.size_bytes)  # the driver knows it already
         copies.open(pool)
         assert copies._opening is not None
         assert isinstance(copies._opening.exception(10.0), CudaError)

@@ -21,7 +21,7 @@ from grpc_status import rpc_status
 from lmkv import rpc
 from lmkv.auth.authenticator import OPEN_AUTHENTICATOR
 from lmkv.auth.roles import ROLES, Role
-from lmkv.telemetry.calls import Calls
+from lmkv.telemetry.calls import ServerCalls
 from lmkv.v1 import chunk_pb2, registry_service_pb2
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupStreamRequest, MoveRequest, WatchRequest
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -123,7 +123,7 @@ async def test_every_path_is_in_the_table() -> None:
         Tokenizers({}),
         HostGuard(bound="127.0.0.1"),
         OPEN_AUTHENTICATOR,
-        Calls(),
+        ServerCalls(),
     )
     paths = app.paths
     assert paths == STANDS_FOR.keys() | {path for path in paths if path[1:] in ROLES}

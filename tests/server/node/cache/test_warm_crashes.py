@@ -151,7 +151,7 @@ def test_a_tier_that_is_killed_in_the_midst_of_changes_leaves_nothing_but_whole_
         threading.Timer(random.Random(seed).uniform(0.01, 0.2), process.kill).start()
         process.wait(20)
     with PoolFile.open(path, POOL_BYTES, ledger_bytes(POOL_BYTES), stamp=STAMP) as file:
-        assert file.news == ""
+        assert file.replaced_because == ""
         records = Ledger(file.table).records
         assert len(records) >= TIER_CHUNKS // 2, "all but what was dropped, or under way"
         tier = HostTier(file.pool.size_bytes)
@@ -186,7 +186,7 @@ async def main():
         (folder / "other").unlink(missing_ok=True)
         async with kind(config) as node:
             await asyncio.wait([node._populating])
-            print(node.tier.size_bytes // STEP, bool(node.warm._file.news), node.warm.found_chunks)
+            print(node.tier.size_bytes // STEP, bool(node.warm._file.replaced_because), node.warm.found_chunks)
             for number in range(10):
                 if reserved := node.tier.reserve(STEP // 2):
                     node.pool.buffer[reserved.offset : reserved.offset + 8] = bytes(8)

@@ -244,7 +244,7 @@ def test_where_the_own_side_takes_no_more_nobody_joins() -> None:
     sources = [HolderState(matched_count=40, bandwidth=known(1 * GB)) for _ in range(2)]
     it = world(40, *sources)
     for _ in range(2):
-        it.together.brought(CHUNK_BYTES, CHUNK_BYTES / GB, 0.0)
+        it.together.record_read(CHUNK_BYTES, CHUNK_BYTES / GB, 0.0)
     assert len(it.plan.join()) == 1
 
 

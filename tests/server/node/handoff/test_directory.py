@@ -15,7 +15,7 @@ import pytest
 from lmkv import rpc
 from lmkv.auth.authenticator import Authenticator
 from lmkv.auth.credentials import Credentials
-from lmkv.auth.token import Token
+from lmkv.auth.token import BearerToken
 from lmkv.config import NodeConfig
 from lmkv.errors import InstanceNotFound
 from lmkv.keys import join_keys
@@ -100,7 +100,7 @@ async def test_a_prompt_is_handed_to_registered_instances_and_to_no_address(node
 
 
 async def test_an_instance_is_located_within_its_tenant(coordinator: Coordinator, nodes: dict[str, Node]) -> None:
-    credentials = Credentials(token=Token(text=TOKEN))
+    credentials = Credentials(token=BearerToken(text=TOKEN))
     async with rpc.open_channel(coordinator.address, credentials) as channel:
         registry: Any = RegistryServiceStub(channel)
         found = await registry.LocateInstance(LocateInstanceRequest(instance_id="decode"), timeout=10)

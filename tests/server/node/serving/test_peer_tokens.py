@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from lmkv import rpc
 from lmkv.auth.authenticator import Authenticator
 from lmkv.auth.credentials import Credentials
-from lmkv.auth.token import Token
+from lmkv.auth.token import BearerToken
 from lmkv.config import NodeConfig
 from lmkv.errors import ConfigError, LmkvError, SessionNotFound
 from lmkv.keys import join_keys
@@ -73,7 +73,7 @@ async def test_chunks_go_to_nodes_of_the_same_tenant_only(path: str, tenant: str
 async def test_nobody_else_is_told_how_to_read_the_memory(path: str, token: str, code: str) -> None:
     async with (
         node("owner", path, "engine-of-a-token") as owner,
-        rpc.open_channel(owner.address, Credentials(token=Token(text=token))) as channel,
+        rpc.open_channel(owner.address, Credentials(token=BearerToken(text=token))) as channel,
     ):
         stub: Any = PeerServiceStub(channel)
         request = InitRequest(instance_id="x", epoch=1, spec=SMALL.to_proto(), channels=["shm"])
@@ -86,8 +86,8 @@ async def test_what_one_token_was_granted_is_unknown_to_another_that_knows_the_i
     path = write(tmp_path / "tokens.yaml", entry("engine", "a"), entry("admin", "a"))
     async with (
         node("owner", path, "engine-of-a-token") as owner,
-        rpc.open_channel(owner.address, Credentials(token=Token(text="engine-of-a-token"))) as engine,
-        rpc.open_channel(owner.address, Credentials(token=Token(text="admin-of-a-token"))) as admin,
+        rpc.open_channel(owner.address, Credentials(token=BearerToken(text="engine-of-a-token"))) as engine,
+        rpc.open_channel(owner.address, Credentials(token=BearerToken(text="admin-of-a-token"))) as admin,
     ):
         chunk = owner.put(KEYS[0])
         stub, thief = PeerServiceStub(engine), PeerServiceStub(admin)
@@ -116,7 +116,7 @@ async def test_a_node_whose_own_token_is_unknown_does_not_start(path: str, runti
 async def test_metrics_are_for_those_who_may_look(path: str) -> None:
     registry = CollectorRegistry()
     Gauge("answer", "The number.", registry=registry).set(42)
-    gate = Authenticator(path, Token(text="engine-of-a-token"))
+    gate = Authenticator(path, BearerToken(text="engine-of-a-token"))
     async with (
         MetricsServer(registry, "127.0.0.1", 0, gate=gate) as server,
         httpx.AsyncClient(trust_env=False, timeout=10) as http,

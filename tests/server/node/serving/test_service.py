@@ -26,7 +26,7 @@ from lmkv.errors import (
     WrongInstance,
 )
 from lmkv.keys import join_keys
-from lmkv.transfer.access import Reader
+from lmkv.transfer.access import PeerReader
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
 from tests.server.node.peer_parts import SMALL, Parts, keys_of
@@ -104,7 +104,7 @@ async def test_init_answers_with_the_first_channel_that_is_shared_and_the_pool_a
         response = await stub.Init(introduction(owner), timeout=5)
     assert response.channel == "nixl"
     channel = await owner.channels.offer(["nixl"])
-    assert response.channel_metadata == channel.metadata_for(Reader(peer_name="reader:5"))
+    assert response.channel_metadata == channel.metadata_for(PeerReader(peer_name="reader:5"))
     assert [(region.address, region.size_bytes) for region in response.regions] == [
         (owner.pool.address, owner.pool.size_bytes)
     ]

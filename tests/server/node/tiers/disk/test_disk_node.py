@@ -126,7 +126,7 @@ async def test_what_disk_would_take_longer_for_than_computing_is_refused(runtime
         node.tier.drop(chunk_keys(0, 1))
         assert node.disk
         for _ in range(2):  # a measured disk: 1 MiB took ten seconds
-            node.disk.reader._bandwidth.brought(1 << 20, 10.0, time.monotonic())
+            node.disk.reader._bandwidth.record_read(1 << 20, 10.0, time.monotonic())
         found = await engine.lookup("1", chunk_keys(0, 1), prefill_tokens_per_second=10**9)
         assert (found.peer_chunk_count, found.refused_chunk_count) == (0, 2)
         found = await engine.lookup("2", chunk_keys(0, 1), prefill_tokens_per_second=1)

@@ -9,11 +9,11 @@ from lmkv_kernels.cuda.driver import Driver
 from lmkv_kernels.cuda.errors import Busy
 from lmkv_kernels.cuda.memory import DeviceMemory, PinnedMemory
 
-SLOT_COUNT = 8
+BUFFER_COUNT = 8
 """Made at the start, for making more may hold up the device."""
-SLOT_WORDS = 32 << 10
+BUFFER_WORDS = 32 << 10
 """Of 8 bytes: enough for some 15 000 blocks."""
-MAX_SLOTS = 64
+MAX_BUFFERS = 64
 
 
 class LaunchBuffer:
@@ -41,32 +41,32 @@ class LaunchBuffer:
 
 
 class LaunchBuffers:
-    """The slots of one copier. Whoever makes them closes them, with the device current."""
+    """The buffers of one copier. Whoever makes them closes them, with the device current."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._all = [LaunchBuffer(driver, SLOT_WORDS) for _ in range(SLOT_COUNT)]
+        self._all = [LaunchBuffer(driver, BUFFER_WORDS) for _ in range(BUFFER_COUNT)]
         self._free = list(self._all)
 
-    def take(self, word_count: int) -> LaunchBuffer:
-        """A slot for so many words. Raises `Busy` if too many are in use."""
-        for slot in self._free:
-            if slot.words.size >= word_count:
-                self._free.remove(slot)
-                return slot
-        if len(self._all) >= MAX_SLOTS:
+    def acquire(self, word_count: int) -> LaunchBuffer:
+        """A buffer for so many words. Raises `Busy` if too many are in use."""
+        for buffer in self._free:
+            if buffer.words.size >= word_count:
+                self._free.remove(buffer)
+                return buffer
+        if len(self._all) >= MAX_BUFFERS:
             raise Busy(f"{len(self._all) - len(self._free)} copies are under way already")
-        slot = LaunchBuffer(self._driver, max(SLOT_WORDS, 1 << (word_count - 1).bit_length()))
-        self._all.append(slot)
-        return slot
+        buffer = LaunchBuffer(self._driver, max(BUFFER_WORDS, 1 << (word_count - 1).bit_length()))
+        self._all.append(buffer)
+        return buffer
 
-    def put_back(self, slot: LaunchBuffer) -> None:
-        """The device is done with a slot."""
-        self._free.append(slot)
+    def release(self, buffer: LaunchBuffer) -> None:
+        """The device is done with a buffer."""
+        self._free.append(buffer)
 
     def close(self) -> None:
         """Idempotent. Nothing on any stream may still use one."""
-        for slot in self._all:
-            slot.close()
+        for buffer in self._all:
+            buffer.close()
         self._all.clear()
         self._free.clear()
