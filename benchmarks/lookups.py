@@ -200,7 +200,7 @@ class EngineLookup:
                         self._link.send(
                             self._attachment, pb.AttachRequest(releases=[pb.ReleaseChunks(request_id=ticket)])
                         )
-                        return len(found.own), found.peer_chunk_count
+                        return len(found.own), sum(run.chunk_count for run in found.runs)
             time.sleep(POLL_SECONDS)
         raise LmkvError(f"the node did not answer {self._name} within {ANSWER_SECONDS:.0f} s")
 

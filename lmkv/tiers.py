@@ -3,9 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from lmkv.errors import BadRequest
 from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_GPU, TIER_HOST, TIER_REMOTE, Position, Tier
+
+OWN = "own"
+"""The node's own pool: not a tier behind it, but named beside them where found chunks are counted."""
+DISK = "disk"
+"""The node's own disk."""
+PEERS = "peers"
+"""The memory of other nodes, or their disks."""
+REMOTE = "remote"
+"""The store that all nodes share."""
+HANDOFF = "handoff"
+"""Chunks that a prefill engine's node sends."""
+HIT_TIERS = (OWN, DISK, PEERS, REMOTE, HANDOFF)
+"""Values of the label `tier` that metrics always have; a third-party tier's is added with its first hit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Consecutive chunks of a prompt that are in one tier behind the node's pool; tiers are known by name."""
+
+    tier: str
+    chunk_count: int
+
 
 NAMES: Mapping[Tier.ValueType, str] = {
     TIER_GPU: "gpu",

@@ -501,47 +501,67 @@ class FoundChunks(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     OWN_FIELD_NUMBER: _builtins.int
-    PEER_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
     PEER_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     REFUSED_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
-    DISK_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
-    REMOTE_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The engine's request."""
-    peer_chunk_count: _builtins.int
-    """Chunks after those that can be brought in, without a gap: from the node's disk first, then from peers, then from the
-    store that all share.
-    """
     peer_instance_id: _builtins.str
-    """The peer that holds most of them; empty if none does."""
+    """The peer that holds most of the chunks of the runs `peers` and `handoff`; empty if there is no such run."""
     refused_chunk_count: _builtins.int
-    """Chunks that could be brought in and are not offered, for to fetch them would take longer than to compute them."""
-    disk_chunk_count: _builtins.int
-    """So many of `peer_chunk_count`, the first, are on the node's own disk."""
-    remote_chunk_count: _builtins.int
-    """So many of `peer_chunk_count`, the last, are in the store that all share."""
+    """Chunks that could be brought in and are not offered, because fetching them would take longer than computing them."""
     @_builtins.property
     def own(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.Extent]:
         """The first chunks, held in the node's own pool; no more than fit into a message."""
+
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run]:
+        """Chunks behind `own` that can be brought into the pool, in prompt order and without a gap, by the tier that holds them."""
 
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         own: _abc.Iterable[_chunk_pb2.Extent] | None = ...,
-        peer_chunk_count: _builtins.int = ...,
+        runs: _abc.Iterable[Global___Run] | None = ...,
         peer_instance_id: _builtins.str = ...,
         refused_chunk_count: _builtins.int = ...,
-        disk_chunk_count: _builtins.int = ...,
-        remote_chunk_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_chunk_count", b"disk_chunk_count", "own", b"own", "peer_chunk_count", b"peer_chunk_count", "peer_instance_id", b"peer_instance_id", "refused_chunk_count", b"refused_chunk_count", "remote_chunk_count", b"remote_chunk_count", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["own", b"own", "peer_instance_id", b"peer_instance_id", "refused_chunk_count", b"refused_chunk_count", "request_id", b"request_id", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FoundChunks: _TypeAlias = FoundChunks  # noqa: Y015
+
+@_typing.final
+class Run(_message.Message):
+    """Consecutive chunks of a prompt that are in one tier."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    tier: _builtins.str
+    """Name of the tier: `disk` (the node's own disk), `peers` (other nodes), `remote` (the store that all nodes share),
+    `handoff` (chunks that a prefill engine's node sends), or the name of a third-party tier.
+    """
+    chunk_count: _builtins.int
+    """Number of chunks, at least 1."""
+    def __init__(
+        self,
+        *,
+        tier: _builtins.str = ...,
+        chunk_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Run: _TypeAlias = Run  # noqa: Y015
 
 @_typing.final
 class LoadChunks(_message.Message):
@@ -968,34 +988,26 @@ class EngineServiceLookupResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OWN_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
-    PEER_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
     PEER_INSTANCE_ID_FIELD_NUMBER: _builtins.int
-    DISK_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
-    REMOTE_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     own_chunk_count: _builtins.int
     """Chunks from the first that this node holds."""
-    peer_chunk_count: _builtins.int
-    """Chunks after those that can be brought in, without a gap: from the node's disk first, then from peers, then from the
-    store that all share.
-    """
     peer_instance_id: _builtins.str
-    """The peer that holds most of them; empty if none does."""
-    disk_chunk_count: _builtins.int
-    """So many of `peer_chunk_count`, the first, are on the node's own disk."""
-    remote_chunk_count: _builtins.int
-    """So many of `peer_chunk_count`, the last, are in the store that all share."""
+    """The peer that holds most of the chunks of the run `peers`; empty if there is no such run."""
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run]:
+        """Chunks after those that can be brought into the pool, in prompt order and without a gap, by the tier that holds them."""
+
     def __init__(
         self,
         *,
         own_chunk_count: _builtins.int = ...,
-        peer_chunk_count: _builtins.int = ...,
+        runs: _abc.Iterable[Global___Run] | None = ...,
         peer_instance_id: _builtins.str = ...,
-        disk_chunk_count: _builtins.int = ...,
-        remote_chunk_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_chunk_count", b"disk_chunk_count", "own_chunk_count", b"own_chunk_count", "peer_chunk_count", b"peer_chunk_count", "peer_instance_id", b"peer_instance_id", "remote_chunk_count", b"remote_chunk_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["own_chunk_count", b"own_chunk_count", "peer_instance_id", b"peer_instance_id", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,6 +11,7 @@ from lmkv.v1 import engine_service_pb2 as pb
 from tests.chaos.actor import TROUBLE, Actor
 from tests.chaos.engine import PROMPTS, Engine
 from tests.chaos.victim import Node
+from tests.server.node.engine_client import absent_count
 
 NOBODYS = ChunkKey(bytes(16))
 ATTACHED_ACTS = 60
@@ -55,7 +56,7 @@ class EngineActor(Actor):
     async def _store(self, engine: Engine, prompt: list[ChunkKey]) -> None:
         """Computes what nobody has."""
         found = await self._lookup(engine, prompt)
-        missing = prompt[len(found.own) + found.peer_chunk_count :]
+        missing = prompt[len(found.own) + absent_count(found) :]
         extents = await engine.client.reserve(len(missing)) if missing else []
         commits = [
             engine.client.commit(key, extent, checksum=engine.write(key, extent))
@@ -67,7 +68,7 @@ class EngineActor(Actor):
     async def _load(self, engine: Engine, prompt: list[ChunkKey]) -> None:
         """Brings in what peers have, and checks it."""
         found = await self._lookup(engine, prompt)
-        done = not found.peer_chunk_count
+        done = not absent_count(found)
         await self._begin(engine, found)
         while not done:
             for loaded in await engine.client.hear("loaded"):
@@ -88,9 +89,7 @@ class EngineActor(Actor):
         self.counts["loads given up"] += 1
 
     async def _begin(self, engine: Engine, found: pb.FoundChunks) -> None:
-        load = pb.LoadChunks(
-            request_id=str(self._ticket), first_chunk=len(found.own), chunk_count=found.peer_chunk_count
-        )
+        load = pb.LoadChunks(request_id=str(self._ticket), first_chunk=len(found.own), chunk_count=absent_count(found))
         load.timeout.FromMilliseconds(round(1000 * self.chance.choice([0.05, 0.3, 1, 3])))
-        if found.peer_chunk_count:
+        if absent_count(found):
             await engine.client.say(loads=[load])

@@ -97,7 +97,7 @@ class Pair:
         with counting(self.second) as grown:
             check(early, self.first.complete(early.tokens))
             check(early, self.second.complete(early.tokens))
-            from_peer = grown("peer_tokens")
+            from_peer = grown("tier_tokens", "peers")
         self.first.reset_prefix_cache()
         with counting(self.first) as grown:
             check(early, self.first.complete(early.tokens))
@@ -229,7 +229,7 @@ class Pair:
             self.coordinator.wait_for_holder(prompt.tokens, "engine-1", HELD_TOKENS, 1.0)
         with counting(self.second) as grown:
             check(prompt, self.second.complete(prompt.tokens))
-        return grown("peer_tokens")
+        return grown("tier_tokens", "peers")
 
     def check_nothing_leaks(self) -> None:
         """Asserts that idle nodes hold chunks and idle credits, and nothing that cannot be given back.
@@ -270,13 +270,13 @@ def check(prompt: Prompt, completion: Completion) -> None:
 
 
 @contextmanager
-def counting(*engines: Engine) -> Iterator[Callable[[str], float]]:
+def counting(*engines: Engine) -> Iterator[Callable[..., float]]:
     """Yields what tells, of a counter of the connector, by how much it has grown in here, at all engines together."""
 
     before = [engine.metrics() for engine in engines]
 
-    def grown(name: str) -> float:
-        sample = f"lmkv:{name}_total"
+    def grown(name: str, tier: str = "") -> float:
+        sample = f"lmkv:{name}_total" + (f'{{tier="{tier}"}}' if tier else "")
         return sum(engine.metrics()[sample] - then[sample] for engine, then in zip(engines, before, strict=True))
 
     yield grown

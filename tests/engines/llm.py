@@ -111,7 +111,7 @@ class Answers:
     @property
     def peer_tokens(self) -> int:
         """Those among them that came from a peer."""
-        return int(self.grown["lmkv:peer_tokens_total"])
+        return int(self.grown['lmkv:tier_tokens_total{tier="peers"}'])
 
     @property
     def stored_tokens(self) -> int:

@@ -57,13 +57,15 @@ class Worker:
         return not self._engine.is_sleeping()
 
     def metrics(self) -> dict[str, float]:
-        """Current values by sample name, summed over their labels."""
+        """Current values by sample name, summed over their labels; of each tier too, where there is such a label."""
         from prometheus_client import REGISTRY
 
         values: dict[str, float] = {}
         for family in REGISTRY.collect():
             for sample in family.samples:
-                values[sample.name] = values.get(sample.name, 0.0) + sample.value
+                tier = sample.labels.get("tier")
+                for name in (sample.name, f'{sample.name}{{tier="{tier}"}}') if tier else (sample.name,):
+                    values[name] = values.get(name, 0.0) + sample.value
         return values
 
     def begin(self, prompt: list[int], seconds: float) -> dict[str, Any]:

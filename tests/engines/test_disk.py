@@ -59,8 +59,8 @@ class Disk:
         with counting(self.engine) as grown:
             answer = self.engine.complete(tokens)
             assert grown("load_failures") == 0
-            assert grown("loaded_tokens") == grown("disk_tokens") == HELD_TOKENS
-            assert grown("peer_tokens") == grown("remote_tokens") == 0
+            assert grown("loaded_tokens") == grown("tier_tokens", "disk") == HELD_TOKENS
+            assert grown("tier_tokens", "peers") == grown("tier_tokens", "remote") == 0
         assert f"Retrieved {HELD_TOKENS} of {HELD_TOKENS} tokens from disk, " in self.engine.log()
         assert answer.token_ids == expected.token_ids
         assert answer.cached_tokens == HELD_TOKENS

@@ -50,7 +50,7 @@ def test_a_kill_during_a_fetch_from_the_peer(pair: Pair, victim: str) -> None:
         if victim.startswith("node"):
             assert grown("load_failures") == 1
         elif stopped_seconds < LOAD_TIMEOUT_SECONDS / 2:  # the fetch has nothing to do with it, and goes on
-            assert grown("peer_tokens") == HELD_TOKENS
+            assert grown("tier_tokens", "peers") == HELD_TOKENS
     pair.restart()
     pair.heal()
 
@@ -70,7 +70,7 @@ def test_a_kill_during_stores(pair: Pair, victim: str) -> None:
     with counting(other) as grown:
         check(prompt, other.complete(prompt.tokens))
         if victim == "engine-1":  # its node lives, and gives what is whole
-            assert 0 < grown("peer_tokens") < HELD_TOKENS
+            assert 0 < grown("tier_tokens", "peers") < HELD_TOKENS
     pair.restart()
     if victim == "coordinator":
         pair.coordinator.wait_for_holder(prompt.tokens, "engine-1", HELD_TOKENS, HEAL_SECONDS)

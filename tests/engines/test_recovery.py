@@ -45,7 +45,7 @@ def test_a_frozen_coordinator_costs_lookups_only(pair: Pair) -> None:
     prompts = [pair.prompt() for _ in range(2)]
     with pair.frozen("coordinator"), counting(pair.second) as grown:
         check(held, pair.second.complete(held.tokens))
-        assert grown("peer_tokens") == grown("load_failures") == 0
+        assert grown("tier_tokens", "peers") == grown("load_failures") == 0
         time.sleep(LEASE_SECONDS)  # the nodes notice, and register anew when it goes on
         for prompt in prompts:
             check(prompt, pair.second.complete(prompt.tokens))
@@ -67,7 +67,7 @@ def test_a_frozen_node_costs_its_engine_lookups_only(pair: Pair) -> None:
         check(held, pair.second.complete(held.tokens))
         check(fresh, pair.second.complete(fresh.tokens))
         assert grown("lookup_timeouts") == grown("lookups") == 2
-        assert grown("peer_tokens") == grown("node_losses") == 0
+        assert grown("tier_tokens", "peers") == grown("node_losses") == 0
     pair.heal()
 
 
@@ -96,7 +96,7 @@ def test_whatever_comes_and_goes_every_answer_is_right(pair: Pair) -> None:
         for client in asking:
             client.result(REQUEST_TIMEOUT_SECONDS)
         assert grown("node_losses") > 0
-        assert grown("peer_tokens") > 0
+        assert grown("tier_tokens", "peers") > 0
     pair.heal()
 
 
@@ -144,7 +144,7 @@ def test_a_node_outlives_its_engine_and_serves_the_next_one(pair: Pair) -> None:
     assert pair.pid("node-2") == node
     with counting(pair.second) as grown:
         check(held, pair.second.complete(held.tokens))
-        assert (grown("loaded_tokens"), grown("peer_tokens")) == (HELD_TOKENS, 0)
+        assert (grown("loaded_tokens"), grown("tier_tokens", "peers")) == (HELD_TOKENS, 0)
 
 
 def test_a_second_node_of_one_instance_id_is_refused_and_its_engine_says_so(pair: Pair) -> None:

@@ -49,8 +49,8 @@ def test_an_engine_loads_what_another_has_computed_before_all_of_it_was_killed(
             with counting(second) as grown:
                 answer = second.complete(tokens)
                 assert grown("load_failures") == 0
-                assert grown("loaded_tokens") == grown("remote_tokens") == HELD_TOKENS
-                assert grown("peer_tokens") == grown("disk_tokens") == 0
+                assert grown("loaded_tokens") == grown("tier_tokens", "remote") == HELD_TOKENS
+                assert grown("tier_tokens", "peers") == grown("tier_tokens", "disk") == 0
             assert answer.token_ids == expected.token_ids
             assert answer.cached_tokens == HELD_TOKENS
             assert f"Retrieved {HELD_TOKENS} of {HELD_TOKENS} tokens from the shared store, " in second.log()

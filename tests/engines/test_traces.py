@@ -90,7 +90,7 @@ def test_a_request_is_one_trace_from_the_client_to_the_peer_that_gives_the_bytes
         (acquired, acquiring.span_id),
     ):
         assert (child.parent_id, child.failed) == (parent_id, False), child
-    assert lookup.attributes["lmkv.peer_tokens"] == HELD_TOKENS
+    assert lookup.attributes["lmkv.peers_tokens"] == HELD_TOKENS
     assert load.attributes["lmkv.loaded_tokens"] == HELD_TOKENS
     assert load.attributes["lmkv.peer_instance_id"] == "engine-1"
     store = receiver.span("engine-1", "lmkv.store", trace_id=STORING)

@@ -53,7 +53,7 @@ class Warm:
             answer = self.engine.complete(tokens)
             assert grown("load_failures") == 0
             assert grown("loaded_tokens") == HELD_TOKENS
-            assert grown("peer_tokens") == 0
+            assert grown("tier_tokens", "peers") == 0
         assert answer.token_ids == expected.token_ids
         assert answer.cached_tokens == HELD_TOKENS
 

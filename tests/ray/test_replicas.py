@@ -69,7 +69,7 @@ def test_a_replica_loads_what_another_one_has_computed(served: Served, hosts: Ho
 
 def test_ray_exports_the_counters_of_the_engines(served: Served, hosts: Hosts) -> None:
     def fetched() -> float:
-        name = "ray_lmkv_peer_tokens_total"
+        name = 'ray_lmkv_tier_tokens_total{tier="peers"}'
         return sum(host.metrics.metrics().get(name, 0.0) for host in hosts.hosts.values())
 
     until(lambda: fetched() >= HELD_TOKENS, "Ray exported what the second replica fetched")

@@ -7,6 +7,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from lmkv.tiers import HIT_TIERS, OWN
+
 COUNTERS = {
     "stored_tokens": "Tokens whose KV was stored in the node's pool.",
     "stored_bytes": "Bytes stored in the node's pool.",
@@ -14,9 +16,7 @@ COUNTERS = {
     "loaded_tokens": "Tokens whose KV was loaded instead of computed.",
     "loaded_bytes": "Bytes loaded from the node's pool into pages.",
     "load_seconds": "Seconds from the start of each load until its last byte was in its page.",
-    "disk_tokens": "Tokens among the loaded ones that were on the node's own disk.",
-    "peer_tokens": "Tokens among the loaded ones that peers held.",
-    "remote_tokens": "Tokens among the loaded ones that were in the store which all share.",
+    "tier_tokens": "Tokens among the loaded ones that were not in the node's pool, by the tier that held them.",
     "peer_bytes": "Bytes fetched from peers into the node's pool.",
     "peer_seconds": "Seconds that fetches from peers took.",
     "lookups": "Prompts looked up.",
@@ -33,6 +33,9 @@ COUNTERS = {
     "node_losses": "Times that the node was lost.",
 }
 """Counters by name; Prometheus knows them as `lmkv:NAME_total`."""
+
+TIER_TOKENS = "tier_tokens"
+"""The counter that has the label `tier`; its counts are kept under `tier_tokens(tier)`."""
 
 SPEC_CONFLICTS = "spec_conflicts"
 """Gauge: instances of the same model that share nothing with this one."""
@@ -84,20 +87,40 @@ class Counters:
         return Stats(data=data)
 
 
+def tier_tokens(tier: str) -> str:
+    """The name under which loaded tokens of one tier are counted."""
+    return f"{TIER_TOKENS}:{tier}"
+
+
 class PromMetrics(KVConnectorPromMetrics):
-    """The same at the engine's `/metrics`."""
+    """Exports the counts at the engine's `/metrics`."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, labelvalues)
         make = {name: (self._counter_cls, text) for name, text in COUNTERS.items()}
         make[SPEC_CONFLICTS] = (self._gauge_cls, "Instances of the same model that share nothing with this one.")
+        self._labelvalues = labelvalues
         self._metrics: dict[str, dict[int, Any]] = {}
         for name, (kind, text) in make.items():
-            metric = kind(name=f"lmkv:{name}", documentation=text, labelnames=self._labelnames)
-            self._metrics[name] = {index: metric.labels(*values) for index, values in labelvalues.items()}
+            labels = [*self._labelnames, "tier"] if name == TIER_TOKENS else self._labelnames
+            metric = kind(name=f"lmkv:{name}", documentation=text, labelnames=labels)
+            if name == TIER_TOKENS:
+                self._tier_tokens = metric
+            else:
+                self._metrics[name] = {index: metric.labels(*values) for index, values in labelvalues.items()}
+        for tier in HIT_TIERS:
+            if tier != OWN:
+                self._metric(tier_tokens(tier), next(iter(labelvalues)))
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds one interval."""
         for name, amount in transfer_stats_data.items():
-            metric = self._metrics[name][engine_idx]
+            metric = self._metric(name, engine_idx)
             metric.set(amount) if name == SPEC_CONFLICTS else metric.inc(amount)
+
+    def _metric(self, name: str, engine_idx: int) -> Any:
+        if name not in self._metrics:
+            tier = name.removeprefix(f"{TIER_TOKENS}:")
+            children = {index: self._tier_tokens.labels(*values, tier) for index, values in self._labelvalues.items()}
+            self._metrics[name] = children
+        return self._metrics[name][engine_idx]

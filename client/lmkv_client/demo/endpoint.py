@@ -71,14 +71,19 @@ class Endpoint:
                     yield read_token(choice, seconds)
 
     def metrics(self, **labels: str) -> dict[str, float]:
-        """Current values at /metrics by sample name, summed over all samples that carry these labels."""
+        """Current values at /metrics by sample name, summed over all samples that carry these labels.
+
+        Samples with the label `tier` are also summed by tier, under `NAME{tier="TIER"}`.
+        """
         from prometheus_client.parser import text_string_to_metric_families
 
         values: dict[str, float] = {}
         for family in text_string_to_metric_families(self._request("GET", "/metrics", timeout_seconds=10.0).decode()):
             for sample in family.samples:
                 if labels.items() <= sample.labels.items():
-                    values[sample.name] = values.get(sample.name, 0.0) + sample.value
+                    tier = sample.labels.get("tier")
+                    for name in (sample.name, f'{sample.name}{{tier="{tier}"}}') if tier else (sample.name,):
+                        values[name] = values.get(name, 0.0) + sample.value
         return values
 
     def answers(self, path: str) -> bool:

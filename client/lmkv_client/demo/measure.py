@@ -181,15 +181,15 @@ def taken(engine: Endpoint, before: dict[str, float], answer: Completion, act: s
 
 
 def _taken(before: dict[str, float], after: dict[str, float], act: str) -> Taken:
-    what = "loaded" if act == "load" else act
+    what, tokens = ("loaded", "loaded_tokens_total") if act == "load" else (act, 'tier_tokens_total{tier="peers"}')
 
     def grown(name: str) -> float:
-        return after.get(f"lmkv:{name}_total", 0.0) - before.get(f"lmkv:{name}_total", 0.0)
+        return after.get(f"lmkv:{name}", 0.0) - before.get(f"lmkv:{name}", 0.0)
 
     return Taken(
-        tokens=round(grown(f"{what}_tokens")),
-        size_bytes=round(grown(f"{what}_bytes")),
-        seconds=grown(f"{act}_seconds"),
+        tokens=round(grown(tokens)),
+        size_bytes=round(grown(f"{what}_bytes_total")),
+        seconds=grown(f"{act}_seconds_total"),
     )
 
 

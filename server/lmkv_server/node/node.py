@@ -306,11 +306,11 @@ class Node:
 
     def _stats(self) -> registry_service_pb2.InstanceStats:
         """Statistics since the start. Chunks in the remote tier count as the node's own."""
-        lookups = self._lookups
+        lookups = self._lookups.stats()
         traffic = self._peer_side.peers.traffic.values() if self._peer_side else ()
         return registry_service_pb2.InstanceStats(
             asked_chunks=lookups.asked_chunks,
-            own_chunks=lookups.own_chunks + lookups.disk_chunks + lookups.remote_chunks,
+            own_chunks=lookups.own_chunks,
             peer_chunks=lookups.peer_chunks,
             evicted_chunks=self.tier.evicted_count,
             traffic=sorted(traffic, key=lambda peer: -peer.transferred_bytes)[:MAX_TRAFFIC],

@@ -9,6 +9,7 @@ from typing import Any
 
 from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
+from lmkv.tiers import Run
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv.v1.registry_service_pb2 import SpecConflict
 from lmkv_server.node.cache.host import Chunk, HostTier
@@ -197,6 +198,11 @@ class TierStack:
             self._remote.forget(fingerprint)
         self._tier.drop(keys)
         return len(keys)
+
+
+def found_runs(**chunk_counts: int) -> tuple[Run, ...]:
+    """What a lookup found behind the node's pool, by tier; tiers without chunks are left out."""
+    return tuple(Run(tier=tier, chunk_count=count) for tier, count in chunk_counts.items() if count > 0)
 
 
 def shifted(holder: Holder, chunk_count: int) -> Holder:

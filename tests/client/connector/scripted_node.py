@@ -229,14 +229,13 @@ class ScriptedNode:
         own = self._prefix(keys, self.chunks)
         peer = self._prefix(keys[len(own) :], self.peer_chunks)
         refused, peer = (peer, []) if self.refuses_fetches else ([], peer)
+        counts = {"disk": self.on_disk, "peers": len(peer) - self.on_disk - self.in_remote, "remote": self.in_remote}
         found = pb.FoundChunks(
             request_id=lookup.request_id,
             own=[self._extent(chunk) for chunk in own],
-            peer_chunk_count=len(peer),
+            runs=[pb.Run(tier=tier, chunk_count=count) for tier, count in counts.items() if peer and count > 0],
             peer_instance_id="peer" if peer else "",
             refused_chunk_count=len(refused),
-            disk_chunk_count=self.on_disk,
-            remote_chunk_count=self.in_remote,
         )
         if own or peer:
             for chunk in own:

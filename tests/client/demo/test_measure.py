@@ -50,7 +50,7 @@ class LaggingEngine(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:  # its base's name
         """`/metrics`."""
-        lines = ["lmkv:peer_tokens_total 512.0"] if self.steps > 0 else []
+        lines = ['lmkv:tier_tokens_total{tier="peers"} 512.0'] if self.steps > 0 else []
         lines += ["lmkv:peer_bytes_total 4096.0", "lmkv:peer_seconds_total 0.25"] if self.steps > 1 else []
         self._answer("text/plain", "\n".join([*lines, ""]))
 

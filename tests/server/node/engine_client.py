@@ -22,6 +22,16 @@ from tests.server.node.cases import small_spec
 ANSWER_SECONDS = 10.0
 
 
+def runs(found: pb.FoundChunks | pb.EngineServiceLookupResponse) -> dict[str, int]:
+    """The chunks behind those in the pool, by the tier that has them."""
+    return {run.tier: run.chunk_count for run in found.runs}
+
+
+def absent_count(found: pb.FoundChunks | pb.EngineServiceLookupResponse) -> int:
+    """Chunks that can be brought into the pool, by any tier."""
+    return sum(runs(found).values())
+
+
 class EngineClient:
     """One attached engine of the node, or of whoever listens at a socket. Answers are merged into `heard`."""
 

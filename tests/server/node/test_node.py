@@ -35,7 +35,7 @@ from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.operations.clears import BATCH_CHUNKS
 from lmkv_server.node.node import Node
 from tests.server.node.cases import chunk_key, chunk_keys, small_spec
-from tests.server.node.engine_client import EngineClient
+from tests.server.node.engine_client import EngineClient, absent_count
 from tests.waiting import WAIT_SECONDS, eventually, rests, until, wait_until
 
 SPEC = small_spec()
@@ -367,7 +367,7 @@ class Fleet:
         )
 
         async def known() -> int:
-            return int((await self.asking.stub.Lookup(request, timeout=5.0)).peer_chunk_count)
+            return absent_count(await self.asking.stub.Lookup(request, timeout=5.0))
 
         await eventually(known, len(numbers))
 
@@ -409,7 +409,7 @@ async def test_a_node_without_transfers_is_in_the_fleet_and_nothing_is_fetched_f
 
         await eventually(held, [("holder", 3, "")])
         found = await fleet.asking.lookup("1", keys)
-        assert (len(found.own), found.peer_chunk_count) == (0, 0)
+        assert (len(found.own), absent_count(found)) == (0, 0)
         assert len((await fleet.storing.lookup("2", keys)).own) == 3
         for ends in (("holder", "asker"), ("asker", "holder")):
             old, new = (chunk_pb2.Position(instance_id=end) for end in ends)
@@ -428,7 +428,7 @@ async def test_a_node_without_transfers_is_in_the_fleet_and_nothing_is_fetched_f
 async def test_what_another_node_holds_is_found_and_brought_in(fleet: Fleet) -> None:
     await fleet.store([0, 1, 2, 3])
     found = await fleet.asking.lookup("1", chunk_keys(0, 1, 2, 3, 4), reserve_count=5)
-    assert (len(found.own), found.peer_chunk_count, found.peer_instance_id) == (0, 4, "holder")
+    assert (len(found.own), absent_count(found), found.peer_instance_id) == (0, 4, "holder")
     assert len(await fleet.asking.hear("credits")) == 1, "each chunk that is found makes it one fewer"
 
     heard, _ = await fleet.load("1", 0, 4)
@@ -451,7 +451,7 @@ async def test_a_load_may_begin_behind_what_is_there_already(fleet: Fleet) -> No
     await fleet.store([0, 1, 2, 3])
     await fleet.asking.store(chunk_keys(0))
     found = await fleet.asking.lookup("1", chunk_keys(0, 1, 2, 3))
-    assert (len(found.own), found.peer_chunk_count) == (1, 3)
+    assert (len(found.own), absent_count(found)) == (1, 3)
     heard, _ = await fleet.load("1", 2, 2)
     assert next(loaded.first_chunk for loaded in heard if loaded.extents) == 2
     values = {int(words(fleet.asker, extent.offset)[0]) for loaded in heard for extent in loaded.extents}
@@ -546,7 +546,7 @@ async def test_the_fleet_is_told_how_often_chunks_were_found_and_where_they_came
     await fleet.asking.store(chunk_keys(7))
     await fleet.asking.lookup("own", chunk_keys(7, 8))
     found = await fleet.asking.lookup("peer", chunk_keys(0, 1, 2))
-    assert found.peer_chunk_count == 2
+    assert absent_count(found) == 2
     await fleet.load("peer", 0, 2)
     stats = fleet.asker.describe().stats
     assert (stats.asked_chunks, stats.own_chunks, stats.peer_chunks) == (5, 1, 2)

@@ -8,7 +8,7 @@ from lmkv.telemetry import NO_SPAN, Span
 from lmkv.v1.chunk_pb2 import Extent
 from lmkv_client.connector.messages import Check, Load, Loaded
 from lmkv_client.connector.scheduler.copies import blocks_of, prompt_copy
-from lmkv_client.connector.scheduler.hit_sources import HitSource, HitSources
+from lmkv_client.connector.scheduler.hit_sources import HitSources
 from lmkv_kernels import ChunkCopy
 
 POOL = 0
@@ -77,8 +77,8 @@ class LoadState:
                 high = min(self.end, chunk * self._chunk_size + extent.token_count)
                 self.arrived_tokens += high - self._low(chunk)
 
-    def tokens_by_place(self, token_count: int) -> dict[HitSource, int]:
-        """Where the load's first so many tokens were when they were looked up. What arrives arrives in order."""
+    def tokens_by_tier(self, token_count: int) -> dict[str, int]:
+        """Where the load's first `token_count` tokens were at the lookup, by tier. Chunks arrive in prompt order."""
         return self._places.tokens(self.start, self.start + token_count, self._chunk_size)
 
     def close(self) -> None:

@@ -9,14 +9,15 @@ from vllm.logger import init_logger
 from lmkv import telemetry
 from lmkv.config import ConnectorConfig
 from lmkv.telemetry import SpanKind
+from lmkv.tiers import HANDOFF, OWN, PEERS
 from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.messages import Load, Loaded
-from lmkv_client.connector.scheduler.hit_sources import HitSource, describe
+from lmkv_client.connector.scheduler.hit_sources import describe
 from lmkv_client.connector.scheduler.load_state import LoadState
 from lmkv_client.connector.scheduler.lookups import RequestLookups
 from lmkv_client.connector.scheduler.request_state import LookupState, RequestState
-from lmkv_client.connector.stats import Counters
+from lmkv_client.connector.stats import Counters, tier_tokens
 
 logger = init_logger("vllm.lmkv")
 
@@ -136,15 +137,15 @@ class Loads:
         self._counters.add("loaded_tokens", tokens)
         self._counters.add("loaded_bytes", loaded.size_bytes)
         self._counters.add("load_seconds", seconds)
-        brought = loading.tokens_by_place(tokens)
-        del brought[HitSource.OWN]
-        for place, count in brought.items():
-            self._counters.add(f"{place.value}_tokens", count)
+        brought = loading.tokens_by_tier(tokens)
+        del brought[OWN]
+        for tier, count in brought.items():
+            self._counters.add(tier_tokens(tier), count)
         loading.span.set(
             loaded_tokens=tokens,
             loaded_bytes=loaded.size_bytes,
-            peer_instance_id=loading.peer_id if brought[HitSource.PEER] else "",
-            **{f"{place.value}_tokens": count for place, count in brought.items()},
+            peer_instance_id=loading.peer_id if brought.get(PEERS) or brought.get(HANDOFF) else "",
+            **{f"{tier}_tokens": count for tier, count in brought.items()},
         )
         if not complete:
             loading.span.fail("incomplete", "less came than was found; the rest is computed")
@@ -154,7 +155,7 @@ class Loads:
             loading.request_id,
             tokens,
             loading.end - loading.start,
-            describe(loading.tokens_by_place(loading.end - loading.start), loading.peer_id),
+            describe(loading.tokens_by_tier(loading.end - loading.start), loading.peer_id),
             format_bytes(loaded.size_bytes),
             format_duration(seconds),
             format_rate(loaded.size_bytes, seconds),

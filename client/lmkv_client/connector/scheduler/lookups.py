@@ -9,6 +9,7 @@ from lmkv.config import ConnectorConfig
 from lmkv.keys import KEY_BYTES, ChunkKey, join_keys
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv.telemetry import SpanKind
+from lmkv.tiers import Run
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.scheduler.hit_sources import HitSources
 from lmkv_client.connector.scheduler.prefill_rate import PrefillRate
@@ -91,7 +92,7 @@ class RequestLookups:
             return
         self._counters.add("lookup_seconds", self._clock() - prompt.asked_at)
         self._counters.add("refused_fetch_tokens", found.refused_chunk_count * prompt.chunk_size)
-        prompt.found(found.own, _places(found), found.peer_instance_id, self._clock())
+        prompt.found(found.own, _sources(found), found.peer_instance_id, self._clock())
 
     def waits(self, prompt: RequestState) -> bool:
         """Whether the prompt should go on waiting, for its answer or for chunks that are brought in."""
@@ -177,6 +178,6 @@ class RequestLookups:
         prompt.search = LookupState.FOUND
 
 
-def _places(found: pb.FoundChunks) -> HitSources:
-    disk, remote = found.disk_chunk_count, found.remote_chunk_count
-    return HitSources(own=len(found.own), disk=disk, peer=found.peer_chunk_count - disk - remote, remote=remote)
+def _sources(found: pb.FoundChunks) -> HitSources:
+    runs = tuple(Run(tier=run.tier, chunk_count=run.chunk_count) for run in found.runs)
+    return HitSources(own=len(found.own), runs=runs)

@@ -179,7 +179,7 @@ class RequestState:
     def answered(self, places: HitSources) -> None:
         """The lookup is over, and this is where chunks are."""
         tokens = places.tokens(0, self.token_count, self.chunk_size)
-        self.asking.set(**{f"{place.value}_tokens": count for place, count in tokens.items()})
+        self.asking.set(**{f"{tier}_tokens": count for tier, count in tokens.items()})
         self.asking.set(peer_instance_id=self.peer_id)
         self.asking.end()
         self.asking = NO_SPAN

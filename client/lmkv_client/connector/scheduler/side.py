@@ -19,6 +19,7 @@ from lmkv.errors import LmkvError
 from lmkv.keys import KeyChain, as_tokens, root_key
 from lmkv.spec import KvSpec
 from lmkv.telemetry.spans import TRACEPARENT
+from lmkv.tiers import DISK, HANDOFF, OWN, PEERS
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.identity import lora_identity
 from lmkv_client.connector.messages import Attachment, StepPlan, WorkerReport
@@ -27,7 +28,6 @@ from lmkv_client.connector.scheduler.credits import Credits
 from lmkv_client.connector.scheduler.events import BlockEvents
 from lmkv_client.connector.scheduler.handoff import PARAMS, Handoff, is_addressed
 from lmkv_client.connector.scheduler.handoffs import Handoffs
-from lmkv_client.connector.scheduler.hit_sources import HitSource
 from lmkv_client.connector.scheduler.loads import Loads
 from lmkv_client.connector.scheduler.lookups import RequestLookups
 from lmkv_client.connector.scheduler.multimodal import multimodal_extras
@@ -52,12 +52,12 @@ GRACE_POLL_SECONDS = 0.00005
 RESET_TIMEOUT_SECONDS = 1.0
 RESET_POLL_SECONDS = 0.002
 HIT_SOURCES = {
-    HitSource.OWN: CacheHitSource.HOST,
-    HitSource.DISK: CacheHitSource.DISK,
-    HitSource.PEER: CacheHitSource.P2P,
-    HitSource.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED,
+    OWN: CacheHitSource.HOST,
+    DISK: CacheHitSource.DISK,
+    PEERS: CacheHitSource.P2P,
+    HANDOFF: CacheHitSource.P2P,
 }
-"""vLLM's words; it counts a remote store under the last."""
+"""vLLM's name of each tier; it counts all others as `EXTERNAL_UNSPECIFIED`."""
 
 
 class SchedulerSide:
@@ -183,7 +183,12 @@ class SchedulerSide:
         loading = self._loads.get(request.request_id)
         if loading is None:
             return {CacheHitSource.HOST: extra_count}
-        return {HIT_SOURCES[place]: count for place, count in loading.tokens_by_place(extra_count).items() if count}
+        sources: dict[CacheHitSource, int] = {}
+        for tier, count in loading.tokens_by_tier(extra_count).items():
+            if count:
+                source = HIT_SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+                sources[source] = sources.get(source, 0) + count
+        return sources
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """What the workers shall do in this step."""

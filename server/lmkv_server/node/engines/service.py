@@ -14,11 +14,11 @@ from lmkv.spec import MAX_SERVED_MODELS, KvSpec, ServedModel
 from lmkv.v1 import chunk_pb2, engine_service_pb2_grpc, registry_service_pb2
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.engines.lookup_counts import LookupCounts
+from lmkv_server.node.engines.lookup_stats import LookupCounters
 from lmkv_server.node.engines.stream import EngineStream
 from lmkv_server.node.handoff.senders import Senders
 from lmkv_server.node.sessions.sessions import Engines, EngineSession
-from lmkv_server.node.stack import TierStack
+from lmkv_server.node.stack import TierStack, found_runs
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         on_served: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_replace` ends the node in favor of one that an engine starts; None if engines may not replace it."""
-        self.lookups = LookupCounts()
+        self.lookups = LookupCounters()
         self._tier = tier
         self._engines = engines
         self._sources = sources
@@ -166,12 +166,11 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         holders = await self._sources.locate(keys[own:], after=on_disk)
         elsewhere = holders[0].matched_chunk_count if holders else on_disk
         shared = await self._sources.in_remote(spec, keys, own + elsewhere)
+        runs = found_runs(disk=on_disk, peers=elsewhere - on_disk, remote=shared)
         return pb.EngineServiceLookupResponse(
             own_chunk_count=own,
-            peer_chunk_count=elsewhere + shared,
+            runs=[pb.Run(tier=run.tier, chunk_count=run.chunk_count) for run in runs],
             peer_instance_id=holders[0].instance_id if holders else "",
-            disk_chunk_count=on_disk,
-            remote_chunk_count=shared,
         )
 
     async def Load(self, request: pb.LoadRequest, context: Any) -> pb.LoadResponse:

@@ -13,16 +13,17 @@ from lmkv import rpc, telemetry
 from lmkv.errors import BadChunkKey, BadMessage, GrantNotFound, LmkvError, Unreachable
 from lmkv.keys import KEY_BYTES, ChunkKey, split_keys
 from lmkv.telemetry import Span
+from lmkv.tiers import HANDOFF, Run
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.engines.handoffs import EngineHandoffs
-from lmkv_server.node.engines.lookup_counts import LookupCounts
+from lmkv_server.node.engines.lookup_stats import LookupCounters
 from lmkv_server.node.engines.outbox import Outbox
 from lmkv_server.node.handoff.senders import Senders
 from lmkv_server.node.sessions.sessions import EngineSession, LookupLease
 from lmkv_server.node.sessions.wire import MAX_EXTENTS, credit, extent
-from lmkv_server.node.stack import TierStack, shifted
+from lmkv_server.node.stack import TierStack, found_runs, shifted
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class EngineStream:
         tier: HostTier,
         session: EngineSession,
         sources: TierStack,
-        lookups: LookupCounts,
+        lookups: LookupCounters,
         senders: Senders | None = None,
         *,
         on_served: Callable[[Sequence[chunk_pb2.ServedModel]], None] = lambda _: None,
@@ -155,34 +156,29 @@ class EngineStream:
     def _answer(self, lookup: pb.LookupChunks, ticket: LookupLease, span: Span) -> None:
         refused_count = self._refuse_slow(lookup, ticket)
         peer_count, peer_id = self._promised(ticket)
-        disk_count = remote_count = 0
+        runs: tuple[Run, ...] = (Run(tier=HANDOFF, chunk_count=peer_count),)
         if not peer_count:
-            disk_count, peer_count, remote_count = ticket.disk_count, ticket.peer_count, ticket.remote_count
+            runs = found_runs(disk=ticket.disk_count, peers=ticket.peer_count, remote=ticket.remote_count)
             peer_id = ticket.holders[0].instance_id if ticket.holders else ""
-        found_count = disk_count + peer_count + remote_count
         found = pb.FoundChunks(
             request_id=lookup.request_id,
             own=[extent(chunk) for chunk in ticket.chunks],
-            peer_chunk_count=found_count,
+            runs=[pb.Run(tier=run.tier, chunk_count=run.chunk_count) for run in runs],
             peer_instance_id=peer_id,
             refused_chunk_count=refused_count,
-            disk_chunk_count=disk_count,
-            remote_chunk_count=remote_count,
         )
         self.outbox.put(pb.AttachResponse(found=[found]))
-        self._lookups.note(
-            asked=len(ticket.keys), own=ticket.own_count, disk=disk_count, peer=peer_count, remote=remote_count
+        self._lookups.add(
+            asked_count=len(ticket.keys), own_count=ticket.own_count, runs=runs, refused=refused_count > 0
         )
         span.set(
             own_chunks=ticket.own_count,
-            disk_chunks=disk_count,
-            peer_chunks=peer_count,
-            remote_chunks=remote_count,
             peer_instance_id=found.peer_instance_id,
+            **{f"{run.tier}_chunks": run.chunk_count for run in runs},
         )
-        held = ticket.own_count + found.peer_chunk_count
+        held = ticket.own_count + sum(run.chunk_count for run in runs)
         self._reserve(lookup.reserve_count - held, settled=max(0, lookup.reserve_count))
-        if not ticket.chunks and not found_count:
+        if not ticket.chunks and not runs:
             self._session.release(lookup.request_id)
 
     def _promised(self, ticket: LookupLease) -> tuple[int, str]:
@@ -206,7 +202,6 @@ class EngineStream:
             ticket.holders, ticket.remote_count = (), 0
         elif is_slower(ticket.remote_count, self._sources.remote_seconds):
             refused_count, ticket.remote_count = ticket.remote_count, 0
-        self._lookups.refused_slower += refused_count > 0
         return refused_count
 
     async def _load(self, load: pb.LoadChunks) -> None:

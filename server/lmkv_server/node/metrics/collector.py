@@ -16,7 +16,7 @@ from lmkv.telemetry.calls import ServerCalls
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.warm_start import WarmStart
 from lmkv_server.node.commands.orders import Orders
-from lmkv_server.node.engines.lookup_counts import LookupCounts
+from lmkv_server.node.engines.lookup_stats import LookupCounters
 from lmkv_server.node.fleet.fleet import Fleet
 from lmkv_server.node.serving.server import PeerServer
 from lmkv_server.node.sessions.sessions import Engines
@@ -40,7 +40,7 @@ class Metrics(Collector):
         orders: Orders,
         fleet: Fleet,
         side: PeerServer | None,
-        lookups: LookupCounts,
+        lookups: LookupCounters,
         calls: ServerCalls,
     ) -> None:
         self._tier = tier
@@ -117,17 +117,15 @@ class Metrics(Collector):
 
     def _serving(self) -> Iterator[Metric]:
         yield _gauge("engines", "Engines attached.", self._engines.attached_count)
-        yield _counter("lookups", "Lookups of engines.", self._lookups.count)
-        yield _counter("lookup_asked_chunks", "Chunks that engines looked up.", self._lookups.asked_chunks)
-        found = CounterMetricFamily(f"{PREFIX}lookup_found_chunks", "Chunks among them that were held.", labels=["at"])
-        found.add_metric(["own"], self._lookups.own_chunks)
-        found.add_metric(["disk"], self._lookups.disk_chunks)
-        found.add_metric(["peer"], self._lookups.peer_chunks)
-        found.add_metric(["remote"], self._lookups.remote_chunks)
-        yield found
-        yield _counter(
-            "fetches_refused_slower", "Fetches not offered: to compute is quicker.", self._lookups.refused_slower
+        lookups = self._lookups.stats()
+        yield _counter("lookups", "Lookups of engines.", lookups.count)
+        yield _counter("lookup_asked_chunks", "Chunks that engines looked up.", lookups.asked_chunks)
+        found = CounterMetricFamily(
+            f"{PREFIX}lookup_found_chunks", "Chunks among them that were found, by tier.", labels=["tier"]
         )
+        _add(found, lookups.found_chunks)
+        yield found
+        yield _counter("fetches_refused_slower", "Fetches not offered: computing is quicker.", lookups.refused_slower)
         yield _gauge("coordinators_connected", "Coordinators that answer.", self._fleet.connected_count)
         yield _gauge(
             "coordinators_refusing",

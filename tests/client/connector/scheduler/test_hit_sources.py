@@ -1,4 +1,4 @@
-"""Where tokens of a prompt are, against a list of them; and how people are told."""
+"""Which tier tokens of a prompt are in, compared with a list of them; and how the log names the tiers."""
 
 from __future__ import annotations
 
@@ -6,33 +6,42 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmkv_client.connector.scheduler.hit_sources import HitSource, HitSources, describe
+from lmkv.tiers import DISK, HANDOFF, OWN, PEERS, REMOTE, Run
+from lmkv_client.connector.scheduler.hit_sources import HitSources, describe
 
 COUNTS = st.integers(0, 4)
+RUNS = st.lists(st.tuples(st.sampled_from([DISK, PEERS, REMOTE, HANDOFF, "tape"]), COUNTS), max_size=5)
 
 
-@given(own=COUNTS, disk=COUNTS, peer=COUNTS, remote=COUNTS, chunk_size=st.integers(1, 5), ends=st.data())
-def test_each_token_is_in_the_place_of_its_chunk(
-    own: int, disk: int, peer: int, remote: int, chunk_size: int, ends: st.DataObject
+def sources(own: int, *runs: tuple[str, int]) -> HitSources:
+    return HitSources(own=own, runs=tuple(Run(tier=tier, chunk_count=count) for tier, count in runs))
+
+
+@given(own=COUNTS, runs=RUNS, chunk_size=st.integers(1, 5), ends=st.data())
+def test_each_token_is_in_the_tier_of_its_chunk(
+    own: int, runs: list[tuple[str, int]], chunk_size: int, ends: st.DataObject
 ) -> None:
-    places = HitSources(own=own, disk=disk, peer=peer, remote=remote)
-    chunks = [HitSource.OWN] * own + [HitSource.DISK] * disk + [HitSource.PEER] * peer + [HitSource.REMOTE] * remote
-    tokens = [place for place in chunks for _ in range(chunk_size)]
+    found = sources(own, *runs)
+    chunks = [OWN] * own + [tier for tier, count in runs for _ in range(count)]
+    tokens = [tier for tier in chunks for _ in range(chunk_size)]
     start, end = sorted(ends.draw(st.tuples(*[st.integers(0, len(tokens) + chunk_size)] * 2)))
-    assert places.tokens(start, end, chunk_size) == {place: tokens[start:end].count(place) for place in HitSource}
-    assert places.absent_count == len(chunks) - own
+    tiers = {OWN, *(tier for tier, _ in runs)}
+    assert found.tokens(start, end, chunk_size) == {tier: tokens[start:end].count(tier) for tier in tiers}
+    assert found.absent_count == len(chunks) - own
 
 
 @pytest.mark.parametrize(
-    ("places", "peer_id", "text"),
+    ("found", "peer_id", "text"),
     [
-        (HitSources(own=1), "n2", "own pool"),
-        (HitSources(disk=2), "", "disk"),
-        (HitSources(peer=2), "n2", "peer n2"),
-        (HitSources(peer=2), "", "a peer"),
-        (HitSources(remote=1), "", "the shared store"),
-        (HitSources(own=1, disk=1, peer=1, remote=1), "n2", "own pool and disk and peer n2 and the shared store"),
+        (sources(1), "n2", "own pool"),
+        (sources(0, (DISK, 2)), "", "disk"),
+        (sources(0, (PEERS, 2)), "n2", "peer n2"),
+        (sources(0, (PEERS, 2)), "", "a peer"),
+        (sources(0, (REMOTE, 1)), "", "the shared store"),
+        (sources(0, (HANDOFF, 1)), "n2", "a handoff by n2"),
+        (sources(0, ("tape", 1)), "", "tier tape"),
+        (sources(1, (DISK, 1), (PEERS, 1), (REMOTE, 1)), "n2", "own pool and disk and peer n2 and the shared store"),
     ],
 )
-def test_people_are_told_where_it_was(places: HitSources, peer_id: str, text: str) -> None:
-    assert describe(places.tokens(0, 100, 4), peer_id) == text
+def test_the_log_names_the_tiers(found: HitSources, peer_id: str, text: str) -> None:
+    assert describe(found.tokens(0, 100, 4), peer_id) == text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lmkv.keys import ChunkKey, KeyChain, as_tokens, chunk_keys
+from lmkv.tiers import Run
 from lmkv.v1.chunk_pb2 import Extent
 from lmkv_client.connector.scheduler.hit_sources import HitSources
 from lmkv_client.connector.scheduler.request_state import LookupState, RequestState
@@ -131,7 +132,12 @@ def test_an_answer_with_anything_in_it_is_found() -> None:
     for own, peer in ((1, 0), (0, 2), (1, 2)):
         prompt = prompt_of(200)
         prompt.search, prompt.ticket = LookupState.ASKED, "1"
-        prompt.found(extents(own), HitSources(own=own, peer=peer), "other", now=5.0)
+        prompt.found(
+            extents(own),
+            HitSources(own=own, runs=(Run(tier="peers", chunk_count=peer),) if peer else ()),
+            "other",
+            now=5.0,
+        )
         assert (prompt.search, prompt.ticket) == (LookupState.FOUND, "1")
         assert (len(prompt.own), prompt.absent_count, prompt.peer_id, prompt.found_at) == (own, peer, "other", 5.0)
         assert prompt.stored_count == own
@@ -147,7 +153,7 @@ def test_an_answer_with_nothing_in_it_is_over() -> None:
 def test_over_forgets_what_was_held() -> None:
     prompt = prompt_of(200)
     prompt.ticket = "1"
-    prompt.found(extents(2), HitSources(own=2, peer=1), "other", now=0.0)
+    prompt.found(extents(2), HitSources(own=2, runs=(Run(tier="peers", chunk_count=1),)), "other", now=0.0)
     prompt.over()
     assert (prompt.search, prompt.ticket, prompt.own, prompt.absent_count) == (LookupState.OVER, "", [], 0)
     assert prompt.stored_count == 2, "what was held a moment ago need not be stored again"

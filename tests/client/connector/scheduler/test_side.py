@@ -15,6 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from lmkv_client.connector.scheduler.lookups import HOLD_SECONDS, SUSPECT_SECONDS, TIMEOUTS_UNTIL_SUSPECT
 from lmkv_client.connector.scheduler.stores import MAX_FAILURES
+from lmkv_client.connector.stats import tier_tokens
 from tests.client.connector.simulated_engine import BLOCK, CHUNK, SimulatedEngine
 
 MakeEngine = Callable[..., SimulatedEngine]
@@ -385,7 +386,7 @@ def test_what_is_loaded_is_counted_by_where_it_was(make_engine: MakeEngine, asyn
     engine.node.on_disk = engine.node.in_remote = 1
     assert engine.serve("a", PROMPT) == HIT
     assert engine.count("loaded_tokens") == 3 * CHUNK
-    assert [engine.count(f"{place}_tokens") for place in ("disk", "peer", "remote")] == [CHUNK, 0, CHUNK]
+    assert [engine.count(tier_tokens(tier)) for tier in ("disk", "peers", "remote")] == [CHUNK, 0, CHUNK]
     engine.check_nothing_is_left()
 
 
@@ -432,7 +433,7 @@ def test_what_the_node_does_not_offer_is_computed_and_stored_and_counted(make_en
     assert engine.serve("a", PROMPT) == COLD
     assert len(engine.node.chunks) == 3
     assert engine.count("refused_fetch_tokens") == 3 * CHUNK
-    assert engine.count("peer_tokens") == 0
+    assert engine.count(tier_tokens("peers")) == 0
     engine.check_nothing_is_left()
 
 
@@ -449,7 +450,7 @@ def test_chunks_of_a_peer_are_loaded_as_they_arrive(make_engine: MakeEngine) -> 
     engine.node.deliver(1)
     engine.run("a")
     assert engine.scheduled_tokens["a"] == HIT
-    assert engine.count("peer_tokens") == 3 * CHUNK
+    assert engine.count(tier_tokens("peers")) == 3 * CHUNK
     engine.check_nothing_is_left()
 
 

@@ -196,9 +196,7 @@ async def test_a_request_is_one_trace_over_lookup_fetch_and_load(exporting: Rece
     assert lookup.attributes == {
         "lmkv.asked_tokens": len(TOKENS),
         "lmkv.own_tokens": 0,
-        "lmkv.disk_tokens": 0,
-        "lmkv.peer_tokens": tokens,
-        "lmkv.remote_tokens": 0,
+        "lmkv.peers_tokens": tokens,
         "lmkv.peer_instance_id": "holder",
     }
     assert fetch.attributes == {
@@ -211,9 +209,7 @@ async def test_a_request_is_one_trace_over_lookup_fetch_and_load(exporting: Rece
         "lmkv.asked_tokens": tokens,
         "lmkv.loaded_tokens": tokens,
         "lmkv.loaded_bytes": size_bytes,
-        "lmkv.disk_tokens": 0,
-        "lmkv.peer_tokens": tokens,
-        "lmkv.remote_tokens": 0,
+        "lmkv.peers_tokens": tokens,
         "lmkv.peer_instance_id": "holder",
     }
 

@@ -22,7 +22,7 @@ from lmkv_server.node.handoff.device_buffer import DeviceBuffer
 from lmkv_server.node.handoff.state import State
 from lmkv_server.node.node import Node
 from tests.client.connector.lending_worker import SPEC, LendingWorkers
-from tests.server.node.engine_client import EngineClient
+from tests.server.node.engine_client import EngineClient, absent_count
 from tests.server.node.peer_parts import RUNTIME_DIR, Parts, keys_of
 from tests.waiting import until
 
@@ -75,9 +75,9 @@ class Decode:
         await self.engine.say(lookups=[lookup])
         (found,) = await self.engine.hear("found")
         own = list(found.own)
-        if not found.peer_chunk_count:
+        if not absent_count(found):
             return own
-        wanted = pb.LoadChunks(request_id=name, first_chunk=len(own), chunk_count=found.peer_chunk_count)
+        wanted = pb.LoadChunks(request_id=name, first_chunk=len(own), chunk_count=absent_count(found))
         wanted.timeout.FromSeconds(5)
         await self.engine.say(loads=[wanted])
         extents, done = own, False

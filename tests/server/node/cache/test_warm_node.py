@@ -16,7 +16,7 @@ from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
 from tests.server.node.cases import chunk_keys
 from tests.server.node.disk_parts import until
-from tests.server.node.engine_client import EngineClient
+from tests.server.node.engine_client import EngineClient, absent_count
 from tests.server.node.warm_parts import POOL_CHUNKS, SPEC, a_node, held, mapped, pool_path, settings, store, verified
 from tests.waiting import eventually
 
@@ -180,7 +180,7 @@ async def test_the_fleet_hears_of_what_was_found_before_any_engine_comes(runtime
             numbers = itertools.count()
 
             async def found() -> int:
-                return (await asking.lookup(str(next(numbers)), chunk_keys(0, 1, 2))).peer_chunk_count
+                return absent_count(await asking.lookup(str(next(numbers)), chunk_keys(0, 1, 2)))
 
             await eventually(found, 3)  # once the coordinator knows
 

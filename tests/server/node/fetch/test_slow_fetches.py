@@ -22,7 +22,7 @@ from lmkv_kernels import checksum
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
 from tests.server.node.cases import chunk_keys, small_spec
-from tests.server.node.engine_client import EngineClient
+from tests.server.node.engine_client import EngineClient, absent_count
 from tests.waiting import eventually
 
 SPEC = small_spec(head_size=1024)
@@ -50,7 +50,7 @@ class Pair:
         """Waits until the coordinator knows, again, what the holder has."""
 
         async def known() -> int:
-            return (await self.ask(0)).peer_chunk_count
+            return absent_count(await self.ask(0))
 
         await eventually(known, len(KEYS))
 
@@ -139,22 +139,22 @@ async def pair(runtime_dir: Path) -> AsyncIterator[Pair]:
 
 async def test_what_nothing_is_known_of_is_offered_however_fast_the_engine_is(pair: Pair) -> None:
     found = await pair.ask(LIGHTNING)
-    assert (found.peer_chunk_count, found.refused_chunk_count, pair.refused()) == (len(KEYS), 0, 0)
+    assert (absent_count(found), found.refused_chunk_count, pair.refused()) == (len(KEYS), 0, 0)
 
 
 async def test_once_measured_a_fetch_that_is_slower_than_computing_is_not_offered(pair: Pair) -> None:
     await pair.fetch()
     found = await pair.ask(LIGHTNING, reserve_count=3)
-    assert (found.peer_chunk_count, found.refused_chunk_count) == (0, len(KEYS))
+    assert (absent_count(found), found.refused_chunk_count) == (0, len(KEYS))
     assert pair.refused() == 1
     assert len(await pair.engine.hear("credits")) == 3, "what is computed is stored"
     found = await pair.ask(SNAIL)
-    assert (found.peer_chunk_count, found.refused_chunk_count, pair.refused()) == (len(KEYS), 0, 1)
+    assert (absent_count(found), found.refused_chunk_count, pair.refused()) == (len(KEYS), 0, 1)
 
 
 async def test_an_engine_that_has_computed_nothing_yet_is_offered_everything(pair: Pair) -> None:
     await pair.fetch()
-    assert (await pair.ask(0)).peer_chunk_count == len(KEYS)
+    assert absent_count(await pair.ask(0)) == len(KEYS)
 
 
 async def test_a_peer_that_becomes_slow_is_refused_by_an_engine_that_it_was_quick_enough_for(
@@ -175,11 +175,11 @@ async def test_a_peer_that_becomes_slow_is_refused_by_an_engine_that_it_was_quic
                         await pair.fetch()
                     seconds = 2 * pair.expected_seconds()
                     rate = round(len(KEYS) * SPEC.chunk_size / seconds)
-                    assert (await pair.ask(rate)).peer_chunk_count == len(KEYS)
+                    assert absent_count(await pair.ask(rate)) == len(KEYS)
                     async with mostly_frozen(process.pid):
                         await pair.fetch()
                     assert pair.expected_seconds() > seconds
                     await pair.told()  # frozen for so long it may have been given up
                     found = await pair.ask(rate)
-                    assert (found.peer_chunk_count, found.refused_chunk_count) == (0, len(KEYS))
+                    assert (absent_count(found), found.refused_chunk_count) == (0, len(KEYS))
                     assert pair.refused() == 1

@@ -55,7 +55,7 @@ async def test_a_node_tells_what_it_holds_and_has_done(runtime_dir: Path) -> Non
     assert now["lmkv_node_lookups_total"] == 2
     assert now["lmkv_node_lookup_asked_chunks_total"] == 4
     assert now["lmkv_node_lookup_found_chunks_total/own"] == 2
-    assert now["lmkv_node_lookup_found_chunks_total/peer"] == 0
+    assert now["lmkv_node_lookup_found_chunks_total/peers"] == 0
     assert now["lmkv_node_coordinators_connected"] == 0
     assert now["lmkv_node_fetched_chunks_total"] == 0
     assert now["process_resident_memory_bytes"] > 0

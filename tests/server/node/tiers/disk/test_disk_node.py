@@ -27,7 +27,7 @@ from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
 from tests.server.node.cases import chunk_key, chunk_keys
 from tests.server.node.disk_parts import files, until
-from tests.server.node.engine_client import EngineClient
+from tests.server.node.engine_client import EngineClient, absent_count, runs
 from tests.server.node.whole_nodes import SPEC, load, mapped, store, until_free
 from tests.waiting import eventually
 
@@ -67,14 +67,15 @@ async def test_what_was_stored_before_a_restart_is_found_and_loaded(runtime_dir:
         assert len((await engine.lookup("1", chunk_keys(0, 1, 2))).own) == 3
     async with engine_at_node(runtime_dir) as (node, engine):
         found = await engine.lookup("1", chunk_keys(0, 1, 2, 3), reserve_count=4)
-        assert (len(found.own), found.peer_chunk_count, found.disk_chunk_count) == (0, 3, 3)
+        assert (len(found.own), runs(found)) == (0, {"disk": 3})
         assert len(await engine.hear("credits")) == 1, "each chunk that is found makes it one fewer"
         assert await load(engine, node.pool, "1", 0, 3) == [0, 1, 2]
         assert [chunk.holds for chunk in node.tier] == [1, 1, 1]
         await engine.release("1")
         found = await engine.lookup("2", chunk_keys(0, 1, 2))
-        assert (len(found.own), found.peer_chunk_count) == (3, 0), "they are in memory now"
-        assert (node._lookups.own_chunks, node._lookups.disk_chunks, node._lookups.peer_chunks) == (3, 3, 0)
+        assert (len(found.own), absent_count(found)) == (3, 0), "they are in memory now"
+        counts = node._lookups.stats().found_chunks
+        assert (counts["own"], counts["disk"], counts["peers"]) == (3, 3, 0)
 
 
 async def test_a_prompt_may_be_partly_in_memory_and_partly_on_disk(runtime_dir: Path) -> None:
@@ -83,7 +84,7 @@ async def test_a_prompt_may_be_partly_in_memory_and_partly_on_disk(runtime_dir: 
         await written(node, 4)
         node.tier.drop(chunk_keys(1, 2, 3))
         found = await engine.lookup("1", chunk_keys(0, 1, 2, 3))
-        assert (len(found.own), found.peer_chunk_count, found.disk_chunk_count) == (1, 3, 3)
+        assert (len(found.own), runs(found)) == (1, {"disk": 3})
         assert await load(engine, node.pool, "1", 2, 2) == [2, 3]
 
 
@@ -93,10 +94,10 @@ async def test_a_load_of_what_turns_out_to_be_torn_says_how_far_it_came(runtime_
         await written(node, 3)
         node.tier.drop(chunk_keys(0, 1, 2))
         tear(runtime_dir, chunk_key(1))
-        assert (await engine.lookup("1", chunk_keys(0, 1, 2))).peer_chunk_count == 3
+        assert absent_count(await engine.lookup("1", chunk_keys(0, 1, 2))) == 3
         assert await load(engine, node.pool, "1", 0, 3) == [0]
         await engine.release("1")
-        assert (await engine.lookup("2", chunk_keys(0, 1, 2))).peer_chunk_count == 0
+        assert absent_count(await engine.lookup("2", chunk_keys(0, 1, 2))) == 0
         await engine.release("2")
         assert await until_free(node)
 
@@ -128,9 +129,9 @@ async def test_what_disk_would_take_longer_for_than_computing_is_refused(runtime
         for _ in range(2):  # a measured disk: 1 MiB took ten seconds
             node.disk.reader._bandwidth.record_read(1 << 20, 10.0, time.monotonic())
         found = await engine.lookup("1", chunk_keys(0, 1), prefill_tokens_per_second=10**9)
-        assert (found.peer_chunk_count, found.refused_chunk_count) == (0, 2)
+        assert (absent_count(found), found.refused_chunk_count) == (0, 2)
         found = await engine.lookup("2", chunk_keys(0, 1), prefill_tokens_per_second=1)
-        assert (found.peer_chunk_count, found.refused_chunk_count) == (2, 0)
+        assert (absent_count(found), found.refused_chunk_count) == (2, 0)
 
 
 async def test_metrics_tell_of_the_disk(runtime_dir: Path) -> None:
@@ -168,7 +169,7 @@ async def test_peers_get_what_is_only_on_disk(runtime_dir: Path) -> None:
 
         async def found() -> tuple[str, int]:
             one = await asking.lookup(str(next(numbers)), chunk_keys(0, 1, 2))
-            return one.peer_instance_id, one.peer_chunk_count
+            return one.peer_instance_id, absent_count(one)
 
         await eventually(found, ("holder", 3))  # once the coordinator knows
         last = await asking.lookup("last", chunk_keys(0, 1, 2))
@@ -266,7 +267,7 @@ async def test_after_kill_9_a_node_serves_what_it_had_written(runtime_dir: Path)
         node = NodeProcess(runtime_dir)
         await until(node.socket.exists)
         async with EngineClient(node.socket) as engine:
-            assert (await engine.lookup("1", chunk_keys(0, 1, 2, 3))).peer_chunk_count == 4
+            assert absent_count(await engine.lookup("1", chunk_keys(0, 1, 2, 3))) == 4
             with mapped(engine) as attached:
                 assert await load(engine, attached.pool, "1", 0, 4) == [0, 1, 2, 3]
     finally:

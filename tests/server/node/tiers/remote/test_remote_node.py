@@ -28,7 +28,7 @@ from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
 from tests.server.node.cases import chunk_keys
 from tests.server.node.disk_parts import until
-from tests.server.node.engine_client import EngineClient
+from tests.server.node.engine_client import EngineClient, absent_count, runs
 from tests.server.node.remote_parts import AWS, RedisServer, S3Server, names_of
 from tests.server.node.whole_nodes import SPEC, load, mapped, store, until_free
 
@@ -90,14 +90,14 @@ async def test_what_a_killed_node_has_put_another_loads(runtime_dir: Path, redis
         node.kill()
     async with engine_at_node(runtime_dir, "b", redis.url) as (survivor, engine):
         found = await engine.lookup("1", chunk_keys(0, 1, 2, 3, 4), reserve_count=5)
-        assert (len(found.own), found.peer_chunk_count, found.remote_chunk_count) == (0, 4, 4)
+        assert (len(found.own), runs(found)) == (0, {"remote": 4})
         assert found.peer_instance_id == ""
         assert len(await engine.hear("credits")) == 1, "each chunk that is found makes it one fewer"
         assert await load(engine, survivor.pool, "1", 0, 4) == [0, 1, 2, 3]
         await engine.release("1")
         found = await engine.lookup("2", chunk_keys(0, 1, 2, 3))
-        assert (len(found.own), found.peer_chunk_count) == (4, 0), "they are in memory now"
-        assert survivor._lookups.remote_chunks == 4
+        assert (len(found.own), absent_count(found)) == (4, 0), "they are in memory now"
+        assert survivor._lookups.stats().found_chunks["remote"] == 4
 
 
 async def test_nodes_share_a_bucket_too(runtime_dir: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ async def test_nodes_share_a_bucket_too(runtime_dir: Path, redis: RedisServer, m
             await store(engine, node.pool, 0, 1)
             await until(lambda: s3.names() == names_of(0, 1))
         async with engine_at_node(runtime_dir, "b", s3.url, **more) as (node, engine):
-            assert (await engine.lookup("1", chunk_keys(0, 1))).peer_chunk_count == 2
+            assert absent_count(await engine.lookup("1", chunk_keys(0, 1))) == 2
             assert await load(engine, node.pool, "1", 0, 2) == [0, 1]
 
 
@@ -123,16 +123,14 @@ async def test_a_prompt_may_be_in_memory_on_disk_and_in_the_store(runtime_dir: P
         node.tier.drop(chunk_keys(2, 3, 4, 5))
         node.disk.drop(chunk_keys(4, 5))
         found = await engine.lookup("1", chunk_keys(*range(6)))
-        assert (len(found.own), found.peer_chunk_count) == (2, 4)
-        assert (found.disk_chunk_count, found.remote_chunk_count) == (2, 2)
+        assert (len(found.own), runs(found)) == (2, {"disk": 2, "remote": 2})
         request = pb.EngineServiceLookupRequest(
             fingerprint=engine.spec.fingerprint, chunk_keys=join_keys(chunk_keys(*range(7)))
         )
         asked = await engine.stub.Lookup(request, timeout=10.0)
-        assert (asked.own_chunk_count, asked.peer_chunk_count) == (2, 4)
-        assert (asked.disk_chunk_count, asked.remote_chunk_count) == (2, 2)
-        counts = node._lookups
-        assert (counts.own_chunks, counts.disk_chunks, counts.remote_chunks) == (2, 2, 2)
+        assert (asked.own_chunk_count, runs(asked)) == (2, {"disk": 2, "remote": 2})
+        counts = node._lookups.stats().found_chunks
+        assert (counts["own"], counts["disk"], counts["remote"]) == (2, 2, 2)
         assert await load(engine, node.pool, "1", 2, 4) == [2, 3, 4, 5]
 
 
@@ -141,7 +139,7 @@ async def test_a_load_of_what_is_gone_says_how_far_it_came(runtime_dir: Path, re
         await store(engine, node.pool, 0, 1, 2)
         await until(lambda: redis.names() == names_of(0, 1, 2))
         node.tier.drop(chunk_keys(0, 1, 2))
-        assert (await engine.lookup("1", chunk_keys(0, 1, 2))).peer_chunk_count == 3
+        assert absent_count(await engine.lookup("1", chunk_keys(0, 1, 2))) == 3
         with redis.client() as client:
             client.delete(*names_of(1))
         assert await load(engine, node.pool, "1", 0, 3) == [0]
@@ -154,11 +152,11 @@ async def test_a_dead_store_is_a_miss(runtime_dir: Path, redis: RedisServer) -> 
         await store(engine, node.pool, 0, 1)
         await until(lambda: redis.names() == names_of(0, 1))
         node.tier.drop(chunk_keys(0, 1))
-        assert (await engine.lookup("1", chunk_keys(0, 1))).peer_chunk_count == 2
+        assert absent_count(await engine.lookup("1", chunk_keys(0, 1))) == 2
         redis.kill()
         assert await load(engine, node.pool, "1", 0, 2) == []
         await engine.release("1")
-        assert (await engine.lookup("2", chunk_keys(0, 1))).peer_chunk_count == 0
+        assert absent_count(await engine.lookup("2", chunk_keys(0, 1))) == 0
         await store(engine, node.pool, 0)
         assert len((await engine.lookup("3", chunk_keys(0, 1))).own) == 1
 
@@ -174,9 +172,9 @@ async def test_what_the_store_would_take_longer_for_than_computing_is_refused(
         for _ in range(2):  # a measured store: 1 MiB took ten seconds
             node.remote.reader._bandwidth.record_read(1 << 20, 10.0, time.monotonic())
         found = await engine.lookup("1", chunk_keys(0, 1), prefill_tokens_per_second=10**9)
-        assert (found.peer_chunk_count, found.refused_chunk_count) == (0, 2)
+        assert (absent_count(found), found.refused_chunk_count) == (0, 2)
         found = await engine.lookup("2", chunk_keys(0, 1), prefill_tokens_per_second=1)
-        assert (found.peer_chunk_count, found.refused_chunk_count) == (2, 0)
+        assert (absent_count(found), found.refused_chunk_count) == (2, 0)
 
 
 async def test_a_reset_forgets_what_all_share(runtime_dir: Path, redis: RedisServer) -> None:
@@ -185,7 +183,7 @@ async def test_a_reset_forgets_what_all_share(runtime_dir: Path, redis: RedisSer
         await until(lambda: redis.names() == names_of(0, 1))
         await engine.say(reset=True)
         assert await engine.hear("reset_counts") == [2]
-        assert (await engine.lookup("1", chunk_keys(0, 1))).peer_chunk_count == 0
+        assert absent_count(await engine.lookup("1", chunk_keys(0, 1))) == 0
         await until(lambda: redis.names() == set())
 
 
@@ -284,7 +282,7 @@ async def test_what_peers_do_not_have_any_more_comes_from_the_store(runtime_dir:
         await until(lambda: redis.names() == names_of(0, 1, 2, 3))
         holder.tier.drop(chunk_keys(2, 3))
         found = await asking.lookup("1", chunk_keys(0, 1, 2, 3, 4))
-        assert found.peer_chunk_count == 4
+        assert absent_count(found) == 4
         assert await load(asking, asker.pool, "1", 0, 4) == [0, 1, 2, 3]
         assert await until_free(holder)
         assert SPEC.chunk_bytes * 4 <= asker.tier.chunk_bytes
