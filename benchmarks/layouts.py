@@ -16,10 +16,10 @@ from benchmarks.rows import compare
 from lmkv.keys import KEY_BYTES, split_keys
 from lmkv.v1.chunk_pb2 import TIER_HOST
 from lmkv.v1.registry_service_pb2 import ChunkChange, ReportRequest
+from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.layout_map import LayoutMap
-from lmkv_server.coordinator.core.registration import Registration
-from lmkv_server.coordinator.core.registry import Registry
-from lmkv_server.coordinator.core.report_stream import ReportStream
+from lmkv_server.coordinator.registry.registry import Registry
+from lmkv_server.coordinator.registry.report_stream import ReportStream
 
 INSTANCE_COUNT = 50
 KEYS_PER_REPORT = 16_384
@@ -113,7 +113,7 @@ def ingest_into_map(count: int) -> float:
     registry = Registry(lease_ttl=600, now=now)
     streams = []
     for instance in range(INSTANCE_COUNT):
-        said = Registration(instance_id=f"instance-{instance}", epoch=1, peer_address="host:7000")
+        said = InstanceInfo(instance_id=f"instance-{instance}", epoch=1, peer_address="host:7000")
         registry.register(said, now)
         streams.append(registry.open_stream(said.instance_id, 1, now))
         streams[-1].apply(_report(instance, 1, snapshot=True, snapshot_end=True), now)

@@ -14,7 +14,7 @@ from benchmarks.command import Benchmark, Run
 from benchmarks.rows import Row
 from lmkv import rpc
 from lmkv_client.demo.cluster import Coordinator
-from lmkv_server.coordinator.core.admission import MAX_JOINING
+from lmkv_server.coordinator.core.join_admission import MAX_JOINING
 from tests.benchmarks.test_rows import BENCHMARKS, make_round
 
 

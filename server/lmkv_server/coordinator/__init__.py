@@ -1,5 +1,5 @@
 """The coordinator: layout map, registry of instances, operations, web page.
 
-Packages from top to bottom: `http` > `services` > `operations` > `core`, and `layout_store`, which shares the map
-between coordinators. Start with `coordinator.Coordinator`.
+Packages from top to bottom: `http` > `services` > `operations` > `registry` > `layout_store` > `core`; a package
+imports only those below it. Start with `coordinator.Coordinator`.
 """

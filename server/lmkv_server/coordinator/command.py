@@ -67,7 +67,7 @@ async def serve(config: CoordinatorConfig, args: argparse.Namespace) -> None:
     """Serves until SIGTERM, SIGINT or SIGHUP. Raises `ConfigError` if a port cannot be had."""
     # Imported late: threads of libraries, such as NumPy's, inherit the mask of hold_stop_signals.
     from lmkv_server.coordinator.coordinator import Coordinator
-    from lmkv_server.coordinator.services.audit import write_audit_to
+    from lmkv_server.coordinator.operations.audit import write_audit_to
 
     stop = stop_on_signals()
     gate = Authenticator(config.auth_tokens)

@@ -20,14 +20,14 @@ from lmkv.auth.certificates import CertificateEnd
 from lmkv.auth.credentials import Credentials
 from lmkv.errors import ConfigError
 from lmkv.telemetry.calls import ServerCalls
-from lmkv_server.coordinator.core.admission import JoinAdmission
-from lmkv_server.coordinator.core.registry import Registry
+from lmkv_server.coordinator.core.join_admission import JoinAdmission
 from lmkv_server.coordinator.http.app import make_app
+from lmkv_server.coordinator.http.tokenizers import Tokenizers
 from lmkv_server.coordinator.layout_store.metrics import SharedMapMetrics
 from lmkv_server.coordinator.layout_store.shared_map import SharedMap
+from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.services.services import SERVICE_NAMES, Services
 from lmkv_server.coordinator.tenants import Tenants
-from lmkv_server.coordinator.tokenizers import Tokenizers
 from lmkv_server.http.guard import HostGuard
 from lmkv_server.http.ports import address, listen
 from lmkv_server.http.server import MAX_CONNECTIONS_PER_CLIENT, HttpServer
@@ -245,8 +245,8 @@ async def _sweep(tenants: Tenants) -> None:
 def _sweep_once(registry: Registry, now: float) -> float:
     """Does what is due, or a step of it; returns the seconds until it should be done again."""
     for instance in registry.expire(now):
-        said = instance.said
-        logger.warning("instance %s at %s is gone: its lease ran out", said.instance_id, said.peer_address)
+        info = instance.info
+        logger.warning("instance %s at %s is gone: its lease ran out", info.instance_id, info.peer_address)
     if registry.layout.sweep(SWEEP_STEP):
         return 0.0
     expiry = registry.instances.next_expiry()

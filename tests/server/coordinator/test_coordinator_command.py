@@ -112,7 +112,7 @@ def test_a_layout_map_url_that_is_none_is_one_line_and_exit_code_2() -> None:
             "s3://bucket",
             "LMKV_LAYOUT_MAP_URL must be valkey://HOST:PORT/DB, redis:// or rediss:// the same, not what it is",
         ),
-        ("redis://:s3cret@127.0.0.1:1?nonsense=1", "layout_map_url: redis://127.0.0.1:1/0 has an option that is none"),
+        ("redis://:s3cret@127.0.0.1:1?nonsense=1", "layout_map_url: redis://127.0.0.1:1/0 has an invalid option"),
     ):
         done = subprocess.run(
             [*RUN, "--port", "0"],

@@ -519,7 +519,7 @@ async def test_a_clear_of_a_model_with_two_specs_drops_the_chunks_of_both(fleet:
         await second.store(chunk_keys(10, 11))
         await fleet.store([0, 1])
         assert len(fleet.holder.tier) == 4
-        await until(lambda: len(fleet.coordinator.tenants.unnamed.core.instances.named("holder", "").said.specs) == 2)
+        await until(lambda: len(fleet.coordinator.tenants.unnamed.core.instances.named("holder", "").info.specs) == 2)
         result = await clear(fleet.coordinator, model_name=SPEC.model_name)
         assert (result.chunk_count, len(result.failures)) == (4, 0)
         assert len(fleet.holder.tier) == 0

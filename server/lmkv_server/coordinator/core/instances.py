@@ -9,8 +9,8 @@ from hashlib import sha256
 from lmkv.errors import InstanceIdInUse, InstanceNotFound, StaleEpoch
 from lmkv.v1 import chunk_pb2, registry_service_pb2
 from lmkv_server.coordinator.core.budget import Budget
+from lmkv_server.coordinator.core.instance_info import MAX_SHOWN, InstanceInfo
 from lmkv_server.coordinator.core.models import Models
-from lmkv_server.coordinator.core.registration import MAX_SHOWN, Registration
 
 NO_ADDRESS = "no address (enable_p2p is false)"
 """How errors name the address of an instance that has none."""
@@ -23,8 +23,8 @@ MAX_TOTAL_BYTES = 256 << 20
 class Instance:
     """A registered node. Times are in seconds of the clock that `now` comes from."""
 
-    def __init__(self, said: Registration, now: float, expire_time: float, secret: bytes = b"") -> None:
-        self.said = said
+    def __init__(self, info: InstanceInfo, now: float, expire_time: float, secret: bytes = b"") -> None:
+        self.info = info
         self._secret_digest = sha256(secret).digest() if secret else b""
         self.register_time = now
         self.expire_time = expire_time
@@ -35,13 +35,13 @@ class Instance:
         self.layout_map_id = ""
         """Which shared layout map it was last told of."""
         self.tiers: Sequence[registry_service_pb2.TierUsage] = ()
-        """How full its tiers are, as it last said."""
+        """How full its tiers are, as it last info."""
         self.pins: dict[str, chunk_pb2.PinnedChunks] = {}
         """Its pins by id, as it last told."""
         self.engine_count = 0
-        """Engines attached to it, as it last said."""
+        """Engines attached to it, as it last info."""
         self.stats = registry_service_pb2.InstanceStats()
-        """What it has done, as it last said."""
+        """What it has done, as it last info."""
 
     def is_proven(self, secret: bytes) -> bool:
         """Whether this is the secret that it registered with."""
@@ -49,10 +49,10 @@ class Instance:
 
     def chunk_size(self, fingerprint: bytes) -> int:
         """Tokens in a full chunk of one of its specs; of its first spec if it has not named this one."""
-        for spec in self.said.specs:
+        for spec in self.info.specs:
             if spec.fingerprint == fingerprint:
                 return spec.chunk_size
-        return self.said.specs[0].chunk_size if self.said.specs else 0
+        return self.info.specs[0].chunk_size if self.info.specs else 0
 
 
 class Instances:
@@ -76,29 +76,29 @@ class Instances:
 
     # --- Coming and going ----------------------------------------------------------------------------------------
 
-    def register(self, said: Registration, now: float, secret: bytes = b"") -> Instance:
+    def register(self, info: InstanceInfo, now: float, secret: bytes = b"") -> Instance:
         """Takes an instance in, or notes what it now says of itself; either renews its lease.
 
         A newer epoch replaces an older one. Raises `StaleEpoch` if the registered epoch is newer, `InstanceIdInUse`
         if the id is registered with another secret; without secrets, if it lives at another address: it has a stream
         open and its lease has not run out. `Full` if a model has too many specs.
         """
-        self.check_secret(said.instance_id, secret)
-        known = self._by_id.get(said.instance_id)
+        self.check_secret(info.instance_id, secret)
+        known = self._by_id.get(info.instance_id)
         if known is not None:
-            self._refuse_impostor(known, said, now, secret)
-        self.models.check_room(said)
-        self.budget.charge(said.instance_id, "registration", said.size_bytes)
+            self._refuse_impostor(known, info, now, secret)
+        self.models.check_room(info)
+        self.budget.charge(info.instance_id, "registration", info.size_bytes)
         if known is not None:
-            self.models.remove(known.said)
-        if known is not None and known.said.epoch == said.epoch:
-            known.said = said
+            self.models.remove(known.info)
+        if known is not None and known.info.epoch == info.epoch:
+            known.info = info
             known.expire_time = now + self.lease_ttl
         else:
             for item in ("tiers", "stats", "pins"):
-                self.budget.drop(said.instance_id, item)
-            known = self._by_id[said.instance_id] = Instance(said, now, now + self.lease_ttl, secret)
-        self.models.add(said)
+                self.budget.drop(info.instance_id, item)
+            known = self._by_id[info.instance_id] = Instance(info, now, now + self.lease_ttl, secret)
+        self.models.add(info)
         return known
 
     def find(self, instance_id: str) -> Instance | None:
@@ -108,9 +108,9 @@ class Instances:
     def get(self, instance_id: str, epoch: int) -> Instance:
         """The instance of this id and epoch. Raises `InstanceNotFound`, or `StaleEpoch` if a newer one is there."""
         known = self._by_id.get(instance_id)
-        if known is not None and known.said.epoch > epoch:
+        if known is not None and known.info.epoch > epoch:
             raise self._stale(known, epoch)
-        if known is None or known.said.epoch != epoch:
+        if known is None or known.info.epoch != epoch:
             shown = instance_id[:MAX_SHOWN]
             raise InstanceNotFound(
                 f"instance {shown!r} of epoch {epoch} is not registered", instance_id=shown, epoch=epoch
@@ -170,39 +170,39 @@ class Instances:
     def check(self) -> None:
         """Asserts what must hold between any two calls. Reads everything: for tests."""
         self.budget.check()
-        self.models.check(instance.said for instance in self)
+        self.models.check(instance.info for instance in self)
 
     # --- Inside --------------------------------------------------------------------------------------------------
 
-    def _refuse_impostor(self, known: Instance, said: Registration, now: float, secret: bytes) -> None:
-        if said.epoch < known.said.epoch and known.expire_time > now:
-            raise self._stale(known, said.epoch)
+    def _refuse_impostor(self, known: Instance, info: InstanceInfo, now: float, secret: bytes) -> None:
+        if info.epoch < known.info.epoch and known.expire_time > now:
+            raise self._stale(known, info.epoch)
         alive = known.stream is not None and known.expire_time > now
-        if alive and not secret and said.peer_address != known.said.peer_address:
+        if alive and not secret and info.peer_address != known.info.peer_address:
             raise self._in_use(known)
 
     def _in_use(self, known: Instance) -> InstanceIdInUse:
         return InstanceIdInUse(
-            f"instance_id {known.said.instance_id!r} is in use by a living node at "
-            f"{known.said.peer_address or NO_ADDRESS}; give this one another instance_id",
-            instance_id=known.said.instance_id,
-            peer_address=known.said.peer_address,
-            epoch=known.said.epoch,
+            f"instance_id {known.info.instance_id!r} is in use by a living node at "
+            f"{known.info.peer_address or NO_ADDRESS}; give this one another instance_id",
+            instance_id=known.info.instance_id,
+            peer_address=known.info.peer_address,
+            epoch=known.info.epoch,
             lease_ttl=self.lease_ttl,
         )
 
     def _stale(self, known: Instance, epoch: int) -> StaleEpoch:
         return StaleEpoch(
-            f"epoch {epoch} of instance {known.said.instance_id!r} is stale: epoch {known.said.epoch} registered from "
-            f"{known.said.peer_address or NO_ADDRESS}; if two nodes run, give each its own instance_id",
-            instance_id=known.said.instance_id,
+            f"epoch {epoch} of instance {known.info.instance_id!r} is stale: epoch {known.info.epoch} registered from "
+            f"{known.info.peer_address or NO_ADDRESS}; if two nodes run, give each its own instance_id",
+            instance_id=known.info.instance_id,
             epoch=epoch,
-            newer_epoch=known.said.epoch,
-            peer_address=known.said.peer_address,
+            newer_epoch=known.info.epoch,
+            peer_address=known.info.peer_address,
             lease_ttl=self.lease_ttl,
         )
 
     def _drop(self, instance: Instance) -> None:
-        self.models.remove(instance.said)
-        self.budget.drop_owner(instance.said.instance_id)
-        del self._by_id[instance.said.instance_id]
+        self.models.remove(instance.info)
+        self.budget.drop_owner(instance.info.instance_id)
+        del self._by_id[instance.info.instance_id]

@@ -32,7 +32,7 @@ MIN_FINGERPRINTS = 256
 _NO_PARTIALS: Mapping[int, int] = {}
 
 
-class Run(NamedTuple):  # a fifth of what a frozen dataclass takes to make, and every lookup makes some
+class MatchRun(NamedTuple):  # a fifth of what a frozen dataclass takes to make, and every lookup makes some
     """Neighbouring chunks of a match in the same tier."""
 
     tier: int
@@ -46,7 +46,7 @@ class Match(NamedTuple):
     instance_id: str
     chunk_count: int
     token_count: int
-    runs: tuple[Run, ...]
+    runs: tuple[MatchRun, ...]
     """In prompt order; together they are the whole match."""
 
 
@@ -204,7 +204,7 @@ class LayoutMap:
         Longest first, then by instance id. Where a chunk is in several tiers, the fastest counts.
         """
         matches = [
-            Match(self._instance_ids[slot], chunk_count, token_count, tuple(Run(*run) for run in runs))
+            Match(self._instance_ids[slot], chunk_count, token_count, tuple(MatchRun(*run) for run in runs))
             for slot, chunk_count, token_count, runs in self._table.lookup(chunk_keys, self._live.get(excluded, -1))
         ]
         if len(matches) > 1:

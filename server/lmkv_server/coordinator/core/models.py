@@ -9,7 +9,7 @@ from operator import itemgetter
 from lmkv.errors import BadSelection, Full, ModelAmbiguous, ModelNotFound
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
-from lmkv_server.coordinator.core.registration import MAX_SHOWN, Registration
+from lmkv_server.coordinator.core.instance_info import MAX_SHOWN, InstanceInfo
 
 MAX_KINDS = 64
 """Most specs and adapters that one name stands for: each costs a key per chunk of a prompt."""
@@ -20,7 +20,7 @@ RETRY_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Conflict:
+class SpecConflict:
     """Why an instance shares nothing with another one of the same model; as `lmkv.v1.SpecConflict`."""
 
     instance_id: str
@@ -49,10 +49,10 @@ class Models:
         self._by_name: dict[str, dict[_Kind, dict[str, KvSpec]]] = {}
         """Name to fingerprint and LoRA identity to instance id to the spec as that instance sent it."""
 
-    def check_room(self, said: Registration) -> None:
+    def check_room(self, info: InstanceInfo) -> None:
         """Raises `Full` if a name would stand for more than `MAX_KINDS` specs and adapters with this registration."""
         kinds: dict[str, set[_Kind]] = {}
-        for name, kind, _ in _served(said):
+        for name, kind, _ in _served(info):
             kinds.setdefault(name, set()).add(kind)
         new_count = sum(name not in self._by_name for name in kinds)
         if new_count and len(self._by_name) + new_count > MAX_NAMES:
@@ -71,17 +71,17 @@ class Models:
                     model_name=name[:MAX_SHOWN],
                 )
 
-    def add(self, said: Registration) -> None:
+    def add(self, info: InstanceInfo) -> None:
         """Adds what an instance serves."""
-        for name, kind, spec in _served(said):
-            self._by_name.setdefault(name, {}).setdefault(kind, {})[said.instance_id] = spec
+        for name, kind, spec in _served(info):
+            self._by_name.setdefault(name, {}).setdefault(kind, {})[info.instance_id] = spec
 
-    def remove(self, said: Registration) -> None:
+    def remove(self, info: InstanceInfo) -> None:
         """Removes what an instance serves; idempotent."""
-        for name, kind, _ in _served(said):
+        for name, kind, _ in _served(info):
             by_kind = self._by_name.get(name, {})
             holders = by_kind.get(kind, {})
-            holders.pop(said.instance_id, None)
+            holders.pop(info.instance_id, None)
             if not holders:
                 by_kind.pop(kind, None)
             if not by_kind:
@@ -137,14 +137,14 @@ class Models:
             if name != model_name and any(fingerprint in fingerprints for fingerprint, _ in by_kind)
         )
 
-    def conflicts(self, said: Registration, limit: int) -> list[Conflict]:
+    def conflicts(self, info: InstanceInfo, limit: int) -> list[SpecConflict]:
         """Instances of the same models whose chunks this one cannot share, and the first field that keeps them apart.
 
         At most `limit` of them, by model and id.
         """
-        found: list[Conflict] = []
-        for model_name in dict.fromkeys(spec.model_name for spec in said.specs):
-            own = {spec.fingerprint: spec for spec in said.specs if spec.model_name == model_name}
+        found: list[SpecConflict] = []
+        for model_name in dict.fromkeys(spec.model_name for spec in info.specs):
+            own = {spec.fingerprint: spec for spec in info.specs if spec.model_name == model_name}
             others = {
                 fingerprint: holders
                 for (fingerprint, lora_identity), holders in self._by_name[model_name].items()
@@ -167,7 +167,7 @@ class Models:
             ]
         return found[:limit]
 
-    def check(self, said: Iterable[Registration]) -> None:
+    def check(self, info: Iterable[InstanceInfo]) -> None:
         """Asserts that exactly these registrations are indexed. Reads everything: for tests."""
         indexed = {
             (name, kind, instance_id)
@@ -175,7 +175,7 @@ class Models:
             for kind, holders in by_kind.items()
             for instance_id in holders
         }
-        expected = {(name, kind, one.instance_id) for one in said for name, kind, _ in _served(one)}
+        expected = {(name, kind, one.instance_id) for one in info for name, kind, _ in _served(one)}
         assert indexed == expected, "the index by name is that of the instances"
         assert all(by_kind for by_kind in self._by_name.values())
         assert all(holders for by_kind in self._by_name.values() for holders in by_kind.values())
@@ -222,19 +222,19 @@ class Models:
         return ", ".join(sorted(names))[:MAX_SHOWN]
 
 
-def _served(said: Registration) -> Iterator[tuple[str, _Kind, KvSpec]]:
+def _served(info: InstanceInfo) -> Iterator[tuple[str, _Kind, KvSpec]]:
     """Every name of an instance, with what it stands for; perhaps the same more than once."""
-    specs = {spec.fingerprint: spec for spec in said.specs}
-    for spec in said.specs:
+    specs = {spec.fingerprint: spec for spec in info.specs}
+    for spec in info.specs:
         yield spec.model_name, (spec.fingerprint, ""), spec
-    for model in said.served_models:
+    for model in info.served_models:
         yield model.name, (model.fingerprint, model.lora_identity), specs[model.fingerprint]
 
 
-def _conflict(own: KvSpec, other: KvSpec, instance_id: str) -> Conflict:
+def _conflict(own: KvSpec, other: KvSpec, instance_id: str) -> SpecConflict:
     field = own.first_difference(other)
     assert field is not None, "different fingerprints have a difference"
-    return Conflict(
+    return SpecConflict(
         instance_id=instance_id,
         model_name=own.model_name,
         field=field,

@@ -21,15 +21,14 @@ from lmkv import rpc, telemetry
 from lmkv.auth.authenticator import Authenticator
 from lmkv.errors import LmkvError, PermissionDenied, TooManyRequests, Unauthenticated
 from lmkv.telemetry.spans import TRACEPARENT
-from lmkv_server.coordinator.http import gateway, health, lmcache, openapi, tokenize
+from lmkv_server.coordinator.http import gateway, health, lmcache, openapi
 from lmkv_server.coordinator.http.access import rpc_of
-from lmkv_server.coordinator.http.metrics import Metrics
+from lmkv_server.coordinator.http.metrics import CoordinatorMetrics, MetricSource, TenantMetrics
 from lmkv_server.coordinator.http.paths import routes
 from lmkv_server.coordinator.http.replies import CallAborted, HttpError, json_response, status_of, to_json
-from lmkv_server.coordinator.http.tenant_metrics import Source, TenantMetrics
+from lmkv_server.coordinator.http.tokenizers import Tokenizers, tokenizer_paths, tokenizer_routes
 from lmkv_server.coordinator.services.services import Services
 from lmkv_server.coordinator.tenants import Tenants
-from lmkv_server.coordinator.tokenizers import Tokenizers
 from lmkv_server.http.access import CHALLENGE, credentials_of
 from lmkv_server.http.guard import HostGuard
 
@@ -58,7 +57,7 @@ def make_app(
     gate: Authenticator,
     *own: Collector,
     grpc_port: Callable[[], int] = lambda: 0,
-) -> Guarded:
+) -> CoordinatorApp:
     """The application of a coordinator that `guard` and `gate` protect; its process measures its `own` besides."""
 
     def probes() -> list[Route]:
@@ -67,31 +66,31 @@ def make_app(
     def make(services: Services) -> TenantApp:
         return _tenant_app(services, tokenizers, probes(), own if services is tenants.unnamed else ())
 
-    return Guarded(tenants, make, guard, gate)
+    return CoordinatorApp(tenants, make, guard, gate)
 
 
 class TenantApp(NamedTuple):
     """What a tenant is shown, and what is counted of it."""
 
     app: Starlette
-    metrics: Metrics
+    metrics: CoordinatorMetrics
     paths: frozenset[str]
 
 
 def _tenant_app(services: Services, tokenizers: Tokenizers, probes: list[Route], own: Sequence[Collector]) -> TenantApp:
-    metrics = Metrics(services, own)
+    metrics = CoordinatorMetrics(services, own)
     handlers = {
         "lmkv.v1.CacheService": services.cache,
         "lmkv.v1.RegistryService": services.registry,
         "google.longrunning.Operations": services.operations,
     }
-    paths = lmcache.paths(services) | tokenize.paths(tokenizers, services.core.instances.models)
+    paths = lmcache.paths(services) | tokenizer_paths(tokenizers, services.core.instances.models)
     refusals = dict.fromkeys((LmkvError, HttpError, CallAborted, HTTPException), _refusal)
     app = Starlette(
         routes=[
             *gateway.routes(handlers, ONLY),
             *routes(paths),
-            *tokenize.routes(tokenizers),
+            *tokenizer_routes(tokenizers),
             *metrics.routes(),
             *probes,
             Route("/openapi.json", _constant(openapi.document(gateway.methods(handlers, ONLY), paths))),
@@ -104,7 +103,7 @@ def _tenant_app(services: Services, tokenizers: Tokenizers, probes: list[Route],
     return TenantApp(app, metrics, frozenset(route.path for route in app.routes if isinstance(route, Route)))
 
 
-class Guarded:
+class CoordinatorApp:
     """An application that answers only its own pages and programs, and only those whom the gate knows; counted.
 
     Each tenant has its own, made by `make`. Headers keep browsers strict.
@@ -128,7 +127,7 @@ class Guarded:
             self._apps[services] = self._make(services)
         return self._apps[services]
 
-    def _sources(self) -> Iterator[Source]:
+    def _sources(self) -> Iterator[MetricSource]:
         for tenant, services in self._tenants.by_name():
             metrics = self._app(services).metrics
             # The process's own, and its calls, are counted once: with the tenant that has no name.

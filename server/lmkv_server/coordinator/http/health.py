@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lmkv_server.coordinator.core.registry import Registry
 from lmkv_server.coordinator.http.replies import json_response
+from lmkv_server.coordinator.registry.registry import Registry
 
 
 def routes(cores: Callable[[], Iterable[Registry]], grpc_port: Callable[[], int], *, names: bool) -> list[Route]:
@@ -28,7 +28,7 @@ def routes(cores: Callable[[], Iterable[Registry]], grpc_port: Callable[[], int]
                 continue
             if not names:
                 return json_response({"status": "not ready", "detail": "the layout map is being rebuilt"}, 503)
-            waiting = [instance.said.instance_id for instance in core.instances if not instance.synced]
+            waiting = [instance.info.instance_id for instance in core.instances if not instance.synced]
             on = f"on {', '.join(waiting[:10])}" if waiting else "whether more instances come"
             return json_response(
                 {"status": "not ready", "detail": f"the layout map is being rebuilt: waiting {on}"}, 503

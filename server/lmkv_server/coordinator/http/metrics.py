@@ -1,13 +1,13 @@
-"""`/metrics`: what the coordinator knows and has done, in Prometheus's text. `docs/http.md` lists the names.
+"""`/metrics` in Prometheus's text format, and the metrics of all tenants for OTLP. `docs/http.md` lists the names.
 
-Most of it is read from the core when somebody scrapes, so that it costs nothing between.
+Most values are read from the core at a scrape, so that they cost nothing in between.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
@@ -22,23 +22,27 @@ from lmkv_server.coordinator.core.latency_histogram import BOUNDS_SECONDS
 from lmkv_server.coordinator.services.services import Services
 
 PREFIX = "lmkv_coordinator_"
+TENANT_LABEL = "tenant"
+
+MetricSource = tuple[str, Callable[[], Iterable[Metric]]]
+"""The name of a tenant, and what collects its metrics."""
 
 
-class Metrics(Collector):
-    """The coordinator's metrics, in a registry of their own: two coordinators in one process do not mix."""
+class CoordinatorMetrics(Collector):
+    """The metrics of one tenant, in a registry of their own: two coordinators in one process stay apart."""
 
     def __init__(self, services: Services, own: Sequence[Collector] = ()) -> None:
         self._services = services
         self._http_requests: Counter[tuple[str, str]] = Counter()
         self.registry = CollectorRegistry()
-        """What `/metrics` shows, and OTLP exports."""
+        """What `/metrics` shows."""
         self.registry.register(self)
         for collector in own:
             self.registry.register(collector)
         ProcessCollector(registry=self.registry)
 
     def count_http(self, path: str, code: int) -> None:
-        """Counts a request by the path's pattern and the answer's status."""
+        """Counts a request by the pattern of its path and the status of its answer."""
         self._http_requests[path, str(code)] += 1
 
     def routes(self) -> list[Route]:
@@ -50,11 +54,11 @@ class Metrics(Collector):
         return [Route("/metrics", serve)]
 
     def describe(self) -> list[Metric]:
-        """Nothing, so that the registry does not collect to find out."""
+        """Empty, so that registering does not collect."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """All of it as it is now."""
+        """The current values."""
         return chain(self._fleet(), self._chunks(), self._work(), self._http())
 
     def _fleet(self) -> Iterator[Metric]:
@@ -64,22 +68,24 @@ class Metrics(Collector):
         instances.add_metric(["true"], synced)
         instances.add_metric(["false"], len(core.instances) - synced)
         yield instances
-        partial = _gauge("layout_partial", "1 while the layout map is being rebuilt: more may be held than is said.")
+        partial = _gauge("layout_partial", "1 while the layout map is incomplete: instances may hold more.")
         partial.add_metric([], core.is_partial(time.monotonic()))
         yield partial
         pins = Counter(pin.position.instance_id for pin in self._services.pins.in_force())
-        family = _gauge("pins", "Pins in force.", "instance_id")
+        family = _gauge("pins", "FleetPins in force.", "instance_id")
         for instance in core.instances:
-            family.add_metric([instance.said.instance_id], pins[instance.said.instance_id])
+            family.add_metric([instance.info.instance_id], pins[instance.info.instance_id])
         yield family
 
     def _chunks(self) -> Iterator[Metric]:
         labels = ("instance_id", "tier")
         chunks = _gauge("chunks", "Chunks that the layout map knows an instance to hold.", *labels)
-        capacity = _gauge("tier_capacity_bytes", "Bytes that a tier may hold, as its node last said.", *labels)
-        used = _gauge("tier_used_bytes", "Bytes that chunks and grants take in a tier, as its node last said.", *labels)
+        capacity = _gauge("tier_capacity_bytes", "Capacity of a tier, as its node last reported.", *labels)
+        used = _gauge(
+            "tier_used_bytes", "Bytes used by chunks and grants in a tier, as its node last reported.", *labels
+        )
         for instance in self._services.core.instances:
-            instance_id = instance.said.instance_id
+            instance_id = instance.info.instance_id
             held: Counter[int] = Counter()
             for (tier, _), count in self._services.core.layout.chunk_counts(instance_id).items():
                 held[tier] += count
@@ -105,21 +111,45 @@ class Metrics(Collector):
         watchers = _gauge("watchers", "Watches that are open.")
         watchers.add_metric([], self._services.watch.watcher_count)
         yield watchers
-        running = _gauge("operations_running", "Operations that this coordinator sees through.", "kind")
+        running = _gauge("operations_running", "Operations that this coordinator runs.", "kind")
         kinds = Counter(operation.kind for operation in self._services.operations_core.driven())
         for kind in ("clear", "copy", "move"):
             running.add_metric([kind], kinds[kind])
         yield running
         ended = CounterMetricFamily(f"{PREFIX}operations_ended", "Operations that ended.", labels=["kind", "state"])
-        for place, count in self._services.operations_core.ended_counts.items():
-            ended.add_metric(place, count)
+        for labels, count in self._services.operations_core.ended_counts.items():
+            ended.add_metric(labels, count)
         yield ended
 
     def _http(self) -> Iterator[Metric]:
         requests = CounterMetricFamily(f"{PREFIX}http_requests", "Requests over HTTP.", labels=["path", "code"])
-        for place, count in self._http_requests.items():
-            requests.add_metric(place, count)
+        for labels, count in self._http_requests.items():
+            requests.add_metric(labels, count)
         yield requests
+
+
+class TenantMetrics(Collector):
+    """The metrics of all `sources`, with a label for each tenant that has a name."""
+
+    def __init__(self, sources: Callable[[], Iterable[MetricSource]]) -> None:
+        self._sources = sources
+        self.registry = CollectorRegistry()
+        """A registry with this collector only."""
+        self.registry.register(self)
+
+    def describe(self) -> list[Metric]:
+        """Empty, so that registering does not collect."""
+        return []
+
+    def collect(self) -> list[Metric]:
+        """The current values, each metric name once."""
+        families: dict[str, Metric] = {}
+        for tenant, collect in self._sources():
+            own = {TENANT_LABEL: tenant} if tenant else {}
+            for family in collect():
+                whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                whole.samples += [sample._replace(labels={**sample.labels, **own}) for sample in family.samples]
+        return list(families.values())
 
 
 def _gauge(name: str, documentation: str, *labels: str) -> GaugeMetricFamily:

@@ -1,4 +1,5 @@
-"""A layout map that coordinators share through Valkey or Redis.
+"""A layout map that several coordinators share through Valkey or Redis.
 
-Start with `layout_store.LayoutStore` (the contract), then `shared_map.SharedMap`.
+Each coordinator publishes the chunks of the instances that report to it, and follows what the others publish.
+May import `core`. Start with `layout_store.LayoutStore` (the contract), then `shared_map.SharedMap`.
 """

@@ -1,11 +1,11 @@
-"""What one instance holds, as another coordinator publishes it. Pure; fed with what the log says and what is loaded.
+"""The chunks of one instance as another coordinator publishes them. Pure; fed with log entries and loaded records.
 
-    wanted ──► loading ──► read to where the log was when all was loaded ──► installed, and kept up by the log
-       ^______________________________________________________________________________|  a newer term, a doubt
+    load requested ──► loading ──► catching up with the log ──► installed, and updated by the log
+           ^_____________________________________________________________|  a newer term, a wrong digest
 
-A load walks over what changes meanwhile, so it sees some changes and some not. What the log tells from before the load
-until after it is therefore applied on top, in order: of a chunk that it names the last word counts, of any other the
-walk was right.
+A load scans records that change meanwhile, so it sees some of the changes and misses others. Log entries from before
+the load until after it are therefore applied on top, in order: for a chunk that they name the last entry counts, for
+any other chunk the scan was right.
 """
 
 from __future__ import annotations
@@ -15,43 +15,44 @@ from collections.abc import Callable
 from lmkv.errors import LmkvError
 from lmkv_server.coordinator.core.instances import Instance
 from lmkv_server.coordinator.core.layout_map import LayoutMap, Snapshot
-from lmkv_server.coordinator.layout_store.content import OPENING, Change, admissions
-from lmkv_server.coordinator.layout_store.entry import Entry, EntryKind, Position
+from lmkv_server.coordinator.layout_store.chunk_records import MARKER, Change, admissions
+from lmkv_server.coordinator.layout_store.log_entry import EntryKind, LogEntry, LogPosition
 
-MAX_KEPT_BYTES = 8 << 20
-"""Of changes that wait for the end of a load; beyond it another load follows."""
+MAX_BUFFERED_BYTES = 8 << 20
+"""Size of the changes that wait for the end of a load; more of them make another load necessary."""
 
 
-class Load:
-    """One walk over what an instance holds."""
+class SnapshotLoad:
+    """One scan of an instance's records, and the log entries read meanwhile."""
 
     def __init__(self) -> None:
         self.term = 0
-        """Of what is loaded; 0 until it is known."""
-        self.until: Position | None = None
-        """Where the log was when the walk was over."""
+        """The term that is loaded; 0 until it is known."""
+        self.end_position: LogPosition | None = None
+        """Position of the log when the scan ended."""
         self.staged: Snapshot | None = None
-        self.kept: list[Entry] = []
-        self.kept_bytes = 0
-        self.is_opened = False
-        """Whether the hash's opening was seen: else the hash is not there."""
+        self.buffered: list[LogEntry] = []
+        self.buffered_bytes = 0
+        self.has_marker = False
+        """Whether the hash's marker was seen; without it the hash does not exist."""
         self.is_stale = False
         """Whether changes are missing, so that another load has to follow."""
 
-    def keep(self, entry: Entry) -> None:
-        """Notes what the log says meanwhile."""
-        self.kept_bytes += 64 + sum(change.size_bytes for change in entry.changes)
-        if entry.kind is EntryKind.RELOAD or self.kept_bytes > MAX_KEPT_BYTES:
+    def buffer(self, entry: LogEntry) -> None:
+        """Keeps an entry that was read during the load."""
+        self.buffered_bytes += 64 + sum(change.size_bytes for change in entry.changes)
+        if entry.kind is EntryKind.RELOAD or self.buffered_bytes > MAX_BUFFERED_BYTES:
             self.is_stale = True
-            self.kept.clear()
+            self.buffered.clear()
         elif not self.is_stale:
-            self.kept.append(entry)
+            self.buffered.append(entry)
 
 
-class Follower:
-    """One instance. `wants` is called when it wants to be loaded, `unsettles` when what is known may be less than is.
+class InstanceFollower:
+    """Follows one instance: pass every log entry of it to `handle_entry`, and every position of its log to `advance`.
 
-    Every entry of the instance that the log has is to be told to `hear`, and every position to `reach`.
+    `on_load_request` is called when its chunks have to be loaded, `on_unsynced` when the layout map may hold fewer
+    chunks than the instance.
     """
 
     def __init__(
@@ -59,120 +60,121 @@ class Follower:
         layout: LayoutMap,
         instance: Instance,
         *,
-        wants: Callable[[Follower], None],
-        unsettles: Callable[[Instance], None],
+        on_load_request: Callable[[InstanceFollower], None],
+        on_unsynced: Callable[[Instance], None],
     ) -> None:
         self.instance = instance
         self.term = 0
-        """Of what is installed and kept up; 0 if nothing is."""
-        self.is_wanting = False
-        """Whether a load shall begin."""
+        """The term that is installed and updated; 0 if none is."""
+        self.needs_load = False
+        """Whether a load is requested and has not begun."""
         self.is_closed = False
         self.failure_count = 0
-        """Loads in a row that came to nothing: after the second, the next one should not come at once."""
-        self.is_hopeless = False
-        """Whether what was loaded was wrong again: the instance has to tell it anew."""
+        """Failed loads in a row: after the second, the next one is delayed."""
+        self.needs_resync = False
+        """Whether a load did not repair a wrong digest: the instance has to send a new snapshot."""
         self.difference = ""
-        """How what is known differed from the digests the last time that it did."""
+        """How the layout map differed from the last wrong digest."""
         self._layout = layout
-        self._wants = wants
-        self._unsettles = unsettles
-        self._load: Load | None = None
+        self._on_load_request = on_load_request
+        self._on_unsynced = on_unsynced
+        self._load: SnapshotLoad | None = None
         self._is_behind = True
-        """Whether a load has yet to bring what is missing, or found nothing that could."""
-        self._announced_term = 0
-        """The newest that is said to be complete."""
+        """Whether a load has yet to install missing chunks, or found none that it could."""
+        self._complete_term = 0
+        """The newest term with a complete snapshot."""
         self._ended_term = 0
-        """The newest that is over, and was not followed by another one yet."""
+        """The newest term that ended and was not followed by another one yet."""
         self._doubted_term = 0
-        self._given_up_term = 0
-        """The newest that was hopeless; nobody needs to be told so twice."""
+        """The last term with a wrong digest."""
+        self._resynced_term = 0
+        """The last term for which `needs_resync` was set: it is set once per term."""
 
     @property
-    def is_settled(self) -> bool:
-        """Whether it has all that is published."""
+    def is_current(self) -> bool:
+        """Whether all that is published is installed."""
         return not self._is_behind and self.term != self._ended_term
 
     @property
-    def is_reading_on(self) -> bool:
-        """Whether all is loaded, and only the log has yet to be read up to there."""
-        return self._load is not None and self._load.until is not None
+    def is_catching_up(self) -> bool:
+        """Whether the scan has ended, and the log has yet to be read up to its end."""
+        return self._load is not None and self._load.end_position is not None
 
-    def want(self) -> None:
-        """Gives up what is being loaded and begins anew; what is installed stays until then."""
+    def request_load(self) -> None:
+        """Abandons the current load and requests another one; installed chunks stay until it ends."""
         if self.is_closed:
             return
         self._abandon()
-        self._unsettle()
-        self._is_behind = self.is_wanting = True
-        self._wants(self)
+        self._mark_unsynced()
+        self._is_behind = self.needs_load = True
+        self._on_load_request(self)
 
     def close(self) -> None:
-        """Follows no longer. What is installed stays. Repeating it is safe."""
-        self.is_closed, self.is_wanting = True, False
+        """Stops following. Installed chunks stay. Idempotent."""
+        self.is_closed, self.needs_load = True, False
         self._abandon()
 
-    # --- What is loaded ------------------------------------------------------------------------------------------
+    # --- Loading -------------------------------------------------------------------------------------------------
 
-    def begin(self) -> Load:
-        """Begins a load; hand it to the other methods, which ignore one that has been given up."""
+    def begin_load(self) -> SnapshotLoad:
+        """Begins a load. The methods below take it, and ignore one that was abandoned."""
         self._abandon()
-        self.is_wanting = False
-        self._load = Load()
+        self.needs_load = False
+        self._load = SnapshotLoad()
         return self._load
 
-    def is_loading(self, load: Load) -> bool:
-        """Whether a load still goes on."""
+    def is_loading(self, load: SnapshotLoad) -> bool:
+        """Whether the load was not abandoned."""
         return self._load is load
 
-    def found(self, load: Load, current: tuple[int, int] | None) -> bool:
-        """Takes in which term and epoch are complete; returns whether there is anything to load."""
+    def set_term(self, load: SnapshotLoad, current: tuple[int, int] | None) -> bool:
+        """Sets term and epoch of the complete snapshot; returns whether there is one to load."""
         if self._load is not load:
             return False
         term, epoch = current or (0, 0)
-        if epoch != self.instance.said.epoch or term == self._ended_term:
+        if epoch != self.instance.info.epoch or term == self._ended_term:
             term = 0
-        if term < self._announced_term and self._announced_term != self._ended_term:
-            self._fail()  # the log was quicker than the answer, or the answer is lost
+        if term < self._complete_term and self._complete_term != self._ended_term:
+            self._fail()  # the log was faster than the answer, or the answer is lost
             return False
         if not term:
-            self._abandon()  # the log will say when there is something
+            self._abandon()  # a log entry will announce the next snapshot
             return False
         load.term = term
-        load.staged = self._layout.stage(self.instance.said.instance_id)
-        load.kept = [entry for entry in load.kept if entry.term == term]
+        load.staged = self._layout.stage(self.instance.info.instance_id)
+        load.buffered = [entry for entry in load.buffered if entry.term == term]
         return True
 
-    def loaded(self, load: Load, records: bytes) -> None:
-        """Takes in a part of what is held."""
+    def add_records(self, load: SnapshotLoad, records: bytes) -> None:
+        """Stages a part of the records."""
         if self._load is not load or load.staged is None:
             return
         try:
-            load.is_opened = load.is_opened or any(
-                records[at : at + len(OPENING)] == OPENING for at in range(0, len(records), len(OPENING))
+            load.has_marker = load.has_marker or any(
+                records[at : at + len(MARKER)] == MARKER for at in range(0, len(records), len(MARKER))
             )
             for change in admissions(records):
                 self._apply(change, load.staged)
         except (LmkvError, ValueError):
             self._fail()
 
-    def ended(self, load: Load, until: Position) -> None:
-        """All has been loaded; `until` is where the log was afterwards. Call `reach` next."""
+    def finish_scan(self, load: SnapshotLoad, end_position: LogPosition) -> None:
+        """All records are staged; `end_position` is the log's position afterwards. Call `advance` next."""
         if self._load is not load:
             return
-        if load.is_opened:
-            load.until = until
-        else:  # what was there is gone
+        if load.has_marker:
+            load.end_position = end_position
+        else:  # the hash was lost
             self._fail()
 
-    def reach(self, position: Position) -> None:
-        """The log was read up to here, with all entries before it."""
+    def advance(self, position: LogPosition) -> None:
+        """The log was read up to `position`, and all entries before it were handled; installs a load that ends here."""
         load = self._load
-        if load is None or load.until is None or position < load.until:
+        if load is None or load.end_position is None or position < load.end_position:
             return
         assert load.staged is not None
         try:
-            for entry in load.kept:
+            for entry in load.buffered:
                 for change in entry.changes:
                     self._apply(change, load.staged)
         except (LmkvError, ValueError):
@@ -182,91 +184,91 @@ class Follower:
         self._layout.install(load.staged)
         self.term, self.failure_count = load.term, 0
         if load.is_stale:
-            self.want()
+            self.request_load()
         else:
             self._is_behind, self.instance.synced = False, True
 
-    # --- What the log says ---------------------------------------------------------------------------------------
+    # --- Log entries ---------------------------------------------------------------------------------------------
 
-    def hear(self, entry: Entry) -> bool:
-        """Takes in what is said of the instance; returns whether that changed what is known of it."""
-        if self.is_closed or entry.epoch != self.instance.said.epoch:
+    def handle_entry(self, entry: LogEntry) -> bool:
+        """Applies or buffers a log entry of the instance; returns whether it changed installed chunks."""
+        if self.is_closed or entry.epoch != self.instance.info.epoch:
             return False
         if entry.kind is EntryKind.COMPLETE:
-            self._hear_complete(entry.term)
+            self._handle_complete(entry.term)
             return False
         load = self._load
         if entry.kind is EntryKind.GONE:
-            self._hear_gone(entry.term)
+            self._handle_gone(entry.term)
             return False
         if load is not None and entry.term == (load.term or entry.term):
-            load.keep(entry)
+            load.buffer(entry)
         if entry.term != self.term:
             return False
         if entry.kind is EntryKind.CHANGES:
             return self._apply_entry(entry)
         if load is None:
-            self.want()
+            self.request_load()
         return False
 
-    def _hear_complete(self, term: int) -> None:
-        if term > self._announced_term:
-            self._announced_term, self.is_hopeless = term, False
+    def _handle_complete(self, term: int) -> None:
+        if term > self._complete_term:
+            self._complete_term, self.needs_resync = term, False
         known = max(self.term, self._load.term if self._load else 0)
         if term > known and not (self._load is not None and not self._load.term):
-            self.want()
+            self.request_load()
 
-    def _hear_gone(self, term: int) -> None:
+    def _handle_gone(self, term: int) -> None:
         self._ended_term = max(self._ended_term, term)
         if self._load is not None and self._load.term == term:
             self._abandon()
-        if self.term == term:  # the instance may have gone to another coordinator, so what it held stays
-            self._unsettle()
+        if self.term == term:  # the instance may report to another coordinator now, so its chunks stay
+            self._mark_unsynced()
 
-    def _apply_entry(self, entry: Entry) -> bool:
+    def _apply_entry(self, entry: LogEntry) -> bool:
         try:
             for change in entry.changes:
                 self._apply(change)
         except (LmkvError, ValueError):
             self._fail()
             return True
-        if self._load is None and not self.is_wanting:
+        if self._load is None and not self.needs_load:
             self._compare(entry)
         return True
 
-    def _compare(self, entry: Entry) -> None:
-        instance_id = self.instance.said.instance_id
+    def _compare(self, entry: LogEntry) -> None:
+        instance_id = self.instance.info.instance_id
         for tier, digest in entry.digest_by_tier().items():
             known = self._layout.digest(instance_id, tier)
             if known != digest:
                 self.difference = (
                     f"instance {instance_id} holds {digest.chunk_count} chunks in tier {tier}, the layout map has "
-                    f"{known.chunk_count} or other ones"
+                    f"{known.chunk_count}, or other keys"
                 )
-                if self._doubted_term == entry.term != self._given_up_term:
-                    self.is_hopeless, self._given_up_term = True, entry.term
+                if self._doubted_term == entry.term != self._resynced_term:
+                    self.needs_resync, self._resynced_term = True, entry.term
                 self._doubted_term = entry.term
-                self.want()
+                self.request_load()
                 return
 
     # --- Inside --------------------------------------------------------------------------------------------------
 
     def _apply(self, change: Change, staged: Snapshot | None = None) -> None:
-        where = (change.tier, change.admitted, change.evicted, change.partial_token_counts)
+        arguments = (change.tier, change.admitted, change.evicted, change.partial_token_counts)
         chunk_size, fingerprint = change.chunk_size, change.fingerprint
         if staged is not None:
-            self._layout.apply_staged(staged, *where, chunk_size=chunk_size, fingerprint=fingerprint)
+            self._layout.apply_staged(staged, *arguments, chunk_size=chunk_size, fingerprint=fingerprint)
         else:
-            instance_id = self.instance.said.instance_id
-            self._layout.apply(instance_id, *where, chunk_size=chunk_size, fingerprint=fingerprint)
+            instance_id = self.instance.info.instance_id
+            self._layout.apply(instance_id, *arguments, chunk_size=chunk_size, fingerprint=fingerprint)
 
     def _fail(self) -> None:
         self.failure_count += 1
-        self.want()
+        self.request_load()
 
-    def _unsettle(self) -> None:
+    def _mark_unsynced(self) -> None:
         self.instance.synced = False
-        self._unsettles(self.instance)
+        self._on_unsynced(self.instance)
 
     def _abandon(self) -> None:
         load, self._load = self._load, None

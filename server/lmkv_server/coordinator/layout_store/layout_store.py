@@ -1,41 +1,41 @@
-"""What the services of one tenant see of a map that coordinators share. `SharedMap` is behind it, or nothing."""
+"""The contract between the services of one tenant and a shared layout map; `SharedMap` implements it."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from lmkv_server.coordinator.layout_store.follower import Follower
+from lmkv_server.coordinator.layout_store.follower import InstanceFollower
 from lmkv_server.coordinator.layout_store.publication import Publication
 
 
 class LayoutStore(Protocol):
-    """Publishes what is told here, and follows what is told elsewhere."""
+    """Publishes the chunks of instances that report here, and loads those that other coordinators publish."""
 
     @property
     def map_id(self) -> str:
-        """Which map is shared now; empty while none is."""
+        """Id of the shared map; empty while it is not connected."""
 
     async def publish(self, instance_id: str, epoch: int) -> Publication | None:
-        """Begins to publish a stream of reports; None if nothing is shared, or no longer."""
+        """Starts a publication for a stream of reports; None if no map is connected."""
 
-    def load(self, follower: Follower) -> None:
-        """Has what an instance holds loaded soon."""
+    def load(self, follower: InstanceFollower) -> None:
+        """Schedules a load of an instance's chunks."""
 
-    async def has_room(self) -> None:
-        """Waits, a second at most, while much is still to be published."""
+    async def wait_for_room(self) -> None:
+        """Waits, at most a second, while the backlog of publications is more than half full."""
 
 
 class NoSharedStore:
-    """What a coordinator has that shares none."""
+    """The `LayoutStore` of a coordinator without a shared map."""
 
     map_id = ""
 
     async def publish(self, instance_id: str, epoch: int) -> Publication | None:  # noqa: ARG002
-        """See `LayoutStore`."""
+        """None: nothing is published."""
         return None
 
-    def load(self, follower: Follower) -> None:
-        """See `LayoutStore`."""
+    def load(self, follower: InstanceFollower) -> None:
+        """Does nothing."""
 
-    async def has_room(self) -> None:
-        """See `LayoutStore`."""
+    async def wait_for_room(self) -> None:
+        """Returns at once."""

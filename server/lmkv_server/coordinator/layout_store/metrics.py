@@ -1,4 +1,4 @@
-"""Whether the layout map is shared, and what that does, as a collector of Prometheus's."""
+"""Prometheus collector for a shared layout map."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ PREFIX = "lmkv_coordinator_layout_map_"
 
 
 class SharedMapMetrics(Collector):
-    """Of one coordinator that has a `layout_map_url`."""
+    """Metrics of a coordinator that has a `layout_map_url`."""
 
     def __init__(self, shared: SharedMap) -> None:
         self._shared = shared
 
     def describe(self) -> list[Metric]:
-        """Nothing, so that the registry does not collect to find out."""
+        """Empty, so that registering does not collect."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """All of it as it is now."""
+        """The current values."""
         is_shared = GaugeMetricFamily(f"{PREFIX}shared", "1 while the layout map is shared with other coordinators.")
         is_shared.add_metric([], bool(self._shared.map_id))
         yield is_shared
-        counts = self._shared.counts
+        stats = self._shared.stats()
         for name, documentation, value in (
-            ("published_reports", "Reports that were published to other coordinators.", counts.published),
-            ("followed_reports", "Reports that other coordinators published and that were applied.", counts.followed),
-            ("loads", "Instances whose chunks were loaded whole.", counts.loads),
-            ("losses", "Times that the layout map ceased to be shared.", counts.losses),
+            ("published_reports", "Reports published to other coordinators.", stats.published_count),
+            ("followed_reports", "Reports of other coordinators that were applied.", stats.followed_count),
+            ("loads", "Instances whose chunks were loaded from the shared map.", stats.load_count),
+            ("losses", "Times that the connection to the shared map was lost.", stats.loss_count),
         ):
             yield CounterMetricFamily(PREFIX + name, documentation, value=value)

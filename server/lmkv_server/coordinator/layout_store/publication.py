@@ -1,69 +1,116 @@
-"""What a coordinator publishes of one instance that tells it its chunks. Pure; called by its report stream."""
+"""What a coordinator publishes about an instance that reports to it, and the queue of what is to be written. Pure."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lmkv_server.coordinator.layout_store.content import Change
-from lmkv_server.coordinator.layout_store.entry import Entry, EntryKind
-from lmkv_server.coordinator.layout_store.owner import Owner
+from lmkv_server.coordinator.layout_store.chunk_records import Change
+from lmkv_server.coordinator.layout_store.log_entry import ChunkOwner, EntryKind, LogEntry
+
+MAX_BACKLOG_BYTES = 64 << 20
+MAX_BATCH_BYTES = 256 << 10
+MAX_BATCH_ENTRIES = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Note:
-    """One thing to publish."""
+class PendingEntry:
+    """An entry that is to be written."""
 
-    entry: Entry
+    entry: LogEntry
     is_logged: bool = True
-    """Whether others are told at once: parts of a snapshot are not."""
+    """Whether it goes into the log. Parts of a snapshot change the hash only."""
 
     @property
-    def owner(self) -> Owner:
-        """Whose chunks they are."""
+    def owner(self) -> ChunkOwner:
+        """The instance that the entry is about."""
         return self.entry.owner
 
     @property
     def size_bytes(self) -> int:
-        """About what it takes."""
+        """Approximate size in memory."""
         return 128 + sum(change.size_bytes for change in self.entry.changes)
 
 
 class Publication:
-    """One term of one instance. `tell` is given each note, in order; it must not wait."""
+    """One term of one instance; its report stream calls it. Passes each entry to `enqueue`, which must not wait."""
 
-    def __init__(self, owner: Owner, epoch: int, term: int, tell: Callable[[Note], None]) -> None:
+    def __init__(self, owner: ChunkOwner, epoch: int, term: int, enqueue: Callable[[PendingEntry], None]) -> None:
         self.owner = owner
         self.epoch = epoch
         self.term = term
         self.is_complete = False
-        """Whether the snapshot has been told."""
-        self._tell: Callable[[Note], None] | None = tell
+        """Whether the snapshot has been published."""
+        self._enqueue: Callable[[PendingEntry], None] | None = enqueue
 
-    def changed(self, changes: Sequence[Change], digests: Sequence[tuple[int, int, int]] = ()) -> None:
-        """Chunks came and went; before `completed`, these are part of the snapshot."""
+    def publish_changes(self, changes: Sequence[Change], digests: Sequence[tuple[int, int, int]] = ()) -> None:
+        """Publishes chunks gained and lost; before `publish_complete` they are part of the snapshot."""
         if changes or (digests and self.is_complete):
-            self._note(EntryKind.CHANGES, changes, digests)
+            self._publish(EntryKind.CHANGES, changes, digests)
 
-    def completed(self) -> None:
-        """The snapshot is in."""
+    def publish_complete(self) -> None:
+        """Publishes that the snapshot is complete."""
         self.is_complete = True
-        self._note(EntryKind.COMPLETE)
+        self._publish(EntryKind.COMPLETE)
 
-    def gone(self) -> None:
-        """The instance left; nothing is published afterwards."""
-        self._note(EntryKind.GONE)
+    def publish_gone(self) -> None:
+        """Publishes that the instance left, then closes."""
+        self._publish(EntryKind.GONE)
         self.close()
 
     def close(self) -> None:
-        """Publishes nothing any more. Repeating it is safe."""
-        self._tell = None
+        """Stops publishing. Idempotent."""
+        self._enqueue = None
 
-    def _note(
+    def _publish(
         self, kind: EntryKind, changes: Sequence[Change] = (), digests: Sequence[tuple[int, int, int]] = ()
     ) -> None:
-        if self._tell is None:
+        if self._enqueue is None:
             return
         tenant, instance_id = self.owner
-        entry = Entry(kind, tenant, instance_id, self.epoch, self.term, list(changes), list(digests))
-        self._tell(Note(entry=entry, is_logged=kind is not EntryKind.CHANGES or self.is_complete))
+        entry = LogEntry(kind, tenant, instance_id, self.epoch, self.term, list(changes), list(digests))
+        self._enqueue(PendingEntry(entry=entry, is_logged=kind is not EntryKind.CHANGES or self.is_complete))
+
+
+class Backlog:
+    """Entries to write, in order within each shard, up to `limit_bytes`.
+
+    An entry that does not fit empties the backlog, and sets `has_overflowed` for good.
+    """
+
+    def __init__(self, limit_bytes: int = MAX_BACKLOG_BYTES) -> None:
+        self.size_bytes = 0
+        self.has_overflowed = False
+        self._limit_bytes = limit_bytes
+        self._by_shard: dict[int, deque[PendingEntry]] = {}
+
+    @property
+    def is_below_half(self) -> bool:
+        """Whether less than half of the limit is used."""
+        return self.size_bytes < self._limit_bytes // 2
+
+    def put(self, pending: PendingEntry) -> None:
+        """Adds an entry."""
+        if self.has_overflowed:
+            return
+        self.size_bytes += pending.size_bytes
+        if self.size_bytes > self._limit_bytes:
+            self.has_overflowed, self.size_bytes = True, 0
+            self._by_shard.clear()
+            return
+        self._by_shard.setdefault(pending.owner.shard, deque()).append(pending)
+
+    def take(self) -> dict[int, list[PendingEntry]]:
+        """Removes and returns the next batch of each shard that has entries."""
+        batches: dict[int, list[PendingEntry]] = {}
+        for shard, queue in list(self._by_shard.items()):
+            batch = batches[shard] = []
+            size_bytes = 0
+            while queue and len(batch) < MAX_BATCH_ENTRIES and size_bytes < MAX_BATCH_BYTES:
+                batch.append(queue.popleft())
+                size_bytes += batch[-1].size_bytes
+            self.size_bytes -= size_bytes
+            if not queue:
+                del self._by_shard[shard]
+        return batches

@@ -1,18 +1,18 @@
-"""What Valkey does in one step: a script each. Used by `store.py`, which says what their arguments are.
+"""Lua scripts that Valkey runs atomically. Called by `valkey_store.py`.
 
-All keys of a script are of one shard. The first is the shard's id, and the first argument what it shall be: a server
-that was emptied, or another one, refuses. Scripts that publish refuse terms that are over: a coordinator that stood
-still cannot overwrite what a newer one told.
+All keys of a script belong to one shard. The first key is the shard's id and the first argument its expected value: a
+server that was emptied or replaced refuses. Scripts that publish refuse terms that are over: a coordinator that was
+paused cannot overwrite what a newer one published.
 """
 
 from __future__ import annotations
 
 WRONG_MAP = "LMKVMAP"
-"""What the error begins with that all scripts give if the shard's id is another one."""
+"""Prefix of the error that all scripts return if the shard's id is another one."""
 
 _CHECK = f"""
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then
-  return redis.error_reply('{WRONG_MAP} the layout map is another one')
+  return redis.error_reply('{WRONG_MAP} the layout map was replaced by another one')
 end
 """
 
@@ -26,15 +26,15 @@ redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2])
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
 return redis.call('GET', KEYS[1])
 """
-"""KEYS id; ARGV an id if there is none yet, its lifetime. The id that there is."""
+"""KEYS id; ARGV an id to set if there is none, its lifetime. Returns the id."""
 
 TAIL = f"""{_CHECK}{_NEWEST}
 return previous
 """
-"""KEYS id, log; ARGV id. The newest entry's id."""
+"""KEYS id, log; ARGV id. Returns the newest entry's id."""
 
-# A term follows the instance's last one, the shard's last one, and the time in microseconds: it rises strictly though
-# the instance's key is lost, even where the clock was set back, and though both keys are lost.
+# A term is greater than the instance's last one, the shard's last one, and the time in microseconds: it increases
+# strictly if the instance's key is lost, also after the clock was set back, and if both keys are lost.
 TERM = f"""{_CHECK}
 local time = redis.call('TIME')
 local last = math.max(tonumber(redis.call('GET', KEYS[2]) or 0), tonumber(redis.call('GET', KEYS[3]) or 0))
@@ -45,8 +45,8 @@ redis.call('HSET', KEYS[4] .. term, ARGV[4], ARGV[5])
 redis.call('PEXPIRE', KEYS[4] .. term, ARGV[3])
 return term
 """
-"""KEYS id, term, the shard's last term, held without its term; ARGV id, lifetime of the terms, of what is held, the
-opening. The term."""
+"""KEYS id, term, the shard's last term, prefix of the held records' key; ARGV id, lifetimes of the terms and of the
+records, the marker's field and value. Returns the term."""
 
 PUBLISH = f"""{_CHECK}{_NEWEST}
 local function admit(held, place, tokens, keys)
@@ -113,9 +113,9 @@ end
 redis.call('PEXPIRE', KEYS[2], ARGV[4])
 return replies
 """
-"""KEYS id, log, and for each note term, held, current; ARGV id, lifetime of what is held, most entries of the log, its
-lifetime, and for each note kind, term, epoch, entry or nothing, count of changes, and for each of these place, tokens,
-admitted and evicted keys. For each note `ok`, `fenced` or `lost`."""
+"""KEYS id, log, and per entry: term, held, current; ARGV id, lifetime of the records, length and lifetime of the log,
+and per entry: kind, term, epoch, encoded entry or empty, number of changes, and per change: field prefix, tokens,
+admitted and evicted keys. Returns `ok`, `fenced` or `lost` per entry."""
 
 RENEW = f"""{_CHECK}
 local replies, at = {{}}, 4
@@ -134,18 +134,19 @@ for key = 2, #KEYS, 3 do
 end
 return replies
 """
-"""KEYS id, and for each publication term, held, current; ARGV id, lifetime of terms, of the rest, and for each
-publication its term and whether it is complete. For each `ok`, `fenced` or `lost`."""
+"""KEYS id, and per publication: term, held, current; ARGV id, lifetimes of terms and of the rest, and per publication:
+its term and whether it is complete. Returns `ok`, `fenced` or `lost` per publication."""
 
 CURRENT = f"""{_CHECK}
 return redis.call('GET', KEYS[2]) or ''
 """
-"""KEYS id, current; ARGV id. Term and epoch of what is complete."""
+"""KEYS id, current; ARGV id. Returns term and epoch of the complete snapshot, or an empty string."""
 
 SCAN = f"""{_CHECK}
 local found = redis.call('HSCAN', KEYS[2], ARGV[2], 'COUNT', ARGV[3])
 return {{found[1], table.concat(found[2])}}
 """
-"""KEYS id, held; ARGV id, cursor, about how many. The next cursor, and the records in one string."""
+"""KEYS id, held; ARGV id, cursor, approximate number of records. Returns the next cursor
+and the records in one string."""
 
 ALL = (CLAIM, TAIL, TERM, PUBLISH, RENEW, CURRENT, SCAN)

@@ -1,82 +1,106 @@
-"""One time during which the map is shared, from a connection until it is lost. Used by `SharedMap`."""
+"""One connection to the shared map, from connecting until it is lost. Used by `SharedMap`."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from lmkv_server.coordinator.core.registry import Registry
-from lmkv_server.coordinator.layout_store.counts import Counts
-from lmkv_server.coordinator.layout_store.entry import Entry, Position
-from lmkv_server.coordinator.layout_store.follower import Follower
-from lmkv_server.coordinator.layout_store.loader import LOADS_AT_ONCE, Loader
-from lmkv_server.coordinator.layout_store.lost import StoreLost, all_of
-from lmkv_server.coordinator.layout_store.owner import SHARD_COUNT, Owner
+from lmkv_server.coordinator.layout_store.follower import InstanceFollower
+from lmkv_server.coordinator.layout_store.log_entry import SHARD_COUNT, ChunkOwner, LogEntry, LogPosition
+from lmkv_server.coordinator.layout_store.log_reader import LogReader
 from lmkv_server.coordinator.layout_store.publication import Publication
 from lmkv_server.coordinator.layout_store.publisher import Publisher
-from lmkv_server.coordinator.layout_store.reader import Reader
+from lmkv_server.coordinator.layout_store.snapshot_loader import CONCURRENT_LOADS, SnapshotLoader
+from lmkv_server.coordinator.layout_store.stats import SharedMapStats
+from lmkv_server.coordinator.layout_store.store_lost import StoreLost, all_of
 
-if TYPE_CHECKING:  # it needs a package that not everybody has
-    from lmkv_server.coordinator.layout_store.store import Store
+if TYPE_CHECKING:  # it imports valkey, which is optional
+    from lmkv_server.coordinator.layout_store.valkey_store import ValkeyStore
 
 logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 2.0
-"""Between two looks whether the map is still the same."""
+"""Interval at which the id of the map is checked."""
 RENEWALS = 6
-"""In the time after which what nobody renews vanishes."""
-REASONS = {"fenced": "another coordinator publishes it", "lost": "what was published of it was lost"}
+"""Renewals within the lifetime of a publication."""
+REASONS = {"fenced": "another coordinator publishes its chunks", "lost": "its published chunks were lost"}
 
 
-class Member(Protocol):
-    """What the map deals with of a tenant's services."""
+class SharedRegistry(Protocol):
+    """The part of a tenant's `Registry` that a shared map uses."""
 
     @property
-    def core(self) -> Registry:
-        """Its instances."""
+    def followers(self) -> Mapping[str, InstanceFollower]:
+        """By instance id: instances that report to another coordinator."""
+
+    @property
+    def publications(self) -> Mapping[str, Publication]:
+        """By instance id: instances that report here."""
+
+    def unpublish(self, instance_id: str) -> None:
+        """Stops publishing an instance. Idempotent."""
+
+    def stop_sharing(self) -> None:
+        """Stops publishing and following all instances."""
+
+
+class TenantServices(Protocol):
+    """The part of a tenant's `Services` that a shared map uses."""
+
+    @property
+    def core(self) -> SharedRegistry:
+        """The tenant's registry."""
 
     def resync(self, reason: str, instance_id: str = "") -> None:
-        """Ends the streams of reports of all instances, or of one: they register anew."""
+        """Ends the report streams of all instances, or of one: they register again."""
 
 
-class Members(Protocol):
-    """The tenants."""
+class TenantDirectory(Protocol):
+    """The tenants of a coordinator."""
 
-    def find(self, tenant: str) -> Member | None:
-        """What serves one; None if nobody has called for it."""
+    def find(self, tenant: str) -> TenantServices | None:
+        """The services of a tenant; None if no call has named it."""
 
-    def by_name(self) -> Iterable[tuple[str, Member]]:
-        """What serves each."""
+    def by_name(self) -> Iterable[tuple[str, TenantServices]]:
+        """All tenants."""
 
 
 class Session:
-    """Publishes and follows through one store. `open` and `run` raise `StoreLost`."""
+    """Publishes and follows through one store. `open` and `run` raise `StoreLost`. It is the listener of its logs."""
 
-    def __init__(self, store: Store, members: Members, counts: Counts, held_seconds: float) -> None:
+    def __init__(self, store: ValkeyStore, tenants: TenantDirectory, held_seconds: float) -> None:
         self.map_id = ""
-        self.publisher = Publisher(store, counts, self._refused)
-        self.loader = Loader(store, counts, self._position)
+        self.publisher = Publisher(store, self._resync_refused)
+        self.loader = SnapshotLoader(store, self._position)
         self._store = store
-        self._members = members
-        self._counts = counts
+        self._tenants = tenants
         self._held_seconds = held_seconds
+        self._followed_count = 0
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._readers = [Reader(store, shard, self) for shard in range(SHARD_COUNT)]
+        self._readers = [LogReader(store, shard, self) for shard in range(SHARD_COUNT)]
+
+    def stats(self) -> SharedMapStats:
+        """What it has done so far."""
+        return SharedMapStats(
+            published_count=self.publisher.published_count,
+            followed_count=self._followed_count,
+            load_count=self.loader.load_count,
+        )
 
     async def open(self) -> None:
-        """Connects; the logs are read from where they are now."""
+        """Connects, and sets the logs' readers to the newest entries."""
         map_id = await self._store.connect()
         await all_of(reader.begin() for reader in self._readers)
         self.map_id = map_id
 
     async def run(self) -> None:
-        """Lasts as long as the map is shared."""
+        """Runs until the store is lost."""
         async with asyncio.TaskGroup() as group:
             for reader in self._readers:
                 group.create_task(reader.run())
-            for _ in range(LOADS_AT_ONCE):
+            for _ in range(CONCURRENT_LOADS):
                 group.create_task(self.loader.run())
             group.create_task(self.publisher.run())
             group.create_task(self.publisher.renew(self._publications, self._held_seconds / RENEWALS))
@@ -84,35 +108,35 @@ class Session:
             group.create_task(self._wait_failed())
 
     def fail(self, lost: StoreLost) -> None:
-        """Ends it: somebody else found out that the store is lost."""
+        """Ends `run` with an error that occurred outside of it. Idempotent."""
         if not self._failed.done():
             self._failed.set_exception(lost)
 
-    async def publish(self, owner: Owner, epoch: int) -> Publication:
-        """Begins a term of an instance. Raises `StoreLost`."""
-        return Publication(owner, epoch, await self._store.next_term(owner), self.publisher.tell)
+    async def publish(self, owner: ChunkOwner, epoch: int) -> Publication:
+        """Starts a new term of an instance. Raises `StoreLost`."""
+        return Publication(owner, epoch, await self._store.next_term(owner), self.publisher.enqueue)
 
-    # --- What the logs say ---------------------------------------------------------------------------------------
+    # --- LogListener ---------------------------------------------------------------------------------------------
 
-    def hear(self, entry: Entry) -> None:
-        """See `Listener`."""
-        member = self._members.find(entry.tenant)
-        follower = member.core.followers.get(entry.instance_id) if member else None
+    def handle_entry(self, entry: LogEntry) -> None:
+        """Passes an entry to the follower of its instance, if there is one."""
+        services = self._tenants.find(entry.tenant)
+        follower = services.core.followers.get(entry.instance_id) if services else None
         if follower is not None:
-            self._counts.followed += follower.hear(entry)
+            self._followed_count += follower.handle_entry(entry)
             if follower.difference:
-                logger.warning("%s; loading it anew", follower.difference)
+                logger.warning("%s; loading its chunks again", follower.difference)
                 follower.difference = ""
 
-    def reached(self, shard: int) -> None:
-        """See `Listener`."""
-        self.loader.reached(shard)
+    def advance(self, shard: int) -> None:
+        """Completes the loads that waited for this part of the log."""
+        self.loader.advance(shard)
 
-    def missed(self, shard: int) -> None:
-        """See `Listener`."""
+    def handle_gap(self, shard: int) -> None:
+        """Loads all instances of the shard again."""
         for owner, follower in self._followers():
             if owner.shard == shard:
-                follower.want()
+                follower.request_load()
 
     # --- Inside --------------------------------------------------------------------------------------------------
 
@@ -124,21 +148,21 @@ class Session:
     async def _wait_failed(self) -> None:
         await self._failed
 
-    def _position(self, shard: int) -> Position:
+    def _position(self, shard: int) -> LogPosition:
         return self._readers[shard].position
 
-    def _followers(self) -> Iterator[tuple[Owner, Follower]]:
-        for tenant, member in self._members.by_name():
-            for instance_id, follower in list(member.core.followers.items()):
-                yield Owner(tenant, instance_id), follower
+    def _followers(self) -> Iterator[tuple[ChunkOwner, InstanceFollower]]:
+        for tenant, services in self._tenants.by_name():
+            for instance_id, follower in list(services.core.followers.items()):
+                yield ChunkOwner(tenant, instance_id), follower
 
     def _publications(self) -> Iterator[Publication]:
-        for _, member in self._members.by_name():
-            yield from list(member.core.publications.values())
+        for _, services in self._tenants.by_name():
+            yield from list(services.core.publications.values())
 
-    def _refused(self, owner: Owner, term: int, reply: str) -> None:
-        member = self._members.find(owner.tenant)
-        publication = member.core.publications.get(owner.instance_id) if member else None
-        if member is not None and publication is not None and publication.term == term:
-            member.core.unpublish(owner.instance_id)
-            member.resync(REASONS.get(reply, reply), owner.instance_id)
+    def _resync_refused(self, owner: ChunkOwner, term: int, reply: str) -> None:
+        services = self._tenants.find(owner.tenant)
+        publication = services.core.publications.get(owner.instance_id) if services else None
+        if services is not None and publication is not None and publication.term == term:
+            services.core.unpublish(owner.instance_id)
+            services.resync(REASONS.get(reply, reply), owner.instance_id)

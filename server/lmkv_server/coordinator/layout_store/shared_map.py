@@ -1,8 +1,8 @@
-"""The layout map that coordinators share: whether this one has its part in it now.
+"""The layout map that coordinators share: connects this coordinator to it, and again when the connection is lost.
 
     connect ──► shared: publish, read the logs, load ──► lost ──► pause ──► connect ...
 
-Whenever it begins or ends, all instances are told to register anew: nothing else has to be kept in step.
+At both transitions all instances register again, so that no other state has to be synchronized.
 """
 
 from __future__ import annotations
@@ -11,81 +11,86 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 
 from lmkv.errors import ConfigError
 from lmkv.remote_url import parse_remote_url
-from lmkv_server.coordinator.layout_store.counts import Counts
-from lmkv_server.coordinator.layout_store.follower import Follower
-from lmkv_server.coordinator.layout_store.lost import StoreLost
-from lmkv_server.coordinator.layout_store.owner import Owner
+from lmkv_server.coordinator.layout_store.follower import InstanceFollower
+from lmkv_server.coordinator.layout_store.log_entry import ChunkOwner
 from lmkv_server.coordinator.layout_store.publication import Publication
-from lmkv_server.coordinator.layout_store.session import Members, Session
+from lmkv_server.coordinator.layout_store.session import Session, TenantDirectory
+from lmkv_server.coordinator.layout_store.stats import SharedMapStats
+from lmkv_server.coordinator.layout_store.store_lost import StoreLost
 
 logger = logging.getLogger(__name__)
 
 FIRST_SECONDS = 2.0
-"""How long a coordinator that starts waits for the map before it serves."""
+"""How long a starting coordinator waits for the map before it serves."""
 MIN_PAUSE_SECONDS = 0.25
 MAX_PAUSE_SECONDS = 10.0
 STABLE_SECONDS = 60.0
-"""After so long the next pause is the shortest again."""
+"""A connection that lasted this long resets the pause to the shortest."""
 MIN_HELD_SECONDS = 60.0
 HELD_LEASES = 10
-"""What nobody renews vanishes after so many leases, and a minute at least."""
+"""Publications expire after this many leases without renewal, and after `MIN_HELD_SECONDS` at the earliest."""
 
 
 class SharedMap:
-    """Connects to the store of `url`, and again whenever that is lost. Whatever happens to it, the coordinator goes on.
+    """Connects to the store at `url`. The coordinator keeps serving whatever happens to the store.
 
-    Raises `ConfigError` if the URL cannot be used, or the package for it is not installed.
+    Raises `ConfigError` if the URL is invalid, or the package that it needs is not installed.
     """
 
     def __init__(self, url: str, *, lease_ttl: float) -> None:
-        self.counts = Counts()
         parsed = parse_remote_url(url)
         if find_spec("valkey") is None:
             raise ConfigError(
                 f"layout_map_url: {parsed.shown} needs valkey, which is not installed; pip install 'lmkv[valkey]'",
                 key="layout_map_url",
             )
-        from lmkv_server.coordinator.layout_store.store import Store
+        from lmkv_server.coordinator.layout_store.valkey_store import ValkeyStore
 
         self._held_seconds = max(MIN_HELD_SECONDS, HELD_LEASES * lease_ttl)
-        self._store = Store(parsed, held_seconds=self._held_seconds)
+        self._store = ValkeyStore(parsed, held_seconds=self._held_seconds)
         self._session: Session | None = None
-        self._members: Members | None = None
+        self._past_stats = SharedMapStats()
+        self._tenants: TenantDirectory | None = None
         self._task: asyncio.Task[None] | None = None
         self._tried = asyncio.Event()
         self._logged = ""
 
     @property
     def map_id(self) -> str:
-        """Which map is shared now; empty while none is."""
+        """Id of the shared map; empty while it is not connected."""
         return self._session.map_id if self._session else ""
 
+    def stats(self) -> SharedMapStats:
+        """What was done since the process started."""
+        return self._past_stats.plus(self._session.stats()) if self._session else self._past_stats
+
     def of(self, tenant: str) -> TenantLayoutStore:
-        """What the services of one tenant see of it."""
+        """One tenant's part of the map."""
         return TenantLayoutStore(self, tenant)
 
-    async def start(self, members: Members) -> None:
-        """Begins to share what these know; returns once it does, or after two seconds."""
-        self._members = members
-        self._task = asyncio.create_task(self._run(members), name="lmkv-shared-map")
+    async def start(self, tenants: TenantDirectory) -> None:
+        """Starts sharing; returns once the map is connected, or after `FIRST_SECONDS`."""
+        self._tenants = tenants
+        self._task = asyncio.create_task(self._run(tenants), name="lmkv-shared-map")
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_SECONDS):
                 await self._tried.wait()
 
     async def aclose(self) -> None:
-        """Shares no longer; what was published stays for who takes over. Repeating it is safe."""
+        """Stops sharing. Publications stay for the coordinator that takes over. Idempotent."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         await self._store.aclose()
 
-    async def publish(self, owner: Owner, epoch: int) -> Publication | None:
-        """Begins a term of an instance; None if nothing is shared, or no longer."""
+    async def publish(self, owner: ChunkOwner, epoch: int) -> Publication | None:
+        """Starts a new term of an instance; None if the map is not connected."""
         session = self._session
         if session is None:
             return None
@@ -97,23 +102,23 @@ class SharedMap:
             return None
         return publication if self._session is session else None
 
-    def load(self, owner: Owner, follower: Follower) -> None:
-        """Has what an instance holds loaded soon."""
+    def load(self, owner: ChunkOwner, follower: InstanceFollower) -> None:
+        """Schedules a load of an instance's chunks."""
         if self._session is not None:
             self._session.loader.load(owner, follower)
 
-    async def has_room(self) -> None:
-        """Waits, a second at most, while much is still to be published."""
+    async def wait_for_room(self) -> None:
+        """Waits, at most a second, while the backlog of publications is more than half full."""
         if self._session is not None:
-            await self._session.publisher.has_room()
+            await self._session.publisher.wait_for_room()
 
     # --- Inside --------------------------------------------------------------------------------------------------
 
-    async def _run(self, members: Members) -> None:
+    async def _run(self, tenants: TenantDirectory) -> None:
         pause = MIN_PAUSE_SECONDS
         while self._task is not None:  # a task group that fails just when it is cancelled swallows the cancellation
             began = time.monotonic()
-            session = Session(self._store, members, self.counts, self._held_seconds)
+            session = Session(self._store, tenants, self._held_seconds)
             try:
                 await session.open()
                 self._begin(session)
@@ -121,8 +126,8 @@ class SharedMap:
             except* StoreLost as lost:
                 self._end(session, str(lost.exceptions[0]))
             except* Exception:
-                logger.exception("sharing the layout map failed unexpectedly")
-                self._end(session, "it failed unexpectedly")
+                logger.exception("the shared layout map failed unexpectedly")
+                self._end(session, "unexpected failure")
             self._tried.set()
             was_stable = time.monotonic() - began > STABLE_SECONDS
             pause = MIN_PAUSE_SECONDS if was_stable else min(2 * pause, MAX_PAUSE_SECONDS)
@@ -130,28 +135,28 @@ class SharedMap:
 
     def _begin(self, session: Session) -> None:
         self._session, self._logged = session, ""
-        logger.info("shares the layout map %s at %s", session.map_id, self._store.shown)
-        self._start_anew("the layout map is shared now")
+        logger.info("sharing the layout map %s at %s", session.map_id, self._store.shown)
+        self._resync_all("the layout map is shared now")
         self._tried.set()
 
     def _end(self, session: Session, reason: str) -> None:
         if self._session is session:
-            self._session = None
-            self.counts.losses += 1
-            self._start_anew("the layout map is not shared any more")
-        text = f"layout_map_url: {self._store.shown} cannot be used, going on without it: {reason}"
-        if text != self._logged:  # once, not with every attempt
+            past = self.stats()
+            self._session, self._past_stats = None, replace(past, loss_count=past.loss_count + 1)
+            self._resync_all("the layout map is not shared any more")
+        text = f"layout_map_url: {self._store.shown} cannot be used, continuing without it: {reason}"
+        if text != self._logged:  # once, not at every attempt
             logger.warning(text)
             self._logged = text
 
-    def _start_anew(self, reason: str) -> None:
-        for _, member in self._members.by_name() if self._members else ():
-            member.core.unshare()
-            member.resync(reason)
+    def _resync_all(self, reason: str) -> None:
+        for _, services in self._tenants.by_name() if self._tenants else ():
+            services.core.stop_sharing()
+            services.resync(reason)
 
 
 class TenantLayoutStore:
-    """One tenant's part of a shared map; see `Share`."""
+    """One tenant's part of a shared map; a `LayoutStore`."""
 
     def __init__(self, shared: SharedMap, tenant: str) -> None:
         self._shared = shared
@@ -159,17 +164,17 @@ class TenantLayoutStore:
 
     @property
     def map_id(self) -> str:
-        """See `Share`."""
+        """Id of the shared map; empty while it is not connected."""
         return self._shared.map_id
 
     async def publish(self, instance_id: str, epoch: int) -> Publication | None:
-        """See `Share`."""
-        return await self._shared.publish(Owner(self._tenant, instance_id), epoch)
+        """Starts a publication; None if the map is not connected."""
+        return await self._shared.publish(ChunkOwner(self._tenant, instance_id), epoch)
 
-    def load(self, follower: Follower) -> None:
-        """See `Share`."""
-        self._shared.load(Owner(self._tenant, follower.instance.said.instance_id), follower)
+    def load(self, follower: InstanceFollower) -> None:
+        """Schedules a load of an instance's chunks."""
+        self._shared.load(ChunkOwner(self._tenant, follower.instance.info.instance_id), follower)
 
-    async def has_room(self) -> None:
-        """See `Share`."""
-        await self._shared.has_room()
+    async def wait_for_room(self) -> None:
+        """Waits, at most a second, while the backlog of publications is more than half full."""
+        await self._shared.wait_for_room()

@@ -1,4 +1,4 @@
-"""Long-running operations (move, copy, clear) and pins: what coordinators ask of nodes, and its progress.
+"""Operations on the fleet: moves, copies, clears and pins, the orders that they send to nodes, and the audit log.
 
-Start with `operations.Operations`.
+May import `registry` and what is below. Start with `operations.Operations`.
 """

@@ -13,12 +13,12 @@ from lmkv.errors import BadSelection, LmkvError, OperationCancelled
 from lmkv.keys import KEY_BYTES
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import registry_service_pb2 as registry_pb
-from lmkv_server.coordinator.core.registry import Registry
-from lmkv_server.coordinator.core.selection import Selector
 from lmkv_server.coordinator.operations.failures import add_failure
 from lmkv_server.coordinator.operations.operation import Operation
 from lmkv_server.coordinator.operations.operations import Operations
-from lmkv_server.coordinator.operations.orders import Orders
+from lmkv_server.coordinator.operations.orders import PendingOrders
+from lmkv_server.coordinator.registry.registry import Registry
+from lmkv_server.coordinator.registry.selection import Selector
 
 BATCH_CHUNKS = 16_384
 """Chunks that one order names."""
@@ -29,7 +29,7 @@ TIMEOUT_SECONDS = 60.0
 class Clears:
     """Books clears, and sees them through."""
 
-    def __init__(self, registry: Registry, selector: Selector, orders: Orders, operations: Operations) -> None:
+    def __init__(self, registry: Registry, selector: Selector, orders: PendingOrders, operations: Operations) -> None:
         self._registry = registry
         self._selector = selector
         self._orders = orders
@@ -68,8 +68,8 @@ class Clears:
 
     def _instance_ids(self, request: pb.ClearRequest) -> list[str]:
         if not request.instance_id:
-            return [instance.said.instance_id for instance in self._registry.instances]
-        return [self._registry.instances.named(request.instance_id, "instance_id").said.instance_id]
+            return [instance.info.instance_id for instance in self._registry.instances]
+        return [self._registry.instances.named(request.instance_id, "instance_id").info.instance_id]
 
     async def _drops(self, request: pb.ClearRequest) -> list[registry_pb.DropOrder]:
         """What each instance is told."""
@@ -97,7 +97,7 @@ class _Clear:
 
     def __init__(
         self,
-        orders: Orders,
+        orders: PendingOrders,
         instance_ids: list[str],
         drops: list[registry_pb.DropOrder],
         progress: pb.ClearProgress,
@@ -152,5 +152,5 @@ class _Clear:
 
 def _order_id(operation: Operation, drop: registry_pb.DropOrder) -> str:
     """The same whoever gives the order: an instance that has carried it out already says how it went."""
-    said = hashlib.blake2b(drop.SerializeToString(deterministic=True), digest_size=8).hexdigest()
-    return f"{operation.name}-{said}"
+    digest = hashlib.blake2b(drop.SerializeToString(deterministic=True), digest_size=8).hexdigest()
+    return f"{operation.name}-{digest}"

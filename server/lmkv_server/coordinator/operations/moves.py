@@ -28,14 +28,14 @@ from lmkv.keys import KEY_BYTES
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import registry_service_pb2 as registry_pb
 from lmkv_server.coordinator.core.instances import Instance
-from lmkv_server.coordinator.core.positions import Position, place_of
-from lmkv_server.coordinator.core.registry import Registry
-from lmkv_server.coordinator.core.selection import Selection, Selector
 from lmkv_server.coordinator.operations.chunk_locks import ChunkLocks
 from lmkv_server.coordinator.operations.failures import add_failure
 from lmkv_server.coordinator.operations.operation import Operation
 from lmkv_server.coordinator.operations.operations import Operations
-from lmkv_server.coordinator.operations.orders import Orders
+from lmkv_server.coordinator.operations.orders import PendingOrders
+from lmkv_server.coordinator.operations.positions import Position, place_of
+from lmkv_server.coordinator.registry.registry import Registry
+from lmkv_server.coordinator.registry.selection import Selection, Selector
 
 BATCH_CHUNKS = 1024
 """Chunks that one order is about: the source drops them, and progress is told, that often."""
@@ -46,7 +46,7 @@ TIMEOUT_SECONDS = 600.0
 class Moves:
     """Books moves, and sees them through."""
 
-    def __init__(self, registry: Registry, selector: Selector, orders: Orders, operations: Operations) -> None:
+    def __init__(self, registry: Registry, selector: Selector, orders: PendingOrders, operations: Operations) -> None:
         self._registry = registry
         self._selector = selector
         self._orders = orders
@@ -114,7 +114,7 @@ class _Move:
     def __init__(
         self,
         registry: Registry,
-        orders: Orders,
+        orders: PendingOrders,
         claims: ChunkLocks,
         source: Position,
         destination: Position,
@@ -195,7 +195,7 @@ class _Move:
     async def _fetch(self, batch: NDArray[np.void], operation: Operation) -> NDArray[np.void]:
         """Has the destination fetch; what it now holds."""
         try:
-            source = self._instances.named(self._source.instance_id, "old_position").said
+            source = self._instances.named(self._source.instance_id, "old_position").info
             fetch = registry_pb.FetchOrder(
                 instance_id=source.instance_id,
                 epoch=source.epoch,
@@ -213,9 +213,9 @@ class _Move:
         failed = self._note_failures(outcome)
         arrived = batch[~np.isin(batch, failed)]
         if len(arrived) != outcome.chunk_count:  # it stopped early: nothing is certain, so nothing is dropped
-            said = outcome.status if outcome.status.code else _contradiction(self._destination.instance_id)
+            info = outcome.status if outcome.status.code else _contradiction(self._destination.instance_id)
             self._result.chunk_count += outcome.chunk_count
-            return self._fail(arrived, said)
+            return self._fail(arrived, info)
         self._result.chunk_count += outcome.chunk_count
         self._result.token_count += outcome.token_count
         self._result.transferred_bytes += outcome.transferred_bytes
@@ -263,23 +263,23 @@ class _Move:
 
 def check_p2p(instance: Instance, field: str) -> None:
     """Raises `P2pDisabled` if other instances cannot fetch from this one, nor it from them."""
-    if not instance.said.peer_address:
+    if not instance.info.peer_address:
         raise P2pDisabled(
-            f"{field}: instance {instance.said.instance_id!r} does not transfer chunks to or from other nodes; set "
+            f"{field}: instance {instance.info.instance_id!r} does not transfer chunks to or from other nodes; set "
             "enable_p2p to true there",
-            instance_id=instance.said.instance_id,
+            instance_id=instance.info.instance_id,
             field=field,
         )
 
 
 def check_spec(instance: Instance, selection: Selection) -> None:
     """Raises `KvSpecMismatch` if an instance cannot hold these chunks."""
-    fingerprints = {spec.fingerprint for spec in instance.said.specs}
+    fingerprints = {spec.fingerprint for spec in instance.info.specs}
     if selection.fingerprint and selection.fingerprint not in fingerprints:
         raise KvSpecMismatch(
-            f"instance {instance.said.instance_id!r} does not serve the spec of these chunks; it cannot hold them "
+            f"instance {instance.info.instance_id!r} does not serve the spec of these chunks; it cannot hold them "
             "(`lmkv instances` says what differs)",
-            instance_id=instance.said.instance_id,
+            instance_id=instance.info.instance_id,
         )
 
 

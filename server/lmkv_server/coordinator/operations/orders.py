@@ -1,4 +1,4 @@
-"""Orders to instances, from being given until their outcome is known. One event loop owns them.
+"""PendingOrders to instances, from being given until their outcome is known. One event loop owns them.
 
     given ──outcome──► over
       ├──deadline────► Unreachable
@@ -21,7 +21,7 @@ from lmkv.telemetry import SpanKind
 from lmkv.v1 import registry_service_pb2 as pb
 
 MAX_PENDING = 1024
-"""Orders that one instance may have before it."""
+"""PendingOrders that one instance may have before it."""
 MAX_PENDING_BYTES = 32 << 20
 """Size of these."""
 NODE_SHARE = 0.9
@@ -41,7 +41,7 @@ class _Pending:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Line:
+class _OrderQueue:
     """What one instance has before it, and how to tell it, while it has a stream."""
 
     pending: dict[str, _Pending] = field(default_factory=dict)
@@ -50,11 +50,11 @@ class _Line:
     tell: Tell | None = None
 
 
-class Orders:
+class PendingOrders:
     """All orders that are not over."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, _Line] = {}
+        self._lines: dict[str, _OrderQueue] = {}
 
     def __len__(self) -> int:
         return sum(len(line.pending) for line in self._lines.values())
@@ -99,7 +99,7 @@ class Orders:
 
     def connect(self, instance_id: str, tell: Tell) -> None:
         """The instance has a stream: tells it what it has before it, and whatever comes."""
-        line = self._lines.setdefault(instance_id, _Line())
+        line = self._lines.setdefault(instance_id, _OrderQueue())
         line.tell = tell
         for pending in line.pending.values():
             tell(pending.order)
@@ -120,7 +120,7 @@ class Orders:
 
     def drop_instance(self, instance_id: str) -> None:
         """The instance left, and will not say how its orders went."""
-        line = self._lines.pop(instance_id, _Line())
+        line = self._lines.pop(instance_id, _OrderQueue())
         for pending in line.pending.values():
             if not pending.outcome.done():
                 error = InstanceNotFound(f"instance {instance_id!r} left the fleet", instance_id=instance_id)
@@ -129,7 +129,7 @@ class Orders:
     # --- Inside --------------------------------------------------------------------------------------------------
 
     def _give(self, instance_id: str, order: pb.Order, timeout_seconds: float) -> _Pending:
-        line = self._lines.setdefault(instance_id, _Line())
+        line = self._lines.setdefault(instance_id, _OrderQueue())
         if len(line.pending) >= MAX_PENDING:
             raise Full(f"instance {instance_id!r} has {MAX_PENDING} orders before it", retry_seconds=1)
         if line.size_bytes + order.ByteSize() > MAX_PENDING_BYTES and line.pending:

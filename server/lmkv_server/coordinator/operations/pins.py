@@ -11,12 +11,13 @@ from lmkv.errors import BadSelection
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as registry_pb
-from lmkv_server.coordinator.core.positions import place_of
-from lmkv_server.coordinator.core.registration import MAX_PINS
-from lmkv_server.coordinator.core.registry import Registry
-from lmkv_server.coordinator.core.selection import Selector
-from lmkv_server.coordinator.operations.orders import Orders
+from lmkv_server.coordinator.operations.orders import PendingOrders
+from lmkv_server.coordinator.operations.positions import place_of
+from lmkv_server.coordinator.registry.registry import Registry
+from lmkv_server.coordinator.registry.selection import Selector
 
+MAX_PINS = 1000
+"""FleetPins of one instance."""
 DEFAULT_TTL_SECONDS = 300
 MAX_TTL_SECONDS = 86_400
 """Longest time that nodes grant; a longer wish gets this."""
@@ -27,10 +28,10 @@ MAX_PINNED_CHUNKS = 32_768
 _NAMESPACE = uuid.UUID("6c6d6b76-0000-4000-8000-000000000001")
 
 
-class Pins:
+class FleetPins:
     """Sets and ends pins. A pin's name says whose it is, so that it can be ended before anybody has told of it."""
 
-    def __init__(self, registry: Registry, selector: Selector, orders: Orders) -> None:
+    def __init__(self, registry: Registry, selector: Selector, orders: PendingOrders) -> None:
         self._registry = registry
         self._selector = selector
         self._orders = orders
@@ -82,7 +83,7 @@ class Pins:
         pins = {
             pin.pin_id: pin
             for instance in self._registry.instances
-            if instance_id in ("", instance.said.instance_id)
+            if instance_id in ("", instance.info.instance_id)
             for pin in instance.pins.values()
             if pin.expire_time.ToNanoseconds() > now
         }

@@ -45,15 +45,19 @@ def to_record(operation: Operation, ttl_seconds: float) -> registry_service_pb2.
 
 def from_record(record: registry_service_pb2.OperationRecord, longest_seconds: float) -> Operation:
     """The operation that a node reports, which runs `longest_seconds` more at most. Raises `BadMessage`."""
-    said, now = record.operation, time.time()
-    kind = said.name.partition("-")[0]
+    message, now = record.operation, time.time()
+    kind = message.name.partition("-")[0]
     progress = cache_service_pb2.ClearProgress() if kind == "clear" else cache_service_pb2.MoveProgress()
     result = cache_service_pb2.ClearResult() if kind == "clear" else cache_service_pb2.MoveResult()
-    is_sound = said.metadata.Unpack(progress) and (not said.HasField("response") or said.response.Unpack(result))
+    is_sound = message.metadata.Unpack(progress) and (
+        not message.HasField("response") or message.response.Unpack(result)
+    )
     if not is_sound:
-        raise BadMessage(f"the record of {said.name[:100]!r} is of another kind than its name", name=said.name[:100])
+        raise BadMessage(
+            f"the record of {message.name[:100]!r} is of another kind than its name", name=message.name[:100]
+        )
     operation = Operation(
-        name=said.name,
+        name=message.name,
         kind=kind,
         progress=progress,
         request=record.move if record.HasField("move") else record.clear if record.HasField("clear") else None,
@@ -64,8 +68,8 @@ def from_record(record: registry_service_pb2.OperationRecord, longest_seconds: f
     operation.size_bytes = OPERATION_BYTES + record.ByteSize()
     if record.cancelled:
         operation.cancelled.set()
-    if said.done:
+    if message.done:
         operation.end_time = min(progress.end_time.ToNanoseconds() / 1e9, now)
-        operation.error = rpc.from_status(said.error) if said.HasField("error") else None
-        operation.result = result if said.HasField("response") else None
+        operation.error = rpc.from_status(message.error) if message.HasField("error") else None
+        operation.result = result if message.HasField("response") else None
     return operation

@@ -17,11 +17,11 @@ from lmkv import rpc
 from lmkv.errors import LmkvError, Unreachable
 from lmkv.operation_records import rank
 from lmkv.v1 import registry_service_pb2 as pb
+from lmkv_server.coordinator.operations.audit import audited
 from lmkv_server.coordinator.operations.operation import Operation
 from lmkv_server.coordinator.operations.operations import LONGEST_SECONDS, Operations, Work
-from lmkv_server.coordinator.operations.orders import Orders
+from lmkv_server.coordinator.operations.orders import PendingOrders
 from lmkv_server.coordinator.operations.records import from_record, to_record
-from lmkv_server.coordinator.services.audit import audited
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class OperationReplicator:
     `is_partial` says whether instances have yet to tell what they hold.
     """
 
-    def __init__(self, operations: Operations, orders: Orders, is_partial: Callable[[], bool]) -> None:
+    def __init__(self, operations: Operations, orders: PendingOrders, is_partial: Callable[[], bool]) -> None:
         self.resume: dict[str, Work] = {}
         """How to go on with an operation that another coordinator began, by its kind."""
         self._operations = operations

@@ -1,4 +1,4 @@
-"""gRPC handlers of the coordinator. They translate messages and call `core` and `operations`.
+"""gRPC services of the coordinator. Handlers translate messages and call `registry` and `operations`.
 
-Start with `services.Services`, which composes them for one tenant.
+May import `operations` and what is below. Start with `services.Services`, which composes them for one tenant.
 """

@@ -21,15 +21,15 @@ from lmkv.v1 import cache_service_pb2_grpc as pb_grpc
 from lmkv.v1 import chunk_pb2
 from lmkv_server.coordinator.core.latency_histogram import LatencyHistogram
 from lmkv_server.coordinator.core.layout_map import Match
-from lmkv_server.coordinator.core.registry import Registry
-from lmkv_server.coordinator.core.selection import SHORT_KEYS, Selection, Selector
-from lmkv_server.coordinator.core.watch import Watch
+from lmkv_server.coordinator.operations.audit import audited
 from lmkv_server.coordinator.operations.clears import Clears
 from lmkv_server.coordinator.operations.moves import Moves
-from lmkv_server.coordinator.operations.pins import Pins
+from lmkv_server.coordinator.operations.pins import FleetPins
 from lmkv_server.coordinator.operations.records import to_proto
 from lmkv_server.coordinator.operations.replicator import OperationReplicator
-from lmkv_server.coordinator.services.audit import audited
+from lmkv_server.coordinator.registry.registry import Registry
+from lmkv_server.coordinator.registry.selection import SHORT_KEYS, Selection, Selector
+from lmkv_server.coordinator.services.layout_watch import LayoutWatch
 from lmkv_server.coordinator.services.pages import page_limit, page_token, read_page_token
 
 ANSWER_BYTES = rpc.MAX_MESSAGE_BYTES // 2
@@ -48,8 +48,8 @@ class CacheService(pb_grpc.CacheServiceServicer):
         moves: Moves,
         clears: Clears,
         keeping: OperationReplicator,
-        pins: Pins,
-        watch: Watch,
+        pins: FleetPins,
+        watch: LayoutWatch,
     ) -> None:
         self._registry = registry
         self._selector = selector
@@ -164,8 +164,8 @@ class CacheService(pb_grpc.CacheServiceServicer):
             return
         holder = response.holders.add(
             instance_id=match.instance_id,
-            epoch=instance.said.epoch,
-            peer_address=instance.said.peer_address,
+            epoch=instance.info.epoch,
+            peer_address=instance.info.peer_address,
             matched_chunk_count=match.chunk_count,
             matched_token_count=match.token_count,
         )

@@ -14,7 +14,7 @@ MAX_WAITING_BYTES = 64 << 20
 """Size of the orders that wait for one instance to read them."""
 
 
-class Outbox:
+class ReportOutbox:
     """The newest acknowledgement, and orders. One event loop owns it."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Outbox:
         self.wake.set()
 
     def take(self, revision: int) -> pb.ReportResponse | None:
-        """The next response; None if there is nothing to tell. Orders come one by one: each may be large."""
+        """The next response; None if there is nothing to tell. PendingOrders come one by one: each may be large."""
         if not self._sequence and not self._orders:
             self.wake.clear()
             return None

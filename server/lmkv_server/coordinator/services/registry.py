@@ -16,15 +16,16 @@ from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv.telemetry.log_limit import LimitedLogger
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1 import registry_service_pb2_grpc as pb_grpc
+from lmkv_server.coordinator.core.instance_info import MAX_SHOWN
 from lmkv_server.coordinator.core.instances import NO_ADDRESS, Instance
-from lmkv_server.coordinator.core.registration import MAX_SHOWN, check_report, check_secret, registration
-from lmkv_server.coordinator.core.registry import Registry
-from lmkv_server.coordinator.core.report_stream import ReportStream
 from lmkv_server.coordinator.layout_store.layout_store import LayoutStore, NoSharedStore
-from lmkv_server.coordinator.operations.orders import Orders
+from lmkv_server.coordinator.operations.orders import PendingOrders
 from lmkv_server.coordinator.operations.replicator import OperationReplicator
-from lmkv_server.coordinator.services.outbox import Outbox
+from lmkv_server.coordinator.registry.registry import Registry
+from lmkv_server.coordinator.registry.report_stream import ReportStream
+from lmkv_server.coordinator.services.outbox import ReportOutbox
 from lmkv_server.coordinator.services.pages import page_limit, page_token, read_page_token
+from lmkv_server.coordinator.services.registration import check_report, check_secret, instance_info
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
     def __init__(
         self,
         registry: Registry,
-        orders: Orders,
+        orders: PendingOrders,
         keeping: OperationReplicator,
         quota: Callable[[], TenantQuota] = lambda: NO_QUOTA,
         share: LayoutStore | None = None,
@@ -51,7 +52,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
         self._keeping = keeping
         self._quota = quota
         self._share = share or NoSharedStore()
-        self._outboxes: dict[str, Outbox] = {}
+        self._outboxes: dict[str, ReportOutbox] = {}
         """Of the newest stream of each instance."""
         self._log = LimitedLogger(logger)
         self.report_count = 0
@@ -59,18 +60,18 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
         now = time.monotonic()
-        said = registration(request.instance)
-        check_secret(request.secret, said.instance_id)
-        before = self._registry.instances.find(said.instance_id)
-        news = before is None or before.said != said
+        info = instance_info(request.instance)
+        check_secret(request.secret, info.instance_id)
+        before = self._registry.instances.find(info.instance_id)
+        news = before is None or before.info != info
         if before is None:
             self._check_quota("max_instances", len(self._registry.instances) + 1)
         try:
-            instance = self._registry.register(said, now, request.secret)
+            instance = self._registry.register(info, now, request.secret)
         except Full:  # no word of it here: there may be thousands
             raise
         except LmkvError as error:
-            self._log.warning("refused instance %s at %s: %s", said.instance_id, said.peer_address, error)
+            self._log.warning("refused instance %s at %s: %s", info.instance_id, info.peer_address, error)
             raise
         instance.tiers = tuple(request.instance.tiers)
         instance.engine_count = request.instance.engine_count
@@ -91,7 +92,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
         request_iterator: AsyncIterator[pb.ReportRequest],
         context: Any,
     ) -> AsyncIterator[pb.ReportResponse]:
-        outbox = Outbox()
+        outbox = ReportOutbox()
         reading = asyncio.create_task(self._read(request_iterator, outbox, context))
         # Comes also when the connection breaks while a response is on its way, unlike `finally`.
         context.add_done_callback(lambda _: reading.cancel())
@@ -107,7 +108,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
                 reading.result()
                 return
 
-    async def _read(self, reports: AsyncIterator[pb.ReportRequest], outbox: Outbox, context: Any) -> None:
+    async def _read(self, reports: AsyncIterator[pb.ReportRequest], outbox: ReportOutbox, context: Any) -> None:
         """Applies what an instance tells over one call, until it ends or breaks."""
         stream: ReportStream | None = None
         instance_id = ""
@@ -124,7 +125,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
                 stream.apply(report, time.monotonic())
                 if report.changes:
                     self._check_quota("max_chunks", len(self._registry.layout))
-                    await self._share.has_room()
+                    await self._share.wait_for_room()
                 self.report_count += 1
                 self._note(report)
                 outbox.acknowledge(stream.sequence, report)
@@ -140,7 +141,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
                 stream.close()
                 self._orders.disconnect(instance_id, outbox.tell)
 
-    async def _open_stream(self, report: pb.ReportRequest, outbox: Outbox) -> ReportStream:
+    async def _open_stream(self, report: pb.ReportRequest, outbox: ReportOutbox) -> ReportStream:
         """The stream that a first report begins. Raises what `Report` answers."""
         instance_id, epoch = report.instance_id, report.epoch
         instance = self._registry.instances.get(instance_id, epoch)
@@ -197,8 +198,8 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
         last = read_page_token("ListInstances", request.page_token)
         limit = page_limit(request.page_size)
         rest = sorted(
-            (instance for instance in self._registry.instances if instance.said.instance_id > last),
-            key=lambda instance: instance.said.instance_id,
+            (instance for instance in self._registry.instances if instance.info.instance_id > last),
+            key=lambda instance: instance.info.instance_id,
         )
         response = pb.ListInstancesResponse()
         for instance in rest[:limit]:
@@ -216,16 +217,16 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
                 f"instance {request.instance_id[:MAX_SHOWN]!r} is not registered",
                 instance_id=request.instance_id[:MAX_SHOWN],
             )
-        return pb.LocateInstanceResponse(epoch=instance.said.epoch, peer_address=instance.said.peer_address)
+        return pb.LocateInstanceResponse(epoch=instance.info.epoch, peer_address=instance.info.peer_address)
 
     def _to_proto(self, instance: Instance, now: float) -> pb.Instance:
-        said = instance.said
+        info = instance.info
         return pb.Instance(
-            instance_id=said.instance_id,
-            epoch=said.epoch,
-            peer_address=said.peer_address,
-            specs=[spec.to_proto() for spec in said.specs],
-            version=said.version,
+            instance_id=info.instance_id,
+            epoch=info.epoch,
+            peer_address=info.peer_address,
+            specs=[spec.to_proto() for spec in info.specs],
+            version=info.version,
             tiers=instance.tiers,
             engine_count=instance.engine_count,
             conflicts=[
@@ -236,13 +237,13 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
                     own_value=conflict.own_value,
                     other_value=conflict.other_value,
                 )
-                for conflict in self._registry.instances.models.conflicts(said, MAX_CONFLICTS)
+                for conflict in self._registry.instances.models.conflicts(info, MAX_CONFLICTS)
             ],
             synced=instance.synced,
             register_time=_wall_time(instance.register_time, now),
             expire_time=_wall_time(instance.expire_time, now),
             stats=instance.stats,
-            served_models=[model.to_proto() for model in said.served_models],
+            served_models=[model.to_proto() for model in info.served_models],
         )
 
 

@@ -6,18 +6,18 @@ import time
 from collections.abc import Callable
 
 from lmkv.auth.callers import NO_QUOTA, TenantQuota
-from lmkv_server.coordinator.core.admission import JoinAdmission
-from lmkv_server.coordinator.core.registry import Registry
-from lmkv_server.coordinator.core.selection import Selector
-from lmkv_server.coordinator.core.watch import Watch
+from lmkv_server.coordinator.core.join_admission import JoinAdmission
 from lmkv_server.coordinator.layout_store.layout_store import LayoutStore
 from lmkv_server.coordinator.operations.clears import Clears
 from lmkv_server.coordinator.operations.moves import Moves
 from lmkv_server.coordinator.operations.operations import Operations
-from lmkv_server.coordinator.operations.orders import Orders
-from lmkv_server.coordinator.operations.pins import Pins
+from lmkv_server.coordinator.operations.orders import PendingOrders
+from lmkv_server.coordinator.operations.pins import FleetPins
 from lmkv_server.coordinator.operations.replicator import OperationReplicator
+from lmkv_server.coordinator.registry.registry import Registry
+from lmkv_server.coordinator.registry.selection import Selector
 from lmkv_server.coordinator.services.cache import CacheService
+from lmkv_server.coordinator.services.layout_watch import LayoutWatch
 from lmkv_server.coordinator.services.operations import OperationsService
 from lmkv_server.coordinator.services.registry import RegistryService
 
@@ -37,7 +37,7 @@ class Services:
         admission: JoinAdmission | None = None,
         share: LayoutStore | None = None,
     ) -> None:
-        orders = Orders()
+        orders = PendingOrders()
         # Beginning at the time of day keeps revisions rising across restarts.
         self.core = Registry(
             lease_ttl=lease_ttl,
@@ -49,10 +49,10 @@ class Services:
         self.orders = orders
         self.operations_core = Operations(operation_ttl, is_partial=self._is_partial, news_seconds=lease_ttl)
         self._keeping = OperationReplicator(self.operations_core, orders, self._is_partial)
-        self.watch = Watch(self.core.layout)
+        self.watch = LayoutWatch(self.core.layout)
         selector = Selector(self.core.instances.models, cluster_secret, self.core.layout.may_hold)
         moves = Moves(self.core, selector, orders, self.operations_core)
-        self.pins = Pins(self.core, selector, orders)
+        self.pins = FleetPins(self.core, selector, orders)
         clears = Clears(self.core, selector, orders, self.operations_core)
         self._keeping.resume = {"move": moves.resume, "copy": moves.resume, "clear": clears.resume}
         self.cache = CacheService(self.core, selector, moves, clears, self._keeping, self.pins, self.watch)

@@ -8,9 +8,9 @@ import pytest
 
 from lmkv.errors import InstanceIdInUse, InstanceNotFound, ModelAmbiguous, ModelNotFound, StaleEpoch
 from lmkv.spec import KvSpec
+from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.instances import Instances
-from lmkv_server.coordinator.core.models import Conflict
-from lmkv_server.coordinator.core.registration import Registration
+from lmkv_server.coordinator.core.models import SpecConflict
 
 LLAMA = KvSpec(
     model_name="llama",
@@ -25,8 +25,8 @@ LLAMA_FLOAT = dataclasses.replace(LLAMA, kv_dtype="float32")
 QWEN = dataclasses.replace(LLAMA, model_name="qwen", model_id="qwen@1")
 
 
-def said(instance_id: str = "a", epoch: int = 1, port: int = 1000, *specs: KvSpec) -> Registration:
-    return Registration(instance_id=instance_id, epoch=epoch, peer_address=f"host:{port}", specs=specs)
+def said(instance_id: str = "a", epoch: int = 1, port: int = 1000, *specs: KvSpec) -> InstanceInfo:
+    return InstanceInfo(instance_id=instance_id, epoch=epoch, peer_address=f"host:{port}", specs=specs)
 
 
 def test_an_instance_lives_as_long_as_its_lease() -> None:
@@ -47,7 +47,7 @@ def test_leases_can_be_postponed_together() -> None:
     instances.register(said("b"), now=1)
     instances.postpone(10)
     assert instances.expire(12.9) == []
-    assert [instance.said.instance_id for instance in instances.expire(13)] == ["a"]
+    assert [instance.info.instance_id for instance in instances.expire(13)] == ["a"]
 
 
 def test_registering_again_renews_and_takes_the_new_specs() -> None:
@@ -102,13 +102,13 @@ def test_an_id_is_in_use_while_its_node_reports_from_another_address(epoch: int)
 def test_an_id_can_be_taken_over_once_the_stream_is_gone() -> None:
     instances = Instances(lease_ttl=3)
     instances.register(said(epoch=1, port=1000), now=0)
-    assert instances.register(said(epoch=2, port=2000), now=1).said.peer_address == "host:2000"
+    assert instances.register(said(epoch=2, port=2000), now=1).info.peer_address == "host:2000"
 
 
 def test_an_id_can_be_taken_over_once_the_lease_has_run_out() -> None:
     instances = Instances(lease_ttl=3)
     instances.register(said(epoch=1, port=1000), now=0).stream = object()
-    assert instances.register(said(epoch=2, port=2000), now=3).said.epoch == 2
+    assert instances.register(said(epoch=2, port=2000), now=3).info.epoch == 2
 
 
 def test_who_is_not_registered_is_not_found() -> None:
@@ -127,7 +127,7 @@ def test_an_expired_epoch_is_forgotten_and_may_come_again() -> None:
     instances = Instances(lease_ttl=3)
     instances.register(said(epoch=5), now=0)
     instances.expire(3)
-    assert instances.register(said(epoch=1), now=4).said.epoch == 1
+    assert instances.register(said(epoch=1), now=4).info.epoch == 1
 
 
 def test_fifty_instances_that_all_leave_leave_nothing() -> None:
@@ -146,15 +146,15 @@ def test_instances_of_one_model_that_cannot_share_say_why() -> None:
     a = instances.register(said("a", 1, 1000, LLAMA, QWEN), now=0)
     b = instances.register(said("b", 1, 2000, LLAMA_FLOAT), now=0)
     c = instances.register(said("c", 1, 3000, QWEN), now=0)
-    assert instances.models.conflicts(a.said, 10) == [
-        Conflict(instance_id="b", model_name="llama", field="kv_dtype", own_value="bfloat16", other_value="float32")
+    assert instances.models.conflicts(a.info, 10) == [
+        SpecConflict(instance_id="b", model_name="llama", field="kv_dtype", own_value="bfloat16", other_value="float32")
     ]
-    assert instances.models.conflicts(b.said, 10) == [
-        Conflict(instance_id="a", model_name="llama", field="kv_dtype", own_value="float32", other_value="bfloat16")
+    assert instances.models.conflicts(b.info, 10) == [
+        SpecConflict(instance_id="a", model_name="llama", field="kv_dtype", own_value="float32", other_value="bfloat16")
     ]
-    assert instances.models.conflicts(c.said, 10) == []
+    assert instances.models.conflicts(c.info, 10) == []
     instances.deregister("b", 1)
-    assert instances.models.conflicts(a.said, 10) == []
+    assert instances.models.conflicts(a.info, 10) == []
 
 
 def test_a_divided_fleet_names_a_few_of_the_others() -> None:
@@ -162,15 +162,15 @@ def test_a_divided_fleet_names_a_few_of_the_others() -> None:
     a = instances.register(said("a", 1, 1000, LLAMA), now=0)
     for number in range(9, 0, -1):
         instances.register(said(f"b-{number}", 1, 2000, LLAMA_FLOAT), now=0)
-    assert [conflict.instance_id for conflict in instances.models.conflicts(a.said, 3)] == ["b-1", "b-2", "b-3"]
+    assert [conflict.instance_id for conflict in instances.models.conflicts(a.info, 3)] == ["b-1", "b-2", "b-3"]
 
 
 def test_instances_that_share_one_of_several_specs_do_not_conflict() -> None:
     instances = Instances(lease_ttl=3)
     a = instances.register(said("a", 1, 1000, LLAMA), now=0)
     b = instances.register(said("b", 1, 2000, LLAMA_FLOAT, LLAMA), now=0)
-    assert instances.models.conflicts(a.said, 10) == []
-    assert instances.models.conflicts(b.said, 10) == []
+    assert instances.models.conflicts(a.info, 10) == []
+    assert instances.models.conflicts(b.info, 10) == []
 
 
 def test_a_model_is_known_while_somebody_serves_it() -> None:

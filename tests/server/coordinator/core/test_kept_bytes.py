@@ -21,9 +21,10 @@ from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.core.budget import Budget
 from lmkv_server.coordinator.core.instances import MAX_OWNER_BYTES
 from lmkv_server.coordinator.core.models import MAX_NAMES
-from lmkv_server.coordinator.core.registration import MAX_PINS, MAX_STATS_BYTES, MAX_TIERS
 from lmkv_server.coordinator.operations import operations
 from lmkv_server.coordinator.operations.orders import MAX_PENDING_BYTES
+from lmkv_server.coordinator.operations.pins import MAX_PINS
+from lmkv_server.coordinator.services.registration import MAX_STATS_BYTES, MAX_TIERS
 from tests.server.coordinator.cases import KEYS, LLAMA
 from tests.server.coordinator.scripted_instance import Make
 from tests.waiting import until

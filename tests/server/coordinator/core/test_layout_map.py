@@ -11,7 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from lmkv.digests import EMPTY_DIGEST, Digest, digest
 from lmkv.keys import ChunkKey, join_keys, split_keys
-from lmkv_server.coordinator.core.layout_map import LayoutMap, Match, Run, Snapshot
+from lmkv_server.coordinator.core.layout_map import LayoutMap, Match, MatchRun, Snapshot
 
 GPU, HOST, DISK = 1, 2, 3
 CHUNK = 256
@@ -83,7 +83,7 @@ def test_an_eviction_counts_for_its_instance_and_tier_only() -> None:
     evict(layout, "a", KEYS[1:3])
     evict(layout, "b", KEYS[:3])
     assert tokens(layout, KEYS[:3]) == {"b": 768, "a": 256}
-    assert lookup(layout, KEYS[:3])[0].runs == (Run(tier=DISK, chunk_count=3, token_count=768),)
+    assert lookup(layout, KEYS[:3])[0].runs == (MatchRun(tier=DISK, chunk_count=3, token_count=768),)
     layout.check()
 
 
@@ -116,7 +116,7 @@ def test_a_partial_chunk_counts_its_own_tokens() -> None:
     layout = LayoutMap()
     layout.apply("a", HOST, join_keys(KEYS[:3]), partial_token_counts={2: 12}, chunk_size=CHUNK)
     assert tokens(layout, KEYS[:3]) == {"a": 524}
-    assert lookup(layout, KEYS[:3])[0].runs == (Run(tier=HOST, chunk_count=3, token_count=524),)
+    assert lookup(layout, KEYS[:3])[0].runs == (MatchRun(tier=HOST, chunk_count=3, token_count=524),)
     assert tokens(layout, KEYS[:2]) == {"a": 512}
 
 
@@ -380,7 +380,7 @@ class AgainstModel(RuleBasedStateMachine):
     def expected(self, keys: list[ChunkKey], excluded: str) -> list[Match]:
         matches = []
         for instance_id, contents in self.model.items():
-            runs: list[Run] = []
+            runs: list[MatchRun] = []
             for key in keys:
                 tier = next((tier for tier in range(1, 5) if key in contents.get(tier, ())), None)
                 if tier is None:
@@ -388,9 +388,11 @@ class AgainstModel(RuleBasedStateMachine):
                 count = partials([key]).get(0, CHUNK)
                 if runs and runs[-1].tier == tier:
                     last = runs.pop()
-                    runs.append(Run(tier=tier, chunk_count=last.chunk_count + 1, token_count=last.token_count + count))
+                    runs.append(
+                        MatchRun(tier=tier, chunk_count=last.chunk_count + 1, token_count=last.token_count + count)
+                    )
                 else:
-                    runs.append(Run(tier=tier, chunk_count=1, token_count=count))
+                    runs.append(MatchRun(tier=tier, chunk_count=1, token_count=count))
             if runs and instance_id != excluded:
                 matches.append(
                     Match(

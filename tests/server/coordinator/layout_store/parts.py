@@ -14,8 +14,8 @@ from lmkv.keys import ChunkKey, join_keys
 from lmkv.remote_url import parse_remote_url
 from lmkv_client.demo.process import free_port
 from lmkv_server.coordinator.coordinator import Coordinator
-from lmkv_server.coordinator.layout_store.owner import Owner
-from lmkv_server.coordinator.layout_store.store import Store
+from lmkv_server.coordinator.layout_store.log_entry import ChunkOwner
+from lmkv_server.coordinator.layout_store.valkey_store import ValkeyStore
 from tests.server.node.remote_parts import RedisServer
 from tests.waiting import until as until
 from tests.waiting import wait_until
@@ -52,9 +52,9 @@ def is_partial(coordinator: Coordinator, tenant: str = "") -> bool:
     return coordinator.tenants.of(tenant).core.is_partial(time.monotonic())
 
 
-async def connected(url: str) -> Store:
+async def connected(url: str) -> ValkeyStore:
     """A store for a test's own words to it."""
-    store = Store(parse_remote_url(url), held_seconds=60)
+    store = ValkeyStore(parse_remote_url(url), held_seconds=60)
     await store.connect()
     return store
 
@@ -65,7 +65,7 @@ def names_in_shard(shard: int, count: int) -> list[str]:
     number = 0
     while len(found) < count:
         number += 1
-        if Owner("", f"node-{number}").shard == shard:
+        if ChunkOwner("", f"node-{number}").shard == shard:
             found.append(f"node-{number}")
     return found
 

@@ -14,7 +14,7 @@ from lmkv import rpc
 from lmkv.keys import join_keys
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
 from lmkv_server.coordinator.coordinator import Coordinator
-from lmkv_server.coordinator.layout_store.owner import SHARD_COUNT, Owner
+from lmkv_server.coordinator.layout_store.log_entry import SHARD_COUNT, ChunkOwner
 from tests.server.coordinator.cases import KEYS
 from tests.server.coordinator.layout_store.parts import RedisCluster, chunks_of, connected, knows, until
 from tests.server.coordinator.layout_store.scripted_node import ScriptedNode
@@ -69,7 +69,7 @@ class Load:
 
 async def test_the_shards_are_spread_over_the_cluster(cluster: RedisCluster) -> None:
     store = await connected(cluster.url)
-    terms = [await store.next_term(Owner("", f"node-{number}")) for number in range(50)]
+    terms = [await store.next_term(ChunkOwner("", f"node-{number}")) for number in range(50)]
     assert all(terms)
     await store.aclose()
     counts = [sum(":id" in name for name in server.names()) for server in cluster.servers]

@@ -10,12 +10,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lmkv.digests import digest
 from lmkv.keys import ChunkKey, join_keys
+from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.instances import Instance
 from lmkv_server.coordinator.core.layout_map import LayoutMap
-from lmkv_server.coordinator.core.registration import Registration
-from lmkv_server.coordinator.layout_store.content import OPENING, Change
-from lmkv_server.coordinator.layout_store.entry import Entry, EntryKind, Position
-from lmkv_server.coordinator.layout_store.follower import Follower, Load
+from lmkv_server.coordinator.layout_store.chunk_records import MARKER, Change
+from lmkv_server.coordinator.layout_store.follower import InstanceFollower, SnapshotLoad
+from lmkv_server.coordinator.layout_store.log_entry import EntryKind, LogEntry, LogPosition
 
 TIER, EPOCH, CHUNK_SIZE = 2, 7, 16
 FINGERPRINT = b"f" * 16
@@ -40,22 +40,24 @@ class Following(RuleBasedStateMachine):
         self.held: dict[int, dict[ChunkKey, int]] = {}
         """The hashes of the store, by term."""
         self.current: int | None = None
-        self.log: list[Entry] = []
+        self.log: list[LogEntry] = []
         self.term = 0
         self.is_complete = False
         self.read = 0
-        self.load: Load | None = None
+        self.load: SnapshotLoad | None = None
         self.scanned = -1
         self.answer: Callable[[], None] | None = None
         """What the store has answered, and has not arrived yet."""
         self.layout = LayoutMap()
-        said = Registration(instance_id="a", epoch=EPOCH, peer_address="host:1")
+        said = InstanceInfo(instance_id="a", epoch=EPOCH, peer_address="host:1")
         self.instance = Instance(said, 0.0, 1.0)
-        self.follower = Follower(self.layout, self.instance, wants=lambda _: None, unsettles=lambda _: None)
+        self.follower = InstanceFollower(
+            self.layout, self.instance, on_load_request=lambda _: None, on_unsynced=lambda _: None
+        )
 
     @initialize()
     def begin(self) -> None:
-        self.follower.want()
+        self.follower.request_load()
 
     # --- The home ------------------------------------------------------------------------------------------------
 
@@ -103,7 +105,7 @@ class Following(RuleBasedStateMachine):
     def _log(
         self, kind: EntryKind, changes: Sequence[Change] = (), digests: Sequence[tuple[int, int, int]] = ()
     ) -> None:
-        self.log.append(Entry(kind, "", "a", EPOCH, self.term, list(changes), list(digests)))
+        self.log.append(LogEntry(kind, "", "a", EPOCH, self.term, list(changes), list(digests)))
 
     # --- The follower --------------------------------------------------------------------------------------------
 
@@ -111,22 +113,22 @@ class Following(RuleBasedStateMachine):
     @rule()
     def reads_on(self) -> None:
         self.read += 1
-        self.follower.hear(self.log[self.read - 1])
-        self.follower.reach(self._position(self.read))
+        self.follower.handle_entry(self.log[self.read - 1])
+        self.follower.advance(self._position(self.read))
 
     @precondition(lambda self: self.read < len(self.log))
     @rule(count=st.integers(1, 5))
     def falls_behind(self, count: int) -> None:
         """Entries are trimmed that it has not read."""
         self.read = min(self.read + count, len(self.log))
-        self.follower.want()
+        self.follower.request_load()
 
     @rule()
     def loads_on(self) -> None:
         """A step of a load, or the begin of one that is wanted: the store is asked, or its answer comes."""
         load = self.load
         if load is None or not self.follower.is_loading(load):
-            self.load, self.scanned = (self.follower.begin(), -1) if self.follower.is_wanting else (None, -1)
+            self.load, self.scanned = (self.follower.begin_load(), -1) if self.follower.needs_load else (None, -1)
             self.answer = None
         elif self.answer is not None:
             answer, self.answer = self.answer, None
@@ -137,21 +139,21 @@ class Following(RuleBasedStateMachine):
         elif self.scanned < len(BUCKETS):
             records = self._records(load.term, self.scanned)
             self.answer = lambda: self._loaded(load, records)
-        elif not self.follower.is_reading_on:
+        elif not self.follower.is_catching_up:
             until = self._position(len(self.log))
             self.answer = lambda: self._ended(load, until)
 
-    def _found(self, load: Load, current: tuple[int, int] | None) -> None:
-        if self.follower.found(load, current):
+    def _found(self, load: SnapshotLoad, current: tuple[int, int] | None) -> None:
+        if self.follower.set_term(load, current):
             self.scanned = 0
 
-    def _loaded(self, load: Load, records: bytes) -> None:
-        self.follower.loaded(load, records)
+    def _loaded(self, load: SnapshotLoad, records: bytes) -> None:
+        self.follower.add_records(load, records)
         self.scanned += 1
 
-    def _ended(self, load: Load, until: Position) -> None:
-        self.follower.ended(load, until)
-        self.follower.reach(self._position(self.read))
+    def _ended(self, load: SnapshotLoad, until: LogPosition) -> None:
+        self.follower.finish_scan(load, until)
+        self.follower.advance(self._position(self.read))
 
     def _records(self, term: int, bucket: int) -> bytes:
         if term not in self.held:
@@ -159,9 +161,9 @@ class Following(RuleBasedStateMachine):
         place = bytes([TIER]) + FINGERPRINT
         held = [(key, tokens) for key, tokens in self.held[term].items() if key in BUCKETS[bucket]]
         records = b"".join(place + key + tokens.to_bytes(4, "little") for key, tokens in held)
-        return OPENING + records if bucket == 0 else records
+        return MARKER + records if bucket == 0 else records
 
-    def _position(self, count: int) -> Position:
+    def _position(self, count: int) -> LogPosition:
         return count, 0
 
     # --- What holds ----------------------------------------------------------------------------------------------
@@ -170,7 +172,7 @@ class Following(RuleBasedStateMachine):
     def agrees(self) -> None:
         self.layout.check()
         assert not self.follower.difference, "digests that are right never differ"
-        assert self.instance.synced == self.follower.is_settled
+        assert self.instance.synced == self.follower.is_current
 
     def teardown(self) -> None:
         for _ in range(100):
@@ -178,7 +180,7 @@ class Following(RuleBasedStateMachine):
                 self.reads_on()
             self.loads_on()
         self.agrees()
-        assert self.follower.is_settled == (self.current is not None)
+        assert self.follower.is_current == (self.current is not None)
         if self.current is not None:
             tokens = {key: self.layout.match_at("a", TIER, key)[1] for key in KEYS}
             assert {key: count for key, count in tokens.items() if count} == self.held[self.current]
@@ -232,13 +234,13 @@ TestFollowing.settings = settings(max_examples=60, stateful_step_count=40, deadl
 
 def test_what_another_epoch_of_the_instance_held_is_not_loaded() -> None:
     layout = LayoutMap()
-    instance = Instance(Registration(instance_id="a", epoch=EPOCH, peer_address="host:1"), 0.0, 1.0)
-    follower = Follower(layout, instance, wants=lambda _: None, unsettles=lambda _: None)
-    follower.want()
+    instance = Instance(InstanceInfo(instance_id="a", epoch=EPOCH, peer_address="host:1"), 0.0, 1.0)
+    follower = InstanceFollower(layout, instance, on_load_request=lambda _: None, on_unsynced=lambda _: None)
+    follower.request_load()
     for epoch in (EPOCH - 1, EPOCH + 1):
-        load = follower.begin()
-        assert not follower.found(load, (3, epoch))
+        load = follower.begin_load()
+        assert not follower.set_term(load, (3, epoch))
         assert not follower.is_loading(load)
-    load = follower.begin()
-    assert follower.found(load, (3, EPOCH))
+    load = follower.begin_load()
+    assert follower.set_term(load, (3, EPOCH))
     assert follower.is_loading(load)

@@ -13,8 +13,8 @@ import pytest
 
 from lmkv.remote_url import parse_remote_url
 from lmkv.runtime.signals import fast_loop
-from lmkv_server.coordinator.layout_store.lost import StoreLost
-from lmkv_server.coordinator.layout_store.store import Store
+from lmkv_server.coordinator.layout_store.store_lost import StoreLost
+from lmkv_server.coordinator.layout_store.valkey_store import ValkeyStore
 
 TRIES = 500
 """In some of them the reset is noticed between a connection's beginning and the first word over it."""
@@ -42,7 +42,7 @@ def port() -> Iterator[int]:
 def test_a_connection_that_is_reset_is_a_store_that_is_lost(port: int) -> None:
     async def connect() -> None:
         for _ in range(TRIES):
-            store = Store(parse_remote_url(f"redis://127.0.0.1:{port}/0"), held_seconds=60.0)
+            store = ValkeyStore(parse_remote_url(f"redis://127.0.0.1:{port}/0"), held_seconds=60.0)
             with pytest.raises(StoreLost):
                 await store.connect()
             await store.aclose()

@@ -23,11 +23,9 @@ from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.layout_store import publisher as publisher_module
-from lmkv_server.coordinator.layout_store.backlog import Backlog
-from lmkv_server.coordinator.layout_store.content import Change
-from lmkv_server.coordinator.layout_store.counts import Counts
-from lmkv_server.coordinator.layout_store.owner import Owner
-from lmkv_server.coordinator.layout_store.publication import Note, Publication
+from lmkv_server.coordinator.layout_store.chunk_records import Change
+from lmkv_server.coordinator.layout_store.log_entry import ChunkOwner
+from lmkv_server.coordinator.layout_store.publication import Backlog, PendingEntry, Publication
 from lmkv_server.coordinator.layout_store.publisher import Publisher
 from tests.lmkv.auth.tokens import entry, write
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT
@@ -103,7 +101,7 @@ async def test_what_one_is_told_the_other_knows(pair: tuple[Coordinator, Coordin
         node.admit(chunks_of("last", 1))
         await all_know(node, *pair)
         assert other.shared is not None
-        assert other.shared.counts.loads == 1, "digests agreed"
+        assert other.shared.stats().load_count == 1, "digests agreed"
 
 
 async def test_lookups_count_the_tokens_of_partial_chunks_everywhere(pair: tuple[Coordinator, Coordinator]) -> None:
@@ -178,7 +176,7 @@ async def test_what_a_home_publishes_that_stood_still_is_ignored(
     home, other = pair
     async with ScriptedNode("a", addresses(*pair), chunks_of("a", 100)) as node:
         await all_know(node, *pair)
-        late: list[Note] = []
+        late: list[PendingEntry] = []
         before = home.tenants.unnamed.core.publications["a"]
         thawed = Publication(before.owner, before.epoch, before.term, late.append)
         node.prefer(other.address)
@@ -186,9 +184,9 @@ async def test_what_a_home_publishes_that_stood_still_is_ignored(
         await until(lambda: "a" in other.tenants.unnamed.core.publications)
         thawed.is_complete = True
         keys = join_keys(chunks_of("late", 5))
-        thawed.changed([Change(2, LLAMA.fingerprint, 16, keys, {}, join_keys(node.chunks))])
-        thawed.completed()
-        thawed.gone()
+        thawed.publish_changes([Change(2, LLAMA.fingerprint, 16, keys, {}, join_keys(node.chunks))])
+        thawed.publish_complete()
+        thawed.publish_gone()
         store = await connected(server.url)
         assert await store.publish(before.owner.shard, late) == [b"fenced"] * 3
         await store.aclose()
@@ -282,7 +280,6 @@ async def test_each_loss_of_the_map_is_counted_and_logged_once(
     caplog.set_level(logging.INFO)
     coordinator = await start()
     assert coordinator.shared is not None
-    counts = coordinator.shared.counts
     attempts: list[int] = []
     connect = coordinator.shared._store.connect
 
@@ -294,7 +291,7 @@ async def test_each_loss_of_the_map_is_counted_and_logged_once(
     for losses in (1, 2):
         caplog.clear()
         attempts.clear()
-        assert counts.losses == losses - 1
+        assert coordinator.shared.stats().loss_count == losses - 1
         server.kill()
         await until(lambda: not map_id(coordinator))
         await until(lambda: len(attempts) > 2)
@@ -303,8 +300,8 @@ async def test_each_loss_of_the_map_is_counted_and_logged_once(
         assert all(line.startswith(f"layout_map_url: {coordinator.shared._store.shown}") for line in lines)
         server.start()
         await until(lambda: map_id(coordinator) != "")
-        assert counts.losses == losses
-        assert "shares the layout map" in caplog.text
+        assert coordinator.shared.stats().loss_count == losses
+        assert "sharing the layout map" in caplog.text
 
 
 async def test_who_waits_for_room_goes_on_as_soon_as_there_is_some(
@@ -312,20 +309,20 @@ async def test_who_waits_for_room_goes_on_as_soon_as_there_is_some(
 ) -> None:
     monkeypatch.setattr(publisher_module, "ROOM_SECONDS", 600.0)
     store = await connected(server.url)
-    publisher = Publisher(store, Counts(), lambda *_: None)
+    publisher = Publisher(store, lambda *_: None)
     publisher._backlog = Backlog(limit_bytes=1 << 20)
-    owner = Owner("", "a")
-    publication = Publication(owner, 1, await store.next_term(owner), publisher.tell)
-    publication.completed()
+    owner = ChunkOwner("", "a")
+    publication = Publication(owner, 1, await store.next_term(owner), publisher.enqueue)
+    publication.publish_complete()
     for number in range(8):
         keys = join_keys(chunks_of(f"{number}", 5000))
-        publication.changed([Change(2, b"f" * 16, 16, keys, {}, b"")])
-    assert not publisher._backlog.is_roomy
-    waiting = asyncio.create_task(publisher.has_room())
+        publication.publish_changes([Change(2, b"f" * 16, 16, keys, {}, b"")])
+    assert not publisher._backlog.is_below_half
+    waiting = asyncio.create_task(publisher.wait_for_room())
     await asyncio.sleep(0)
     publishing = asyncio.create_task(publisher.run())
     await asyncio.wait_for(waiting, WAIT_SECONDS)
-    assert publisher._backlog.is_roomy
+    assert publisher._backlog.is_below_half
     publishing.cancel()
     await asyncio.gather(publishing, return_exceptions=True)
     await store.aclose()
@@ -378,12 +375,12 @@ async def test_who_misses_a_part_of_the_log_loads_anew(
         for node in nodes:
             await all_know(node, *pair)
         assert other.shared is not None
-        loads = other.shared.counts.loads
+        loads = other.shared.stats().load_count
         # What a trimmed log looks like to who is slow: the next entry follows one that was never read.
         with server.client() as client:
             client.xadd("lmkv:{3}:log", {"p": b"1-1", "e": b"nothing"})
         nodes[0].admit(chunks_of("more", 20))
-        await until(lambda: other.shared.counts.loads >= loads + 2)  # type: ignore[union-attr]
+        await until(lambda: other.shared.stats().load_count >= loads + 2)  # type: ignore[union-attr]
         for node in nodes:
             await all_know(node, *pair)
 
@@ -395,15 +392,15 @@ async def test_digests_that_go_on_differing_have_the_instance_tell_all_again(
     async with ScriptedNode("a", addresses(*pair), chunks_of("a", 100)) as node:
         await all_know(node, *pair)
         term = home.tenants.unnamed.core.publications["a"].term
-        told: list[Note] = []
-        lossy = Publication(Owner("", "a"), node.epoch, term, told.append)
-        lossy.changed([Change(2, LLAMA.fingerprint, 16, b"", {}, join_keys(chunks_of("a", 10)))])
+        told: list[PendingEntry] = []
+        lossy = Publication(ChunkOwner("", "a"), node.epoch, term, told.append)
+        lossy.publish_changes([Change(2, LLAMA.fingerprint, 16, b"", {}, join_keys(chunks_of("a", 10)))])
         store = await connected(server.url)
         await store.publish(
-            Owner("", "a").shard, told
+            ChunkOwner("", "a").shard, told
         )  # the log says nothing of it, as after a failover that lost some
         await store.aclose()
-        other.tenants.unnamed.core.followers["a"].want()
+        other.tenants.unnamed.core.followers["a"].request_load()
         await until(lambda: len(held(other, "a", list(node.chunks))) == 90)
 
         def is_mended() -> bool:
@@ -475,10 +472,10 @@ async def test_answers_are_partial_until_what_is_told_elsewhere_is_known(start: 
         await stream.read()
         assert core.is_partial(now)
         store = await connected(server.url)
-        owner = Owner("", "a")
-        told: list[Note] = []
+        owner = ChunkOwner("", "a")
+        told: list[PendingEntry] = []
         publication = Publication(owner, 1, await store.next_term(owner), told.append)
-        publication.completed()
+        publication.publish_complete()
         await store.publish(owner.shard, told)
         await store.aclose()
         await until(lambda: not core.is_partial(now))

@@ -25,12 +25,12 @@ from lmkv.telemetry.calls import ServerCalls
 from lmkv.v1 import chunk_pb2, registry_service_pb2
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupStreamRequest, MoveRequest, WatchRequest
 from lmkv_server.coordinator.coordinator import Coordinator
-from lmkv_server.coordinator.core.watch import MAX_WATCHERS_PER_CLIENT
 from lmkv_server.coordinator.http.access import STANDS_FOR, rpc_of
 from lmkv_server.coordinator.http.app import make_app
+from lmkv_server.coordinator.http.tokenizers import Tokenizers
+from lmkv_server.coordinator.services.layout_watch import MAX_WATCHERS_PER_CLIENT
 from lmkv_server.coordinator.services.services import SERVICE_NAMES, Services
 from lmkv_server.coordinator.tenants import Tenants
-from lmkv_server.coordinator.tokenizers import Tokenizers
 from lmkv_server.http.guard import HostGuard
 from tests.lmkv.auth.tokens import entry, write
 from tests.server.coordinator.cases import KEYS, LLAMA

@@ -21,7 +21,7 @@ from lmkv.v1.cache_service_pb2 import (
 )
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.registry_service_pb2 import ChunkChange, Instance, RegisterRequest, ReportRequest
-from lmkv_server.coordinator.core.selection import MAX_NAMESPACES
+from lmkv_server.coordinator.registry.selection import MAX_NAMESPACES
 from lmkv_server.coordinator.services.cache import MAX_ANSWERS
 from tests.server.coordinator.cases import LLAMA, LLAMA_FLOAT, PROMPT, QWEN, keys_of
 

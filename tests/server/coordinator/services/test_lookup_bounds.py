@@ -18,7 +18,7 @@ from lmkv.spec import MAX_SPECS, KvSpec
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.chunk_pb2 import TIER_HOST
 from lmkv.v1.registry_service_pb2 import ChunkChange, Instance, RegisterRequest, ReportRequest
-from lmkv_server.coordinator.core.selection import MAX_WAITING
+from lmkv_server.coordinator.registry.selection import MAX_WAITING
 from tests.server.coordinator.cases import KEYS, LLAMA, PROMPT
 from tests.server.coordinator.guarded import Guarded, guarded, token_of
 

@@ -32,7 +32,7 @@ from lmkv.v1.registry_service_pb2 import (
     TierUsage,
 )
 from lmkv_server.coordinator.coordinator import Coordinator
-from lmkv_server.coordinator.core.admission import MAX_JOINING
+from lmkv_server.coordinator.core.join_admission import MAX_JOINING
 from tests.waiting import WAIT_SECONDS, eventually
 
 CLOCK_SECONDS = 1.0

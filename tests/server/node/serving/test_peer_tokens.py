@@ -148,6 +148,6 @@ async def test_a_node_whose_tenant_is_full_joins_once_there_is_room(
             )
             await stack.enter_async_context(Node(config))
         instances = coordinator.tenants.of("a").core.instances
-        assert [instance.said.instance_id for instance in instances] == ["first"]
+        assert [instance.info.instance_id for instance in instances] == ["first"]
         write(tmp_path / "coordinator.yaml", *tokens, a={"max_instances": 2})
         await until(lambda: len(instances) == 2)

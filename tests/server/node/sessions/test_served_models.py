@@ -41,7 +41,7 @@ def config(runtime_dir: Path, coordinator: Coordinator) -> NodeConfig:
 def registered(coordinator: Coordinator) -> set[tuple[str, str]]:
     """What the coordinator knows of the node: names with their LoRA identities."""
     instance = coordinator.tenants.unnamed.core.instances.find("node")
-    return {(one.name, one.lora_identity) for one in instance.said.served_models} if instance else set()
+    return {(one.name, one.lora_identity) for one in instance.info.served_models} if instance else set()
 
 
 async def test_names_of_an_engine_reach_the_coordinator(coordinator: Coordinator, config: NodeConfig) -> None:

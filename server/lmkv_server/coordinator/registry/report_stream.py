@@ -10,7 +10,7 @@ from lmkv.keys import KEY_BYTES, check_keys
 from lmkv.v1 import chunk_pb2, registry_service_pb2
 from lmkv_server.coordinator.core.instances import Instance, Instances
 from lmkv_server.coordinator.core.layout_map import MAX_TOKENS, TIER_COUNT, LayoutMap, Snapshot
-from lmkv_server.coordinator.layout_store.content import FINGERPRINT_BYTES, Change
+from lmkv_server.coordinator.layout_store.chunk_records import FINGERPRINT_BYTES, Change
 from lmkv_server.coordinator.layout_store.publication import Publication
 
 
@@ -41,12 +41,12 @@ class ReportStream:
         Raises `InstanceNotFound`, `StaleEpoch`, `ResyncRequired`, `BadChunkKey`, `BadMessage`, `Full`; the stream is
         of no use afterwards.
         """
-        said = self._instance.said
-        if (report.instance_id, report.epoch) != (said.instance_id, said.epoch):
-            raise BadMessage(f"a stream of instance {said.instance_id!r} carries a report of another one")
-        self._instances.get(said.instance_id, said.epoch)
+        info = self._instance.info
+        if (report.instance_id, report.epoch) != (info.instance_id, info.epoch):
+            raise BadMessage(f"a stream of instance {info.instance_id!r} carries a report of another one")
+        self._instances.get(info.instance_id, info.epoch)
         if self._instance.stream is not self:
-            raise ResyncRequired(f"another stream of instance {said.instance_id!r} took over")
+            raise ResyncRequired(f"another stream of instance {info.instance_id!r} took over")
         self._instances.renew(self._instance, now)
         if 0 < report.sequence <= self.sequence:
             return
@@ -96,9 +96,9 @@ class ReportStream:
             self._compare(claimed)
         if self._publication is not None:
             told = [(claimed.tier, claimed.chunk_count, claimed.key_sum) for claimed in digests]
-            self._publication.changed(changes, told)
+            self._publication.publish_changes(changes, told)
             if report.snapshot_end:
-                self._publication.completed()
+                self._publication.publish_complete()
 
     def _apply_change(self, change: registry_service_pb2.ChunkChange) -> Change:
         if not 1 <= change.tier <= TIER_COUNT:
@@ -115,12 +115,12 @@ class ReportStream:
         if self._staged is not None:
             self._layout.apply_staged(self._staged, *where, chunk_size=chunk_size, fingerprint=change.fingerprint)
         else:
-            instance_id = self._instance.said.instance_id
+            instance_id = self._instance.info.instance_id
             self._layout.apply(instance_id, *where, chunk_size=chunk_size, fingerprint=change.fingerprint)
         return Change(change.tier, change.fingerprint, chunk_size, admitted, dict(partials), evicted)
 
     def _compare(self, claimed: registry_service_pb2.TierDigest) -> None:
-        known = self._layout.digest(self._instance.said.instance_id, claimed.tier)
+        known = self._layout.digest(self._instance.info.instance_id, claimed.tier)
         if known != Digest(chunk_count=claimed.chunk_count, key_sum=claimed.key_sum):
             tier = chunk_pb2.Tier.Name(claimed.tier) if 0 <= claimed.tier <= TIER_COUNT else str(claimed.tier)
             raise ResyncRequired(

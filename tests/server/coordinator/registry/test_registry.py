@@ -15,9 +15,9 @@ from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.registry_service_pb2 import ChunkChange, ReportRequest, TierDigest, TierUsage
 from lmkv_kernels import ChunkTable
-from lmkv_server.coordinator.core.registration import Registration
-from lmkv_server.coordinator.core.registry import Registry
-from lmkv_server.coordinator.core.report_stream import ReportStream
+from lmkv_server.coordinator.core.instance_info import InstanceInfo
+from lmkv_server.coordinator.registry.registry import Registry
+from lmkv_server.coordinator.registry.report_stream import ReportStream
 
 SPEC = KvSpec(
     model_name="llama",
@@ -33,7 +33,7 @@ HOST = chunk_pb2.TIER_HOST
 
 
 def joined(registry: Registry, instance_id: str = "a", epoch: int = 1, now: float = 0) -> ReportStream:
-    registry.register(Registration(instance_id=instance_id, epoch=epoch, peer_address="host:1000", specs=(SPEC,)), now)
+    registry.register(InstanceInfo(instance_id=instance_id, epoch=epoch, peer_address="host:1000", specs=(SPEC,)), now)
     return registry.open_stream(instance_id, epoch, now)
 
 
@@ -168,7 +168,7 @@ def test_a_broken_stream_changes_nothing_until_the_lease_runs_out(registry: Regi
     stream.close()
     assert registry.expire(2.9) == []
     assert held(registry) == {"a": 512}
-    assert [instance.said.instance_id for instance in registry.expire(3)] == ["a"]
+    assert [instance.info.instance_id for instance in registry.expire(3)] == ["a"]
     assert held(registry) == {}
 
 
@@ -193,7 +193,7 @@ def test_an_expired_instance_must_register_again(registry: Registry) -> None:
 def test_a_new_epoch_forgets_what_the_old_one_held_and_fences_it(registry: Registry) -> None:
     old = joined(registry)
     old.apply(snapshot(1, change(KEYS[:2])), 0)
-    other = registry.register(Registration(instance_id="b", epoch=1, peer_address="host:2000"), 0)
+    other = registry.register(InstanceInfo(instance_id="b", epoch=1, peer_address="host:2000"), 0)
     new = joined(registry, epoch=2)
     assert held(registry) == {}
     with pytest.raises(StaleEpoch):
@@ -258,7 +258,7 @@ def test_chunks_of_more_specs_than_there_is_room_for_are_refused(registry: Regis
 
 def test_chunks_that_are_too_long_are_refused(registry: Registry) -> None:
     endless = dataclasses.replace(SPEC, chunk_size=1 << 20)
-    registry.register(Registration(instance_id="a", epoch=1, peer_address="host:1000", specs=(endless,)), 0)
+    registry.register(InstanceInfo(instance_id="a", epoch=1, peer_address="host:1000", specs=(endless,)), 0)
     part = ChunkChange(tier=HOST, fingerprint=endless.fingerprint, admitted_keys=KEYS[0])
     with pytest.raises(BadMessage):
         registry.open_stream("a", 1, 0).apply(snapshot(1, part), 0)

@@ -1,4 +1,4 @@
-"""What `Store` raises when it is of no use any more, and `SharedMap` takes in; and how several calls fail together."""
+"""The error that ends a connection to the shared store, and how concurrent calls raise it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ T = TypeVar("T")
 
 
 class StoreLost(Exception):
-    """The store does not answer, refuses, or is another one than it was: connect anew."""
+    """The store does not answer, refuses, or holds another map than before: connect again."""
 
 
 async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What all calls answer. Raises `StoreLost` if one of them does, when the others have ended, too."""
+    """Runs calls concurrently and returns their results. Raises `StoreLost` if one does, after all have ended."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(call) for call in calls]

@@ -1,47 +1,30 @@
-"""What a node sends when it registers, checked. Used by `RegistryService`."""
+"""Checks what nodes send when they register and report. Used by `RegistryService`."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 
 from lmkv.errors import BadInstance, BadKvSpec, BadMessage
 from lmkv.operation_records import MAX_RECORDS
 from lmkv.spec import MAX_FIELD_BYTES, MAX_SERVED_MODELS, MAX_SPECS, KvSpec, ServedModel
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
+from lmkv_server.coordinator.core.instance_info import MAX_SHOWN, InstanceInfo
+from lmkv_server.coordinator.operations.pins import MAX_PINS
 
 MAX_ID_BYTES = 256
 SECRET_BYTES = range(16, 65)
-"""How long the secret of an instance may be."""
+"""Valid lengths of an instance's secret."""
 MAX_INSTANCE_BYTES = 512 << 10
-"""Size of an instance's registration: half a message."""
+"""Size limit of a registration: half a message."""
 MAX_CHANGES = 4096
 MAX_OUTCOMES = 16_384
 MAX_TIERS = 16
-MAX_PINS = 1000
 MAX_STATS_BYTES = 64 << 10
-MAX_SHOWN = 500
-"""Characters of a caller's text that an error repeats: all of it must fit into the trailers of a call."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Registration:
-    """What a node says of itself when it registers; the fields are those of `lmkv.v1.Instance`."""
-
-    instance_id: str
-    epoch: int
-    peer_address: str
-    specs: tuple[KvSpec, ...] = ()
-    version: str = ""
-    served_models: tuple[ServedModel, ...] = ()
-    """Names besides the specs' own; the fingerprint of each is that of one of `specs`."""
-    size_bytes: int = field(default=0, compare=False)
-    """Of the message that it came in."""
-
-
-def registration(message: pb.Instance) -> Registration:
-    """What a node says of itself, checked. Raises `BadInstance`, `BadKvSpec`."""
+def instance_info(message: pb.Instance) -> InstanceInfo:
+    """The registration in a message. Raises `BadInstance`, `BadKvSpec` if it is invalid."""
     instance_id = message.instance_id
     if message.ByteSize() > MAX_INSTANCE_BYTES:
         raise BadInstance(
@@ -62,7 +45,7 @@ def registration(message: pb.Instance) -> Registration:
             peer_address=message.peer_address[:MAX_SHOWN],
         )
     specs = _specs(message)
-    return Registration(
+    return InstanceInfo(
         instance_id=instance_id,
         epoch=message.epoch,
         peer_address=message.peer_address,
@@ -80,7 +63,7 @@ def _is_address(text: str) -> bool:
 
 
 def check_report(report: pb.ReportRequest) -> None:
-    """Raises `BadMessage` if a report has more of something than an instance has. The message names the field."""
+    """Raises `BadMessage`, which names the field, if a report exceeds a limit."""
     for name, count, limit in (
         ("changes", len(report.changes), MAX_CHANGES),
         ("outcomes", len(report.outcomes), MAX_OUTCOMES),
@@ -95,7 +78,7 @@ def check_report(report: pb.ReportRequest) -> None:
 
 
 def check_secret(secret: bytes, instance_id: str) -> None:
-    """Raises `BadInstance` if the secret is one that can be guessed, or too long."""
+    """Raises `BadInstance` if the secret is too short or too long."""
     if secret and len(secret) not in SECRET_BYTES:
         raise BadInstance(
             f"secret has {len(secret)} bytes; it must have {SECRET_BYTES.start} to {SECRET_BYTES.stop - 1}",
@@ -126,7 +109,7 @@ def _specs(message: pb.Instance) -> tuple[KvSpec, ...]:
 def served_models(
     messages: Sequence[chunk_pb2.ServedModel], fingerprints: Collection[bytes]
 ) -> tuple[ServedModel, ...]:
-    """The served models that a node sends, checked. Raises `BadKvSpec`."""
+    """The served models in a message. Raises `BadKvSpec` if they are invalid."""
     if len(messages) > MAX_SERVED_MODELS:
         raise BadKvSpec(
             f"served_models has {len(messages)} entries; at most {MAX_SERVED_MODELS} are allowed",

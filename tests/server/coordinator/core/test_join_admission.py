@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 from lmkv.errors import Full
 from lmkv.v1.registry_service_pb2 import ReportRequest
-from lmkv_server.coordinator.core.admission import GUESSED_PACE_SECONDS, TURNS_PER_JOIN, JoinAdmission
+from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.instances import Instance
-from lmkv_server.coordinator.core.registration import Registration
-from lmkv_server.coordinator.core.registry import COMING_BACK_SECONDS, Registry
-from lmkv_server.coordinator.core.report_stream import ReportStream
+from lmkv_server.coordinator.core.join_admission import GUESSED_PACE_SECONDS, TURNS_PER_JOIN, JoinAdmission
+from lmkv_server.coordinator.registry.registry import COMING_BACK_SECONDS, Registry
+from lmkv_server.coordinator.registry.report_stream import ReportStream
 
 LEASE_TTL = 3.0
 LIMIT = 4
 
 
-def said(number: int, epoch: int = 1) -> Registration:
-    return Registration(instance_id=f"node-{number}", epoch=epoch, peer_address=f"host:{number + 1}")
+def said(number: int, epoch: int = 1) -> InstanceInfo:
+    return InstanceInfo(instance_id=f"node-{number}", epoch=epoch, peer_address=f"host:{number + 1}")
 
 
 def instance(number: int, now: float = 0.0) -> Instance:
@@ -164,8 +164,8 @@ def test_who_is_put_off_is_not_forgotten_meanwhile() -> None:
     with pytest.raises(Full) as caught:
         registry.register(said(0), 0.0)
     back = caught.value.retry_seconds + COMING_BACK_SECONDS
-    assert [one.said.instance_id for one in registry.expire(back - 0.001)] == ["node-1"]
-    assert [one.said.instance_id for one in registry.expire(back)] == ["node-0"]
+    assert [one.info.instance_id for one in registry.expire(back - 0.001)] == ["node-1"]
+    assert [one.info.instance_id for one in registry.expire(back)] == ["node-0"]
 
 
 def test_a_predecessor_is_not_kept_for_whom_came_after_it() -> None:
@@ -174,7 +174,7 @@ def test_a_predecessor_is_not_kept_for_whom_came_after_it() -> None:
     registry.register(said(1), 0.0)
     with pytest.raises(Full):
         registry.register(said(0, epoch=2), 0.0)
-    assert [one.said.instance_id for one in registry.expire(0.01)] == ["node-0", "node-1"]
+    assert [one.info.instance_id for one in registry.expire(0.01)] == ["node-0", "node-1"]
 
 
 def test_answers_are_partial_until_those_put_off_have_come_back() -> None:

@@ -14,8 +14,8 @@ from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey, join_keys, split_keys
 from lmkv.rpc.endpoints import from_rpc_error
 from lmkv.v1.cache_service_pb2 import WatchRequest, WatchResponse
-from lmkv_server.coordinator.core import watch
 from lmkv_server.coordinator.core.layout_map import LayoutMap
+from lmkv_server.coordinator.services import layout_watch as watch
 from tests.server.coordinator.cases import CHUNKS, KEYS, QWEN, keys_of
 from tests.server.coordinator.scripted_instance import Make
 
@@ -141,7 +141,7 @@ async def test_there_is_room_for_only_so_many(cache: Any, monkeypatch: pytest.Mo
 async def test_the_history_forgets_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "HISTORY_BYTES", 3 * (watch.EVENT_BYTES + 16))
     layout = LayoutMap(100)
-    watched = watch.Watch(layout)
+    watched = watch.LayoutWatch(layout)
     for index in range(5):
         layout.apply("a", 2, bytes([index]) * 16, chunk_size=16, fingerprint=FINGERPRINT)
     with pytest.raises(LmkvError, match="is not between 102 and 105"):
@@ -153,7 +153,7 @@ async def test_the_history_forgets_and_says_so(monkeypatch: pytest.MonkeyPatch) 
 async def test_a_watcher_that_does_not_read_is_cut_off_and_costs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "QUEUE_BYTES", 1000)
     layout = LayoutMap(100)
-    watched = watch.Watch(layout)
+    watched = watch.LayoutWatch(layout)
     responses = watched.watch(0)
     await anext(responses)
     for index in range(100):
@@ -168,7 +168,7 @@ async def test_a_watcher_that_does_not_read_is_cut_off_and_costs_no_memory(monke
 async def test_changes_during_a_long_snapshot_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "SCAN_KEYS", 10)
     layout = LayoutMap(100)
-    watched = watch.Watch(layout)
+    watched = watch.LayoutWatch(layout)
     keys = [ChunkKey(index.to_bytes(16, "little")) for index in range(200)]
     layout.apply("a", 2, join_keys(keys[:100]), chunk_size=16, fingerprint=FINGERPRINT)
     held: set[ChunkKey] = set()
@@ -188,7 +188,7 @@ async def test_changes_during_a_long_snapshot_are_not_lost(monkeypatch: pytest.M
 async def test_a_watcher_that_leaves_amid_a_large_change_misses_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "FRAME_BYTES", 160)
     layout = LayoutMap(100)
-    watched = watch.Watch(layout)
+    watched = watch.LayoutWatch(layout)
     keys = [ChunkKey(index.to_bytes(16, "little")) for index in range(40)]
     first = watched.watch(0)
     await anext(first)

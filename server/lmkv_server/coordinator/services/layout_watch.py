@@ -36,7 +36,7 @@ BOOKMARK_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Event:
+class LayoutEvent:
     revision: int
     change: pb.LayoutChange
 
@@ -49,7 +49,7 @@ class _Queue:
     """Events within bounds, oldest first."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self.events: deque[_Event] = deque()
+        self.events: deque[LayoutEvent] = deque()
         self._limit_bytes = limit_bytes
         self._size_bytes = 0
 
@@ -57,11 +57,11 @@ class _Queue:
     def over_full(self) -> bool:
         return self._size_bytes > self._limit_bytes
 
-    def push(self, event: _Event) -> None:
+    def push(self, event: LayoutEvent) -> None:
         self.events.append(event)
         self._size_bytes += event.size_bytes
 
-    def pop(self) -> _Event:
+    def pop(self) -> LayoutEvent:
         event = self.events.popleft()
         self._size_bytes -= event.size_bytes
         return event
@@ -79,7 +79,7 @@ class _Watcher:
         self.wake = asyncio.Event()
         self.too_slow = False
 
-    def push(self, event: _Event) -> None:
+    def push(self, event: LayoutEvent) -> None:
         if self.too_slow:
             return
         self.queue.push(event)
@@ -88,13 +88,13 @@ class _Watcher:
             self.queue.clear()
         self.wake.set()
 
-    def take(self) -> list[_Event]:
+    def take(self) -> list[LayoutEvent]:
         """The next events that fit into one response. Raises `WatcherTooSlow` if some were lost."""
         if self.too_slow:
             raise WatcherTooSlow(
                 "more changes came than wait for one watcher; begin again with start_revision 0", retry_seconds=0.1
             )
-        taken: list[_Event] = []
+        taken: list[LayoutEvent] = []
         size_bytes = 0
         while self.queue.events and size_bytes < FRAME_BYTES:
             taken.append(self.queue.pop())
@@ -102,7 +102,7 @@ class _Watcher:
         return taken
 
 
-class Watch:
+class LayoutWatch:
     """All watchers of one layout map; it is the map's listener. One event loop owns it."""
 
     def __init__(self, layout: LayoutMap) -> None:
@@ -132,20 +132,20 @@ class Watch:
             admitted_keys=gained,
             evicted_keys=lost,
         )
-        self._tell(_Event(revision, change))
+        self._tell(LayoutEvent(revision, change))
 
     def replaced(self, revision: int, instance_id: str, content: Sequence[tuple[int, bytes, bytes]]) -> None:
         """See `LayoutListener`."""
         self.gone(revision, instance_id)
         for tier, fingerprint, keys in content:
             for change in _admissions(instance_id, tier, fingerprint, keys):
-                self._tell(_Event(revision, change))
+                self._tell(LayoutEvent(revision, change))
 
     def gone(self, revision: int, instance_id: str) -> None:
         """See `LayoutListener`."""
-        self._tell(_Event(revision, pb.LayoutChange(instance_id=instance_id, instance_gone=True)))
+        self._tell(LayoutEvent(revision, pb.LayoutChange(instance_id=instance_id, instance_gone=True)))
 
-    def _tell(self, event: _Event) -> None:
+    def _tell(self, event: LayoutEvent) -> None:
         self._history.push(event)
         while self._history.over_full:
             self._forgotten_revision = self._history.pop().revision
@@ -191,7 +191,7 @@ class Watch:
         finally:
             self._watchers.pop(watcher, None)
 
-    def _since(self, revision: int) -> Iterator[_Event]:
+    def _since(self, revision: int) -> Iterator[LayoutEvent]:
         """What happened after a revision. Raises `RevisionCompacted` if that is not known any more, or not yet."""
         if not self._forgotten_revision <= revision <= self._layout.revision:
             raise RevisionCompacted(

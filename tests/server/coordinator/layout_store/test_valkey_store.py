@@ -9,16 +9,15 @@ import pytest
 
 from lmkv.errors import ConfigError
 from lmkv.remote_url import parse_remote_url
-from lmkv_server.coordinator.layout_store.content import OPENING, RECORD_BYTES, Change, admissions
-from lmkv_server.coordinator.layout_store.entry import MAX_ENTRY_BYTES, EntryKind, decode
-from lmkv_server.coordinator.layout_store.lost import StoreLost
-from lmkv_server.coordinator.layout_store.owner import Owner
-from lmkv_server.coordinator.layout_store.publication import Note, Publication
-from lmkv_server.coordinator.layout_store.store import Store
+from lmkv_server.coordinator.layout_store.chunk_records import MARKER, RECORD_BYTES, Change, admissions
+from lmkv_server.coordinator.layout_store.log_entry import MAX_ENTRY_BYTES, ChunkOwner, EntryKind, decode
+from lmkv_server.coordinator.layout_store.publication import PendingEntry, Publication
+from lmkv_server.coordinator.layout_store.store_lost import StoreLost
+from lmkv_server.coordinator.layout_store.valkey_store import ValkeyStore
 from tests.server.coordinator.layout_store.parts import connected
 from tests.server.node.remote_parts import RedisServer, Silent
 
-OWNER = Owner("tenant", "a/b {1}")
+OWNER = ChunkOwner("tenant", "a/b {1}")
 EPOCH = 5
 
 
@@ -29,7 +28,7 @@ def server() -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-async def store(server: RedisServer) -> AsyncIterator[Store]:
+async def store(server: RedisServer) -> AsyncIterator[ValkeyStore]:
     server.empty()
     made = await connected(server.url)
     yield made
@@ -40,21 +39,21 @@ class Told:
     """A publication, and what it has to say."""
 
     def __init__(self, term: int) -> None:
-        self.notes: list[Note] = []
+        self.notes: list[PendingEntry] = []
         self.publication = Publication(OWNER, EPOCH, term, self.notes.append)
 
-    def take(self) -> list[Note]:
+    def take(self) -> list[PendingEntry]:
         taken, self.notes[:] = list(self.notes), []
         return taken
 
 
-async def held(store: Store, term: int) -> dict[bytes, int]:
+async def held(store: ValkeyStore, term: int) -> dict[bytes, int]:
     """Keys with their tokens."""
     cursor, found = -1, b""
     while cursor:
         cursor, records = await store.scan(OWNER, term, max(cursor, 0))
         found += records
-    assert OPENING in [found[at : at + RECORD_BYTES] for at in range(0, len(found), RECORD_BYTES)]
+    assert MARKER in [found[at : at + RECORD_BYTES] for at in range(0, len(found), RECORD_BYTES)]
     return {
         change.admitted[at : at + 16]: change.chunk_size
         for change in admissions(found)
@@ -67,15 +66,15 @@ def change(admitted: int, evicted: int = 0, partial: dict[int, int] | None = Non
     return Change(2, b"f" * 16, 256, keys[: 16 * admitted], partial or {}, keys[: 16 * evicted])
 
 
-async def test_what_is_published_can_be_loaded_and_followed(store: Store) -> None:
+async def test_what_is_published_can_be_loaded_and_followed(store: ValkeyStore) -> None:
     told = Told(await store.next_term(OWNER))
     term = told.publication.term
     before = await store.tail(OWNER.shard)
-    told.publication.changed([change(5000, partial={4999: 7})])
+    told.publication.publish_changes([change(5000, partial={4999: 7})])
     assert await store.publish(OWNER.shard, told.take()) == [b"ok"]
     assert await store.current(OWNER) is None
-    told.publication.completed()
-    told.publication.changed([change(0, evicted=3000)], [(2, 2000, 1 << 63)])
+    told.publication.publish_complete()
+    told.publication.publish_changes([change(0, evicted=3000)], [(2, 2000, 1 << 63)])
     assert await store.publish(OWNER.shard, told.take()) == [b"ok", b"ok"]
     assert await store.current(OWNER) == (term, EPOCH)
     found = await held(store, term)
@@ -89,58 +88,58 @@ async def test_what_is_published_can_be_loaded_and_followed(store: Store) -> Non
     assert await store.tail(OWNER.shard) == logged[-1].position
 
 
-async def test_chunks_without_a_spec_and_of_no_tokens_come_back_as_they_went(store: Store) -> None:
+async def test_chunks_without_a_spec_and_of_no_tokens_come_back_as_they_went(store: ValkeyStore) -> None:
     told = Told(await store.next_term(OWNER))
-    told.publication.changed([Change(1, b"", 0, bytes(16), {}, b"")])
+    told.publication.publish_changes([Change(1, b"", 0, bytes(16), {}, b"")])
     await store.publish(OWNER.shard, told.take())
     _, records = await store.scan(OWNER, told.publication.term, 0)
     assert list(admissions(records)) == [Change(1, b"", 0, bytes(16), {}, b"")]
 
 
-async def test_a_later_term_fences_an_earlier_one(store: Store) -> None:
+async def test_a_later_term_fences_an_earlier_one(store: ValkeyStore) -> None:
     old = Told(await store.next_term(OWNER))
-    old.publication.changed([change(3)])
-    old.publication.completed()
+    old.publication.publish_changes([change(3)])
+    old.publication.publish_complete()
     await store.publish(OWNER.shard, old.take())
     new = Told(await store.next_term(OWNER))
     assert new.publication.term > old.publication.term
     position = await store.tail(OWNER.shard)
-    old.publication.changed([change(5)])
-    old.publication.gone()
+    old.publication.publish_changes([change(5)])
+    old.publication.publish_gone()
     assert await store.publish(OWNER.shard, old.take()) == [b"fenced", b"fenced"]
     assert await store.tail(OWNER.shard) == position
     assert await store.renew(OWNER.shard, [(OWNER, old.publication.term, True)]) == [b"fenced"]
     assert len(await held(store, old.publication.term)) == 3  # until the new one is complete
-    new.publication.completed()
+    new.publication.publish_complete()
     assert await store.publish(OWNER.shard, new.take()) == [b"ok"]
     assert await store.scan(OWNER, old.publication.term, 0) == (0, b"")
     assert await held(store, new.publication.term) == {}
 
 
-async def test_who_leaves_leaves_nothing(store: Store, server: RedisServer) -> None:
+async def test_who_leaves_leaves_nothing(store: ValkeyStore, server: RedisServer) -> None:
     told = Told(await store.next_term(OWNER))
-    told.publication.changed([change(3)])
-    told.publication.completed()
-    told.publication.gone()
-    told.publication.changed([change(4)])
+    told.publication.publish_changes([change(3)])
+    told.publication.publish_complete()
+    told.publication.publish_gone()
+    told.publication.publish_changes([change(4)])
     assert await store.publish(OWNER.shard, told.take()) == [b"ok"] * 3
     assert await store.current(OWNER) is None
     assert not [name for name in server.names() if ":held:" in name or ":current:" in name]
 
 
-async def test_nothing_stays_for_ever(store: Store, server: RedisServer) -> None:
+async def test_nothing_stays_for_ever(store: ValkeyStore, server: RedisServer) -> None:
     told = Told(await store.next_term(OWNER))
-    told.publication.changed([change(3)])
-    told.publication.completed()
+    told.publication.publish_changes([change(3)])
+    told.publication.publish_complete()
     await store.publish(OWNER.shard, told.take())
     await store.renew(OWNER.shard, [(OWNER, told.publication.term, True)])
     with server.client() as client:
         assert {name: client.pttl(name) > 0 for name in server.names()} == dict.fromkeys(server.names(), True)
 
 
-async def test_what_vanished_is_noticed(store: Store, server: RedisServer) -> None:
+async def test_what_vanished_is_noticed(store: ValkeyStore, server: RedisServer) -> None:
     told = Told(await store.next_term(OWNER))
-    told.publication.completed()
+    told.publication.publish_complete()
     await store.publish(OWNER.shard, told.take())
     kept = (OWNER, told.publication.term, True)
     assert await store.renew(OWNER.shard, [kept]) == [b"ok"]
@@ -149,13 +148,13 @@ async def test_what_vanished_is_noticed(store: Store, server: RedisServer) -> No
         assert await store.renew(OWNER.shard, [kept]) == [b"lost"]
         client.delete(*[name for name in server.names() if ":held:" in name])
     assert await store.renew(OWNER.shard, [(OWNER, told.publication.term, False)]) == [b"lost"]
-    told.publication.changed([change(1)])
+    told.publication.publish_changes([change(1)])
     assert await store.publish(OWNER.shard, told.take()) == [b"lost"]
 
 
 @pytest.mark.parametrize("lost", [":term:", "term"])
 async def test_terms_rise_strictly_though_the_last_one_is_forgotten(
-    store: Store, server: RedisServer, lost: str
+    store: ValkeyStore, server: RedisServer, lost: str
 ) -> None:
     terms = [await store.next_term(OWNER)]
     names = [name for name in server.names() if lost in name]
@@ -167,7 +166,7 @@ async def test_terms_rise_strictly_though_the_last_one_is_forgotten(
 
 
 async def test_terms_rise_strictly_though_the_clock_was_set_back_and_the_last_one_is_forgotten(
-    store: Store, server: RedisServer
+    store: ValkeyStore, server: RedisServer
 ) -> None:
     first = await store.next_term(OWNER)
     with server.client() as client:
@@ -179,17 +178,17 @@ async def test_terms_rise_strictly_though_the_clock_was_set_back_and_the_last_on
     assert await store.next_term(OWNER) > ahead
 
 
-async def test_long_changes_are_loaded_and_not_told(store: Store) -> None:
+async def test_long_changes_are_loaded_and_not_told(store: ValkeyStore) -> None:
     told = Told(await store.next_term(OWNER))
-    told.publication.completed()
-    told.publication.changed([change(MAX_ENTRY_BYTES // 16)])
+    told.publication.publish_complete()
+    told.publication.publish_changes([change(MAX_ENTRY_BYTES // 16)])
     await store.publish(OWNER.shard, told.take())
     logged = [decode(entry.data) for entry in await store.read(OWNER.shard, (0, 0))]
     assert [(entry.kind, entry.changes) for entry in logged] == [(EntryKind.COMPLETE, []), (EntryKind.RELOAD, [])]
     assert len(await held(store, told.publication.term)) == MAX_ENTRY_BYTES // 16
 
 
-async def test_a_server_that_was_emptied_is_another_map(store: Store, server: RedisServer) -> None:
+async def test_a_server_that_was_emptied_is_another_map(store: ValkeyStore, server: RedisServer) -> None:
     before = await store.connect()
     assert await store.connect() == before
     await store.check()
@@ -203,14 +202,14 @@ async def test_a_server_that_was_emptied_is_another_map(store: Store, server: Re
 
 async def test_who_does_not_answer_is_lost_in_time() -> None:
     with Silent() as url:
-        store = Store(parse_remote_url(url), held_seconds=60)
+        store = ValkeyStore(parse_remote_url(url), held_seconds=60)
         with pytest.raises(StoreLost):
             await store.connect()
         await store.aclose()
 
 
 async def test_a_wrong_password_is_told_without_it(server: RedisServer) -> None:
-    store = Store(parse_remote_url(f"redis://:hush@127.0.0.1:{server.port}/0"), held_seconds=60)
+    store = ValkeyStore(parse_remote_url(f"redis://:hush@127.0.0.1:{server.port}/0"), held_seconds=60)
     with pytest.raises(StoreLost) as caught:
         await store.connect()
     await store.aclose()
@@ -219,4 +218,4 @@ async def test_a_wrong_password_is_told_without_it(server: RedisServer) -> None:
 
 def test_unknown_options_of_a_url_are_refused() -> None:
     with pytest.raises(ConfigError, match="layout_map_url"):
-        Store(parse_remote_url("redis://127.0.0.1:1/0?nonsense=1"), held_seconds=60)
+        ValkeyStore(parse_remote_url("redis://127.0.0.1:1/0?nonsense=1"), held_seconds=60)

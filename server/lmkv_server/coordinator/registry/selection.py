@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from lmkv.errors import BadSelection, BadTokens, Full, ModelNotFound
 from lmkv.keys import KEY_BYTES, MAX_KEYS, Tokens, as_tokens, check_keys, root_key
 from lmkv_kernels import chunk_keys
+from lmkv_server.coordinator.core.instance_info import MAX_SHOWN
 from lmkv_server.coordinator.core.models import Models, Namespace
-from lmkv_server.coordinator.core.registration import MAX_SHOWN
 
 MAX_SELECTED_KEYS = 2 * MAX_KEYS
 """Most keys that one request by tokens may need, over all specs of its model: 2 MiB."""

@@ -1,7 +1,7 @@
-"""The words that coordinators have for Valkey or Redis, on one server or a cluster. All IO of the shared map is here.
+"""The client of Valkey or Redis, one server or a cluster. All IO of the shared map is here.
 
-Keys of a shard have its number in braces, so that a cluster keeps them together. Which server has which shard is asked
-when connecting: should that change, calls fail, and whoever uses the store connects anew.
+Keys of a shard contain its number in braces, so that a cluster keeps them on one server. The server of each shard is
+looked up when connecting; if it changes, calls fail and `SharedMap` connects again.
 """
 
 from __future__ import annotations
@@ -22,44 +22,52 @@ from valkey.exceptions import ValkeyError
 from lmkv.errors import ConfigError
 from lmkv.remote_url import RemoteUrl
 from lmkv_server.coordinator.layout_store import scripts
-from lmkv_server.coordinator.layout_store.content import FIELD_BYTES, OPENING
-from lmkv_server.coordinator.layout_store.entry import MAX_ENTRY_BYTES, READ_ENTRIES, Entry, EntryKind, Position, encode
-from lmkv_server.coordinator.layout_store.lost import StoreLost, all_of
-from lmkv_server.coordinator.layout_store.owner import SHARD_COUNT, Owner
-from lmkv_server.coordinator.layout_store.publication import Note
+from lmkv_server.coordinator.layout_store.chunk_records import FIELD_BYTES, MARKER
+from lmkv_server.coordinator.layout_store.log_entry import (
+    MAX_ENTRY_BYTES,
+    READ_ENTRIES,
+    SHARD_COUNT,
+    ChunkOwner,
+    EntryKind,
+    LogEntry,
+    LogPosition,
+    encode,
+)
+from lmkv_server.coordinator.layout_store.publication import PendingEntry
+from lmkv_server.coordinator.layout_store.store_lost import StoreLost, all_of
 
 CALL_SECONDS = 2.0
-"""Most time that an answer may take: less than a lease, for nodes that begin to report wait for it too."""
+"""Timeout of a call: less than a lease, because nodes that start to report wait for one."""
 BLOCK_SECONDS = 1.0
 """How long a read waits for entries."""
 LOG_ENTRIES = 4096
-"""About what a shard's log keeps: who is further behind loads anew."""
+"""Approximate length of a shard's log: a coordinator further behind loads again."""
 LOG_SECONDS = 600.0
-"""How long a log stays that nobody writes."""
+"""Lifetime of a log that is not written."""
 TERM_SECONDS = 86_400.0
-"""How long ids and terms stay that nobody renews."""
+"""Lifetime of ids and terms that are not renewed."""
 SCANNED_RECORDS = 4000
 
 
 class Logged(NamedTuple):
-    """An entry of a log, as it came."""
+    """An entry of a log, not decoded yet."""
 
-    position: Position
-    previous: Position
-    """The entry before it: something else than the reader has seen means that some are lost."""
+    position: LogPosition
+    previous: LogPosition
+    """LogPosition of the entry before it: if the reader has not seen that one, entries are lost."""
     data: bytes
 
 
-class Store:
-    """Connect before anything else. All methods but `aclose` raise `StoreLost`."""
+class ValkeyStore:
+    """Connections to the store. Call `connect` first. All methods but `aclose` raise `StoreLost`."""
 
     def __init__(self, url: RemoteUrl, *, held_seconds: float) -> None:
-        """`held_seconds`: how long what nobody renews is kept. Raises `ConfigError` if the URL has unknown options."""
+        """`held_seconds` is the lifetime of publications without renewal. Raises `ConfigError` for a bad URL option."""
         self.shown = url.shown
         self._held_ms = round(held_seconds * 1000)
         scheme, rest = url.url.split("://", 1)
         try:
-            self._pool = ConnectionPool.from_url(  # only says how to connect
+            self._pool = ConnectionPool.from_url(  # holds connection options only
                 f"{'valkeys' if scheme in ('rediss', 'valkeys') else 'valkey'}://{rest}",
                 socket_timeout=CALL_SECONDS + BLOCK_SECONDS,
                 socket_connect_timeout=CALL_SECONDS,
@@ -68,22 +76,22 @@ class Store:
             self._pool.connection_class(**self._pool.connection_kwargs)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"layout_map_url: {url.shown} has an option that is none: {error}", key="layout_map_url"
+                f"layout_map_url: {url.shown} has an invalid option: {error}", key="layout_map_url"
             ) from None
         self._address = (url.host, url.port)
         self._known_addresses: list[tuple[str, int]] = []
-        """Of a cluster, as of the last time."""
+        """Servers of the cluster, from the last connection."""
         self._clients: dict[tuple[str, int], Valkey] = {}
         self._shards: list[Valkey] = []
-        """Who has each shard."""
+        """The server of each shard."""
         self._ids: list[bytes] = []
         """The id of each shard."""
         self._shas: dict[str, str] = {}
 
-    # --- Life ----------------------------------------------------------------------------------------------------
+    # --- Connection ----------------------------------------------------------------------------------------------
 
     async def connect(self) -> str:
-        """Finds out who has which shard; returns the id of the map, which is made if there is none."""
+        """Finds the server of each shard; returns the id of the map, which is created if there is none."""
         await self.aclose()
         await self._find_shards()
         for script in scripts.ALL:
@@ -94,12 +102,12 @@ class Store:
         return sha256(b"".join(self._ids)).hexdigest()[:32]
 
     async def check(self) -> None:
-        """Finds out whether the map is still the same, and renews its id."""
+        """Raises `StoreLost` if the map was replaced; renews its id."""
         if await self._claim() != self._ids:
-            raise StoreLost("the layout map is another one")
+            raise StoreLost("the layout map was replaced by another one")
 
     async def aclose(self) -> None:
-        """Disconnects. Repeating it is safe."""
+        """Disconnects. Idempotent."""
         clients, self._clients = self._clients, {}
         self._shards = []
         for client in clients.values():
@@ -108,59 +116,59 @@ class Store:
 
     # --- Publishing ----------------------------------------------------------------------------------------------
 
-    async def next_term(self, owner: Owner) -> int:
-        """A term for an instance; from now on nothing is published in earlier ones."""
+    async def next_term(self, owner: ChunkOwner) -> int:
+        """Starts a new term for an instance; publications of earlier terms are refused from now on."""
         keys = [_key(owner, "term"), _shard_key(owner.shard, "last_term"), _key(owner, "held") + b":"]
-        opening = (OPENING[:FIELD_BYTES], OPENING[FIELD_BYTES:])
-        return int(await self._run(scripts.TERM, owner.shard, keys, _ms(TERM_SECONDS), self._held_ms, *opening))
+        marker = (MARKER[:FIELD_BYTES], MARKER[FIELD_BYTES:])
+        return int(await self._run(scripts.TERM, owner.shard, keys, _ms(TERM_SECONDS), self._held_ms, *marker))
 
-    async def publish(self, shard: int, notes: Sequence[Note]) -> list[bytes]:
-        """Publishes notes of one shard, in order; for each `ok`, `fenced` (its term is over) or `lost`."""
+    async def publish(self, shard: int, batch: Sequence[PendingEntry]) -> list[bytes]:
+        """Writes entries of one shard, in order; the reply for each is `ok`, `fenced` (its term is over) or `lost`."""
         keys = [_shard_key(shard, "log")]
-        words: list[Any] = [self._held_ms, LOG_ENTRIES, _ms(LOG_SECONDS)]
-        for note in notes:
-            entry = note.entry
+        arguments: list[Any] = [self._held_ms, LOG_ENTRIES, _ms(LOG_SECONDS)]
+        for pending in batch:
+            entry = pending.entry
             keys += _publication_keys(entry.owner, entry.term)
-            words += [entry.kind.name.lower(), entry.term, entry.epoch, _logged(note), len(entry.changes)]
+            arguments += [entry.kind.name.lower(), entry.term, entry.epoch, _encoded(pending), len(entry.changes)]
             for change in entry.changes:
-                words += [change.place, change.tokens, change.admitted, change.evicted]
-        return list(await self._run(scripts.PUBLISH, shard, keys, *words))
+                arguments += [change.field_prefix, change.tokens, change.admitted, change.evicted]
+        return list(await self._run(scripts.PUBLISH, shard, keys, *arguments))
 
-    async def renew(self, shard: int, terms: Sequence[tuple[Owner, int, bool]]) -> list[bytes]:
-        """Keeps terms of one shard, each complete or not, from vanishing; for each as `publish`."""
+    async def renew(self, shard: int, terms: Sequence[tuple[ChunkOwner, int, bool]]) -> list[bytes]:
+        """Renews terms of one shard, given with whether each is complete; replies as `publish`."""
         keys: list[bytes] = []
-        words: list[Any] = [_ms(TERM_SECONDS), self._held_ms]
+        arguments: list[Any] = [_ms(TERM_SECONDS), self._held_ms]
         for owner, term, is_complete in terms:
             keys += _publication_keys(owner, term)
-            words += [term, int(is_complete)]
-        return list(await self._run(scripts.RENEW, shard, keys, *words))
+            arguments += [term, int(is_complete)]
+        return list(await self._run(scripts.RENEW, shard, keys, *arguments))
 
     # --- Following -----------------------------------------------------------------------------------------------
 
-    async def current(self, owner: Owner) -> tuple[int, int] | None:
-        """Term and epoch of what is complete of an instance; None if nothing is."""
+    async def current(self, owner: ChunkOwner) -> tuple[int, int] | None:
+        """Term and epoch of the complete snapshot of an instance; None if there is none."""
         answer = await self._run(scripts.CURRENT, owner.shard, [_key(owner, "current")])
         if not answer:
             return None
         term, epoch = answer.split()
         return int(term), int(epoch)
 
-    async def scan(self, owner: Owner, term: int, cursor: int) -> tuple[int, bytes]:
-        """A step of a walk over what an instance holds: the next cursor, at last 0, and records."""
+    async def scan(self, owner: ChunkOwner, term: int, cursor: int) -> tuple[int, bytes]:
+        """A step of a scan of an instance's records: the next cursor, 0 at the end, and records."""
         keys = [_key(owner, "held") + b":%d" % term]
         cursor, records = await self._run(scripts.SCAN, owner.shard, keys, cursor, SCANNED_RECORDS)
         return int(cursor), records
 
-    async def tail(self, shard: int) -> Position:
-        """The newest entry of a shard's log."""
+    async def tail(self, shard: int) -> LogPosition:
+        """LogPosition of the newest entry of a shard's log."""
         return _position(await self._run(scripts.TAIL, shard, [_shard_key(shard, "log")]))
 
-    async def read(self, shard: int, after: Position) -> list[Logged]:
-        """The next entries of a shard's log; none if none came within a second."""
-        words = ("COUNT", READ_ENTRIES, "BLOCK", _ms(BLOCK_SECONDS), "STREAMS")
+    async def read(self, shard: int, after: LogPosition) -> list[Logged]:
+        """The next entries of a shard's log; empty if there are none within `BLOCK_SECONDS`."""
+        arguments = ("COUNT", READ_ENTRIES, "BLOCK", _ms(BLOCK_SECONDS), "STREAMS")
         position = b"%d-%d" % after
         async with _answer(BLOCK_SECONDS):
-            found = await self._shards[shard].execute_command("XREAD", *words, _shard_key(shard, "log"), position)
+            found = await self._shards[shard].execute_command("XREAD", *arguments, _shard_key(shard, "log"), position)
         return [
             Logged(_position(at), _position(fields[b"p"]), fields[b"e"])
             for _, entries in found or ()
@@ -170,7 +178,7 @@ class Store:
     # --- Inside --------------------------------------------------------------------------------------------------
 
     async def _find_shards(self) -> None:
-        failure = StoreLost("nobody was asked")
+        failure = StoreLost("no server is known")
         for address in (self._address, *self._known_addresses):
             try:
                 client = self._client(address)
@@ -189,7 +197,7 @@ class Store:
         raise failure
 
     def _client(self, address: tuple[str, int]) -> Valkey:
-        """Connects when it is first used."""
+        """The client of a server; it connects when it is first used."""
         if address not in self._clients:
             host, port = address
             kwargs = {**self._pool.connection_kwargs, "host": host, "port": port}
@@ -201,24 +209,24 @@ class Store:
         return await all_of(self._claim_shard(shard) for shard in range(SHARD_COUNT))
 
     async def _claim_shard(self, shard: int) -> bytes:
-        words = (1, _shard_key(shard, "id"), uuid4().hex[:8], _ms(TERM_SECONDS))
+        arguments = (1, _shard_key(shard, "id"), uuid4().hex[:8], _ms(TERM_SECONDS))
         async with _answer():
-            answer = await self._shards[shard].evalsha(self._shas[scripts.CLAIM], *words)
+            answer = await self._shards[shard].evalsha(self._shas[scripts.CLAIM], *arguments)
         return bytes(answer)
 
-    async def _run(self, script: str, shard: int, keys: Sequence[bytes], *words: Any) -> Any:
+    async def _run(self, script: str, shard: int, keys: Sequence[bytes], *arguments: Any) -> Any:
         all_keys = [_shard_key(shard, "id"), *keys]
         async with _answer():
             if not self._shards:
                 raise StoreLost("not connected")
             return await self._shards[shard].evalsha(
-                self._shas[script], len(all_keys), *all_keys, self._ids[shard], *words
+                self._shas[script], len(all_keys), *all_keys, self._ids[shard], *arguments
             )
 
 
 @asynccontextmanager
 async def _answer(more_seconds: float = 0.0) -> AsyncIterator[None]:
-    """Bounds the wait for an answer, and makes one exception of all that can go wrong."""
+    """Limits the time of a call, and maps all its errors to `StoreLost`."""
     task = asyncio.current_task()
     assert task is not None
     before = task.cancelling()
@@ -234,21 +242,21 @@ async def _answer(more_seconds: float = 0.0) -> AsyncIterator[None]:
 
 
 def _primary(slots: Sequence[Sequence[Any]], shard: int, asked: tuple[str, int]) -> tuple[str, int]:
-    """Who has a shard, as somebody of a cluster tells. Raises `StoreLost` if nobody does."""
+    """The primary of a shard in the answer of `CLUSTER SLOTS`. Raises `StoreLost` if no server has its slot."""
     slot = key_slot(_shard_key(shard, "id"))
     for first, last, (host, port, *_), *_ in slots:
         if first <= slot <= last:
-            return (host.decode() if host else asked[0]), port  # without a name: as we call it
-    raise StoreLost(f"nobody in the cluster has slot {slot}")
+            return (host.decode() if host else asked[0]), port  # an empty host means the server that was asked
+    raise StoreLost(f"no server of the cluster has slot {slot}")
 
 
-def _logged(note: Note) -> bytes:
-    """What the log says of a note; nothing of a part of a snapshot."""
-    if not note.is_logged:
+def _encoded(pending: PendingEntry) -> bytes:
+    """The log's form of an entry; empty for a part of a snapshot, which is not logged."""
+    if not pending.is_logged:
         return b""
-    entry = note.entry
-    if note.size_bytes > MAX_ENTRY_BYTES:
-        entry = Entry(EntryKind.RELOAD, entry.tenant, entry.instance_id, entry.epoch, entry.term)
+    entry = pending.entry
+    if pending.size_bytes > MAX_ENTRY_BYTES:
+        entry = LogEntry(EntryKind.RELOAD, entry.tenant, entry.instance_id, entry.epoch, entry.term)
     return encode(entry)
 
 
@@ -260,14 +268,14 @@ def _shard_key(shard: int, what: str) -> bytes:
     return b"lmkv:{%d}:%s" % (shard, what.encode())
 
 
-def _key(owner: Owner, what: str) -> bytes:
+def _key(owner: ChunkOwner, what: str) -> bytes:
     return b"%s:%s" % (_shard_key(owner.shard, what), owner.name.encode())
 
 
-def _publication_keys(owner: Owner, term: int) -> list[bytes]:
+def _publication_keys(owner: ChunkOwner, term: int) -> list[bytes]:
     return [_key(owner, "term"), _key(owner, "held") + b":%d" % term, _key(owner, "current")]
 
 
-def _position(text: bytes) -> Position:
+def _position(text: bytes) -> LogPosition:
     milliseconds, number = text.split(b"-")
     return int(milliseconds), int(number)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lmkv.errors import Full
-from lmkv_server.coordinator.core.admission import JoinAdmission
+from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.instances import Instance, Instances
+from lmkv_server.coordinator.core.join_admission import JoinAdmission
 from lmkv_server.coordinator.core.layout_map import LayoutMap, Snapshot
-from lmkv_server.coordinator.core.registration import Registration
-from lmkv_server.coordinator.core.report_stream import ReportStream
-from lmkv_server.coordinator.layout_store.follower import Follower
+from lmkv_server.coordinator.layout_store.follower import InstanceFollower
 from lmkv_server.coordinator.layout_store.publication import Publication
+from lmkv_server.coordinator.registry.report_stream import ReportStream
 
 COMING_BACK_SECONDS = 1.0
 """How long after its turn an instance that was put off is expected at the latest."""
@@ -34,7 +34,7 @@ class Registry:
         self.layout = LayoutMap(revision)
         self.publications: dict[str, Publication] = {}
         """What is published of instances that tell their chunks here, where coordinators share a layout map."""
-        self.followers: dict[str, Follower] = {}
+        self.followers: dict[str, InstanceFollower] = {}
         """Instances that tell their chunks to another one of these."""
         self._settled_time = now + lease_ttl
         self._on_gone = on_gone
@@ -42,22 +42,22 @@ class Registry:
         self._unsettled: dict[str, Instance] = {}
         """Instances whose snapshot was not in when last looked at."""
 
-    def register(self, said: Registration, now: float, secret: bytes = b"") -> Instance:
+    def register(self, info: InstanceInfo, now: float, secret: bytes = b"") -> Instance:
         """Takes an instance in; a newer epoch's predecessor is forgotten with all it held.
 
         Raises as `Instances`, and `Full` if it has to wait for its turn to tell what it holds.
         """
-        self.instances.check_secret(said.instance_id, secret)
-        before = self.instances.find(said.instance_id)
-        joins = before is None or before.stream is None or before.said.epoch != said.epoch
+        self.instances.check_secret(info.instance_id, secret)
+        before = self.instances.find(info.instance_id)
+        joins = before is None or before.stream is None or before.info.epoch != info.epoch
         if joins:
-            self._check_admission(said, now)
-        instance = self.instances.register(said, now, secret)
+            self._check_admission(info, now)
+        instance = self.instances.register(info, now, secret)
         if before is not None and before is not instance:
             self._forget(before)
         if joins:
             instance.synced = False
-            self._unsettled[said.instance_id] = instance
+            self._unsettled[info.instance_id] = instance
             self._admission.admit(instance)
         return instance
 
@@ -76,7 +76,9 @@ class Registry:
         self._unsettle(instance)
         return self._begin_stream(instance, now, self.layout.stage(instance_id), publication)
 
-    def follow(self, instance_id: str, epoch: int, now: float, load: Callable[[Follower], None]) -> ReportStream:
+    def follow(
+        self, instance_id: str, epoch: int, now: float, load: Callable[[InstanceFollower], None]
+    ) -> ReportStream:
         """Begins a stream without chunks: another coordinator is told these, and publishes them.
 
         `load` is called whenever they have to be loaded. Raises `InstanceNotFound`, `StaleEpoch`.
@@ -85,11 +87,11 @@ class Registry:
         self.unpublish(instance_id)
         follower = self.followers.get(instance_id)
         if follower is None:
-            self.followers[instance_id] = follower = Follower(
-                self.layout, instance, wants=load, unsettles=self._unsettle
+            self.followers[instance_id] = follower = InstanceFollower(
+                self.layout, instance, on_load_request=load, on_unsynced=self._unsettle
             )
-            follower.want()
-        elif follower.is_settled:
+            follower.request_load()
+        elif follower.is_current:
             instance.synced = True
         self._admission.leave(instance)
         return self._begin_stream(instance, now)
@@ -100,7 +102,7 @@ class Registry:
         if publication is not None:
             publication.close()
 
-    def unshare(self) -> None:
+    def stop_sharing(self) -> None:
         """Publishes and follows nobody any more. What followed ones hold stays, but may be less than there is."""
         for instance_id in list(self.publications):
             self.unpublish(instance_id)
@@ -133,21 +135,21 @@ class Registry:
     def check(self) -> None:
         """Asserts what must hold between any two calls. Reads everything: for tests."""
         self.instances.check()
-        unsynced = {instance.said.instance_id for instance in self.instances if not instance.synced}
+        unsynced = {instance.info.instance_id for instance in self.instances if not instance.synced}
         assert unsynced <= self._unsettled.keys()
         assert all(self.instances.find(instance_id) is one for instance_id, one in self._unsettled.items())
         assert self.publications.keys().isdisjoint(self.followers)
         assert all(self.instances.find(instance_id) is one.instance for instance_id, one in self.followers.items())
         self.layout.check()
 
-    def _check_admission(self, said: Registration, now: float) -> None:
+    def _check_admission(self, info: InstanceInfo, now: float) -> None:
         try:
             self._admission.check(now)
         except Full as full:
             back = now + full.retry_seconds + COMING_BACK_SECONDS
             self._settled_time = max(self._settled_time, back)
-            before = self.instances.find(said.instance_id)
-            if before is not None and before.said.epoch == said.epoch:  # it is told to be silent until then
+            before = self.instances.find(info.instance_id)
+            if before is not None and before.info.epoch == info.epoch:  # it is told to be silent until then
                 before.expire_time = max(before.expire_time, back)
             raise
 
@@ -165,7 +167,7 @@ class Registry:
 
     def _unsettle(self, instance: Instance) -> None:
         instance.synced = False
-        self._unsettled[instance.said.instance_id] = instance
+        self._unsettled[instance.info.instance_id] = instance
 
     def _unfollow(self, instance_id: str) -> None:
         follower = self.followers.pop(instance_id, None)
@@ -174,13 +176,13 @@ class Registry:
 
     def _forget(self, instance: Instance) -> None:
         self._end_stream(instance)
-        self._unfollow(instance.said.instance_id)
-        publication = self.publications.pop(instance.said.instance_id, None)
+        self._unfollow(instance.info.instance_id)
+        publication = self.publications.pop(instance.info.instance_id, None)
         if publication is not None:
-            publication.gone()
-        self._unsettled.pop(instance.said.instance_id, None)
-        self.layout.drop_instance(instance.said.instance_id)
-        self._on_gone(instance.said.instance_id)
+            publication.publish_gone()
+        self._unsettled.pop(instance.info.instance_id, None)
+        self.layout.drop_instance(instance.info.instance_id)
+        self._on_gone(instance.info.instance_id)
 
     def _end_stream(self, instance: Instance) -> None:
         if isinstance(instance.stream, ReportStream):

@@ -19,7 +19,7 @@ from lmkv.errors import ConfigError
 from lmkv.rpc.error_status import short
 from lmkv.v1.cache_service_pb2 import ClearRequest, LookupRequest, MoveRequest, PinRequest, UnpinRequest
 from lmkv.v1.chunk_pb2 import TIER_HOST, Position
-from lmkv_server.coordinator.services.audit import logger, told, write_audit_to
+from lmkv_server.coordinator.operations.audit import logger, told, write_audit_to
 from tests.server.coordinator.cases import KEYS, PROMPT
 from tests.server.coordinator.guarded import Guarded, guarded, token_of
 
