@@ -19,10 +19,12 @@ from benchmarks.layouts import random_keys
 from lmkv.keys import ChunkKey, split_keys
 from lmkv.spec import KvSpec
 from lmkv.v1.chunk_pb2 import TIER_HOST
-from lmkv.v1.registry_service_pb2 import Instance, TierUsage
+from lmkv.v1.registry_service_pb2 import Instance, SpecConflict, TierUsage
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.commands.orders import Orders
-from lmkv_server.node.fleet.fleet import Fleet, Held
+from lmkv_server.node.commands.runner import OrderRunner
+from lmkv_server.node.fleet.context import FleetContext
+from lmkv_server.node.fleet.membership import FleetMembership
+from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.sessions.sessions import Engines
 
 CHANGE_SECONDS = 1.0
@@ -51,7 +53,7 @@ class ScaledNode:
         self._random = random.Random(-number)
         self._held: deque[ChunkKey] = deque(split_keys(random_keys(number, chunk_count)))
         tier = HostTier(TIER_BYTES)
-        self._orders = Orders(instance_id=self.name, tier=tier, engines=Engines(tier), peers=None)
+        self._orders = OrderRunner(instance_id=self.name, tier=tier, engines=Engines(tier), peers=None)
 
     @property
     def name(self) -> str:
@@ -59,13 +61,11 @@ class ScaledNode:
         return f"node-{self._number:05}"
 
     @asynccontextmanager
-    async def member(self, coordinator_addresses: Sequence[str]) -> AsyncIterator[Fleet]:
+    async def member(self, coordinator_addresses: Sequence[str]) -> AsyncIterator[FleetMembership]:
         """Its membership, for a while."""
         async with (
             self._orders,
-            Fleet(
-                coordinator_addresses, instance=self._instance, snapshot=self._snapshot, orders=self._orders
-            ) as fleet,
+            FleetMembership(coordinator_addresses, FleetContext(node=self, orders=self._orders)) as fleet,
         ):
             yield fleet
 
@@ -81,14 +81,15 @@ class ScaledNode:
                     self.gain(fleet)
                     fleet.evicted(TIER_HOST, SPEC.fingerprint, self._held.popleft())
 
-    def gain(self, fleet: Fleet) -> ChunkKey:
+    def gain(self, fleet: FleetMembership) -> ChunkKey:
         """Stores a chunk, and reports it."""
         gained = ChunkKey(self._random.randbytes(16))
         self._held.append(gained)
         fleet.admitted(TIER_HOST, SPEC.fingerprint, gained, SPEC.chunk_size)
         return gained
 
-    def _instance(self) -> Instance:
+    def describe(self) -> Instance:
+        """One node of this size."""
         usage = TierUsage(tier=TIER_HOST, capacity_bytes=1 << 40, chunk_count=len(self._held))
         return Instance(
             instance_id=self.name,
@@ -98,9 +99,13 @@ class ScaledNode:
             tiers=[usage],
         )
 
-    def _snapshot(self) -> Iterator[Held]:
+    def conflicts_changed(self, conflicts: list[SpecConflict]) -> None:
+        """All nodes have the same KvSpec."""
+
+    def snapshot(self) -> Iterator[HeldChunk]:
+        """Its chunks."""
         for key in self._held:
-            yield Held(tier=TIER_HOST, fingerprint=SPEC.fingerprint, key=key, token_count=SPEC.chunk_size)
+            yield HeldChunk(tier=TIER_HOST, fingerprint=SPEC.fingerprint, key=key, token_count=SPEC.chunk_size)
 
 
 async def live(args: argparse.Namespace) -> None:

@@ -25,7 +25,7 @@ from lmkv_client import Coordinator
 from lmkv_client.demo import cluster
 from lmkv_client.demo.nodes import Nodes
 from lmkv_client.demo.process import pids_with_environment
-from lmkv_server.node.fleet.shard import homes
+from lmkv_server.node.fleet.shard import primaries
 from tests.server.node.cases import chunk_key
 from tests.server.node.engine_client import EngineClient, absent_count
 from tests.server.node.remote_parts import RedisServer
@@ -118,7 +118,7 @@ class World:
     @property
     def home(self) -> int:
         """Which coordinator the first node tells its chunks."""
-        return self.addresses.index(homes(NAMES[0], dict.fromkeys(self.addresses, "m"))[self.addresses[0]])
+        return self.addresses.index(primaries(NAMES[0], dict.fromkeys(self.addresses, "m"))[self.addresses[0]])
 
     async def ask(self) -> None:
         """Looks something up again and again. Raises if nobody answers."""

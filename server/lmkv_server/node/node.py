@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from types import TracebackType
 
@@ -30,10 +31,12 @@ from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.ledger import Ledger
 from lmkv_server.node.cache.pool import make_pool, open_file
 from lmkv_server.node.cache.warm_start import WarmStart
-from lmkv_server.node.commands.orders import Orders
+from lmkv_server.node.commands.runner import OrderRunner
 from lmkv_server.node.engines.service import EngineService
 from lmkv_server.node.fleet import holdings
-from lmkv_server.node.fleet.fleet import Fleet
+from lmkv_server.node.fleet.context import FleetContext
+from lmkv_server.node.fleet.membership import FleetMembership
+from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.instance_lock import InstanceLock, instance_secret
 from lmkv_server.node.metrics.collector import Metrics
 from lmkv_server.node.metrics.server import MetricsServer
@@ -151,7 +154,7 @@ class Node:
         side = self._peer_side
         peers = side.peers if side else None
         self.orders = await self._stack.enter_async_context(
-            Orders(
+            OrderRunner(
                 instance_id=config.instance_id,
                 tier=self.tier,
                 engines=self.engines,
@@ -160,14 +163,10 @@ class Node:
                 remote=self.remote,
             )
         )
-        self.fleet = Fleet(
+        self.fleet = FleetMembership(
             config.coordinator_address,
+            FleetContext(node=self, orders=self.orders, secret=instance_secret(config.secret_path)),
             credentials=config.credentials,
-            secret=instance_secret(config.secret_path),
-            instance=self.describe,
-            snapshot=lambda: holdings.held(self.tier, self.disk),
-            orders=self.orders,
-            on_conflicts=lambda conflicts: service.tell_conflicts(conflicts),
         )
         if side:
             side.directory.locate = self.fleet.locate
@@ -179,7 +178,7 @@ class Node:
             on_worker_gone=self._worker_went,
         )
         await self._stack.enter_async_context(pool_socket)
-        service = EngineService(
+        self._service = service = EngineService(
             tier=self.tier,
             engines=self.engines,
             sources=TierStack(
@@ -206,7 +205,6 @@ class Node:
             on_replace=self._replace if self._started_by_connector else None,
             on_served=self._served_changed,
         )
-        self._lookups = service.lookups
         self.metrics = Metrics(
             tier=self.tier,
             disk=self.disk,
@@ -291,7 +289,7 @@ class Node:
         )
 
     def describe(self) -> registry_service_pb2.Instance:
-        """The node as the fleet shall know it."""
+        """The node as it is now, for registrations and heartbeats."""
         return registry_service_pb2.Instance(
             instance_id=self.config.instance_id,
             epoch=self.epoch,
@@ -304,9 +302,17 @@ class Node:
             stats=self._stats(),
         )
 
+    def snapshot(self) -> Iterator[HeldChunk]:
+        """Every chunk in memory and on disk."""
+        return holdings.held(self.tier, self.disk)
+
+    def conflicts_changed(self, conflicts: list[registry_service_pb2.SpecConflict]) -> None:
+        """Sends the conflicts to the engines."""
+        self._service.tell_conflicts(conflicts)
+
     def _stats(self) -> registry_service_pb2.InstanceStats:
         """Statistics since the start. Chunks in the remote tier count as the node's own."""
-        lookups = self._lookups.stats()
+        lookups = self._service.lookups.stats()
         traffic = self._peer_side.peers.traffic.values() if self._peer_side else ()
         return registry_service_pb2.InstanceStats(
             asked_chunks=lookups.asked_chunks,

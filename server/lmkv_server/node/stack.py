@@ -14,7 +14,7 @@ from lmkv.v1.cache_service_pb2 import Holder
 from lmkv.v1.registry_service_pb2 import SpecConflict
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.fetch.fetcher import Fetched, Peers
-from lmkv_server.node.fleet.fleet import Fleet
+from lmkv_server.node.fleet.membership import FleetMembership
 from lmkv_server.node.handoff.device_buffers import DeviceBuffers
 from lmkv_server.node.handoff.receiver import Receiver
 from lmkv_server.node.tiers.disk.tier import DiskTier
@@ -35,7 +35,7 @@ class TierStack:
     def __init__(
         self,
         tier: HostTier,
-        fleet: Fleet,
+        fleet: FleetMembership,
         *,
         peers: Peers | None,
         receiver: Receiver | None,

@@ -19,12 +19,15 @@ from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.registry_service_pb2 import (
     Instance,
     ListInstancesRequest,
+    SpecConflict,
     TierUsage,
 )
 from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.commands.orders import Orders
-from lmkv_server.node.fleet.fleet import Fleet, Held
+from lmkv_server.node.commands.runner import OrderRunner
+from lmkv_server.node.fleet.context import FleetContext
+from lmkv_server.node.fleet.membership import FleetMembership
+from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.sessions.sessions import Engines
 from tests.waiting import eventually
 
@@ -51,13 +54,15 @@ class Shelf:
         self.epoch = next(EPOCHS)
         self.peer_address = f"127.0.0.1:{port}"
         self.specs = list(specs)
-        self.held: dict[ChunkKey, Held] = {}
-        self.fleet: Fleet | None = None
+        self.held: dict[ChunkKey, HeldChunk] = {}
+        self.fleet: FleetMembership | None = None
+        self.conflict_lists: list[list[SpecConflict]] = []
+        """All that `conflicts_changed` was called with."""
         self.tier = HostTier(1 << 20, self)
         """For orders, which work on a real one."""
-        self.orders = Orders(instance_id=instance_id, tier=self.tier, engines=Engines(self.tier), peers=None)
+        self.orders = OrderRunner(instance_id=instance_id, tier=self.tier, engines=Engines(self.tier), peers=None)
 
-    def instance(self) -> Instance:
+    def describe(self) -> Instance:
         return Instance(
             instance_id=self.instance_id,
             epoch=self.epoch,
@@ -67,13 +72,18 @@ class Shelf:
             engine_count=len(self.specs),
         )
 
-    def snapshot(self) -> Iterator[Held]:
+    def conflicts_changed(self, conflicts: list[SpecConflict]) -> None:
+        self.conflict_lists.append(conflicts)
+
+    def snapshot(self) -> Iterator[HeldChunk]:
         yield from self.held.values()
 
     @asynccontextmanager
-    async def join(self, *addresses: str, **options: Any) -> AsyncIterator[Fleet]:
+    async def join(self, *addresses: str, **options: Any) -> AsyncIterator[FleetMembership]:
         async with self.orders:
-            self.fleet = Fleet(addresses, instance=self.instance, snapshot=self.snapshot, orders=self.orders, **options)
+            outside = {name: options.pop(name) for name in ("credentials", "resolve") if name in options}
+            context = FleetContext(node=self, orders=self.orders, **options)
+            self.fleet = FleetMembership(addresses, context, **outside)
             async with self.fleet:
                 yield self.fleet
 
@@ -99,7 +109,7 @@ class Shelf:
 
     def put(self, keys: Iterable[ChunkKey], spec: KvSpec = LLAMA, token_count: int = 256) -> None:
         for key in keys:
-            self.held[key] = Held(tier=HOST, fingerprint=spec.fingerprint, key=key, token_count=token_count)
+            self.held[key] = HeldChunk(tier=HOST, fingerprint=spec.fingerprint, key=key, token_count=token_count)
             if self.fleet is not None:
                 self.fleet.admitted(HOST, spec.fingerprint, key, token_count)
 

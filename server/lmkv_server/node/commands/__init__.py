@@ -1,4 +1,4 @@
-"""Orders of the coordinator (fetch, drop, pin, unpin): their execution, progress and journal.
+"""Orders of the coordinator (fetch, drop, pin, unpin): their execution, progress, journal, and records of operations.
 
-Imports `fetch`, `tiers`, `sessions` and `cache`. Start with `orders.Orders`.
+May import `handoff` and what is below it. Start with `runner.OrderRunner`.
 """

@@ -1,7 +1,7 @@
 """Executes coordinator orders (fetch, drop, pin, unpin) on the node's tiers.
 
-`Orders` starts, bounds and cancels them. An order reports through `OrderProgress` and may be cancelled at any await. A
-chunk that fails is counted there; an exception means that the whole order failed.
+`OrderRunner` starts, bounds and cancels them. Each method updates an `OrderProgress` and may be cancelled at any await.
+A chunk that fails is recorded there; an exception means that the whole order failed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from lmkv_server.node.tiers.progress import Progress
 from lmkv_server.node.tiers.remote.tier import RemoteTier
 
 MAX_ORDER_KEYS = 32_768
-"""Most chunks that one order may name: 512 KiB, so that its outcome fits into a report whatever goes wrong."""
+"""Most chunks that one order may name: 512 KiB, so that its outcome always fits into one report."""
 MAX_FETCH_SECONDS = 7200.0
-"""Beyond the time of any order: what stops a fetch is its order."""
-DROPPED_AT_ONCE = 4096
-"""After so many chunks a drop lets others have a turn: a few milliseconds."""
+"""Longer than any order: a fetch ends with its order."""
+DROP_BATCH_CHUNKS = 4096
+"""Chunks between two yields to the event loop: a few milliseconds."""
 
 
 class OrderExecutor:
-    """The acts on one node's tiers. Without `peers` every fetch is refused."""
+    """Executes orders on one node's tiers. Without `peers` every fetch is refused."""
 
     def __init__(
         self,
@@ -52,13 +52,13 @@ class OrderExecutor:
         self._peers = peers
         self._pins = pins
 
-    async def fetch(self, order: pb.FetchOrder, achieved: OrderProgress) -> None:
-        """Brings the chunks that are `wanted` and not here from the order's peer, each for itself.
+    async def fetch(self, order: pb.FetchOrder, progress: OrderProgress) -> None:
+        """Fetches the `wanted` chunks that the node does not hold from the order's peer; each may fail alone.
 
-        Chunks that are here, or come, are held until the outcome is made. Raises `TierUnsupported`, `KvSpecMismatch` if
-        no engine of the spec has attached here, `Unreachable` without peers.
+        All that are present in the end are held until the outcome is made. Raises `TierUnsupported`, `KvSpecMismatch`
+        if no engine of the spec has attached here, `Unreachable` without peers.
         """
-        keys = achieved.wanted
+        keys = progress.wanted
         check_tier(order.tier)
         spec = self._engines.spec(order.fingerprint)
         if spec is None:
@@ -69,30 +69,30 @@ class OrderExecutor:
             raise Unreachable("this node has no peers; set enable_p2p")
 
         def on_chunks(chunks: list[tuple[int, Chunk]]) -> None:
-            achieved.brought.extend(chunk for _, chunk in chunks)
-            achieved.transferred_bytes = progress.size_bytes
+            progress.fetched.extend(chunk for _, chunk in chunks)
+            progress.transferred_bytes = fetching.size_bytes
 
-        progress = Progress(self._tier, spec, keys, 0, on_chunks, in_order=False)
-        achieved.failures = progress.failures
+        fetching = Progress(self._tier, spec, keys, 0, on_chunks, in_order=False)
+        progress.failures = fetching.failures
         peer = Holder(
             instance_id=order.instance_id,
             epoch=order.epoch,
             peer_address=order.peer_address,
             matched_chunk_count=len(keys),
         )
-        fetched = await self._peers.bring(progress, [peer], MAX_FETCH_SECONDS)
-        here = {chunk.key for chunk in achieved.brought if not chunk.dropped}
-        self._tier.find([key for key in keys if key in here])  # counts as a use, and nobody else may have them soon
+        fetched = await self._peers.bring(fetching, [peer], MAX_FETCH_SECONDS)
+        here = {chunk.key for chunk in progress.fetched if not chunk.dropped}
+        self._tier.find([key for key in keys if key in here])  # counts as a use: soon this may be the only holder
         rest = fetched.error or ChunkNotFound(f"{order.instance_id} does not hold it", instance_id=order.instance_id)
-        for index in progress.missing:
-            achieved.failures.setdefault(keys[index], rest)
+        for index in fetching.missing:
+            progress.failures.setdefault(keys[index], rest)
 
-    async def drop(self, order: pb.DropOrder, achieved: OrderProgress) -> None:
-        """Forgets what the order selects, in every tier unless it names one; pinned chunks stay.
+    async def drop(self, order: pb.DropOrder, progress: OrderProgress) -> None:
+        """Drops the chunks that the order selects, in every tier unless it names one; pinned chunks stay.
 
-        A pin keeps a chunk in memory: an order that names a deeper tier drops what is there. The shared store loses
-        its chunks for all who share it. Raises `BadMessage`, `BadChunkKey`, `TierUnsupported`, and `Unreachable` if
-        that store fails.
+        A pin keeps a chunk in memory only: an order that names a deeper tier drops it there. Chunks in the remote tier
+        are dropped for all instances that share it. Raises `BadMessage`, `BadChunkKey`, `TierUnsupported`, and
+        `Unreachable` if the remote store fails.
         """
         if not (order.chunk_keys or order.fingerprint or order.all):
             raise BadMessage("an order to drop selects by chunk_keys, by fingerprint, or all")
@@ -103,54 +103,54 @@ class OrderExecutor:
             check_tier(order.tier)
         named = list(dict.fromkeys(order_keys(order.chunk_keys)))
         if on_disk:
-            await self._drop_from_disk(order, named, achieved)
+            await self._drop_from_disk(order, named, progress)
         if in_memory:
-            await self._drop_from_memory(order, named, achieved)
+            await self._drop_from_memory(order, named, progress)
         if in_remote:
-            await self._drop_from_remote(order, named, achieved)
+            await self._drop_from_remote(order, named, progress)
 
-    async def _drop_from_memory(self, order: pb.DropOrder, named: Sequence[ChunkKey], achieved: OrderProgress) -> None:
+    async def _drop_from_memory(self, order: pb.DropOrder, named: Sequence[ChunkKey], progress: OrderProgress) -> None:
         chunks = [self._tier.get(key) for key in named] if named else list(self._tier)
-        for start in range(0, len(chunks), DROPPED_AT_ONCE):
+        for start in range(0, len(chunks), DROP_BATCH_CHUNKS):
             if start:
                 await asyncio.sleep(0)
             selected = [
                 chunk
-                for chunk in chunks[start : start + DROPPED_AT_ONCE]
+                for chunk in chunks[start : start + DROP_BATCH_CHUNKS]
                 if chunk and not chunk.dropped and order.fingerprint in (b"", chunk.fingerprint)
             ]
             free = [chunk for chunk in selected if not chunk.pins]
             if named:
-                pinned = ChunkPinned("it is kept by a pin; end that first")
-                achieved.failures.update((chunk.key, pinned) for chunk in selected if chunk.pins)
+                pinned = ChunkPinned("it is pinned; unpin it first")
+                progress.failures.update((chunk.key, pinned) for chunk in selected if chunk.pins)
             if not order.dry_run:
                 self._tier.drop([chunk.key for chunk in free])
-            achieved.count(free)
-            achieved.pinned_count += len(selected) - len(free)
+            progress.count(free)
+            progress.pinned_count += len(selected) - len(free)
 
-    async def _drop_from_disk(self, order: pb.DropOrder, named: Sequence[ChunkKey], achieved: OrderProgress) -> None:
-        """Returns once the files are gone. What goes from memory, too, is counted there."""
+    async def _drop_from_disk(self, order: pb.DropOrder, named: Sequence[ChunkKey], progress: OrderProgress) -> None:
+        """Returns once the files are deleted. Chunks that are dropped from memory, too, are counted there."""
         assert self._disk
         chunks = [self._disk.get(key) for key in named] if named else list(self._disk)
-        for start in range(0, len(chunks), DROPPED_AT_ONCE):
+        for start in range(0, len(chunks), DROP_BATCH_CHUNKS):
             if start:
                 await asyncio.sleep(0)
             selected = [
                 (chunk, self._tier.get(chunk.key))
-                for chunk in chunks[start : start + DROPPED_AT_ONCE]
+                for chunk in chunks[start : start + DROP_BATCH_CHUNKS]
                 if chunk and order.fingerprint in (b"", chunk.fingerprint)
             ]
             if order.tier == chunk_pb2.TIER_UNSPECIFIED:
                 selected = [(chunk, in_memory) for chunk, in_memory in selected if not (in_memory and in_memory.pins)]
-                achieved.count(chunk for chunk, in_memory in selected if not in_memory)
+                progress.count(chunk for chunk, in_memory in selected if not in_memory)
             else:
-                achieved.count(chunk for chunk, _ in selected)
+                progress.count(chunk for chunk, _ in selected)
             if not order.dry_run:
                 self._disk.drop([chunk.key for chunk, _ in selected])
         await self._disk.settle()
 
-    async def _drop_from_remote(self, order: pb.DropOrder, named: Sequence[ChunkKey], achieved: OrderProgress) -> None:
-        """Returns once the store has removed them. They are counted only if the order names this tier."""
+    async def _drop_from_remote(self, order: pb.DropOrder, named: Sequence[ChunkKey], progress: OrderProgress) -> None:
+        """Returns once the store has deleted them. They are counted only if the order names this tier."""
         assert self._remote
         fingerprints = [order.fingerprint] if order.fingerprint else [spec.fingerprint for spec in self._engines.specs]
         try:
@@ -159,25 +159,25 @@ class OrderExecutor:
             else:
                 count = await self._remote.clear(order.fingerprint, dry_run=order.dry_run)
         except OSError as error:
-            raise Unreachable(f"{self._remote.link} did not remove them: {error}") from None
+            raise Unreachable(f"{self._remote.link} did not delete them: {error}") from None
         if order.tier == chunk_pb2.TIER_REMOTE:
-            achieved.chunk_count += count
+            progress.chunk_count += count
 
-    def pin(self, order: pb.PinOrder, achieved: OrderProgress) -> None:
-        """Keeps the head of the order's chunks. Raises `TierUnsupported`, `BadChunkKey`, and what `Pins.pin` raises."""
+    def pin(self, order: pb.PinOrder, progress: OrderProgress) -> None:
+        """Pins the head of the order's chunks. Raises `TierUnsupported`, `BadChunkKey`, and what `Pins.pin` raises."""
         check_tier(order.tier)
         keys = order_keys(order.chunk_keys)
         pin = self._pins.pin(order.pin_id, keys, time.monotonic(), order.ttl.ToNanoseconds() / 1e9)
-        achieved.count(pin.kept)
+        progress.count(pin.kept)
 
-    def unpin(self, order: pb.UnpinOrder, achieved: OrderProgress) -> None:
-        """Stops keeping chunks; a pin that is not in force is no error."""
+    def unpin(self, order: pb.UnpinOrder, progress: OrderProgress) -> None:
+        """Ends a pin. Idempotent."""
         pin = self._pins.unpin(order.pin_id)
-        achieved.count(pin.kept if pin else ())
+        progress.count(pin.kept if pin else ())
 
 
-def goal(order: pb.Order) -> OrderProgress:
-    """An order of which nothing has been achieved yet. Raises `BadChunkKey`."""
+def new_progress(order: pb.Order) -> OrderProgress:
+    """The progress of an order that has not started. Raises `BadChunkKey`."""
     return OrderProgress(wanted=list(dict.fromkeys(order_keys(order.fetch.chunk_keys))))
 
 
@@ -190,4 +190,4 @@ def check_tier(tier: chunk_pb2.Tier.ValueType) -> None:
     """Raises `TierUnsupported` unless this is the host tier, or none is named."""
     if tier not in (chunk_pb2.TIER_UNSPECIFIED, chunk_pb2.TIER_HOST):
         name = chunk_pb2.Tier.Name(tier) if tier in chunk_pb2.Tier.values() else str(tier)
-        raise TierUnsupported(f"not in {name}: this node brings chunks to TIER_HOST, and pins them there", tier=name)
+        raise TierUnsupported(f"not in {name}: this node fetches chunks into TIER_HOST, and pins them there", tier=name)

@@ -1,13 +1,13 @@
-"""Records of operations that this node keeps for all coordinators. Pure: time is passed in. Used by `Orders`.
+"""Records of operations that this node keeps for all coordinators. Time is passed in. Used by `OrderRunner`.
 
-    put ──► attended ──lost──► due ──its time is up──► due at the next coordinator ...
-               ▲                └──────────put─────────────┘
-               └───────────────────────────┘
+    put ──► owned ──disconnected──► due ──timeout──► due at the next coordinator ...
+              ▲                      └──────put──────────┘
+              └──────────────────────────────┘
 
-Who puts a record sees its operation through, until its reports end. Then it is told to it as orphaned when it is back,
-which may be after a restart, and after a while to the next coordinator, until one of them puts it again. A record of
-an operation that is over is nobody's, and kept until its `expire_time`. Beyond `MAX_RECORDS` or `MAX_RECORD_BYTES`
-those that are over give way first, and the oldest of them.
+The coordinator that puts a record owns its operation while it is connected. Afterwards the record is sent to it as
+orphaned when it is back, which may be after a restart, and after a timeout to the next coordinator, until one of them
+puts it again. The record of an operation that is done has no owner, and is kept until its `expire_time`. Beyond
+`MAX_RECORDS` or `MAX_RECORD_BYTES` the oldest ones that are done are forgotten first.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from lmkv.v1 import registry_service_pb2 as pb
 class _Entry:
     record: pb.OperationRecord
     revision: int
-    attendant: str
-    """Who sees it through, or shall."""
+    owner: str
+    """The coordinator that runs the operation, or is asked to."""
     due: float | None = None
-    """When another one shall unless the attendant puts it again; None while it attends, and once it is over."""
+    """When another coordinator is asked to, unless the owner puts it again; None while the owner is connected, and
+    once the operation is done."""
 
 
 class OperationLog:
@@ -36,22 +37,22 @@ class OperationLog:
 
     def __init__(self) -> None:
         self.revision = 0
-        """Rises with every change."""
+        """Incremented with every change."""
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # by the time of their last change
         self._size_bytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def put(self, record: pb.OperationRecord, giver: str) -> None:
-        """Keeps a record unless a newer one is kept; who gave it sees the operation through, unless it is over."""
+    def put(self, record: pb.OperationRecord, coordinator: str) -> None:
+        """Keeps a record unless a newer one is kept; the coordinator owns the operation unless it is done."""
         name = record.operation.name
         known = self._entries.get(name)
         if known and rank(known.record) > rank(record):
             return
         is_cancelled = record.cancelled or bool(known and known.record.cancelled)
         if known and rank(known.record) == rank(record):
-            known.attendant, known.due = giver, None
+            known.owner, known.due = coordinator, None
             if known.record.cancelled != is_cancelled:
                 self.cancel(name)
             return
@@ -60,13 +61,13 @@ class OperationLog:
         kept.CopyFrom(record)
         kept.cancelled = is_cancelled
         self.revision += 1
-        self._entries[name] = _Entry(record=kept, revision=self.revision, attendant=giver)
+        self._entries[name] = _Entry(record=kept, revision=self.revision, owner=coordinator)
         self._size_bytes += kept.ByteSize()
         while len(self._entries) > 1 and (len(self._entries) > MAX_RECORDS or self._size_bytes > MAX_RECORD_BYTES):
-            self._forget(self._first_to_go())
+            self._forget(self._first_to_forget())
 
     def cancel(self, name: str) -> None:
-        """Somebody wants an operation to stop: whoever sees it through shall hear of it. None of that name: nothing."""
+        """Marks an operation as cancelled, which is reported to its owner. Ignores unknown names."""
         entry = self._entries.get(name)
         if entry and not entry.record.cancelled:
             self._size_bytes -= entry.record.ByteSize()
@@ -75,58 +76,58 @@ class OperationLog:
             self._changed(name, entry)
 
     def check_current(self, name: str, attempt: int) -> None:
-        """Raises `OperationTakenOver` if the record of a later attempt is kept, or this one is over."""
+        """Raises `OperationTakenOver` if the record of a later attempt is kept, or this attempt is done."""
         entry = self._entries.get(name)
         if entry and rank(entry.record) > (attempt, False):
             raise OperationTakenOver(
-                f"attempt {attempt} at {name} is over: the record of attempt {entry.record.attempt} is kept here",
+                f"attempt {attempt} at {name} has ended: the record of attempt {entry.record.attempt} is kept here",
                 name=name,
                 attempt=entry.record.attempt,
             )
 
     def since(self, revision: int, reader: str) -> list[pb.OperationRecord]:
-        """Records that changed after a revision, in that order, as they are to be told to a coordinator."""
+        """Records that changed after a revision, in that order, as they are to be sent to a coordinator."""
         found = []
         for entry in reversed(self._entries.values()):
             if entry.revision <= revision:
                 break
-            told = pb.OperationRecord()
-            told.CopyFrom(entry.record)
-            told.orphaned = entry.due is not None and entry.attendant == reader
-            found.append(told)
+            sent = pb.OperationRecord()
+            sent.CopyFrom(entry.record)
+            sent.orphaned = entry.due is not None and entry.owner == reader
+            found.append(sent)
         return found[::-1]
 
-    # --- Who sees them through -----------------------------------------------------------------------------------
+    # --- Owners --------------------------------------------------------------------------------------------------
 
-    def lost(self, coordinator: str, until: float) -> None:
-        """The reports to a coordinator ended: what it saw through is due for another one, unless it is back by then."""
+    def disconnected(self, coordinator: str, until: float) -> None:
+        """The reports to a coordinator ended: its operations are due at another one unless it puts them in time."""
         for entry in self._entries.values():
-            if entry.attendant == coordinator and entry.due is None and not entry.record.operation.done:
+            if entry.owner == coordinator and entry.due is None and not entry.record.operation.done:
                 entry.due = until
 
-    def pass_on(self, now: float, until: float, coordinators: Sequence[str]) -> None:
-        """Has the next of those that are connected see through what is due; each has until then to put it again."""
+    def reassign(self, now: float, until: float, coordinators: Sequence[str]) -> None:
+        """Makes the next connected coordinator the owner of each record that is due; it has until then to put it."""
         for name, entry in list(self._entries.items()):
             if entry.due is not None and entry.due <= now:
                 entry.due = until
                 if coordinators:
-                    entry.attendant = _next(entry.attendant, coordinators)
+                    entry.owner = _next(entry.owner, coordinators)
                     self._changed(name, entry)
 
     def next_due(self) -> float | None:
-        """When something is to be passed on."""
+        """When a record is to be reassigned."""
         return min((entry.due for entry in self._entries.values() if entry.due is not None), default=None)
 
     def expire(self, now_ns: int) -> None:
-        """Forgets what is over and has expired, by the time since 1970."""
+        """Forgets records of done operations whose `expire_time` has passed."""
         for name, entry in list(self._entries.items()):
             if entry.record.operation.done and entry.record.expire_time.ToNanoseconds() <= now_ns:
                 self._forget(name)
 
     def check(self) -> None:
-        """Asserts that the bounds are kept, and what is over is nobody's."""
+        """Asserts that the bounds are kept, and that no done operation is due."""
         revisions = [entry.revision for entry in self._entries.values()]
-        assert revisions == sorted(set(revisions)), "by the time of their last change"
+        assert revisions == sorted(set(revisions)), "entries are in order of their last change"
         assert all(revision <= self.revision for revision in revisions)
         assert all(entry.due is None for entry in self._entries.values() if entry.record.operation.done)
         assert self._size_bytes == sum(entry.record.ByteSize() for entry in self._entries.values())
@@ -139,8 +140,8 @@ class OperationLog:
         entry.revision = self.revision
         self._entries.move_to_end(name)
 
-    def _first_to_go(self) -> str:
-        older = list(self._entries.items())[:-1]  # what was just put stays
+    def _first_to_forget(self) -> str:
+        older = list(self._entries.items())[:-1]  # the newest stays
         return next((name for name, entry in older if entry.record.operation.done), older[0][0])
 
     def _forget(self, name: str) -> None:
@@ -149,6 +150,6 @@ class OperationLog:
 
 
 def _next(after: str, coordinators: Sequence[str]) -> str:
-    """The one that comes after another in the order of addresses, which is the same at every node."""
+    """The coordinator after another one in the order of addresses, which is the same at every node."""
     ordered = sorted(coordinators)
     return next((one for one in ordered if one > after), ordered[0])

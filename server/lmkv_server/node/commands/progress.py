@@ -1,4 +1,4 @@
-"""How far an order came, and the outcome that says so. Pure; filled in by `OrderExecutor`, told by `Orders`."""
+"""Progress of an order, and the outcome that reports it. Updated by `OrderExecutor`, read by `OrderRunner`."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from lmkv_server.node.tiers.disk.chunk import DiskChunk
 
 @dataclass(kw_only=True, slots=True)
 class OrderProgress:
-    """What an order did so far. It is filled in on the way, so that an order that is stopped can tell."""
+    """What an order has done so far. Updated while it runs, so that the outcome of a stopped order is exact."""
 
     wanted: Sequence[ChunkKey] = ()
-    """Chunks that shall be here in the end: each of them is in `brought` then, or a failure."""
-    brought: list[Chunk] = field(default_factory=list)
-    """Chunks that are here for it, each with a hold that ends when the outcome is made."""
+    """Chunks to fetch: in the end each is in `fetched` or in `failures`."""
+    fetched: list[Chunk] = field(default_factory=list)
+    """Chunks of `wanted` that the host tier has, each with a hold that `OrderRunner` ends."""
     chunk_count: int = 0
-    """Other chunks that it was carried out for."""
+    """Other chunks that the order was executed for."""
     token_count: int = 0
-    """Tokens in these."""
+    """Their tokens."""
     transferred_bytes: int = 0
     pinned_count: int = 0
-    """Chunks that it would have dropped, had pins not kept them."""
+    """Chunks that a drop kept because they are pinned."""
     failures: dict[ChunkKey, LmkvError] = field(default_factory=dict)
 
     def count(self, chunks: Iterable[Chunk | DiskChunk]) -> None:
-        """It was carried out for these chunks."""
+        """Adds chunks that the order was executed for."""
         for chunk in chunks:
             self.chunk_count += 1
             self.token_count += chunk.token_count
 
     def outcome(self, order_id: str, error: LmkvError | None) -> pb.OrderOutcome:
-        """The outcome of an order that ended now: by itself, or because of `error`."""
-        here = {chunk.key: chunk for chunk in self.brought if not chunk.dropped}
-        dropped = ChunkNotFound("it was here and has been dropped again")
-        failures = {key: self.failures.get(key) or error or dropped for key in self.wanted if key not in here}
+        """The outcome of the order if it ends now, with or without an error."""
+        present = {chunk.key: chunk for chunk in self.fetched if not chunk.dropped}
+        dropped = ChunkNotFound("it was fetched, and dropped since")
+        failures = {key: self.failures.get(key) or error or dropped for key in self.wanted if key not in present}
         return pb.OrderOutcome(
             order_id=order_id,
             status=rpc.to_status(error) if error else None,
-            chunk_count=self.chunk_count + len(here),
-            token_count=self.token_count + sum(chunk.token_count for chunk in here.values()),
+            chunk_count=self.chunk_count + len(present),
+            token_count=self.token_count + sum(chunk.token_count for chunk in present.values()),
             transferred_bytes=self.transferred_bytes,
             pinned_chunk_count=self.pinned_count,
             failures=grouped(failures if self.wanted else self.failures),

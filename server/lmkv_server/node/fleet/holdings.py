@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.registry_service_pb2 import TierUsage
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.fleet.reports import Held
+from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.tiers.disk.tier import DiskTier
 
 
@@ -30,17 +30,17 @@ def usages(tier: HostTier, disk: DiskTier | None) -> list[TierUsage]:
     return [host, on_disk]
 
 
-def held(tier: HostTier, disk: DiskTier | None) -> Iterator[Held]:
+def held(tier: HostTier, disk: DiskTier | None) -> Iterator[HeldChunk]:
     """Every chunk of these tiers."""
     for chunk in tier:
-        yield Held(
+        yield HeldChunk(
             tier=chunk_pb2.TIER_HOST,
             fingerprint=chunk.fingerprint,
             key=chunk.key,
             token_count=chunk.token_count,
         )
     for stored in disk or ():
-        yield Held(
+        yield HeldChunk(
             tier=chunk_pb2.TIER_DISK,
             fingerprint=stored.fingerprint,
             key=stored.key,

@@ -1,4 +1,4 @@
-"""What the node asks one coordinator: who holds what, and where an instance is. Used by `Member`."""
+"""Lookups at one coordinator: which instances hold a prompt, and where an instance is. Used by `CoordinatorSession`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MAX_LOOKUP_KEYS = 32_768
 
 
 class CoordinatorLookup:
-    """While it is `doubted` nothing is to be asked; a sign of life of the coordinator is to end that."""
+    """Sends lookups to one coordinator. Its session sends none while it `is_suspended`."""
 
     def __init__(self, coordinator_address: str) -> None:
-        self.doubted = False
-        """Whether a lookup had no answer in time."""
+        self.is_suspended = False
+        """Whether a lookup had no answer in time; the session resets it with the coordinator's next message."""
         self.failure_count = 0
-        """Lookups that the coordinator did not answer, or refused."""
+        """Lookups that the coordinator refused or did not answer in time."""
         self._coordinator_address = coordinator_address
 
     async def lookup(
@@ -43,8 +43,8 @@ class CoordinatorLookup:
             )
         except LmkvError as error:
             self.failure_count += 1
-            self.doubted = self.doubted or isinstance(error, Unreachable)
-            logger.debug("a lookup failed: %s", error)
+            self.is_suspended = self.is_suspended or isinstance(error, Unreachable)
+            logger.debug("lookup failed: %s", error)
             return None
 
     async def locate(self, registry: Any, instance_id: str, deadline_seconds: float) -> cache_service_pb2.Holder | None:
@@ -59,6 +59,6 @@ class CoordinatorLookup:
             return None
         except LmkvError as error:
             raise Unreachable(
-                f"the coordinator at {self._coordinator_address} did not say where {instance_id} is: {error}"
+                f"the coordinator at {self._coordinator_address} did not locate {instance_id}: {error}"
             ) from None
         return cache_service_pb2.Holder(instance_id=instance_id, epoch=found.epoch, peer_address=found.peer_address)

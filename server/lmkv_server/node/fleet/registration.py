@@ -1,4 +1,4 @@
-"""The node's registration at one coordinator: made, made anew, and what came of it. Used by `Member`."""
+"""The node's registration at one coordinator. Used by `CoordinatorSession`."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ import grpc
 
 from lmkv import rpc
 from lmkv.v1 import registry_service_pb2 as pb
+from lmkv_server.node.fleet.context import FleetContext
 
 logger = logging.getLogger(__name__)
 
 REGISTER_TIMEOUT_SECONDS = 1.0
 MIN_LEASE_SECONDS = 0.05
-"""Whatever the coordinator says, heartbeats come no faster than three in this."""
+"""Lower bound for the lease that a coordinator grants; three heartbeats are sent per lease."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Membership:
-    """What a successful registration settled."""
+class InstanceLease:
+    """A successful registration."""
 
     instance: pb.Instance
     """The node as it registered."""
     lease_ttl: float
     layout_map_id: str = ""
-    """Which layout map the coordinator shares with others; empty if it keeps its own."""
+    """The layout map that the coordinator shares with others; empty if it keeps its own."""
 
     @property
     def chunk_sizes(self) -> dict[bytes, int]:
@@ -35,37 +36,31 @@ class Membership:
         return {spec.fingerprint: spec.chunk_size for spec in self.instance.specs}
 
 
-class Registration:
-    """`describe` gives the node as it is now, `secret` proves that it is the same one as before.
+class Registrar:
+    """Registers the node at one coordinator. Calls `on_conflicts` whenever `conflicts` has changed."""
 
-    `on_conflicts` is called whenever `conflicts` has changed.
-    """
-
-    def __init__(
-        self, *, describe: Callable[[], pb.Instance], on_conflicts: Callable[[], None], secret: bytes = b""
-    ) -> None:
-        self.membership: Membership | None = None
-        """What the last successful attempt settled."""
+    def __init__(self, context: FleetContext, on_conflicts: Callable[[], None]) -> None:
+        self.lease: InstanceLease | None = None
+        """The last successful registration."""
         self.conflicts: list[pb.SpecConflict] = []
-        """Instances of the same models that share nothing with this one, and why, as of then."""
-        self._describe = describe
+        """Instances of the same models whose KvSpec is incompatible, as of that registration."""
+        self._context = context
         self._on_conflicts = on_conflicts
-        self._secret = secret
 
-    async def make(self, registry: Any, *, wait_for_ready: bool) -> Membership:
-        """Registers the node as it is now. Raises what the coordinator answers, or `Unreachable`."""
-        said = self._describe()
-        request = pb.RegisterRequest(instance=said, secret=self._secret)
+    async def register(self, registry: Any, *, wait_for_ready: bool) -> InstanceLease:
+        """Registers the node as it is now. Raises the coordinator's error, or `Unreachable`."""
+        instance = self._context.node.describe()
+        request = pb.RegisterRequest(instance=instance, secret=self._context.secret)
         try:
             response = await registry.Register(request, timeout=REGISTER_TIMEOUT_SECONDS, wait_for_ready=wait_for_ready)
         except grpc.RpcError as error:
             raise rpc.from_rpc_error(error) from None
-        self._note_conflicts(list(response.instance.conflicts))
+        self._update_conflicts(list(response.instance.conflicts))
         lease_ttl = max(response.lease_ttl.ToNanoseconds() / 1e9, MIN_LEASE_SECONDS)
-        self.membership = Membership(instance=said, lease_ttl=lease_ttl, layout_map_id=response.layout_map_id)
-        return self.membership
+        self.lease = InstanceLease(instance=instance, lease_ttl=lease_ttl, layout_map_id=response.layout_map_id)
+        return self.lease
 
-    def _note_conflicts(self, conflicts: list[pb.SpecConflict]) -> None:
+    def _update_conflicts(self, conflicts: list[pb.SpecConflict]) -> None:
         known, self.conflicts = self.conflicts, conflicts
         for conflict in conflicts:
             if conflict not in known:

@@ -1,4 +1,4 @@
-"""What a node tells the fleet about its chunks: collected cheaply, packed into reports of bounded size. Pure."""
+"""Chunk changes of a node, collected and packed into reports of bounded size. Used by `ReportStream`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MAX_KEYS_PER_REPORT = 16_384
 """256 KiB of keys: well below the message limit, and few milliseconds of the coordinator's time."""
 
 MAX_SHARED_BYTES = 256 * 1024
-"""Outcomes, or records, that share a report have at most this; a larger one has a report for itself."""
+"""Most bytes of outcomes, or of records, in one report; a larger one has a report of its own."""
 
 Part = TypeVar("Part", pb.OrderOutcome, pb.OperationRecord)
 
-_GONE = 0
+_EVICTED = 0
 
 
-class Held(NamedTuple):  # a fifth of what a frozen dataclass takes to make, and snapshots make one per chunk
+class HeldChunk(NamedTuple):  # five times faster to make than a frozen dataclass; a snapshot makes one per chunk
     """One chunk that the node holds in one tier."""
 
     tier: chunk_pb2.Tier.ValueType
@@ -32,54 +32,54 @@ class Held(NamedTuple):  # a fifth of what a frozen dataclass takes to make, and
     token_count: int
 
 
-class Changes:
-    """What to report: per chunk only its last state, so that it stays small however often a chunk comes and goes.
+class ChunkChanges:
+    """Chunks to report: only the last state of each, so that repeated changes of one chunk take no more memory.
 
-    Beyond `limit` chunks (0: none) it keeps nothing and only knows that it has `overflown`.
+    Beyond `limit` chunks (0: unlimited) it keeps none of them and sets `overflowed`.
     """
 
-    def __init__(self, held: Iterable[Held] = (), limit: int = 0) -> None:
+    def __init__(self, held: Iterable[HeldChunk] = (), limit: int = 0) -> None:
         self._limit = limit
-        self._places: dict[tuple[chunk_pb2.Tier.ValueType, bytes], dict[ChunkKey, int]] = defaultdict(dict)
-        self.overflown = False
+        self._states: dict[tuple[chunk_pb2.Tier.ValueType, bytes], dict[ChunkKey, int]] = defaultdict(dict)
+        self.overflowed = False
         for tier, fingerprint, key, token_count in held:
-            self._places[tier, fingerprint][key] = token_count
+            self._states[tier, fingerprint][key] = token_count
 
     def __len__(self) -> int:
-        return sum(map(len, self._places.values()))
+        return sum(map(len, self._states.values()))
 
     def admitted(self, tier: chunk_pb2.Tier.ValueType, fingerprint: bytes, key: ChunkKey, token_count: int) -> None:
-        """Notes that a chunk is now held."""
-        if not self.overflown:
-            self._places[tier, fingerprint][key] = token_count
+        """Adds a chunk that is now held."""
+        if not self.overflowed:
+            self._states[tier, fingerprint][key] = token_count
             self._check_limit()
 
     def evicted(self, tier: chunk_pb2.Tier.ValueType, fingerprint: bytes, key: ChunkKey) -> None:
-        """Notes that a chunk is no longer held."""
-        if not self.overflown:
-            self._places[tier, fingerprint][key] = _GONE
+        """Adds a chunk that is no longer held."""
+        if not self.overflowed:
+            self._states[tier, fingerprint][key] = _EVICTED
             self._check_limit()
 
     def _check_limit(self) -> None:
         if self._limit and len(self) > self._limit:
-            self._places.clear()
-            self.overflown = True
+            self._states.clear()
+            self.overflowed = True
 
     def digests(self, tiers: Iterable[chunk_pb2.Tier.ValueType]) -> list[pb.TierDigest]:
         """Digests of the chunks that are held, one for each of `tiers` and for every tier that holds any."""
         keys: dict[chunk_pb2.Tier.ValueType, list[ChunkKey]] = {tier: [] for tier in tiers}
-        for (tier, _), states in self._places.items():
-            keys.setdefault(tier, []).extend(key for key, tokens in states.items() if tokens != _GONE)
+        for (tier, _), states in self._states.items():
+            keys.setdefault(tier, []).extend(key for key, tokens in states.items() if tokens != _EVICTED)
         found = ((tier, digest(held)) for tier, held in keys.items())
         return [pb.TierDigest(tier=tier, chunk_count=part.chunk_count, key_sum=part.key_sum) for tier, part in found]
 
     def reports(self, chunk_sizes: Mapping[bytes, int]) -> Iterator[pb.ReportRequest]:
         """The changes as reports, at least one; a chunk shorter than its spec's `chunk_sizes` is marked as partial.
 
-        They are made one by one as they are asked for; nothing may be noted meanwhile.
+        A generator: add no change until it is exhausted.
         """
         report, room = pb.ReportRequest(), MAX_KEYS_PER_REPORT
-        for (tier, fingerprint), states in self._places.items():
+        for (tier, fingerprint), states in self._states.items():
             items = iter(states.items())
             while part := list(islice(items, room)):
                 report.changes.append(_change(tier, fingerprint, part, chunk_sizes.get(fingerprint, 0)))
@@ -101,7 +101,7 @@ def record_reports(records: Iterable[pb.OperationRecord]) -> Iterator[pb.ReportR
 
 
 def _shared(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """The parts by the report that they share."""
+    """Groups the parts by report."""
     shared: list[Part] = []
     size_bytes = 0
     for part in parts:
@@ -117,11 +117,11 @@ def _shared(parts: Iterable[Part]) -> Iterator[list[Part]]:
 def _change(
     tier: chunk_pb2.Tier.ValueType, fingerprint: bytes, states: list[tuple[ChunkKey, int]], chunk_size: int
 ) -> pb.ChunkChange:
-    admitted = [(key, tokens) for key, tokens in states if tokens != _GONE]
+    admitted = [(key, tokens) for key, tokens in states if tokens != _EVICTED]
     return pb.ChunkChange(
         tier=tier,
         fingerprint=fingerprint,
         admitted_keys=join_keys(key for key, _ in admitted),
         partial_token_counts={i: tokens for i, (_, tokens) in enumerate(admitted) if tokens != chunk_size},
-        evicted_keys=join_keys(key for key, tokens in states if tokens == _GONE),
+        evicted_keys=join_keys(key for key, tokens in states if tokens == _EVICTED),
     )

@@ -1,4 +1,4 @@
-"""Which coordinator is told what the node holds, of those that keep one layout map together. Pure. Used by `Fleet`."""
+"""Which coordinator a node reports its chunks to, of those that share a layout map. Pure. Used by `FleetMembership`."""
 
 from __future__ import annotations
 
@@ -7,27 +7,62 @@ from hashlib import sha256
 from typing import NamedTuple
 
 
-class Role(NamedTuple):
-    """What a stream of reports is for."""
+class StreamRole(NamedTuple):
+    """What a report stream was opened for."""
 
     map_id: str
     """The layout map that its coordinator shares with others; empty if it keeps its own."""
-    tells_chunks: bool
-    """Whether the chunks are told over it, not only all else."""
+    reports_chunks: bool
+    """Whether it carries chunks; a stream to another coordinator of the same map does if this one does not."""
 
 
-def homes(instance_id: str, map_ids: Mapping[str, str]) -> dict[str, str]:
-    """For each coordinator the one that is told the chunks so that it knows them; all are named by their addresses.
+class SessionState(NamedTuple):
+    """A coordinator session, as far as roles depend on it."""
 
-    `map_ids` has the id of each one's layout map, empty if it keeps its own: then it has to be told itself. Of those
-    that share a map, the one of the highest weight is the home of all. Each pair of instance and coordinator has a
-    weight of its own (rendezvous hashing): so homes are spread evenly, and where a coordinator goes, only those
-    instances move whose home it was.
+    map_id: str | None
+    """The layout map of its coordinator, empty if it keeps its own; None while nothing can be reported to it."""
+    role: StreamRole | None
+    """The role of its open stream; None if there is none."""
+    is_synced: bool
+    """Whether its coordinator has acknowledged a snapshot, and receives changes."""
+
+
+def primaries(instance_id: str, map_ids: Mapping[str, str]) -> dict[str, str]:
+    """For each coordinator the one that receives the chunks on its behalf; all are identified by their addresses.
+
+    `map_ids` has the id of each one's layout map, empty if it keeps its own: then it receives the chunks itself. Of
+    those that share a map, the one of the highest weight is the primary of all. Each pair of instance and coordinator
+    has its own weight (rendezvous hashing): primaries are spread evenly, and if a coordinator is lost, only the
+    instances whose primary it was move.
     """
     chosen: dict[str, str] = {}
     for address in sorted(map_ids, key=lambda address: _weight(instance_id, address)):
         chosen[map_ids[address]] = address  # the last one stays
     return {address: chosen[map_id] if map_id else address for address, map_id in map_ids.items()}
+
+
+def current_primaries(instance_id: str, states: Mapping[str, SessionState]) -> dict[str, str]:
+    """The `primaries` among the coordinators that can be reported to."""
+    return primaries(
+        instance_id, {address: state.map_id for address, state in states.items() if state.map_id is not None}
+    )
+
+
+def outdated(instance_id: str, states: Mapping[str, SessionState]) -> list[str]:
+    """Coordinators whose open stream has another role than it should have, and may be replaced now.
+
+    A stream that reports chunks continues to until the new primary has all of them.
+    """
+    chosen = current_primaries(instance_id, states)
+    found = []
+    for address, state in states.items():
+        primary = chosen.get(address, address)
+        wanted = StreamRole(map_id=state.map_id or "", reports_chunks=primary == address)
+        if state.role is None or state.role == wanted:
+            continue
+        if state.role.map_id != wanted.map_id or wanted.reports_chunks or states[primary].is_synced:
+            found.append(address)
+    return found
 
 
 def _weight(instance_id: str, address: str) -> bytes:

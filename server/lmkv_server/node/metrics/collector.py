@@ -15,9 +15,9 @@ from prometheus_client.registry import Collector
 from lmkv.telemetry.calls import ServerCalls
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.warm_start import WarmStart
-from lmkv_server.node.commands.orders import Orders
+from lmkv_server.node.commands.runner import OrderRunner
 from lmkv_server.node.engines.lookup_stats import LookupCounters
-from lmkv_server.node.fleet.fleet import Fleet
+from lmkv_server.node.fleet.membership import FleetMembership
 from lmkv_server.node.serving.server import PeerServer
 from lmkv_server.node.sessions.sessions import Engines
 from lmkv_server.node.tiers.disk.tier import DiskTier
@@ -37,8 +37,8 @@ class Metrics(Collector):
         remote: RemoteTier | None = None,
         warm: WarmStart | None = None,
         engines: Engines,
-        orders: Orders,
-        fleet: Fleet,
+        orders: OrderRunner,
+        fleet: FleetMembership,
         side: PeerServer | None,
         lookups: LookupCounters,
         calls: ServerCalls,
@@ -126,14 +126,13 @@ class Metrics(Collector):
         _add(found, lookups.found_chunks)
         yield found
         yield _counter("fetches_refused_slower", "Fetches not offered: computing is quicker.", lookups.refused_slower)
-        yield _gauge("coordinators_connected", "Coordinators that answer.", self._fleet.connected_count)
+        fleet = self._fleet.stats()
+        yield _gauge("coordinators_connected", "Coordinators that answer.", fleet.connected_count)
         yield _gauge(
-            "coordinators_refusing",
-            "Coordinators at which another node has the instance id.",
-            self._fleet.refused_count,
+            "coordinators_refusing", "Coordinators at which another node has the instance id.", fleet.refused_count
         )
         yield _counter(
-            "lookup_failures", "Lookups that a coordinator did not answer, or refused.", self._fleet.lookup_failures
+            "lookup_failures", "Lookups that a coordinator refused or did not answer in time.", fleet.lookup_failures
         )
         yield _gauge(
             "spec_conflicts", "Instances of the same models to share nothing with.", len(self._fleet.conflicts)
@@ -182,7 +181,7 @@ class Metrics(Collector):
         yield _counter("handoffs_refused", "Handoffs that there was no room for.", handoffs.refused_count)
 
     def _ordered(self) -> Iterator[Metric]:
-        orders = self._orders
+        orders = self._orders.stats()
         ended = CounterMetricFamily(
             f"{PREFIX}orders_ended", "Orders of the coordinator that ended.", labels=["kind", "state"]
         )
@@ -192,7 +191,7 @@ class Metrics(Collector):
         chunks = CounterMetricFamily(f"{PREFIX}order_chunks", "Chunks that they were done for.", labels=["kind"])
         _add(chunks, orders.chunk_counts)
         yield chunks
-        yield _gauge("orders_running", "Orders under way.", orders.under_way_count)
+        yield _gauge("orders_running", "Orders under way.", orders.running_count)
 
 
 def _add(family: CounterMetricFamily, counts: Mapping[str, int], *labels: str) -> None:

@@ -79,21 +79,21 @@ def test_who_is_back_in_time_is_asked_first_and_then_one_after_the_other() -> No
     book.put(record(), "B")
     book.put(record("move-2", done=True), "B")
     assert book.next_due() is None
-    book.lost("A", until=5.0)
+    book.disconnected("A", until=5.0)
     assert book.next_due() is None
-    book.lost("B", until=5.0)
+    book.disconnected("B", until=5.0)
     assert book.next_due() == 5.0
     assert told(book, "B")[0] == ("move-1", 1, False, True)
     assert told(book, "C")[0] == ("move-1", 1, False, False)
-    book.pass_on(now=4.0, until=7.0, coordinators=["A", "C"])
+    book.reassign(now=4.0, until=7.0, coordinators=["A", "C"])
     assert told(book, "C")[0][3] is False
     heard = book.revision
-    book.pass_on(now=5.0, until=8.0, coordinators=["A", "C"])
+    book.reassign(now=5.0, until=8.0, coordinators=["A", "C"])
     assert told(book, "C", heard) == [("move-1", 1, False, True)]
     assert told(book, "A", heard) == [("move-1", 1, False, False)]
-    book.pass_on(now=8.0, until=11.0, coordinators=["A", "C"])
+    book.reassign(now=8.0, until=11.0, coordinators=["A", "C"])
     assert told(book, "A")[-1][3] is True
-    book.pass_on(now=11.0, until=14.0, coordinators=[])
+    book.reassign(now=11.0, until=14.0, coordinators=[])
     assert book.next_due() == 14.0
     assert told(book, "A")[-1][3] is True
 
@@ -101,15 +101,15 @@ def test_who_is_back_in_time_is_asked_first_and_then_one_after_the_other() -> No
 def test_who_puts_a_record_again_sees_it_through() -> None:
     book = OperationLog()
     book.put(record(), "A")
-    book.lost("A", until=5.0)
+    book.disconnected("A", until=5.0)
     book.put(record(), "A")
     assert book.next_due() is None
-    book.lost("A", until=5.0)
+    book.disconnected("A", until=5.0)
     book.put(record(attempt=2), "B")
     assert book.next_due() is None
-    book.lost("A", until=9.0)
+    book.disconnected("A", until=9.0)
     assert book.next_due() is None
-    book.lost("B", until=9.0)
+    book.disconnected("B", until=9.0)
     assert book.next_due() == 9.0
 
 

@@ -23,10 +23,12 @@ from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.commands.executor import DROPPED_AT_ONCE, MAX_ORDER_KEYS
-from lmkv_server.node.commands.orders import MAX_FETCHES, MAX_UNDER_WAY, Orders
-from lmkv_server.node.fleet.fleet import Fleet
+from lmkv_server.node.commands.executor import DROP_BATCH_CHUNKS, MAX_ORDER_KEYS
+from lmkv_server.node.commands.runner import MAX_FETCHES, MAX_RUNNING, OrderRunner
+from lmkv_server.node.fleet.context import FleetContext
+from lmkv_server.node.fleet.membership import FleetMembership
 from lmkv_server.node.sessions.sessions import Engines
+from tests.server.node import fleet_parts
 from tests.server.node.cases import admit, chunk_keys, small_spec
 from tests.server.node.ordering import Ordering, serving, until
 from tests.server.node.peer_parts import LARGE, SMALL, Parts, Remote, keys_of
@@ -71,12 +73,12 @@ def pin(keys: Iterable[ChunkKey], pin_id: str = "p", seconds: float = 60.0, **fi
 class Coordinating:
     """Gives orders to a node, and hears their outcomes."""
 
-    def __init__(self, orders: Orders) -> None:
+    def __init__(self, orders: OrderRunner) -> None:
         self.orders = orders
 
     def outcome(self, given: pb.Order) -> pb.OrderOutcome | None:
         """The outcome, if there is one; told until then."""
-        found = [outcome for outcome in self.orders.untold(GIVER) if outcome.order_id == given.order_id]
+        found = [outcome for outcome in self.orders.unacknowledged(GIVER) if outcome.order_id == given.order_id]
         assert len(found) <= 1
         return found[0] if found else None
 
@@ -90,13 +92,15 @@ class Coordinating:
 
     async def carried_out(self, given: pb.Order) -> pb.OrderOutcome:
         """Gives an order and waits for its outcome."""
-        self.orders.take(given, GIVER)
+        self.orders.start(given, GIVER)
         return await self.ended(given)
 
 
 @asynccontextmanager
 async def coordinating(node: Parts) -> AsyncIterator[Coordinating]:
-    async with Orders(instance_id=node.instance_id, tier=node.tier, engines=node.engines, peers=node.peers) as orders:
+    async with OrderRunner(
+        instance_id=node.instance_id, tier=node.tier, engines=node.engines, peers=node.peers
+    ) as orders:
         yield Coordinating(orders)
     await until(lambda: node.tier.reserved_count == 0)  # a transfer that was stopped may land for a moment
     node.check_nothing_left()
@@ -168,9 +172,9 @@ async def test_chunks_come_whole_from_another_process() -> None:
         async with Parts("reader", spec=LARGE) as reader, coordinating(reader) as here:
             outcome = await here.carried_out(fetch(remote.holder, spec=LARGE))
             assert (reason(outcome), claimed(outcome)) == ("", KEYS)
-            assert outcome.transferred_bytes == 16 * LARGE.chunk_bytes == here.orders.transferred_bytes
+            assert outcome.transferred_bytes == 16 * LARGE.chunk_bytes == here.orders.stats().transferred_bytes
             assert all(reader.tier.get(key) for key in KEYS)
-            assert (here.orders.done_counts["fetch"], here.orders.chunk_counts["fetch"]) == (1, 16)
+            assert (here.orders.stats().done_counts["fetch"], here.orders.stats().chunk_counts["fetch"]) == (1, 16)
 
 
 async def test_what_is_here_counts_and_is_not_transferred(owner: Parts, reader: Parts, here: Coordinating) -> None:
@@ -202,7 +206,7 @@ async def test_what_the_source_lost_fails_and_nothing_else(
     assert reason(outcome) == ""
     assert failed(outcome) == {"CHUNK_NOT_FOUND": [key for key in KEYS if key in lost and key != own]}
     assert all(reader.tier.get(key) for key in claimed(outcome))
-    assert here.orders.failed_chunks == {"CHUNK_NOT_FOUND": len(lost) - 1}
+    assert here.orders.stats().failed_chunks == {"CHUNK_NOT_FOUND": len(lost) - 1}
 
 
 async def test_holes_in_every_window_stop_nothing(reader: Parts, here: Coordinating) -> None:
@@ -220,7 +224,7 @@ async def test_what_another_fetch_gave_up_behind_a_hole_is_brought(
     owner.tier.drop([KEYS[2]])
     reader.peers.flights.start([KEYS[5]])  # as if another fetch were bringing it
     given = fetch(owner.holder(0))
-    here.orders.take(given, GIVER)
+    here.orders.start(given, GIVER)
     await until(lambda: len(reader.tier) == 14)
     reader.peers.flights.end([KEYS[5]])
     outcome = await here.ended(given)
@@ -294,22 +298,22 @@ async def test_an_order_that_came_too_late_is_not_begun(owner: Parts, reader: Pa
     assert "do the clocks agree?" in outcome.status.message
     assert claimed(outcome) == []
     assert len(reader.tier) == 0
-    assert here.orders.failed_counts["fetch"] == 1
+    assert here.orders.stats().failed_counts["fetch"] == 1
 
 
 async def test_a_repeat_is_not_begun_again_and_has_the_same_outcome(
     owner: Parts, reader: Parts, here: Coordinating
 ) -> None:
     given = fetch(owner.holder(0))
-    here.orders.take(given, GIVER)
-    here.orders.take(given, GIVER)
+    here.orders.start(given, GIVER)
+    here.orders.start(given, GIVER)
     outcome = await here.ended(given)
     here.orders.acknowledge(GIVER, [given.order_id])
-    assert here.orders.untold(GIVER) == []
+    assert here.orders.unacknowledged(GIVER) == []
     reader.tier.drop(KEYS)
     assert await here.carried_out(given) == outcome
     assert reader.peers.fetched_chunks == 16
-    assert here.orders.done_counts["fetch"] == 1
+    assert here.orders.stats().done_counts["fetch"] == 1
 
 
 async def test_two_orders_for_the_same_chunks_share_one_transfer(
@@ -317,7 +321,7 @@ async def test_two_orders_for_the_same_chunks_share_one_transfer(
 ) -> None:
     both = [fetch(owner.holder(0)), fetch(owner.holder(0), KEYS[::-1])]
     for given in both:
-        here.orders.take(given, GIVER)
+        here.orders.start(given, GIVER)
     for given in both:
         assert len(claimed(await here.ended(given))) == 16
     assert reader.peers.fetched_chunks == 16
@@ -329,7 +333,7 @@ async def test_a_chunk_that_is_dropped_meanwhile_is_not_claimed() -> None:
         async with Parts("reader", spec=LARGE) as reader, coordinating(reader) as here:
             reader.put(KEYS[3])
             given = fetch(remote.holder, KEYS[:4], spec=LARGE)
-            here.orders.take(given, GIVER)
+            here.orders.start(given, GIVER)
             await until(lambda: any(chunk.holds for chunk in reader.tier))
             assert (await here.carried_out(order(drop=pb.DropOrder(all=True)))).chunk_count == 1
             remote.signal(signal.SIGCONT)
@@ -361,7 +365,7 @@ async def test_a_fetch_may_be_cancelled_at_any_moment(owner: Parts, reader: Part
     reasons = set()
     for step in range(25):
         given = fetch(owner.holder(0))
-        here.orders.take(given, GIVER)
+        here.orders.start(given, GIVER)
         await asyncio.sleep(step * 0.0007)
         cancel = await here.carried_out(order(cancel=pb.CancelOrder(order_id=given.order_id)))
         assert reason(cancel) == ""
@@ -380,9 +384,9 @@ async def test_what_came_before_a_fetch_was_cancelled_is_kept_and_claimed() -> N
         listener = AtFirst(lambda: remote.signal(signal.SIGSTOP))
         async with Parts("reader", spec=LARGE, listener=listener) as reader, coordinating(reader) as here:
             given = fetch(remote.holder, spec=LARGE)
-            here.orders.take(given, GIVER)
+            here.orders.start(given, GIVER)
             await until(lambda: len(reader.tier) > 0)
-            here.orders.take(order(cancel=pb.CancelOrder(order_id=given.order_id)), GIVER)
+            here.orders.start(order(cancel=pb.CancelOrder(order_id=given.order_id)), GIVER)
             outcome = await here.ended(given)
             assert (reason(outcome), list(failed(outcome))) == ("OPERATION_CANCELLED", ["OPERATION_CANCELLED"])
             assert 0 < len(claimed(outcome)) == len(reader.tier) < 16
@@ -395,8 +399,8 @@ async def test_cancelling_what_is_over_or_unknown_is_no_error(owner: Parts, here
     assert reason(await here.carried_out(given)) == ""
     for order_id in (given.order_id, "never heard of"):
         assert reason(await here.carried_out(order(cancel=pb.CancelOrder(order_id=order_id)))) == ""
-    here.orders.take(given, GIVER)
-    assert len([o for o in here.orders.untold(GIVER) if o.order_id == given.order_id]) == 1
+    here.orders.start(given, GIVER)
+    assert len([o for o in here.orders.unacknowledged(GIVER) if o.order_id == given.order_id]) == 1
 
 
 async def test_only_so_many_run_and_wait_and_those_that_wait_can_be_cancelled() -> None:
@@ -404,23 +408,23 @@ async def test_only_so_many_run_and_wait_and_those_that_wait_can_be_cancelled() 
         async with Parts("reader", spec=LARGE) as reader, coordinating(reader) as here:
             remote.signal(signal.SIGSTOP)
             running = [fetch(remote.holder, [key], LARGE) for key in KEYS[:MAX_FETCHES]]
-            waiting = [fetch(remote.holder, KEYS[:2], LARGE) for _ in range(MAX_UNDER_WAY - MAX_FETCHES)]
+            waiting = [fetch(remote.holder, KEYS[:2], LARGE) for _ in range(MAX_RUNNING - MAX_FETCHES)]
             for given in running + waiting:
-                here.orders.take(given, GIVER)
-            await until(lambda: here.orders.fetching_count > 0)
-            assert (here.orders.fetching_count, here.orders.under_way_count) == (MAX_FETCHES, MAX_UNDER_WAY)
+                here.orders.start(given, GIVER)
+            await until(lambda: here.orders.stats().fetching_count > 0)
+            assert (here.orders.stats().fetching_count, here.orders.stats().running_count) == (MAX_FETCHES, MAX_RUNNING)
             refused = await here.carried_out(fetch(remote.holder, KEYS[:2], LARGE))
             assert reason(refused) == "FULL"
             assert claimed(refused, KEYS[:2]) == []
             for given in waiting[:1]:
-                here.orders.take(order(cancel=pb.CancelOrder(order_id=given.order_id)), GIVER)
+                here.orders.start(order(cancel=pb.CancelOrder(order_id=given.order_id)), GIVER)
                 await here.ended(given)
             late = await here.carried_out(fetch(remote.holder, KEYS[:2], LARGE, seconds=0.2))
             assert (reason(late), failed(late)) == ("UNREACHABLE", {"UNREACHABLE": KEYS[:2]})
             for given in waiting:
-                here.orders.take(order(cancel=pb.CancelOrder(order_id=given.order_id)), GIVER)
-            await until(lambda: here.orders.failed_counts["fetch"] == 2 + len(waiting))
-            assert here.orders.failed_chunks == {
+                here.orders.start(order(cancel=pb.CancelOrder(order_id=given.order_id)), GIVER)
+            await until(lambda: here.orders.stats().failed_counts["fetch"] == 2 + len(waiting))
+            assert here.orders.stats().failed_chunks == {
                 "FULL": 2,
                 "UNREACHABLE": 2,
                 "OPERATION_CANCELLED": 2 * len(waiting),
@@ -429,7 +433,7 @@ async def test_only_so_many_run_and_wait_and_those_that_wait_can_be_cancelled() 
             for given in running:
                 assert reason(await here.ended(given)) == ""
             assert len(reader.tier) == 16
-            assert (here.orders.fetching_count, here.orders.under_way_count) == (0, 0)
+            assert (here.orders.stats().fetching_count, here.orders.stats().running_count) == (0, 0)
 
 
 async def test_an_order_goes_on_while_the_stream_is_broken_and_is_told_over_the_next() -> None:
@@ -437,10 +441,10 @@ async def test_an_order_goes_on_while_the_stream_is_broken_and_is_told_over_the_
         listener = AtFirst(lambda: remote.signal(signal.SIGSTOP))
         async with Parts("reader", spec=LARGE, listener=listener) as reader, coordinating(reader) as here:
             ordering, given = Ordering(), fetch(remote.holder, spec=LARGE)
-            said = pb.Instance(instance_id="reader", epoch=1, specs=[LARGE.to_proto()])
+            context = FleetContext(node=fleet_parts.Shelf("reader", specs=[LARGE]), orders=here.orders)
             async with (
                 serving(ordering) as address,
-                Fleet([address], instance=lambda: said, snapshot=tuple, orders=here.orders),
+                FleetMembership([address], context),
             ):
                 ordering.give_again(given)
                 await until(lambda: len(reader.tier) > 0)
@@ -451,7 +455,7 @@ async def test_an_order_goes_on_while_the_stream_is_broken_and_is_told_over_the_
                 outcome = await ordering.ended(given.order_id)
                 assert claimed(outcome) == KEYS
                 assert reader.peers.fetched_chunks == 16
-                await until(lambda: here.orders.untold(address) == [])
+                await until(lambda: here.orders.unacknowledged(address) == [])
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -462,7 +466,7 @@ async def test_whatever_happens_meanwhile_no_outcome_claims_what_is_not_here(own
         checked: set[str] = set()
 
         def check_claims() -> None:  # within the step that makes the outcome
-            for outcome in here.orders.untold(GIVER):
+            for outcome in here.orders.unacknowledged(GIVER):
                 made = given[outcome.order_id]
                 if outcome.order_id not in checked and made.HasField("fetch"):
                     assert all(reader.tier.get(key) for key in claimed(outcome, split_keys(made.fetch.chunk_keys)))
@@ -470,9 +474,9 @@ async def test_whatever_happens_meanwhile_no_outcome_claims_what_is_not_here(own
 
         def give(made: pb.Order) -> None:
             given[made.order_id] = made
-            here.orders.take(made, GIVER)
+            here.orders.start(made, GIVER)
 
-        here.orders.listeners[GIVER] = check_claims
+        here.orders.add_listener(GIVER, check_claims)
         for _ in range(120):
             some = dice.sample(KEYS, dice.randint(1, 10))
             match dice.choice(["fetch", "fetch", "fetch", "cancel", "drop", "pin", "unpin", "store", "reset", "lose"]):
@@ -503,9 +507,9 @@ async def test_a_node_that_stops_leaves_its_orders() -> None:
     with Remote("owner") as remote:
         listener = AtFirst(lambda: remote.signal(signal.SIGSTOP))
         async with Parts("reader", spec=LARGE, listener=listener) as reader, coordinating(reader) as here:
-            here.orders.take(pin(KEYS[:1]), GIVER)
+            here.orders.start(pin(KEYS[:1]), GIVER)
             for _ in range(MAX_FETCHES + 3):
-                here.orders.take(fetch(remote.holder, spec=LARGE), GIVER)
+                here.orders.start(fetch(remote.holder, spec=LARGE), GIVER)
             await until(lambda: len(reader.tier) > 0)
             async with asyncio.timeout(WAIT_SECONDS):
                 await here.orders.aclose()
@@ -521,7 +525,7 @@ async def test_a_node_that_stops_leaves_its_orders() -> None:
 class Shelf:
     """A node without peers: its tier holds chunks 0 to 5 of one spec and 10 to 13 of another."""
 
-    def __init__(self, orders: Orders, tier: HostTier) -> None:
+    def __init__(self, orders: OrderRunner, tier: HostTier) -> None:
         self.tier = tier
         self.here = Coordinating(orders)
         for number in range(6):
@@ -539,7 +543,7 @@ class Shelf:
 @pytest.fixture
 async def shelf() -> AsyncIterator[Shelf]:
     tier = HostTier(64 * SPEC.chunk_bytes)
-    async with Orders(instance_id="n", tier=tier, engines=Engines(tier), peers=None) as orders:
+    async with OrderRunner(instance_id="n", tier=tier, engines=Engines(tier), peers=None) as orders:
         yield Shelf(orders, tier)
     tier.check()
     assert not any(chunk.holds for chunk in tier)
@@ -593,19 +597,19 @@ async def test_bytes_that_a_peer_reads_stay_until_it_is_done(shelf: Shelf) -> No
 
 
 async def test_a_large_drop_lets_others_have_a_turn_and_may_be_cancelled() -> None:
-    tier = HostTier(3 * DROPPED_AT_ONCE * SPEC.chunk_bytes)
-    for number in range(3 * DROPPED_AT_ONCE):
+    tier = HostTier(3 * DROP_BATCH_CHUNKS * SPEC.chunk_bytes)
+    for number in range(3 * DROP_BATCH_CHUNKS):
         admit(tier, SPEC, number)
-    async with Orders(instance_id="n", tier=tier, engines=Engines(tier), peers=None) as orders:
+    async with OrderRunner(instance_id="n", tier=tier, engines=Engines(tier), peers=None) as orders:
         here, given = Coordinating(orders), order(drop=pb.DropOrder(all=True))
-        orders.take(given, GIVER)
-        orders.take(order(cancel=pb.CancelOrder(order_id=given.order_id)), GIVER)
+        orders.start(given, GIVER)
+        orders.start(order(cancel=pb.CancelOrder(order_id=given.order_id)), GIVER)
         outcome = await here.ended(given)
         assert reason(outcome) == "OPERATION_CANCELLED"
-        assert outcome.chunk_count == DROPPED_AT_ONCE
-        assert len(tier) == 2 * DROPPED_AT_ONCE
+        assert outcome.chunk_count == DROP_BATCH_CHUNKS
+        assert len(tier) == 2 * DROP_BATCH_CHUNKS
         rest = await here.carried_out(order(drop=pb.DropOrder(all=True)))
-        assert (rest.chunk_count, len(tier)) == (2 * DROPPED_AT_ONCE, 0)
+        assert (rest.chunk_count, len(tier)) == (2 * DROP_BATCH_CHUNKS, 0)
         tier.check()
 
 
@@ -651,7 +655,7 @@ async def test_a_pin_ends_by_itself(shelf: Shelf) -> None:
 
     await shelf.here.carried_out(pin(chunk_keys(0), seconds=3600, pin_id="long"))
     await shelf.here.carried_out(pin(chunk_keys(0, 1), seconds=0.1, pin_id="short"))
-    shelf.here.orders.listeners[GIVER] = heard
+    shelf.here.orders.add_listener(GIVER, heard)
     pins = shelf.here.orders.pins
     await until(lambda: pins.expired_count == 1)
     await until(lambda: news > 0)
@@ -686,13 +690,13 @@ async def test_an_order_that_makes_no_sense_is_refused(shelf: Shelf, action: dic
     outcome = await shelf.here.carried_out(order(**action))
     assert reason(outcome) == expected
     assert (outcome.chunk_count, shelf.numbers()) == (0, before)
-    assert shelf.here.orders.failed_counts.total() == 1
+    assert sum(shelf.here.orders.stats().failed_counts.values()) == 1
 
 
 async def test_without_peers_a_fetch_says_so(shelf: Shelf) -> None:
     engines = Engines(shelf.tier)
     engines.attach("engine", SPEC)
-    async with Orders(instance_id="n", tier=shelf.tier, engines=engines, peers=None) as orders:
+    async with OrderRunner(instance_id="n", tier=shelf.tier, engines=engines, peers=None) as orders:
         given = order(fetch=pb.FetchOrder(chunk_keys=KEYS[0], fingerprint=SPEC.fingerprint))
         outcome = await Coordinating(orders).carried_out(given)
         assert reason(outcome) == "UNREACHABLE"

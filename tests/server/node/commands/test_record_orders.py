@@ -13,8 +13,8 @@ from google.longrunning.operations_pb2 import Operation
 from lmkv.rpc.endpoints import from_status
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.commands import orders as module
-from lmkv_server.node.commands.orders import Orders
+from lmkv_server.node.commands import runner as module
+from lmkv_server.node.commands.runner import OrderRunner
 from lmkv_server.node.sessions.sessions import Engines
 from tests.server.node.ordering import until
 
@@ -25,11 +25,11 @@ NUMBERS = count()
 class Node:
     """Takes orders of two coordinators, and counts how often it has something to tell the second."""
 
-    def __init__(self, orders: Orders) -> None:
+    def __init__(self, orders: OrderRunner) -> None:
         self.orders = orders
         self.woken = 0
-        orders.listeners[FIRST] = lambda: None
-        orders.listeners[SECOND] = self._wake
+        orders.add_listener(FIRST, lambda: None)
+        orders.add_listener(SECOND, self._wake)
 
     def _wake(self) -> None:
         self.woken += 1
@@ -38,9 +38,9 @@ class Node:
         """Carries an order out; why it was refused."""
         order = pb.Order(order_id=f"o{next(NUMBERS)}", **fields)
         order.expire_time.FromNanoseconds(time.time_ns() + 10_000_000_000)
-        self.orders.take(order, giver)
-        await until(lambda: bool(self.orders.untold(giver)))
-        (outcome,) = self.orders.untold(giver)
+        self.orders.start(order, giver)
+        await until(lambda: bool(self.orders.unacknowledged(giver)))
+        (outcome,) = self.orders.unacknowledged(giver)
         self.orders.acknowledge(giver, [outcome.order_id])
         return from_status(outcome.status).reason if outcome.status.code else ""
 
@@ -52,7 +52,7 @@ class Node:
 @pytest.fixture
 async def node() -> AsyncIterator[Node]:
     tier = HostTier(1 << 16)
-    async with Orders(instance_id="n", tier=tier, engines=Engines(tier), peers=None) as orders:
+    async with OrderRunner(instance_id="n", tier=tier, engines=Engines(tier), peers=None) as orders:
         yield Node(orders)
         orders.check()
 
@@ -84,11 +84,11 @@ async def test_another_coordinator_is_asked_once_the_first_is_gone_for_too_long(
 ) -> None:
     monkeypatch.setattr(module, "OFFER_SECONDS", 3600.0)
     await node.reason(FIRST, record=keep(1))
-    node.orders.lost(FIRST, 3600.0)
+    node.orders.disconnected(FIRST, 3600.0)
     assert node.told(SECOND) == [(1, False, False)]
     assert node.told(FIRST) == [(1, False, True)], "if it is back in time"
     node.orders.records.put(keep(1).record, FIRST)
-    node.orders.lost(FIRST, 0.0)
+    node.orders.disconnected(FIRST, 0.0)
     await until(lambda: node.told(SECOND) == [(1, False, True)])
     assert await node.reason(SECOND, record=keep(2)) == ""
     assert node.told(FIRST) == node.told(SECOND) == [(2, False, False)]

@@ -228,7 +228,7 @@ async def test_chunks_that_an_engine_found_damaged_are_dropped(node: Node, engin
 
 async def test_conflicts_are_told_to_every_engine(node: Node, engine: EngineClient) -> None:
     conflict = SpecConflict(instance_id="other", model_name="small", field="kv_dtype")
-    node.fleet.on_conflicts([conflict])
+    node.conflicts_changed([conflict])
     assert await engine.hear("conflicts") == [conflict]
 
 

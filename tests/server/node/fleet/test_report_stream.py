@@ -18,12 +18,11 @@ from lmkv.v1.registry_service_pb2_grpc import (
     RegistryServiceStub,
     add_RegistryServiceServicer_to_server,
 )
-from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.commands.orders import Orders
 from lmkv_server.node.fleet import report_stream
-from lmkv_server.node.fleet.registration import Membership
+from lmkv_server.node.fleet.context import FleetContext
+from lmkv_server.node.fleet.registration import InstanceLease
 from lmkv_server.node.fleet.report_stream import ReportStream
-from lmkv_server.node.sessions.sessions import Engines
+from tests.server.node.fleet_parts import Shelf
 from tests.server.node.ordering import until
 
 
@@ -62,23 +61,19 @@ class Unread:
 
 def stream() -> ReportStream:
     """Reports of a node that holds nothing."""
-    tier = HostTier(1 << 20)
-    membership = Membership(instance=pb.Instance(instance_id="a", epoch=1), lease_ttl=10.0)
+    shelf = Shelf()
+    lease = InstanceLease(instance=shelf.describe(), lease_ttl=10.0)
 
-    async def register() -> Membership:
-        return membership
+    async def register() -> InstanceLease:
+        return lease
 
     return ReportStream(
-        membership,
-        coordinator_address="here",
-        describe=lambda: membership.instance,
-        snapshot=lambda: (),
+        lease,
+        "here",
+        FleetContext(node=shelf, orders=shelf.orders, register_interval_seconds=60.0, max_pending_changes=100),
         register=register,
-        orders=Orders(instance_id="a", tier=tier, engines=Engines(tier), peers=None),
-        on_answer=lambda: None,
-        digest_interval_seconds=60.0,
-        register_interval_seconds=60.0,
-        max_pending_changes=100,
+        on_response=lambda: None,
+        on_synced=lambda: None,
     )
 
 

@@ -7,7 +7,7 @@ from lmkv.keys import ChunkKey, split_keys
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
-from lmkv_server.node.fleet.reports import MAX_KEYS_PER_REPORT, Changes, Held, outcome_reports
+from lmkv_server.node.fleet.reports import MAX_KEYS_PER_REPORT, ChunkChanges, HeldChunk, outcome_reports
 
 HOST, DISK = chunk_pb2.TIER_HOST, chunk_pb2.TIER_DISK
 ONE, TWO = b"fingerprint one!", b"fingerprint two!"
@@ -19,7 +19,7 @@ def key(number: int) -> ChunkKey:
 
 
 def test_only_the_last_state_of_a_chunk_is_told() -> None:
-    changes = Changes()
+    changes = ChunkChanges()
     changes.admitted(HOST, ONE, key(1), 256)
     changes.evicted(HOST, ONE, key(1))
     changes.evicted(HOST, ONE, key(2))
@@ -32,18 +32,18 @@ def test_only_the_last_state_of_a_chunk_is_told() -> None:
 
 
 def test_nothing_to_tell_is_one_empty_report() -> None:
-    changes = Changes()
+    changes = ChunkChanges()
     assert not changes
     (report,) = changes.reports(SIZES)
     assert not report.changes
 
 
 def test_tiers_and_specs_are_told_apart() -> None:
-    changes = Changes(
+    changes = ChunkChanges(
         [
-            Held(tier=HOST, fingerprint=ONE, key=key(1), token_count=256),
-            Held(tier=DISK, fingerprint=ONE, key=key(1), token_count=256),
-            Held(tier=HOST, fingerprint=TWO, key=key(2), token_count=64),
+            HeldChunk(tier=HOST, fingerprint=ONE, key=key(1), token_count=256),
+            HeldChunk(tier=DISK, fingerprint=ONE, key=key(1), token_count=256),
+            HeldChunk(tier=HOST, fingerprint=TWO, key=key(2), token_count=64),
         ]
     )
     (report,) = changes.reports(SIZES)
@@ -52,7 +52,7 @@ def test_tiers_and_specs_are_told_apart() -> None:
 
 
 def test_chunks_shorter_than_their_spec_are_marked_by_their_place_among_the_admitted() -> None:
-    changes = Changes()
+    changes = ChunkChanges()
     changes.evicted(HOST, ONE, key(0))
     changes.admitted(HOST, ONE, key(1), 256)
     changes.admitted(HOST, ONE, key(2), 12)
@@ -63,7 +63,9 @@ def test_chunks_shorter_than_their_spec_are_marked_by_their_place_among_the_admi
 
 def test_every_report_fits_into_a_message() -> None:
     count = 2 * MAX_KEYS_PER_REPORT + 1
-    changes = Changes(Held(tier=HOST, fingerprint=ONE, key=key(i), token_count=100_000 + i) for i in range(count))
+    changes = ChunkChanges(
+        HeldChunk(tier=HOST, fingerprint=ONE, key=key(i), token_count=100_000 + i) for i in range(count)
+    )
     reports = list(changes.reports(SIZES))
     assert len(reports) == 3
     assert max(report.ByteSize() for report in reports) < MAX_MESSAGE_BYTES
@@ -72,19 +74,19 @@ def test_every_report_fits_into_a_message() -> None:
 
 
 def test_beyond_its_limit_it_keeps_nothing() -> None:
-    changes = Changes(limit=3)
+    changes = ChunkChanges(limit=3)
     for number in range(3):
         changes.admitted(HOST, ONE, key(number), 256)
         changes.evicted(HOST, ONE, key(number))
-    assert not changes.overflown
+    assert not changes.overflowed
     changes.evicted(DISK, ONE, key(0))
-    assert changes.overflown
+    assert changes.overflowed
     changes.admitted(HOST, ONE, key(9), 256)
     assert len(changes) == 0
 
 
 def test_digests_cover_every_tier_that_is_asked_for() -> None:
-    changes = Changes(Held(tier=HOST, fingerprint=ONE, key=key(i), token_count=256) for i in range(3))
+    changes = ChunkChanges(HeldChunk(tier=HOST, fingerprint=ONE, key=key(i), token_count=256) for i in range(3))
     found = {part.tier: (part.chunk_count, part.key_sum) for part in changes.digests([HOST, DISK])}
     expected = digest([key(i) for i in range(3)])
     assert found == {HOST: (3, expected.key_sum), DISK: (0, 0)}

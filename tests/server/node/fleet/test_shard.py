@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmkv_server.node.fleet.shard import homes
+from lmkv_server.node.fleet.shard import primaries
 
 ADDRESSES = [f"10.0.0.{number}:9000" for number in range(5)]
 INSTANCES = [f"node-{number}" for number in range(2000)]
@@ -18,7 +18,7 @@ map_ids = st.dictionaries(st.text(min_size=1, max_size=8), st.sampled_from(["", 
 
 @given(st.text(min_size=1), map_ids)
 def test_each_map_has_one_home_among_those_that_share_it(instance_id: str, ids: dict[str, str]) -> None:
-    chosen = homes(instance_id, ids)
+    chosen = primaries(instance_id, ids)
     assert chosen.keys() == ids.keys()
     for address, home in chosen.items():
         assert ids[home] == ids[address]
@@ -29,14 +29,14 @@ def test_each_map_has_one_home_among_those_that_share_it(instance_id: str, ids: 
 
 @given(st.text(min_size=1), map_ids)
 def test_whoever_keeps_its_own_map_is_told_itself(instance_id: str, ids: dict[str, str]) -> None:
-    chosen = homes(instance_id, ids)
+    chosen = primaries(instance_id, ids)
     assert all(chosen[address] == address for address, map_id in ids.items() if not map_id)
 
 
 @given(st.text(min_size=1), map_ids, st.randoms())
 def test_the_order_in_which_they_came_does_not_matter(instance_id: str, ids: dict[str, str], random: object) -> None:
     shuffled = sorted(ids.items(), key=lambda _: random.random())  # type: ignore[attr-defined]
-    assert homes(instance_id, dict(shuffled)) == homes(instance_id, ids)
+    assert primaries(instance_id, dict(shuffled)) == primaries(instance_id, ids)
 
 
 @given(st.text(min_size=1), map_ids, st.data())
@@ -46,15 +46,15 @@ def test_only_the_instances_of_a_coordinator_that_is_lost_move(
     if not ids:
         return
     lost = data.draw(st.sampled_from(sorted(ids)))
-    before = homes(instance_id, ids)
-    after = homes(instance_id, {address: map_id for address, map_id in ids.items() if address != lost})
+    before = primaries(instance_id, ids)
+    after = primaries(instance_id, {address: map_id for address, map_id in ids.items() if address != lost})
     assert all(after[address] == before[address] for address in after if before[address] != lost)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
 def test_homes_are_spread_evenly(count: int) -> None:
     ids = dict.fromkeys(ADDRESSES[:count], "one")
-    spread = Counter(homes(instance_id, ids)[ADDRESSES[0]] for instance_id in INSTANCES)
+    spread = Counter(primaries(instance_id, ids)[ADDRESSES[0]] for instance_id in INSTANCES)
     fair = len(INSTANCES) / count
     assert set(spread) == set(ids)
     assert all(0.85 * fair < mine < 1.15 * fair for mine in spread.values()), "the hashes are the same on every run"
@@ -64,7 +64,7 @@ def test_homes_are_spread_evenly(count: int) -> None:
 def test_the_instances_of_one_that_is_lost_are_spread_evenly_too(count: int) -> None:
     ids = dict.fromkeys(ADDRESSES[:count], "one")
     lost, *left = ADDRESSES[:count]
-    orphans = [one for one in INSTANCES if homes(one, ids)[lost] == lost]
-    spread = Counter(homes(one, dict.fromkeys(left, "one"))[left[0]] for one in orphans)
+    orphans = [one for one in INSTANCES if primaries(one, ids)[lost] == lost]
+    spread = Counter(primaries(one, dict.fromkeys(left, "one"))[left[0]] for one in orphans)
     fair = len(orphans) / len(left)
     assert all(0.75 * fair < spread[address] < 1.25 * fair for address in left)

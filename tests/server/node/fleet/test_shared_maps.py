@@ -11,8 +11,8 @@ import pytest
 
 from lmkv.keys import join_keys
 from lmkv.v1.registry_service_pb2 import DropOrder
-from lmkv_server.node.fleet.fleet import Fleet
-from lmkv_server.node.fleet.shard import homes
+from lmkv_server.node.fleet.membership import FleetMembership
+from lmkv_server.node.fleet.shard import primaries
 from tests.server.node.fleet_parts import KEYS, Shelf, Wire
 from tests.server.node.ordering import Ordering, serving, until
 from tests.server.node.sharing import Sharing
@@ -28,7 +28,7 @@ async def coordinators(*map_ids: str, lease_seconds: float = 2.0) -> AsyncIterat
         left = {one.address: one for one in made}
         ranked = []
         while left:
-            best = next(iter(homes("a", dict.fromkeys(left, "m")).values()))
+            best = next(iter(primaries("a", dict.fromkeys(left, "m")).values()))
             ranked.append(left.pop(best))
         for one, map_id in zip(ranked, map_ids, strict=True):
             one.map_id = map_id
@@ -36,7 +36,7 @@ async def coordinators(*map_ids: str, lease_seconds: float = 2.0) -> AsyncIterat
 
 
 @asynccontextmanager
-async def joined(shelf: Shelf, sharing: Sequence[Sharing], **options: float) -> AsyncIterator[Fleet]:
+async def joined(shelf: Shelf, sharing: Sequence[Sharing], **options: float) -> AsyncIterator[FleetMembership]:
     async with shelf.join(*(one.address for one in sharing), **options) as fleet:
         await fleet.started()
         yield fleet
@@ -72,7 +72,7 @@ async def test_all_but_chunks_goes_to_each() -> None:
     shelf.keep(KEYS[:4])
     async with serving(first) as one, serving(second) as other, shelf.join(one, other) as fleet:
         await fleet.started()
-        home, elsewhere = (first, second) if homes("a", {one: "m", other: "m"})[one] == one else (second, first)
+        home, elsewhere = (first, second) if primaries("a", {one: "m", other: "m"})[one] == one else (second, first)
         await until(lambda: home.held == set(KEYS[:4]))
         outcome = await elsewhere.ended(elsewhere.give(drop=DropOrder(chunk_keys=join_keys(KEYS[:2]))))
         assert (outcome.status.code, outcome.chunk_count) == (0, 2)
@@ -89,7 +89,7 @@ async def test_both_are_asked_and_both_hear_how_full_it_is() -> None:
         for _ in range(4):
             await fleet.lookup(KEYS, 5)
         assert [one.counts["lookup"] for one in all_] == [2, 2]
-        assert fleet.connected_count == 2
+        assert fleet.stats().connected_count == 2
 
 
 async def test_whoever_keeps_its_own_map_is_told_everything_besides() -> None:
@@ -132,7 +132,7 @@ async def test_where_the_home_dies_the_next_is_told_and_again_when_it_is_back() 
         await until(lambda: tells(all_) == [True, False, False])
         await until(lambda: all_[0].held == set(KEYS[1:8]))
         assert [one.counts["snapshot"] for one in all_] == [2, 1, 0]
-        assert fleet.connected_count == 3
+        assert fleet.stats().connected_count == 3
 
 
 async def test_where_another_than_the_home_dies_nothing_is_told_anew() -> None:
@@ -141,7 +141,7 @@ async def test_where_another_than_the_home_dies_nothing_is_told_anew() -> None:
     async with coordinators("m", "m") as all_, joined(shelf, all_) as fleet:
         await until(lambda: tells(all_) == [True, False])
         await all_[1].stop()
-        await until(lambda: fleet.connected_count == 1)
+        await until(lambda: fleet.stats().connected_count == 1)
         await all_[1].start()
         await until(lambda: tells(all_) == [True, False])
         assert all_[0].counts["stream"] == 1
@@ -154,7 +154,7 @@ async def test_a_home_that_freezes_is_given_up_after_its_lease() -> None:
     async with AsyncExitStack() as stack:
         all_ = await stack.enter_async_context(coordinators("m", "m", lease_seconds=SHORT_LEASE_SECONDS))
         wires = [await stack.enter_async_context(Wire(one.port)) for one in all_]
-        chosen = homes("a", {wire.address: "m" for wire in wires})[wires[0].address]
+        chosen = primaries("a", {wire.address: "m" for wire in wires})[wires[0].address]
         home = [wire.address for wire in wires].index(chosen)
         other = 1 - home
         fleet = await stack.enter_async_context(shelf.join(*(wire.address for wire in wires)))
@@ -229,7 +229,7 @@ async def test_one_that_is_put_off_is_no_home_but_is_asked() -> None:
         registered = all_[0].counts["register"]
         await until(lambda: all_[0].counts["register"] > registered + 2)
         asked = all_[0].counts["lookup"]
-        assert fleet.connected_count == 2
+        assert fleet.stats().connected_count == 2
         for _ in range(2):
             await fleet.lookup(KEYS, 5)
         assert all_[0].counts["lookup"] == asked + 1
@@ -259,7 +259,7 @@ async def test_a_home_that_asks_for_a_new_snapshot_stays_the_home() -> None:
         await until(lambda: all_[0].counts["snapshot"] == 2)
         assert all_[0].held == set(KEYS[:5])
         assert all_[1].counts["stream"] == 1
-        assert fleet.connected_count == 2
+        assert fleet.stats().connected_count == 2
 
 
 # --- Maps that come, change and go ---------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ async def test_where_sharing_begins_one_goes_on_being_told_and_where_it_ends_bot
         for one in all_:
             one.share("")
         await until(lambda: [one.held for one in all_] == [set(KEYS[:5])] * 2)
-        assert fleet.connected_count == 2
+        assert fleet.stats().connected_count == 2
 
 
 async def test_where_only_the_home_stops_sharing_both_are_told() -> None:

@@ -187,7 +187,7 @@ async def test_a_node_that_lost_its_id_keeps_its_engines_and_cache_and_takes_it_
                 async with fleet.taken(stranger, os.urandom(32)):
                     node.process.send_signal(signal.SIGCONT)
                     async with asyncio.timeout(WAIT_SECONDS):
-                        while "lost its place in the fleet" not in node.output:  # noqa: ASYNC110
+                        while "lost its registration" not in node.output:  # noqa: ASYNC110
                             await asyncio.sleep(0.05)
                     assert "lmkv_node_coordinators_refusing 1.0" in await asyncio.to_thread(metrics, port)
                     found = await engine.lookup("ticket", chunk_keys(1, 2, 3))
@@ -197,7 +197,7 @@ async def test_a_node_that_lost_its_id_keeps_its_engines_and_cache_and_takes_it_
                 again = await fleet.joined(after=instance.epoch - 1)
                 assert again.epoch == instance.epoch
                 assert "lmkv_node_coordinators_refusing 0.0" in await asyncio.to_thread(metrics, port)
-        assert node.output.count("lost its place in the fleet") == 1
+        assert node.output.count("lost its registration") == 1
         assert node.stop() == 0, node.output
 
 

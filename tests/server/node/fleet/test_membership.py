@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack
 import pytest
 
 from lmkv.errors import Unreachable
-from lmkv.v1.registry_service_pb2 import SpecConflict
 from lmkv_server.coordinator.coordinator import Coordinator
 from tests.server.node.fleet_parts import KEYS, LEASE_SECONDS, LLAMA, Asker, Shelf, Wire
 from tests.waiting import WAIT_SECONDS, until
@@ -47,19 +46,18 @@ async def test_an_engine_that_attaches_later_brings_its_spec(coordinator: Coordi
 async def test_an_instance_that_shares_nothing_is_named_once_with_the_reason(
     coordinator: Coordinator, asker: Asker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: list[list[SpecConflict]] = []
     here = Shelf("b", port=8000, specs=[dataclasses.replace(LLAMA, kv_dtype="float32")])
     async with Shelf("a").join(coordinator.address) as other:
         await other.started()
-        async with here.join(coordinator.address, on_conflicts=told.append) as fleet:
+        async with here.join(coordinator.address) as fleet:
             await fleet.started()
-            registration = fleet.members[0]._registration
-            first = registration.membership
+            registrar = fleet.sessions[0]._registrar
+            first = registrar.lease
             fleet.refresh()
-            await until(lambda: registration.membership is not first, "it has registered again")
+            await until(lambda: registrar.lease is not first, "it has registered again")
             (conflict,) = fleet.conflicts
             assert (conflict.instance_id, conflict.field) == ("a", "kv_dtype")
-            assert told == [[conflict]]
+            assert here.conflict_lists == [[conflict]]
     text = "shares nothing of model llama with instance a: kv_dtype float32 here, bfloat16 there"
     assert caplog.text.count(text) == 1
 
@@ -90,7 +88,7 @@ async def test_a_lookup_finds_the_others_longest_first(coordinator: Coordinator,
         assert holders[0].epoch == shelves[2].epoch
         assert await fleets[0].lookup(KEYS[5:], WAIT_SECONDS) == []
         assert await fleets[0].lookup([], WAIT_SECONDS) == []
-        assert fleets[0].lookup_failures == 0
+        assert fleets[0].stats().lookup_failures == 0
 
 
 async def test_without_a_coordinator_nothing_is_found_and_nothing_fails() -> None:
@@ -102,7 +100,7 @@ async def test_without_a_coordinator_nothing_is_found_and_nothing_fails() -> Non
         fleet.refresh()
         assert await fleet.lookup(KEYS, WAIT_SECONDS) == []
         assert not fleet.connected
-        assert fleet.lookup_failures == 0
+        assert fleet.stats().lookup_failures == 0
 
 
 async def test_a_silent_coordinator_costs_one_deadline_and_then_nothing(coordinator: Coordinator, asker: Asker) -> None:
@@ -119,12 +117,12 @@ async def test_a_silent_coordinator_costs_one_deadline_and_then_nothing(coordina
 
         wire.freeze()
         assert await fleet.lookup(KEYS, 0.05) == []
-        assert fleet.lookup_failures == 1
+        assert fleet.stats().lookup_failures == 1
         assert not fleet.connected
         async with asyncio.timeout(WAIT_SECONDS):
             for _ in range(100):
                 assert await fleet.lookup(KEYS, 600) == []
-        assert fleet.lookup_failures == 1, "it was not asked again"
+        assert fleet.stats().lookup_failures == 1, "it was not asked again"
 
         wire.thaw()
         await until(lambda: fleet.connected)
@@ -141,7 +139,7 @@ async def test_each_of_several_coordinators_knows_everything_and_any_can_be_aske
         await stack.enter_async_context(other.join(*addresses))
         fleet = await stack.enter_async_context(shelf.join(*addresses))
         await fleet.started()
-        assert fleet.connected_count == 2
+        assert fleet.stats().connected_count == 2
         for address in addresses:
             await Asker(address).until({"a": 512})
         other.put(KEYS[2:3])
@@ -150,7 +148,7 @@ async def test_each_of_several_coordinators_knows_everything_and_any_can_be_aske
             await Asker(address).until({"a": 256})
         for _ in range(4):
             assert [holder.instance_id for holder in await fleet.lookup(KEYS, WAIT_SECONDS)] == ["a"]
-    assert fleet.lookup_failures == 0
+    assert fleet.stats().lookup_failures == 0
 
 
 async def test_a_coordinator_that_falls_silent_costs_one_lookup_and_one_that_is_killed_none(
@@ -172,12 +170,12 @@ async def test_a_coordinator_that_falls_silent_costs_one_lookup_and_one_that_is_
         found = [len(await fleet.lookup(KEYS, 2.0)) for _ in range(10)]
         assert sorted(found) == [0, *[1] * 9]
         wires[0].thaw()
-        await until(lambda: fleet.connected_count == 2)
+        await until(lambda: fleet.stats().connected_count == 2)
 
         await wires[1].cut()
-        await until(lambda: fleet.connected_count == 1)
+        await until(lambda: fleet.stats().connected_count == 1)
         assert [len(await fleet.lookup(KEYS, WAIT_SECONDS)) for _ in range(10)] == [1] * 10
-        assert fleet.lookup_failures == 1
+        assert fleet.stats().lookup_failures == 1
 
 
 async def test_a_coordinator_that_has_yet_to_hear_of_everything_is_asked_only_if_there_is_no_other(
@@ -220,13 +218,13 @@ async def test_coordinators_behind_one_name_come_and_go(coordinator: Coordinator
         behind.append(second.address)
         await Asker(second.address).until({"a": 512})
         await coordinator.aclose()
-        await until(lambda: fleet.connected_count == 1)
+        await until(lambda: fleet.stats().connected_count == 1)
         behind.remove(coordinator.address)
-        await until(lambda: [member.coordinator_address for member in fleet.members] == [second.address])
+        await until(lambda: [session.coordinator_address for session in fleet.sessions] == [second.address])
         behind.clear()  # for the moment nobody knows the name: who is there stays
         asked = len(resolved)
         await until(lambda: len(resolved) > asked + 1)
-        assert fleet.connected_count == 1
+        assert fleet.stats().connected_count == 1
 
 
 async def test_a_lookup_can_be_cancelled(coordinator: Coordinator) -> None:

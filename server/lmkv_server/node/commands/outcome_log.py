@@ -1,4 +1,4 @@
-"""What operators see of orders: one line for each. Used by `Orders`."""
+"""One log line per order. Used by `OrderRunner`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ logger = logging.getLogger(__name__)
 
 
 def kind_of(order: pb.Order) -> str:
-    """What is to be done, in one word."""
+    """The kind of an order: the name of its action's field in the proto."""
     return order.WhichOneof("action") or "unknown"
 
 
 def log_outcome(order: pb.Order, outcome: pb.OrderOutcome, seconds: float) -> None:
-    """One line per order; a warning if it, or some of its chunks, failed. Records are a matter for debugging."""
+    """Logs the outcome: as a warning if the order or some of its chunks failed, records at debug level."""
     text = f"order {order.order_id}: {_described(order)}: {outcome.chunk_count} chunks"
     if outcome.transferred_bytes:
         text += f", {format_bytes(outcome.transferred_bytes)} transferred"

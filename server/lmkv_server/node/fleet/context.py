@@ -1,0 +1,42 @@
+"""What every coordinator session of a node has in common: the node itself, its orders, and the intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from lmkv.v1 import registry_service_pb2 as pb
+from lmkv_server.node.commands.runner import OrderRunner
+from lmkv_server.node.fleet.reports import HeldChunk
+
+
+class FleetNode(Protocol):
+    """The node as this package sees it."""
+
+    def describe(self) -> pb.Instance:
+        """The node as it is now, for registrations and heartbeats."""
+
+    def snapshot(self) -> Iterable[HeldChunk]:
+        """Every chunk that the node holds now. Read without awaiting, so that it may iterate over a live index."""
+
+    def conflicts_changed(self, conflicts: list[pb.SpecConflict]) -> None:
+        """The instances of the same models whose KvSpec is incompatible have changed; `conflicts` are all of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetContext:
+    """Shared by `FleetMembership`, its sessions and their streams."""
+
+    node: FleetNode
+    orders: OrderRunner
+    secret: bytes = b""
+    """Proves to coordinators that this is the node that registered before."""
+    register_interval_seconds: float = 30.0
+    """Between two registrations at a coordinator, which also fetch `conflicts`."""
+    digest_interval_seconds: float = 60.0
+    """Between two comparisons of digests, if chunks have changed."""
+    resolve_interval_seconds: float = 5.0
+    """Between two resolutions of the coordinators' names."""
+    max_pending_changes: int = 200_000
+    """Unreported chunk changes beyond which a snapshot replaces them."""
