@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from lmkv_client.demo.model import LLAMA_VOCAB, MID, TINY, make_model
+from lmkv_client.demo.process import ServerProcess
 from tests.engines.faults import Pair
+from tests.engines.llm import Nursery
 from tests.engines.pd import Trio
 
 ENGINE_TEST_TIMEOUT_SECONDS = 300
@@ -31,6 +33,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.engine)
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(ENGINE_TEST_TIMEOUT_SECONDS))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_servers(nursery: Nursery) -> Iterator[None]:
+    """Servers are forked from a process that has vLLM imported: each would spend ten seconds of a core on it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ServerProcess, "launch", nursery.launch)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import select
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import numpy as np
 import pytest
@@ -29,11 +31,15 @@ from lmkv_client.demo.cluster import Coordinator
 from lmkv_client.demo.engine import LMKV_TRANSFER_CONFIG
 from lmkv_client.demo.process import (
     POLL_SECONDS,
+    RunningProcess,
     ServerProcess,
     end_processes,
+    launch,
     pids_with_environment,
     session_pids,
 )
+
+SERVER = "vllm.entrypoints.openai.api_server"
 
 READY_TIMEOUT_SECONDS = 280.0
 ANSWER_TIMEOUT_SECONDS = 280.0
@@ -278,6 +284,43 @@ class LlmProcess:
         return json.loads(line)
 
 
+class ForkedProcess:
+    """A process that the nursery forked, as `subprocess.Popen` is one of this process; its status is not known."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        try:
+            self._descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._descriptor = -1
+
+    def poll(self) -> int | None:
+        """None as long as it runs, then 0."""
+        return 0 if self._has_ended(0) else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its end. Raises `subprocess.TimeoutExpired`."""
+        if not self._has_ended(timeout):
+            raise subprocess.TimeoutExpired("forked server", timeout or 0)
+        return 0
+
+    def terminate(self) -> None:
+        """Sends SIGTERM."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+
+    def _has_ended(self, timeout: float | None) -> bool:
+        if self._descriptor < 0:
+            return True
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        if not poll.poll(None if timeout is None else timeout * 1000):
+            return False
+        os.close(self._descriptor)
+        self._descriptor = -1
+        return True
+
+
 class Nursery:
     """The process that has vLLM imported, and forks engines. A context manager."""
 
@@ -294,6 +337,22 @@ class Nursery:
         connection, self._connection = self._connection, None
         assert connection is not None
         return connection
+
+    def launch(self, command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]) -> RunningProcess:
+        """Starts `command` as `lmkv_client.demo.process.launch` does; vLLM's servers are forked, if they can be.
+
+        Where modules are imported from, and which core runs which thread, is settled while vLLM is imported: servers
+        that choose it are not forked.
+        """
+        early = {"PYTHONPATH": os.environ.get("PYTHONPATH")} | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        forkable = all(environment.get(name) == value for name, value in early.items())
+        if list(command[:3]) != [sys.executable, "-m", SERVER] or not forkable:
+            return launch(command, log, environment)
+        description = {"serve": list(command[3:]), "log": log.name, "environment": dict(environment)}
+        with self.connect() as connection, connection.makefile("rw") as lines:
+            lines.write(json.dumps(description) + "\n")
+            lines.flush()
+            return ForkedProcess(int(lines.readline()))
 
     def __enter__(self) -> Self:
         self._process.start()

@@ -1,28 +1,44 @@
-"""Imports vLLM once, then forks a process with an `LLM` for each connection. Run by `llm.Fleet`.
+"""Imports vLLM once, then forks an engine for each connection. Run by `llm.Nursery`.
 
-Importing takes most of an engine's start. The engine schedules and computes in its one process, and carries out what
-comes over its connection, a line of JSON each way; it ends with its connection.
+Importing takes most of an engine's start. The first line of JSON on a connection says what the new process becomes:
+
+- an `LLM`: schedules and computes in its one process, executes the lines that follow, and ends with its connection;
+- vLLM's API server, as `python -m vllm.entrypoints.openai.api_server` is. Its own children are forked as well, which is
+  vLLM's default on GPUs; on CPUs it would spawn them, and import everything again.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
+import warnings
 from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.distributed.device_communicators import shm_broadcast
+from vllm.entrypoints.openai import api_server  # noqa: F401 # to be forked with it
 from vllm.lora.request import LoRARequest
-from vllm.v1.worker import cpu_worker  # noqa: F401 # half of what is left of a start
+from vllm.model_executor.models import llama  # noqa: F401
+from vllm.v1.engine import coordinator, utils
+from vllm.v1.executor import multiproc_executor
+from vllm.v1.worker import cpu_model_runner, cpu_worker  # noqa: F401
+
+import lmkv_client.connector.vllm_connector  # noqa: F401
 
 FREE_TIMEOUT_SECONDS = 30.0
 """How long pages may stay in use after the last request."""
 
+
+SERVER = "vllm.entrypoints.openai.api_server"
 
 RANK_POLL_SECONDS = 0.0005
 # Ranks wait for each step in a loop that yields, which takes all of two cores from nodes and whatever else runs.
@@ -111,8 +127,28 @@ def answer(output: Any) -> dict[str, Any]:
     }
 
 
+def run_server(arguments: list[str], environment: dict[str, str]) -> None:
+    """Becomes vLLM's API server, in exactly this environment."""
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None  # of the environment
+    for module in (coordinator, utils, multiproc_executor):
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # it is imported already
+    sys.argv = [SERVER, *arguments]
+    try:
+        runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+
+
 def run_engine(connection: socket.socket) -> None:
-    """Becomes the engine that the first line describes; says its process id, and then whether it is ready."""
+    """Becomes the engine that the first line describes; sends its process id, and an `LLM` then whether it is ready."""
     with connection, connection.makefile("rw") as lines:
 
         def say(what: Any) -> None:
@@ -122,10 +158,15 @@ def run_engine(connection: socket.socket) -> None:
         description = json.loads(lines.readline())
         os.setsid()
         log = os.open(description["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        os.environ.update(description["environment"])
         say(os.getpid())
+        if "serve" in description:
+            connection.close()
+            run_server(description["serve"], description["environment"])
+            return
+        os.environ.update(description["environment"])
         try:
             worker = Worker(description["options"])
         except Exception as error:

@@ -13,6 +13,7 @@ import pytest
 from lmkv.errors import LmkvError
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.engine import LMKV_TRANSFER_CONFIG
+from lmkv_client.demo.process import ServerProcess, launch
 from tests.engines.conftest import SETTINGS
 from tests.engines.llm import READY_TIMEOUT_SECONDS
 
@@ -20,8 +21,9 @@ SEVERAL_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 @pytest.fixture
-def cluster(tiny_model: Path, tmp_path: Path) -> Iterator[Cluster]:
-    """No engine yet, and no coordinator."""
+def cluster(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """No engine yet, and no coordinator. Engines start as users start them."""
+    monkeypatch.setattr(ServerProcess, "launch", staticmethod(launch))
     with (
         tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder,
         Cluster(Path(folder), tiny_model, logs=tmp_path, settings=SETTINGS, coordinator=False) as cluster,

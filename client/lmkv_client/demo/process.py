@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import IO, ClassVar, Protocol, Self
 
 from lmkv.errors import LmkvError
 
@@ -24,12 +24,44 @@ _CAUSE = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception): (?!.*See root cause).+(?
 """What a Python traceback ends with, also by pydantic; not vLLM's hint that the cause is further up."""
 
 
+class RunningProcess(Protocol):
+    """What `ServerProcess` needs of a process. `subprocess.Popen` is one."""
+
+    @property
+    def pid(self) -> int:
+        """Process id; also the id of its session."""
+
+    def poll(self) -> int | None:
+        """None as long as it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its end. Raises `subprocess.TimeoutExpired`."""
+
+    def terminate(self) -> None:
+        """Sends SIGTERM."""
+
+
+def launch(command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]) -> RunningProcess:
+    """Starts `command` in a session of its own; its output goes to `log`, `environment` is all that it gets."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        start_new_session=True,
+    )
+
+
 class ServerProcess:
     """One server: a process in a session of its own, with a log file.
 
     Children belong to it as long as they stay in its session; a child that opened a session of its own, as a node
     started by an engine does, outlives it.
     """
+
+    launch: ClassVar[Callable[[Sequence[str], IO[bytes], Mapping[str, str]], RunningProcess]] = staticmethod(launch)
+    """How processes are started."""
 
     def __init__(
         self, name: str, command: Sequence[str], log_file: Path, environment: Mapping[str, str] | None = None
@@ -39,7 +71,7 @@ class ServerProcess:
         self.command = list(command)
         self.log_file = log_file
         self.environment = dict(environment or {})
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: RunningProcess | None = None
         self._asked_to_stop = False
 
     def start(self) -> None:
@@ -49,14 +81,7 @@ class ServerProcess:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("LMKV_")}
         self._asked_to_stop = False
         with self.log_file.open("ab") as log:
-            self._process = subprocess.Popen(
-                self.command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=inherited | self.environment,
-                start_new_session=True,
-            )
+            self._process = ServerProcess.launch(self.command, log, inherited | self.environment)
 
     @property
     def pid(self) -> int:
