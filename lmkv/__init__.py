@@ -1,6 +1,6 @@
-"""The vocabulary of lmkv: what servers, clients and tools share. This page is its table of contents.
+"""What servers, clients and tools of lmkv share: keys, specs, errors, configuration. This is the public API.
 
-Names are imported when first used, so that `import lmkv` costs nothing and brings in no NumPy, gRPC, torch or NIXL.
+Names are imported on first use, so that `import lmkv` is fast and loads neither NumPy nor gRPC, torch or NIXL.
 """
 
 from __future__ import annotations

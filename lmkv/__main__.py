@@ -1,4 +1,4 @@
-"""`python -m lmkv`: the same as the console script."""
+"""`python -m lmkv`: the console script `lmkv`."""
 
 from __future__ import annotations
 

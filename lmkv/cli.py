@@ -1,6 +1,7 @@
-"""The `lmkv` console script: finds the subcommands, which other packages provide, and turns errors into one line.
+"""The `lmkv` console script: finds the subcommands, which other packages provide, and reports errors in one line.
 
-A subcommand is an entry point of the group `lmkv.commands` that names a `Command`; only the one asked for is imported.
+A subcommand is an entry point of the group `lmkv.commands` that refers to a `Command`. Only the requested one is
+imported.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ MAX_ERROR_CHARACTERS = 4_000
 _EXAMPLES = """\
 examples:
   lmkv coordinator                        start the coordinator on 127.0.0.1:9000
-  lmkv instances                          list who is in the fleet and what they hold
-  lmkv lookup --tokens 128000,849,21435   ask who holds a prompt
+  lmkv instances                          list the instances of the fleet and what they hold
+  lmkv lookup --tokens 128000,849,21435   show which instances hold a prompt
   lmkv move --from a --to b --tokens 1,2  move a prompt from one instance to another
-  lmkv doctor                             check whether this host is fit for its configuration
+  lmkv doctor                             check this host and its configuration
   lmkv demo                               watch two engines share a prompt
   lmkv lookup --help                      learn more about one command
 
-exit codes: 0 done, 1 refused or failed, 2 bad usage or configuration, 3 done in part, 130 interrupted
+exit codes: 0 success, 1 refused or failed, 2 bad usage or configuration, 3 partial success, 130 interrupted
 
 Every process reads its keys from the YAML file that LMKV_CONFIG_FILE names, then from LMKV_<KEY> in the environment,
 then from its flags.
@@ -49,16 +50,16 @@ class Command:
     """One line for the list of commands."""
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
-    """Does it and returns the exit code. An `LmkvError` that it raises is told in one line."""
+    """Runs the command and returns the exit code. An `LmkvError` that it raises is reported in one line."""
     examples: str = ""
-    """Command lines with what each does, shown under `--help`."""
+    """Example command lines, shown by `--help`."""
 
 
 Loader = Callable[[], Command]
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports bad usage as everything else is reported."""
+    """Reports bad usage as a `ConfigError`."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see `{self.prog} --help`")
@@ -67,8 +68,8 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None, commands: Mapping[str, Loader] | None = None) -> int:
     """Runs one command line and returns the exit code.
 
-    0: done. 1: it failed. 2: bad usage or configuration. 3: done in part. 130: interrupted. 141: whoever read the
-    output went away.
+    0: success. 1: failure. 2: bad usage or configuration. 3: partial success. 130: interrupted. 141: the reader of the
+    output closed it.
     """
     try:
         code = _run(sys.argv[1:] if argv is None else argv, find_commands() if commands is None else commands)
@@ -84,7 +85,7 @@ def main(argv: Sequence[str] | None = None, commands: Mapping[str, Loader] | Non
     except LmkvError as error:
         return _report(error)
     except BaseExceptionGroup as group:
-        # Task groups wrap what ended them. One cause is told like any other; a bug among them keeps its traceback.
+        # Task groups wrap errors. An `LmkvError` is reported as usual; any other error among them keeps its traceback.
         leaves = list(_leaves(group))
         if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
             return 130
@@ -95,17 +96,17 @@ def main(argv: Sequence[str] | None = None, commands: Mapping[str, Loader] | Non
 
 
 def _output_is_gone() -> bool:
-    """Whether it was standard output that broke, and no connection of the command's own."""
+    """Whether standard output was closed, rather than a connection of the command."""
     poll = select.poll()
     try:
         poll.register(sys.stdout.fileno(), 0)
-    except OSError:  # it is no file at all
+    except OSError:  # not a file
         return False
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def find_commands() -> dict[str, Loader]:
-    """The installed commands by name, none of them imported yet."""
+    """Loaders of the installed commands by name; none is imported yet."""
     return {point.name: point.load for point in sorted(metadata.entry_points(group=GROUP), key=lambda p: p.name)}
 
 
@@ -171,7 +172,7 @@ def _report(error: LmkvError) -> int:
     return 2 if isinstance(error, ConfigError) else 1
 
 
-_COMPONENTS = {  # what a bug report needs, and the distributions that may hold it
+_COMPONENTS = {  # for bug reports: components, and the distributions that may contain them
     "grpc": ("grpcio",),
     "nixl": ("nixl-cu12", "nixl-cu13", "nixl"),
     "torch": ("torch",),
@@ -196,7 +197,7 @@ def _version_of(distribution: str) -> str | None:
 
 version_command = Command(
     name="version",
-    help="print the versions of lmkv and of what it works with",
+    help="print the versions of lmkv and its dependencies",
     add_arguments=lambda _: None,
     run=_print_versions,
     examples="  lmkv version        for a bug report\n  lmkv --version      lmkv's own, on one line",

@@ -1,4 +1,4 @@
-"""Order-independent digests of sets of chunk keys: how a node and the coordinator find out that they drifted apart."""
+"""Order-independent digests of sets of chunk keys, by which a node and the coordinator detect lost reports."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Digest:
     key_sum: int = 0
 
     def plus(self, other: Digest) -> Digest:
-        """The digest of both sets together; they must be disjoint."""
+        """The digest of the union of two disjoint sets."""
         return Digest(
             chunk_count=self.chunk_count + other.chunk_count, key_sum=(self.key_sum + other.key_sum) % (1 << 64)
         )
 
     def minus(self, other: Digest) -> Digest:
-        """The digest without a part of the set."""
+        """The digest of the set without a subset."""
         return Digest(
             chunk_count=self.chunk_count - other.chunk_count, key_sum=(self.key_sum - other.key_sum) % (1 << 64)
         )
@@ -34,7 +34,7 @@ EMPTY_DIGEST = Digest()
 
 
 def digest(keys: Collection[ChunkKey]) -> Digest:
-    """The digest of keys that are all different."""
+    """The digest of distinct keys."""
     if not keys:
         return EMPTY_DIGEST
     heads = np.frombuffer(b"".join(keys), dtype="<u8")[::2]

@@ -1,20 +1,20 @@
-"""Every way lmkv can refuse: one class is one reason is one gRPC code.
+"""The errors of lmkv. Each class has one reason and one gRPC status code.
 
-A miss is never an error. `lmkv.rpc.endpoints` carries these over the wire in both directions.
+A cache miss is never an error. `lmkv.rpc.error_status` converts errors to gRPC statuses and back.
 
     LmkvError
     ├── BadRequest           INVALID_ARGUMENT     the caller must change what it sends
-    ├── Missing              NOT_FOUND            what it names is not there
-    ├── Conflict             FAILED_PRECONDITION  the state of things forbids it
-    ├── Full                 RESOURCE_EXHAUSTED   no room now
-    ├── Unauthenticated      UNAUTHENTICATED      nobody knows who asks
-    ├── PermissionDenied     PERMISSION_DENIED    somebody else may ask this
+    ├── Missing              NOT_FOUND            the named resource does not exist
+    ├── Conflict             FAILED_PRECONDITION  the current state does not allow it
+    ├── Full                 RESOURCE_EXHAUSTED   no capacity now
+    ├── Unauthenticated      UNAUTHENTICATED      the caller is unknown
+    ├── PermissionDenied     PERMISSION_DENIED    the caller's role does not allow it
     ├── InstanceIdInUse      ALREADY_EXISTS
     ├── OperationCancelled   CANCELLED
     ├── OperationTakenOver   ABORTED
     ├── RevisionCompacted    OUT_OF_RANGE
     ├── Unreachable          UNAVAILABLE          a peer did not answer
-    └── ConfigError          never on the wire    a process cannot start as configured
+    └── ConfigError          never sent           the configuration is invalid
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import ClassVar
 
 
 class LmkvError(Exception):
-    """Base of everything lmkv raises on purpose.
+    """Base of all errors that lmkv raises.
 
-    The keyword arguments are the dynamic words of the message; they travel as `ErrorInfo.metadata`.
+    The keyword arguments are the variable parts of the message; they are sent as `ErrorInfo.metadata`.
     """
 
     code: ClassVar[str] = "INTERNAL"
@@ -56,43 +56,43 @@ class BadChunkKey(BadRequest):
 
 
 class BadTokens(BadRequest):
-    """A token id is negative or beyond the vocabulary, or chunks are named in two ways at once."""
+    """A token id is negative or beyond the vocabulary, or a request names chunks in two ways."""
 
     reason = "BAD_TOKENS"
 
 
 class BadKvSpec(BadRequest):
-    """A spec's fingerprint is not the digest of its fields, its chunks cannot fit, or a served model of it is bad."""
+    """A spec's fingerprint is not the digest of its fields, its chunks are too large, or a served model is invalid."""
 
     reason = "BAD_KV_SPEC"
 
 
 class BadInstance(BadRequest):
-    """An instance has no id, or an address that does not parse."""
+    """An instance has no id, or an invalid address."""
 
     reason = "BAD_INSTANCE"
 
 
 class BadMessage(BadRequest):
-    """A message cannot be decoded, did not arrive, has a time out of range, or does not fit into its stream."""
+    """A message cannot be decoded, did not arrive, has a time out of range, or is out of order in a stream."""
 
     reason = "BAD_MESSAGE"
 
 
 class BadPageToken(BadRequest):
-    """A page token was not made by this call."""
+    """A page token does not come from this RPC."""
 
     reason = "BAD_PAGE_TOKEN"
 
 
 class BadSelection(BadRequest):
-    """A request that selects chunks selects none."""
+    """A request selects no chunks."""
 
     reason = "BAD_SELECTION"
 
 
 class Missing(LmkvError):
-    """What the request names is not there."""
+    """The resource that the request names does not exist."""
 
     code = "NOT_FOUND"
     reason = "NOT_FOUND"
@@ -117,31 +117,31 @@ class EngineNotFound(Missing):
 
 
 class GrantNotFound(Missing):
-    """The grant has ended or never was."""
+    """The grant has expired, was released, or never existed."""
 
     reason = "GRANT_NOT_FOUND"
 
 
 class SessionNotFound(Missing):
-    """The caller has no such session at a node: `Init` opens one."""
+    """The caller has no such session at the node; `Init` opens one."""
 
     reason = "SESSION_NOT_FOUND"
 
 
 class ChunkNotFound(Missing):
-    """A chunk is not held where it was to be taken from."""
+    """A chunk is not in the tier from which it was to be read."""
 
     reason = "CHUNK_NOT_FOUND"
 
 
 class OperationNotFound(Missing):
-    """No operation has this name, or it ended too long ago."""
+    """No operation has this name, or its record has expired."""
 
     reason = "OPERATION_NOT_FOUND"
 
 
 class Conflict(LmkvError):
-    """The state of things forbids the request."""
+    """The current state does not allow the request."""
 
     code = "FAILED_PRECONDITION"
     reason = "CONFLICT"
@@ -154,7 +154,7 @@ class ModelAmbiguous(Conflict):
 
 
 class KvSpecMismatch(Conflict):
-    """The chunks of the two ends are not interchangeable."""
+    """The chunks of the two sides are not interchangeable."""
 
     reason = "KV_SPEC_MISMATCH"
 
@@ -166,142 +166,142 @@ class TierUnsupported(Conflict):
 
 
 class P2pDisabled(Conflict):
-    """A node was configured without transfers between nodes (`enable_p2p`)."""
+    """Transfers between nodes are disabled at this node (`enable_p2p`)."""
 
     reason = "P2P_DISABLED"
 
 
 class StaleEpoch(Conflict):
-    """A newer process took this instance id."""
+    """A newer process has registered this instance id."""
 
     reason = "STALE_EPOCH"
 
 
 class ResyncRequired(Conflict):
-    """A report was lost; the stream must begin anew with a snapshot."""
+    """A report was lost; the node must send a snapshot."""
 
     reason = "RESYNC_REQUIRED"
 
 
 class WrongInstance(Conflict):
-    """Another instance, or another epoch of it, answers here."""
+    """The address belongs to another instance, or to another epoch of it."""
 
     reason = "WRONG_INSTANCE"
 
 
 class ChannelUnsupported(Conflict):
-    """The two ends share no transfer channel."""
+    """The two nodes have no transfer channel in common."""
 
     reason = "CHANNEL_UNSUPPORTED"
 
 
 class RequestTooLarge(Conflict):
-    """The request will never fit into this node."""
+    """The request is larger than the capacity of this node."""
 
     reason = "REQUEST_TOO_LARGE"
 
 
 class ConfigConflict(Conflict):
-    """The engine expects a node of another configuration."""
+    """The node's configuration differs from the one that the engine expects."""
 
     reason = "CONFIG_CONFLICT"
 
 
 class ChunkPinned(Conflict):
-    """A chunk that was to be dropped is kept by a pin."""
+    """A chunk that was to be dropped is pinned."""
 
     reason = "CHUNK_PINNED"
 
 
 class Full(LmkvError):
-    """There is no room now."""
+    """There is no capacity now."""
 
     code = "RESOURCE_EXHAUSTED"
     reason = "FULL"
 
     @property
     def retry_seconds(self) -> float:
-        """When to come back."""
+        """Time after which to retry."""
         try:
             return max(float(self.metadata["retry_seconds"]), 0.0)
-        except (KeyError, ValueError):  # who refuses need not say, and what comes over the wire may be anything
+        except (KeyError, ValueError):  # optional, and unchecked when received
             return 1.0
 
 
 class NoFreeExtents(Full):
-    """The pool is full of chunks that may not be evicted."""
+    """The pool is full of chunks that cannot be evicted."""
 
     reason = "NO_FREE_EXTENTS"
 
 
 class WatcherTooSlow(Full):
-    """The watcher fell behind its bounded queue."""
+    """The watcher's bounded queue overflowed."""
 
     reason = "WATCHER_TOO_SLOW"
 
 
 class TooManyRequests(Full):
-    """The caller asks more, or more often, than it may."""
+    """The caller exceeds its rate limit or its number of concurrent requests."""
 
     reason = "TOO_MANY_REQUESTS"
 
 
 class QuotaExceeded(Full):
-    """The tenant has as much as it may have."""
+    """The tenant has reached its quota."""
 
     reason = "QUOTA_EXCEEDED"
 
 
 class Unauthenticated(LmkvError):
-    """The call shows no token, or one that nobody knows."""
+    """The call has no token, or an unknown one."""
 
     code = "UNAUTHENTICATED"
     reason = "UNAUTHENTICATED"
 
 
 class PermissionDenied(LmkvError):
-    """The caller is known, and may not do this."""
+    """The role of the caller does not allow the call."""
 
     code = "PERMISSION_DENIED"
     reason = "PERMISSION_DENIED"
 
 
 class InstanceIdInUse(LmkvError):
-    """Another living process holds this instance id."""
+    """Another live process has registered this instance id."""
 
     code = "ALREADY_EXISTS"
     reason = "INSTANCE_ID_IN_USE"
 
 
 class OperationCancelled(LmkvError):
-    """Somebody cancelled the operation before it was done."""
+    """The operation was cancelled before it was done."""
 
     code = "CANCELLED"
     reason = "OPERATION_CANCELLED"
 
 
 class OperationTakenOver(LmkvError):
-    """Another coordinator sees the operation through by now; orders of an earlier attempt at it are refused."""
+    """Another coordinator has taken over the operation; orders of earlier attempts are refused."""
 
     code = "ABORTED"
     reason = "OPERATION_TAKEN_OVER"
 
 
 class RevisionCompacted(LmkvError):
-    """The revision asked for is no longer known."""
+    """The requested revision was compacted."""
 
     code = "OUT_OF_RANGE"
     reason = "REVISION_COMPACTED"
 
 
 class Unreachable(LmkvError):
-    """A peer did not answer, in time or at all, or moved bytes that did not arrive whole."""
+    """A peer did not answer in time, or the bytes that it sent are incomplete or damaged."""
 
     code = "UNAVAILABLE"
     reason = "UNREACHABLE"
 
 
 class ConfigError(LmkvError):
-    """A process cannot start as configured. Its message names the key and the fix; the exit code is 2."""
+    """The configuration is invalid. The message names the key and the fix; the exit code is 2."""
 
     reason = "CONFIG_ERROR"

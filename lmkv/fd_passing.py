@@ -1,7 +1,7 @@
-"""Hands a file descriptor to other processes of this host, and notices when one of them is gone.
+"""Passes a file descriptor to other processes of this host over a unix socket, and detects their exit.
 
-A node serves `FdServer`s: its pool goes to its workers (`pool_socket`), and to peers on the same host (`transfer.shm`).
-Those call `receive_fd`. Each side sends one line of JSON; the connection stays open as long as the receiver lives.
+A node passes its pool to its workers (`pool.socket`) and to peers on the same host (`transfer.shm`) by an `FdServer`;
+those call `receive_fd`. Each side sends one line of JSON. The connection stays open as long as the receiver lives.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 MAX_LINE_BYTES = 4096
 MAX_RECEIVERS = 1024
 HELLO_SECONDS = 5.0
-"""A connection that has not said who it is by then is closed."""
+"""A connection that has not sent its hello by then is closed."""
 
 Fields = Mapping[str, Any]
 
@@ -36,23 +36,23 @@ def _ignore() -> None: ...
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FdOffer:
-    """What a taker gets: a file descriptor, which stays the giver's too, and words about it."""
+    """A file descriptor for one receiver, which the sender keeps too, and the fields of the JSON message."""
 
     fd: int
     fields: Fields
     on_disconnect: Callable[[], None] = field(default=_ignore)
-    """Called on the loop when the kernel closed the taker's end."""
+    """Called on the event loop when the receiver has disconnected or exited."""
 
 
 class FdServer:
-    """Unix socket for this user alone. `async with`, or `start` and `aclose`.
+    """A unix socket that only this user can open. `async with`, or `start` and `aclose`.
 
-    `make_offer` is called on the event loop with what a taker says, and refuses it by raising an `LmkvError` or a
-    `ValueError`. Closing the socket calls nothing: it proves nothing about the receivers.
+    `make_offer` is called on the event loop with a receiver's hello, and refuses it by raising an `LmkvError` or a
+    `ValueError`. Closing the server does not call `on_disconnect`: the receivers may still be alive.
     """
 
     def __init__(self, path: Path, make_offer: Callable[[Fields], FdOffer], name: str) -> None:
-        """`name` is what log lines call it."""
+        """`name` identifies the server in log lines."""
         self.path = path
         self._make_offer = make_offer
         self._name = name
@@ -61,16 +61,16 @@ class FdServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listens; a socket that a dead process left behind is removed.
+        """Listens; the stale socket of a dead process is removed.
 
-        Raises `ConfigError` if another process listens there or the path cannot be had.
+        Raises `ConfigError` if another process listens there or the path cannot be bound.
         """
         self._listener = _listen(self.path)
         self._inode = self.path.stat().st_ino
         self._task = asyncio.create_task(self._serve(self._listener), name=self._name)
 
     async def aclose(self) -> None:
-        """Stops listening and closes all connections; the receivers keep what they have. Idempotent."""
+        """Stops listening and closes all connections; the receivers keep their descriptors. Idempotent."""
         task, self._task = self._task, None
         if task is None or self._listener is None:
             return
@@ -78,7 +78,7 @@ class FdServer:
         await asyncio.wait([task])
         self._listener.close()
         with suppress(OSError):
-            if self.path.stat().st_ino == self._inode:  # else a newer node's
+            if self.path.stat().st_ino == self._inode:  # else it belongs to a newer node
                 self.path.unlink()
 
     async def __aenter__(self) -> Self:
@@ -96,24 +96,24 @@ class FdServer:
                 try:
                     connection, _ = await loop.sock_accept(listener)
                 except OSError as error:  # out of file descriptors, most likely
-                    logger.warning("%s: cannot accept anybody: %s", self._name, error)
+                    logger.warning("%s: cannot accept a connection: %s", self._name, error)
                     await asyncio.sleep(1.0)
                     continue
                 if len(receivers) >= MAX_RECEIVERS:
-                    self._refuse(connection, f"{MAX_RECEIVERS} are attached already")
+                    self._refuse(connection, f"{MAX_RECEIVERS} processes are attached already")
                     connection.close()
                     continue
                 task = group.create_task(self._serve_receiver(connection))
                 receivers.add(task)
                 task.add_done_callback(receivers.discard)
-                # Here, because a task that is cancelled before it runs would not close it.
+                # A callback, because a task that is cancelled before it runs would not close it.
                 task.add_done_callback(partial(_close, connection))
 
     async def _serve_receiver(self, connection: socket.socket) -> None:
         try:
             await self._answer(connection)
         except Exception:
-            logger.exception("%s: serving somebody failed unexpectedly", self._name)
+            logger.exception("%s: a connection failed unexpectedly", self._name)
 
     async def _answer(self, connection: socket.socket) -> None:
         try:
@@ -121,7 +121,7 @@ class FdServer:
                 hello = _parse(await _read_line(connection))
             offer = self._make_offer(hello)
         except (OSError, TimeoutError, ValueError) as error:
-            self._refuse(connection, f"no hello: {error}")
+            self._refuse(connection, f"invalid hello: {error}")
             return
         except LmkvError as error:
             self._refuse(connection, str(error))
@@ -133,14 +133,14 @@ class FdServer:
     def _send(self, connection: socket.socket, offer: FdOffer) -> bool:
         answer = _line(offer.fields)
         try:
-            # A new connection has room for it, so this neither blocks nor sends in part.
+            # The buffer of a new connection is empty, so this neither blocks nor sends a part.
             return socket.send_fds(connection, [answer], [offer.fd]) == len(answer)
         except OSError as error:
-            logger.warning("%s: somebody left before it was served: %s", self._name, error)
+            logger.warning("%s: a receiver disconnected before it was served: %s", self._name, error)
             return False
 
     def _refuse(self, connection: socket.socket, reason: str) -> None:
-        logger.warning("%s: somebody was refused: %s", self._name, reason)
+        logger.warning("%s: refused a receiver: %s", self._name, reason)
         with suppress(OSError):
             connection.send(_line({"error": reason}))
 
@@ -152,13 +152,13 @@ class ReceivedFd:
     fd: int
     fields: Fields
     connection: socket.socket
-    """To be kept open for as long as what was taken is used; closed by the giver when it ends."""
+    """Must stay open as long as the descriptor's memory is used; the sender closes its end when it stops."""
 
 
 def receive_fd(path: Path | str, hello: Fields, timeout_seconds: float) -> ReceivedFd:
-    """What is handed out at `path`; blocks for no longer than `timeout_seconds`.
+    """Receives the descriptor that is served at `path`; blocks for at most `timeout_seconds`.
 
-    Raises `Unreachable` if nobody is there, does not answer in time, or refuses.
+    Raises `Unreachable` if no process listens there, does not answer in time, or refuses.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
@@ -169,7 +169,7 @@ def receive_fd(path: Path | str, hello: Fields, timeout_seconds: float) -> Recei
         fd, fields = _receive(connection, deadline)
     except (OSError, ValueError) as error:
         connection.close()
-        raise Unreachable(f"nothing was handed over at {path}: {error}", socket=path) from None
+        raise Unreachable(f"no file descriptor was received at {path}: {error}", socket=path) from None
     except BaseException:
         connection.close()
         raise
@@ -185,12 +185,12 @@ def _receive(connection: socket.socket, deadline: float) -> tuple[int, Fields]:
             fds += more
             line += data
             if not data or len(line) > MAX_LINE_BYTES:
-                raise ValueError("the answer is cut off" if not data else "the answer is too long")
+                raise ValueError("the answer is truncated" if not data else "the answer is too long")
         fields = _parse(line)
         if "error" in fields:
             raise ValueError(fields["error"])
         if len(fds) != 1:
-            raise ValueError(f"the answer {fields} brings {len(fds)} files instead of one")
+            raise ValueError(f"the answer {fields} has {len(fds)} file descriptors instead of one")
         return fds.pop(), fields
     finally:
         for fd in fds:
@@ -202,7 +202,7 @@ def _listen(path: Path) -> socket.socket:
     try:
         _remove_stale(path)
         listener.bind(str(path))
-        path.chmod(0o600)  # before anybody can connect
+        path.chmod(0o600)  # before a process can connect
         listener.listen(128)
     except OSError as error:
         listener.close()
@@ -218,9 +218,9 @@ def _listen(path: Path) -> socket.socket:
 
 def _remove_stale(path: Path) -> None:
     if not path.is_socket():
-        return  # nothing there, or something that bind will refuse to replace
+        return  # no file, or one that bind refuses to replace
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # a full backlog is an answer too
+        probe.setblocking(False)  # a full backlog means that a process listens
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
@@ -238,16 +238,16 @@ async def _read_line(connection: socket.socket) -> bytes:
     while not line.endswith(b"\n"):
         data = await loop.sock_recv(connection, MAX_LINE_BYTES - len(line))
         if not data:
-            raise ValueError("the line is cut off" if len(line) < MAX_LINE_BYTES else "the line is too long")
+            raise ValueError("the line is truncated" if len(line) < MAX_LINE_BYTES else "the line is too long")
         line += data
     return line
 
 
 async def _wait_for_end(connection: socket.socket) -> None:
     loop = asyncio.get_running_loop()
-    with suppress(ConnectionError):  # a reset is an end too
+    with suppress(ConnectionError):  # a reset ends it too
         while await loop.sock_recv(connection, MAX_LINE_BYTES):
-            pass  # nothing more was agreed on, but only the end is an end
+            pass  # the protocol has no further messages
 
 
 def _close(connection: socket.socket, _: asyncio.Task[None]) -> None:

@@ -1,11 +1,11 @@
-"""Chunk keys: which tokens, after which tokens, under which root. Pure; used by connector, coordinator and tests.
+"""Chunk keys: chained digests of tokens under a root. Pure; used by connector and coordinator.
 
     root  = HMAC-SHA-256(cluster secret, "lmkv.sha256-16" ‖ fingerprint ‖ cache salt ‖ LoRA)[:16]
     key_i = SHA-256(key_{i-1} ‖ tokens of chunk i ‖ extras of chunk i)[:16]          key_{-1} = root
 
-Tokens are raw little-endian u32; every string is led by its length as u32; extras, where a chunk has any, are led by
-0xFFFFFFFF, which is no token id, so that no tokens can imitate them. Nothing depends on the process or its hash seed.
-`tests/lmkv/golden_keys.json` holds vectors for other languages.
+Tokens are raw little-endian u32; every string is preceded by its length as u32; the extras of a chunk, if any, are
+preceded by 0xFFFFFFFF, which is not a token id. Keys do not depend on the process or its hash seed.
+`tests/lmkv/golden_keys.json` has test vectors for other languages.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lmkv.packing import pack_fields
 HASH_SCHEME = "sha256-16"
 KEY_BYTES = 16
 MAX_KEYS = 65_536
-"""Most keys that one request may carry: 1 MiB, a whole message."""
+"""Maximum number of keys in one request: 1 MiB, the size limit of a message."""
 
 ChunkKey = NewType("ChunkKey", bytes)
-"""16 bytes that name one chunk's tokens and everything before them."""
+"""16 bytes that identify a chunk's tokens and all tokens before them."""
 
 Tokens = NDArray[np.uint32]
 
@@ -44,7 +44,7 @@ def as_tokens(tokens: Sequence[int] | NDArray[np.integer], vocab_size: int = 0) 
     try:
         array = np.asarray(tokens)
         if array.size and array.dtype.kind not in "iu":
-            raise TypeError(f"{array.dtype} is no integer type")
+            raise TypeError(f"{array.dtype} is not an integer type")
     except (OverflowError, ValueError, TypeError) as error:
         raise BadTokens(f"tokens must be integers from 0 to 2^32-2: {error}") from None
     if array.ndim != 1:
@@ -59,9 +59,9 @@ def as_tokens(tokens: Sequence[int] | NDArray[np.integer], vocab_size: int = 0) 
 
 
 def root_key(fingerprint: bytes, *, cache_salt: str = "", lora: str = "", secret: bytes = b"") -> ChunkKey:
-    """Where the chains of one spec, tenant and LoRA adapter begin. `lora` is an identity, `name@digest`.
+    """The root of the key chains of one spec, tenant and LoRA adapter. `lora` is an identity, `name@digest`.
 
-    Without the cluster secret nobody can guess keys, and so probe for what others have sent.
+    Without the cluster secret a client cannot compute keys, and so cannot probe for prompts of others.
     """
     namespace = pack_fields([fingerprint, cache_salt.encode(), lora.encode()])
     return ChunkKey(hmac.digest(secret, b"lmkv." + HASH_SCHEME.encode() + namespace, "sha256")[:KEY_BYTES])
@@ -70,7 +70,7 @@ def root_key(fingerprint: bytes, *, cache_salt: str = "", lora: str = "", secret
 class KeyChain:
     """The keys of one growing prompt.
 
-    `extras` maps a chunk's index to what besides its tokens decides its KV, such as multimodal hashes.
+    `extras` maps a chunk's index to inputs of its KV other than tokens, such as multimodal hashes.
     """
 
     __slots__ = ("_extras", "chunk_size", "keys", "root")
@@ -79,11 +79,11 @@ class KeyChain:
         self.root = root
         self.chunk_size = chunk_size
         self.keys: list[ChunkKey] = []
-        """Keys of the full chunks so far."""
+        """Keys of the full chunks."""
         self._extras = extras
 
     def extend(self, tokens: Tokens) -> None:
-        """Makes the keys that are still missing for the full chunks of `tokens`, the prompt from its first token."""
+        """Computes the missing keys of the full chunks of `tokens`, which begin with the prompt's first token."""
         start, stop = len(self.keys), tokens.size // self.chunk_size
         if stop <= start:
             return
@@ -95,7 +95,7 @@ class KeyChain:
             self.keys.append(parent)
 
     def partial(self, tokens: Tokens) -> ChunkKey | None:
-        """Key of the tokens after the last full chunk of `tokens`; None if there are none. `extend` comes first."""
+        """Key of the tokens after the last full chunk; None if there are none. `extend` must be called first."""
         full = tokens.size // self.chunk_size
         if tokens.size == full * self.chunk_size:
             return None
@@ -103,7 +103,7 @@ class KeyChain:
         return self._key(parent, tokens[full * self.chunk_size :].data.cast("B"), full)
 
     def _key(self, parent: ChunkKey, tokens: memoryview, index: int) -> ChunkKey:
-        digest = _EMPTY.copy()  # a third cheaper than a fresh sha256()
+        digest = _EMPTY.copy()  # a third cheaper than sha256()
         digest.update(parent)
         digest.update(tokens)
         if extras := self._extras.get(index):
@@ -114,7 +114,7 @@ class KeyChain:
 def chunk_keys(
     tokens: Tokens, root: ChunkKey, chunk_size: int, *, partial: bool = False, extras: Mapping[int, bytes] = _NO_EXTRAS
 ) -> list[ChunkKey]:
-    """Keys of a prompt's full chunks and, with `partial`, of what is left after them."""
+    """Keys of a prompt's full chunks and, with `partial`, of the tokens after them."""
     chain = KeyChain(root, chunk_size, extras)
     chain.extend(tokens)
     last = chain.partial(tokens) if partial else None
@@ -122,12 +122,12 @@ def chunk_keys(
 
 
 def join_keys(keys: Iterable[ChunkKey]) -> bytes:
-    """Keys as one wire field, 16 bytes each."""
+    """Keys as one field of a message, 16 bytes each."""
     return b"".join(keys)
 
 
 def check_keys(packed: bytes, field: str = "chunk_keys", limit: int = MAX_KEYS) -> bytes:
-    """The wire field as it is. Raises `BadChunkKey` if its length is no multiple of 16 or above the limit."""
+    """The field, unchanged. Raises `BadChunkKey` if its length is not a multiple of 16 or exceeds the limit."""
     if len(packed) % KEY_BYTES:
         raise BadChunkKey(
             f"{field} has {len(packed)} bytes; it must be whole keys of {KEY_BYTES} bytes each",
@@ -142,6 +142,6 @@ def check_keys(packed: bytes, field: str = "chunk_keys", limit: int = MAX_KEYS) 
 
 
 def split_keys(packed: bytes, field: str = "chunk_keys", limit: int = MAX_KEYS) -> list[ChunkKey]:
-    """The keys of one wire field. Raises as `check_keys`."""
+    """The keys in one field of a message. Raises as `check_keys`."""
     check_keys(packed, field, limit)
     return [ChunkKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]

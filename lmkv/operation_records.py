@@ -1,4 +1,4 @@
-"""Which of two records of an operation counts: what nodes, who keep them, and coordinators must agree on."""
+"""Order and limits of operation records, which nodes store for coordinators."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from lmkv.v1 import registry_service_pb2 as pb
 
 MAX_RECORDS = 1000
 MAX_RECORD_BYTES = 16 << 20
-"""What one node keeps of operations, and most that a coordinator keeps of what one node reports."""
+"""Limits of the records that a node stores, and of those that a coordinator keeps of one node."""
 
 
 def rank(record: pb.OperationRecord) -> tuple[int, bool]:
-    """Of two records of one operation the higher rank counts: the later attempt, then what is over."""
+    """Rank among the records of one operation: the later attempt wins, then the finished one."""
     return record.attempt, record.operation.done

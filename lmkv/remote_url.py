@@ -1,4 +1,4 @@
-"""Where the store is that nodes share: `remote_url`, taken apart. Pure; used by the node and `lmkv doctor`."""
+"""Parses `remote_url`, the address of the store that nodes share. Pure; used by the node and `lmkv doctor`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 VALKEY_SCHEMES = ("valkey", "valkeys", "redis", "rediss")
-"""Those that end with an s after `valkey` or `redis` speak TLS."""
+"""`valkeys` and `rediss` use TLS."""
 VALKEY_PORT = 6379
 _AWS_HOST = re.compile(r"(?P<bucket>.+)\.s3[.-](?P<region>[a-z0-9-]+)\.amazonaws\.com")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}")
@@ -15,25 +15,25 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteUrl:
-    """A store: a Valkey or Redis server, or a bucket of S3's."""
+    """A store: a Valkey or Redis server, or an S3 bucket."""
 
     url: str = field(repr=False)
-    """As it was written; it may hold a password."""
+    """The URL as configured; it may contain a password."""
     shown: str
-    """The same for people, without what is secret."""
+    """The URL without secrets, for messages."""
     host: str = ""
     port: int = 0
-    """Of a server. An `endpoint_url` says where buckets are."""
+    """Port of a server; 0 for a bucket."""
     bucket: str = ""
     """Empty for a server."""
     prefix: str = ""
-    """What names begin with in the bucket; empty, or it ends with a slash."""
+    """Prefix of object names in the bucket; empty, or ends with a slash."""
     region: str = ""
-    """The bucket's, if the URL says it."""
+    """Region of the bucket, if the URL contains it."""
 
 
 def parse_remote_url(text: str) -> RemoteUrl:
-    """The store of a URL. Raises `ValueError` if it is none that lmkv knows."""
+    """The store of a URL. Raises `ValueError` if the URL is invalid or of an unknown kind."""
     parts = urlsplit(text)
     if parts.scheme in VALKEY_SCHEMES:
         if not parts.hostname or not re.fullmatch(r"/?[0-9]*", parts.path) or parts.fragment:
@@ -43,7 +43,7 @@ def parse_remote_url(text: str) -> RemoteUrl:
         return RemoteUrl(url=text, shown=shown, host=host, port=port)
     if parts.scheme != "s3" or parts.query or parts.fragment or not _BUCKET.fullmatch(parts.netloc):
         raise ValueError
-    aws = _AWS_HOST.fullmatch(parts.netloc)  # as LMCache has it
+    aws = _AWS_HOST.fullmatch(parts.netloc)  # LMCache's form
     bucket, prefix = (aws["bucket"] if aws else parts.netloc), parts.path.strip("/")
     return RemoteUrl(
         url=text,

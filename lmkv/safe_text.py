@@ -1,13 +1,13 @@
-"""Makes text from outside safe to show: in logs, error messages and tables of the command line. Pure."""
+"""Makes untrusted text safe for logs, error messages and tables of the command line. Pure."""
 
 from __future__ import annotations
 
 
 def safe_text(text: str, limit: int) -> str:
-    """The text on one line and of at most `limit` characters, with all that is not printable escaped.
+    """The text on one line of at most `limit` characters, with characters that are not printable escaped.
 
     Not printable are control characters (line ends, terminal escapes), Unicode's line separators, and characters that
-    change the direction or width of others: with them one line of a log can look like several, or like another one.
+    change the direction or width of others. With them a caller could forge log lines.
     """
     if len(text) > limit:
         left_out = f"… ({len(text) - limit} more characters)"

@@ -1,4 +1,4 @@
-"""KvSpec: what must agree for two engines' bytes to be interchangeable, and how large their chunks are."""
+"""KvSpec: the properties that make the KV bytes of two engines interchangeable, and the size of their chunks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ TOKEN_MAJOR: chunk_pb2.KvFormat.ValueType = chunk_pb2.KV_FORMAT_TOKEN_MAJOR
 NATIVE_TILES: chunk_pb2.KvFormat.ValueType = chunk_pb2.KV_FORMAT_NATIVE_TILES
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
-"""Bytes per element of each KV dtype, by the engine's name for it."""
+"""Bytes per element, by the engine's name of the KV dtype."""
 MAX_SPECS = 64
-"""Most specs that one instance registers."""
+"""Maximum number of specs of one instance."""
 MAX_FIELD_BYTES = 512
-"""Most bytes of each text field of a spec that an instance registers."""
+"""Maximum size of each text field of a registered spec."""
 
 MAX_SERVED_MODELS = 256
-"""Most names, besides the `model_name` of each spec, under which the engines of one instance serve."""
+"""Maximum number of served names of one instance, besides the `model_name` of each spec."""
 MAX_NAME_BYTES = 256
 MAX_IDENTITY_BYTES = 512
 
@@ -31,7 +31,7 @@ _NOT_HASHED = ("model_name", "vocab_size")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
-    """A name under which an engine serves a spec's model, or a LoRA adapter of it; as `lmkv.v1.ServedModel`.
+    """A name under which an engine serves a model or a LoRA adapter of it; as `lmkv.v1.ServedModel`.
 
     Raises `BadKvSpec` if a field is empty, too long or not printable.
     """
@@ -39,14 +39,14 @@ class ServedModel:
     name: str
     fingerprint: bytes
     lora_identity: str = ""
-    """What chunk keys contain for a LoRA adapter: `name@digest`. Empty: the name is the model itself."""
+    """Identity of a LoRA adapter in chunk keys, `name@digest`; empty for the model itself."""
 
     def __post_init__(self) -> None:
         _check_text("name", self.name, 1, MAX_NAME_BYTES)
         _check_text("lora_identity", self.lora_identity, 0, MAX_IDENTITY_BYTES)
 
     def to_proto(self) -> chunk_pb2.ServedModel:
-        """The same as a message."""
+        """Converts to the protobuf message."""
         return chunk_pb2.ServedModel(name=self.name, fingerprint=self.fingerprint, lora_identity=self.lora_identity)
 
 
@@ -60,7 +60,7 @@ def _check_text(field: str, text: str, low: int, high: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class KvSpec:
-    """What must agree. The fields are those of the message `lmkv.v1.KvSpec`; tensor-parallel size is not among them.
+    """Properties of KV bytes. The fields are those of the message `lmkv.v1.KvSpec`, without tensor-parallel size.
 
     Raises `BadKvSpec` if the fields contradict each other.
     """
@@ -101,14 +101,14 @@ class KvSpec:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """16 bytes: SHA-256 over names and values of the fields that decide, in alphabetical order."""
+        """16 bytes: SHA-256 of names and values of all fields but model name and vocabulary, in alphabetical order."""
         names = sorted(field.name for field in fields(self) if field.name not in _NOT_HASHED)
         pairs = (f"{name}={getattr(self, name)}".encode() for name in names)
         return sha256(b"lmkv.KvSpec" + pack_fields(pairs)).digest()[:KEY_BYTES]
 
     @property
     def tile_bytes(self) -> int:
-        """Bytes of one KV-cache block of one head: the unit that native tiles move whole."""
+        """Bytes of one KV-cache block of one head, the unit of native tiles."""
         return self.block_size * self._bytes_per_head_token
 
     @property
@@ -117,11 +117,11 @@ class KvSpec:
         return self.size_bytes(self.chunk_size)
 
     def block_count(self, token_count: int) -> int:
-        """KV-cache blocks that hold so many tokens, the last one perhaps in part."""
+        """Number of KV-cache blocks for a number of tokens, rounded up."""
         return -(-token_count // self.block_size)
 
     def size_bytes(self, token_count: int) -> int:
-        """Bytes of a chunk of so many tokens."""
+        """Bytes of a chunk of `token_count` tokens."""
         if self.format == NATIVE_TILES:
             per_head = self.block_count(token_count) * self.tile_bytes
         else:
@@ -133,23 +133,23 @@ class KvSpec:
         return (1 if self.mla else 2) * self.head_size * DTYPE_BYTES[self.kv_dtype]
 
     def first_difference(self, other: KvSpec) -> str | None:
-        """Name of the first field that keeps the two apart; None if chunks are interchangeable."""
+        """Name of the first field in which two specs differ; None if their chunks are interchangeable."""
         names = (field.name for field in fields(self) if field.name not in _NOT_HASHED)
         return next((name for name in names if getattr(self, name) != getattr(other, name)), None)
 
     def to_proto(self) -> chunk_pb2.KvSpec:
-        """The spec as a message, fingerprint filled in."""
+        """Converts to the protobuf message, with the fingerprint."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return chunk_pb2.KvSpec(fingerprint=self.fingerprint, **values)
 
     @classmethod
     def from_proto(cls, message: chunk_pb2.KvSpec) -> KvSpec:
-        """The spec in a message. Raises `BadKvSpec` if its fields contradict each other or the fingerprint."""
+        """Converts from the message. Raises `BadKvSpec` if its fields contradict each other or the fingerprint."""
         spec = cls(**{field.name: getattr(message, field.name) for field in fields(cls)})
         if message.fingerprint != spec.fingerprint:
             raise BadKvSpec(
                 f"fingerprint {message.fingerprint.hex()} is not the digest of the spec, {spec.fingerprint.hex()}; "
-                "both ends must run versions of lmkv that agree on KvSpec",
+                "run the same version of lmkv on both sides",
                 field="fingerprint",
             )
         return spec

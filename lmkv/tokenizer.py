@@ -1,4 +1,4 @@
-"""A model's own tokenizer, read from its folder: the one home of the package `tokenizers`."""
+"""The tokenizer of a model, read from the model's folder. The only module that imports `tokenizers`."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ FILE = "tokenizer.json"
 
 
 class Tokenizer:
-    """Makes token ids of text as vLLM does for the same model."""
+    """Tokenizes text as vLLM does for the same model."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids, those included with which the model's prompts begin, unless they are unwanted."""
-        # A batch of one, for it lets other threads run meanwhile: a megabyte of text takes half a second.
+        """The token ids; with `add_special_tokens` those that the model adds to prompts are included."""
+        # A batch of one releases the GIL: a megabyte of text takes half a second.
         (encoding,) = self._inner.encode_batch([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
 
 def file_of(folder: str | Path) -> Path:
-    """Where the tokenizer is in a model's folder. Raises `ConfigError` if there is none."""
+    """Path of the tokenizer in a model's folder. Raises `ConfigError` if there is none."""
     file = Path(folder, FILE)
     if not file.is_file():
-        raise ConfigError(f"there is no {file}: name the folder of a model that has a {FILE}")
+        raise ConfigError(f"{file} does not exist; name the folder of a model that has a {FILE}")
     return file
 
 
 def load(folder: str | Path) -> Tokenizer:
-    """The tokenizer in a model's folder; that takes up to a second. Raises `ConfigError` if it is not there."""
+    """Loads the tokenizer in a model's folder, in up to a second. Raises `ConfigError` if it cannot."""
     file = file_of(folder)
     try:
         from tokenizers import Tokenizer as Inner
     except ImportError:
-        raise ConfigError("making tokens of text needs the package tokenizers: `pip install tokenizers`") from None
+        raise ConfigError("tokenizing text needs the package tokenizers: `pip install tokenizers`") from None
     try:
         return Tokenizer(Inner.from_file(str(file)))
-    except Exception as error:  # the package raises nothing narrower
-        raise ConfigError(f"{file} is no tokenizer: {error}") from None
+    except Exception as error:  # the package raises plain `Exception`
+        raise ConfigError(f"{file} is not a tokenizer: {error}") from None

@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them, and back: used by the configuration, log lines and the CLI.
+"""Parses and formats sizes and durations, for the configuration, log lines and the CLI.
 
 Every size unit is binary, with or without the i: 1 KB is 1024 bytes.
 """
@@ -31,7 +31,7 @@ def parse_gigabytes(value: object) -> float:
     number, unit = _measure(value)
     prefix = re.sub(r"(?<=[KMGT])I?B?$", "", unit.upper()) or "G"
     if prefix not in _BYTES:
-        raise ValueError(f"{unit!r} is no unit of size")
+        raise ValueError(f"{unit!r} is not a unit of size")
     return number * (_BYTES[prefix] / GB)
 
 
@@ -42,27 +42,27 @@ def parse_seconds(value: object) -> float:
     """
     number, unit = _measure(value)
     if (unit.lower() or "s") not in _SECONDS:
-        raise ValueError(f"{unit!r} is no unit of time")
+        raise ValueError(f"{unit!r} is not a unit of time")
     factor, divisor = _SECONDS[unit.lower() or "s"]
     return number * factor / divisor
 
 
 def _measure(value: object) -> tuple[float, str]:
-    """A number and the unit behind it; no unit is ""."""
+    """A number and its unit, which may be empty."""
     unit = ""
     if isinstance(value, str) and (match := _MEASURE.fullmatch(value.strip())):
         number, unit = float(match[1]), match[2]
     elif isinstance(value, int | float) and not isinstance(value, bool):
         number = float(value) if abs(value) < 1e300 else math.inf  # a larger int would raise OverflowError
     else:
-        raise ValueError(f"{value!r} is no number")
+        raise ValueError(f"{value!r} is not a number")
     if not math.isfinite(number):
         raise ValueError(f"{value!r} is not finite")
     return number, unit
 
 
 def format_bytes(size_bytes: float) -> str:
-    """A size for people: `512 B`, `64.0 KB`, `0.63 GB`. GB begin at a tenth of one, as log lines compare better so."""
+    """A readable size: `512 B`, `64.0 KB`, `0.63 GB`. From 0.1 GB on the unit is GB."""
     for unit, factor in (("TB", 1 << 40), ("GB", GB)):
         if size_bytes >= factor / 10:
             return f"{size_bytes / factor:.2f} {unit}"
@@ -73,7 +73,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_rate(size_bytes: float, seconds: float) -> str:
-    """A throughput for people, always in GB/s: `15.3 GB/s`, `0.0421 GB/s`; `- GB/s` if no time has passed."""
+    """A readable throughput, always in GB/s: `15.3 GB/s`, `0.0421 GB/s`; `- GB/s` if no time has passed."""
     if seconds <= 0:
         return "- GB/s"
     rate = size_bytes / seconds / GB
@@ -81,7 +81,7 @@ def format_rate(size_bytes: float, seconds: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A duration for people: `85 us`, `41.2 ms`, `1.53 s`, `2 m 5 s`, `3 h 10 m`."""
+    """A readable duration: `85 us`, `41.2 ms`, `1.53 s`, `2 m 5 s`, `3 h 10 m`."""
     if seconds < 0.001:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1:

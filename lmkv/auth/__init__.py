@@ -1,7 +1,8 @@
-"""Who may call what: what clients show, whom servers know, and the table of roles.
+"""Authentication and authorization: bearer tokens, TLS certificates, roles and rate limits.
 
-    BearerToken ──── Authorization: Bearer ────► Gate ──► Callers (the tokens file: name, role, tenant, limits)
-                                             └────► ROLES   (RPC → roles)
+    BearerToken ── Authorization: Bearer ──► Authenticator ──► Callers (the tokens file: name, role, tenant, limits)
+                                                           └─► ROLES   (RPC → roles)
 
-Without a tokens file a gate is open to whoever reaches the port.
+Without a tokens file an authenticator admits every caller. Imports `lmkv.errors`, `lmkv.runtime` and `lmkv.telemetry`.
+Start with `authenticator.Authenticator`.
 """

@@ -1,4 +1,4 @@
-"""The gate of a server: every call over gRPC or HTTP passes it, and nothing else asks for tokens."""
+"""Authenticates and authorizes every call of a server, over gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from lmkv.telemetry.log_limit import LimitedLogger
 logger = logging.getLogger(__name__)
 
 TENANT_HEADER = "lmkv-tenant"
-"""For which tenant an admin calls who has none of its own."""
+"""Header in which an admin without a tenant of its own names the tenant that it acts for."""
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class Authenticator:
-    """Lets in whom the tokens file knows, for what their role may call. Without a file it lets everybody in.
+    """Admits callers that the tokens file lists, to the RPCs of their role. Without a file it admits every caller.
 
-    With `own`, a process's own token, it is the gate of a tenant: callers of others are not let in. Raises
-    `ConfigError` if the file is not what it should be, or does not know the own token.
+    With `own`, this process's own token, it admits only callers of the same tenant. Raises `ConfigError` if the file
+    is invalid, or does not list the own token.
     """
 
     def __init__(self, path: str = "", own: BearerToken | None = None) -> None:
@@ -43,22 +43,25 @@ class Authenticator:
 
     @property
     def is_open(self) -> bool:
-        """Whether it lets everybody in."""
+        """Whether every caller is admitted."""
         return self._callers is None
 
     @property
     def callers(self) -> Callers:
-        """Whom it knows now."""
+        """The callers that the tokens file lists now."""
         return self._callers.get() if self._callers else _NO_CALLERS
 
     def quota(self, tenant: str) -> TenantQuota:
-        """What a tenant may take."""
+        """The quota of a tenant."""
         return self.callers.quotas.get(tenant, NO_QUOTA)
 
     @contextmanager
     def authorized_call(self, method: str, metadata: Metadata | None) -> Iterator[Caller]:
-        """While a call of `SERVICE/METHOD` is answered; `current_caller` is who made it. Raises what `admit` does."""
-        known = self.callers  # before the call is admitted: a later change of the file is noticed
+        """The scope of one call of `SERVICE/METHOD`: inside, `current_caller` returns its caller.
+
+        Raises as `authenticate` does, and `TooManyRequests` if the caller exceeds its limits.
+        """
+        known = self.callers  # read before the call is admitted, so that a later change of the file is noticed
         caller = self.authenticate(method, metadata)
         if caller is ANONYMOUS_CALLER:
             yield caller
@@ -80,7 +83,7 @@ class Authenticator:
             bucket.release()
 
     def authenticate(self, method: str, metadata: Metadata | None) -> Caller:
-        """Who calls. Raises `Unauthenticated` or `PermissionDenied`, each with the fix and without the token."""
+        """The caller. Raises `Unauthenticated` or `PermissionDenied`; messages name the fix and never the token."""
         if self._callers is None or method in UNAUTHENTICATED_METHODS:
             return ANONYMOUS_CALLER
         try:
@@ -93,28 +96,26 @@ class Authenticator:
             raise
 
     def _check_again(self, caller: Caller, method: str, headers: dict[str, str | bytes]) -> None:
-        """Raises `Unauthenticated` if a call that was admitted would now be refused, or answered for another tenant."""
+        """Raises `Unauthenticated` if an admitted call would now be refused, or get another role or tenant."""
         try:
             unchanged = self._authenticate(method, headers) == caller
         except (Unauthenticated, PermissionDenied):
             unchanged = False
         if not unchanged:
-            raise Unauthenticated("the token is not known any more, or has another role or tenant; call again")
+            raise Unauthenticated("the token was removed, or its role or tenant was changed; call again")
 
     def _authenticate(self, method: str, headers: dict[str, str | bytes]) -> Caller:
         token = token_in(str(headers.get(HEADER, "")))
         if not token:
-            raise Unauthenticated("no token came along; set auth_token or auth_token_file where the call comes from")
+            raise Unauthenticated("the call has no token; set auth_token or auth_token_file at the client")
         caller = self.callers.find(token)
         if caller is None:
-            raise Unauthenticated(
-                f"the token is not known here; list its SHA-256 in the file of {KEY}, or show another"
-            )
+            raise Unauthenticated(f"the token is unknown; list its SHA-256 in the file of {KEY}, or use another token")
         allowed = ROLES.get(method, frozenset())
         if caller.role not in allowed:
-            who = " or ".join(sorted(allowed)) or "nobody"
+            who = " or ".join(sorted(allowed)) or "no role"
             raise PermissionDenied(
-                f"{caller.name} is {caller.role}, and {method} is for {who}; show a token of such a role",
+                f"{caller.name} is {caller.role}, and {method} is open to {who}; use a token of such a role",
                 caller=caller.name,
                 role=caller.role,
                 method=method,
@@ -122,22 +123,22 @@ class Authenticator:
         return self._for_tenant(caller, str(headers.get(TENANT_HEADER, "")))
 
     def _for_tenant(self, caller: Caller, wish: str) -> Caller:
-        """The caller, for the tenant that it calls for."""
+        """The caller with the tenant that it acts for. Raises `PermissionDenied` if it may not act for `wish`."""
         if wish and caller.role is Role.ADMIN and not caller.tenant and wish in self.callers.tenants:
             caller = replace(caller, tenant=wish)
         elif wish not in ("", caller.tenant):
             raise PermissionDenied(
-                f"{caller.name} may not call for tenant {wish}; leave {TENANT_HEADER} out", caller=caller.name
+                f"{caller.name} may not act for tenant {wish}; remove the header {TENANT_HEADER}", caller=caller.name
             )
         if self._own is not None and caller.tenant != self._own_tenant():
             raise PermissionDenied(
-                f"{caller.name} is of another tenant than this node; nodes answer those of their own",
+                f"{caller.name} belongs to another tenant than this node; a node serves only its own tenant",
                 caller=caller.name,
             )
         return caller
 
     def _bucket(self, caller: Caller) -> TokenBucket:
-        """The bucket of all tokens of one name."""
+        """The rate limit that all tokens of one name share."""
         per_second, concurrent = caller.max_requests_per_second, caller.max_concurrent_requests
         bucket = self._buckets.get(caller.name)
         if bucket is None or not bucket.has_limits(per_second, concurrent):
@@ -150,8 +151,8 @@ class Authenticator:
         caller = self.callers.find(token) if token else None
         if caller is None:
             raise ConfigError(
-                f"{KEY} is set, but its file does not know this process's own token; set auth_token or "
-                "auth_token_file to one that it lists",
+                f"{KEY} is set, but its file does not list this process's own token; set auth_token or "
+                "auth_token_file to a token that it lists",
                 key="auth_token",
             )
         return caller.tenant

@@ -1,4 +1,4 @@
-"""Who made the call that is being answered. Set by the gate; read by whoever answers differently for it."""
+"""The caller of the RPC that a handler answers, in context variables that `Authenticator` sets."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from lmkv.auth.roles import Role
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Caller:
-    """Somebody whose token is known."""
+    """An authenticated caller."""
 
     name: str
-    """What logs call it. Tokens may share a name while one takes the other's place."""
+    """Its name in logs. Two tokens may share a name while one replaces the other."""
     role: Role
     tenant: str = ""
-    """Whose chunks it sees; empty: those of the fleet's own, unnamed tenant."""
+    """The tenant whose chunks it sees; empty: the unnamed tenant."""
     max_requests_per_second: int = 0
-    """0: as many as it can."""
+    """0: unlimited."""
     max_concurrent_requests: int = 0
-    """Streams included; 0: as many as it can."""
+    """Including streams; 0: unlimited."""
     digest: bytes = field(default=b"", repr=False)
-    """Of its token."""
+    """SHA-256 of its token."""
 
 
 ANONYMOUS_CALLER = Caller(name="anybody", role=Role.ADMIN)
-"""Who calls where no tokens are configured, and who probes."""
+"""The caller where no tokens are configured, and of health probes."""
 
 _current: ContextVar[Caller] = ContextVar("lmkv_caller", default=ANONYMOUS_CALLER)
 _check: ContextVar[Callable[[], None]] = ContextVar("lmkv_caller_check", default=lambda: None)
@@ -36,17 +36,17 @@ _count: ContextVar[Callable[[], None]] = ContextVar("lmkv_caller_ask", default=l
 
 
 def current_caller() -> Caller:
-    """Who made the call that is being answered."""
+    """The caller of the RPC that is being answered."""
     return _current.get()
 
 
 def check_caller() -> None:
-    """Called for each message of a stream. Raises `Unauthenticated` if the caller would not be admitted any more."""
+    """Checks the caller again, for each message of a stream. Raises `Unauthenticated` if it is no longer admitted."""
     _check.get()()
 
 
 def count_request() -> None:
-    """Asked before each question of a stream is answered. Raises `TooManyRequests` if who asks is past its limit."""
+    """Counts one request of a stream. Raises `TooManyRequests` if the caller exceeds its rate limit."""
     _count.get()()
 
 
@@ -58,7 +58,7 @@ def caller_context(caller: Caller, check: Callable[[], None], count: Callable[[]
     try:
         yield
     finally:
-        _set(*before)  # not reset: a stream that is cut off may be ended in another context
+        _set(*before)  # not `reset`: an aborted stream may be closed in another context
 
 
 def _set(caller: Caller, check: Callable[[], None], count: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Whom a server knows, by the file that says so:
+"""The callers that a server admits, read from the tokens file:
 
     tokens:
       - {name: nodes-a, role: engine, tenant: team-a, sha256: 5e88…}     # of the token
@@ -6,7 +6,7 @@
     tenants:
       team-a: {max_instances: 16, max_chunks: 10000000}
 
-The file holds no token: who reads it can call nobody.
+The file contains digests, not tokens: it gives no access to who reads it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Limit = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class TenantQuota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How much of a coordinator one tenant may take. 0: no limit but the process's own."""
+    """Limits of one tenant at a coordinator. 0: only the limits of the process apply."""
 
     max_instances: Annotated[int, msgspec.Meta(ge=0)] = 0
     max_chunks: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -44,22 +44,22 @@ NO_QUOTA = TenantQuota()
 
 
 class Callers:
-    """All whose tokens are known."""
+    """All callers, by their tokens."""
 
     def __init__(self, callers: Sequence[Caller] = (), quotas: Mapping[str, TenantQuota] | None = None) -> None:
         self.quotas = dict(quotas or {})
         """By tenant."""
-        # Looked up by a digest that nobody outside can foresee: how long that takes tells nothing about any token.
+        # Looked up by a keyed digest, so that the duration of a lookup reveals nothing about a token.
         self._pepper = secrets.token_bytes(32)
         self._callers = {self._lookup_key(caller.digest): caller for caller in callers}
 
     @property
     def tenants(self) -> frozenset[str]:
-        """All tenants that somebody calls for."""
+        """All tenants that a caller or a quota names."""
         return frozenset(caller.tenant for caller in self._callers.values()) | self.quotas.keys()
 
     def find(self, token: str) -> Caller | None:
-        """Whose token it is; None if it is nobody's."""
+        """The caller with this token, or None."""
         digest = hashlib.sha256(token.encode()).digest()
         caller = self._callers.get(self._lookup_key(digest))
         return caller if caller is not None and hmac.compare_digest(caller.digest, digest) else None
@@ -84,8 +84,8 @@ class _TokensFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def read_callers(path: str) -> tuple[Callers, list[str]]:
-    """Whom a tokens file knows, and all files that this depends on. Raises `ConfigError`, which quotes no token."""
-    import yaml  # costs more than everything else here, and most processes have no such file
+    """The callers in a tokens file, and all files that it depends on. Raises `ConfigError`, which quotes no token."""
+    import yaml  # slow to import, and most processes have no such file
 
     try:
         content = yaml.safe_load(Path(path).read_bytes())
@@ -101,7 +101,7 @@ def read_callers(path: str) -> tuple[Callers, list[str]]:
         raise ConfigError(f"{KEY}: {path}: {error}", key=KEY) from None
     callers = [_caller(path, entry) for entry in file.tokens]
     if len({caller.digest for caller in callers}) < len(callers):
-        raise ConfigError(f"{KEY}: {path} gives one token to two callers; each needs one of its own", key=KEY)
+        raise ConfigError(f"{KEY}: {path} gives one token to two callers; give each its own", key=KEY)
     return Callers(callers, file.tenants), [path, *(entry.file for entry in file.tokens if entry.file)]
 
 

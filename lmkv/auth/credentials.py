@@ -1,6 +1,6 @@
 """A process's TLS certificates, trusted CAs and bearer token. Used by `lmkv.rpc` and by HTTP servers and clients.
 
-Files that are replaced count from the next connection on: nothing has to be restarted.
+A replaced file takes effect at the next connection, without a restart.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from lmkv.runtime.reload import Reloadable
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Credentials:
-    """PEM files, by the configuration keys that name them; empty where there is none.
+    """PEM files; empty where none is configured.
 
-    A server speaks TLS if it has a certificate, and then lets in only clients that show one of `client_ca`'s, if set.
-    A client speaks TLS if it has somebody to trust, and shows its certificate if it has one.
+    A server uses TLS if it has a certificate, and then requires client certificates issued by `client_ca`, if that is
+    set. A client uses TLS if it has a `ca`, and presents its certificate if it has one.
     """
 
     cert: str = ""
-    """This process's certificate, and those between it and its issuer."""
+    """This process's certificate chain."""
     key: str = ""
     """The certificate's private key."""
     ca: str = ""
-    """Issuers of the servers that a client trusts."""
+    """CAs that a client trusts for servers."""
     client_ca: str = ""
-    """Issuers of the clients that a server lets in."""
+    """CAs that a server trusts for clients."""
     name: str = ""
-    """Name that servers' certificates must be for; empty: the one that they are called by."""
+    """Name that servers' certificates must be issued for; empty: the name in the address."""
     token: BearerToken = NO_TOKEN
-    """What a client shows besides."""
+    """The token that a client sends."""
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError` if a file cannot be read, holds no such thing, or the key is another certificate's."""
+        """Raises `ConfigError` if a file cannot be read, is not valid PEM, or key and certificate do not match."""
         for name, other in (("tls_cert", self.key), ("tls_key", self.cert)):
             if other and not (self.cert and self.key):
                 raise ConfigError(f"{name} is missing: a certificate needs tls_cert and tls_key", key=name)
@@ -52,7 +52,7 @@ class Credentials:
                     context.load_verify_locations(path)
                 except ssl.SSLError as error:
                     raise ConfigError(
-                        f"{name}: {path} holds no certificate in PEM ({error.reason})", key=name
+                        f"{name}: {path} contains no PEM certificate ({error.reason})", key=name
                     ) from None
         if self.cert:
             _read("tls_cert", self.cert)
@@ -72,12 +72,12 @@ class Credentials:
         return tuple(path for path in (self.cert, self.key, self.ca, self.client_ca) if path)
 
     def pem(self, name: str) -> bytes | None:
-        """What a file holds; None if there is none. Raises `ConfigError`."""
+        """Content of the file of a field; None if the field is empty. Raises `ConfigError` if it cannot be read."""
         path = getattr(self, name)
         return _read(f"tls_{name}", path) if path else None
 
     def server_context(self) -> ssl.SSLContext:
-        """For a server that is none of gRPC's: each connection gets what the files hold when it comes."""
+        """Context for servers other than gRPC's. Each connection uses the current content of the files."""
 
         def make() -> ssl.SSLContext:
             self.__post_init__()
@@ -94,11 +94,11 @@ class Credentials:
             connection.context = reloadable.get()
 
         context = make()
-        context.sni_callback = choose  # is called whether a name came or not
+        context.sni_callback = choose  # called with and without a server name
         return context
 
     def client_contexts(self) -> Reloadable[ssl.SSLContext]:
-        """For clients that are none of gRPC's. Without `ca` they trust whom the system trusts."""
+        """Contexts for clients other than gRPC's. Without `ca` they trust the CAs of the system."""
 
         def make() -> ssl.SSLContext:
             self.__post_init__()

@@ -1,4 +1,4 @@
-"""Whether a port lets in more than it should, in a sentence for the log."""
+"""Warnings about ports that are reachable without authentication or encryption."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lmkv.auth.credentials import Credentials
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or a name, is this machine's for itself."""
+    """Whether a host name or address is a loopback one."""
     name = host.strip("[]").lower()
     if name == "localhost":
         return True
@@ -20,11 +20,11 @@ def is_loopback(host: str) -> bool:
 
 
 def exposure(host: str, authenticator: Authenticator, credentials: Credentials) -> str:
-    """What whoever binds `host` should know; empty if nothing is amiss. Who comes with a certificate is known, too."""
+    """A warning for the log about a server at `host`; empty if there is none. Client certificates authenticate, too."""
     if is_loopback(host):
         return ""
     if authenticator.is_open and not credentials.client_ca:
-        return f"whoever reaches {host} may call it: set auth_tokens, or tls_client_ca, or bind 127.0.0.1"
+        return f"every client that reaches {host} may call it: set auth_tokens or tls_client_ca, or bind 127.0.0.1"
     if not (authenticator.is_open or credentials.cert):
-        return f"tokens reach {host} in the clear: set tls_cert and tls_key"
+        return f"tokens are sent to {host} unencrypted: set tls_cert and tls_key"
     return ""

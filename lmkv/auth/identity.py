@@ -1,7 +1,7 @@
 """The authenticated identity of the caller of an RPC: its token, else its client certificate.
 
-What a caller says about itself in a request (`instance_id`, `epoch`) proves nothing. State that belongs to a caller
-is bound to this identity instead.
+Fields of a request (`instance_id`, `epoch`) do not authenticate the caller. State that belongs to a caller is bound to
+this identity instead.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def caller_identity(context: Any) -> str:
     """The identity of the caller of the RPC that a handler answers; `context` is the handler's gRPC context.
 
     `token:TENANT/NAME` for a caller with a token, `certificate:NAMES` for one with a client certificate (its subject
-    alternative names, else its common name), `ANONYMOUS` for one with neither. It is the same after a token or a
-    certificate was replaced by another of the same name.
+    alternative names, else its common name), `ANONYMOUS` for one with neither. It does not change when a token or a
+    certificate is replaced by another of the same name.
     """
     caller = current_caller()
     if caller is not ANONYMOUS_CALLER:
@@ -31,11 +31,11 @@ def caller_identity(context: Any) -> str:
 
 
 def client_identity(context: Any) -> str:
-    """The identity that limits per client count by: the caller's, or for an anonymous caller `address:HOST`."""
+    """The identity for limits per client: the caller's, or `address:HOST` for an anonymous caller."""
     return caller_identity(context) or f"address:{_host_of(context.peer())}"
 
 
 def _host_of(peer: str) -> str:
-    """The host in gRPC's `ipv4:HOST:PORT` or `ipv6:[HOST]:PORT`; other peers (`unix:`) have none."""
+    """The host in gRPC's `ipv4:HOST:PORT` or `ipv6:[HOST]:PORT`; the kind for other peers (`unix:`)."""
     kind, _, address = unquote(peer).partition(":")
     return address.rpartition(":")[0].strip("[]") if kind.startswith("ip") else kind

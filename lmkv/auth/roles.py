@@ -1,4 +1,4 @@
-"""What each role may call: the only such table. HTTP paths and pages stand for RPCs, and so for rows of it."""
+"""Which roles may call which RPC. HTTP paths and pages map to RPCs, and use the same table."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """What a token is for."""
+    """The role of a token."""
 
     ENGINE = "engine"
-    """Nodes, and the engines and proxies that ask for them."""
+    """Nodes, engines and proxies."""
     OPERATOR = "operator"
-    """Who acts on the fleet: people, and routers that move chunks."""
+    """People who operate the fleet, and routers that move chunks."""
     READER = "reader"
-    """Who looks: dashboards, Prometheus."""
+    """Read-only access: dashboards, Prometheus."""
     ADMIN = "admin"
-    """Who may do all that the others may; without a tenant of its own, for any tenant that it names."""
+    """Everything that the other roles may do; without a tenant of its own, for any tenant that it names."""
 
 
 _NODES = frozenset({Role.ENGINE, Role.ADMIN})
@@ -27,7 +27,7 @@ _ALL = frozenset(Role)
 UNAUTHENTICATED_METHODS = frozenset(
     {"grpc.health.v1.Health/Check", "grpc.health.v1.Health/Watch", "grpc.health.v1.Health/List"}
 )
-"""What probes call, without a token. It tells nothing but that somebody serves."""
+"""RPCs that health probes call without a token."""
 
 ROLES: Mapping[str, frozenset[Role]] = {
     "lmkv.v1.CacheService/Lookup": _ALL,
@@ -48,7 +48,7 @@ ROLES: Mapping[str, frozenset[Role]] = {
     "lmkv.v1.PeerService/Allocate": _NODES,
     "lmkv.v1.PeerService/Commit": _NODES,
     "lmkv.v1.PeerService/Release": _NODES,
-    # Served on a unix socket that only the node's own user can open; a gate that lets more in has yet to be built.
+    # Served on a unix socket that only the node's own user can open.
     "lmkv.v1.EngineService/Attach": _NODES,
     "lmkv.v1.EngineService/Lookup": _NODES,
     "lmkv.v1.EngineService/Load": _NODES,
@@ -61,4 +61,4 @@ ROLES: Mapping[str, frozenset[Role]] = {
     "google.longrunning.Operations/DeleteOperation": _OPERATORS,
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ALL,
 }
-"""Roles by `SERVICE/METHOD`. What is neither here nor in `UNAUTHENTICATED_METHODS` nobody may call."""
+"""Roles by `SERVICE/METHOD`. A method that is neither here nor in `UNAUTHENTICATED_METHODS` is denied to all."""

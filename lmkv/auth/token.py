@@ -1,4 +1,4 @@
-"""The token that a client shows, and how it travels."""
+"""The bearer token of a client, and its HTTP and gRPC header."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ HEADER = "authorization"
 
 @dataclass(frozen=True, kw_only=True)
 class BearerToken:
-    """A token as text, or in a file that may be replaced. Neither shows in a representation.
+    """A token as text, or in a file that may be replaced. `repr` shows neither.
 
-    Raises `ConfigError` if both are given, or the file cannot be read, or what is given cannot be a header.
+    Raises `ConfigError` if both are given, the file cannot be read, or the token is not valid in a header.
     """
 
     text: str = field(default="", repr=False)
@@ -36,20 +36,20 @@ class BearerToken:
         return bool(self.text or self.file)
 
     def headers(self) -> tuple[tuple[str, str], ...]:
-        """What to send along a call; nothing if there is no token."""
+        """The header to send with a call; empty if there is no token."""
         reloadable: Reloadable[str] | None = self._reloadable  # type: ignore[attr-defined]
         text = reloadable.get() if reloadable else self.text
         return ((HEADER, f"Bearer {text}"),) if text else ()
 
 
 def read_secret(path: str, key: str) -> str:
-    """What a file of one line holds. Raises `ConfigError`."""
+    """The secret in a file, without surrounding whitespace. Raises `ConfigError` if it is empty or cannot be read."""
     if not path:
         return ""
     try:
         text = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"{key}: cannot read {path}: {why}", key=key) from None
     if not text:
         raise ConfigError(f"{key}: {path} is empty", key=key)
@@ -59,7 +59,7 @@ def read_secret(path: str, key: str) -> str:
 def token_in(authorization: str) -> str:
     """The token in an `Authorization` header: what follows `Bearer`, or the password of `Basic`; empty if none.
 
-    The latter is for browsers: they ask for it by themselves, and send it with whatever a page asks.
+    `Basic` is for browsers: they prompt for the password, and send it with every request of a page.
     """
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() == "bearer":
@@ -74,7 +74,7 @@ def token_in(authorization: str) -> str:
 
 def _checked(text: str, key: str) -> str:
     if not text.isascii() or not text.isprintable() or " " in text:
-        raise ConfigError(f"{key} must be printable ASCII without spaces, since it travels in a header", key=key)
+        raise ConfigError(f"{key} must be printable ASCII without spaces, because it is sent in a header", key=key)
     return text
 
 

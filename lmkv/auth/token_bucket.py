@@ -1,15 +1,15 @@
-"""How much one caller may ask for at a time. Pure: time is passed in."""
+"""Rate and concurrency limit of one caller. Pure: time is passed in."""
 
 from __future__ import annotations
 
 from lmkv.errors import TooManyRequests
 
 BURST_SECONDS = 1.0
-"""What was not asked for in this time may be asked for at once."""
+"""Unused capacity of this period may be used at once."""
 
 
 class TokenBucket:
-    """A bucket that fills by the second, and a count of what is under way. 0 is no limit."""
+    """A token bucket and a count of concurrent requests. A limit of 0 means unlimited."""
 
     def __init__(self, per_second: int, concurrent: int, now: float) -> None:
         self._per_second = per_second
@@ -17,18 +17,18 @@ class TokenBucket:
         self._left = per_second * BURST_SECONDS
         self._time = now
         self.in_flight_count = 0
-        """Requests that have begun and not ended."""
+        """Requests between `acquire` and `release`."""
 
     def has_limits(self, per_second: int, concurrent: int) -> bool:
-        """Whether these are its limits."""
+        """Whether the limits are these."""
         return (per_second, concurrent) == (self._per_second, self._concurrent)
 
     def acquire(self, now: float) -> None:
-        """Lets one request in, until `end`. Raises `TooManyRequests`, which says when to come back."""
+        """Admits one request, until `release`. Raises `TooManyRequests` with the time after which to retry."""
         if self._concurrent and self.in_flight_count >= self._concurrent:
             raise TooManyRequests(
-                f"{self.in_flight_count} requests of this token are under way, and no more may be; end some, or raise "
-                "its max_concurrent_requests",
+                f"{self.in_flight_count} requests of this token are in flight, which is its limit; end some, or "
+                "raise its max_concurrent_requests",
                 limit=self._concurrent,
                 retry_seconds=BURST_SECONDS,
             )
@@ -36,7 +36,7 @@ class TokenBucket:
         self.in_flight_count += 1
 
     def take(self, now: float) -> None:
-        """Lets one more question of a request in. Raises as `begin` does."""
+        """Takes one token, for each further request of a stream. Raises as `acquire` does."""
         if not self._per_second:
             return
         earned = (now - self._time) * self._per_second
@@ -44,7 +44,7 @@ class TokenBucket:
         self._time = now
         if self._left < 1:
             raise TooManyRequests(
-                f"this token may ask {self._per_second} times a second; ask less often, or raise its "
+                f"this token may make {self._per_second} requests per second; send fewer, or raise its "
                 "max_requests_per_second",
                 limit=self._per_second,
                 retry_seconds=round((1 - self._left) / self._per_second, 3),
@@ -52,5 +52,5 @@ class TokenBucket:
         self._left -= 1
 
     def release(self) -> None:
-        """One request is over."""
+        """Ends one request."""
         self.in_flight_count -= 1

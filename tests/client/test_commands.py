@@ -219,7 +219,10 @@ async def test_lookup_tokenizes_a_prompt(coordinator: CannedCoordinator, model: 
         (["--keys", "xyz"], "--keys must be chunk keys in hex, not 'xyz'"),
         (["--keys", "abcd"], "--keys must be chunk keys of 32 hex digits each, not 'abcd'"),
         (["--prompt", "Hi"], "--prompt needs the model's folder: add --model FOLDER"),
-        (["--prompt", "Hi", "--model", "/nowhere"], "--prompt: there is no /nowhere/tokenizer.json: name the folder"),
+        (
+            ["--prompt", "Hi", "--model", "/nowhere"],
+            "--prompt: /nowhere/tokenizer.json does not exist; name the folder",
+        ),
         (["--tokens", "1", "--coordinator", "nowhere"], "--coordinator must be host:port, such as 10.0.0.5:9000"),
     ],
 )
@@ -245,7 +248,7 @@ async def test_a_file_must_hold_a_list_of_tokens(
 async def test_a_folder_without_a_real_tokenizer_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (model / "tokenizer.json").write_text("{}")
     assert await run("lookup", "--prompt", "Hi", "--model", str(model)) == 2
-    assert "tokenizer.json is no tokenizer" in capsys.readouterr().err
+    assert "tokenizer.json is not a tokenizer" in capsys.readouterr().err
 
 
 async def test_without_the_package_tokenizers_a_prompt_is_refused(

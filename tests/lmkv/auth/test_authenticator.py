@@ -43,7 +43,7 @@ def test_who_passes_is_the_caller_while_it_passes(path: Path) -> None:
 @pytest.mark.parametrize("metadata", [None, [], bearer(""), [("authorization", "reader-token")]])
 def test_who_shows_no_token_is_told_what_to_set(path: Path, metadata: list[tuple[str, str]] | None) -> None:
     authenticator = Authenticator(write(path, entry("reader")))
-    with pytest.raises(Unauthenticated, match="no token came along; set auth_token or auth_token_file"):
+    with pytest.raises(Unauthenticated, match="the call has no token; set auth_token or auth_token_file"):
         authenticator.authenticate(LOOKUP, metadata)
     assert authenticator.authenticate(PROBE, metadata) is ANONYMOUS_CALLER
 
@@ -53,7 +53,9 @@ def test_refusals_name_the_fix_and_never_the_token(path: Path, caplog: pytest.Lo
     with caplog.at_level(logging.DEBUG):
         with pytest.raises(Unauthenticated, match="list its SHA-256 in the file of auth_tokens") as unknown:
             authenticator.authenticate(LOOKUP, bearer("s3cret"))
-        with pytest.raises(PermissionDenied, match=r"reader is reader, and .*/Move is for admin or operator") as denied:
+        with pytest.raises(
+            PermissionDenied, match=r"reader is reader, and .*/Move is open to admin or operator"
+        ) as denied:
             authenticator.authenticate(MOVE, bearer("reader-token"))
     assert len(caplog.records) == 2
     for text in (caplog.text, str(unknown.value), str(denied.value), str(denied.value.metadata)):
@@ -76,7 +78,7 @@ def test_refused_calls_leave_a_bounded_number_of_log_lines(path: Path, caplog: p
 
 
 def test_a_method_that_the_table_does_not_have_is_nobodys(path: Path) -> None:
-    with pytest.raises(PermissionDenied, match="for nobody"):
+    with pytest.raises(PermissionDenied, match="is open to no role"):
         Authenticator(write(path, entry("admin"))).authenticate("lmkv.v1.CacheService/Drop", bearer("admin-token"))
 
 
@@ -85,7 +87,7 @@ def test_a_file_that_is_replaced_counts_at_once_also_for_streams(path: Path) -> 
     with authenticator.authorized_call(LOOKUP, bearer("reader-token")):
         check_caller()
         write(path, entry("engine"))
-        with pytest.raises(Unauthenticated, match="not known any more"):
+        with pytest.raises(Unauthenticated, match="was removed, or its role or tenant"):
             check_caller()
     check_caller()  # nobody in particular
     with pytest.raises(Unauthenticated):
@@ -109,7 +111,7 @@ def test_a_token_that_is_moved_to_another_tenant_ends_its_streams(path: Path, be
     with authenticator.authorized_call(LOOKUP, bearer("operator-token")):
         check_caller()
         write(path, one | {"tenant": after})
-        with pytest.raises(Unauthenticated, match="another role or tenant"):
+        with pytest.raises(Unauthenticated, match="its role or tenant was changed"):
             check_caller()
 
 
@@ -132,7 +134,7 @@ def test_only_an_admin_without_a_tenant_calls_for_others(path: Path) -> None:
         check_caller()
     assert authenticator.authenticate(LOOKUP, bearer("reader-of-b-token") + of_b).tenant == "b"
     for token in ("admin-of-a-token", "operator-token"):
-        with pytest.raises(PermissionDenied, match="may not call for tenant b"):
+        with pytest.raises(PermissionDenied, match="may not act for tenant b"):
             authenticator.authenticate(LOOKUP, bearer(token) + of_b)
     with pytest.raises(PermissionDenied):  # nor does anybody make up tenants
         authenticator.authenticate(LOOKUP, [*bearer("admin-token"), (TENANT_HEADER, "c")])
@@ -142,10 +144,10 @@ def test_a_nodes_gate_lets_in_its_own_tenant(path: Path) -> None:
     file = write(path, entry("engine", "a"), entry("engine", "b"))
     authenticator = Authenticator(file, BearerToken(text="engine-of-a-token"))
     assert authenticator.authenticate(INIT, bearer("engine-of-a-token")).tenant == "a"
-    with pytest.raises(PermissionDenied, match="is of another tenant than this node"):
+    with pytest.raises(PermissionDenied, match="belongs to another tenant than this node"):
         authenticator.authenticate(INIT, bearer("engine-of-b-token"))
     for own in (BearerToken(), BearerToken(text="unknown")):
-        with pytest.raises(ConfigError, match="does not know this process's own token"):
+        with pytest.raises(ConfigError, match="does not list this process's own token"):
             Authenticator(file, own)
 
 

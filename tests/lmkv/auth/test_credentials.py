@@ -96,8 +96,8 @@ def test_files_that_are_wrong_are_named_by_their_key(certificates: Certificates,
     other = issue(tmp_path / "other")
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"ca": str(tmp_path / "none.pem")}, r"tls_ca: cannot read .*none\.pem: No such file"),
-        ({"ca": str(text)}, "tls_ca: .* holds no certificate in PEM"),
-        ({"cert": certificates.cert, "key": certificates.key, "client_ca": str(text)}, "tls_client_ca: .* holds no"),
+        ({"ca": str(text)}, "tls_ca: .* contains no PEM certificate"),
+        ({"cert": certificates.cert, "key": certificates.key, "client_ca": str(text)}, "tls_client_ca: .* contains no"),
         ({"cert": certificates.cert}, "tls_key is missing"),
         ({"key": certificates.key}, "tls_cert is missing"),
         ({"cert": str(tmp_path), "key": certificates.key}, "tls_cert: cannot read"),

@@ -22,8 +22,8 @@ def test_what_only_this_machine_reaches_needs_nothing(host: str) -> None:
 def test_what_others_reach_needs_tokens_or_certificates_and_tls(tmp_path: Path) -> None:
     certificates = issue(tmp_path)
     authenticator = Authenticator(write(tmp_path / "tokens.yaml", entry("reader")))
-    assert "set auth_tokens, or tls_client_ca" in exposure("0.0.0.0", Authenticator(), Credentials())
-    assert "set auth_tokens, or tls_client_ca" in exposure("lmkv.example", Authenticator(), certificates.server)
+    assert "set auth_tokens or tls_client_ca" in exposure("0.0.0.0", Authenticator(), Credentials())
+    assert "set auth_tokens or tls_client_ca" in exposure("lmkv.example", Authenticator(), certificates.server)
     assert exposure("0.0.0.0", Authenticator(), certificates.strict_server) == ""
-    assert "in the clear: set tls_cert" in exposure("10.0.0.5", authenticator, Credentials())
+    assert "unencrypted: set tls_cert" in exposure("10.0.0.5", authenticator, Credentials())
     assert exposure("10.0.0.5", authenticator, certificates.server) == ""

@@ -12,7 +12,7 @@ def test_requests_are_let_in_at_their_rate_after_a_burst() -> None:
     allowance = TokenBucket(8, 0, 100.0)
     for _ in range(8):
         allowance.acquire(100.0)
-    with pytest.raises(TooManyRequests, match="8 times a second") as refusal:
+    with pytest.raises(TooManyRequests, match="8 requests per second") as refusal:
         allowance.acquire(100.0)
     assert refusal.value.metadata["retry_seconds"] == "0.125"
     allowance.acquire(100.125)
@@ -40,7 +40,7 @@ def test_each_question_of_a_request_counts_like_one() -> None:
     allowance.acquire(0.0)
     for _ in range(3):
         allowance.take(0.0)
-    with pytest.raises(TooManyRequests, match="4 times a second"):
+    with pytest.raises(TooManyRequests, match="4 requests per second"):
         allowance.take(0.0)
     allowance.take(0.25)
     assert allowance.in_flight_count == 1

@@ -170,7 +170,7 @@ async def test_a_worker_that_says_nothing_is_dropped(node: Node, monkeypatch: py
             connection.connect(str(node.path))
             return connection.recv(4096)
 
-    assert b"no hello" in await asyncio.to_thread(wait)
+    assert b"invalid hello" in await asyncio.to_thread(wait)
 
 
 async def test_only_its_user_may_connect(node: Node) -> None:
@@ -227,10 +227,10 @@ def test_no_node_is_unreachable_at_once(directory: Path) -> None:
     ("answer", "words"),
     [
         (None, "timed out"),
-        (b"", "cut off"),
+        (b"", "truncated"),
         (b"what\n", "Expecting value"),
         (b"[]\n", "not an object"),
-        (b'{"size_bytes": 4096, "epoch": 7}\n', "brings 0 files"),
+        (b'{"size_bytes": 4096, "epoch": 7}\n', "has 0 file descriptors"),
         (b"x" * 5000, "too long"),
     ],
 )

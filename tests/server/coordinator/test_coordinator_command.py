@@ -77,8 +77,11 @@ def test_one_that_others_reach_warns_unless_it_asks_for_tokens_over_tls(tmp_path
     tokens = write(tmp_path / "tokens.yaml", entry("reader"))
     pair = issue(tmp_path / "tls")
     for flags, first in (
-        ([], "WARNING whoever reaches 0.0.0.0 may call it: set auth_tokens, or tls_client_ca, or bind 127.0.0.1"),
-        (["--auth-tokens", tokens], "WARNING tokens reach 0.0.0.0 in the clear: set tls_cert and tls_key"),
+        (
+            [],
+            "WARNING every client that reaches 0.0.0.0 may call it: set auth_tokens or tls_client_ca, or bind 127.0.0.1",
+        ),
+        (["--auth-tokens", tokens], "WARNING tokens are sent to 0.0.0.0 unencrypted: set tls_cert and tls_key"),
         (["--auth-tokens", tokens, "--tls-cert", pair.cert, "--tls-key", pair.key], "INFO lmkv coordinator ready"),
     ):
         command = [*RUN, "--port", "0", "--host", "0.0.0.0", *flags]

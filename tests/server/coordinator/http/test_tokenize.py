@@ -88,11 +88,11 @@ async def test_a_file_that_broke_meanwhile_is_refused(http: httpx.AsyncClient, t
     break_tokenizer(tokenizers["llama"])
     status, _, words = await refusal(http, prompt="t5")
     assert status == 500  # whoever asks is not at fault
-    assert "tokenizer.json is no tokenizer" in words
+    assert "tokenizer.json is not a tokenizer" in words
 
 
 async def test_a_folder_without_a_tokenizer_is_refused_at_the_start(tmp_path: Path) -> None:
     coordinator = Coordinator(port=0, http_ports={"http_port": 0}, tokenizers={"llama": str(tmp_path)})
-    with pytest.raises(ConfigError, match=r"tokenizers\['llama'\]: there is no .*/tokenizer\.json: name the folder"):
+    with pytest.raises(ConfigError, match=r"tokenizers\['llama'\]: .*/tokenizer\.json does not exist; name the folder"):
         async with coordinator:
             pass

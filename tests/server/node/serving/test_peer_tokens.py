@@ -109,7 +109,7 @@ async def test_a_node_whose_own_token_is_unknown_does_not_start(path: str, runti
     config = NodeConfig(
         instance_id="n", runtime_dir=str(runtime_dir), max_local_cpu_size=1 / 64, auth_tokens=path, auth_token="other"
     )
-    with pytest.raises(ConfigError, match="does not know this process's own token; set auth_token"):
+    with pytest.raises(ConfigError, match="does not list this process's own token; set auth_token"):
         await Node(config).__aenter__()
 
 
