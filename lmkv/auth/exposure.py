@@ -24,7 +24,7 @@ def exposure(host: str, authenticator: Authenticator, credentials: Credentials) 
     if is_loopback(host):
         return ""
     if authenticator.is_open and not credentials.client_ca:
-        return f"every client that reaches {host} may call it: set auth_tokens or tls_client_ca, or bind 127.0.0.1"
+        return f"any client that reaches {host} may call it: set auth_tokens or tls_client_ca, or bind 127.0.0.1"
     if not (authenticator.is_open or credentials.cert):
         return f"tokens are sent to {host} unencrypted: set tls_cert and tls_key"
     return ""

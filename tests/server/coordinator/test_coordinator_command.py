@@ -79,7 +79,7 @@ def test_one_that_others_reach_warns_unless_it_asks_for_tokens_over_tls(tmp_path
     for flags, first in (
         (
             [],
-            "WARNING every client that reaches 0.0.0.0 may call it: set auth_tokens or tls_client_ca, or bind 127.0.0.1",
+            "WARNING any client that reaches 0.0.0.0 may call it: set auth_tokens or tls_client_ca, or bind 127.0.0.1",
         ),
         (["--auth-tokens", tokens], "WARNING tokens are sent to 0.0.0.0 unencrypted: set tls_cert and tls_key"),
         (["--auth-tokens", tokens, "--tls-cert", pair.cert, "--tls-key", pair.key], "INFO lmkv coordinator ready"),
