@@ -1,4 +1,4 @@
-"""The node: one host's cache, put together. Started by `lmkv node`, or by a connector beside its engine."""
+"""Composes a node of its packages. Started by `lmkv node`, or by a connector beside its engine."""
 
 from __future__ import annotations
 
@@ -13,23 +13,14 @@ from types import TracebackType
 import lmkv
 from lmkv import config as configuration
 from lmkv import rpc
-from lmkv.auth.authenticator import Authenticator
 from lmkv.auth.certificates import CertificateEnd
 from lmkv.config import NodeConfig
-from lmkv.config.kinds import OFF
-from lmkv.errors import ConfigError
-from lmkv.pool.pool import LEFT_BYTES
 from lmkv.pool.socket import PoolSocket
 from lmkv.telemetry.calls import ServerCalls
-from lmkv.transfer.channel import Region
-from lmkv.transfer.nixl.files import NixlFiles
 from lmkv.units import format_bytes
 from lmkv.v1 import engine_service_pb2, engine_service_pb2_grpc, registry_service_pb2
+from lmkv_server.node.cache.build import open_host_cache, populate
 from lmkv_server.node.cache.events import CacheEvents
-from lmkv_server.node.cache.eviction import POLICIES
-from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.cache.ledger import Ledger
-from lmkv_server.node.cache.pool import make_pool, open_file
 from lmkv_server.node.cache.warm_start import WarmStart
 from lmkv_server.node.commands.runner import OrderRunner
 from lmkv_server.node.engines.service import EngineService
@@ -38,26 +29,23 @@ from lmkv_server.node.fleet.context import FleetContext
 from lmkv_server.node.fleet.membership import FleetMembership
 from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.instance_lock import InstanceLock, instance_secret
+from lmkv_server.node.metrics.build import serve_metrics
 from lmkv_server.node.metrics.collector import Metrics
-from lmkv_server.node.metrics.server import MetricsServer
 from lmkv_server.node.serving.server import STOP_GRACE_SECONDS, PeerServer, bind
 from lmkv_server.node.sessions.sessions import Engines
 from lmkv_server.node.stack import TierStack
-from lmkv_server.node.tiers.disk.folder import FileIo, PlainIo
+from lmkv_server.node.tiers.build import open_disk, open_remote
 from lmkv_server.node.tiers.disk.tier import DiskTier
-from lmkv_server.node.tiers.remote.backend import store_for
 from lmkv_server.node.tiers.remote.tier import RemoteTier
 
 logger = logging.getLogger(__name__)
 
 ENGINE_SERVICE = "lmkv.v1.EngineService"
-MIN_POOL_SHARE = 8
-"""A node whose memory ends before this share of the pool, one so many-th, does not go on."""
 FIRST_ENGINE_SECONDS = 20.0
-"""A node that an engine has started waits so long for it, whatever `node_linger` says."""
+"""Minimum time that a new node waits for its first engine, even if `node_linger` is shorter."""
 
 SERVED_PAUSE_SECONDS = 0.2
-"""Names that engines announce are registered at most this often: each time is a registration at every coordinator."""
+"""Delay before announced model names are registered, to register several at once at every coordinator."""
 MAX_TRAFFIC = 64
 """Peers whose traffic is reported to the fleet: those with the most bytes."""
 
@@ -79,7 +67,7 @@ class Node:
         self.remote: RemoteTier | None = None
         """The remote tier, if there is one."""
         self.warm: WarmStart | None = None
-        """What an earlier life has left, if `persist_pool` is on."""
+        """What an earlier process has left in the pool, if `persist_pool` is on."""
         self._peer_side: PeerServer | None = None
         self._stack = AsyncExitStack()
         self.events = CacheEvents()
@@ -106,85 +94,85 @@ class Node:
         await self._stack.aclose()
 
     async def _start(self) -> None:
-        config = self.config
+        config, stack = self.config, self._stack
         config.make_instance_dir()
-        self._stack.enter_context(InstanceLock(config.lock_path, config.instance_id))
-        file = self._stack.enter_context(open_file(config)) if config.persist_pool else None
-        self.pool = file.pool if file else self._stack.enter_context(make_pool(config))
-        self.tier = HostTier(self.pool.size_bytes, self.events, POLICIES[config.eviction_policy]())
-        if file:
-            ledger = Ledger(file.table)
-            self.events.subscribe(ledger)
-            self.warm = await self._stack.enter_async_context(WarmStart(file, ledger, self.tier))
+        stack.enter_context(InstanceLock(config.lock_path, config.instance_id))
+        cache = await open_host_cache(config, self.events, stack)
+        self.pool, self.tier, self.warm = cache.pool, cache.tier, cache.warm
         self.engines = Engines(self.tier)
-        if config.local_disk:
-            self.disk = await self._stack.enter_async_context(
-                DiskTier(
-                    config.disk_folders,
-                    config.disk_bytes,
-                    tier=self.tier,
-                    pool=self.pool,
-                    events=self.events,
-                    io=self._disk_io(),
-                )
-            )
-        if config.remote_url:
-            self.remote = await self._stack.enter_async_context(
-                RemoteTier(
-                    store_for(config),
-                    tier=self.tier,
-                    pool=self.pool,
-                    events=self.events,
-                    lookup_seconds=config.remote_lookup_timeout,
-                )
-            )
-        if config.enable_p2p:
-            self._peer_side = await self._stack.enter_async_context(
-                PeerServer(
-                    config,
-                    epoch=self.epoch,
-                    tier=self.tier,
-                    pool=self.pool,
-                    engines=self.engines,
-                    disk=self.disk,
-                    calls=self._calls,
-                )
-            )
-            self.events.subscribe(self._peer_side.senders)
-        side = self._peer_side
-        peers = side.peers if side else None
-        self.orders = await self._stack.enter_async_context(
-            OrderRunner(
-                instance_id=config.instance_id,
-                tier=self.tier,
-                engines=self.engines,
-                peers=peers,
-                disk=self.disk,
-                remote=self.remote,
-            )
-        )
+        self.disk = await open_disk(config, self.tier, self.pool, self.events, stack)
+        self.remote = await open_remote(config, self.tier, self.pool, self.events, stack)
+        self._peer_side = await self._open_peer_side()
+        self.orders = await stack.enter_async_context(self._make_orders())
         self.fleet = FleetMembership(
             config.coordinator_address,
             FleetContext(node=self, orders=self.orders, secret=instance_secret(config.secret_path)),
             credentials=config.credentials,
         )
-        if side:
-            side.directory.locate = self.fleet.locate
-        pool_socket = PoolSocket(
-            config.pool_socket,
+        if self._peer_side:
+            self._peer_side.directory.locate = self.fleet.locate
+        await stack.enter_async_context(self._make_pool_socket())
+        self._service = self._make_engine_service()
+        self.metrics = self._make_metrics()
+        self.metrics_port = await serve_metrics(config, self.metrics.registry, stack)
+        await stack.enter_async_context(self.fleet)
+        self.events.subscribe(self.fleet)
+        await self.fleet.started()
+        await self._serve_engines()
+        self._populating = asyncio.create_task(self._populate())
+        stack.push_async_callback(stopped, self._populating)
+        logger.info(
+            "lmkv node %s ready: %s for chunks, engines at %s, peers at %s",
+            config.instance_id,
+            format_bytes(self.pool.size_bytes),
+            config.engine_socket,
+            self.peer_address or "none (enable_p2p is off)",
+        )
+
+    async def _open_peer_side(self) -> PeerServer | None:
+        if not self.config.enable_p2p:
+            return None
+        side = PeerServer(
+            self.config,
+            epoch=self.epoch,
+            tier=self.tier,
+            pool=self.pool,
+            engines=self.engines,
+            disk=self.disk,
+            calls=self._calls,
+        )
+        await self._stack.enter_async_context(side)
+        self.events.subscribe(side.senders)
+        return side
+
+    def _make_orders(self) -> OrderRunner:
+        return OrderRunner(
+            instance_id=self.config.instance_id,
+            tier=self.tier,
+            engines=self.engines,
+            peers=self._peer_side.peers if self._peer_side else None,
+            disk=self.disk,
+            remote=self.remote,
+        )
+
+    def _make_pool_socket(self) -> PoolSocket:
+        return PoolSocket(
+            self.config.pool_socket,
             self.pool,
             self.epoch,
             on_worker=self.engines.worker_came,
-            on_worker_gone=self._worker_went,
+            on_worker_gone=self._worker_detached,
         )
-        await self._stack.enter_async_context(pool_socket)
-        self._service = service = EngineService(
+
+    def _make_engine_service(self) -> EngineService:
+        config, side = self.config, self._peer_side
+        return EngineService(
             tier=self.tier,
             engines=self.engines,
             sources=TierStack(
                 self.tier,
                 self.fleet,
-                peers=peers,
+                peers=side.peers if side else None,
                 receiver=side.receiver if side else None,
                 disk=self.disk,
                 remote=self.remote,
@@ -205,7 +193,9 @@ class Node:
             on_replace=self._replace if self._started_by_connector else None,
             on_served=self._served_changed,
         )
-        self.metrics = Metrics(
+
+    def _make_metrics(self) -> Metrics:
+        metrics = Metrics(
             tier=self.tier,
             disk=self.disk,
             remote=self.remote,
@@ -213,80 +203,28 @@ class Node:
             engines=self.engines,
             orders=self.orders,
             fleet=self.fleet,
-            side=side,
-            lookups=service.lookups,
+            side=self._peer_side,
+            lookups=self._service.lookups,
             calls=self._calls,
         )
-        self.metrics.registry.register(CertificateEnd(config.tls_cert))
-        await self._serve_metrics()
-        await self._stack.enter_async_context(self.fleet)
-        self.events.subscribe(self.fleet)
-        await self.fleet.started()
-        await self._serve_engines(service)
-        self._populating = asyncio.create_task(self._populate())
-        self._stack.push_async_callback(stopped, self._populating)
-        logger.info(
-            "lmkv node %s ready: %s for chunks, engines at %s, peers at %s",
-            config.instance_id,
-            format_bytes(self.pool.size_bytes),
-            config.engine_socket,
-            self.peer_address or "none (enable_p2p is off)",
-        )
+        metrics.registry.register(CertificateEnd(self.config.tls_cert))
+        return metrics
 
-    def _disk_io(self) -> FileIo:
-        """Raises `ConfigError` if NIXL is wanted and not there."""
-        if self.config.local_disk_io == "plain":
-            return PlainIo()
-        region = Region(address=self.pool.address, size_bytes=self.pool.size_bytes)
-        return NixlFiles(region, "GDS" if self.config.local_disk_io == "gds" else "POSIX")
-
-    async def _serve_metrics(self) -> None:
-        """Serves `/metrics` if it has a port."""
-        port = self.config.metrics_port
-        if port is not None and port != OFF:
-            gate = Authenticator(self.config.auth_tokens, self.config.credentials.token)
-            server = MetricsServer(
-                self.metrics.registry,
-                self.config.p2p_host,
-                port,
-                self.config.metrics_tls,
-                gate,
-                self.config.allowed_hosts,
-                self.config.runtime_path,
-            )
-            self.metrics_port = (await self._stack.enter_async_context(server)).port
-            scheme = "https" if self.config.tls_cert else "http"
-            logger.info("metrics at %s://%s:%d/metrics", scheme, self.config.p2p_host, self.metrics_port)
-
-    async def _serve_engines(self, service: EngineService) -> None:
+    async def _serve_engines(self) -> None:
         server = await rpc.make_server([ENGINE_SERVICE], self._calls)
-        engine_service_pb2_grpc.add_EngineServiceServicer_to_server(service, server)
+        engine_service_pb2_grpc.add_EngineServiceServicer_to_server(self._service, server)
         bind(server, f"unix:{self.config.engine_socket}", "runtime_dir")
         await server.start()
         self._stack.push_async_callback(server.stop, STOP_GRACE_SECONDS)
 
     async def _populate(self) -> None:
-        """Touches the pool's pages ahead of the first stores, beside everything else.
-
-        Where memory ends on the way the node goes on with what it has. Raises `ConfigError` if that is next to nothing.
-        """
-        started, size_bytes = time.monotonic(), self.pool.size_bytes
-        try:
-            await asyncio.to_thread(self.pool.populate, 0, size_bytes, leave_bytes=LEFT_BYTES)
-        except ConfigError as error:
-            size_bytes = int(error.metadata["populated_bytes"])
-            if size_bytes < self.pool.size_bytes // MIN_POOL_SHARE:
-                raise
-            logger.error("%s; going on with %s", error, format_bytes(size_bytes))
+        """Populates the pool while the node serves already. Raises `ConfigError` if there is too little memory."""
+        size_bytes = await populate(self.pool)
+        if size_bytes < self.pool.size_bytes:
             self.tier.end_at(size_bytes)
             self.fleet.refresh()
-        logger.info(
-            "pool of %s is resident after %.1f s%s%s",
-            format_bytes(size_bytes),
-            time.monotonic() - started,
-            f", in huge pages of {format_bytes(self.pool.huge_page_bytes)}" if self.pool.huge_page_bytes else "",
-            "" if self.pool.numa_node is None else f", on NUMA node {self.pool.numa_node}",
-        )
+
+    # --- `FleetNode` ---------------------------------------------------------------------------------------------
 
     def describe(self) -> registry_service_pb2.Instance:
         """The node as it is now, for registrations and heartbeats."""
@@ -322,12 +260,14 @@ class Node:
             traffic=sorted(traffic, key=lambda peer: -peer.transferred_bytes)[:MAX_TRAFFIC],
         )
 
+    # --- Engines -------------------------------------------------------------------------------------------------
+
     def _engines_changed(self) -> None:
         self._idle_since = time.monotonic()
         self.fleet.refresh()
 
     def _served_changed(self) -> None:
-        """Registers again soon: once for all the names that engines announce within `SERVED_PAUSE_SECONDS`."""
+        """Registers again once for all model names that engines announce within `SERVED_PAUSE_SECONDS`."""
         if self._served_timer is None:
             self._served_timer = asyncio.get_running_loop().call_later(SERVED_PAUSE_SECONDS, self._register_served)
 
@@ -335,12 +275,14 @@ class Node:
         self._served_timer = None
         self.fleet.refresh()
 
-    def _worker_went(self, engine_id: str, rank: int) -> None:
+    def _worker_detached(self, engine_id: str, rank: int) -> None:
         self.engines.worker_went(engine_id, rank)
         self._idle_since = time.monotonic()
 
+    # --- End -----------------------------------------------------------------------------------------------------
+
     async def wait(self) -> None:
-        """Lasts until the node cannot run: raises `ConfigError` if there is no memory for its pool."""
+        """Raises `ConfigError` once there is too little memory for the pool; never returns."""
         await asyncio.shield(self._populating)
         await asyncio.get_running_loop().create_future()
 
@@ -353,7 +295,7 @@ class Node:
         await self._replaced.wait()
 
     async def linger(self) -> None:
-        """Returns once no engine has been here for `node_linger` seconds."""
+        """Returns once no engine has been attached for `node_linger` seconds."""
         while True:
             left = self._idle_since + self.config.node_linger - time.monotonic()
             if self.engines.mapped_count:
@@ -365,6 +307,6 @@ class Node:
 
 
 async def stopped(task: asyncio.Task[None]) -> None:
-    """Cancels the task and waits for it; what it raised is for those who waited for it before."""
+    """Cancels the task and waits for it. Raises nothing: `Node.wait` raises the task's error."""
     task.cancel()
     await asyncio.wait([task])

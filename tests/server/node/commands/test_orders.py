@@ -295,7 +295,7 @@ async def test_an_order_ends_at_its_time_and_tells_how_far_it_came() -> None:
 async def test_an_order_that_came_too_late_is_not_begun(owner: Parts, reader: Parts, here: Coordinating) -> None:
     outcome = await here.carried_out(fetch(owner.holder(0), seconds=-5))
     assert reason(outcome) == "UNREACHABLE"
-    assert "do the clocks agree?" in outcome.status.message
+    assert "are the clocks in sync?" in outcome.status.message
     assert claimed(outcome) == []
     assert len(reader.tier) == 0
     assert here.orders.stats().failed_counts["fetch"] == 1
