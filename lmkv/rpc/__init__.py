@@ -1,6 +1,6 @@
-"""gRPC as lmkv uses it: channels, servers, and the mapping between errors and status codes.
+"""gRPC channels and servers of lmkv, and the mapping between errors and status codes.
 
-`endpoints` opens channels and makes servers; `interceptor` is what each call passes; `error_status` maps
+`endpoints` opens channels and makes servers; `interceptor` handles every call of a server; `error_status` maps
 `lmkv.errors` to `google.rpc.Status` and back. Imports `lmkv.auth`, `lmkv.telemetry`, `lmkv.runtime` and `lmkv.errors`.
 Start with `endpoints`.
 """

@@ -1,4 +1,4 @@
-"""gRPC as lmkv uses it: one set of channel options, servers with health and reflection, errors both ways."""
+"""gRPC channels and servers: their options, TLS, health checks and reflection, and the client side of unary calls."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ Response = TypeVar("Response")
 
 PLAINTEXT = Credentials()
 MAX_MESSAGE_BYTES = 1 << 20
-"""Bytes never ride gRPC; this limit, the same on every end, keeps it true."""
+"""KV bytes are never sent by gRPC; clients and servers enforce this limit."""
 MAX_CALLS_PER_CONNECTION = 1_000
-"""Further ones wait in the client until one has ended."""
+"""Further calls wait in the client."""
 HANDSHAKE_MS = 10_000
-"""Most time from a connection until TLS and HTTP/2 have begun; gRPC would wait two minutes."""
+"""Timeout of the TLS and HTTP/2 handshake; gRPC's default is two minutes."""
 CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # else a minute, and keepalive waits for pings that are on their way
+    ("grpc.http2.ping_timeout_ms", 10_000),  # default: a minute, for which keepalive would wait
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.enable_http_proxy", 0),  # nodes of one fleet reach each other directly
+    ("grpc.enable_http_proxy", 0),  # nodes of a fleet connect directly
 )
 SERVER_OPTIONS: Sequence[tuple[str, int]] = (
     *CHANNEL_OPTIONS,
-    ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
+    ("grpc.so_reuseport", 0),  # a second server on the port must fail
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
@@ -70,11 +70,10 @@ SERVER_OPTIONS: Sequence[tuple[str, int]] = (
 async def make_server(
     service_names: Sequence[str], calls: ServerCalls | None = None, authenticator: Authenticator = OPEN_AUTHENTICATOR
 ) -> grpc.aio.Server:
-    """A server with lmkv's limits and error handling; health and reflection already serve the named services.
+    """Makes a server with lmkv's limits and error handling, and with health and reflection for the named services.
 
-    Every call passes `gate`, and unary ones are counted in `calls`.
-
-    The caller registers its handlers, binds, starts and stops it.
+    `authenticator` checks every call, and `calls` counts unary ones. The caller registers handlers, binds, starts and
+    stops the server.
     """
     server = grpc.aio.server(interceptors=[Interceptor(calls or ServerCalls(), authenticator)], options=SERVER_OPTIONS)
     checks = HealthService(["", *service_names])
@@ -85,8 +84,8 @@ async def make_server(
     return server
 
 
-class HealthService(health.aio.HealthServicer):  # type: ignore[misc, name-defined]  # the stubs lack it
-    """gRPC's health service with its `List`, which the library does not implement."""
+class HealthService(health.aio.HealthServicer):  # type: ignore[misc, name-defined]  # missing in the stubs
+    """gRPC's health service with the RPC `List`, which the library does not implement."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__()
@@ -103,9 +102,9 @@ class HealthService(health.aio.HealthServicer):  # type: ignore[misc, name-defin
 
 
 def add_port(server: grpc.aio.Server, address: str, credentials: Credentials = PLAINTEXT) -> int:
-    """Has a server listen at `host:port` or `unix:PATH`, with TLS if there is a certificate; returns the port.
+    """Binds a server to `host:port` or `unix:PATH`, with TLS if there is a certificate; returns the port.
 
-    Raises `RuntimeError` if the address cannot be had.
+    Raises `RuntimeError` if the address cannot be bound.
     """
     if not credentials.cert:
         return int(server.add_insecure_port(address))
@@ -113,7 +112,7 @@ def add_port(server: grpc.aio.Server, address: str, credentials: Credentials = P
 
 
 def _server_credentials(credentials: Credentials) -> grpc.ServerCredentials:
-    """Credentials that gRPC asks for before each handshake, in a thread of its own."""
+    """Server credentials that follow changes of the files. gRPC polls them before each handshake, in its own thread."""
 
     def make() -> Any:
         credentials.__post_init__()
@@ -121,20 +120,22 @@ def _server_credentials(credentials: Credentials) -> grpc.ServerCredentials:
         return grpc.ssl_server_certificate_configuration([pair], credentials.pem("client_ca"))
 
     reloadable = Reloadable(credentials.paths, make)
-    told = reloadable.get()
+    current = reloadable.get()
 
-    def news() -> Any:
-        nonlocal told
-        known, told = told, reloadable.get()
-        return None if told is known else told
+    def changed() -> Any:
+        nonlocal current
+        before, current = current, reloadable.get()
+        return None if current is before else current
 
-    return grpc.dynamic_ssl_server_credentials(told, news, require_client_authentication=bool(credentials.client_ca))
+    return grpc.dynamic_ssl_server_credentials(
+        current, changed, require_client_authentication=bool(credentials.client_ca)
+    )
 
 
 def open_channel(address: str, credentials: Credentials = PLAINTEXT) -> grpc.aio.Channel:
-    """A channel to `host:port` or `unix:PATH` with lmkv's limits. It connects by itself, and again after a loss.
+    """A channel to `host:port` or `unix:PATH` with lmkv's limits, which reconnects on its own.
 
-    It speaks TLS if there is somebody to trust, and shows the token if there is one.
+    It uses TLS if `credentials.ca` is set, and sends the token if there is one.
     """
     _keep_poller()
     if not (credentials.ca or credentials.token):
@@ -144,41 +145,41 @@ def open_channel(address: str, credentials: Credentials = PLAINTEXT) -> grpc.aio
 
 @functools.cache
 def _keep_poller() -> None:
-    """Keeps gRPC's polling thread for as long as the process lives.
+    """Keeps gRPC's polling thread alive until the process exits.
 
-    gRPC ends it when the process's last channel is collected, whatever thread that happens in, and waits for its end
-    under a lock that a channel being made in another thread needs: with two event loops, both can stand still.
+    gRPC stops the thread when the last channel is garbage-collected, and joins it under a lock that the creation of a
+    channel needs in another thread: two event loops in one process can deadlock.
     """
-    grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]  # the stubs lack it
+    grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]  # missing in the stubs
 
 
 def _bare_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
     if not credentials.ca:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     credentials.__post_init__()
-    shown = grpc.ssl_channel_credentials(credentials.pem("ca"), credentials.pem("key"), credentials.pem("cert"))
-    named = (("grpc.ssl_target_name_override", credentials.name),) if credentials.name else ()
-    return grpc.aio.secure_channel(address, shown, options=(*CHANNEL_OPTIONS, *named))
+    tls = grpc.ssl_channel_credentials(credentials.pem("ca"), credentials.pem("key"), credentials.pem("cert"))
+    override = (("grpc.ssl_target_name_override", credentials.name),) if credentials.name else ()
+    return grpc.aio.secure_channel(address, tls, options=(*CHANNEL_OPTIONS, *override))
 
 
 async def call(
     method: Callable[..., Awaitable[Response]], name: str, address: str, request: object, timeout_seconds: float
 ) -> Response:
-    """One unary call of `SERVICE/METHOD`, told to the trace that the task is in, and continued there.
+    """Makes a unary call of `SERVICE/METHOD`, as a span of the current trace.
 
-    Raises the other side's error, or `Unreachable`, also where the channel is closed under the call.
+    Raises the error that the server returned, or `Unreachable` if it does not answer or the channel is closed.
     """
     with telemetry.call(name, address) as span:
         try:
             response = await method(request, timeout=timeout_seconds, metadata=span.metadata)
         except grpc.RpcError as error:
-            meaning = from_rpc_error(error)
-            span.set_rpc_status(meaning.metadata.get("grpc_code", meaning.code))
-            raise meaning from None
+            lmkv_error = from_rpc_error(error)
+            span.set_rpc_status(lmkv_error.metadata.get("grpc_code", lmkv_error.code))
+            raise lmkv_error from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise Unreachable("the connection was closed") from None  # not we were cancelled, but the call
+            raise Unreachable("the connection was closed") from None  # the call was cancelled, not this task
         span.set_rpc_status("OK")
         return response

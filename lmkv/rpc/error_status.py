@@ -1,4 +1,4 @@
-"""Errors on the wire: `lmkv.errors` as `google.rpc.Status`, and back."""
+"""Converts `lmkv.errors` to `google.rpc.Status` and back."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lmkv.safe_text import safe_text
 
 DOMAIN = "lmkv.v1"
 MAX_TEXT = 500
-"""Characters of a message, or of a value in its metadata, that travel: trailers have a limit, and inputs are quoted."""
+"""Maximum characters of a message and of a metadata value: trailers are limited, and messages quote inputs."""
 
 
 def short(text: str) -> str:
-    """The text, cut off if it is too long to travel."""
+    """The text, truncated to `MAX_TEXT`."""
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
 
 
 def to_status(error: LmkvError) -> status_pb2.Status:
-    """The error as `google.rpc.Status` with one `ErrorInfo`, and `RetryInfo` if it knows when to come back."""
+    """The error as `google.rpc.Status` with one `ErrorInfo`, and `RetryInfo` for a `Full` error."""
     status = status_pb2.Status(code=getattr(code_pb2, error.code), message=safe_text(str(error), MAX_TEXT))
     metadata = {name: short(value) for name, value in error.metadata.items()}
     details: list[Any] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)]
@@ -36,13 +36,13 @@ def to_status(error: LmkvError) -> status_pb2.Status:
         )
     for detail in details:
         packed = any_pb2.Any()
-        packed.Pack(detail, deterministic=True)  # the same refusal is the same bytes
+        packed.Pack(detail, deterministic=True)  # equal errors have equal bytes
         status.details.append(packed)
     return status
 
 
 def from_status(status: status_pb2.Status) -> LmkvError:
-    """The error in a status; a plain `LmkvError` where it names no reason that this version knows."""
+    """The error of a status; a plain `LmkvError` if its reason is unknown to this version."""
     info = error_details_pb2.ErrorInfo()
     for detail in status.details:
         if detail.Unpack(info) and info.domain == DOMAIN and info.reason in LmkvError.by_reason:
@@ -51,7 +51,7 @@ def from_status(status: status_pb2.Status) -> LmkvError:
 
 
 def from_rpc_error(error: grpc.RpcError) -> LmkvError:
-    """What a failed call means: the other side's error, or `Unreachable` if it gave none."""
+    """The error of a failed call: the one that the server returned, else `Unreachable` or a plain `LmkvError`."""
     try:
         status = rpc_status.from_call(error)  # type: ignore[arg-type]
     except ValueError:  # the status in the trailers contradicts the call's own
@@ -60,17 +60,17 @@ def from_rpc_error(error: grpc.RpcError) -> LmkvError:
         return from_status(status)
     code = error.code() if callable(getattr(error, "code", None)) else grpc.StatusCode.UNKNOWN
     text = error.details() if callable(getattr(error, "details", None)) else str(error)
-    kind = Unreachable if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED) else LmkvError
-    fix = next((f"; {fix}" for sign, fix in _TLS_FIXES.items() if sign in str(text)), "")
-    return kind(f"{code.name}: {text}{fix}", grpc_code=code.name)
+    cls = Unreachable if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED) else LmkvError
+    fix = next((f"; {fix}" for part, fix in _TLS_FIXES.items() if part in str(text)), "")
+    return cls(f"{code.name}: {text}{fix}", grpc_code=code.name)
 
 
 _TLS_FIXES = {
-    "WRONG_VERSION_NUMBER": "the server does not speak TLS: unset tls_ca here, or set tls_cert and tls_key there",
-    "CERTIFICATE_VERIFY_FAILED": "the server's certificate is not of those whom tls_ca names, or out of date",
-    "Hostname Verification Check failed": "the server's certificate is for another name than the address has",
+    "WRONG_VERSION_NUMBER": "the server does not use TLS: unset tls_ca here, or set tls_cert and tls_key there",
+    "CERTIFICATE_VERIFY_FAILED": "the server's certificate has expired or is not issued by a CA in tls_ca",
+    "Hostname Verification Check failed": "the server's certificate is issued for another name than the address",
     "failed to connect to all addresses; last error: UNAVAILABLE": (
-        "if the server speaks TLS, set tls_ca here, and if it asks for certificates, tls_cert and tls_key too"
+        "if the server uses TLS, set tls_ca here, and if it requires client certificates, tls_cert and tls_key too"
     ),
 }
-"""What to do, by what gRPC says when the two ends do not agree on TLS."""
+"""Fixes of TLS mismatches, by a part of gRPC's message."""

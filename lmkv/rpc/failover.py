@@ -9,7 +9,7 @@ Target = TypeVar("Target")
 
 
 class Failover(Generic[Target]):
-    """At least target of them."""
+    """Selects one of at least one equal targets. Pure."""
 
     def __init__(self, targets: Sequence[Target]) -> None:
         self._targets = tuple(targets)
@@ -20,10 +20,10 @@ class Failover(Generic[Target]):
 
     @property
     def current(self) -> Target:
-        """Whom to ask."""
+        """The target to use now."""
         return self._targets[self._index]
 
     def report_failure(self, target: Target) -> None:
-        """Target did not answer; nothing if another is current since."""
+        """Switches to the next target; does nothing if `target` is no longer the current one."""
         if target is self.current:
             self._index = (self._index + 1) % len(self._targets)

@@ -1,4 +1,4 @@
-"""What lies between gRPC and the handlers of every server: the gate, errors as statuses, counts."""
+"""Server interceptor: authentication, decoding of requests, errors as statuses, and metrics of unary calls."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from lmkv.telemetry.log_limit import LimitedLogger
 logger = logging.getLogger(__name__)
 
 MESSAGE_SECONDS = 10.0
-"""Most time that a call's only message may take to come."""
+"""Timeout for the message of a unary request."""
 
 
 class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
-    """Turns what the gate and handlers raise into statuses, so that handlers only translate; and counts unary calls."""
+    """Authenticates calls, converts errors of handlers to statuses, and counts unary calls."""
 
     def __init__(self, calls: ServerCalls, authenticator: Authenticator) -> None:
         self._calls = calls
@@ -39,13 +39,13 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
         handler: Any = await continuation(handler_call_details)
-        if handler is None:  # no such method: grpc answers UNIMPLEMENTED
+        if handler is None:  # unknown method: grpc answers UNIMPLEMENTED
             return None  # type: ignore[return-value]
         method = handler_call_details.method
         name, metadata = method.removeprefix("/"), handler_call_details.invocation_metadata
-        # gRPC is told that all requests come in parts: it then calls handlers before the first has come. So the gate
-        # refuses strangers before they have made us hold anything, and nobody is waited for who never ends a message.
-        # It does not decode them either: `Requests` does, where what fails is answered like every other error.
+        # All methods are registered as request-streaming, so that gRPC calls the handler before the first message has
+        # arrived: unauthenticated callers are refused before they use memory, and a message that never ends blocks
+        # nothing. `Requests` decodes the messages, so that a decoding error is answered like any other error.
         inner = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         decode = handler.request_deserializer
 
@@ -54,14 +54,14 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
                 with self._authenticator.authorized_call(name, metadata):
                     requests = Requests(parts, decode)
                     responses = inner(requests if handler.request_streaming else await _whole(requests), context)
-                    if inspect.isawaitable(responses):  # it writes them itself, as gRPC's own health service does
+                    if inspect.isawaitable(responses):  # it writes the responses itself, as gRPC's health service does
                         await responses
                         return
                     async for response in responses:
                         check_caller()
                         yield response
             except Exception as error:
-                await _abort(self._refusal(error, method), context)
+                await _abort(self._to_lmkv_error(error, method), context)
 
         async def unary(parts: AsyncIterator[Any], context: Any) -> Any:
             with self._calls.observe(method, metadata) as call:
@@ -73,7 +73,7 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
                     call.fail(_code_name(context.code()))
                     raise
                 except Exception as error:
-                    refusal = self._refusal(error, method)
+                    refusal = self._to_lmkv_error(error, method)
                     call.fail(refusal.code)
                     await _abort(refusal, context)
 
@@ -82,8 +82,8 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
             return grpc.stream_stream_rpc_method_handler(stream, *codecs)
         return grpc.stream_unary_rpc_method_handler(unary, *codecs)
 
-    def _refusal(self, error: Exception, method: str) -> LmkvError:
-        """The error to answer with. Raises `grpc.aio.AbortError` again: the handler has ended the call itself."""
+    def _to_lmkv_error(self, error: Exception, method: str) -> LmkvError:
+        """The error to answer with. Re-raises `grpc.aio.AbortError`: the handler has aborted the call itself."""
         if isinstance(error, grpc.aio.AbortError):
             raise error
         if isinstance(error, LmkvError):
@@ -93,7 +93,7 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
 
 
 async def _whole(parts: AsyncIterator[Any]) -> Any:
-    """The only message of a request. Raises `BadMessage` if it does not come, or not in time."""
+    """The message of a unary request. Raises `BadMessage` if it does not arrive in time."""
     try:
         async with asyncio.timeout(MESSAGE_SECONDS):
             return await anext(parts)
@@ -104,7 +104,7 @@ async def _whole(parts: AsyncIterator[Any]) -> Any:
 
 
 def _code_name(code: Any) -> str:
-    """The name of a status code, which gRPC gives as what it was set to: the code, or its number."""
+    """The name of a status code, which gRPC returns as it was set: as the code or its number."""
     number = code.value[0] if isinstance(code, grpc.StatusCode) else code
     return next((known.name for known in grpc.StatusCode if known.value[0] == number), "UNKNOWN")
 

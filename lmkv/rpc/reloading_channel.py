@@ -1,7 +1,7 @@
-"""A gRPC channel that follows its certificates and shows who calls. `endpoints` opens it where there is either.
+"""A gRPC channel that reloads its certificates and sends the token. `endpoints` opens it if either is configured.
 
-gRPC in Python reads a client's certificates once, and a channel is bound into every stub. So this one lies over
-another, which is replaced once a file has changed. Calls under way end over the old one.
+gRPC for Python reads a client's certificates once, and stubs are bound to a channel. So this channel wraps another one,
+which is replaced after a file has changed. Calls in flight end over the old one.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import grpc
 from lmkv.runtime.reload import Reloadable
 
 OLD_CALLS_SECONDS = 60.0
-"""So long may calls go on over a connection whose certificates were replaced. Streams are then begun anew."""
+"""Maximum duration of calls over a connection whose certificates were replaced. Streams then reconnect."""
 
 Metadata = Sequence[tuple[str, str]]
 
 
 class ReloadingChannel(grpc.aio.Channel):
-    """What `make` opens, opened anew when one of the files changes, with `headers` sent along each call."""
+    """The channel that `make` opens, reopened when one of the files changes; sends `headers` with each call."""
 
     def __init__(
         self, paths: Sequence[str], make: Callable[[], grpc.aio.Channel], headers: Callable[[], Metadata]
@@ -44,7 +44,7 @@ class ReloadingChannel(grpc.aio.Channel):
 
     @property
     def headers(self) -> Metadata:
-        """What is sent along the next call."""
+        """The metadata to send with the next call."""
         return self._headers()
 
     async def __aenter__(self) -> Self:
@@ -54,18 +54,18 @@ class ReloadingChannel(grpc.aio.Channel):
         await self.close(None)
 
     async def close(self, grace: float | None = None) -> None:
-        """Ends calls within `grace` seconds, at once if it is None. Repeating it is safe."""
+        """Ends calls within `grace` seconds, at once if it is None. Idempotent."""
         for task in self._closing:
             task.cancel()
         await asyncio.gather(*self._closing, return_exceptions=True)
         await self._current.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """How the connection is."""
+        """The state of the connection."""
         return self.current.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Returns when it is otherwise."""
+        """Returns when the state differs from `last_observed_state`."""
         await self.current.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
@@ -73,7 +73,7 @@ class ReloadingChannel(grpc.aio.Channel):
         await self.current.channel_ready()
 
     def unary_unary(self, *args: Any, **options: Any) -> Any:
-        """For stubs, as the next three."""
+        """A method for stubs, as the next three."""
         return _Method(self, "unary_unary", args, options)
 
     def unary_stream(self, *args: Any, **options: Any) -> Any:
@@ -87,7 +87,7 @@ class ReloadingChannel(grpc.aio.Channel):
 
 
 class _Method:
-    """One method, over whichever channel is the newest."""
+    """One method, called over the current channel."""
 
     def __init__(self, channel: ReloadingChannel, kind: str, args: Sequence[Any], options: dict[str, Any]) -> None:
         self._channel = channel

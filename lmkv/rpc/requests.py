@@ -1,4 +1,4 @@
-"""Decodes and checks the messages of a request, for every RPC of every server. Used by `interceptor` and HTTP."""
+"""Decodes and validates the messages of a request, for every RPC. Used by `interceptor` and by HTTP."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _DURATION, _TIMESTAMP = "google.protobuf.Duration", "google.protobuf.Timestamp"
 class Requests(AsyncIterator[Any]):
     """The messages of one call, decoded from the bytes that gRPC delivers.
 
-    Raises `BadMessage` for bytes that are not the message, and `Unauthenticated` once the caller's token is revoked.
-    gRPC's own decoding answers `INTERNAL` and logs a traceback, outside of every handler and interceptor.
+    Raises `BadMessage` for invalid bytes, and `Unauthenticated` once the caller's token is revoked. gRPC's own decoding
+    would answer `INTERNAL` and log a traceback, outside of handlers and interceptors.
     """
 
     def __init__(self, parts: AsyncIterator[bytes], decode: Callable[[bytes], Any]) -> None:
@@ -63,13 +63,13 @@ def _check_fields(message: Message, path: str) -> None:
                 _check_fields(value, f"{name}.")
             elif not (_is_duration(value) if kind == _DURATION else _is_timestamp(value)):
                 raise BadMessage(
-                    f"{name} ({value.seconds} s, {value.nanos} ns) is out of the range of {kind}; set a valid one",
+                    f"{name} ({value.seconds} s, {value.nanos} ns) is out of the range of {kind}; send a valid value",
                     field=name,
                 )
 
 
 def _values(message: Message, field: FieldDescriptor) -> Any:
-    """The messages that a field holds: none if it is not set."""
+    """The messages in a field; empty if it is not set."""
     if not field.is_repeated:
         return (getattr(message, field.name),) if message.HasField(field.name) else ()
     values = getattr(message, field.name)

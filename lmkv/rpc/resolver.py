@@ -1,4 +1,4 @@
-"""What is behind a name: every address that it stands for, as the headless services of Kubernetes have several."""
+"""Resolves a host name to all of its addresses, such as those of a headless service of Kubernetes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ TIMEOUT_SECONDS = 2.0
 
 
 async def resolve(address: str) -> list[str]:
-    """`host:port` as the same port at each of the host's IP addresses, sorted: IPv4 ones, IPv6 if there are no others.
+    """The addresses of `host:port`, sorted: IPv4 addresses, or IPv6 ones if there are no others.
 
-    Raises `Unreachable` if the name is unknown, or nobody says in time.
+    Raises `Unreachable` if the name is unknown or not resolved in time.
     """
     host, _, port = address.rpartition(":")
     loop = asyncio.get_running_loop()
@@ -24,7 +24,7 @@ async def resolve(address: str) -> list[str]:
         raise Unreachable(f"the name {host} was not resolved within {TIMEOUT_SECONDS:g} s", address=address) from None
     except OSError as error:
         raise Unreachable(f"the name {host} is unknown: {error.strerror}", address=address) from None
-    # Of one host's addresses of both kinds, one kind is enough: a node is a member at each coordinator once.
+    # One address family only: a node registers once at each coordinator.
     four = {f"{place[0]}:{port}" for family, *_, place in found if family == socket.AF_INET}
     six = {f"[{place[0]}]:{port}" for family, *_, place in found if family == socket.AF_INET6}
     return sorted(four or six)

@@ -1,4 +1,4 @@
-"""What every lmkv process needs at run time: stop signals, timers, and files that are reloaded when they change.
+"""Run-time services of every process: stop signals, timers, and files that are reloaded when they change.
 
 Imports only `lmkv.errors`. Start with `signals`.
 """

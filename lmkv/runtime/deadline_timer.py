@@ -1,4 +1,4 @@
-"""Does what its time has come for, and looks again whenever something changed. For whatever has deadlines."""
+"""Calls a function when its next deadline has passed, and after every change of the deadlines."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from contextlib import suppress
 
 
 class DeadlineTimer:
-    """To be used as an async context manager, on the loop that owns what it acts on."""
+    """An async context manager; `callback` is called on the event loop that enters it."""
 
     def __init__(self, callback: Callable[[], float | None]) -> None:
-        """`callback` acts, and says when to be called again, by `time.monotonic()`; None: not before `changed`."""
+        """`callback` returns the time of its next call, by `time.monotonic()`; None: only after `changed`."""
         self._callback = callback
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def changed(self) -> None:
-        """What `callback` said may be no longer so: it is called soon."""
+        """Calls `callback` soon, because its deadline may have changed."""
         self._changed.set()
 
     async def __aenter__(self) -> DeadlineTimer:
@@ -29,7 +29,7 @@ class DeadlineTimer:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Rings no more. Idempotent."""
+        """Stops the timer. Idempotent."""
         if self._task:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -38,7 +38,7 @@ class DeadlineTimer:
     async def _run(self) -> None:
         while True:
             due = self._callback()
-            self._changed.clear()  # what it changed itself it has looked at
+            self._changed.clear()  # changes that the callback made itself
             with suppress(TimeoutError):
                 async with asyncio.timeout(None if due is None else due - time.monotonic()):
                     await self._changed.wait()

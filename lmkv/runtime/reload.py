@@ -1,4 +1,4 @@
-"""What is made of files, and made anew once they change: certificates, tokens. No restart, and no timer either."""
+"""Values that are read from files, such as certificates and tokens, and reloaded on access after a change."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ T = TypeVar("T")
 
 
 class Reloadable(Generic[T]):
-    """A value that follows its files. Whoever needs it asks each time: that costs a `stat` a file.
+    """A value that is reloaded when its files change. `get` costs one `stat` per file.
 
-    Files that make no value, perhaps since only one of a pair has been replaced so far, leave the last one in place.
-    `make` raises `ConfigError` then; so does the constructor. Safe to use from any thread.
+    `make` raises `ConfigError` if the files are invalid, perhaps because one of a pair was replaced: the last value
+    then stays, but the constructor raises. Thread-safe.
     """
 
     def __init__(self, paths: Sequence[str] | Callable[[], Sequence[str]], make: Callable[[], T]) -> None:
-        """`paths` may be asked for each time: what a file says can depend on others that it names."""
+        """`paths` may be a function, since a file can name others on which the value depends."""
         self._paths = paths if callable(paths) else lambda: paths
         self._make = make
-        self._stamp = self._read_stamps()  # before they are read: what changes meanwhile is seen
+        self._stamp = self._read_stamps()  # before the files are read, so that a change meanwhile is noticed
         self._value = make()
 
     def get(self) -> T:
-        """The value that the files make now, or made last."""
+        """The value of the current files, or the last valid one."""
         stamp = self._read_stamps()
         if stamp != self._stamp:
             self._stamp = stamp
             try:
                 self._value = self._make()
             except ConfigError as error:
-                logger.warning("going on as before: %s", error)
+                logger.warning("keeping the previous value: %s", error)
             else:
-                logger.info("read anew: %s", ", ".join(self._paths()))
+                logger.info("reloaded: %s", ", ".join(self._paths()))
         return self._value
 
     def _read_stamps(self) -> tuple[tuple[int, int, int] | None, ...]:
@@ -46,9 +46,9 @@ class Reloadable(Generic[T]):
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
-    """What tells one content of a file from the next; None if there is no such file."""
+    """Modification time, inode and size of a file; None if there is no such file."""
     try:
-        # Follows links: Kubernetes swaps the one that all secrets are behind. Path would cost four times as much.
+        # Follows links: Kubernetes replaces a link to update secrets. `Path.stat` would cost four times as much.
         status = os.stat(path)  # noqa: PTH116
     except OSError:
         return None

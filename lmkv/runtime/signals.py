@@ -1,4 +1,4 @@
-"""How a server process of lmkv runs: on the fastest event loop available, until a signal or a failure ends it."""
+"""Run-time setup of server processes: event loop, stop signals and their senders, limit of open files."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 SI_KERNEL = 0x80
-"""`si_code` of a signal that no process has sent (asm-generic/siginfo.h)."""
+"""`si_code` of a signal that the kernel has sent (asm-generic/siginfo.h)."""
 OPEN_FILES = 65_536
-"""Files and connections that a coordinator or a proxy may have open, unless the hard limit is lower."""
+"""Limit of open files and connections of a coordinator or proxy, unless the hard limit is lower."""
 
 
 def fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's loop, where there is uvloop: it takes a third off what a unary call costs."""
+    """The event loop of uvloop if it is installed: unary calls cost a third less."""
     try:
         import uvloop
     except ImportError:
@@ -39,8 +39,8 @@ def stop_signals() -> set[signal.Signals]:
 def hold_stop_signals() -> None:
     """Keeps the stop signals pending until `stop_on_signals`.
 
-    To be called before other threads start: they inherit the mask, so that no thread takes a signal whose sender the
-    thread of `stop_on_signals` should learn.
+    Must be called before other threads start: they inherit the mask, and so leave signals to the thread of
+    `stop_on_signals`, which logs their sender.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
 
@@ -48,7 +48,7 @@ def hold_stop_signals() -> None:
 def raise_file_limit() -> None:
     """Raises the soft limit of open files up to `OPEN_FILES`, where the hard limit allows it.
 
-    The usual soft limit of 1,024 is less than the connections that a server serves.
+    The usual soft limit is 1,024, fewer than the connections of a server.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
@@ -57,19 +57,19 @@ def raise_file_limit() -> None:
 
 
 def stop_on_signals() -> asyncio.Event:
-    """Set when a stop signal arrives, or was pending; a log line says which signal and which process sent it."""
+    """An event that is set when a stop signal arrives or was pending. Logs the signal and the process that sent it."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     numbers = stop_signals()
     hold_stop_signals()
-    for number in numbers:  # a thread that a library started earlier may take a signal; its sender is then unknown
+    for number in numbers:  # a thread that a library started earlier may receive the signal; its sender is then unknown
         loop.add_signal_handler(number, partial(_stop, stop.set, number, "an unknown process"))
     threading.Thread(target=_wait_for_signals, args=(numbers, loop, stop), name="lmkv-signals", daemon=True).start()
     return stop
 
 
 def _wait_for_signals(numbers: set[signal.Signals], loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    with suppress(RuntimeError):  # the loop is closed: the process ends
+    with suppress(RuntimeError):  # the loop is closed: the process exits
         while True:
             info = signal.sigwaitinfo(numbers)
             sender = describe_sender(info.si_code, info.si_pid, info.si_uid)
@@ -82,7 +82,7 @@ def _stop(stop: Callable[[], object], number: signal.Signals, sender: str) -> No
 
 
 def describe_sender(code: int, pid: int, user: int) -> str:
-    """The process that sent a signal, by what the kernel says of it."""
+    """The process that sent a signal, from the kernel's fields."""
     if code == SI_KERNEL:
         return "the terminal or the kernel"
     if not pid:
@@ -90,12 +90,12 @@ def describe_sender(code: int, pid: int, user: int) -> str:
     try:
         name = repr(Path(f"/proc/{pid}/comm").read_text().rstrip("\n"))
     except OSError:
-        name = "which has ended"
+        name = "which has exited"
     return f"process {pid} ({name}), user {user}"
 
 
 async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
-    """Returns when one of them ends, and cancels the others; raises what that one raised."""
+    """Returns or raises as the first of the coroutines that ends, and cancels the others."""
     tasks = [asyncio.create_task(wait) for wait in waits]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,7 @@
-"""What lmkv shows of itself: spans of a request's trace, metrics, and logs with the same ids. `docs/telemetry.md`.
+"""Traces, metrics and logs of all processes (docs/telemetry.md).
 
-The standard `OTEL_*` variables decide what is exported. Without them nothing here imports OpenTelemetry or starts a
-thread, and a span costs a fraction of a microsecond.
+The standard `OTEL_*` variables configure the export. Without them this package neither imports OpenTelemetry nor starts
+a thread, and a span costs a fraction of a microsecond. Imports `lmkv.safe_text`. Start with `spans`.
 """
 
 from lmkv.telemetry.logs import bound, set_up_logging

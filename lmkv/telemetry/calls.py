@@ -1,4 +1,4 @@
-"""Unary gRPC calls as their server sees them: each is counted by method and code, and is a span. Used by `lmkv.rpc`."""
+"""Metrics and spans of the unary gRPC calls of a server. Used by `lmkv.rpc`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
 BOUNDS_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""Upper bounds of the buckets: the conventions' own begin at 5 ms, where most calls here have long ended."""
+"""Upper bounds of the buckets. Those of the semantic conventions begin at 5 ms, more than most calls here take."""
 
 
 class _Histogram:
-    """ServerCalls of one method that ended with one code."""
+    """Durations of the calls of one method that ended with one code."""
 
     __slots__ = ("buckets", "seconds")
 
@@ -29,19 +29,19 @@ class _Histogram:
 
 
 class ServerCalls:
-    """The calls that one server has answered. A collector of Prometheus's."""
+    """Prometheus collector of the unary calls of one server."""
 
     def __init__(self) -> None:
         self._histograms: dict[tuple[str, str], _Histogram] = {}
         self.in_flight_count = 0
-        """ServerCalls that have begun and not ended."""
+        """Calls in flight."""
 
     def observe(self, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> ServerCall:
-        """One call, from now until it is left."""
+        """A context manager that measures one call."""
         return ServerCall(self, method.removeprefix("/"), metadata)
 
     def record(self, method: str, code: str, seconds: float) -> None:
-        """Counts a call."""
+        """Counts a call that has ended."""
         histogram = self._histograms.get((method, code))
         if histogram is None:
             histogram = self._histograms[method, code] = _Histogram()
@@ -49,11 +49,11 @@ class ServerCalls:
         histogram.buckets[bisect_left(BOUNDS_SECONDS, seconds)] += 1
 
     def describe(self) -> list[Metric]:
-        """Nothing, so that the registry does not collect to find out."""
+        """Returns nothing, so that registering does not collect."""
         return []
 
     def collect(self) -> list[Metric]:
-        """The semantic conventions' `rpc.server.call.duration`, under the name that Prometheus gives it."""
+        """`rpc.server.call.duration` of the semantic conventions, by its Prometheus name."""
         from prometheus_client.metrics_core import HistogramMetricFamily
 
         family = HistogramMetricFamily(
@@ -69,7 +69,7 @@ class ServerCalls:
 
 
 class ServerCall:
-    """One call. Whoever answers it with an error says so."""
+    """One call. It counts as successful unless `fail` was called or it is left by an exception."""
 
     __slots__ = ("_begun", "_calls", "_code", "_method", "_span")
 
@@ -81,7 +81,7 @@ class ServerCall:
         self._begun = time.perf_counter()
 
     def fail(self, code: str) -> None:
-        """It ends with this gRPC code."""
+        """Sets the gRPC status code that the call ends with."""
         self._code = code
 
     def __enter__(self) -> Self:
@@ -93,7 +93,7 @@ class ServerCall:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._calls.in_flight_count -= 1
-        code = self._code or ("OK" if kind is None else "CANCELLED")  # errors are told; what else ends a call stops it
+        code = self._code or ("OK" if kind is None else "CANCELLED")  # `fail` sets errors; the rest are cancellations
         self._calls.record(self._method, code, time.perf_counter() - self._begun)
         self._span.set_rpc_status(code)
         self._span.__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""Bounds how often callers can make a process log: one line of a kind an interval, with a count of those left out."""
+"""Rate limit of log lines that callers cause: one line per template and interval, with a count of those omitted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 INTERVAL_SECONDS = 1.0
-"""Minimum time between two lines of one kind."""
+"""Minimum time between two lines of one template."""
 
 if TYPE_CHECKING:
     Base = logging.LoggerAdapter[logging.Logger]
@@ -16,32 +16,32 @@ else:
 
 
 class LimitedLogger(Base):
-    """A logger for lines that callers cause. Lines are of one kind if their template is.
+    """A logger that limits each message template to one line per interval.
 
-    Templates are constants of the code, so that no caller can choose the kind, and their number is bounded.
+    Templates are constants of the code, so callers cannot choose them, and their number is bounded.
     """
 
     def __init__(self, logger: logging.Logger, interval_seconds: float = INTERVAL_SECONDS) -> None:
         super().__init__(logger, {})
         self._interval_seconds = interval_seconds
-        self._kinds: dict[object, tuple[float, int]] = {}
-        """Time of the last line, and the number of those left out since, by template."""
+        self._lines: dict[object, tuple[float, int]] = {}
+        """Time of the last line and number of lines omitted since, by template."""
 
     @property
     def level(self) -> int:
-        """The logger's own level, which uvicorn reads."""
+        """The level of the logger, which uvicorn reads."""
         return self.logger.level
 
     def log(self, level: int, msg: object, *args: object, **options: Any) -> None:
-        """Logs, unless a line of this kind was logged within the interval."""
+        """Logs, unless a line of this template was logged within the interval."""
         if not self.isEnabledFor(level):
             return
         now = time.monotonic()
-        last, left_out = self._kinds.get(msg, (-self._interval_seconds, 0))
+        last, omitted = self._lines.get(msg, (-self._interval_seconds, 0))
         if now - last < self._interval_seconds:
-            self._kinds[msg] = last, left_out + 1
+            self._lines[msg] = last, omitted + 1
             return
-        self._kinds[msg] = now, 0
-        if left_out:
-            msg, args = f"{msg} (%d more such lines were left out)", (*args, left_out)
+        self._lines[msg] = now, 0
+        if omitted:
+            msg, args = f"{msg} (%d more such lines were omitted)", (*args, omitted)
         self.logger.log(level, msg, *args, **options)

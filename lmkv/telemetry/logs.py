@@ -1,4 +1,4 @@
-"""Logs of lmkv's own processes: readable lines, or JSON with the ids that operations, orders and traces go by."""
+"""Logs of lmkv's processes: text lines, or JSON with the ids of operations, orders and traces."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from lmkv.safe_text import safe_text
 from lmkv.telemetry.spans import current_ids
 
 MAX_MESSAGE_CHARACTERS = 16_384
-"""Longest message of a record; callers choose much of what some messages quote."""
+"""Maximum length of a message; some messages quote callers."""
 MAX_LINE_CHARACTERS = 2_048
 MAX_TRACEBACK_LINES = 200
-"""Bounds of an exception in a record: of more lines, those in the middle are left out."""
+"""Limits of a traceback in a record; of more lines, those in the middle are omitted."""
 
 _bound: ContextVar[Mapping[str, str]] = ContextVar("lmkv_log_ids", default={})  # noqa: B039  # never changed in place
 
 
 @contextmanager
 def bound(**ids: str) -> Iterator[None]:
-    """Everything that is logged inside, and by tasks that are started inside, carries these ids."""
+    """Adds these ids to all records that are logged inside, and by tasks that are started inside."""
     token = _bound.set({**_bound.get(), **ids})
     try:
         yield
@@ -32,13 +32,13 @@ def bound(**ids: str) -> Iterator[None]:
 
 
 class SafeFormatter(logging.Formatter):
-    """Formats records so that no text in them can forge another record, or fill the log: see `safe_text`.
+    """Formats records so that no text in them can forge another record or flood the log.
 
-    A message is one line. Lines of a traceback are indented, so that none looks like a record.
+    A message is one line (`safe_text`). Lines of a traceback are indented, so that none looks like a record.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record's line, and the lines of its exception."""
+        """The line of the record, and the lines of its exception."""
         record.message = _message(record)
         if self.usesTime():
             record.asctime = self.formatTime(record, self.datefmt)
@@ -58,14 +58,14 @@ def _exception_lines(record: logging.LogRecord) -> list[str]:
     lines = [safe_text(line, MAX_LINE_CHARACTERS) for line in text.split("\n")]
     if (extra := len(lines) - MAX_TRACEBACK_LINES) > 0:
         half = MAX_TRACEBACK_LINES // 2
-        lines[half:-half] = [f"... {extra} lines are left out ..."]
+        lines[half:-half] = [f"... {extra} lines are omitted ..."]
     return lines
 
 
 class JsonFormatter(logging.Formatter):
     """One JSON object per record and line.
 
-    Always there: `time`, `level`, `logger`, `message` and what was given here. Where they apply: the bound ids,
+    Always present: `time`, `level`, `logger`, `message` and the fields given here. If applicable: the bound ids,
     `trace_id` and `span_id`, and `exception`.
     """
 
@@ -74,7 +74,7 @@ class JsonFormatter(logging.Formatter):
         self._always = always
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """The record as one line of JSON."""
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line: dict[str, str] = {
             "time": time.replace("+00:00", "Z"),
@@ -92,9 +92,9 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logging(level: str, log_format: str, text: str, **always: str) -> None:
-    """Logs to standard error: by the pattern `text`, or as JSON with `always` in each record.
+    """Logs to standard error: by the pattern `text`, or as JSON with the fields `always` in each record.
 
-    A later call replaces what an earlier one set up.
+    A later call replaces the setup of an earlier one.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter(**always) if log_format == "json" else SafeFormatter(text))

@@ -1,4 +1,4 @@
-"""Spans by OpenTelemetry's SDK. Imported only where something is to be recorded."""
+"""Spans recorded by OpenTelemetry's SDK. Imported only if spans are recorded."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ import lmkv
 from lmkv.telemetry.spans import TRACEPARENT, Span, SpanKind, Value, prefixed
 
 CLOSE_SECONDS = 0.2
-"""How long an export that was cut off may take to notice."""
+"""Time that an aborted export has to end."""
 _SPAN_KINDS = {kind: trace.SpanKind[kind.value] for kind in SpanKind}
 
 
 class RecordedSpan(Span):
-    """A span of OpenTelemetry's."""
+    """A span that OpenTelemetry records."""
 
     __slots__ = ("_span", "_token")
 
@@ -35,38 +35,31 @@ class RecordedSpan(Span):
 
     @property
     def traceparent(self) -> str:
-        """See `Span`."""
         context = self._span.get_span_context()
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """See `Span`."""
         return ((TRACEPARENT, self.traceparent),)
 
     def set(self, **attributes: Value) -> None:
-        """See `Span`."""
         self._span.set_attributes(prefixed(attributes))
 
     def fail(self, reason: str, message: str = "") -> None:
-        """See `Span`."""
         self._span.set_attribute("error.type", reason)
         self._span.set_status(trace.StatusCode.ERROR, message or reason)
 
     def set_rpc_status(self, code: str) -> None:
-        """See `Span`."""
         self._span.set_attribute("rpc.response.status_code", code)
         if code != "OK":
             self.fail(code)
 
     def set_http_status(self, status: int) -> None:
-        """See `Span`."""
         self._span.set_attribute("http.response.status_code", status)
         if status >= 500:
             self.fail(str(status))
 
     def end(self) -> None:
-        """See `Span`."""
         if self._span.is_recording():
             self._span.end()
 
@@ -90,20 +83,19 @@ class RecordedSpan(Span):
 
 
 class OtelTracer:
-    """Makes spans by a tracer of OpenTelemetry's."""
+    """Creates spans with an OpenTelemetry tracer."""
 
     def __init__(self, tracer: trace.Tracer) -> None:
         self._tracer = tracer
 
     @classmethod
     def of_global_provider(cls) -> Self:
-        """By the process's own provider, which may come later: until then nothing is recorded."""
+        """Uses the global tracer provider, which may be set later: until then nothing is recorded."""
         return cls(trace.get_tracer("lmkv", lmkv.__version__))
 
     def begin(
         self, name: str, kind: SpanKind, parent: str | None, attributes: Mapping[str, Value], seconds: float = 0.0
     ) -> Span:
-        """See `Tracer`."""
         start_time = time.time_ns() - round(seconds * 1e9) if seconds else None
         context = None if parent is None else context_of(parent)
         span = self._tracer.start_span(
@@ -112,13 +104,12 @@ class OtelTracer:
         return RecordedSpan(span)
 
     def current_ids(self) -> tuple[str, str] | None:
-        """See `Tracer`."""
         context = trace.get_current_span().get_span_context()
         return (f"{context.trace_id:032x}", f"{context.span_id:016x}") if context.is_valid else None
 
 
 class Provider:
-    """A tracer provider of lmkv's own. It sends in batches, by a thread, from a queue that is bounded."""
+    """A tracer provider of lmkv's own, which exports in batches from a bounded queue, in a thread."""
 
     def __init__(self, service_name: str, instance_id: str) -> None:
         self._exporter = span_exporter()
@@ -127,7 +118,7 @@ class Provider:
         self.tracer = OtelTracer(self._provider.get_tracer("lmkv", lmkv.__version__))
 
     def close(self, timeout_seconds: float) -> None:
-        """Sends what is left, and gives up after `timeout_seconds`: whoever does not answer delays nobody's end."""
+        """Exports the remaining spans, for at most `timeout_seconds`."""
         closing = threading.Thread(target=self._provider.shutdown, name="lmkv-last-spans", daemon=True)
         closing.start()
         closing.join(timeout_seconds)
@@ -137,7 +128,7 @@ class Provider:
 
 
 def context_of(traceparent: str) -> otel_context.Context:
-    """The context that a `traceparent` names; an empty one if it names none."""
+    """The context of a `traceparent`; an empty one if it is invalid."""
     parts = traceparent.split("-")
     try:
         _, trace_id, span_id, flags = parts[:4]
@@ -150,12 +141,12 @@ def context_of(traceparent: str) -> otel_context.Context:
 
 
 def has_tracer_provider() -> bool:
-    """Whether the process has a provider already."""
+    """Whether the process has set a tracer provider."""
     return isinstance(trace.get_tracer_provider(), TracerProvider)
 
 
 def resource(service_name: str, instance_id: str) -> Resource:
-    """Who exports: by the variables, and by these names where the variables are silent."""
+    """The exported resource: these names, unless the `OTEL_*` variables set others."""
     configured = Resource.create().attributes
     names: dict[str, Any] = {"service.version": lmkv.__version__}
     if str(configured.get("service.name", "")).startswith("unknown_service"):
@@ -166,7 +157,7 @@ def resource(service_name: str, instance_id: str) -> Resource:
 
 
 def span_exporter() -> SpanExporter:
-    """An exporter that the variables set up."""
+    """The exporter that the `OTEL_*` variables configure."""
     if otlp_protocol("TRACES") == "http/protobuf":
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as OverHttp
 
@@ -177,13 +168,13 @@ def span_exporter() -> SpanExporter:
 
 
 def otlp_protocol(signal: str) -> str:
-    """`grpc`, unless the variables say something else."""
+    """The OTLP protocol of a signal; `grpc` by default."""
     general = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     return os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL", general)
 
 
 def insecure(signal: str) -> bool | None:
-    """Whether to speak plaintext: unless the endpoint's scheme is https, as vLLM reads it. None: the variables say."""
+    """Whether to export without TLS: unless the endpoint is https, as in vLLM. None: the variables decide."""
     if any(os.environ.get(f"OTEL_EXPORTER_OTLP_{part}INSECURE") for part in ("", f"{signal}_")):
         return None
     general = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")

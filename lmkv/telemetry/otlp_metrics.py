@@ -1,6 +1,6 @@
-"""Metrics by OTLP: the very numbers that `/metrics` shows, in OpenTelemetry's form. One source, two ways out.
+"""Exports the metrics of a Prometheus registry by OTLP.
 
-Names are Prometheus's, but for what the semantic conventions name; times are cumulative from the start of the export.
+Names are those of Prometheus, except for metrics of the semantic conventions; values are cumulative from the start.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CUMULATIVE = AggregationTemporality.CUMULATIVE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Convention:
-    """What OpenTelemetry's semantic conventions call a metric."""
+    """Name and labels of a metric in OpenTelemetry's semantic conventions."""
 
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -65,15 +65,15 @@ CONVENTIONS = {
     "process_virtual_memory_bytes": Convention(name="process.memory.virtual"),
     "process_open_fds": Convention(name="process.unix.file_descriptor.count"),
 }
-"""By Prometheus's name."""
+"""By the name of the Prometheus metric."""
 UNITS = {"_seconds": "s", "_bytes": "By"}
 
 
 class MetricsExport:
-    """Sends a registry's metrics at an interval, and once more when it is left. One event loop owns the registry.
+    """Exports a registry's metrics at an interval, and once more on exit. Collects on the event loop that enters it.
 
-    Sending is a thread's: while one is not done, the next is left out. Nobody waits for it but, for at most
-    `flush_seconds`, the end.
+    A thread sends the data; while it has not finished, the next export is skipped. Only the exit waits for it, for at
+    most `flush_seconds`.
     """
 
     def __init__(self, registry: CollectorRegistry, service_name: str, instance_id: str, flush_seconds: float) -> None:
@@ -95,7 +95,7 @@ class MetricsExport:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Sends a last time and stops, in at most `flush_seconds`. Idempotent."""
+        """Exports a last time and stops, within `flush_seconds`. Idempotent."""
         task, self._task = self._task, None
         if task is None:
             return
@@ -117,7 +117,7 @@ class MetricsExport:
     def _send(self) -> None:
         try:
             data = to_otlp(self._registry.collect(), self._resource, self._start_ns, time.time_ns())
-        except Exception:  # a metric that cannot be read must not end the export of all others
+        except Exception:  # an error in one collector must not end the export
             logger.exception("metrics cannot be collected")
             return
         self._sent.clear()
@@ -129,14 +129,14 @@ class MetricsExport:
             except Exception:
                 logger.exception("metrics cannot be exported")
             finally:
-                with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                with suppress(RuntimeError):  # the loop is closed
                     loop.call_soon_threadsafe(self._sent.set)
 
         threading.Thread(target=export, name="lmkv-metrics-export", daemon=True).start()
 
 
 def to_otlp(families: Iterable[Family], source: Resource, start_ns: int, now_ns: int) -> MetricsData:
-    """What Prometheus would scrape now, as OTLP says it. Kinds that Prometheus has and OTLP has not are left out."""
+    """Converts metric families to OTLP. Types that OTLP does not have are omitted."""
     metrics = []
     for family in families:
         points = _DataPoints(CONVENTIONS.get(family.name), start_ns, now_ns)
@@ -165,12 +165,12 @@ class _DataPoints:
         self._times: dict[str, Any] = {"start_time_unix_nano": start_ns, "time_unix_nano": now_ns}
 
     def numbers(self, samples: Iterable[Sample], suffix: str) -> list[NumberDataPoint]:
-        """One per sample; those of another suffix, such as `_created`, are no values."""
+        """One data point per sample with the suffix; others, such as `_created`, are not values."""
         wanted = (sample for sample in samples if suffix == "" or sample.name.endswith(suffix))
         return [NumberDataPoint(self._attributes(one.labels), **self._times, value=float(one.value)) for one in wanted]
 
     def histograms(self, samples: Iterable[Sample]) -> list[HistogramDataPoint]:
-        """One per set of labels. Prometheus counts what is at most a bound, OTLP what is between two."""
+        """One histogram per set of labels. Prometheus buckets are cumulative, those of OTLP are not."""
         by_labels: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
         for sample in samples:
             labels = dict(sample.labels)
@@ -191,8 +191,8 @@ class _DataPoints:
             count=at_most[-1],
             sum=group["sum"],
             bucket_counts=[count - before for before, count in zip([0, *at_most], at_most, strict=False)],
-            explicit_bounds=group["bounds"][:-1],  # the last is infinite
-            min=None,  # type: ignore[arg-type]  # nobody knows; the encoder leaves it out
+            explicit_bounds=group["bounds"][:-1],  # the last bound is infinite
+            min=None,  # type: ignore[arg-type]  # unknown; the encoder omits it
             max=None,  # type: ignore[arg-type]
         )
 

@@ -1,4 +1,4 @@
-"""Whether and where this process exports, as the standard `OTEL_*` variables say. Called once, where it starts."""
+"""Sets up the export of traces and metrics by the standard `OTEL_*` variables. Called once per process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 1.0
-"""Most time that a process which ends gives its last spans, and its last metrics, to leave."""
+"""Maximum time for the last export of spans, and of metrics, when the process exits."""
 
 
 def wanted(signal: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether `traces` or `metrics` are to be exported: an endpoint is prefixed, and nothing switches it off."""
+    """Whether `traces` or `metrics` are exported: an endpoint is set, and the export is not disabled."""
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
     if environ.get(f"OTEL_{signal.upper()}_EXPORTER", "otlp") != "otlp":
@@ -33,46 +33,47 @@ def wanted(signal: str, environ: Mapping[str, str] = os.environ) -> bool:
 
 @contextmanager
 def trace_process(service_name: str, instance_id: str) -> Iterator[None]:
-    """Records the spans of a process of lmkv's own, if that is wanted; in the end waits `FLUSH_SECONDS` for the last.
+    """Records the spans of a process of lmkv, if configured; flushes them on exit, for at most `FLUSH_SECONDS`.
 
-    Both names are for those that `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` do not say.
+    `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` override both names.
     """
     provider = _own_provider(service_name, instance_id) if wanted("traces") else None
     if provider is None:
         yield
         return
-    spans.use(provider.tracer)
+    spans.set_tracer(provider.tracer)
     try:
         yield
     finally:
-        spans.use(None)
+        spans.set_tracer(None)
         provider.close(FLUSH_SECONDS)
 
 
 def trace_engine(instance_id: str, *, engine_traces: bool) -> None:
-    """Records the connector's spans, for the rest of the process: with those of the engine, if it traces itself.
+    """Records the connector's spans until the process exits: with the engine's provider, if the engine traces.
 
-    Otherwise on its own, if the variables say so. Nothing needs closing: no engine waits for a span when it ends.
+    Otherwise with a provider of its own, if configured. There is nothing to close: the exit of an engine waits for no
+    span.
     """
     if spans.tracing() or not (engine_traces or wanted("traces")):
         return
     try:
         from lmkv.telemetry import otel
     except ImportError as error:
-        _explain(error)
+        _warn_not_installed(error)
         return
     if engine_traces or otel.has_tracer_provider():
-        spans.use(otel.OtelTracer.of_global_provider())
+        spans.set_tracer(otel.OtelTracer.of_global_provider())
     elif provider := _own_provider("lmkv-connector", instance_id):
-        spans.use(provider.tracer)
+        spans.set_tracer(provider.tracer)
 
 
 def export_metrics(
     registry: CollectorRegistry, service_name: str, instance_id: str
 ) -> AbstractAsyncContextManager[object]:
-    """While entered, sends what the registry collects, if that is wanted, at `OTEL_METRIC_EXPORT_INTERVAL`.
+    """A context that exports the registry's metrics, if configured, every `OTEL_METRIC_EXPORT_INTERVAL` and on exit.
 
-    It is collected on the event loop, and sent by a thread; the last of it when this is left.
+    Collects on the event loop, and sends in a thread.
     """
     if not wanted("metrics"):
         return nullcontext()
@@ -81,7 +82,7 @@ def export_metrics(
 
         return MetricsExport(registry, service_name, instance_id, FLUSH_SECONDS)
     except ImportError as error:
-        _explain(error)
+        _warn_not_installed(error)
         return nullcontext()
 
 
@@ -91,9 +92,9 @@ def _own_provider(service_name: str, instance_id: str) -> Provider | None:
 
         return Provider(service_name, instance_id)
     except ImportError as error:
-        _explain(error)
+        _warn_not_installed(error)
         return None
 
 
-def _explain(error: ImportError) -> None:
-    logger.warning("OTEL_* variables name an endpoint, but nothing is exported: install lmkv[telemetry] (%s)", error)
+def _warn_not_installed(error: ImportError) -> None:
+    logger.warning("OTEL_* variables set an endpoint, but nothing is exported: install lmkv[telemetry] (%s)", error)

@@ -1,7 +1,7 @@
-"""Spans, as the rest of lmkv writes them. Who records them, if anybody does, is decided once per process.
+"""The tracing API of lmkv. Spans record nothing unless `set_tracer` was called.
 
-Context crosses processes and hooks as one W3C `traceparent` string; inside a task it is simply the span that is
-entered. Attributes are keywords and appear as `lmkv.NAME`; those of OpenTelemetry's semantic conventions are set here.
+Context passes between processes and hooks as a W3C `traceparent`; inside a task it is the span that was entered.
+Attributes are keywords and are exported as `lmkv.NAME`; those of OpenTelemetry's semantic conventions are set here.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Protocol, Self, TypeAlias
 Value: TypeAlias = str | int | float | bool | Sequence[str]
 
 TRACEPARENT = "traceparent"
-"""Key of gRPC metadata, and of the trace headers of requests."""
+"""Key of gRPC metadata and HTTP header."""
 
 
 class SpanKind(Enum):
-    """Which end of a conversation a span is."""
+    """The role of a span in a call."""
 
     INTERNAL = "INTERNAL"
     CLIENT = "CLIENT"
@@ -26,37 +26,37 @@ class SpanKind(Enum):
 
 
 class Span:
-    """One step of a request. This one records nothing; it is what everybody gets where nobody traces.
+    """One step of a request. This base class records nothing; it is used when tracing is off.
 
-    Entering it makes it the parent of what the task does inside; leaving it ends it. Or `end` it by hand.
+    Entering it makes it the parent of spans that begin inside; leaving it ends it. `end` ends it without entering.
     """
 
     __slots__ = ()
 
     @property
     def traceparent(self) -> str:
-        """What continues the trace elsewhere; empty if there is none."""
+        """W3C trace context for another process; empty if the span is not recorded."""
         return ""
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The same as metadata of a gRPC call."""
+        """`traceparent` as metadata of a gRPC call."""
         return ()
 
     def set(self, **attributes: Value) -> None:
-        """Adds what is known by now."""
+        """Sets attributes."""
 
     def fail(self, reason: str, message: str = "") -> None:
-        """It did not do what it was for: `reason` is one word of a few, `message` is for people."""
+        """Marks the span as failed. `reason` has low cardinality; `message` is free text."""
 
     def set_rpc_status(self, code: str) -> None:
-        """The gRPC code that its call ended with."""
+        """Sets the gRPC status code of the call. Other codes than OK are failures."""
 
     def set_http_status(self, status: int) -> None:
-        """The HTTP status that its request is answered with. Only a server's own fault, 5xx, is a failure."""
+        """Sets the HTTP status of the response. Only 5xx is a failure."""
 
     def end(self) -> None:
-        """It is over. Repeating it is safe."""
+        """Ends the span. Idempotent."""
 
     def __enter__(self) -> Self:
         return self
@@ -70,63 +70,63 @@ NO_SPAN = Span()
 
 
 class Tracer(Protocol):
-    """Makes spans that are recorded."""
+    """Creates spans that are recorded."""
 
     def begin(
         self, name: str, kind: SpanKind, parent: str | None, attributes: Mapping[str, Value], seconds: float = 0.0
     ) -> Span:
-        """A span that began `seconds` ago.
+        """Begins a span, `seconds` ago.
 
-        Its parent is `parent`, a `traceparent`; None means the span that the task is in. If that is none, it is a root.
+        `parent` is a `traceparent`; None means the current span, if any. An empty one makes a root span.
         """
         ...
 
     def current_ids(self) -> tuple[str, str] | None:
-        """Trace id and span id of the span that the task is in, in hexadecimal, if any."""
+        """Trace id and span id of the current span in hexadecimal, if any."""
         ...
 
 
-_tracer: Tracer | None = None  # the process's, as its logging is: spans are begun wherever something happens
+_tracer: Tracer | None = None  # global, as logging is
 
 
-def use(tracer: Tracer | None) -> None:
-    """Decides who records spans from now on."""
+def set_tracer(tracer: Tracer | None) -> None:
+    """Sets the tracer that records spans; None stops recording."""
     global _tracer
     _tracer = tracer
 
 
 def tracing() -> bool:
-    """Whether anybody records spans."""
+    """Whether spans are recorded."""
     return _tracer is not None
 
 
 def current_ids() -> tuple[str, str] | None:
-    """Trace id and span id of the span that the task is in, in hexadecimal, if any."""
+    """Trace id and span id of the current span in hexadecimal, if any."""
     return _tracer.current_ids() if _tracer else None
 
 
 def begin(name: str, *, parent: str | None = None, kind: SpanKind = SpanKind.INTERNAL, **attributes: Value) -> Span:
-    """A span under `parent`, a `traceparent`; empty: a root; None: under the span that the task is in, if any."""
+    """Begins a span under `parent`, a `traceparent`. Empty: a root span; None: under the current span, if any."""
     if _tracer is None:
         return NO_SPAN
     return _tracer.begin(name, kind, parent, prefixed(attributes))
 
 
 def follow(name: str, traceparent: str, *, kind: SpanKind = SpanKind.SERVER, **attributes: Value) -> Span:
-    """A span that continues another process's trace; nothing if that process does not trace."""
+    """Begins a span in the trace of another process; records nothing if `traceparent` is empty."""
     if _tracer is None or not traceparent:
         return NO_SPAN
     return _tracer.begin(name, kind, traceparent, prefixed(attributes))
 
 
 def record(name: str, seconds: float, *, parent: str, **attributes: Value) -> None:
-    """A span of something that is over and took so long, up to now; nothing if `parent` is empty."""
+    """Records a span that ends now and began `seconds` ago; records nothing if `parent` is empty."""
     if _tracer is not None and parent:
         _tracer.begin(name, SpanKind.INTERNAL, parent, prefixed(attributes), seconds).end()
 
 
 def call(method: str, address: str) -> Span:
-    """The caller's side of a unary gRPC call of `SERVICE/METHOD`; nothing outside of a trace."""
+    """The client span of a unary gRPC call of `SERVICE/METHOD`; records nothing outside of a trace."""
     if _tracer is None or _tracer.current_ids() is None:
         return NO_SPAN
     host, _, port = address.rpartition(":")
@@ -135,9 +135,9 @@ def call(method: str, address: str) -> Span:
 
 
 def serve(method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> Span:
-    """The server's side of a unary gRPC call; it continues the trace that the metadata names, or begins one.
+    """The server span of a unary gRPC call, in the trace of the metadata or in a new one.
 
-    gRPC's own services, which probes call all the time, begin none.
+    gRPC's own services, which probes call often, begin no trace.
     """
     if _tracer is None:
         return NO_SPAN
@@ -148,9 +148,9 @@ def serve(method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> Sp
 
 
 def serve_http(method: str, route: str, traceparent: str) -> Span:
-    """The server's side of an HTTP request; it continues the trace that the header names.
+    """The server span of an HTTP request, in the trace of the header.
 
-    Without one only a `POST` begins a trace: pages, probes and scrapes are fetched all the time.
+    Without a header only a `POST` begins a trace, since pages, probes and scrapes are frequent.
     """
     if _tracer is None or not (traceparent or method == "POST"):
         return NO_SPAN
@@ -159,7 +159,7 @@ def serve_http(method: str, route: str, traceparent: str) -> Span:
 
 
 def prefixed(attributes: Mapping[str, Value]) -> dict[str, Value]:
-    """Attributes under lmkv's own prefix."""
+    """Attributes with the prefix `lmkv.`."""
     return {f"lmkv.{name}": value for name, value in attributes.items()}
 
 

@@ -74,7 +74,7 @@ def test_refused_calls_leave_a_bounded_number_of_log_lines(path: Path, caplog: p
     authenticator._log._interval_seconds = 0.0
     with pytest.raises(Unauthenticated):
         authenticator.authenticate(LOOKUP, None)
-    assert caplog.records[-1].message.endswith(" (99 more such lines were left out)")
+    assert caplog.records[-1].message.endswith(" (99 more such lines were omitted)")
 
 
 def test_a_method_that_the_table_does_not_have_is_nobodys(path: Path) -> None:

@@ -45,7 +45,7 @@ def test_what_makes_no_value_leaves_the_last_one_and_is_told_once(
         assert [fresh.get(), fresh.get()] == [1, 1]
         path.unlink()
         assert fresh.get() == 1
-    assert [record.message for record in caplog.records] == ["going on as before: number holds no number"] * 2
+    assert [record.message for record in caplog.records] == ["keeping the previous value: number holds no number"] * 2
     path.write_text("3")
     assert fresh.get() == 3
 

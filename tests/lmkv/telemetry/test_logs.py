@@ -146,4 +146,4 @@ def test_a_record_has_a_bounded_length(lines: StringIO, written: StringIO) -> No
     for text in (lines.getvalue(), written.getvalue()):
         assert len(text) < MAX_MESSAGE_CHARACTERS + 10_000
         assert "983616 more characters" in text
-        assert "lines are left out" in text
+        assert "lines are omitted" in text

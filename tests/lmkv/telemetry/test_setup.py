@@ -167,7 +167,7 @@ class TestEngine:
     @pytest.fixture(autouse=True)
     def forgotten(self) -> object:
         yield
-        spans.use(None)
+        spans.set_tracer(None)
 
     @pytest.fixture
     def of_the_engine(self, monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:

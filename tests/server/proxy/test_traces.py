@@ -25,9 +25,9 @@ def recorded() -> Iterator[InMemorySpanExporter]:
     exporter = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    spans.use(OtelTracer(provider.get_tracer("test")))
+    spans.set_tracer(OtelTracer(provider.get_tracer("test")))
     yield exporter
-    spans.use(None)
+    spans.set_tracer(None)
 
 
 async def test_engines_continue_the_proxys_span(

@@ -45,9 +45,9 @@ def book() -> Iterator[Book]:
     book = Book()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(book)
-    spans.use(OtelTracer(provider.get_tracer("test")))
+    spans.set_tracer(OtelTracer(provider.get_tracer("test")))
     yield book
-    spans.use(None)
+    spans.set_tracer(None)
 
 
 @pytest.fixture
