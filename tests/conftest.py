@@ -51,9 +51,11 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before anybody imports gRPC:
 
 
 def pytest_configure() -> None:
-    """Lets Ctrl-C work in what the tests start: a run in the background inherits that it is ignored."""
+    """Lets Ctrl-C and SIGHUP work in what the tests start: a run in the background, or by `nohup`, ignores them."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)  # pytest still survives it; new programs begin with the default
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

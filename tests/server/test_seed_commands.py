@@ -107,6 +107,8 @@ def manual(tmp_path: Path, short_folder: Path) -> Iterator[Manual]:
         for process in manual.nodes:
             stack.callback(process.request_stop)
         manual.coordinator.wait_until(manual.answers, "ready, with both instances", 40.0)
+        for number, process in enumerate(manual.nodes, 1):  # which serve engines once they are registered
+            process.wait_until(manual.socket(number).exists, "ready for engines", 40.0)
         yield manual
 
 
