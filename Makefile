@@ -82,5 +82,8 @@ verify-typescript: $(STAMP) ## check format, style and types of the TypeScript p
 fix-typescript: $(STAMP) ## format it, and mend what can be mended without thinking
 	@cd client/typescript && npm run --silent fix
 
-verify-floors: $(STAMP) ## check that imports point down only
+verify-floors: $(STAMP) ## check the import contracts
 	@$(BIN)/lint-imports
+
+fix-floors: $(STAMP) ## write docs/architecture.md again, from the import contracts and docstrings
+	@$(BIN)/python scripts/architecture

@@ -1,0 +1,45 @@
+"""The tree is as its rules say: packages are described, drawn, and of bounded size."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.promises.conftest import Run
+
+SOURCES = ("lmkv", "kernels/lmkv_kernels", "client/lmkv_client", "server/lmkv_server")
+MAX_MODULES = 16
+"""In one folder, besides `__init__`, `__main__` and generated stubs."""
+
+
+def modules(root: Path) -> Iterator[tuple[Path, ast.Module]]:
+    """Every product module that is not generated."""
+    for source in SOURCES:
+        for file in sorted((root / source).rglob("*.py")):
+            if "_pb2" not in file.name:
+                yield file.relative_to(root), ast.parse(file.read_text())
+
+
+def test_the_drawing_is_what_the_contracts_say_now(root: Path, run: Run, tmp_path: Path) -> None:
+    run(sys.executable, "scripts/architecture", tmp_path / "architecture.md")
+    made, committed = ((folder / "architecture.md").read_text() for folder in (tmp_path, root / "docs"))
+    assert made == committed, "run `make fix-floors`: docs/architecture.md is stale"
+
+
+def test_every_package_says_what_it_is_for(root: Path) -> None:
+    packages = [(file, tree) for file, tree in modules(root) if file.name == "__init__.py" and file.parent.name != "v1"]
+    assert len(packages) > 20
+    assert not [str(file) for file, tree in packages if not ast.get_docstring(tree)]
+
+
+def test_no_folder_has_too_many_modules(root: Path) -> None:
+    counts: dict[str, int] = defaultdict(int)
+    for file, _ in modules(root):
+        if file.name not in ("__init__.py", "__main__.py"):
+            counts[str(file.parent)] += 1
+    assert not {folder: count for folder, count in counts.items() if count > MAX_MODULES}
