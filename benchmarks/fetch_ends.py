@@ -43,7 +43,7 @@ def keys_of(count: int) -> list[ChunkKey]:
 
 
 class Node:
-    """What a node has for its peers: pool, tier, channel, `Peers`, and `PeerService` on a free port."""
+    """What a node has for its peers: pool, tier, channel, fetcher, and `PeerService` on a free port."""
 
     def __init__(self, instance_id: str, spec: KvSpec, chunk_count: int, transfer_channel: str) -> None:
         self.spec = spec
@@ -82,7 +82,9 @@ class Node:
         side = PeerServer(config, epoch=self.epoch, tier=self.tier, pool=self.pool, engines=engines_here)
         await self._stack.enter_async_context(side)
         self.address = side.address
-        self.peers = side.peers
+        self.channels = side.channels
+        self.connections = side.connections
+        self.fetcher = side.fetcher
 
     def fill(self, keys: list[ChunkKey]) -> list[int]:
         """Commits a chunk for each key; their offsets in the pool."""

@@ -18,6 +18,7 @@ from lmkv.errors import LmkvError
 from lmkv.transfer import Copy
 from lmkv.units import GB
 from lmkv_server.node.cache.host import Chunk
+from lmkv_server.node.tiers.progress import Progress
 
 PROMPT_TOKENS = {4000: "", 2000: "_2000", 512: "_512"}
 """Lengths of prompts, and what rows of that length end with."""
@@ -121,13 +122,10 @@ class Ends:
         """Seconds of a fetch into an empty tier."""
         keys, held = keys_of(chunk_count), list[Chunk]()
         started = time.perf_counter()
-        fetched = await self._node.peers.fetch(
-            self._node.spec,
-            keys,
-            [self._owner.holder(chunk_count)],
-            FETCH_SECONDS,
-            lambda chunks: held.extend(chunk for _, chunk in chunks),
+        progress = Progress(
+            self._node.tier, self._node.spec, keys, 0, lambda chunks: held.extend(chunk for _, chunk in chunks)
         )
+        fetched = await self._node.fetcher.fetch(progress, [self._owner.holder(chunk_count)], FETCH_SECONDS)
         seconds = time.perf_counter() - started
         self._node.tier.unhold(held)
         self._node.tier.drop(keys)
@@ -141,14 +139,14 @@ class Ends:
             Copy(remote_address=remote, local_address=local, size_bytes=self._node.spec.chunk_bytes)
             for remote, local in zip(self._owner.addresses(chunk_count), self._local(chunk_count), strict=True)
         ]
-        connection = self._node.peers.connections.get(self._owner.holder(chunk_count))
+        connection = self._node.connections.get(self._owner.holder(chunk_count))
         assert connection is not None
         spec = self._node.spec
-        await connection.agree(spec, FETCH_SECONDS)
+        await connection.connect(spec, FETCH_SECONDS)
         grant = (await connection.acquire(spec, keys_of(chunk_count), FETCH_SECONDS, FETCH_SECONDS)).grant
         self._owner.serve_bare()  # for what needs the owner's progress; the channel's own is not on without a grant
         started = time.perf_counter()
-        await self._node.peers.channels.read(connection.name, copies, FETCH_SECONDS, lambda: None, grant.grant_id)
+        await self._node.channels.read(connection.name, copies, FETCH_SECONDS, lambda: None, grant.grant_id)
         seconds = time.perf_counter() - started
         self._owner.rest_bare()
         await connection.release(grant.grant_id, FETCH_SECONDS)

@@ -53,7 +53,7 @@ class ScaledNode:
         self._random = random.Random(-number)
         self._held: deque[ChunkKey] = deque(split_keys(random_keys(number, chunk_count)))
         tier = HostTier(TIER_BYTES)
-        self._orders = OrderRunner(instance_id=self.name, tier=tier, engines=Engines(tier), peers=None)
+        self._orders = OrderRunner(instance_id=self.name, tier=tier, engines=Engines(tier), fetcher=None)
 
     @property
     def name(self) -> str:

@@ -150,7 +150,7 @@ class Node:
             instance_id=self.config.instance_id,
             tier=self.tier,
             engines=self.engines,
-            peers=self._peer_side.peers if self._peer_side else None,
+            fetcher=self._peer_side.fetcher if self._peer_side else None,
             disk=self.disk,
             remote=self.remote,
         )
@@ -172,7 +172,7 @@ class Node:
             sources=TierStack(
                 self.tier,
                 self.fleet,
-                peers=side.peers if side else None,
+                fetcher=side.fetcher if side else None,
                 receiver=side.receiver if side else None,
                 disk=self.disk,
                 remote=self.remote,
@@ -251,13 +251,18 @@ class Node:
     def _stats(self) -> registry_service_pb2.InstanceStats:
         """Statistics since the start. Chunks in the remote tier count as the node's own."""
         lookups = self._service.lookups.stats()
-        traffic = self._peer_side.peers.traffic.values() if self._peer_side else ()
+        traffic = self._peer_side.pipeline.stats().traffic if self._peer_side else ()
         return registry_service_pb2.InstanceStats(
             asked_chunks=lookups.asked_chunks,
             own_chunks=lookups.own_chunks,
             peer_chunks=lookups.peer_chunks,
             evicted_chunks=self.tier.evicted_count,
-            traffic=sorted(traffic, key=lambda peer: -peer.transferred_bytes)[:MAX_TRAFFIC],
+            traffic=[
+                registry_service_pb2.PeerTraffic(
+                    instance_id=peer.instance_id, chunk_count=peer.chunk_count, transferred_bytes=peer.transferred_bytes
+                )
+                for peer in sorted(traffic, key=lambda peer: -peer.transferred_bytes)[:MAX_TRAFFIC]
+            ],
         )
 
     # --- Engines -------------------------------------------------------------------------------------------------

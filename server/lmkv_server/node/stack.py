@@ -13,7 +13,7 @@ from lmkv.tiers import Run
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv.v1.registry_service_pb2 import SpecConflict
 from lmkv_server.node.cache.host import Chunk, HostTier
-from lmkv_server.node.fetch.fetcher import Fetched, Peers
+from lmkv_server.node.fetch.fetcher import FetchResult, PeerFetcher
 from lmkv_server.node.fleet.membership import FleetMembership
 from lmkv_server.node.handoff.device_buffers import DeviceBuffers
 from lmkv_server.node.handoff.receiver import Receiver
@@ -37,7 +37,7 @@ class TierStack:
         tier: HostTier,
         fleet: FleetMembership,
         *,
-        peers: Peers | None,
+        fetcher: PeerFetcher | None,
         receiver: Receiver | None,
         disk: DiskTier | None,
         remote: RemoteTier | None = None,
@@ -47,14 +47,14 @@ class TierStack:
         self._disk = disk
         self._remote = remote
         self._fleet = fleet
-        self._peers = peers
+        self._fetcher = fetcher
         self._receiver = receiver
         self._locate_timeout_seconds = locate_timeout_seconds
 
     @property
     def connected(self) -> bool:
         """Whether asking the coordinator makes sense at all."""
-        return self._peers is not None and self._fleet.connected
+        return self._fetcher is not None and self._fleet.connected
 
     @property
     def asks(self) -> bool:
@@ -104,7 +104,7 @@ class TierStack:
 
     def fetch_seconds(self, holders: Sequence[Holder], size_bytes: int) -> float | None:
         """How long it should take to bring so many bytes from the best of these; None if that is not known."""
-        return self._peers.expected_seconds(holders, size_bytes) if self._peers else None
+        return self._fetcher.expected_seconds(holders, size_bytes) if self._fetcher else None
 
     def read_seconds(self, size_bytes: int) -> float | None:
         """How long it should take to read so many bytes from disk; None if that is not known."""
@@ -122,7 +122,7 @@ class TierStack:
         timeout_seconds: float,
         on_chunks: OnChunks,
         handoff_id: str = "",
-    ) -> Fetched:
+    ) -> FetchResult:
         """Brings chunks into the own tier: what a handoff brings, what is on disk, what peers hold, what all share.
 
         Never raises but for cancellation; what did not come is in the result.
@@ -153,7 +153,7 @@ class TierStack:
         timeout_seconds: float,
         on_chunks: OnChunks,
         handoff_id: str,
-    ) -> Fetched:
+    ) -> FetchResult:
         """The same, without what all share."""
         began = time.monotonic()
         progress = Progress(self._tier, spec, keys, 0, on_chunks)
@@ -163,16 +163,16 @@ class TierStack:
             if self._disk:
                 await self._read(self._disk.reader, progress, timeout_seconds - (time.monotonic() - began))
             rest_seconds = timeout_seconds - (time.monotonic() - began)
-            if progress.missing and rest_seconds > 0 and self._peers:
+            if progress.missing and rest_seconds > 0 and self._fetcher:
                 if handoff_id:
                     holders, rest_seconds = await self.locate(keys), min(rest_seconds, REST_SECONDS)
                 if self._remote and self._remote.is_usable:  # which is asked after them: not all the time
                     rest_seconds /= 2
                 if handoff_id or holders:
-                    return await self._peers.bring(progress, holders, rest_seconds)
+                    return await self._fetcher.fetch(progress, holders, rest_seconds)
         finally:
             progress.close()
-        return Fetched(chunk_count=progress.handed_count, seconds=time.monotonic() - began)
+        return FetchResult(chunk_count=progress.handed_count, seconds=time.monotonic() - began)
 
     async def _read(self, reader: TierReader[Any], progress: Progress, timeout_seconds: float) -> None:
         """Brings what is missing and in a deeper tier."""

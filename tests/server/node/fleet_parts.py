@@ -60,7 +60,7 @@ class Shelf:
         """All that `conflicts_changed` was called with."""
         self.tier = HostTier(1 << 20, self)
         """For orders, which work on a real one."""
-        self.orders = OrderRunner(instance_id=instance_id, tier=self.tier, engines=Engines(self.tier), peers=None)
+        self.orders = OrderRunner(instance_id=instance_id, tier=self.tier, engines=Engines(self.tier), fetcher=None)
 
     def describe(self) -> Instance:
         return Instance(

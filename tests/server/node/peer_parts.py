@@ -27,9 +27,12 @@ from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.events import HOST, CacheListener
 from lmkv_server.node.cache.host import Chunk, HostTier
-from lmkv_server.node.handoff.sender import Handed
+from lmkv_server.node.fetch.fetcher import FetchResult
+from lmkv_server.node.fetch.pipeline import PeerTraffic
+from lmkv_server.node.handoff.sender import HandoffResult
 from lmkv_server.node.serving.server import PeerServer
 from lmkv_server.node.sessions.sessions import Engines
+from lmkv_server.node.tiers.progress import OnChunks, Progress
 
 SERVICE = "lmkv.v1.PeerService"
 RUNTIME_VARIABLE = "LMKV_TESTS_RUNTIME_DIR"
@@ -63,7 +66,7 @@ def words_of(key: ChunkKey, spec: KvSpec, token_count: int = 256) -> NDArray[np.
 
 
 class Parts:
-    """One node's tier, pool, channel, `PeerService` and `Peers`."""
+    """One node's tier, pool, channel, `PeerService`, fetcher, and both sides of handoffs."""
 
     def __init__(
         self,
@@ -111,7 +114,9 @@ class Parts:
         self.address = side.address
         self.channels = side.channels
         self.inspector = side.inspector
-        self.peers = side.peers
+        self.connections = side.connections
+        self.fetcher = side.fetcher
+        self.pipeline = side.pipeline
         self.receiver = side.receiver
         self.senders = side.senders
         self.directory = side.directory
@@ -152,9 +157,29 @@ class Parts:
         self.senders.stored(HOST, chunk)
         return chunk
 
-    def hand(self, request_id: str, instance_id: str, keys: Sequence[ChunkKey], token_count: int = 0) -> Future[Handed]:
+    async def fetch(
+        self,
+        spec: KvSpec,
+        keys: Sequence[ChunkKey],
+        holders: Sequence[Holder],
+        timeout_seconds: float,
+        on_chunks: OnChunks,
+        *,
+        first: int = 0,
+    ) -> FetchResult:
+        """Fetches `keys[first:]`, as a load of an engine does."""
+        progress = Progress(self.tier, spec, keys, first, on_chunks)
+        return await self.fetcher.fetch(progress, holders, timeout_seconds)
+
+    def traffic(self) -> dict[str, PeerTraffic]:
+        """What was transferred, by peer."""
+        return {peer.instance_id: peer for peer in self.pipeline.stats().traffic}
+
+    def hand(
+        self, request_id: str, instance_id: str, keys: Sequence[ChunkKey], token_count: int = 0
+    ) -> Future[HandoffResult]:
         """Hands a prompt to the node of this instance; how that went."""
-        ended: Future[Handed] = asyncio.get_running_loop().create_future()
+        ended: Future[HandoffResult] = asyncio.get_running_loop().create_future()
         self.senders.start(
             self.spec,
             request_id=request_id,
@@ -183,7 +208,7 @@ class Parts:
         assert len(self.receiver.handoffs) == 0
         assert self.tier.reserved_count == 0
         assert not any(chunk.holds for chunk in self.tier)
-        assert len(self.peers.flights) == 0
+        assert len(self.fetcher.inflight) == 0
         assert all(self.holds_right(chunk) for chunk in self.tier)
 
 

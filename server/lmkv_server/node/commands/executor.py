@@ -18,7 +18,7 @@ from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.cache.pins import Pins
 from lmkv_server.node.commands.progress import OrderProgress
-from lmkv_server.node.fetch.fetcher import Peers
+from lmkv_server.node.fetch.fetcher import PeerFetcher
 from lmkv_server.node.sessions.sessions import Engines
 from lmkv_server.node.tiers.disk.tier import DiskTier
 from lmkv_server.node.tiers.progress import Progress
@@ -33,14 +33,14 @@ DROP_BATCH_CHUNKS = 4096
 
 
 class OrderExecutor:
-    """Executes orders on one node's tiers. Without `peers` every fetch is refused."""
+    """Executes orders on one node's tiers. Without `fetcher` every fetch is refused."""
 
     def __init__(
         self,
         *,
         tier: HostTier,
         engines: Engines,
-        peers: Peers | None,
+        fetcher: PeerFetcher | None,
         pins: Pins,
         disk: DiskTier | None = None,
         remote: RemoteTier | None = None,
@@ -49,7 +49,7 @@ class OrderExecutor:
         self._disk = disk
         self._remote = remote
         self._engines = engines
-        self._peers = peers
+        self._fetcher = fetcher
         self._pins = pins
 
     async def fetch(self, order: pb.FetchOrder, progress: OrderProgress) -> None:
@@ -65,7 +65,7 @@ class OrderExecutor:
             raise KvSpecMismatch(
                 f"no engine of fingerprint {order.fingerprint.hex()} has attached here", field="fingerprint"
             )
-        if self._peers is None:
+        if self._fetcher is None:
             raise Unreachable("this node has no peers; set enable_p2p")
 
         def on_chunks(chunks: list[tuple[int, Chunk]]) -> None:
@@ -80,7 +80,7 @@ class OrderExecutor:
             peer_address=order.peer_address,
             matched_chunk_count=len(keys),
         )
-        fetched = await self._peers.bring(fetching, [peer], MAX_FETCH_SECONDS)
+        fetched = await self._fetcher.fetch(fetching, [peer], MAX_FETCH_SECONDS)
         here = {chunk.key for chunk in progress.fetched if not chunk.dropped}
         self._tier.find([key for key in keys if key in here])  # counts as a use: soon this may be the only holder
         rest = fetched.error or ChunkNotFound(f"{order.instance_id} does not hold it", instance_id=order.instance_id)

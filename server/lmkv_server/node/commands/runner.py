@@ -29,7 +29,7 @@ from lmkv_server.node.commands.journal import OrderJournal
 from lmkv_server.node.commands.operation_log import OperationLog
 from lmkv_server.node.commands.outcome_log import kind_of, log_outcome
 from lmkv_server.node.commands.progress import OrderProgress
-from lmkv_server.node.fetch.fetcher import Peers
+from lmkv_server.node.fetch.fetcher import PeerFetcher
 from lmkv_server.node.sessions.sessions import Engines
 from lmkv_server.node.tiers.disk.tier import DiskTier
 from lmkv_server.node.tiers.remote.tier import RemoteTier
@@ -77,7 +77,7 @@ class OrderRunner:
         instance_id: str,
         tier: HostTier,
         engines: Engines,
-        peers: Peers | None,
+        fetcher: PeerFetcher | None,
         disk: DiskTier | None = None,
         remote: RemoteTier | None = None,
     ) -> None:
@@ -93,7 +93,7 @@ class OrderRunner:
         self._instance_id = instance_id
         self._tier = tier
         self._executor = OrderExecutor(
-            tier=tier, engines=engines, peers=peers, pins=self.pins, disk=disk, remote=remote
+            tier=tier, engines=engines, fetcher=fetcher, pins=self.pins, disk=disk, remote=remote
         )
         self._journal: OrderJournal[pb.OrderOutcome] = OrderJournal()
         self._running: dict[str, asyncio.Task[None]] = {}

@@ -11,7 +11,7 @@ from lmkv.errors import Unreachable
 from lmkv.keys import split_keys
 from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv_server.node.handoff.sender import Handed
+from lmkv_server.node.handoff.sender import HandoffResult
 from lmkv_server.node.handoff.senders import Senders
 
 
@@ -39,7 +39,7 @@ class EngineHandoffs:
             return
         if self._senders is None:
             alone = Unreachable("this node has no peers: set enable_p2p")
-            self._ended(Handed(request_id=handoff.request_id, error=alone))
+            self._ended(HandoffResult(request_id=handoff.request_id, error=alone))
             return
         self._running.add(handoff.request_id)
         self._senders.start(
@@ -71,7 +71,7 @@ class EngineHandoffs:
                 self._senders.cancel(request_id)
         self._running.clear()
 
-    def _ended(self, handed: Handed) -> None:
+    def _ended(self, handed: HandoffResult) -> None:
         self._running.discard(handed.request_id)
         message = pb.HandedChunks(
             request_id=handed.request_id,

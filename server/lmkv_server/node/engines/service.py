@@ -100,7 +100,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             self._streams.discard(stream)
             stream.close()
             if self._buffers:
-                self._buffers.forget(session.engine_id)
+                self._buffers.remove(session.engine_id)
             self._engines.detach(session)
             self._on_detach()
             logger.info("engine %s detached", session.engine_id)
@@ -120,7 +120,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         if self._buffers is None:
             raise BadMessage("this node has no peers: set enable_p2p")
         part = self._buffers.lend(first.part)
-        listener = asyncio.create_task(part.listen(request_iterator))
+        listener = asyncio.create_task(part.receive(request_iterator))
         listener.add_done_callback(lambda _: part.end())
         try:
             while order := await part.take():
@@ -129,7 +129,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
                 await listener  # raises what ended it
         finally:
             listener.cancel()
-            self._buffers.lost(part.buffer)
+            self._buffers.close(part.buffer)
 
     def _check_config(self, engine_id: str, expected: dict[str, str]) -> None:
         """Raises `ConfigConflict` if the engine expects another node, and ends this one if engines may replace it."""

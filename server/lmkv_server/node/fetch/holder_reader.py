@@ -1,8 +1,6 @@
-"""One holder at work for one fetch: acquires windows of chunks, reads them in batches, verifies and commits.
+"""One active holder of one fetch: acquires windows of chunks at the peer, and moves them through the pipeline.
 
-acquire ──► read ──► verify ──► commit, hand on      Reads follow each other without a gap: while one runs the next
-             read ──► verify ──► commit ...          ones are posted already, and those before are verified.
-              read ──► ...                ──► release
+connect ──► acquire ──► pipeline: read, verify, commit ──► release ──► acquire ──► ...
 """
 
 from __future__ import annotations
@@ -10,75 +8,215 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from lmkv.errors import ChunkNotFound, Full, KvSpecMismatch, LmkvError, NoFreeExtents, Unreachable
+from lmkv.keys import ChunkKey
 from lmkv.v1 import peer_service_pb2 as pb
-from lmkv_server.node.cache.host import Chunk
-from lmkv_server.node.fetch.inflight import Incoming, Offer, PendingWrites, checked_extents
+from lmkv_server.node.cache.host import Chunk, HostTier, Reserved
+from lmkv_server.node.fetch.fetch import FetchState
+from lmkv_server.node.fetch.pending_writes import PendingWrites
+from lmkv_server.node.fetch.pipeline import TransferPipeline
 from lmkv_server.node.fetch.scheduler import HolderState
-from lmkv_server.node.peers.connection import PeerConnection
-
-if TYPE_CHECKING:
-    from lmkv_server.node.fetch.fetch import Fetch
+from lmkv_server.node.peers.connection_pool import PeerConnectionPool
+from lmkv_server.node.peers.extents import PeerChunk, granted_chunks
 
 logger = logging.getLogger(__name__)
 
 READS_AHEAD = 3
-"""Reads that are posted at a time: whatever the loop is late by, the wire has something to do."""
+"""Reads that run at a time, so that the channel is busy even while the event loop is."""
 GRANT_MARGIN_SECONDS = 0.5
 
 
 class HolderReader:
-    """One holder at work. It is in the plan's `working` until it has run."""
+    """Reads the chunks that the plan assigns to one holder. A `Transfer` of the pipeline, window by window."""
 
-    def __init__(self, fetch: Fetch, peer: PeerConnection, source: HolderState) -> None:
+    reads_ahead = READS_AHEAD
+
+    def __init__(
+        self,
+        fetch: FetchState,
+        pipeline: TransferPipeline,
+        connections: PeerConnectionPool,
+        holder: HolderState,
+        on_commit: Callable[[HolderReader, Sequence[int]], None],
+    ) -> None:
+        """`on_commit` is called with the indices of chunks that this holder has delivered."""
         self._fetch = fetch
-        self._peers = fetch.peers
         self._progress = fetch.progress
         self._plan = fetch.plan
-        self._spec = fetch.progress.spec
-        self._peer = peer
-        self._source = source
-        self._failure: LmkvError | None = None
+        self._pipeline = pipeline
+        self._connections = connections
+        self._holder = holder
+        self._on_commit = on_commit
+        self._peer = fetch.connections[holder]
+        self._granted: dict[int, PeerChunk] = {}
+        """The chunks of the window that is being transferred, by index."""
+        self._grant_id = ""
+        self._damaged: set[int] = set()
+        """Chunks of this window that were damaged on arrival."""
         self._releasing: asyncio.Task[None] | None = None
-        self._free_at = 0.0
-        """When the last read ended, and the next one had the wire for itself."""
+        self._last_read_end = 0.0
+        """When the last read ended: the next one had the channel for itself from then on."""
         self._task: asyncio.Task[None] | None = None
         self._reads: dict[asyncio.Task[None], set[int]] = {}
-        """Batches that are being read, and which of their chunks no other holder has brought since."""
+        """Running reads, and those of their chunks that no other holder has delivered since."""
         self._reading_bytes = 0
         self._waiting_count = 0
-        """Steps that wait for an answer of the holder."""
+        """Steps that wait for the holder."""
+
+    # --- What the pipeline asks for ------------------------------------------------------------------------------
+
+    @property
+    def tier(self) -> HostTier:
+        return self._pipeline.tier
+
+    @property
+    def keys(self) -> Sequence[ChunkKey]:
+        return self._progress.keys
+
+    @property
+    def fingerprint(self) -> bytes:
+        return self._progress.spec.fingerprint
+
+    @property
+    def instance_id(self) -> str:
+        return self._peer.instance_id
+
+    def next_batch(self) -> Sequence[PeerChunk]:
+        if self._fetch.is_over:
+            return ()
+        return [self._granted[index] for index in self._plan.next_batch(self._holder)]
+
+    def reserve(self, chunk: PeerChunk) -> Reserved | None:
+        reserved = self.tier.reserve(chunk.size_bytes)
+        if reserved is None:
+            self._fetch.is_full = True
+            self._fetch.error = NoFreeExtents("the own pool is full of chunks in use", retry_seconds=1)
+        return reserved
+
+    async def read(self, writes: PendingWrites) -> Sequence[int] | None:
+        started = time.monotonic()
+        step_seconds = self._fetch.step_seconds(self._holder)
+        size_bytes = sum(chunk.remote.size_bytes for chunk in writes.chunks)
+        task = asyncio.current_task()
+        assert task
+        self._reads[task] = {chunk.remote.index for chunk in writes.chunks} & self._progress.missing
+        try:
+            with self._watched(size_bytes):
+                checksums = await self._pipeline.read(self._peer, writes, step_seconds, self._grant_id)
+        finally:
+            del self._reads[task]
+        self._record_answer()
+        now = time.monotonic()
+        seconds = now - max(started, self._last_read_end)
+        self._last_read_end = now
+        self._plan.record_read(self._holder, size_bytes, seconds)
+        return checksums
+
+    def is_missing(self, index: int) -> bool:
+        return index in self._progress.missing
+
+    def commit(self, chunks: Sequence[tuple[int, Chunk]]) -> None:
+        self._progress.add(chunks, self.instance_id)
+        for index, chunk in chunks:
+            self._plan.commit(self._holder, index, chunk, self.instance_id)
+        self._on_commit(self, [index for index, _ in chunks])
+
+    def reject(self, index: int) -> None:
+        self._damaged.add(index)
+        self._holder.unavailable.add(index)
+        self._progress.failures[self.keys[index]] = Unreachable(
+            f"it arrived damaged from {self.instance_id}", instance_id=self.instance_id
+        )
+
+    def end_batch(self, indices: Sequence[int]) -> None:
+        self._plan.unassign(self._holder, indices)
+
+    # --- Windows -------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Brings what the plan wants from this holder. Ends when that is nothing, or the holder fails."""
-        fetch, source = self._fetch, self._source
+        """Returns when the plan has nothing more for this holder, or the holder has failed."""
+        fetch, holder = self._fetch, self._holder
         self._task = asyncio.current_task()
         try:
             with self._watched():
-                await self._peer.agree(self._spec, fetch.step_seconds(source))
-            while not fetch.is_over and (source.pending or self._plan.take(source)):
-                await self._bring_window(list(source.pending))
+                await self._peer.connect(self._progress.spec, fetch.step_seconds(holder))
+            while not fetch.is_over and (holder.pending or self._plan.assign(holder)):
+                await self._transfer_window(list(holder.pending))
         except LmkvError as error:
-            self._failed(error)
+            fetch.fail_holder(holder, error)
+            if not isinstance(error, KvSpecMismatch):
+                self._peer.record_failure()
+                logger.warning("peer %s failed: %s", self.instance_id, error)
         else:
-            if not source.late:
-                self._peer.worked()
+            if not holder.is_late:
+                self._peer.record_success()
         finally:
-            self._plan.leave(source)
+            self._plan.deactivate(holder)
+
+    async def _transfer_window(self, window: Sequence[int]) -> None:
+        """Acquires the chunks of a window, and moves those that are granted and not stolen meanwhile."""
+        if self._releasing:  # one grant at a time: it may have all that the peer grants to this node
+            await asyncio.wait([self._releasing], timeout=max(self._fetch.seconds_left(), 0))
+            if self._fetch.is_over:
+                return
+        try:
+            response = await self._acquire(window)
+        except Full as error:  # until earlier grants have ended
+            self._fetch.error = error
+            self._plan.unassign(self._holder, window)
+            await asyncio.sleep(float(error.metadata.get("retry_seconds", 0.02)))
+            return
+        self._granted, self._damaged = {}, set()
+        try:
+            granted = granted_chunks(response, window, self._progress.spec, self._peer.regions)
+            self._granted = {chunk.index: chunk for chunk in granted}
+            self._grant_id = response.grant.grant_id
+            self._note_absent(window)
+            await self._pipeline.run(self)
+        finally:
+            self._plan.unassign(self._holder, window)
+            if grant_id := response.grant.grant_id:
+                damaged = [place for place, index in enumerate(self._granted) if index in self._damaged]
+                self._releasing = self._connections.release(self._peer, grant_id, damaged)
+
+    async def _acquire(self, window: Sequence[int]) -> pb.AcquireResponse:
+        keys = [self.keys[index] for index in window]
+        ttl_seconds = self._fetch.seconds_left() + GRANT_MARGIN_SECONDS
+        step_seconds = self._fetch.step_seconds(self._holder)
+        started = time.monotonic()
+        acquiring = asyncio.create_task(self._peer.acquire(self._progress.spec, keys, ttl_seconds, step_seconds))
+        try:
+            with self._watched():
+                response = await asyncio.shield(acquiring)
+        except asyncio.CancelledError:
+            self._connections.release_once_granted(self._peer, acquiring)
+            raise
+        self._record_answer()
+        now = time.monotonic()
+        self._peer.bandwidth.record_response(now - started, now)
+        return response
+
+    def _note_absent(self, window: Sequence[int]) -> None:
+        """Records the chunks that the holder lacks. Those behind the last one granted may only exceed its limit."""
+        last = max(self._granted, default=window[-1])
+        absent = [index for index in window if index <= last and index not in self._granted]
+        self._holder.unavailable.update(absent)
+        error = ChunkNotFound(f"{self.instance_id} does not hold it", instance_id=self.instance_id)
+        self._progress.failures.update((self.keys[index], error) for index in absent)
+        self._plan.unassign(self._holder, {*window} - {*self._granted})
 
     # --- Late answers --------------------------------------------------------------------------------------------
 
     @contextmanager
     def _watched(self, size_bytes: int = 0) -> Iterator[None]:
-        """While a step runs: others are asked as well if it takes longer than it should, behind the reads before it."""
+        """Runs one step; marks the holder as late if this takes longer than expected, earlier reads included."""
         self._reading_bytes += size_bytes
         self._waiting_count += 1
-        seconds = self._fetch.late_after_seconds(self._source, self._reading_bytes)
-        timer = asyncio.get_running_loop().call_later(seconds, self._late)
+        seconds = self._fetch.late_seconds(self._holder, self._reading_bytes)
+        timer = asyncio.get_running_loop().call_later(seconds, self._mark_late)
         try:
             yield
         finally:
@@ -86,197 +224,24 @@ class HolderReader:
             self._waiting_count -= 1
             self._reading_bytes -= size_bytes
 
-    def _late(self) -> None:
-        """A step takes longer than it should."""
-        self._peer.was_late()
-        if count := self._plan.late(self._source):
-            self._peers.hedged += 1
-            logger.info("peer %s is late: others are asked for %d of its chunks", self._peer.instance_id, count)
+    def _mark_late(self) -> None:
+        self._peer.mark_late()
+        if count := self._fetch.mark_late(self._holder):
+            logger.info("peer %s is late: other peers are asked for %d of its chunks", self.instance_id, count)
 
-    def _answered(self) -> None:
-        """The holder has answered; only so does it count as one that is not late."""
-        self._source.late = False
-        self._peer.answered()
+    def _record_answer(self) -> None:
+        """The holder has answered, so it is no longer late."""
+        self._holder.is_late = False
+        self._peer.record_answer()
 
-    def leave(self) -> None:
-        """Nothing is missing any more: stops waiting for answers. What they may still write to is quarantined."""
+    def cancel(self) -> None:
+        """Cancels all that waits for the holder: no chunk is missing any more. Its reads go into quarantine."""
         if self._waiting_count and self._task:
             self._task.cancel()
 
-    def overtaken(self, indices: Sequence[int]) -> None:
-        """Another holder has brought these chunks: stops the reads that bring nothing else."""
+    def cancel_reads(self, indices: Sequence[int]) -> None:
+        """Cancels the reads all of whose chunks other holders have delivered; they have just delivered these."""
         for task, left in self._reads.items():
             left.difference_update(indices)
             if not left:
                 task.cancel()
-
-    # --- Steps ---------------------------------------------------------------------------------------------------
-
-    def _failed(self, error: LmkvError) -> None:
-        self._fetch.error = error
-        self._source.exhausted = True
-        if isinstance(error, KvSpecMismatch):
-            return
-        self._peer.failed()
-        self._peers.unreachable += 1
-        logger.warning("peer %s failed: %s", self._peer.instance_id, error)
-
-    async def _bring_window(self, window: Sequence[int]) -> None:
-        """Acquires a window and brings what is granted of it, as far as nobody steals it."""
-        if self._releasing:  # one grant at a time: it may take all that this node may have
-            await asyncio.wait([self._releasing], timeout=max(self._fetch.left(), 0))
-            if self._fetch.is_over:
-                return
-        try:
-            response = await self._acquire(window)
-        except Full as error:  # earlier grants will end
-            self._fetch.error = error
-            self._plan.give_back(self._source, window)
-            await asyncio.sleep(float(error.metadata.get("retry_seconds", 0.02)))
-            return
-        damaged: list[int] = []
-        try:
-            offers = checked_extents(response, len(window), self._spec, self._peer.regions)
-            self._refuse(window, [at for at, _, _ in offers])
-            granted = {window[at]: (at, address, extent) for at, address, extent in offers}
-            await self._bring(granted, response.grant.grant_id, damaged)
-        finally:
-            self._plan.give_back(self._source, window)
-            if grant_id := response.grant.grant_id:
-                places = [place for place, at in enumerate(response.present) if damaged and window[at] in damaged]
-                self._releasing = self._peers.connections.release(self._peer, grant_id, places)
-
-    async def _acquire(self, window: Sequence[int]) -> pb.AcquireResponse:
-        keys = [self._progress.keys[index] for index in window]
-        ttl_seconds = self._fetch.left() + GRANT_MARGIN_SECONDS
-        step_seconds = self._fetch.step_seconds(self._source)
-        started = time.monotonic()
-        acquiring = asyncio.create_task(self._peer.acquire(self._spec, keys, ttl_seconds, step_seconds))
-        try:
-            with self._watched():
-                response = await asyncio.shield(acquiring)
-            self._answered()
-        except asyncio.CancelledError:
-            self._peers.connections.release_once_granted(self._peer, acquiring)
-            raise
-        now = time.monotonic()
-        self._peer.bandwidth.record_response(now - started, now)
-        return response
-
-    def _refuse(self, window: Sequence[int], granted: Sequence[int]) -> None:
-        """Notes what the holder has lost. What comes after all it grants may be more than it grants at a time."""
-        until = granted[-1] if granted else len(window)
-        lost = [window[at] for at in sorted({*range(until)} - {*granted})]
-        self._source.refused.update(lost)
-        instance_id = self._peer.instance_id
-        absent = ChunkNotFound(f"{instance_id} does not hold it", instance_id=instance_id)
-        self._progress.failures.update((self._progress.keys[index], absent) for index in lost)
-        self._plan.give_back(self._source, {*window} - {window[at] for at in granted})
-
-    async def _bring(self, offers: dict[int, Offer], grant_id: str, damaged: list[int]) -> None:
-        """Reads, verifies and commits what is granted; notes what came damaged. Raises why a read failed."""
-        ahead = asyncio.Semaphore(READS_AHEAD)
-        async with asyncio.TaskGroup() as batches:
-            while True:
-                await ahead.acquire()
-                if self._failure or self._fetch.is_over:
-                    break
-                batch = self._plan.batch(self._source)
-                if not batch:
-                    break
-                offered = [offers[index] for index in batch]
-                batches.create_task(self._bring_batch(offered, batch, grant_id, ahead, damaged))
-        if self._failure:
-            raise self._failure
-
-    async def _bring_batch(
-        self,
-        offers: Sequence[Offer],
-        batch: Sequence[int],
-        grant_id: str,
-        ahead: asyncio.Semaphore,
-        damaged: list[int],
-    ) -> None:
-        landing = PendingWrites(self._peers.tier)
-        try:
-            try:
-                incoming = self._reserve(offers, batch, landing)
-                sums = await self._read(incoming, landing, grant_id) if incoming else None
-            finally:
-                ahead.release()
-            await self._verify(incoming, sums, landing, damaged)
-        except LmkvError as error:  # what other batches bring is still good
-            self._failure = error
-        finally:
-            self._plan.give_back(self._source, batch)
-            landing.close()
-            if landing.quarantined:
-                self._peers.quarantine(landing)
-
-    def _reserve(self, offers: Sequence[Offer], batch: Sequence[int], landing: PendingWrites) -> list[Incoming]:
-        """Makes room for what the peer offers, as far as there is any."""
-        incoming = []
-        for index, (_, address, extent) in zip(batch, offers, strict=True):
-            reserved = landing.reserve(extent.size_bytes)
-            if reserved is None:
-                self._fetch.full = True
-                self._fetch.error = NoFreeExtents("the own pool is full of chunks in use", retry_seconds=1)
-                break
-            incoming.append(
-                Incoming(
-                    index=index,
-                    remote_address=address,
-                    checksum=extent.checksum,
-                    token_count=extent.token_count,
-                    size_bytes=extent.size_bytes,
-                    reserved=reserved,
-                )
-            )
-        return incoming
-
-    async def _read(self, incoming: Sequence[Incoming], landing: PendingWrites, grant_id: str) -> list[int] | None:
-        """Reads into what was reserved; returns the chunks' checksums if they were made on the way."""
-        started = time.monotonic()
-        step_seconds = self._fetch.step_seconds(self._source)
-        size_bytes = sum(chunk.size_bytes for chunk in incoming)
-        task = asyncio.current_task()
-        assert task
-        self._reads[task] = {chunk.index for chunk in incoming} & self._progress.missing
-        try:
-            with self._watched(size_bytes):
-                sums = await self._peers.read(self._peer, incoming, landing, step_seconds, grant_id)
-        finally:
-            del self._reads[task]
-        self._answered()
-        now = time.monotonic()
-        seconds = now - max(started, self._free_at)
-        self._free_at = now
-        self._plan.measured(self._source, size_bytes, seconds)
-        return sums
-
-    async def _verify(
-        self, incoming: Sequence[Incoming], sums: Sequence[int] | None, landing: PendingWrites, damaged: list[int]
-    ) -> None:
-        """Commits what is what its owner committed, and hands it on."""
-        instance_id = self._peer.instance_id
-        arrived: list[tuple[int, Chunk]] = []
-        for chunk, intact in zip(incoming, await self._peers.verifier.intact(incoming, sums), strict=True):
-            if not intact:
-                damaged.append(chunk.index)
-                self._reject(chunk)
-            elif chunk.index not in self._progress.missing:
-                continue  # another holder was faster
-            elif committed := landing.commit(self._progress.keys, self._spec.fingerprint, chunk):
-                self._peers.count(instance_id, committed)
-                arrived.append((chunk.index, committed))
-        self._progress.add(arrived, instance_id)
-        for index, committed in arrived:
-            self._plan.land(self._source, index, committed, instance_id)
-        self._fetch.landed(self, [index for index, _ in arrived])
-
-    def _reject(self, incoming: Incoming) -> None:
-        key, instance_id = self._progress.keys[incoming.index], self._peer.instance_id
-        self._source.refused.add(incoming.index)
-        self._progress.failures[key] = Unreachable(f"it came damaged from {instance_id}", instance_id=instance_id)
-        self._peers.checksum_mismatches += 1
-        logger.warning("chunk %s came damaged from %s and was thrown away", key.hex(), instance_id)

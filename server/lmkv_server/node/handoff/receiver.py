@@ -1,6 +1,6 @@
-"""The decode's side of handoffs: has read what prefills hand over, and hands it on to the requests that come for it.
+"""The decode's side of handoffs: reads the chunks that prefills announce, and delivers them to the decode's requests.
 
-`Allocate`, `Commit` and `Release` of `PeerService` end here, and so do lookups and loads that name a handoff.
+Called by `PeerService` (`Allocate`, `Commit`, `Release`), and by lookups and loads that name a handoff.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from google.protobuf import duration_pb2
 
@@ -19,13 +20,14 @@ from lmkv.runtime.deadline_timer import DeadlineTimer
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.fetch.fetcher import Peers
+from lmkv_server.node.fetch.pipeline import TransferPipeline
 from lmkv_server.node.handoff.device_buffers import DeviceBuffers
 from lmkv_server.node.handoff.directory import Directory
-from lmkv_server.node.handoff.intake import READ_SECONDS, Intake
-from lmkv_server.node.handoff.state import Handoff, HandoffSource, State
+from lmkv_server.node.handoff.state import Handoff, HandoffSource, HandoffState
 from lmkv_server.node.handoff.table import HandoffTable
+from lmkv_server.node.handoff.transfer import READ_SECONDS, HandoffTransfer
 from lmkv_server.node.peers.connection import PeerConnection
+from lmkv_server.node.peers.connection_pool import PeerConnectionPool
 from lmkv_server.node.sessions.sessions import Engines
 from lmkv_server.node.tiers.progress import Progress
 
@@ -33,33 +35,50 @@ logger = logging.getLogger(__name__)
 
 MAX_KEYS = 4096
 ANNOUNCE_SECONDS = 1.0
-"""A request that comes before its handoff was announced waits for that so long."""
+"""How long a request that arrives before its handoff is announced waits for that."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReceiverStats:
+    """What handoffs to this node have brought since the start."""
+
+    chunk_count: int = 0
+    """Chunks that were read, verified and committed."""
+    received_bytes: int = 0
+    """Bytes of these."""
+    device_bytes: int = 0
+    """Bytes of these that were read into device buffers."""
 
 
 class Receiver:
-    """The handoffs of one decode's node. One event loop owns it; to be used as an async context manager."""
+    """The handoffs to one node. One event loop owns it; to be used as an async context manager."""
 
     def __init__(
-        self, handoffs: HandoffTable, peers: Peers, engines: Engines, directory: Directory, instance_id: str
+        self,
+        handoffs: HandoffTable,
+        pipeline: TransferPipeline,
+        connections: PeerConnectionPool,
+        engines: Engines,
+        directory: Directory,
+        instance_id: str,
     ) -> None:
-        """`directory` finds the prefills' nodes; `instance_id` is the own one."""
+        """`directory` finds the prefills' nodes; `instance_id` is this node's."""
         self.handoffs = handoffs
+        self.buffers = DeviceBuffers(
+            engines, handoffs.buffer_bytes, verify=pipeline.verifier.enabled, on_close=self._detach_buffer
+        )
+        """The device buffers that engines have lent for handoffs to them."""
         self._instance_id = instance_id
         self._directory = directory
-        self._peers = peers
-        self._tier = peers.tier
+        self._pipeline = pipeline
+        self._connections = connections
         self._engines = engines
-        self.buffers = DeviceBuffers(
-            engines, handoffs.buffer_bytes, verify=peers.verifier.enabled, on_lost=self._lost_buffer
-        )
-        """What engines have lent for prompts that are handed to them."""
-        self.intake = Intake(peers, self.buffers)
-        """What reads."""
+        self._stats = ReceiverStats()
         self._announced: dict[str, asyncio.Event] = {}
-        self._alarm = DeadlineTimer(self._expire)
+        self._timer = DeadlineTimer(self._expire)
 
     async def __aenter__(self) -> Receiver:
-        await self._alarm.__aenter__()
+        await self._timer.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -67,119 +86,144 @@ class Receiver:
 
     async def aclose(self) -> None:
         """Ends every handoff. Idempotent."""
-        await self._alarm.aclose()
+        await self._timer.aclose()
         self.handoffs.clear()
 
-    # --- What prefills say ---------------------------------------------------------------------------------------
+    def stats(self) -> ReceiverStats:
+        """The counters as they are now."""
+        return self._stats
+
+    # --- Calls of prefills ---------------------------------------------------------------------------------------
 
     async def allocate(self, request: pb.AllocateRequest, session_id: str) -> pb.AllocateResponse:
-        """See the proto; epoch and session were checked. The registry has the address that the prefill is read from."""
+        """Admits a handoff and reserves room for it; epoch and session were checked.
+
+        The prefill's address is the one that the fleet knows, not one that the request names. Raises `KvSpecMismatch`,
+        `InstanceNotFound`, and what `HandoffTable.allocate` raises.
+        """
         spec = self._engines.spec(request.fingerprint)
         if spec is None:
             raise KvSpecMismatch("no engine here shares chunks of this spec", fingerprint=request.fingerprint.hex())
         if request.instance_id == self._instance_id:
             raise BadMessage("instance_id is this node's own", field="instance_id")
         holder = await self._directory.find_epoch(request.instance_id, request.epoch)
-        giver = HandoffSource(
+        source = HandoffSource(
             instance_id=holder.instance_id,
             epoch=holder.epoch,
             address=holder.peer_address,
             session_id=session_id,
         )
-        connection = self._connection(giver)
+        connection = self._connection(source)
         keys = split_keys(request.chunk_keys, limit=MAX_KEYS)
         now = time.monotonic()
-        buffer = self.buffers.of(spec)
-        room = buffer.tier if buffer and connection.nixl_metadata else None
-        handoff = self.handoffs.allocate(request.request_id, giver, spec, keys, request.token_count, now, room)
-        self._alarm.changed()
+        buffer = self.buffers.find(spec)
+        destination = buffer.tier if buffer and connection.nixl_metadata else None
+        handoff = self.handoffs.allocate(request.request_id, source, spec, keys, request.token_count, now, destination)
+        self._timer.changed()
         if handoff.is_open:
-            self._peers.connections.introduce(connection, spec, READ_SECONDS, by_nixl=buffer is not None)
+            self._connections.connect(connection, spec, READ_SECONDS, by_nixl=buffer is not None)
         if announced := self._announced.get(handoff.request_id):
             announced.set()
         timeout = duration_pb2.Duration()
-        timeout.FromNanoseconds(round(self.handoffs.silence_seconds * 1e9))
+        timeout.FromNanoseconds(round(self.handoffs.timeout_seconds * 1e9))
         return pb.AllocateResponse(grant_id=handoff.grant_id, missing=handoff.missing, timeout=timeout)
 
     async def commit(self, request: pb.CommitRequest, session_id: str) -> pb.CommitResponse:
-        """See the proto; `session_id` is the caller's session, empty if it has none.
+        """Reads the chunks that the request names; `session_id` is the caller's session, empty if it has none.
 
-        Cancelled, it leaves no room reserved but of memory that a transfer may still write to.
+        Raises `GrantNotFound` if the handoff has ended, `BadMessage` if an extent is invalid, and why a read failed.
+        Cancelled, it leaves no extent reserved but those that a transfer may still write to.
         """
         handoff = self.handoffs.get(request.grant_id, session_id)
-        if handoff.state in (State.ABORTED, State.EXPIRED):
+        if handoff.state in (HandoffState.ABORTED, HandoffState.EXPIRED):
             raise GrantNotFound(f"handoff {handoff.request_id!r} is {handoff.state.value}", state=handoff.state.value)
         if len(request.indices) != len(request.extents):
             raise BadMessage("indices and extents differ in number", field="extents")
         damaged: list[int] = []
-        self.handoffs.heard(handoff, time.monotonic() + (2 * READ_SECONDS if request.indices else 0))
+        self.handoffs.renew(handoff, time.monotonic() + (2 * READ_SECONDS if request.indices else 0))
         try:
             if request.indices:
-                connection = self._connection(handoff.giver)
-                await connection.agree(handoff.spec, READ_SECONDS)
-                damaged = await self.intake.bring(handoff, connection, request)
+                connection = self._connection(handoff.source)
+                await connection.connect(handoff.spec, READ_SECONDS)
+                damaged = await self._read(handoff, connection, request)
         finally:
-            self.handoffs.heard(handoff, time.monotonic())
-            self._alarm.changed()
+            self.handoffs.renew(handoff, time.monotonic())
+            self._timer.changed()
         return pb.CommitResponse(damaged=damaged)
 
-    def drop(self, request_id: str, session_id: str | None = None) -> None:
-        """The handoff was refused, or no request will load it: a request that waits for it waits no longer.
+    async def _read(self, handoff: Handoff, connection: PeerConnection, request: pb.CommitRequest) -> list[int]:
+        """Reads, verifies and commits the chunks that are still missing; returns those that were damaged."""
+        buffer = self.buffers.with_tier(handoff.destination)
+        transfer = HandoffTransfer(handoff, connection, request, self._pipeline, buffer)
+        try:
+            await self._pipeline.run(transfer)
+        finally:
+            transfer.close()
+            received_bytes = sum(chunk.size_bytes for chunk in transfer.received)
+            self._stats = ReceiverStats(
+                chunk_count=self._stats.chunk_count + len(transfer.received),
+                received_bytes=self._stats.received_bytes + received_bytes,
+                device_bytes=self._stats.device_bytes + (received_bytes if buffer else 0),
+            )
+        return transfer.damaged
 
-        `session_id` is that of a prefill, which may end its own; None: this node's engine.
+    def drop(self, request_id: str, session_id: str | None = None) -> None:
+        """Withdraws a handoff that was refused or that no request will load; a request that waits for it stops waiting.
+
+        `session_id` is that of a prefill, which may withdraw only its own; None: this node's engine.
         """
         if not self.handoffs.withdraw(request_id, time.monotonic(), session_id):
             return
         if announced := self._announced.get(request_id):
             announced.set()
-        self._alarm.changed()
+        self._timer.changed()
 
     def release(self, grant_id: str, session_id: str) -> bool:
-        """The prefill will send nothing more; whether the grant is that of a handoff of this session."""
+        """Ends a handoff: its prefill sends no more chunks. Whether the session has a handoff of this grant."""
         found = self.handoffs.end(grant_id, session_id, time.monotonic())
-        self._alarm.changed()
+        self._timer.changed()
         return found
 
-    def _connection(self, giver: HandoffSource) -> PeerConnection:
-        holder = Holder(instance_id=giver.instance_id, epoch=giver.epoch, peer_address=giver.address)
-        connection = self._peers.connections.get(holder)
+    def _connection(self, source: HandoffSource) -> PeerConnection:
+        holder = Holder(instance_id=source.instance_id, epoch=source.epoch, peer_address=source.address)
+        connection = self._connections.get(holder)
         if connection is None:
             raise BadMessage(
-                f"{giver.instance_id!r} of epoch {giver.epoch} at {giver.address!r} is no peer to read from",
+                f"{source.instance_id!r} of epoch {source.epoch} at {source.address!r} cannot be read from",
                 field="peer_address",
             )
         return connection
 
-    # --- What the decode's requests want -------------------------------------------------------------------------
+    # --- Requests of the decode ----------------------------------------------------------------------------------
 
     def claim(self, request_id: str, engine_id: str = "") -> Callable[[], None]:
-        """A request has come to an engine for a handoff; the result is to be called when it lets go."""
+        """A request for this handoff has arrived at an engine; the caller calls the result when the request ends."""
         self.handoffs.claim(request_id, self.buffers.tier_of(engine_id))
 
         def unclaim() -> None:
             self.handoffs.unclaim(request_id)
-            self._alarm.changed()
+            self._timer.changed()
 
         return unclaim
 
     def promised(self, request_id: str, first: int, total: int) -> tuple[int, str]:
-        """Of a prompt of `total` chunks, those from `first` on that may come without a gap, and whose they are."""
+        """The number of chunks, of `total`, from `first` on that may arrive without a gap; the prefill's instance."""
         handoff = self.handoffs.find(request_id)
         if handoff is None:
-            return (0 if self.handoffs.is_over(request_id) else total - first), ""
-        if not self.handoffs.reaches(handoff):
+            return (0 if self.handoffs.is_closed(request_id) else total - first), ""
+        if not self.handoffs.is_loadable(handoff):
             return 0, ""
-        return min(handoff.promised(first), total - first), handoff.giver.instance_id
+        return min(handoff.promised(first), total - first), handoff.source.instance_id
 
     async def follow(self, request_id: str, progress: Progress, timeout_seconds: float) -> None:
-        """Takes chunks as they come, until all are there, the handoff has ended, or the time is up."""
+        """Adds chunks as they arrive, until none is missing, the handoff has ended, or the timeout."""
         deadline = time.monotonic() + timeout_seconds
         handoff = await self._announcement(request_id, min(timeout_seconds, ANNOUNCE_SECONDS))
-        while handoff and self.handoffs.reaches(handoff) and (left := deadline - time.monotonic()) > 0:
+        while handoff and self.handoffs.is_loadable(handoff) and (left := deadline - time.monotonic()) > 0:
             handoff.changed.clear()
             progress.find_own()
-            brought = {chunk.key: chunk for chunk in handoff.kept}
-            missing = [(index, brought.get(progress.keys[index])) for index in sorted(progress.missing)]
+            arrived = {chunk.key: chunk for chunk in handoff.chunks}
+            missing = [(index, arrived.get(progress.keys[index])) for index in sorted(progress.missing)]
             progress.add([(index, chunk) for index, chunk in missing if chunk])
             if not progress.missing or not handoff.is_open:
                 return
@@ -188,8 +232,8 @@ class Receiver:
                     await handoff.changed.wait()
 
     async def _announcement(self, request_id: str, timeout_seconds: float) -> Handoff | None:
-        """The handoff, which may be announced while this waits; None if it is not, or is over."""
-        if not self.handoffs.find(request_id) and not self.handoffs.is_over(request_id):
+        """Waits until the handoff is announced; None if it is not, or is closed."""
+        if not self.handoffs.find(request_id) and not self.handoffs.is_closed(request_id):
             announced = self._announced.setdefault(request_id, asyncio.Event())
             try:
                 async with asyncio.timeout(timeout_seconds):
@@ -200,17 +244,17 @@ class Receiver:
                 self._announced.pop(request_id, None)
         return self.handoffs.find(request_id)
 
-    def _lost_buffer(self, tier: HostTier) -> None:
-        self.handoffs.lose_room(tier, time.monotonic())
-        self._alarm.changed()
+    def _detach_buffer(self, tier: HostTier) -> None:
+        self.handoffs.detach_buffer(tier, time.monotonic())
+        self._timer.changed()
 
     def _expire(self) -> float | None:
-        """Ends what its time has come for; when the next time is."""
+        """Ends the handoffs whose deadline has passed; returns the next deadline."""
         for handoff in self.handoffs.expire(time.monotonic()):
             logger.warning(
-                "handoff %s expired: no word from %s for %.3g s",
+                "handoff %s expired: no message from %s for %.3g s",
                 handoff.request_id,
-                handoff.giver.instance_id,
-                self.handoffs.silence_seconds,
+                handoff.source.instance_id,
+                self.handoffs.timeout_seconds,
             )
         return self.handoffs.next_expiry()

@@ -1,53 +1,67 @@
-"""The prefill's side of handoffs: tells a decode's node of each chunk once it is committed here.
+"""The prefill's side of one handoff: announces each chunk to the decode's node once it is committed here.
 
-announce (`Allocate`) ──► say what is committed (`Commit`) ──► ... ──► all is there, or nothing more comes (`Release`)
-    └── refused, or dropped by the engine ──► withdrawn (`Release` by its name): the decode waits no longer
+announce (`Allocate`) ──► name committed chunks (`Commit`) ──► ... ──► all were read, or no more follow (`Release`)
+    └── refused, or dropped by the engine ──► withdrawn (`Release` by its name): the decode stops waiting
 
-The other node reads the bytes while `Commit` is under way. Between chunks an empty `Commit` says that the prefill is
-still at work. Nothing is kept in place for a handoff but what a running `Commit` names.
+The decode's node reads the chunks while `Commit` is running. An empty `Commit` renews the handoff's deadline while the
+engine computes. Only the chunks that a running `Commit` names are held for a handoff.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from lmkv.errors import Full, GrantNotFound, LmkvError, Unreachable, WrongInstance
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.spec import KvSpec
 from lmkv.v1 import peer_service_pb2 as pb
-from lmkv_server.node.cache.host import Chunk
+from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.handoff.directory import Directory
 from lmkv_server.node.peers.connection import PeerConnection
+from lmkv_server.node.peers.connection_pool import PeerConnectionPool
 from lmkv_server.node.sessions.wire import extent
 
-if TYPE_CHECKING:
-    from lmkv_server.node.handoff.senders import Senders
-
 ANSWER_SECONDS = 10.0
-"""A decode's node that takes longer to answer has failed."""
+"""Timeout of a call to the decode's node."""
 ADMISSION_SECONDS = 30.0
-"""So long a prefill tries to announce a handoff that there is no room for."""
+"""How long the announcement is repeated while the decode's node has no room."""
 COMMIT_BYTES = 256 << 20
-"""One `Commit` names about so much."""
+"""Approximate bytes that one `Commit` names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Handed:
-    """How a handoff went."""
+class HandoffResult:
+    """The outcome of a handoff, at the prefill's node."""
 
     request_id: str
     chunk_count: int = 0
-    """Chunks that the decode's node has now, those that it had before included."""
+    """Chunks that the decode's node has now, including those that it had before."""
     size_bytes: int = 0
     """Bytes that it read."""
     seconds: float = 0.0
-    """Time that took, without waiting for chunks to be computed."""
+    """Duration of the transfers, without waiting for chunks to be computed."""
     error: LmkvError | None = None
-    """Why it is not whole, if there was an error."""
+    """Why chunks are missing, if there was an error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SenderContext:
+    """What all handoffs from one node share."""
+
+    instance_id: str
+    """The prefill's node: this one."""
+    epoch: int
+    tier: HostTier
+    connections: PeerConnectionPool
+    directory: Directory
+    grant_reads: Callable[[str, Sequence[Chunk]], AbstractContextManager[str]]
+    """Permits a peer, by its name, to read chunks here; yields the id of the grant."""
+    inspect: Callable[[Sequence[Chunk], str], None]
+    """Called with chunks that arrived damaged at a peer, and its instance id."""
 
 
 class Sender:
@@ -55,7 +69,7 @@ class Sender:
 
     def __init__(
         self,
-        senders: Senders,
+        context: SenderContext,
         *,
         request_id: str,
         decode_instance_id: str,
@@ -63,48 +77,48 @@ class Sender:
         keys: Sequence[ChunkKey],
         token_count: int,
     ) -> None:
-        self._senders = senders
+        self._context = context
         self._request_id = request_id
         self._decode_instance_id = decode_instance_id
         self._spec = spec
         self._keys = keys
         self._token_count = token_count
         self._missing: dict[ChunkKey, int] = {}
-        """What the other node has not yet, by key: the index."""
+        """Index, by key, of each chunk that the decode's node lacks."""
         self._ready: dict[ChunkKey, int] = {}
-        """Those of them that are committed here."""
+        """The missing chunks that are committed here and not sent yet."""
         self._ended = asyncio.Event()
         self._is_dropped = False
         self._changed = asyncio.Event()
         self._size_bytes = 0
         self._seconds = 0.0
 
-    def admitted(self, key: ChunkKey) -> None:
-        """A chunk was committed here."""
+    def add(self, key: ChunkKey) -> None:
+        """Sends a chunk that was committed here, if it is one of the handoff's."""
         if key in self._missing:
             self._ready[key] = self._missing[key]
             self._changed.set()
 
     def end(self) -> None:
-        """No chunk will be committed any more."""
+        """No further chunk will be committed: `run` returns when the committed ones are sent."""
         self._ended.set()
         self._changed.set()
 
     def drop(self) -> None:
-        """No request will load it: `run` withdraws it."""
+        """Has `run` withdraw the handoff: no request will load it."""
         self._is_dropped = True
         self.end()
 
-    async def run(self) -> Handed:
-        """Returns when everything is handed over, nothing more will come, or it has failed. Raises nothing."""
+    async def run(self) -> HandoffResult:
+        """Returns when all chunks are sent, no more will be committed, or the handoff has failed. Raises nothing."""
         error: LmkvError | None = None
         try:
-            await self._hand_over()
+            await self._transfer()
         except LmkvError as failure:
             error = failure
         except TimeoutError:
             error = Unreachable(f"{self._decode_instance_id} does not answer", instance_id=self._decode_instance_id)
-        return Handed(
+        return HandoffResult(
             request_id=self._request_id,
             chunk_count=len(self._keys) - len(self._missing),
             size_bytes=self._size_bytes,
@@ -112,16 +126,16 @@ class Sender:
             error=error,
         )
 
-    async def _hand_over(self) -> None:
+    async def _transfer(self) -> None:
         self._missing = {key: index for index, key in enumerate(self._keys)}
-        connections = self._senders.peers.connections
+        connections = self._context.connections
         peer, answer = await self._begin()
-        if peer is None:  # both engines share this node: what is committed is there
+        if peer is None:  # both engines share this node: the chunks are there
             self._missing.clear()
             return
         self._missing = {self._keys[index]: index for index in answer.missing if 0 <= index < len(self._keys)}
         try:
-            tier = self._senders.tier
+            tier = self._context.tier
             self._ready = {key: index for key, index in self._missing.items() if tier.get(key)}
             await self._send_all(peer, answer)
         finally:
@@ -131,60 +145,62 @@ class Sender:
                 connections.release(peer, answer.grant_id)
 
     async def _begin(self) -> tuple[PeerConnection | None, pb.AllocateResponse]:
-        """The decode's node once it has room; None if that is this node. Raises why there is none."""
-        directory = self._senders.directory
+        """The decode's node, once it has reserved room; None if that is this node. Raises why it refuses."""
+        directory = self._context.directory
         for is_last in (False, True):
             holder = await directory.find(self._decode_instance_id)
-            if holder.instance_id == self._senders.instance_id:
+            if holder.instance_id == self._context.instance_id:
                 return None, pb.AllocateResponse()
-            peer = self._senders.peers.connections.get(holder)
+            peer = self._context.connections.get(holder)
             if peer is None:
-                raise Unreachable(f"{holder.instance_id} has left {holder.peer_address}", address=holder.peer_address)
+                raise Unreachable(
+                    f"{holder.instance_id} is no longer at {holder.peer_address}", address=holder.peer_address
+                )
             try:
-                await peer.compare(self._spec, ANSWER_SECONDS)
+                await peer.compare_specs(self._spec, ANSWER_SECONDS)
                 return peer, await self._announce(peer)
-            except WrongInstance:  # it was started again since
+            except WrongInstance:  # it has restarted
                 directory.forget(self._decode_instance_id)
                 if is_last:
                     raise
-            except (Unreachable, GrantNotFound):  # the decode is gone, or has ended it
+            except (Unreachable, GrantNotFound):  # the decode's node has ended, or the handoff has
                 directory.forget(self._decode_instance_id)
                 raise
             except BaseException:
-                self._senders.peers.connections.withdraw(peer, self._request_id)
+                self._context.connections.withdraw(peer, self._request_id)
                 raise
         raise AssertionError("the second try returns or raises")
 
     async def _announce(self, peer: PeerConnection) -> pb.AllocateResponse:
-        """Asks for room until there is some. Raises why there is none."""
+        """Repeats `Allocate` while there is no room, up to `ADMISSION_SECONDS`. Raises why it is refused."""
         request = pb.AllocateRequest(
-            instance_id=self._senders.instance_id,
-            epoch=self._senders.epoch,
+            instance_id=self._context.instance_id,
+            epoch=self._context.epoch,
             peer_epoch=peer.epoch,
             request_id=self._request_id,
             fingerprint=self._spec.fingerprint,
             chunk_keys=join_keys(self._keys),
             token_count=self._token_count,
         )
-        give_up_at = time.monotonic() + ADMISSION_SECONDS
+        deadline = time.monotonic() + ADMISSION_SECONDS
         while True:
             try:
                 return await peer.allocate(request, self._spec, ANSWER_SECONDS)
             except Full as error:
-                if self._ended.is_set() or time.monotonic() > give_up_at:
+                if self._ended.is_set() or time.monotonic() > deadline:
                     raise
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._ended.wait(), float(error.metadata.get("retry_seconds", 0.05)))
 
     async def _send_all(self, peer: PeerConnection, answer: pb.AllocateResponse) -> None:
-        sign_of_life_seconds = answer.timeout.ToNanoseconds() / 1e9 / 3
+        renewal_seconds = answer.timeout.ToNanoseconds() / 1e9 / 3
         while self._missing and not self._is_dropped:
             self._changed.clear()
             if not self._ready:
                 if self._ended.is_set():
                     return
                 try:
-                    async with asyncio.timeout(sign_of_life_seconds):
+                    async with asyncio.timeout(renewal_seconds):
                         await self._changed.wait()
                 except TimeoutError:
                     await peer.commit(pb.CommitRequest(grant_id=answer.grant_id), ANSWER_SECONDS)
@@ -193,14 +209,14 @@ class Sender:
                 return
 
     async def _send(self, peer: PeerConnection, grant_id: str) -> bool:
-        """Has the other node read what is ready, as much as one call may name; whether all of it came whole."""
-        tier = self._senders.tier
+        """Has the decode's node read the ready chunks, up to the limit of a call; whether all arrived intact."""
+        tier = self._context.tier
         batch: dict[int, Chunk] = {}
         size_bytes = 0
         while self._ready and size_bytes < COMMIT_BYTES:
             key = next(iter(self._ready))
             index = self._ready.pop(key)
-            if chunk := tier.get(key):  # it may be evicted again
+            if chunk := tier.get(key):  # else it was evicted since
                 batch[index] = chunk
                 size_bytes += chunk.size_bytes
         if not batch:
@@ -209,13 +225,13 @@ class Sender:
         tier.hold(batch.values())
         began = time.monotonic()
         try:
-            with self._senders.lending(peer.name, tuple(batch.values())) as read_grant_id:
+            with self._context.grant_reads(peer.name, tuple(batch.values())) as read_grant_id:
                 request.read_grant_id = read_grant_id
                 response = await peer.commit(request, ANSWER_SECONDS)
         finally:
             tier.unhold(batch.values())
         self._seconds += time.monotonic() - began
-        self._senders.suspect([batch[index] for index in response.damaged if index in batch], peer.instance_id)
+        self._context.inspect([batch[index] for index in response.damaged if index in batch], peer.instance_id)
         for index, chunk in batch.items():
             if index not in response.damaged:
                 self._missing.pop(chunk.key, None)

@@ -1,11 +1,11 @@
-"""All handoffs that the engines of one node give away."""
+"""All handoffs from the engines of one node."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 from lmkv import telemetry
 from lmkv.errors import BadMessage, Full, LmkvError
@@ -13,53 +13,34 @@ from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
 from lmkv.telemetry import Span
 from lmkv_server.node.cache.events import HOST, CachedChunk
-from lmkv_server.node.cache.host import Chunk, HostTier
-from lmkv_server.node.fetch.fetcher import Peers
-from lmkv_server.node.handoff.directory import Directory
-from lmkv_server.node.handoff.sender import Handed, Sender
+from lmkv_server.node.handoff.sender import HandoffResult, Sender, SenderContext
 
 logger = logging.getLogger(__name__)
 
 MAX_SENDERS = 1024
 
 
-class Senders:
-    """The handoffs that a node's engines give away. One event loop owns it; to be used as an async context manager."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SenderStats:
+    """Handoffs from this node since the start."""
 
-    def __init__(
-        self,
-        *,
-        instance_id: str,
-        epoch: int,
-        peers: Peers,
-        directory: Directory,
-        limit: int = MAX_SENDERS,
-        lending: Callable[[str, Sequence[Chunk]], AbstractContextManager[str]],
-        suspect: Callable[[Sequence[Chunk], str], None],
-    ) -> None:
-        """`lending` permits a peer to read chunks here and yields the grant's id; `suspect` is called with chunks that
-        came damaged from here to a peer.
-        """
-        self.instance_id = instance_id
-        self.epoch = epoch
-        self.peers = peers
-        self.directory = directory
-        self.lending = lending
-        self.suspect = suspect
-        self.done_count = 0
-        """Handoffs that brought everything, since the start."""
-        self.failed_count = 0
-        """Those that did not."""
-        self.sent_bytes = 0
-        """Bytes that decodes' nodes have read."""
+    done_count: int = 0
+    """Handoffs all of whose chunks were sent."""
+    failed_count: int = 0
+    sent_bytes: int = 0
+    """Bytes that the decodes' nodes have read."""
+
+
+class Senders:
+    """The running handoffs. One event loop owns it; to be used as an async context manager."""
+
+    def __init__(self, context: SenderContext, *, limit: int = MAX_SENDERS) -> None:
+        """`limit` is the most handoffs that run at a time."""
+        self._context = context
         self._limit = limit
+        self._stats = SenderStats()
         self._running: dict[str, tuple[Sender, asyncio.Task[None]]] = {}
         self._withdrawing: set[asyncio.Task[None]] = set()
-
-    @property
-    def tier(self) -> HostTier:
-        """Where the chunks are."""
-        return self.peers.tier
 
     def __len__(self) -> int:
         return len(self._running)
@@ -78,11 +59,15 @@ class Senders:
         if tasks:
             await asyncio.wait(tasks, timeout=1.0)
 
+    def stats(self) -> SenderStats:
+        """The counters as they are now."""
+        return self._stats
+
     def stored(self, tier: str, chunk: CachedChunk) -> None:
-        """Announces a chunk of the host tier in the handoffs that wait for it."""
+        """Sends a chunk of the host tier for the handoffs that it is part of."""
         if tier == HOST:
             for sender, _ in self._running.values():
-                sender.admitted(chunk.key)
+                sender.add(chunk.key)
 
     def removed(self, tier: str, chunk: CachedChunk) -> None:
         """Does nothing: a handoff holds the chunks that it announced."""
@@ -95,15 +80,15 @@ class Senders:
         decode_instance_id: str,
         keys: Sequence[ChunkKey],
         token_count: int,
-        on_end: Callable[[Handed], None],
+        on_end: Callable[[HandoffResult], None],
         traceparent: str = "",
     ) -> None:
-        """Begins a handoff, which tells `on_end` how it went: at once if another of its name is under way."""
+        """Begins a handoff; `on_end` is called with its result: at once if it is refused."""
         if error := self._refusal(request_id):
-            on_end(Handed(request_id=request_id, error=error))
+            on_end(HandoffResult(request_id=request_id, error=error))
             return
         sender = Sender(
-            self,
+            self._context,
             request_id=request_id,
             decode_instance_id=decode_instance_id,
             spec=spec,
@@ -118,18 +103,18 @@ class Senders:
 
     def _refusal(self, request_id: str) -> LmkvError | None:
         if request_id in self._running:
-            return BadMessage(f"a handoff {request_id!r} is under way already", field="request_id")
+            return BadMessage(f"a handoff {request_id!r} is already running", field="request_id")
         if len(self._running) >= self._limit:
-            return Full(f"{self._limit} handoffs are all that this node may give at a time", limit=self._limit)
+            return Full(f"this node sends at most {self._limit} handoffs at a time", limit=self._limit)
         return None
 
     def end(self, request_id: str) -> None:
-        """No chunk of this handoff will be committed any more. One that has ended is no error."""
+        """No further chunk of this handoff will be committed. Idempotent."""
         if known := self._running.get(request_id):
             known[0].end()
 
     def drop(self, request_id: str, decode_instance_id: str) -> None:
-        """No request will load this handoff: ends it at the decode's node too, also if everything has arrived there."""
+        """Withdraws a handoff that no request will load, also at the decode's node and after all chunks were sent."""
         if known := self._running.get(request_id):
             known[0].drop()
         elif len(self._withdrawing) < self._limit:
@@ -139,31 +124,37 @@ class Senders:
 
     async def _withdraw(self, request_id: str, decode_instance_id: str) -> None:
         try:
-            peer = self.peers.connections.get(await self.directory.find(decode_instance_id))
+            peer = self._context.connections.get(await self._context.directory.find(decode_instance_id))
         except LmkvError as error:
-            logger.debug("handoff %s is left to be abandoned: %s", request_id, error)
+            logger.debug("handoff %s will be abandoned: %s", request_id, error)
             return
         if peer is not None:
-            await self.peers.connections.withdraw(peer, request_id)
+            await self._context.connections.withdraw(peer, request_id)
 
     def cancel(self, request_id: str) -> None:
-        """Stops a handoff: its engine is gone."""
+        """Cancels and withdraws a handoff: its engine has detached."""
         if known := self._running.get(request_id):
             known[0].drop()
             known[1].cancel()
 
     async def _run(
-        self, sender: Sender, request_id: str, decode_instance_id: str, on_end: Callable[[Handed], None], span: Span
+        self,
+        sender: Sender,
+        request_id: str,
+        decode_instance_id: str,
+        on_end: Callable[[HandoffResult], None],
+        span: Span,
     ) -> None:
         with span:
-            handed = await sender.run()
-            span.set(arrived_chunks=handed.chunk_count, transferred_bytes=handed.size_bytes)
-            if handed.error:
-                span.fail(handed.error.reason, str(handed.error))
-        self.sent_bytes += handed.size_bytes
-        if handed.error:
-            self.failed_count += 1
-            logger.warning("handoff %s to %s failed: %s", request_id, decode_instance_id, handed.error)
-        else:
-            self.done_count += 1
-        on_end(handed)
+            result = await sender.run()
+            span.set(arrived_chunks=result.chunk_count, transferred_bytes=result.size_bytes)
+            if result.error:
+                span.fail(result.error.reason, str(result.error))
+        if result.error:
+            logger.warning("handoff %s to %s failed: %s", request_id, decode_instance_id, result.error)
+        self._stats = SenderStats(
+            done_count=self._stats.done_count + (result.error is None),
+            failed_count=self._stats.failed_count + (result.error is not None),
+            sent_bytes=self._stats.sent_bytes + result.size_bytes,
+        )
+        on_end(result)

@@ -1,12 +1,12 @@
-"""One handoff as the decode's node sees it: which chunks it still wants, has room for, and keeps. Pure; for `Handoffs`.
+"""One handoff as the decode's node sees it: its missing chunks, the room reserved for them, and those that arrived.
 
-Allocated ──commit──► Transferring ──all are here──► Committed
+Allocated ──commit──► Transferring ──all have arrived──► Committed
     │                      │
-    └──────────────────────┴──► Aborted     either side gave it up, or chunks came damaged
-                           └──► Expired     no word from the prefill for too long
+    └──────────────────────┴──► Aborted     either side ended it, or chunks arrived damaged
+                           └──► Expired     no message from the prefill within its timeout
 
-Only the first two are open: room is kept for what they want. In whatever state, the chunks that came are kept in place
-until `close`: when the decode's request lets go, or when it has not come for too long.
+Only the first two are open: room is reserved for the chunks that are missing. In every state the chunks that arrived
+are held until `close`: when the decode's request has released the handoff, or has not arrived in time.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from lmkv.spec import KvSpec
 from lmkv_server.node.cache.host import Chunk, HostTier, Reserved
 
 
-class State(Enum):
-    """How far a handoff is."""
+class HandoffState(Enum):
+    """State of a handoff."""
 
     ALLOCATED = "allocated"
-    """There is room for everything, and nothing has come."""
+    """Room is reserved for every chunk, and none has arrived."""
     TRANSFERRING = "transferring"
-    """Chunks come."""
+    """Chunks are arriving."""
     COMMITTED = "committed"
-    """Every chunk is here."""
+    """Every chunk has arrived."""
     ABORTED = "aborted"
-    """What is not here will not come: the prefill, the decode or a damaged chunk ended it."""
+    """No more chunks will arrive: the prefill, the decode or a damaged chunk ended it."""
     EXPIRED = "expired"
-    """What is not here will not come: the prefill fell silent."""
+    """No more chunks will arrive: the prefill sent nothing within its timeout."""
 
 
-OPEN = (State.ALLOCATED, State.TRANSFERRING)
+OPEN = (HandoffState.ALLOCATED, HandoffState.TRANSFERRING)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,72 +47,72 @@ class HandoffSource:
     epoch: int
     address: str
     session_id: str
-    """The session by which it announced the handoff: no other caller may commit or end it."""
+    """The session that announced the handoff: no other caller may commit or end it."""
 
 
 class Handoff:
-    """The chunks of one prompt on their way from a prefill to this node."""
+    """The transfer of one prompt's chunks from a prefill's node to this one."""
 
     def __init__(
         self,
         *,
         grant_id: str,
         request_id: str,
-        giver: HandoffSource,
+        source: HandoffSource,
         spec: KvSpec,
         keys: Sequence[ChunkKey],
         token_count: int,
-        room: HostTier,
+        destination: HostTier,
     ) -> None:
-        """`room` is where the chunks go that are not here: the node's tier, or an engine's device buffer."""
+        """`destination` takes the chunks that are not in the node's tier: that tier, or an engine's device buffer."""
         self.grant_id = grant_id
         self.request_id = request_id
-        self.giver = giver
+        self.source = source
         self.spec = spec
         self.keys = keys
         self.token_count = token_count
-        self.room = room
-        self.state = State.ALLOCATED
+        self.destination = destination
+        self.state = HandoffState.ALLOCATED
         self.missing: tuple[int, ...] = ()
-        """Indices of the keys that were not here at first."""
+        """Indices of the keys that were missing at the start."""
         self.expire_at = 0.0
-        """When it expires while it is open, or is abandoned while nobody claims it."""
+        """When it expires while it is open, or is abandoned while no request has claimed it."""
         self.changed = asyncio.Event()
-        """Set whenever a chunk came or the state changed."""
+        """Set whenever a chunk has arrived or the state has changed."""
         self._wanted: dict[int, Reserved] = {}
         self._reading: dict[int, Reserved] = {}
-        self._kept: list[Chunk] = []
-        self._landed_bytes = 0
+        self._chunks: list[Chunk] = []
+        self._committed_bytes = 0
         self._closed = False
-        self._has_room = True
+        self._has_destination = True
 
     @property
     def is_open(self) -> bool:
-        """Whether chunks may still come."""
+        """Whether chunks may still arrive."""
         return self.state in OPEN
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the room that is kept for chunks, and of those that came."""
-        rooms = (*self._wanted.values(), *self._reading.values())
-        return sum(reserved.size_bytes for reserved in rooms) + self._landed_bytes
+        """Bytes reserved for chunks, and of the chunks that arrived."""
+        reserved_extents = (*self._wanted.values(), *self._reading.values())
+        return sum(reserved.size_bytes for reserved in reserved_extents) + self._committed_bytes
 
     @property
-    def kept(self) -> Sequence[Chunk]:
-        """The chunks that are kept in place."""
-        return self._kept
+    def chunks(self) -> Sequence[Chunk]:
+        """The chunks that have arrived or were in the tier before; each is held."""
+        return self._chunks
 
-    def tokens_of(self, index: int) -> int:
-        """Tokens in the chunk of this index: the last one may be partial."""
+    def token_count_of(self, index: int) -> int:
+        """Tokens in the chunk of this index; the last one may be partial."""
         return min(self.spec.chunk_size, self.token_count - index * self.spec.chunk_size)
 
-    def size_of(self, index: int) -> int:
+    def size_bytes_of(self, index: int) -> int:
         """Its bytes."""
-        return self.spec.size_bytes(self.tokens_of(index))
+        return self.spec.size_bytes(self.token_count_of(index))
 
     def promised(self, first: int) -> int:
-        """Chunks from the index `first` on, without a gap, that are here or may still come."""
-        here = {chunk.key for chunk in self._kept}
+        """Number of chunks from the index `first` on, without a gap, that have arrived or may still arrive."""
+        here = {chunk.key for chunk in self._chunks}
         coming = self._wanted.keys() | self._reading.keys()
         count = 0
         while first + count < len(self.keys) and (first + count in coming or self.keys[first + count] in here):
@@ -120,14 +120,14 @@ class Handoff:
         return count
 
     def allocate(self, tier: HostTier) -> bool:
-        """Keeps what is here and makes room for the rest; False, and nothing is kept, if there is no room for all."""
+        """Holds the chunks in the tier and reserves room for the rest; False, with no effect: there is not enough."""
         here = [chunk for key in self.keys if (chunk := self._here(key, tier))]
         tier.hold(here)
-        self._kept = here
+        self._chunks = here
         known = {chunk.key for chunk in here}
         self.missing = tuple(index for index, key in enumerate(self.keys) if key not in known)
         for index in self.missing:
-            reserved = self.room.reserve(self.size_of(index))
+            reserved = self.destination.reserve(self.size_bytes_of(index))
             if reserved is None:
                 self.close(tier)
                 return False
@@ -136,82 +136,82 @@ class Handoff:
         return True
 
     def begin(self, indices: Iterable[int], tier: HostTier) -> dict[int, Reserved]:
-        """Where those of the chunks go that are still wanted. The caller ends each by `land` or `lose`.
+        """The reserved extents of those of the chunks that are missing. The caller ends each by `commit` or `fail`.
 
-        What somebody else has brought meanwhile is not wanted any more: it is kept as it is.
+        A chunk that another transfer has committed meanwhile is held, and not begun.
         """
         begun = {index: self._wanted.pop(index) for index in indices if self.is_open and index in self._wanted}
         if begun:
-            self.state = State.TRANSFERRING
+            self.state = HandoffState.TRANSFERRING
             self._reading.update(begun)
         for index, reserved in list(begun.items()):
             if chunk := self._here(self.keys[index], tier):
-                self.room.give_back(reserved.offset)
+                self.destination.give_back(reserved.offset)
                 del begun[index]
-                self.land(index, chunk, tier)
+                self.commit(index, chunk, tier)
         return begun
 
-    def land(self, index: int, chunk: Chunk, tier: HostTier) -> None:
-        """A chunk that was begun is here. It is kept, unless nobody wants it any more, or it is gone with its room."""
+    def commit(self, index: int, chunk: Chunk, tier: HostTier) -> None:
+        """A chunk that was begun has arrived: holds it, unless the handoff is closed or its buffer detached."""
         reserved = self._reading.pop(index)
-        if not self._closed and (self._has_room or chunk.tier is not self.room):
+        if not self._closed and (self._has_destination or chunk.tier is not self.destination):
             tier.hold([chunk])
-            self._kept.append(chunk)
-            self._landed_bytes += reserved.size_bytes
+            self._chunks.append(chunk)
+            self._committed_bytes += reserved.size_bytes
         self._settle()
 
-    def lose(self, indices: Iterable[int]) -> None:
-        """Chunks that were begun did not come, or came damaged: it is not to be whole any more."""
+    def fail(self, indices: Iterable[int]) -> None:
+        """Aborts the handoff if one of these chunks was begun and not committed."""
         lost = [self._reading.pop(index) for index in indices if index in self._reading]
         if lost:
-            self.end(State.ABORTED)
+            self.end(HandoffState.ABORTED)
 
-    def lose_room(self, tier: HostTier) -> None:
-        """The room is gone, and what it held: only what is in the tier is kept."""
-        self._has_room = False
-        self.end(State.ABORTED)
-        gone = [chunk for chunk in self._kept if chunk.tier is self.room]
-        self._kept = [chunk for chunk in self._kept if chunk.tier is not self.room]
+    def detach_buffer(self, tier: HostTier) -> None:
+        """Aborts the handoff: its device buffer is closed. Only the chunks in the node's tier stay held."""
+        self._has_destination = False
+        self.end(HandoffState.ABORTED)
+        gone = [chunk for chunk in self._chunks if chunk.tier is self.destination]
+        self._chunks = [chunk for chunk in self._chunks if chunk.tier is not self.destination]
         tier.unhold(gone)
-        self._landed_bytes = 0
+        self._committed_bytes = 0
         if gone:
-            self.state = State.ABORTED
+            self.state = HandoffState.ABORTED
 
-    def end(self, state: State) -> None:
-        """Nothing more will come: gives back the room. Without effect if it has ended."""
+    def end(self, state: HandoffState) -> None:
+        """Releases the room of the missing chunks. Idempotent."""
         if self.is_open:
             self.state = state
-            self._give_back()
+            self._release_room()
             self.changed.set()
 
     def close(self, tier: HostTier) -> None:
-        """Lets go of everything. What is being read now stays in its room like any other chunk."""
+        """Releases every hold and all room. Chunks that are being read stay in their tier like any other chunk."""
         self._closed = True
-        self.end(State.ABORTED)
-        self._give_back()
-        tier.unhold(self._kept)
-        self._kept = []
-        self._landed_bytes = 0
+        self.end(HandoffState.ABORTED)
+        self._release_room()
+        tier.unhold(self._chunks)
+        self._chunks = []
+        self._committed_bytes = 0
 
     def _settle(self) -> None:
         if self.is_open and not self._wanted and not self._reading:
-            self.state = State.COMMITTED
+            self.state = HandoffState.COMMITTED
         self.changed.set()
 
     def _here(self, key: ChunkKey, tier: HostTier) -> Chunk | None:
-        """The chunk, if it is in the tier or in the room."""
-        chunk = tier.get(key) or self.room.get(key)
+        """The chunk, if it is in the tier or in the destination."""
+        chunk = tier.get(key) or self.destination.get(key)
         return chunk if chunk and chunk.fingerprint == self.spec.fingerprint else None
 
-    def _give_back(self) -> None:
+    def _release_room(self) -> None:
         for reserved in self._wanted.values():
-            self.room.give_back(reserved.offset)
+            self.destination.give_back(reserved.offset)
         self._wanted.clear()
 
     def check(self) -> None:
-        """Asserts that room and state agree."""
+        """Asserts that reservations and state agree."""
         assert not (self._wanted.keys() & self._reading)
-        assert self.is_open or not self._wanted, "room is kept for what will not come"
-        assert self.state is not State.COMMITTED or not self._reading
-        assert not self._closed or not (self._wanted or self._kept)
-        assert all(chunk.holds > 0 for chunk in self._kept)
+        assert self.is_open or not self._wanted, "room is reserved for a handoff that has ended"
+        assert self.state is not HandoffState.COMMITTED or not self._reading
+        assert not self._closed or not (self._wanted or self._chunks)
+        assert all(chunk.holds > 0 for chunk in self._chunks)

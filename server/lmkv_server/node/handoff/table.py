@@ -1,7 +1,7 @@
-"""All handoffs that a decode's node takes part in: who may announce one, and until when it lasts. Pure; for `Receiver`.
+"""All handoffs to a decode's node: their admission, their names and their deadlines.
 
-Two deadlines: an open handoff expires when its prefill is silent for `silence_seconds`; one that has ended, or that no
-request of the decode has come for, is abandoned `abandon_seconds` after the last word.
+There are two deadlines. An open handoff expires when its prefill sends nothing for `timeout_seconds`. A handoff that
+has ended and is not claimed by a request is abandoned `abandon_seconds` after the last message.
 """
 
 from __future__ import annotations
@@ -15,30 +15,34 @@ from lmkv.spec import KvSpec
 from lmkv.transfer.access import new_grant_id
 from lmkv.units import format_bytes
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.handoff.state import Handoff, HandoffSource, State
+from lmkv_server.node.handoff.state import Handoff, HandoffSource, HandoffState
 
 MAX_HANDOFFS = 1024
 MAX_ENDED = 4096
-"""So many names of ended handoffs are remembered, so that a late word about one begins nothing."""
+"""Names of ended handoffs that are remembered, so that a late message does not begin one again."""
 MAX_NAME = 256
-"""Characters of a handoff's name."""
+"""Most characters of a handoff's name."""
 RETRY_SECONDS = 0.05
 
 
 class HandoffTable:
-    """The table. Every hold and every reservation of a handoff is its own, and ended with it."""
+    """The table. Each handoff has its own holds and reservations, which end with it."""
 
     def __init__(
-        self, tier: HostTier, *, buffer_bytes: int, silence_seconds: float = 5.0, abandon_seconds: float = 60.0
+        self, tier: HostTier, *, buffer_bytes: int, timeout_seconds: float = 5.0, abandon_seconds: float = 60.0
     ) -> None:
-        """`buffer_bytes` bounds what all handoffs together keep room for in the tier, or have received there."""
-        self.ended_counts: dict[State, int] = {State.COMMITTED: 0, State.ABORTED: 0, State.EXPIRED: 0}
-        """Handoffs closed since the start, by how they ended."""
+        """`buffer_bytes` limits the bytes of the tier that all handoffs together reserve, or have received."""
+        self.ended_counts: dict[HandoffState, int] = {
+            HandoffState.COMMITTED: 0,
+            HandoffState.ABORTED: 0,
+            HandoffState.EXPIRED: 0,
+        }
+        """Handoffs closed since the start, by their last state."""
         self.abandoned_count = 0
-        """Those of them that no request of the decode came for."""
+        """Those of them that no request of the decode claimed."""
         self.refused_count = 0
-        """Handoffs that there was no room for."""
-        self.silence_seconds = silence_seconds
+        """Handoffs that were refused for lack of room."""
+        self.timeout_seconds = timeout_seconds
         self.buffer_bytes = buffer_bytes
         self._abandon_seconds = abandon_seconds
         self._tier = tier
@@ -55,22 +59,22 @@ class HandoffTable:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the tier that are in use."""
-        return sum(handoff.buffer_bytes for handoff in self if handoff.room is self._tier)
+        """Bytes of the tier that handoffs use."""
+        return sum(handoff.buffer_bytes for handoff in self if handoff.destination is self._tier)
 
     def allocate(
         self,
         request_id: str,
-        giver: HandoffSource,
+        source: HandoffSource,
         spec: KvSpec,
         keys: Sequence[ChunkKey],
         token_count: int,
         now: float,
         buffer: HostTier | None = None,
     ) -> Handoff:
-        """Begins a handoff, or finds the one that this giver has begun by that name.
+        """Begins a handoff, or returns the one of that name from the same source.
 
-        Its chunks go into the device buffer, if there is one and it has room for all of them now, else into the tier.
+        Its chunks go to the device buffer, if there is one and it has room for all of them now, else to the tier.
         Raises `BadMessage` if the request makes no sense, `GrantNotFound` if it has ended already, `RequestTooLarge` if
         it will never fit, `NoFreeExtents` if it does not fit now.
         """
@@ -78,9 +82,9 @@ class HandoffTable:
         if not request_id or -(-token_count // spec.chunk_size) != len(keys):
             raise BadMessage(f"{token_count} tokens do not make {len(keys)} chunks", field="token_count")
         if known := self._by_request.get(request_id):
-            if (known.giver, list(known.keys)) != (giver, list(keys)):
+            if (known.source, list(known.keys)) != (source, list(keys)):
                 raise BadMessage(f"request_id {request_id!r} names another handoff", field="request_id")
-            self.heard(known, now)
+            self.renew(known, now)
             return known
         if request_id in self._ended:
             raise GrantNotFound(f"handoff {request_id!r} has ended", request_id=request_id)
@@ -88,27 +92,27 @@ class HandoffTable:
             Handoff(
                 grant_id=new_grant_id(),
                 request_id=request_id,
-                giver=giver,
+                source=source,
                 spec=spec,
                 keys=keys,
                 token_count=token_count,
-                room=room,
+                destination=destination,
             )
-            for room in (buffer, self._tier)
-            if room is not None
+            for destination in (buffer, self._tier)
+            if destination is not None
         ]
         handoff = self._begin(candidates)
         self._by_grant[handoff.grant_id] = self._by_request[request_id] = handoff
-        self.heard(handoff, now)
+        self.renew(handoff, now)
         return handoff
 
     def _begin(self, candidates: Sequence[Handoff]) -> Handoff:
-        """The first of them that there is room for. Raises why there is none, which is what the last is told."""
+        """The first of these handoffs that there is room for. Raises why there is none for the last one."""
         *others, last = candidates
         for handoff in others:
             if len(self) < MAX_HANDOFFS and handoff.allocate(self._tier):
                 return handoff
-        wanted = sum(last.size_of(index) for index, key in enumerate(last.keys) if not self._tier.get(key))
+        wanted = sum(last.size_bytes_of(index) for index, key in enumerate(last.keys) if not self._tier.get(key))
         if wanted > self.buffer_bytes:
             self.refused_count += 1
             raise RequestTooLarge(
@@ -118,48 +122,48 @@ class HandoffTable:
             )
         if len(self) >= MAX_HANDOFFS:
             self.refused_count += 1
-            raise Full(f"{MAX_HANDOFFS} handoffs are under way", retry_seconds=RETRY_SECONDS)
+            raise Full(f"{MAX_HANDOFFS} handoffs are running", retry_seconds=RETRY_SECONDS)
         if self.used_bytes + wanted > self.buffer_bytes or not last.allocate(self._tier):
             self.refused_count += 1
             raise NoFreeExtents(
-                f"{format_bytes(wanted)} are wanted, {format_bytes(self.used_bytes)} of "
+                f"{format_bytes(wanted)} are needed, {format_bytes(self.used_bytes)} of "
                 f"{format_bytes(self.buffer_bytes)} are in use",
                 retry_seconds=RETRY_SECONDS,
             )
         return last
 
     def get(self, grant_id: str, session_id: str) -> Handoff:
-        """The handoff. Raises `GrantNotFound` if it is over, or of another session."""
+        """The handoff of this grant. Raises `GrantNotFound` if it is closed, or of another session."""
         handoff = self._by_grant.get(grant_id)
-        if handoff is None or handoff.giver.session_id != session_id:
+        if handoff is None or handoff.source.session_id != session_id:
             raise GrantNotFound("no handoff of this caller has this grant; it has ended")
         return handoff
 
     def find(self, request_id: str) -> Handoff | None:
-        """The handoff of this name, if it was announced and is not over."""
+        """The handoff of this name, if it was announced and is not closed."""
         return self._by_request.get(request_id)
 
-    def is_over(self, request_id: str) -> bool:
-        """Whether the handoff of this name has been and gone."""
+    def is_closed(self, request_id: str) -> bool:
+        """Whether a handoff of this name was closed or withdrawn."""
         return request_id in self._ended
 
-    def heard(self, handoff: Handoff, now: float) -> None:
-        """The prefill gave a sign of life, or the handoff has ended."""
-        handoff.expire_at = now + (self.silence_seconds if handoff.is_open else self._abandon_seconds)
+    def renew(self, handoff: Handoff, now: float) -> None:
+        """Restarts the deadline: the prefill has sent a message, or the handoff has ended."""
+        handoff.expire_at = now + (self.timeout_seconds if handoff.is_open else self._abandon_seconds)
 
     def claim(self, request_id: str, buffer: HostTier | None = None) -> None:
-        """The decode's request has come; from now on it decides how long the chunks are kept. `unclaim` ends it.
+        """A request of the decode has arrived: the chunks are held until `unclaim`, without a deadline.
 
-        `buffer` is the device buffer of its engine. A request for several answers comes several times.
+        `buffer` is the device buffer of its engine. A request for several answers claims several times.
         """
         self._claims.setdefault(request_id, []).append(buffer)
 
-    def reaches(self, handoff: Handoff) -> bool:
-        """Whether the request that has come can load what the handoff brings: not out of another engine's buffer."""
-        return handoff.room is self._tier or handoff.room in self._claims.get(handoff.request_id, ())
+    def is_loadable(self, handoff: Handoff) -> bool:
+        """Whether the requests that claimed the handoff can load its chunks: not out of another engine's buffer."""
+        return handoff.destination is self._tier or handoff.destination in self._claims.get(handoff.request_id, ())
 
     def unclaim(self, request_id: str) -> None:
-        """The decode's request has what it wants, or is gone: the handoff is over, announced or not."""
+        """A request of the decode has ended: after the last one the handoff is closed, announced or not."""
         claims = self._claims.get(request_id, [])
         if claims:
             claims.pop()
@@ -171,39 +175,39 @@ class HandoffTable:
         self._remember(request_id)
 
     def withdraw(self, request_id: str, now: float, session_id: str | None = None) -> bool:
-        """Ends a handoff, announced or not, that is refused or that no request will load; whether the caller may.
+        """Ends a handoff that is refused or that no request will load, announced or not; whether the caller may.
 
-        `session_id` is that of a prefill, which may end its own; None: this node's engine. A request that has come
-        nevertheless keeps the chunks that came, and waits for no more.
+        `session_id` is that of a prefill, which may end only its own; None: this node's engine. A request that has
+        claimed it keeps the chunks that have arrived.
         """
         check_name(request_id)
         handoff = self.find(request_id)
-        if handoff and session_id not in (None, handoff.giver.session_id):
+        if handoff and session_id not in (None, handoff.source.session_id):
             return False
         if handoff and self._is_claimed(handoff):
-            handoff.end(State.ABORTED)
-            self.heard(handoff, now)
+            handoff.end(HandoffState.ABORTED)
+            self.renew(handoff, now)
         elif handoff:
             self._close(handoff)
         self._remember(request_id)
         return True
 
     def end(self, grant_id: str, session_id: str, now: float) -> bool:
-        """The prefill will send nothing more; whether the session has such a handoff."""
+        """Ends a handoff: its prefill sends no more chunks. Whether the session has such a handoff."""
         handoff = self._by_grant.get(grant_id)
-        if handoff is None or handoff.giver.session_id != session_id:
+        if handoff is None or handoff.source.session_id != session_id:
             return False
-        handoff.end(State.ABORTED)
-        self.heard(handoff, now)
+        handoff.end(HandoffState.ABORTED)
+        self.renew(handoff, now)
         return True
 
     def expire(self, now: float) -> list[Handoff]:
-        """Expires the open handoffs, and closes the abandoned ones, whose time has come; the first ones."""
+        """Expires open handoffs and closes abandoned ones whose deadline has passed; returns those that expired."""
         expired = []
         for handoff in [one for one in self if one.expire_at <= now]:
             if handoff.is_open:
-                handoff.end(State.EXPIRED)
-                self.heard(handoff, now)
+                handoff.end(HandoffState.EXPIRED)
+                self.renew(handoff, now)
                 expired.append(handoff)
             elif not self._is_claimed(handoff):
                 self.abandoned_count += 1
@@ -211,15 +215,15 @@ class HandoffTable:
         return expired
 
     def next_expiry(self) -> float | None:
-        """When the next deadline is; None if there is none."""
+        """The next deadline; None if there is none."""
         waiting = (one.expire_at for one in self if one.is_open or not self._is_claimed(one))
         return min(waiting, default=None)
 
-    def lose_room(self, room: HostTier, now: float) -> None:
-        """A device buffer is gone: what was to come into it will not come."""
-        for handoff in [one for one in self if one.room is room]:
-            handoff.lose_room(self._tier)
-            self.heard(handoff, now)
+    def detach_buffer(self, buffer: HostTier, now: float) -> None:
+        """Aborts the handoffs into a device buffer that is closed."""
+        for handoff in [one for one in self if one.destination is buffer]:
+            handoff.detach_buffer(self._tier)
+            self.renew(handoff, now)
 
     def clear(self) -> None:
         """Closes every handoff."""
@@ -242,7 +246,7 @@ class HandoffTable:
             self._ended.popitem(last=False)
 
     def check(self) -> None:
-        """Asserts that the indices agree and the buffer's bound holds."""
+        """Asserts that the indices agree and the limits hold."""
         assert set(map(id, self._by_grant.values())) == set(map(id, self._by_request.values()))
         assert len(self) <= MAX_HANDOFFS
         assert self.used_bytes <= self.buffer_bytes
@@ -251,6 +255,6 @@ class HandoffTable:
 
 
 def check_name(request_id: str) -> None:
-    """Raises `BadMessage` if the name is too long or not printable: names are kept when handoffs end, and logged."""
+    """Raises `BadMessage` if the name is too long or not printable: names are remembered and logged."""
     if len(request_id) > MAX_NAME or not request_id.isprintable():
         raise BadMessage(f"request_id must have at most {MAX_NAME} printable characters", field="request_id")

@@ -139,36 +139,35 @@ class Metrics(Collector):
         )
 
     def _fetching(self, side: PeerServer) -> Iterator[Metric]:
-        peers = side.peers
+        transfers, fetches = side.pipeline.stats(), side.fetcher.stats()
         yield _gauge("read_grants", "Grants that peers have on chunks here.", len(side.service.grants))
         yield _counter(
             "refused_reads", "Reads by peers that no live grant covered.", side.channels.access.refused_count
         )
         yield _counter("damaged_chunks", "Chunks dropped as damaged in the own memory.", side.inspector.damaged_count)
-        yield _counter("fetched_chunks", "Chunks fetched from peers.", peers.fetched_chunks)
-        yield _counter("fetched_bytes", "Bytes of these.", peers.fetched_bytes)
-        yield _counter("checksum_mismatches", "Chunks that came damaged.", peers.checksum_mismatches)
-        yield _counter("peer_failures", "Times that a peer failed.", peers.unreachable)
-        yield _counter("hedged_fetches", "Times that a peer was late, and another was asked as well.", peers.hedged)
-        yield _gauge("quarantined_batches", "Batches whose transfer has not stopped.", peers.quarantined_count)
-        yield _gauge("quarantined_bytes", "Bytes of the pool that these may write to.", peers.quarantined_bytes)
+        yield _counter("fetched_chunks", "Chunks fetched from peers.", transfers.chunk_count)
+        yield _counter("fetched_bytes", "Bytes of these.", transfers.transferred_bytes)
+        yield _counter("checksum_mismatches", "Chunks that came damaged.", transfers.checksum_mismatches)
+        yield _counter("peer_failures", "Times that a peer failed.", fetches.failure_count)
+        yield _counter("hedged_fetches", "Times that a peer was late and another was asked too.", fetches.hedge_count)
+        yield _gauge("quarantined_batches", "Batches whose transfer has not stopped.", transfers.quarantined_batches)
+        yield _gauge("quarantined_bytes", "Bytes of the pool that these may write to.", transfers.quarantined_bytes)
 
     def _handing(self, side: PeerServer) -> Iterator[Metric]:
         """Both sides of handoffs from prefill to decode."""
-        senders, receiver, handoffs = side.senders, side.receiver, side.receiver.handoffs
-        yield _gauge("handoffs_sending", "Handoffs that engines here give away now.", len(senders))
-        yield _counter("handoffs_sent", "Handoffs given away whole.", senders.done_count)
+        receiver, handoffs = side.receiver, side.receiver.handoffs
+        sent, received = side.senders.stats(), receiver.stats()
+        yield _gauge("handoffs_sending", "Handoffs that engines here give away now.", len(side.senders))
+        yield _counter("handoffs_sent", "Handoffs given away whole.", sent.done_count)
         yield _counter(
-            "handoffs_unsent", "Handoffs that failed, or were ended before they were whole.", senders.failed_count
+            "handoffs_unsent", "Handoffs that failed, or were ended before they were whole.", sent.failed_count
         )
-        yield _counter("handoff_sent_bytes", "Bytes that other nodes read for handoffs.", senders.sent_bytes)
+        yield _counter("handoff_sent_bytes", "Bytes that other nodes read for handoffs.", sent.sent_bytes)
         yield _gauge("handoffs_receiving", "Handoffs that are kept here now.", len(handoffs))
         yield _gauge("handoff_buffer_bytes", "Bytes of the pool that these take.", handoffs.used_bytes)
         yield _gauge("handoff_buffer_limit_bytes", "Most bytes of the pool that they may take.", handoffs.buffer_bytes)
-        yield _counter("handoff_received_bytes", "Bytes read for handoffs.", receiver.intake.received_bytes)
-        yield _counter(
-            "handoff_device_bytes", "Bytes of these that went into device buffers.", receiver.intake.device_bytes
-        )
+        yield _counter("handoff_received_bytes", "Bytes read for handoffs.", received.received_bytes)
+        yield _counter("handoff_device_bytes", "Bytes of these that went into device buffers.", received.device_bytes)
         yield _gauge(
             "device_buffer_bytes", "Device memory that engines lend for handoffs.", receiver.buffers.lent_bytes
         )

@@ -1,7 +1,4 @@
-"""The peers that a node is connected with, by what a coordinator or the `Directory` says of them.
-
-Used by `Peers` and by both sides of handoffs.
-"""
+"""The connections to peers, and the calls to them that no caller waits for."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from lmkv_server.node.peers.connection import PeerConnection
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 256
-"""Peers to stay connected with; beyond these the one that was not used for longest is left."""
+"""Most connections; beyond these the least recently used one is closed."""
 LOOPBACK = ("127.0.0.1", "[::1]", "localhost")
 RELEASE_SECONDS = 0.5
 
@@ -35,9 +32,8 @@ class PeerConnectionPool:
     def __init__(
         self, *, instance_id: str, epoch: int, channels: Channels, host: str, credentials: Credentials = rpc.PLAINTEXT
     ) -> None:
-        """`instance_id` and `epoch` are the own ones; `host` is what peers know this machine by."""
-        self.spec_mismatches = 0
-        """Times that a peer turned out to share nothing with one of the own specs."""
+        """`instance_id` and `epoch` are this node's; `host` is its address: peers at the same one are near."""
+        self._mismatch_count = 0
         self._instance_id = instance_id
         self._epoch = epoch
         self._channels = channels
@@ -46,9 +42,14 @@ class PeerConnectionPool:
         self._by_instance: OrderedDict[str, PeerConnection] = OrderedDict()  # least recently used first
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def spec_mismatch_count(self) -> int:
+        """Times that a peer did not share one of this node's specs, since the start."""
+        return self._mismatch_count
+
     async def aclose(self) -> None:
-        """Leaves all peers. Idempotent."""
-        if self._tasks:  # grants to give back; each is bounded
+        """Closes all connections. Idempotent."""
+        if self._tasks:  # grants to release; each is bounded
             await asyncio.wait(self._tasks)
         for connection in self._by_instance.values():
             await connection.close()
@@ -64,17 +65,17 @@ class PeerConnectionPool:
             self._by_instance.move_to_end(holder.instance_id)
             return known
         if known:
-            self._leave(known)
+            self._close(known)
         connection = PeerConnection(
             self._instance_id, self._epoch, self._channels, holder, self._note_mismatch, self._credentials
         )
         self._by_instance[holder.instance_id] = connection
         if len(self._by_instance) > MAX_CONNECTIONS:
-            self._leave(self._by_instance.popitem(last=False)[1])
+            self._close(self._by_instance.popitem(last=False)[1])
         return connection
 
     def bandwidth(self, instance_id: str) -> Bandwidth:
-        """How fast bytes have come from a peer; one that nothing was measured of if there is no connection."""
+        """The bandwidth of a peer; an unknown one if there is no connection."""
         connection = self._by_instance.get(instance_id)
         return connection.bandwidth if connection else Bandwidth()
 
@@ -82,57 +83,55 @@ class PeerConnectionPool:
         """Whether the peer is on this host."""
         return connection.address.rpartition(":")[0] in {self._host, *LOOPBACK}
 
-    # --- Behind the caller's back --------------------------------------------------------------------------------
+    # --- Calls in the background -------------------------------------------------------------------------------
 
-    def introduce(
+    def connect(
         self, connection: PeerConnection, spec: KvSpec, timeout_seconds: float, *, by_nixl: bool = False
     ) -> None:
-        """Agrees with a peer ahead of the first read, behind the caller's back; `by_nixl`: for engines' workers too."""
-        self._spawn(self._introduced(connection, spec, timeout_seconds, by_nixl))
+        """Connects to a peer ahead of the first read; `by_nixl`: for reads by engines' workers too."""
+        self._spawn(self._connect(connection, spec, timeout_seconds, by_nixl))
 
-    async def _introduced(
-        self, connection: PeerConnection, spec: KvSpec, timeout_seconds: float, by_nixl: bool
-    ) -> None:
+    async def _connect(self, connection: PeerConnection, spec: KvSpec, timeout_seconds: float, by_nixl: bool) -> None:
         try:
-            await connection.agree(spec, timeout_seconds)
-        except LmkvError as error:  # whoever reads will be told
-            logger.warning("cannot agree with %s: %s", connection.name, error)
+            await connection.connect(spec, timeout_seconds)
+        except LmkvError as error:  # the first read raises it
+            logger.warning("cannot connect to %s: %s", connection.name, error)
             return
         try:
             if by_nixl:
-                await connection.agree_on_nixl(spec, timeout_seconds)
+                await connection.connect_nixl(spec, timeout_seconds)
         except LmkvError as error:
-            logger.warning("what %s hands over comes through the pool, not to the device: %s", connection.name, error)
+            logger.warning("handoffs from %s use the pool instead of the device buffer: %s", connection.name, error)
 
     def release(self, connection: PeerConnection, grant_id: str, damaged: Sequence[int] = ()) -> asyncio.Task[None]:
-        """Gives a grant back, behind the caller's back, and says which of its extents came damaged. Soon done."""
+        """Releases a grant; `damaged` are its extents that arrived damaged. The task ends within `RELEASE_SECONDS`."""
         return self._spawn(connection.release(grant_id, RELEASE_SECONDS, damaged))
 
     def withdraw(self, connection: PeerConnection, request_id: str) -> asyncio.Task[None]:
-        """Ends a handoff to a peer that no request will load, behind the caller's back. Soon done."""
+        """Withdraws a handoff to a peer. The task ends within `RELEASE_SECONDS`."""
         return self._spawn(connection.withdraw(request_id, RELEASE_SECONDS))
 
     def release_once_granted(self, connection: PeerConnection, acquiring: asyncio.Task[pb.AcquireResponse]) -> None:
-        """Gives back the grant of a call that nobody waits for any more."""
+        """Releases the grant of a call whose caller was cancelled."""
         self._spawn(self._released(connection, acquiring))
 
     async def _released(self, connection: PeerConnection, acquiring: asyncio.Task[pb.AcquireResponse]) -> None:
         try:
             response = await asyncio.wait_for(acquiring, RELEASE_SECONDS)
         except (LmkvError, TimeoutError):
-            return  # if there is a grant, it expires
+            return  # a grant that there may be expires
         if response.grant.grant_id:
             await connection.release(response.grant.grant_id, RELEASE_SECONDS)
 
-    def _leave(self, connection: PeerConnection) -> None:
-        self._spawn(self._left(connection))
+    def _close(self, connection: PeerConnection) -> None:
+        self._spawn(self._closed(connection))
 
-    async def _left(self, connection: PeerConnection) -> None:
+    async def _closed(self, connection: PeerConnection) -> None:
         await connection.close()
         try:
             await self._channels.remove_peer(connection.name)
         except LmkvError as error:
-            logger.debug("%s is not forgotten by its channel: %s", connection.name, error)
+            logger.debug("cannot remove %s from its channel: %s", connection.name, error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -141,7 +140,7 @@ class PeerConnectionPool:
         return task
 
     def _note_mismatch(self, instance_id: str, error: KvSpecMismatch) -> None:
-        self.spec_mismatches += 1
+        self._mismatch_count += 1
         logger.warning(
             "no chunks are shared with %s: %s is %s there, %s here",
             instance_id,

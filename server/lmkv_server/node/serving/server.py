@@ -20,11 +20,14 @@ from lmkv.transfer import Channels, End
 from lmkv.v1 import peer_service_pb2_grpc
 from lmkv_kernels import summed_copy
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.fetch.fetcher import Peers
+from lmkv_server.node.fetch.fetcher import PeerFetcher
+from lmkv_server.node.fetch.pipeline import TransferPipeline
 from lmkv_server.node.handoff.directory import Directory
 from lmkv_server.node.handoff.receiver import Receiver
+from lmkv_server.node.handoff.sender import SenderContext
 from lmkv_server.node.handoff.senders import MAX_SENDERS, Senders
 from lmkv_server.node.handoff.table import HandoffTable
+from lmkv_server.node.peers.connection_pool import PeerConnectionPool
 from lmkv_server.node.port_owner import describe_port
 from lmkv_server.node.serving.inspector import Inspector
 from lmkv_server.node.serving.service import PeerService
@@ -73,24 +76,24 @@ class PeerServer:
         self.directory = Directory(config.runtime_path)
         """Where the other nodes of the fleet are; asks the coordinators once `locate` is set."""
         self.inspector = Inspector(tier, pool)
-        self.peers = Peers(
+        self.connections = PeerConnectionPool(
             instance_id=config.instance_id,
             epoch=epoch,
-            tier=tier,
             channels=self.channels,
-            pool=pool,
             host=config.p2p_host,
-            verify_transfers=config.verify_transfers,
             credentials=config.peer_tls,
         )
+        self.pipeline = TransferPipeline(tier, self.channels, pool, verify=config.verify_transfers)
+        self.fetcher = PeerFetcher(self.pipeline, self.connections)
         self.receiver = Receiver(
             HandoffTable(
                 tier,
                 buffer_bytes=config.pd_buffer_bytes if receives else 0,
-                silence_seconds=config.pd_timeout,
+                timeout_seconds=config.pd_timeout,
                 abandon_seconds=config.pd_abandon_timeout,
             ),
-            self.peers,
+            self.pipeline,
+            self.connections,
             engines,
             self.directory,
             config.instance_id,
@@ -108,13 +111,16 @@ class PeerServer:
             disk=disk,
         )
         self.senders = Senders(
-            instance_id=config.instance_id,
-            epoch=epoch,
-            peers=self.peers,
-            directory=self.directory,
+            SenderContext(
+                instance_id=config.instance_id,
+                epoch=epoch,
+                tier=tier,
+                connections=self.connections,
+                directory=self.directory,
+                grant_reads=self.service.lending,
+                inspect=self.inspector.suspect,
+            ),
             limit=MAX_SENDERS if config.enable_pd and config.pd_role != "receiver" else 0,
-            lending=self.service.lending,
-            suspect=self.inspector.suspect,
         )
         self._config = config
         self._epoch = epoch
@@ -137,7 +143,8 @@ class PeerServer:
         stack.push_async_callback(self.channels.aclose)
         await self.channels.start()
         await stack.enter_async_context(self.inspector)
-        await stack.enter_async_context(self.peers)
+        stack.push_async_callback(self.pipeline.aclose)
+        stack.push_async_callback(self.connections.aclose)
         await stack.enter_async_context(self.receiver)
         await stack.enter_async_context(self.service)
         gate = Authenticator(config.auth_tokens, config.credentials.token)

@@ -17,9 +17,9 @@ from lmkv.keys import ChunkKey, join_keys
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import Extent
 from lmkv_client.connector.messages import Attachment
-from lmkv_server.node.handoff import device_buffer, intake
+from lmkv_server.node.handoff import device_buffer, transfer
 from lmkv_server.node.handoff.device_buffer import DeviceBuffer
-from lmkv_server.node.handoff.state import State
+from lmkv_server.node.handoff.state import HandoffState
 from lmkv_server.node.node import Node
 from tests.client.connector.lending_worker import SPEC, LendingWorkers
 from tests.server.node.engine_client import EngineClient, absent_count
@@ -49,9 +49,9 @@ class Decode:
     @property
     def buffer(self) -> DeviceBuffer | None:
         """What handoffs may use now."""
-        return self.receiver.buffers.of(SPEC)
+        return self.receiver.buffers.find(SPEC)
 
-    async def hand(self, name: str, keys: list[ChunkKey]) -> State | None:
+    async def hand(self, name: str, keys: list[ChunkKey]) -> HandoffState | None:
         """Hands a prompt over; what became of the handoff."""
         for key in keys:
             if not self.prefill.tier.get(key):
@@ -63,10 +63,10 @@ class Decode:
     async def meet(self) -> None:
         """Hands over a first prompt, by the pool: the two nodes do not know each other before."""
         await until(lambda: self.buffer)
-        assert await self.hand("first", FIRST) is State.COMMITTED
+        assert await self.hand("first", FIRST) is HandoffState.COMMITTED
         assert all(self.node.tier.get(key) for key in FIRST)
         self.receiver.handoffs.unclaim("first")
-        connection = self.receiver._peers.connections._by_instance["prefill"]
+        connection = self.receiver._connections._by_instance["prefill"]
         await until(lambda: connection.nixl_metadata)
 
     async def load(self, name: str, keys: list[ChunkKey]) -> list[Extent]:
@@ -141,11 +141,13 @@ async def test_a_prompt_is_read_into_the_buffer_and_loaded_out_of_it(make: Make,
     await decode.meet()
     buffer = decode.buffer
     assert buffer
-    assert await decode.hand("r", SECOND) is State.COMMITTED
+    assert await decode.hand("r", SECOND) is HandoffState.COMMITTED
     assert not any(decode.node.tier.get(key) for key in SECOND), "nothing came through the pool"
     assert all(buffer.tier.get(key) for key in SECOND)
-    assert decode.receiver.intake.device_bytes == decode.receiver.buffers.used_bytes
-    assert decode.receiver.intake.received_bytes - decode.receiver.intake.device_bytes == len(FIRST) * SPEC.chunk_bytes
+    assert decode.receiver.stats().device_bytes == decode.receiver.buffers.used_bytes
+    assert (
+        decode.receiver.stats().received_bytes - decode.receiver.stats().device_bytes == len(FIRST) * SPEC.chunk_bytes
+    )
     extents = await decode.load("r", SECOND)
     assert [one.region for one in extents] == [1] * len(SECOND)
     assert await asyncio.to_thread(decode.workers.loaded_sums, extents) == decode.expected_sums(SECOND)
@@ -155,9 +157,9 @@ async def test_a_prompt_is_read_into_the_buffer_and_loaded_out_of_it(make: Make,
     buffer.tier.check()
 
     # What is handed over again is not sent again, and is still right.
-    received = decode.receiver.intake.received_bytes
-    assert await decode.hand("again", SECOND) is State.COMMITTED
-    assert decode.receiver.intake.received_bytes == received
+    received = decode.receiver.stats().received_bytes
+    assert await decode.hand("again", SECOND) is HandoffState.COMMITTED
+    assert decode.receiver.stats().received_bytes == received
     extents = await decode.load("again", SECOND)
     assert await asyncio.to_thread(decode.workers.loaded_sums, extents) == decode.expected_sums(SECOND)
     await decode.engine.release("again")
@@ -166,8 +168,8 @@ async def test_a_prompt_is_read_into_the_buffer_and_loaded_out_of_it(make: Make,
 async def test_what_does_not_fit_comes_through_the_pool(make: Make) -> None:
     decode = await make()
     await decode.meet()
-    assert await decode.hand("r", SECOND) is State.COMMITTED
-    assert await decode.hand("s", THIRD) is State.COMMITTED, "8 and 8 chunks do not fit into 12"
+    assert await decode.hand("r", SECOND) is HandoffState.COMMITTED
+    assert await decode.hand("s", THIRD) is HandoffState.COMMITTED, "8 and 8 chunks do not fit into 12"
     extents = await decode.load("s", THIRD)
     assert {one.region for one in extents} == {0}
     assert await asyncio.to_thread(decode.workers.loaded_sums, extents) == decode.expected_sums(THIRD)
@@ -182,8 +184,8 @@ async def test_a_damaged_chunk_is_not_taken(make: Make) -> None:
     for key in SECOND:
         decode.prefill.put(key)
     decode.prefill.damage(SECOND[2])
-    assert await decode.hand("r", SECOND) is State.ABORTED
-    assert decode.receiver._peers.checksum_mismatches == 1
+    assert await decode.hand("r", SECOND) is HandoffState.ABORTED
+    assert decode.receiver._pipeline.stats().checksum_mismatches == 1
     extents = await decode.load("r", SECOND)
     assert len(extents) == 2, "what came before it is of use"
     await decode.engine.release("r")
@@ -192,29 +194,29 @@ async def test_a_damaged_chunk_is_not_taken(make: Make) -> None:
 async def test_a_frozen_worker_costs_one_handoff_and_its_room_is_kept_until_it_goes_on(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(intake, "READ_SECONDS", 0.5)
+    monkeypatch.setattr(transfer, "READ_SECONDS", 0.5)
     monkeypatch.setattr(device_buffer, "ANSWER_SECONDS", 0.1)
     decode = await make()
     await decode.meet()
     buffer = decode.buffer
     assert buffer
     decode.workers.signal(signal.SIGSTOP)
-    assert await decode.hand("r", SECOND) is State.ABORTED
+    assert await decode.hand("r", SECOND) is HandoffState.ABORTED
     decode.receiver.handoffs.unclaim("r")
     assert buffer.tier.reserved_bytes == len(SECOND) * SPEC.chunk_bytes, "the worker may still read into it"
-    assert decode.receiver._peers.quarantined_bytes == len(SECOND) * SPEC.chunk_bytes
-    assert await decode.hand("s", THIRD) is State.COMMITTED
+    assert decode.receiver._pipeline.stats().quarantined_bytes == len(SECOND) * SPEC.chunk_bytes
+    assert await decode.hand("s", THIRD) is HandoffState.COMMITTED
     assert all(decode.node.tier.get(key) for key in THIRD), "the next one comes through the pool"
     decode.workers.signal(signal.SIGCONT)
     await until(lambda: buffer.tier.reserved_bytes == 0)
-    assert decode.receiver._peers.quarantined_bytes == 0
+    assert decode.receiver._pipeline.stats().quarantined_bytes == 0
     decode.receiver.handoffs.unclaim("s")
 
 
 async def test_the_buffer_goes_with_its_engine(make: Make) -> None:
     decode = await make()
     await decode.meet()
-    assert await decode.hand("r", SECOND) is State.COMMITTED
+    assert await decode.hand("r", SECOND) is HandoffState.COMMITTED
     await decode.engine.aclose()
     await until(lambda: decode.buffer is None)
     decode.receiver.handoffs.unclaim("r")
@@ -226,7 +228,7 @@ async def test_the_buffer_goes_with_its_engine(make: Make) -> None:
 async def test_a_request_that_came_to_another_engine_takes_nothing_out_of_the_buffer(make: Make) -> None:
     decode = await make()
     await decode.meet()
-    assert await decode.hand("r", SECOND) is State.COMMITTED
+    assert await decode.hand("r", SECOND) is HandoffState.COMMITTED
     own = decode.engine
     async with EngineClient(decode.node, "other", spec=SPEC) as decode.engine:
         assert decode.buffer is None, "nobody knows to which engine the next prompt's request will come"
@@ -246,11 +248,11 @@ async def test_workers_that_die_end_what_was_to_come_to_them(make: Make) -> None
     await until(lambda: decode.buffer is None)
     handoff = decode.receiver.handoffs.find("r")
     assert handoff
-    assert (handoff.state, list(handoff.kept)) == (State.ABORTED, [])
+    assert (handoff.state, list(handoff.chunks)) == (HandoffState.ABORTED, [])
     assert await decode.load("r", SECOND) == []
     await decode.engine.release("r")
     decode.prefill.put(SECOND[1])
     assert (await handed).error
-    assert await decode.hand("s", THIRD) is State.COMMITTED
+    assert await decode.hand("s", THIRD) is HandoffState.COMMITTED
     assert all(decode.node.tier.get(key) for key in THIRD)
     decode.receiver.handoffs.unclaim("s")

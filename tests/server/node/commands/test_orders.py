@@ -99,7 +99,7 @@ class Coordinating:
 @asynccontextmanager
 async def coordinating(node: Parts) -> AsyncIterator[Coordinating]:
     async with OrderRunner(
-        instance_id=node.instance_id, tier=node.tier, engines=node.engines, peers=node.peers
+        instance_id=node.instance_id, tier=node.tier, engines=node.engines, fetcher=node.fetcher
     ) as orders:
         yield Coordinating(orders)
     await until(lambda: node.tier.reserved_count == 0)  # a transfer that was stopped may land for a moment
@@ -222,11 +222,11 @@ async def test_what_another_fetch_gave_up_behind_a_hole_is_brought(
     owner: Parts, reader: Parts, here: Coordinating
 ) -> None:
     owner.tier.drop([KEYS[2]])
-    reader.peers.flights.start([KEYS[5]])  # as if another fetch were bringing it
+    reader.fetcher.inflight.begin([KEYS[5]])  # as if another fetch were bringing it
     given = fetch(owner.holder(0))
     here.orders.start(given, GIVER)
     await until(lambda: len(reader.tier) == 14)
-    reader.peers.flights.end([KEYS[5]])
+    reader.fetcher.inflight.end([KEYS[5]])
     outcome = await here.ended(given)
     assert failed(outcome) == {"CHUNK_NOT_FOUND": [KEYS[2]]}
     assert len(claimed(outcome)) == 15
@@ -312,7 +312,7 @@ async def test_a_repeat_is_not_begun_again_and_has_the_same_outcome(
     assert here.orders.unacknowledged(GIVER) == []
     reader.tier.drop(KEYS)
     assert await here.carried_out(given) == outcome
-    assert reader.peers.fetched_chunks == 16
+    assert reader.pipeline.stats().chunk_count == 16
     assert here.orders.stats().done_counts["fetch"] == 1
 
 
@@ -324,7 +324,7 @@ async def test_two_orders_for_the_same_chunks_share_one_transfer(
         here.orders.start(given, GIVER)
     for given in both:
         assert len(claimed(await here.ended(given))) == 16
-    assert reader.peers.fetched_chunks == 16
+    assert reader.pipeline.stats().chunk_count == 16
 
 
 async def test_a_chunk_that_is_dropped_meanwhile_is_not_claimed() -> None:
@@ -454,7 +454,7 @@ async def test_an_order_goes_on_while_the_stream_is_broken_and_is_told_over_the_
                 remote.signal(signal.SIGCONT)
                 outcome = await ordering.ended(given.order_id)
                 assert claimed(outcome) == KEYS
-                assert reader.peers.fetched_chunks == 16
+                assert reader.pipeline.stats().chunk_count == 16
                 await until(lambda: here.orders.unacknowledged(address) == [])
 
 
@@ -543,7 +543,7 @@ class Shelf:
 @pytest.fixture
 async def shelf() -> AsyncIterator[Shelf]:
     tier = HostTier(64 * SPEC.chunk_bytes)
-    async with OrderRunner(instance_id="n", tier=tier, engines=Engines(tier), peers=None) as orders:
+    async with OrderRunner(instance_id="n", tier=tier, engines=Engines(tier), fetcher=None) as orders:
         yield Shelf(orders, tier)
     tier.check()
     assert not any(chunk.holds for chunk in tier)
@@ -600,7 +600,7 @@ async def test_a_large_drop_lets_others_have_a_turn_and_may_be_cancelled() -> No
     tier = HostTier(3 * DROP_BATCH_CHUNKS * SPEC.chunk_bytes)
     for number in range(3 * DROP_BATCH_CHUNKS):
         admit(tier, SPEC, number)
-    async with OrderRunner(instance_id="n", tier=tier, engines=Engines(tier), peers=None) as orders:
+    async with OrderRunner(instance_id="n", tier=tier, engines=Engines(tier), fetcher=None) as orders:
         here, given = Coordinating(orders), order(drop=pb.DropOrder(all=True))
         orders.start(given, GIVER)
         orders.start(order(cancel=pb.CancelOrder(order_id=given.order_id)), GIVER)
@@ -696,7 +696,7 @@ async def test_an_order_that_makes_no_sense_is_refused(shelf: Shelf, action: dic
 async def test_without_peers_a_fetch_says_so(shelf: Shelf) -> None:
     engines = Engines(shelf.tier)
     engines.attach("engine", SPEC)
-    async with OrderRunner(instance_id="n", tier=shelf.tier, engines=engines, peers=None) as orders:
+    async with OrderRunner(instance_id="n", tier=shelf.tier, engines=engines, fetcher=None) as orders:
         given = order(fetch=pb.FetchOrder(chunk_keys=KEYS[0], fingerprint=SPEC.fingerprint))
         outcome = await Coordinating(orders).carried_out(given)
         assert reason(outcome) == "UNREACHABLE"

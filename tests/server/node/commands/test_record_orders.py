@@ -52,7 +52,7 @@ class Node:
 @pytest.fixture
 async def node() -> AsyncIterator[Node]:
     tier = HostTier(1 << 16)
-    async with OrderRunner(instance_id="n", tier=tier, engines=Engines(tier), peers=None) as orders:
+    async with OrderRunner(instance_id="n", tier=tier, engines=Engines(tier), fetcher=None) as orders:
         yield Node(orders)
         orders.check()
 

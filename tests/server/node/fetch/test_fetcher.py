@@ -13,9 +13,9 @@ import pytest
 from lmkv.errors import BadMessage, KvSpecMismatch, NoFreeExtents, Unreachable
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
-from lmkv_server.node.fetch.fetcher import Peers
 from lmkv_server.node.peers import connection as peer_connection
 from lmkv_server.node.peers.connection import PeerConnection
+from lmkv_server.node.peers.connection_pool import PeerConnectionPool
 from tests.lmkv.transfer.ends import in_new_process
 from tests.server.node.peer_parts import LARGE, SMALL, Parts, Remote, Taken, keys_of
 from tests.waiting import WAIT_SECONDS
@@ -51,7 +51,7 @@ async def owner() -> AsyncIterator[Parts]:
 
 def forget_failures(reader: Parts, owner: Remote) -> None:
     """Has a reader ask an owner again at once that has failed it."""
-    connection = reader.peers.connections.get(owner.holder)
+    connection = reader.connections.get(owner.holder)
     assert connection
     connection._retry_at = 0.0
 
@@ -70,12 +70,12 @@ async def lets_go(owner: Remote) -> None:
 async def test_chunks_arrive_bit_for_bit_from_another_process_and_in_order(large_reader: Parts) -> None:
     with Remote("owner") as owner:
         taken = Taken(large_reader)
-        fetched = await large_reader.peers.fetch(LARGE, KEYS, [owner.holder], 10.0, taken)
+        fetched = await large_reader.fetch(LARGE, KEYS, [owner.holder], 10.0, taken)
         assert taken.keys() == KEYS
         assert (fetched.chunk_count, fetched.error, fetched.instance_ids) == (16, None, ("owner",))
-        assert fetched.size_bytes == large_reader.peers.fetched_bytes == 16 * LARGE.chunk_bytes
-        assert large_reader.peers.fetched_chunks == 16
-        (traffic,) = large_reader.peers.traffic.values()
+        assert fetched.size_bytes == large_reader.pipeline.stats().transferred_bytes == 16 * LARGE.chunk_bytes
+        assert large_reader.pipeline.stats().chunk_count == 16
+        (traffic,) = large_reader.traffic().values()
         assert (traffic.instance_id, traffic.chunk_count) == ("owner", 16)
         assert traffic.transferred_bytes == fetched.size_bytes
         assert fetched.seconds > 0
@@ -87,7 +87,7 @@ async def test_the_first_chunks_are_handed_out_while_the_last_are_on_their_way(l
     with Remote("owner") as owner:
         for _ in range(10):  # on a machine that is busy the last may be here before the first has been verified
             taken = Taken(large_reader)
-            await large_reader.peers.fetch(LARGE, KEYS, [owner.holder], 10.0, taken)
+            await large_reader.fetch(LARGE, KEYS, [owner.holder], 10.0, taken)
             taken.let_go()
             if taken.call_count > 2:
                 return
@@ -98,7 +98,7 @@ async def test_the_first_chunks_are_handed_out_while_the_last_are_on_their_way(l
 async def test_only_what_is_asked_for_and_not_here_yet_is_transferred(owner: Parts, reader: Parts) -> None:
     own = reader.put(KEYS[4])
     taken = Taken(reader, first=3)
-    fetched = await reader.peers.fetch(SMALL, KEYS[:8], [owner.holder(16)], 5.0, taken, first=3)
+    fetched = await reader.fetch(SMALL, KEYS[:8], [owner.holder(16)], 5.0, taken, first=3)
     assert taken.keys() == KEYS[3:8]
     assert own in taken.chunks
     assert fetched.chunk_count == 5
@@ -111,14 +111,14 @@ async def test_a_partial_chunk_keeps_its_token_count(owner: Parts, reader: Parts
     owner.tier.drop([KEYS[15]])
     owner.put(KEYS[15], token_count=100)
     taken = Taken(reader)
-    assert (await reader.peers.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken)).error is None
+    assert (await reader.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken)).error is None
     assert taken.chunks[-1].token_count == 100
     taken.let_go()
 
 
 async def test_a_holder_matches_only_as_far_as_it_says(owner: Parts, reader: Parts) -> None:
     taken = Taken(reader)
-    fetched = await reader.peers.fetch(SMALL, KEYS, [owner.holder(5)], 5.0, taken)
+    fetched = await reader.fetch(SMALL, KEYS, [owner.holder(5)], 5.0, taken)
     assert (fetched.chunk_count, fetched.error) == (5, None)
     taken.let_go()
 
@@ -130,7 +130,7 @@ async def test_what_one_holder_has_lost_another_gives(owner: Parts, reader: Part
             second.put(key)
         taken = Taken(reader)
         holders = [second.holder(10), owner.holder(16)]
-        fetched = await reader.peers.fetch(SMALL, KEYS, holders, 5.0, taken)
+        fetched = await reader.fetch(SMALL, KEYS, holders, 5.0, taken)
         assert taken.keys() == KEYS
         assert fetched.error is None
         assert set(fetched.instance_ids) == {"owner", "second"}
@@ -140,7 +140,7 @@ async def test_what_one_holder_has_lost_another_gives(owner: Parts, reader: Part
 async def test_behind_a_hole_that_nobody_fills_nothing_is_handed_out(owner: Parts, reader: Parts) -> None:
     owner.tier.drop([KEYS[6]])
     taken = Taken(reader)
-    fetched = await reader.peers.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken)
+    fetched = await reader.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken)
     assert (fetched.chunk_count, fetched.error) == (6, None)
     assert taken.keys() == KEYS[:6]
     taken.let_go()
@@ -149,10 +149,10 @@ async def test_behind_a_hole_that_nobody_fills_nothing_is_handed_out(owner: Part
 async def test_a_long_prompt_is_split_over_those_who_hold_it(large_reader: Parts) -> None:
     with Remote("one") as one, Remote("other") as other:
         taken = Taken(large_reader)
-        fetched = await large_reader.peers.fetch(LARGE, KEYS, [one.holder, other.holder], 10.0, taken)
+        fetched = await large_reader.fetch(LARGE, KEYS, [one.holder, other.holder], 10.0, taken)
         assert taken.keys() == KEYS
         assert (fetched.error, set(fetched.instance_ids)) == (None, {"one", "other"})
-        counts = {name: traffic.chunk_count for name, traffic in large_reader.peers.traffic.items()}
+        counts = {name: traffic.chunk_count for name, traffic in large_reader.traffic().items()}
         assert sum(counts.values()) == 16, "nothing was brought twice"
         taken.let_go()
         for owner in (one, other):
@@ -164,7 +164,7 @@ async def test_a_short_prompt_is_asked_of_one_holder_alone(owner: Parts, reader:
         for key in KEYS:
             second.put(key)
         taken = Taken(reader)
-        fetched = await reader.peers.fetch(SMALL, KEYS, [owner.holder(16), second.holder(16)], 5.0, taken)
+        fetched = await reader.fetch(SMALL, KEYS, [owner.holder(16), second.holder(16)], 5.0, taken)
         assert (fetched.chunk_count, len(fetched.instance_ids)) == (16, 1)
         taken.let_go()
 
@@ -172,16 +172,15 @@ async def test_a_short_prompt_is_asked_of_one_holder_alone(owner: Parts, reader:
 async def test_a_peer_at_the_own_address_or_at_loopback_is_near(reader: Parts) -> None:
     def is_near(address: str) -> bool:
         holder = Holder(instance_id=address, epoch=1, peer_address=address, matched_chunk_count=1)
-        connection = peers.connections.get(holder)
+        connection = connections.get(holder)
         assert connection
-        return peers.connections.is_near(connection)
+        return connections.is_near(connection)
 
-    async with Peers(
-        instance_id="here", epoch=1, tier=reader.tier, channels=reader.channels, pool=reader.pool, host="10.0.0.7"
-    ) as peers:
-        assert is_near("10.0.0.7:9000")
-        assert is_near("127.0.0.1:9000")
-        assert not is_near("10.0.0.70:9000")
+    connections = PeerConnectionPool(instance_id="here", epoch=1, channels=reader.channels, host="10.0.0.7")
+    assert is_near("10.0.0.7:9000")
+    assert is_near("127.0.0.1:9000")
+    assert not is_near("10.0.0.70:9000")
+    await connections.aclose()
 
 
 async def test_when_the_best_holder_is_killed_midway_the_next_one_goes_on(large_reader: Parts) -> None:
@@ -189,11 +188,11 @@ async def test_when_the_best_holder_is_killed_midway_the_next_one_goes_on(large_
         second.holder.matched_chunk_count = 15
         taken = Taken(large_reader, then=lambda: best.signal(signal.SIGKILL))
         async with asyncio.timeout(WAIT_SECONDS):  # far less than the fetch may take
-            fetched = await large_reader.peers.fetch(LARGE, KEYS, [best.holder, second.holder], FOREVER, taken)
+            fetched = await large_reader.fetch(LARGE, KEYS, [best.holder, second.holder], FOREVER, taken)
         assert taken.keys() == KEYS[: fetched.chunk_count]
         assert fetched.chunk_count >= 15
         assert set(fetched.instance_ids) == {"best", "next"}
-        assert large_reader.peers.unreachable == 1
+        assert large_reader.fetcher.stats().failure_count == 1
         taken.let_go()
 
 
@@ -204,18 +203,18 @@ async def test_a_frozen_holder_costs_the_time_allowed_and_is_then_left_alone(
     monkeypatch.setattr(peer_connection, "LAST_BACKOFF_SECONDS", FOREVER)
     with Remote("owner") as owner:
         taken = Taken(large_reader)
-        await large_reader.peers.fetch(LARGE, KEYS[:4], [owner.holder], 5.0, taken)
+        await large_reader.fetch(LARGE, KEYS[:4], [owner.holder], 5.0, taken)
         owner.signal(signal.SIGSTOP)
-        fetched = await large_reader.peers.fetch(LARGE, KEYS[4:], [owner.holder], 0.6, Taken(large_reader))
+        fetched = await large_reader.fetch(LARGE, KEYS[4:], [owner.holder], 0.6, Taken(large_reader))
         assert fetched.chunk_count == 0
         assert isinstance(fetched.error, Unreachable)
         async with asyncio.timeout(WAIT_SECONDS):  # far less than the fetch may take: nothing is asked
-            again = await large_reader.peers.fetch(LARGE, KEYS[8:], [owner.holder], FOREVER, Taken(large_reader))
+            again = await large_reader.fetch(LARGE, KEYS[8:], [owner.holder], FOREVER, Taken(large_reader))
         assert isinstance(again.error, Unreachable)
         owner.signal(signal.SIGCONT)
         forget_failures(large_reader, owner)
         rest = Taken(large_reader)
-        fetched = await large_reader.peers.fetch(LARGE, KEYS, [owner.holder], FOREVER, rest)
+        fetched = await large_reader.fetch(LARGE, KEYS, [owner.holder], FOREVER, rest)
         assert (fetched.chunk_count, fetched.error) == (16, None)
         taken.let_go()
         rest.let_go()
@@ -225,7 +224,7 @@ async def test_a_frozen_holder_leaves_time_for_the_next_one(large_reader: Parts)
     with Remote("best") as best, Remote("next") as second:
         best.signal(signal.SIGSTOP)
         taken = Taken(large_reader)
-        fetched = await large_reader.peers.fetch(LARGE, KEYS[:2], [best.holder, second.holder], 4.0, taken)
+        fetched = await large_reader.fetch(LARGE, KEYS[:2], [best.holder, second.holder], 4.0, taken)
         assert (fetched.chunk_count, fetched.instance_ids) == (2, ("next",))
         taken.let_go()
 
@@ -235,20 +234,20 @@ async def test_when_the_best_holder_freezes_between_fetches_the_next_one_is_aske
         with Remote("best", transfer_channel="tcp") as best, Remote("next", transfer_channel="tcp") as second:
             second.holder.matched_chunk_count = 15
             first = Taken(reader)
-            await reader.peers.fetch(LARGE, KEYS[:3], [best.holder, second.holder], 60.0, first)
-            assert set(reader.peers.traffic) == {"best"}
+            await reader.fetch(LARGE, KEYS[:3], [best.holder, second.holder], 60.0, first)
+            assert set(reader.traffic()) == {"best"}
             best.signal(signal.SIGSTOP)
             for _ in range(2):  # the second time it is known to be late, and not even begun with
                 taken = Taken(reader)
-                fetched = await reader.peers.fetch(LARGE, KEYS[3:15], [best.holder, second.holder], 60.0, taken)
+                fetched = await reader.fetch(LARGE, KEYS[3:15], [best.holder, second.holder], 60.0, taken)
                 assert (fetched.chunk_count, fetched.error, fetched.instance_ids) == (12, None, ("next",))
-                assert reader.peers.unreachable == 0, "the fetch waited until the best holder had failed"
-                assert reader.peers.hedged == 1
+                assert reader.fetcher.stats().failure_count == 0, "it waited until the best holder had failed"
+                assert reader.fetcher.stats().hedge_count == 1
                 taken.let_go()
                 reader.tier.drop(KEYS[3:15])
             best.signal(signal.SIGCONT)
             rest = Taken(reader)  # it is still good for what no other holder has
-            fetched = await reader.peers.fetch(LARGE, KEYS, [best.holder, second.holder], 60.0, rest)
+            fetched = await reader.fetch(LARGE, KEYS, [best.holder, second.holder], 60.0, rest)
             assert (fetched.chunk_count, fetched.error) == (16, None)
             first.let_go()
             rest.let_go()
@@ -259,33 +258,33 @@ async def frozen_while_it_is_read_and_another_holder_is_there() -> None:
     with Remote("best") as best, Remote("next") as second:
         async with Parts("reader", spec=LARGE) as reader:
             warm = Taken(reader)
-            await reader.peers.fetch(LARGE, KEYS[:3], [best.holder], FOREVER, warm)
+            await reader.fetch(LARGE, KEYS[:3], [best.holder], FOREVER, warm)
             for _ in range(10):  # on a busy machine the reads that are under way may end before it is frozen
                 taken = Taken(reader, first=3)
                 holders = [best.holder, second.holder]
                 fetching = asyncio.create_task(
-                    reader.peers.fetch(LARGE, KEYS, holders, 60.0, taken, first=3),
+                    reader.fetch(LARGE, KEYS, holders, 60.0, taken, first=3),
                 )
                 while not reader.tier.reserved_count and not fetching.done():  # noqa: ASYNC110 # freezes it at once
                     await asyncio.sleep(0)
                 best.signal(signal.SIGSTOP)
-                failed = reader.peers.unreachable
+                failed = reader.fetcher.stats().failure_count
                 fetched = await fetching
                 assert (fetched.chunk_count, fetched.error) == (13, None)
                 assert "next" in fetched.instance_ids
-                assert reader.peers.unreachable == failed, "the fetch waited until the best holder had failed"
-                if quarantined := reader.peers.quarantined_bytes:
-                    assert reader.peers.hedged >= 1
+                assert reader.fetcher.stats().failure_count == failed, "it waited until the best holder had failed"
+                if quarantined := reader.pipeline.stats().quarantined_bytes:
+                    assert reader.fetcher.stats().hedge_count >= 1
                     assert quarantined == reader.tier.reserved_bytes
                     await asyncio.sleep(0.3)
-                    assert reader.peers.quarantined_bytes == quarantined, "given back though a read may write to it"
+                    assert reader.pipeline.stats().quarantined_bytes == quarantined, "released under a read"
                 best.signal(signal.SIGCONT)
                 taken.let_go()  # compares every byte
                 reader.tier.drop(KEYS[3:])
                 async with asyncio.timeout(WAIT_SECONDS):
                     while True:  # with a grant the owner sends what it owes, however long that takes
                         more = Taken(reader, first=3)
-                        await reader.peers.fetch(LARGE, KEYS[:4], [best.holder], FOREVER, more, first=3)
+                        await reader.fetch(LARGE, KEYS[:4], [best.holder], FOREVER, more, first=3)
                         more.let_go()
                         reader.tier.drop(KEYS[3:])
                         if more.chunks and not reader.tier.reserved_count:
@@ -306,15 +305,15 @@ def test_what_a_late_read_may_still_write_to_is_quarantined_when_another_holder_
 async def test_a_damaged_chunk_is_a_miss_and_never_committed(owner: Parts, reader: Parts) -> None:
     owner.damage(KEYS[5])
     taken = Taken(reader)
-    fetched = await reader.peers.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken)
+    fetched = await reader.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken)
     assert (fetched.chunk_count, taken.keys()) == (5, KEYS[:5])
-    assert reader.peers.checksum_mismatches == 1
+    assert reader.pipeline.stats().checksum_mismatches == 1
     assert reader.tier.get(KEYS[5]) is None
     async with Parts("second") as second:
         second.put(KEYS[5])
         rest = Taken(reader)
         holders = [owner.holder(16), second.holder(6)]
-        fetched = await reader.peers.fetch(SMALL, KEYS, holders, 5.0, rest)
+        fetched = await reader.fetch(SMALL, KEYS, holders, 5.0, rest)
         assert (fetched.chunk_count, fetched.error) == (16, None)
     taken.let_go()
     rest.let_go()
@@ -329,12 +328,14 @@ async def test_a_damaged_chunk_behind_one_that_the_owner_lacks_is_the_one_that_t
         for index in (2, 5):
             second.put(KEYS[index])
         taken = Taken(reader)
-        fetched = await reader.peers.fetch(SMALL, KEYS, [owner.holder(16), second.holder(6)], FOREVER, taken)
+        fetched = await reader.fetch(SMALL, KEYS, [owner.holder(16), second.holder(6)], FOREVER, taken)
         assert (fetched.chunk_count, fetched.error) == (16, None)
     await until(lambda: owner.tier.get(KEYS[5]) is None)
-    assert owner.inspector.damaged_count == reader.peers.checksum_mismatches == 1
+    assert owner.inspector.damaged_count == reader.pipeline.stats().checksum_mismatches == 1
     assert [index for index, key in enumerate(KEYS) if owner.tier.get(key) is None] == [2, 5]
-    assert caplog.text.count(f"chunk {KEYS[5].hex()} came damaged from owner and was thrown away") == 1
+    assert (
+        caplog.text.count(f"chunk {KEYS[5].hex()} from peer owner does not match its checksum and was discarded") == 1
+    )
     assert caplog.text.count(f"chunk {KEYS[5].hex()} is damaged in this node's memory and was dropped") == 1
     assert "is whole here" not in caplog.text, "another chunk was looked at"
     taken.let_go()
@@ -347,12 +348,12 @@ async def test_unlike_specs_never_exchange_a_byte_and_are_not_asked_again(
     async with Parts("reader", spec=other) as reader:
         for _ in range(3):
             taken = Taken(reader)
-            fetched = await reader.peers.fetch(other, KEYS, [owner.holder(16)], 5.0, taken)
+            fetched = await reader.fetch(other, KEYS, [owner.holder(16)], 5.0, taken)
             assert isinstance(fetched.error, KvSpecMismatch)
             assert fetched.error.metadata["field"] == "kv_dtype"
             assert (fetched.chunk_count, fetched.size_bytes, taken.chunks) == (0, 0, [])
-        assert reader.peers.connections.spec_mismatches == 1
-        assert reader.peers.unreachable == 0
+        assert reader.connections.spec_mismatch_count == 1
+        assert reader.fetcher.stats().failure_count == 0
         lines = [record.message for record in caplog.records if "kv_dtype" in record.message]
         assert len([line for line in lines if "no chunks are shared with owner" in line]) == 1
         reader.check_nothing_left()
@@ -360,10 +361,10 @@ async def test_unlike_specs_never_exchange_a_byte_and_are_not_asked_again(
 
 async def test_two_fetches_of_the_same_keys_share_one_transfer(owner: Parts, reader: Parts) -> None:
     both = [Taken(reader), Taken(reader)]
-    fetched = await asyncio.gather(*(reader.peers.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken) for taken in both))
+    fetched = await asyncio.gather(*(reader.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken) for taken in both))
     assert [taken.keys() for taken in both] == [KEYS, KEYS]
     assert [one.chunk_count for one in fetched] == [16, 16]
-    assert reader.peers.fetched_chunks == 16
+    assert reader.pipeline.stats().chunk_count == 16
     for taken in both:
         taken.let_go()
 
@@ -373,10 +374,10 @@ async def test_when_the_fetch_that_brings_is_cancelled_the_one_that_waits_takes_
 ) -> None:
     for delay in (0.0, 0.001, 0.003, 0.006):
         first = Taken(reader)
-        bringing = asyncio.create_task(reader.peers.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, first))
+        bringing = asyncio.create_task(reader.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, first))
         await asyncio.sleep(delay)
         second = Taken(reader)
-        waiting = asyncio.create_task(reader.peers.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, second))
+        waiting = asyncio.create_task(reader.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, second))
         await asyncio.sleep(0)
         bringing.cancel()
         await asyncio.wait([bringing])
@@ -390,7 +391,7 @@ async def test_when_the_fetch_that_brings_is_cancelled_the_one_that_waits_takes_
 async def test_a_cancelled_fetch_leaves_nothing_behind(owner: Parts, reader: Parts) -> None:
     for step in range(25):
         taken = Taken(reader)
-        fetch = asyncio.create_task(reader.peers.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken))
+        fetch = asyncio.create_task(reader.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken))
         await asyncio.sleep(step * 0.0007)
         fetch.cancel()
         await asyncio.wait([fetch])
@@ -398,14 +399,14 @@ async def test_a_cancelled_fetch_leaves_nothing_behind(owner: Parts, reader: Par
         await until(lambda: reader.tier.reserved_count == 0)
         reader.check_nothing_left()
         reader.tier.drop(KEYS)
-    assert reader.peers.quarantined_count == 0
+    assert reader.pipeline.stats().quarantined_batches == 0
 
 
 async def test_a_cancelled_fetch_from_several_holders_leaves_nothing_behind(large_reader: Parts) -> None:
     with Remote("one") as one, Remote("other") as other:
         for step in range(12):
             taken = Taken(large_reader)
-            fetching = large_reader.peers.fetch(LARGE, KEYS, [one.holder, other.holder], 10.0, taken)
+            fetching = large_reader.fetch(LARGE, KEYS, [one.holder, other.holder], 10.0, taken)
             fetch = asyncio.create_task(fetching)
             await asyncio.sleep(step * 0.005)
             fetch.cancel()
@@ -421,9 +422,9 @@ async def test_a_cancelled_fetch_from_several_holders_leaves_nothing_behind(larg
 async def test_what_was_read_before_a_peer_failed_is_kept(large_reader: Parts) -> None:
     with Remote("owner") as owner:
         taken = Taken(large_reader, then=lambda: owner.signal(signal.SIGKILL))
-        fetched = await large_reader.peers.fetch(LARGE, KEYS, [owner.holder], 5.0, taken)
+        fetched = await large_reader.fetch(LARGE, KEYS, [owner.holder], 5.0, taken)
         assert fetched.chunk_count == len(taken.chunks) > 0
-        assert large_reader.peers.fetched_chunks == len(large_reader.tier)
+        assert large_reader.pipeline.stats().chunk_count == len(large_reader.tier)
         taken.let_go()
         await until(lambda: large_reader.tier.reserved_count == 0)  # what was under way may land for a moment
 
@@ -431,7 +432,7 @@ async def test_what_was_read_before_a_peer_failed_is_kept(large_reader: Parts) -
 async def test_a_full_tier_takes_what_fits_and_reserves_nothing_more(owner: Parts) -> None:
     async with Parts("reader", chunk_count=5) as reader:
         taken = Taken(reader)
-        fetched = await reader.peers.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken)
+        fetched = await reader.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken)
         assert isinstance(fetched.error, NoFreeExtents)
         assert (fetched.chunk_count, taken.keys()) == (5, KEYS[:5])
         taken.let_go()
@@ -443,7 +444,7 @@ async def test_an_owner_that_grants_little_at_a_time_gives_everything_in_the_end
         for key in KEYS:
             owner.put(key)
         taken = Taken(reader)
-        fetched = await reader.peers.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken)
+        fetched = await reader.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken)
         assert (fetched.chunk_count, fetched.error) == (16, None)
         taken.let_go()
         await no_grants(owner)
@@ -455,44 +456,44 @@ async def test_a_holder_that_restarted_is_introduced_anew_and_its_old_epoch_is_n
     gone = owner.holder(16)
     gone.epoch -= 1
     async with asyncio.timeout(WAIT_SECONDS):  # far less than the fetch may take
-        fetched = await reader.peers.fetch(SMALL, KEYS, [gone], FOREVER, Taken(reader))
+        fetched = await reader.fetch(SMALL, KEYS, [gone], FOREVER, Taken(reader))
     assert fetched.chunk_count == 0
     assert fetched.error is not None
     taken = Taken(reader)
-    fetched = await reader.peers.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken)  # no back-off: another epoch
+    fetched = await reader.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken)  # no back-off: another epoch
     assert fetched.chunk_count == 16
     taken.let_go()
     reader.tier.drop(KEYS)
-    assert (await reader.peers.fetch(SMALL, KEYS, [gone], 5.0, Taken(reader))).chunk_count == 0
+    assert (await reader.fetch(SMALL, KEYS, [gone], 5.0, Taken(reader))).chunk_count == 0
 
 
 async def test_nobody_fetches_from_itself_or_from_nowhere(reader: Parts) -> None:
     nowhere = Holder(instance_id="nowhere", epoch=1, peer_address="127.0.0.1:9", matched_chunk_count=16)
     empty = Holder(instance_id="empty", epoch=1, matched_chunk_count=16)
     async with asyncio.timeout(WAIT_SECONDS):  # far less than the fetch may take
-        fetched = await reader.peers.fetch(SMALL, KEYS, [reader.holder(16), empty, nowhere], FOREVER, Taken(reader))
+        fetched = await reader.fetch(SMALL, KEYS, [reader.holder(16), empty, nowhere], FOREVER, Taken(reader))
     assert fetched.chunk_count == 0
     assert isinstance(fetched.error, Unreachable)
-    assert reader.peers.unreachable == 1
-    assert (await reader.peers.fetch(SMALL, [], [], 5.0, Taken(reader))).chunk_count == 0
+    assert reader.fetcher.stats().failure_count == 1
+    assert (await reader.fetch(SMALL, [], [], 5.0, Taken(reader))).chunk_count == 0
 
 
 async def frozen_while_read_over_tcp() -> None:
     with Remote("owner") as owner:
         async with Parts("reader", spec=LARGE) as reader:
             taken = Taken(reader, then=lambda: owner.signal(signal.SIGSTOP))
-            fetched = await reader.peers.fetch(LARGE, KEYS, [owner.holder], 4.0, taken)
+            fetched = await reader.fetch(LARGE, KEYS, [owner.holder], 4.0, taken)
             assert 0 < fetched.chunk_count < 16
-            assert reader.peers.quarantined_count >= 1
+            assert reader.pipeline.stats().quarantined_batches >= 1
             assert reader.tier.reserved_count > 0
             await asyncio.sleep(0.2)
             assert reader.tier.reserved_count > 0  # no clock frees them
             owner.signal(signal.SIGCONT)
             await until(lambda: reader.tier.reserved_count == 0)
-            assert reader.peers.quarantined_count == 0
+            assert reader.pipeline.stats().quarantined_batches == 0
             forget_failures(reader, owner)
             rest = Taken(reader)
-            assert (await reader.peers.fetch(LARGE, KEYS, [owner.holder], 5.0, rest)).error is None
+            assert (await reader.fetch(LARGE, KEYS, [owner.holder], 5.0, rest)).error is None
             taken.let_go()
             rest.let_go()
             reader.check_nothing_left()
@@ -515,7 +516,7 @@ async def test_a_peer_that_grants_what_nobody_asked_for_has_failed_and_gets_its_
         return response
 
     monkeypatch.setattr(PeerConnection, "acquire", twisted)
-    fetched = await reader.peers.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, Taken(reader))
-    assert (fetched.chunk_count, reader.peers.unreachable) == (0, 1)
+    fetched = await reader.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, Taken(reader))
+    assert (fetched.chunk_count, reader.fetcher.stats().failure_count) == (0, 1)
     assert isinstance(fetched.error, BadMessage)
     await no_grants(owner)

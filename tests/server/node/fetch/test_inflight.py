@@ -11,7 +11,9 @@ from lmkv.keys import ChunkKey
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv_server.node.cache.host import Chunk, HostTier
-from lmkv_server.node.fetch.inflight import Incoming, InflightFetches, PendingWrites, checked_extents
+from lmkv_server.node.fetch.inflight import InflightFetches
+from lmkv_server.node.fetch.pending_writes import PendingWrites
+from lmkv_server.node.peers.extents import PeerChunk, granted_chunks
 from lmkv_server.node.tiers.progress import Progress
 from tests.server.node.peer_parts import SMALL, keys_of
 
@@ -23,20 +25,16 @@ def new_tier(chunk_count: int = 8) -> HostTier:
     return HostTier(chunk_count * SMALL.chunk_bytes)
 
 
+def peer_chunk(index: int = 0) -> PeerChunk:
+    return PeerChunk(index=index, address=0, checksum=0, token_count=SMALL.chunk_size, size_bytes=SMALL.chunk_bytes)
+
+
 def put(tier: HostTier, key: ChunkKey) -> Chunk:
-    landing = PendingWrites(tier)
-    reserved = landing.reserve(SMALL.chunk_bytes)
+    writes = PendingWrites(tier)
+    reserved = tier.reserve(SMALL.chunk_bytes)
     assert reserved
-    incoming = Incoming(
-        index=0,
-        remote_address=0,
-        checksum=0,
-        token_count=SMALL.chunk_size,
-        size_bytes=SMALL.chunk_bytes,
-        reserved=reserved,
-    )
-    chunk = landing.commit([key], SMALL.fingerprint, incoming)
-    landing.close()
+    chunk = writes.commit([key], SMALL.fingerprint, writes.add(peer_chunk(), reserved))
+    writes.close()
     assert chunk
     return chunk
 
@@ -92,36 +90,38 @@ def test_what_is_in_the_tier_by_now_is_found_if_it_is_of_this_spec() -> None:
 
 
 def test_those_who_wait_get_what_lands_and_hear_of_what_does_not() -> None:
-    tier, flights = new_tier(), InflightFetches()
+    tier, inflight = new_tier(), InflightFetches()
     handed: list[int] = []
     progress = Progress(tier, SMALL, KEYS[:3], 0, lambda chunks: handed.extend(index for index, _ in chunks))
-    assert not flights.join(progress)
-    flights.start(KEYS[:2])
-    assert KEYS[0] in flights
-    assert flights.join(progress)
-    assert flights.join(progress)  # twice is once
-    flights.land(put(tier, KEYS[0]), "peer")
+    assert not inflight.subscribe(progress)
+    inflight.begin(KEYS[:2])
+    assert KEYS[0] in inflight
+    assert inflight.subscribe(progress)
+    assert inflight.subscribe(progress)  # twice is once
+    inflight.commit(put(tier, KEYS[0]), "peer")
     assert handed == [0]
     assert list(progress.instance_ids) == ["peer"]
     progress.changed.clear()
-    flights.end(KEYS[:2])
+    inflight.end(KEYS[:2])
     assert progress.changed.is_set()
     assert handed == [0]
-    assert len(flights) == 0
+    assert len(inflight) == 0
 
 
 def test_extents_are_given_back_only_once_nobody_writes_to_them() -> None:
     tier = new_tier(2)
-    landing = PendingWrites(tier)
-    assert landing.reserve(SMALL.chunk_bytes)
-    assert landing.reserve(SMALL.chunk_bytes)
-    assert landing.reserve(SMALL.chunk_bytes) is None
-    stopped = landing.write()
-    landing.close()
-    assert landing.quarantined
+    writes = PendingWrites(tier)
+    for index in range(2):
+        reserved = tier.reserve(SMALL.chunk_bytes)
+        assert reserved
+        writes.add(peer_chunk(index), reserved)
+    stopped = writes.begin()
+    writes.close()
+    assert writes.is_quarantined
+    assert writes.open_bytes == 2 * SMALL.chunk_bytes
     assert tier.reserved_count == 2
     stopped()
-    assert not landing.quarantined
+    assert not writes.is_quarantined
     assert tier.reserved_count == tier.used_bytes == 0
 
 
@@ -141,10 +141,15 @@ def offer(**changes: int) -> pb.AcquireResponse:
 
 def test_a_sound_offer_is_an_index_and_an_address_for_each_extent() -> None:
     response = offer()
-    assert checked_extents(response, 3, SMALL, [REGION]) == [
-        (2, REGION.address + SMALL.chunk_bytes, response.grant.extents[0])
-    ]
-    assert checked_extents(pb.AcquireResponse(), 3, SMALL, [REGION]) == []
+    chunk = PeerChunk(
+        index=7,
+        address=REGION.address + SMALL.chunk_bytes,
+        checksum=response.grant.extents[0].checksum,
+        token_count=256,
+        size_bytes=SMALL.chunk_bytes,
+    )
+    assert granted_chunks(response, [5, 6, 7], SMALL, [REGION]) == [chunk]
+    assert granted_chunks(pb.AcquireResponse(), [5, 6, 7], SMALL, [REGION]) == []
 
 
 @pytest.mark.parametrize(
@@ -162,7 +167,7 @@ def test_a_sound_offer_is_an_index_and_an_address_for_each_extent() -> None:
 )
 def test_an_extent_that_cannot_be_is_refused(changes: dict[str, int]) -> None:
     with pytest.raises(BadMessage):
-        checked_extents(offer(**changes), 3, SMALL, [REGION])
+        granted_chunks(offer(**changes), range(3), SMALL, [REGION])
 
 
 @pytest.mark.parametrize("present", [[], [3], [-1], [1, 2]])
@@ -170,7 +175,7 @@ def test_a_grant_that_does_not_match_its_indices_is_refused(present: list[int]) 
     response = offer()
     response.present[:] = present
     with pytest.raises(BadMessage):
-        checked_extents(response, 3, SMALL, [REGION])
+        granted_chunks(response, range(3), SMALL, [REGION])
 
 
 def test_no_chunk_is_offered_twice() -> None:
@@ -178,26 +183,18 @@ def test_no_chunk_is_offered_twice() -> None:
     response.grant.extents.append(response.grant.extents[0])
     response.present[:] = [2, 2]
     with pytest.raises(BadMessage):
-        checked_extents(response, 3, SMALL, [REGION])
+        granted_chunks(response, range(3), SMALL, [REGION])
 
 
 def test_a_chunk_that_arrived_keeps_the_one_before_it() -> None:
     tier = new_tier(2)
     keys = [ChunkKey(bytes([number]) * 16) for number in range(2)]
     for index in (1, 0):
-        landing = PendingWrites(tier)
-        reserved = landing.reserve(SMALL.chunk_bytes)
+        writes = PendingWrites(tier)
+        reserved = tier.reserve(SMALL.chunk_bytes)
         assert reserved
-        incoming = Incoming(
-            index=index,
-            remote_address=0,
-            checksum=0,
-            token_count=SMALL.chunk_size,
-            size_bytes=SMALL.chunk_bytes,
-            reserved=reserved,
-        )
-        landing.commit(keys, SMALL.fingerprint, incoming)
-        landing.close()
+        writes.commit(keys, SMALL.fingerprint, writes.add(peer_chunk(index), reserved))
+        writes.close()
     tier.find(keys[:1])
     tier.find(keys[1:])
     assert tier.reserve(SMALL.chunk_bytes)

@@ -16,8 +16,8 @@ from lmkv_server.node.fetch.inflight import InflightFetches
 from lmkv_server.node.fetch.scheduler import (
     BATCH_SECONDS,
     FIRST_BATCH_BYTES,
+    MAX_ACTIVE,
     MAX_BATCH_BYTES,
-    MAX_WORKING,
     MIN_BATCH_BYTES,
     PROBE_BYTES,
     FetchPlan,
@@ -37,7 +37,7 @@ class World:
     """A plan, and a clock that moves from one event to the next."""
 
     count: int
-    sources: Sequence[HolderState]
+    holders: Sequence[HolderState]
     in_order: bool = True
     own_rate: float = float("inf")
     spec: KvSpec = LARGE
@@ -47,25 +47,25 @@ class World:
 
     def __post_init__(self) -> None:
         self.tier = HostTier(self.count * CHUNK_BYTES)
-        self.flights = InflightFetches()
+        self.inflight = InflightFetches()
         self.progress = Progress(self.tier, self.spec, keys_of(self.count), 0, self._hand, in_order=self.in_order)
-        self.together = Bandwidth()
-        self.plan = FetchPlan(self.progress, self.flights, self.sources, self.together, lambda: self.now)
+        self.combined = Bandwidth()
+        self.plan = FetchPlan(self.progress, self.inflight, self.holders, self.combined, lambda: None, lambda: self.now)
 
     def _hand(self, chunks: list[tuple[int, Chunk]]) -> None:
         self.handed.extend(index for index, _ in chunks)
 
     def check(self) -> None:
         """Nothing is brought by two, and what is taken is on its way."""
-        taken = [index for source in self.plan.sources for index in source.taken]
-        assert len(taken) == len(set(taken)) == len(self.flights)
-        assert len(self.plan.working) <= MAX_WORKING
-        for source in self.plan.sources:
-            assert {*source.pending} <= source.taken <= self.progress.missing
-            assert [*source.pending] == sorted(source.pending)
-            assert not source.taken or source in self.plan.working
+        taken = [index for holder in self.plan.holders for index in holder.assigned]
+        assert len(taken) == len(set(taken)) == len(self.inflight)
+        assert len(self.plan.active) <= MAX_ACTIVE
+        for holder in self.plan.holders:
+            assert {*holder.pending} <= holder.assigned <= self.progress.missing
+            assert [*holder.pending] == sorted(holder.pending)
+            assert not holder.assigned or holder in self.plan.active
 
-    def land(self, source: HolderState, index: int) -> None:
+    def land(self, holder: HolderState, index: int) -> None:
         """A chunk has come and is what it should be."""
         reserved = self.tier.reserve(CHUNK_BYTES)
         assert reserved
@@ -78,28 +78,28 @@ class World:
             token_count=256,
         )
         assert chunk, "it was brought twice"
-        self.brought.append((index, source))
+        self.brought.append((index, holder))
         self.progress.add([(index, chunk)], "peer")
-        self.plan.land(source, index, chunk, "peer")
+        self.plan.commit(holder, index, chunk, "peer")
 
     def run(self, rates: dict[int, float], lost: dict[int, set[int]], fails_after: dict[int, int]) -> float:
-        """Has everybody work until nobody has anything to do; when that was. Everything is by a source's place."""
-        place = {id(source): number for number, source in enumerate(self.sources)}
+        """Has everybody work until nobody has anything to do; when that was. Everything is by a holder's place."""
+        place = {id(holder): number for number, holder in enumerate(self.holders)}
         events: list[tuple[float, int, list[int]]] = []
         given: dict[int, int] = {}
         idle = self._join(place)
         while True:
             for number in idle:
-                source = self.sources[number]
-                for index in [index for index in source.pending if index in lost.get(number, ())]:
-                    source.refused.add(index)
-                    self.plan.give_back(source, [index])
-                batch = self.plan.batch(source)
+                holder = self.holders[number]
+                for index in [index for index in holder.pending if index in lost.get(number, ())]:
+                    holder.unavailable.add(index)
+                    self.plan.unassign(holder, [index])
+                batch = self.plan.next_batch(holder)
                 if batch:
-                    rate = min(rates[number], self.own_rate / len(self.plan.working))
+                    rate = min(rates[number], self.own_rate / len(self.plan.active))
                     heapq.heappush(events, (self.now + len(batch) * CHUNK_BYTES / rate, number, batch))
-                elif not self.plan.take(source):
-                    self.plan.leave(source)
+                elif not self.plan.assign(holder):
+                    self.plan.deactivate(holder)
                 else:
                     heapq.heappush(events, (self.now, number, []))
                 self.check()
@@ -107,32 +107,32 @@ class World:
             if idle:
                 continue
             if not events:
-                assert not self.plan.working
+                assert not self.plan.active
                 return self.now
             at, number, batch = heapq.heappop(events)
             began, self.now = self.now, at
-            source = self.sources[number]
+            holder = self.holders[number]
             given[number] = given.get(number, 0) + 1
             if given[number] > fails_after.get(number, 1 << 30):
-                source.exhausted = True
-                self.plan.leave(source)
+                holder.failed = True
+                self.plan.deactivate(holder)
                 idle = self._join(place)
             else:
                 for index in batch:
-                    self.land(source, index)
+                    self.land(holder, index)
                 if batch:
-                    rate = min(rates[number], self.own_rate / len(self.plan.working))
-                    self.plan.measured(source, len(batch) * CHUNK_BYTES, len(batch) * CHUNK_BYTES / rate)
+                    rate = min(rates[number], self.own_rate / len(self.plan.active))
+                    self.plan.record_read(holder, len(batch) * CHUNK_BYTES, len(batch) * CHUNK_BYTES / rate)
                 idle = [number]
             assert began <= self.now
             self.check()
 
     def _join(self, place: dict[int, int]) -> list[int]:
-        return [place[id(source)] for source in self.plan.join()]
+        return [place[id(holder)] for holder in self.plan.activate()]
 
 
-def world(count: int, *sources: HolderState, own_rate: float = float("inf")) -> World:
-    return World(count, sources, own_rate=own_rate)
+def world(count: int, *holders: HolderState, own_rate: float = float("inf")) -> World:
+    return World(count, holders, own_rate=own_rate)
 
 
 @settings(deadline=None)
@@ -142,25 +142,25 @@ def test_everything_that_somebody_has_is_brought_once_whoever_fails_or_has_lost_
     numbers = range(data.draw(st.integers(1, 6)))
     in_order = data.draw(st.booleans())
     rates = {number: data.draw(st.sampled_from([0.05, 1, 5]), label="rate") * GB for number in numbers}
-    sources = [
+    holders = [
         HolderState(
             matched_count=data.draw(st.integers(0, count)),
-            near=data.draw(st.booleans()),
+            is_near=data.draw(st.booleans()),
             bandwidth=known(rates[number]) if data.draw(st.booleans()) else Bandwidth(),
         )
         for number in numbers
     ]
     lost = {number: data.draw(st.sets(st.integers(0, max(count - 1, 0)), max_size=5)) for number in numbers}
     fails_after = {number: data.draw(st.integers(0, 5)) for number in numbers if data.draw(st.booleans())}
-    it = World(count, sources, in_order=in_order)
+    it = World(count, holders, in_order=in_order)
     it.run(rates, lost, fails_after)
     it.check()
-    assert len(it.flights) == 0
+    assert len(it.inflight) == 0
     had_by = {
         index: [
             number
             for number in numbers
-            if index < sources[number].matched_count and index not in lost[number] and number not in fails_after
+            if index < holders[number].matched_count and index not in lost[number] and number not in fails_after
         ]
         for index in range(count)
     }
@@ -176,49 +176,49 @@ def test_everything_that_somebody_has_is_brought_once_whoever_fails_or_has_lost_
 
 
 def test_one_holder_is_asked_for_all_of_it_in_one_window() -> None:
-    source = HolderState(matched_count=20)
-    it = world(20, source)
-    assert it.plan.join() == [source]
-    assert list(source.pending) == list(range(20))
+    holder = HolderState(matched_count=20)
+    it = world(20, holder)
+    assert it.plan.activate() == [holder]
+    assert list(holder.pending) == list(range(20))
 
 
 def test_the_nearest_begins_then_the_fastest_then_who_has_most() -> None:
     far, near, fast, long = (
         HolderState(matched_count=8, bandwidth=known(1 * GB)),
-        HolderState(matched_count=8, near=True),
+        HolderState(matched_count=8, is_near=True),
         HolderState(matched_count=8, bandwidth=known(5 * GB)),
         HolderState(matched_count=10),
     )
-    assert world(10, far, long, fast, near).plan.sources == [near, fast, far, long]
+    assert world(10, far, long, fast, near).plan.holders == [near, fast, far, long]
 
 
 def test_a_prompt_that_comes_soon_is_not_split() -> None:
-    sources = [HolderState(matched_count=3), HolderState(matched_count=3)]
-    it = world(3, *sources)
-    assert it.plan.join() == [sources[0]]
+    holders = [HolderState(matched_count=3), HolderState(matched_count=3)]
+    it = world(3, *holders)
+    assert it.plan.activate() == [holders[0]]
 
 
 def test_two_unknown_holders_of_much_are_both_tried_a_little_at_first() -> None:
-    sources = [HolderState(matched_count=20), HolderState(matched_count=20)]
-    it = world(20, *sources)
-    assert it.plan.join() == sources
-    assert [list(source.pending) for source in sources] == [[0], [1]]
+    holders = [HolderState(matched_count=20), HolderState(matched_count=20)]
+    it = world(20, *holders)
+    assert it.plan.activate() == holders
+    assert [list(holder.pending) for holder in holders] == [[0], [1]]
     assert PROBE_BYTES == CHUNK_BYTES
 
 
 def test_two_equal_holders_take_half_of_the_time() -> None:
-    sources = [HolderState(matched_count=100, bandwidth=known(1 * GB)) for _ in range(2)]
-    it = world(100, *sources)
+    holders = [HolderState(matched_count=100, bandwidth=known(1 * GB)) for _ in range(2)]
+    it = world(100, *holders)
     alone = 100 * CHUNK_BYTES / GB
     assert it.run({0: GB, 1: GB}, {}, {}) < 0.55 * alone
-    assert {id(source) for _, source in it.brought} == {id(source) for source in sources}
+    assert {id(holder) for _, holder in it.brought} == {id(holder) for holder in holders}
 
 
 def test_the_front_does_not_wait_for_what_others_bring_behind_it() -> None:
-    sources = [HolderState(matched_count=40, bandwidth=known(1 * GB)) for _ in range(2)]
-    it = world(40, *sources)
+    holders = [HolderState(matched_count=40, bandwidth=known(1 * GB)) for _ in range(2)]
+    it = world(40, *holders)
     it.run({0: GB, 1: GB}, {}, {})
-    first = [index for index, source in it.brought if source is sources[0]]
+    first = [index for index, holder in it.brought if holder is holders[0]]
     assert first == list(range(len(first)))
 
 
@@ -228,7 +228,7 @@ def test_a_slow_holder_is_left_alone_when_a_fast_one_has_everything() -> None:
         HolderState(matched_count=40, bandwidth=known(0.05 * GB)),
     )
     it = world(40, slow, fast)
-    assert it.plan.join() == [fast]
+    assert it.plan.activate() == [fast]
 
 
 def test_a_holder_whose_answer_takes_longer_than_the_rest_is_left_alone() -> None:
@@ -237,28 +237,28 @@ def test_a_holder_whose_answer_takes_longer_than_the_rest_is_left_alone() -> Non
         HolderState(matched_count=40, bandwidth=known(1 * GB, answer_seconds=0.5)),
     )
     it = world(40, fast, late)
-    assert it.plan.join() == [fast]
+    assert it.plan.activate() == [fast]
 
 
 def test_where_the_own_side_takes_no_more_nobody_joins() -> None:
-    sources = [HolderState(matched_count=40, bandwidth=known(1 * GB)) for _ in range(2)]
-    it = world(40, *sources)
+    holders = [HolderState(matched_count=40, bandwidth=known(1 * GB)) for _ in range(2)]
+    it = world(40, *holders)
     for _ in range(2):
-        it.together.record_read(CHUNK_BYTES, CHUNK_BYTES / GB, 0.0)
-    assert len(it.plan.join()) == 1
+        it.combined.record_read(CHUNK_BYTES, CHUNK_BYTES / GB, 0.0)
+    assert len(it.plan.activate()) == 1
 
 
 def test_a_holder_that_gets_slow_has_its_share_stolen() -> None:
-    sources = [HolderState(matched_count=100, bandwidth=known(1 * GB)) for _ in range(2)]
-    it = world(100, *sources)
+    holders = [HolderState(matched_count=100, bandwidth=known(1 * GB)) for _ in range(2)]
+    it = world(100, *holders)
     alone = 100 * CHUNK_BYTES / GB
     slow = CHUNK_BYTES / (0.1 * alone)
     assert it.run({0: GB, 1: slow}, {}, {}) < 1.3 * alone
 
 
 def test_what_a_failed_holder_had_taken_the_others_bring() -> None:
-    sources = [HolderState(matched_count=30), HolderState(matched_count=30)]
-    it = world(30, *sources)
+    holders = [HolderState(matched_count=30), HolderState(matched_count=30)]
+    it = world(30, *holders)
     it.run({0: GB, 1: GB}, {}, {0: 2})
     assert it.handed == list(range(30))
 
@@ -270,20 +270,20 @@ def test_batches_are_small_until_it_is_known_how_fast_bytes_come() -> None:
         (known(1 * GB), GB * BATCH_SECONDS),
         (known(90 * GB), MAX_BATCH_BYTES),
     ):
-        source = HolderState(matched_count=1000, bandwidth=bandwidth)
-        it = World(1000, [source], spec=SMALL)
-        assert it.plan.join() == [source]
-        assert len(it.plan.batch(source)) == int(size_bytes // SMALL.chunk_bytes)
+        holder = HolderState(matched_count=1000, bandwidth=bandwidth)
+        it = World(1000, [holder], spec=SMALL)
+        assert it.plan.activate() == [holder]
+        assert len(it.plan.next_batch(holder)) == int(size_bytes // SMALL.chunk_bytes)
 
 
 def test_beside_others_only_what_sharing_does_not_explain_is_held_against_a_holder() -> None:
-    sources = [HolderState(matched_count=100, bandwidth=known(1 * GB)) for _ in range(2)]
-    it = world(100, *sources, own_rate=GB)
-    assert len(it.plan.join()) == 2
-    it.plan.measured(sources[0], CHUNK_BYTES, CHUNK_BYTES / (0.51 * GB))
-    assert sources[0].bandwidth.rate(0) == GB
-    it.plan.measured(sources[0], CHUNK_BYTES, CHUNK_BYTES / (0.4 * GB))
-    rate = sources[0].bandwidth.rate(0)
+    holders = [HolderState(matched_count=100, bandwidth=known(1 * GB)) for _ in range(2)]
+    it = world(100, *holders, own_rate=GB)
+    assert len(it.plan.activate()) == 2
+    it.plan.record_read(holders[0], CHUNK_BYTES, CHUNK_BYTES / (0.51 * GB))
+    assert holders[0].bandwidth.rate(0) == GB
+    it.plan.record_read(holders[0], CHUNK_BYTES, CHUNK_BYTES / (0.4 * GB))
+    rate = holders[0].bandwidth.rate(0)
     assert rate is not None
     assert rate < GB
 
@@ -294,49 +294,49 @@ def test_what_a_late_holder_does_not_read_yet_is_moved_and_what_it_reads_is_aske
         HolderState(matched_count=12, bandwidth=known(1e9)),
     )
     world = World(16, [late, other])
-    assert world.plan.join() == [late]
-    reading = world.plan.batch(late)
+    assert world.plan.activate() == [late]
+    reading = world.plan.next_batch(late)
     assert 0 < len(reading) < 12
-    assert world.plan.late(late) == 12, "only what the other may have"
+    assert world.plan.mark_late(late) == 12, "only what the other may have"
     assert late.hedged == {*reading}
-    assert late.taken == {12, 13, 14, 15}
-    assert world.plan.join() == [other]
-    assert other.taken == {*range(12)}
+    assert late.assigned == {12, 13, 14, 15}
+    assert world.plan.activate() == [other]
+    assert other.assigned == {*range(12)}
     assert not late.pending or min(late.pending) >= 12
     world.check()
-    assert not world.plan.late(other), "nobody else is on time"
-    other.late = False
+    assert not world.plan.mark_late(other), "nobody else is on time"
+    other.is_late = False
     for index in reading[:1]:  # the late answer comes first after all
         world.land(late, index)
-    assert reading[0] not in {*other.taken, *other.pending}
+    assert reading[0] not in {*other.assigned, *other.pending}
     world.check()
-    for index in sorted(other.taken):
+    for index in sorted(other.assigned):
         world.land(other, index)
     assert world.handed == [*range(12)]
 
 
 def test_a_late_holder_is_given_only_what_no_other_on_time_has_until_it_answers() -> None:
-    late = HolderState(matched_count=8, late=True, bandwidth=known(1e12))
+    late = HolderState(matched_count=8, is_late=True, bandwidth=known(1e12))
     other = HolderState(matched_count=4, bandwidth=known(1e12))
     world = World(8, [late, other])
-    assert [*world.plan.sources] == [other, late]
-    assert world.plan.join() == [other, late]
-    assert (other.taken, late.taken) == ({0, 1, 2, 3}, {4, 5, 6, 7})
-    world.plan.leave(late)
-    world.plan.give_back(other, range(4))
-    late.late = False
-    assert world.plan.take(late)
+    assert [*world.plan.holders] == [other, late]
+    assert world.plan.activate() == [other, late]
+    assert (other.assigned, late.assigned) == ({0, 1, 2, 3}, {4, 5, 6, 7})
+    world.plan.deactivate(late)
+    world.plan.unassign(other, range(4))
+    late.is_late = False
+    assert world.plan.assign(late)
 
 
 def test_a_holder_that_stays_late_reads_no_chunk_twice() -> None:
     first, second = (HolderState(matched_count=16, bandwidth=known(rate)) for rate in (1e10, 1e8))
     world = World(16, [first, second])
-    assert world.plan.join() == [first]
-    reading = world.plan.batch(first)
-    world.plan.late(first)
-    assert world.plan.join() == [second]
-    assert {*world.plan.batch(second)} <= {*reading}
-    first.late = False
-    world.plan.late(second)
-    assert world.plan.take(first), "what it was not reading"
-    assert not {*reading} & first.taken
+    assert world.plan.activate() == [first]
+    reading = world.plan.next_batch(first)
+    world.plan.mark_late(first)
+    assert world.plan.activate() == [second]
+    assert {*world.plan.next_batch(second)} <= {*reading}
+    first.is_late = False
+    world.plan.mark_late(second)
+    assert world.plan.assign(first), "what it was not reading"
+    assert not {*reading} & first.assigned

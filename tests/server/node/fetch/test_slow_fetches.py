@@ -64,8 +64,9 @@ class Pair:
     def expected_seconds(self) -> float:
         """How long the node believes a fetch to take."""
         assert self.node._peer_side
-        peers = self.node._peer_side.peers
-        seconds = peers.expected_seconds([Holder(instance_id="holder")], len(KEYS) * SPEC.chunk_bytes)
+        seconds = self.node._peer_side.fetcher.expected_seconds(
+            [Holder(instance_id="holder")], len(KEYS) * SPEC.chunk_bytes
+        )
         assert seconds
         return seconds
 

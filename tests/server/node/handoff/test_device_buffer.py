@@ -8,7 +8,7 @@ from lmkv import rpc
 from lmkv.errors import BadMessage, EngineNotFound, LmkvError, Unreachable
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.handoff.buffer_read import BufferRead
+from lmkv_server.node.handoff.device_buffer import WorkerRead
 from lmkv_server.node.handoff.device_buffers import DeviceBuffers
 from lmkv_server.node.sessions.sessions import Engines
 from tests.server.node.cases import small_spec
@@ -24,7 +24,7 @@ class Lent:
         self.lost: list[HostTier] = []
         self.engines = Engines(HostTier(SIZE))
         self.session = self.engines.attach("engine", SPEC, worker_count=2)
-        self.buffers = DeviceBuffers(self.engines, SIZE, verify=True, on_lost=self.lost.append)
+        self.buffers = DeviceBuffers(self.engines, SIZE, verify=True, on_close=self.lost.append)
 
     def lend(self, rank: int, size_bytes: int = SIZE, engine_id: str = "engine") -> None:
         self.buffers.lend(pb.BufferPart(engine_id=engine_id, rank=rank, buffer_size_bytes=size_bytes))
@@ -44,14 +44,14 @@ def failed(*, stopped: bool) -> pb.BufferReadResult:
 def test_a_buffer_is_there_when_all_workers_have_lent_their_part() -> None:
     lent = Lent()
     lent.lend(1)
-    assert lent.buffers.of(SPEC) is None
+    assert lent.buffers.find(SPEC) is None
     lent.lend(0)
-    buffer = lent.buffers.of(SPEC)
+    buffer = lent.buffers.find(SPEC)
     assert buffer
     assert (buffer.tier.size_bytes, buffer.tier.region) == (SIZE, 1)
-    assert lent.buffers.owning(buffer.tier) is buffer
+    assert lent.buffers.with_tier(buffer.tier) is buffer
     assert lent.buffers.tier_of("engine") is buffer.tier
-    assert lent.buffers.of(small_spec(layer_count=4)) is None
+    assert lent.buffers.find(small_spec(layer_count=4)) is None
 
 
 @pytest.mark.parametrize(
@@ -77,17 +77,17 @@ def test_a_buffer_that_was_lost_is_told_of_once_and_not_lent_again_by_that_engin
     lent = Lent()
     lent.lend(0)
     lent.lend(1)
-    buffer = lent.buffers.of(SPEC)
+    buffer = lent.buffers.find(SPEC)
     assert buffer
-    lent.buffers.lost(buffer)
-    lent.buffers.lost(buffer)
+    lent.buffers.close(buffer)
+    lent.buffers.close(buffer)
     assert lent.lost == [buffer.tier]
     with pytest.raises(BadMessage, match="before"):
         lent.lend(0)
-    lent.buffers.forget("engine")
-    lent.buffers.forget("engine")
+    lent.buffers.remove("engine")
+    lent.buffers.remove("engine")
     assert lent.lost == [buffer.tier]
-    assert lent.buffers.owning(buffer.tier) is None
+    assert lent.buffers.with_tier(buffer.tier) is None
 
 
 def test_of_two_engines_of_one_spec_neither_is_chosen() -> None:
@@ -95,9 +95,9 @@ def test_of_two_engines_of_one_spec_neither_is_chosen() -> None:
     lent.lend(0)
     lent.lend(1)
     other = lent.engines.attach("other", SPEC)
-    assert lent.buffers.of(SPEC) is None
+    assert lent.buffers.find(SPEC) is None
     lent.engines.detach(other)
-    assert lent.buffers.of(SPEC)
+    assert lent.buffers.find(SPEC)
 
 
 # ---- one read ---------------------------------------------------------------------------------------------------
@@ -105,11 +105,11 @@ def test_of_two_engines_of_one_spec_neither_is_chosen() -> None:
 
 async def test_a_read_is_done_when_all_workers_are_and_their_sums_add_up() -> None:
     stops: list[int] = []
-    read = BufferRead([0, 1], 2, lambda: stops.append(1))
-    read.told(1, done(2**64 - 1, 5))
+    read = WorkerRead([0, 1], 2, lambda: stops.append(1))
+    read.report(1, done(2**64 - 1, 5))
     assert not read.outcome.done()
     assert not stops
-    read.told(0, done(3, 7))
+    read.report(0, done(3, 7))
     assert await read.outcome == [2, 12]
     assert stops == [1]
     assert read.stopped
@@ -117,20 +117,20 @@ async def test_a_read_is_done_when_all_workers_are_and_their_sums_add_up() -> No
 
 async def test_one_worker_that_fails_fails_the_read_and_the_last_to_stop_ends_it() -> None:
     stops: list[int] = []
-    read = BufferRead([0, 1], 1, lambda: stops.append(1))
-    read.told(0, failed(stopped=False))
+    read = WorkerRead([0, 1], 1, lambda: stops.append(1))
+    read.report(0, failed(stopped=False))
     with pytest.raises(Unreachable, match="gone"):
         await read.outcome
-    read.told(1, done(1))
+    read.report(1, done(1))
     assert not stops
-    read.told(0, pb.BufferReadResult(stopped=True))
-    read.told(0, pb.BufferReadResult(stopped=True))
+    read.report(0, pb.BufferReadResult(stopped=True))
+    read.report(0, pb.BufferReadResult(stopped=True))
     assert stops == [1]
 
 
 async def test_a_read_that_nobody_can_finish_is_stopped_once() -> None:
     stops: list[int] = []
-    read = BufferRead([0], 1, lambda: stops.append(1))
+    read = WorkerRead([0], 1, lambda: stops.append(1))
     read.fail(LmkvError("the buffer is gone"))
     read.stop()
     read.stop()
@@ -141,6 +141,6 @@ async def test_a_read_that_nobody_can_finish_is_stopped_once() -> None:
 
 @pytest.mark.parametrize("result", [done(), done(1, 2), pb.BufferReadResult(checksums=[1])])
 async def test_a_word_of_a_read_that_makes_no_sense_is_refused(result: pb.BufferReadResult) -> None:
-    read = BufferRead([0], 1, lambda: None)
+    read = WorkerRead([0], 1, lambda: None)
     with pytest.raises(BadMessage, match="checksum per chunk"):
-        read.told(0, result)
+        read.report(0, result)

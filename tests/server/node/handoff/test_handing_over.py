@@ -34,7 +34,7 @@ from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.engines.handoffs import EngineHandoffs
 from lmkv_server.node.handoff.directory import Directory
-from lmkv_server.node.handoff.state import State
+from lmkv_server.node.handoff.state import HandoffState
 from lmkv_server.node.tiers.progress import Progress
 from tests.server.node.peer_parts import LARGE, RUNTIME_DIR, SMALL, Parts, Remote, Taken, keys_of
 from tests.waiting import WAIT_SECONDS, until
@@ -71,7 +71,7 @@ async def finish(decode: Parts) -> None:
     decode.check_nothing_left()
 
 
-def state_of(decode: Parts, name: str = "r") -> State | None:
+def state_of(decode: Parts, name: str = "r") -> HandoffState | None:
     """How far a handoff is."""
     handoff = decode.receiver.handoffs.find(name)
     return handoff.state if handoff else None
@@ -79,7 +79,7 @@ def state_of(decode: Parts, name: str = "r") -> State | None:
 
 def is_committed(decode: Parts, name: str) -> bool:
     """Whether all of a handoff is here."""
-    return state_of(decode, name) is State.COMMITTED
+    return state_of(decode, name) is HandoffState.COMMITTED
 
 
 async def follow(decode: Parts, name: str, keys: list[ChunkKey], seconds: float = 10.0) -> Taken:
@@ -105,8 +105,8 @@ async def test_a_prompt_arrives_bit_for_bit_over_every_channel(transfer_channel:
             prefill.put(key)
         handed = await prefill.hand("r", decode.instance_id, KEYS)
         assert (handed.error, handed.chunk_count, handed.size_bytes) == (None, 8, 8 * LARGE.chunk_bytes)
-        assert state_of(decode) is State.COMMITTED
-        assert decode.receiver.intake.received_bytes == prefill.senders.sent_bytes == 8 * LARGE.chunk_bytes
+        assert state_of(decode) is HandoffState.COMMITTED
+        assert decode.receiver.stats().received_bytes == prefill.senders.stats().sent_bytes == 8 * LARGE.chunk_bytes
         taken = await follow(decode, "r", KEYS)
         assert taken.keys() == KEYS
         taken.let_go()
@@ -115,12 +115,12 @@ async def test_a_prompt_arrives_bit_for_bit_over_every_channel(transfer_channel:
 
 async def test_early_chunks_arrive_while_later_ones_are_still_computed(prefill: Parts, decode: Parts) -> None:
     ended = prefill.hand("r", decode.instance_id, KEYS)
-    await until(lambda: state_of(decode) is State.ALLOCATED)
+    await until(lambda: state_of(decode) is HandoffState.ALLOCATED)
     for index, key in enumerate(KEYS):
         assert not ended.done()
         prefill.put(key)
         await until(lambda key=key: decode.tier.get(key) is not None)  # type: ignore[misc]
-        assert state_of(decode) is (State.TRANSFERRING if index < 7 else State.COMMITTED)
+        assert state_of(decode) is (HandoffState.TRANSFERRING if index < 7 else HandoffState.COMMITTED)
     assert (await ended).chunk_count == 8
 
 
@@ -180,7 +180,7 @@ async def test_a_request_that_comes_first_waits_for_the_bytes(prefill: Parts, de
     following = asyncio.create_task(follow(decode, "r", KEYS))
     await asyncio.sleep(0)
     ended = prefill.hand("r", decode.instance_id, KEYS)
-    await until(lambda: state_of(decode) is State.ALLOCATED)
+    await until(lambda: state_of(decode) is HandoffState.ALLOCATED)
     assert decode.receiver.promised("r", 0, 8) == (8, "prefill")
     for key in KEYS:
         prefill.put(key)
@@ -205,7 +205,7 @@ async def test_a_request_takes_what_there_is_when_the_prefill_ends_early(prefill
     taken.let_go()
     handed = await ended
     assert (handed.error, handed.chunk_count) == (None, 3)
-    assert state_of(decode) is State.ABORTED
+    assert state_of(decode) is HandoffState.ABORTED
     assert decode.receiver.promised("r", 0, 8) == (3, "prefill")
 
 
@@ -250,21 +250,21 @@ async def test_a_prompt_larger_than_the_buffer_is_refused_at_once(prefill: Parts
 
 async def test_a_full_buffer_is_waited_for_and_then_used(prefill: Parts, decode: Parts) -> None:
     first = prefill.hand("first", decode.instance_id, keys_of(16))
-    await until(lambda: state_of(decode, "first") is State.ALLOCATED)
+    await until(lambda: state_of(decode, "first") is HandoffState.ALLOCATED)
     second = prefill.hand("second", decode.instance_id, keys_of(24)[16:])
     await until(lambda: decode.receiver.handoffs.refused_count > 1)
     assert not second.done()
     prefill.senders.end("first")
     await first
     decode.receiver.handoffs.unclaim("first")
-    await until(lambda: state_of(decode, "second") is State.ALLOCATED)
+    await until(lambda: state_of(decode, "second") is HandoffState.ALLOCATED)
     prefill.senders.end("second")
     await second
 
 
 async def test_a_full_buffer_is_given_up_when_the_request_ends(prefill: Parts, decode: Parts) -> None:
     first = prefill.hand("first", decode.instance_id, keys_of(16))
-    await until(lambda: state_of(decode, "first") is State.ALLOCATED)
+    await until(lambda: state_of(decode, "first") is HandoffState.ALLOCATED)
     second = prefill.hand("second", decode.instance_id, keys_of(24)[16:])
     await until(lambda: decode.receiver.handoffs.refused_count > 0)
     prefill.senders.end("second")
@@ -351,7 +351,7 @@ async def test_a_refused_handoff_is_known_to_the_decode_at_once(
 ) -> None:
     monkeypatch.setattr("lmkv_server.node.handoff.receiver.ANNOUNCE_SECONDS", FOREVER)
     first = prefill.hand("first", "decode", keys_of(16))
-    await until(lambda: state_of(decode, "first") is State.ALLOCATED)
+    await until(lambda: state_of(decode, "first") is HandoffState.ALLOCATED)
     second = prefill.hand("second", "decode", keys_of(24)[16:])
     await until(lambda: decode.receiver.handoffs.refused_count > 0)
     waiting = asyncio.create_task(follow(decode, "second", keys_of(24)[16:], seconds=FOREVER))
@@ -379,7 +379,7 @@ async def test_a_handoff_that_is_dropped_leaves_nothing_however_far_it_was(
             request_id="r", decode_instance_id="decode", chunk_keys=join_keys(KEYS), token_count=8 * SMALL.chunk_size
         )
     )
-    await until(lambda: state_of(decode) is State.ALLOCATED)
+    await until(lambda: state_of(decode) is HandoffState.ALLOCATED)
     for key in KEYS[:arrived]:
         prefill.put(key)
     await until(lambda: len(decode.tier.find(KEYS[:arrived])) == arrived)
@@ -458,8 +458,8 @@ async def test_damaged_chunks_are_thrown_away_and_dropped_at_their_source(prefil
     handed = await prefill.hand("r", decode.instance_id, KEYS)
     assert handed.chunk_count == 7
     assert decode.tier.get(KEYS[2]) is None
-    assert state_of(decode) is State.ABORTED
-    assert decode.peers.checksum_mismatches == 1
+    assert state_of(decode) is HandoffState.ABORTED
+    assert decode.pipeline.stats().checksum_mismatches == 1
     await until(lambda: prefill.tier.get(KEYS[2]) is None)
 
 
@@ -474,10 +474,10 @@ async def test_a_silent_prefill_expires_and_one_at_work_does_not() -> None:
             first = handoff.expire_at
             await until(lambda: handoff.expire_at > first + silence or not handoff.is_open)
             # It computes for longer than that, and says so.
-            assert state_of(decode) is State.TRANSFERRING
+            assert state_of(decode) is HandoffState.TRANSFERRING
             prefill.signal(signal.SIGSTOP)
             following = asyncio.create_task(follow(decode, "r", KEYS))
-            await until(lambda: state_of(decode) is State.EXPIRED)
+            await until(lambda: state_of(decode) is HandoffState.EXPIRED)
             taken = await following
             assert taken.keys() == KEYS[:1]
             taken.let_go()
@@ -497,12 +497,12 @@ async def test_a_handoff_does_not_expire_while_the_decode_reads_from_a_prefill_t
                 name = f"r{attempt}"
                 prefill.ask(f"hand {name} decode 4")
                 async with asyncio.timeout(WAIT_SECONDS):
-                    while state_of(decode, name) in (None, State.ALLOCATED):  # noqa: ASYNC110 # freezes it at once
+                    while state_of(decode, name) in (None, HandoffState.ALLOCATED):  # noqa: ASYNC110 # freezes it at once
                         await asyncio.sleep(0)
                 prefill.signal(signal.SIGSTOP)
                 await asyncio.sleep(2.5 * silence)
-                was_read = state_of(decode, name) is not State.COMMITTED
-                assert state_of(decode, name) in (State.TRANSFERRING, State.COMMITTED)
+                was_read = state_of(decode, name) is not HandoffState.COMMITTED
+                assert state_of(decode, name) in (HandoffState.TRANSFERRING, HandoffState.COMMITTED)
                 prefill.signal(signal.SIGCONT)
                 await until(partial(is_committed, decode, name))
                 await finish(decode)
@@ -516,7 +516,7 @@ async def test_a_prefill_that_is_killed_leaves_nothing() -> None:
     async with Parts("decode", spec=LARGE, chunk_count=32, pd_timeout=0.3, pd_abandon_timeout=0.3) as decode:
         with Remote("prefill", chunk_count=12) as prefill:
             prefill.ask("hand r decode 16")
-            await until(lambda: state_of(decode) in (State.ALLOCATED, State.TRANSFERRING))
+            await until(lambda: state_of(decode) in (HandoffState.ALLOCATED, HandoffState.TRANSFERRING))
             prefill.signal(signal.SIGKILL)
         await until(lambda: len(decode.receiver.handoffs) == 0)
         await until(lambda: decode.tier.reserved_count == 0)
@@ -527,7 +527,7 @@ async def test_a_decode_that_is_killed_ends_the_prefills_handoff(prefill: Parts)
     prefill.put(KEYS[0])
     with Remote("decode", spec="small", chunk_count=1) as decode:
         ended = prefill.hand("r", "decode", KEYS)
-        await until(lambda: prefill.senders.sent_bytes == 0 and not ended.done())
+        await until(lambda: prefill.senders.stats().sent_bytes == 0 and not ended.done())
         decode.signal(signal.SIGKILL)
         prefill.put(KEYS[1])
         assert isinstance((await ended).error, Unreachable | InstanceNotFound)
@@ -632,7 +632,7 @@ async def test_an_offer_that_makes_no_sense_is_refused_and_the_handoff_lives(
     with pytest.raises(grpc.RpcError) as refusal:
         await stub.Commit(offer)
     assert rpc.from_rpc_error(refusal.value).reason == BadMessage.reason
-    assert state_of(decode) is State.ALLOCATED
+    assert state_of(decode) is HandoffState.ALLOCATED
 
 
 async def test_an_unknown_grant_cannot_be_committed(stub: pb_grpc.PeerServiceAsyncStub) -> None:
@@ -660,6 +660,6 @@ async def test_a_handoff_is_unknown_to_every_session_but_the_one_that_announced_
     with pytest.raises(grpc.RpcError) as refusal:
         await stub.Allocate(announcement(decode, prefill, session_id=other))
     assert rpc.from_rpc_error(refusal.value).reason == BadMessage.reason
-    assert state_of(decode) is State.ALLOCATED
+    assert state_of(decode) is HandoffState.ALLOCATED
     await stub.Release(pb.ReleaseRequest(grant_id=grant_id, session_id=own))
-    assert state_of(decode) is State.ABORTED
+    assert state_of(decode) is HandoffState.ABORTED

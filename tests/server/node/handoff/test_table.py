@@ -13,12 +13,12 @@ from lmkv.errors import BadMessage, Full, GrantNotFound, NoFreeExtents, RequestT
 from lmkv.keys import ChunkKey
 from lmkv_server.node.cache.host import Chunk, HostTier, Reserved
 from lmkv_server.node.handoff import table as module
-from lmkv_server.node.handoff.state import Handoff, HandoffSource, State
+from lmkv_server.node.handoff.state import Handoff, HandoffSource, HandoffState
 from lmkv_server.node.handoff.table import HandoffTable
 from tests.server.node.peer_parts import SMALL, keys_of
 
 SILENCE, ABANDON = 5.0, 60.0
-GIVER = HandoffSource(instance_id="prefill", epoch=1, address="127.0.0.1:1", session_id="session")
+SOURCE = HandoffSource(instance_id="prefill", epoch=1, address="127.0.0.1:1", session_id="session")
 POOL_CHUNKS = 24
 BUFFER_CHUNKS = 12
 DEVICE_CHUNKS = 6
@@ -29,7 +29,7 @@ def table(pool_chunks: int = POOL_CHUNKS, buffer_chunks: int = BUFFER_CHUNKS) ->
     """A tier and its handoffs."""
     tier = HostTier(pool_chunks * SMALL.chunk_bytes)
     handoffs = HandoffTable(
-        tier, buffer_bytes=buffer_chunks * SMALL.chunk_bytes, silence_seconds=SILENCE, abandon_seconds=ABANDON
+        tier, buffer_bytes=buffer_chunks * SMALL.chunk_bytes, timeout_seconds=SILENCE, abandon_seconds=ABANDON
     )
     return tier, handoffs
 
@@ -38,7 +38,7 @@ def begin(
     handoffs: HandoffTable, name: str, keys: list[ChunkKey], now: float = 0.0, buffer: HostTier | None = None
 ) -> Handoff:
     """A prefill announces the prompt of these chunks, all of them full."""
-    return handoffs.allocate(name, GIVER, SMALL, keys, len(keys) * SMALL.chunk_size, now, buffer)
+    return handoffs.allocate(name, SOURCE, SMALL, keys, len(keys) * SMALL.chunk_size, now, buffer)
 
 
 def device_buffer() -> HostTier:
@@ -48,16 +48,16 @@ def device_buffer() -> HostTier:
 
 def commit(tier: HostTier, handoff: Handoff, index: int, reserved: Reserved) -> Chunk:
     """What the receiver does when a chunk has been read and is sound."""
-    chunk = handoff.room.commit(
+    chunk = handoff.destination.commit(
         reserved.offset,
         key=handoff.keys[index],
         fingerprint=SMALL.fingerprint,
-        size_bytes=handoff.size_of(index),
+        size_bytes=handoff.size_bytes_of(index),
         checksum=1,
-        token_count=handoff.tokens_of(index),
-    ) or handoff.room.get(handoff.keys[index])
+        token_count=handoff.token_count_of(index),
+    ) or handoff.destination.get(handoff.keys[index])
     assert chunk
-    handoff.land(index, chunk, tier)
+    handoff.commit(index, chunk, tier)
     return chunk
 
 
@@ -81,13 +81,13 @@ def assert_nothing_is_left(tier: HostTier, handoffs: HandoffTable) -> None:
 def test_a_prompt_is_handed_over_chunk_by_chunk() -> None:
     tier, handoffs = table()
     handoff = begin(handoffs, "r", KEYS[:3])
-    assert (handoff.state, handoff.missing) == (State.ALLOCATED, (0, 1, 2))
+    assert (handoff.state, handoff.missing) == (HandoffState.ALLOCATED, (0, 1, 2))
     take(tier, handoff, 0)
     states = [handoff.state]
     assert tier.find(KEYS[:3])
     assert not tier.get(KEYS[1])
     take(tier, handoff, 1, 2)
-    assert [*states, handoff.state] == [State.TRANSFERRING, State.COMMITTED]
+    assert [*states, handoff.state] == [HandoffState.TRANSFERRING, HandoffState.COMMITTED]
     handoffs.claim("r")
     handoffs.unclaim("r")
     assert_nothing_is_left(tier, handoffs)
@@ -102,7 +102,7 @@ def test_what_is_held_is_not_sent_again_and_stays_in_place() -> None:
     assert handoff.missing == (2, 3)
     assert all(chunk.holds == 1 for chunk in tier)
     take(tier, handoff, 2, 3)
-    assert handoff.state is State.COMMITTED
+    assert handoff.state is HandoffState.COMMITTED
 
 
 def test_what_is_still_on_its_way_is_not_held_yet_and_is_asked_for_again() -> None:
@@ -122,19 +122,19 @@ def test_what_somebody_else_brought_meanwhile_is_not_read_again() -> None:
     assert not second.begin([0, 1, 2], tier)
     assert second.buffer_bytes == 4 * SMALL.chunk_bytes
     take(tier, second, 3)
-    assert second.state is State.COMMITTED
+    assert second.state is HandoffState.COMMITTED
 
 
 def test_a_prompt_that_is_here_whole_is_committed_at_once() -> None:
     tier, handoffs = table()
     take(tier, begin(handoffs, "first", KEYS[:2]), 0, 1)
-    assert begin(handoffs, "second", KEYS[:2]).state is State.COMMITTED
+    assert begin(handoffs, "second", KEYS[:2]).state is HandoffState.COMMITTED
 
 
 def test_the_last_chunk_has_the_size_of_its_tokens() -> None:
     tier, handoffs = table()
-    handoff = handoffs.allocate("r", GIVER, SMALL, KEYS[:2], SMALL.chunk_size + 7, 0.0)
-    assert handoff.tokens_of(1) == 7
+    handoff = handoffs.allocate("r", SOURCE, SMALL, KEYS[:2], SMALL.chunk_size + 7, 0.0)
+    assert handoff.token_count_of(1) == 7
     assert tier.reserved_bytes < 2 * SMALL.chunk_bytes
 
 
@@ -144,7 +144,7 @@ def test_announcing_twice_is_announcing_once() -> None:
     assert len(handoffs) == 1
 
 
-@pytest.mark.parametrize("other", [replace(GIVER, epoch=2), replace(GIVER, instance_id="another")])
+@pytest.mark.parametrize("other", [replace(SOURCE, epoch=2), replace(SOURCE, instance_id="another")])
 def test_a_name_belongs_to_one_prefill(other: HandoffSource) -> None:
     _, handoffs = table()
     begin(handoffs, "r", KEYS[:3])
@@ -156,7 +156,7 @@ def test_a_name_belongs_to_one_prefill(other: HandoffSource) -> None:
 def test_tokens_that_do_not_fit_the_keys_are_refused(token_count: int) -> None:
     tier, handoffs = table()
     with pytest.raises(BadMessage, match="tokens"):
-        handoffs.allocate("r", GIVER, SMALL, KEYS[:3], token_count, 0.0)
+        handoffs.allocate("r", SOURCE, SMALL, KEYS[:3], token_count, 0.0)
     assert_nothing_is_left(tier, handoffs)
 
 
@@ -193,7 +193,7 @@ def test_a_decode_frees_when_the_prefill_never_reports() -> None:
     handoff = begin(handoffs, "r", KEYS[:3])
     assert not handoffs.expire(SILENCE - 0.1)
     assert handoffs.expire(SILENCE) == [handoff]
-    assert handoff.state is State.EXPIRED
+    assert handoff.state is HandoffState.EXPIRED
     assert tier.reserved_bytes == 0
     handoffs.expire(SILENCE + ABANDON)
     assert_nothing_is_left(tier, handoffs)
@@ -202,7 +202,7 @@ def test_a_decode_frees_when_the_prefill_never_reports() -> None:
 def test_a_sign_of_life_keeps_a_handoff() -> None:
     _, handoffs = table()
     handoff = begin(handoffs, "r", KEYS[:3])
-    handoffs.heard(handoff, 4.0)
+    handoffs.renew(handoff, 4.0)
     assert not handoffs.expire(8.9)
     assert handoff.is_open
     assert handoffs.next_expiry() == 9.0
@@ -212,7 +212,7 @@ def test_a_prompt_that_no_decode_comes_for_is_let_go() -> None:
     tier, handoffs = table()
     handoff = begin(handoffs, "r", KEYS[:2])
     take(tier, handoff, 0, 1)
-    handoffs.heard(handoff, 1.0)
+    handoffs.renew(handoff, 1.0)
     handoffs.expire(1.0 + ABANDON)
     assert handoffs.abandoned_count == 1
     assert_nothing_is_left(tier, handoffs)
@@ -223,7 +223,7 @@ def test_a_claimed_prompt_is_kept_as_long_as_its_request_wants() -> None:
     handoffs.claim("r")  # the decode's request may come first
     handoff = begin(handoffs, "r", KEYS[:2])
     take(tier, handoff, 0, 1)
-    handoffs.heard(handoff, 1.0)
+    handoffs.renew(handoff, 1.0)
     handoffs.expire(10 * ABANDON)
     assert len(handoffs) == 1
     assert handoffs.next_expiry() is None
@@ -238,7 +238,7 @@ def test_an_aborted_decode_ends_a_handoff_under_way() -> None:
     begun = handoff.begin([0], tier)
     handoffs.unclaim("r")
     with pytest.raises(GrantNotFound):
-        handoffs.get(handoff.grant_id, GIVER.session_id)
+        handoffs.get(handoff.grant_id, SOURCE.session_id)
     commit(tier, handoff, 0, begun[0])  # its read was under way: it stays as any other chunk
     assert_nothing_is_left(tier, handoffs)
 
@@ -256,8 +256,8 @@ def test_an_aborted_prefill_frees_the_room_and_leaves_what_came() -> None:
     tier, handoffs = table()
     handoff = begin(handoffs, "r", KEYS[:4])
     take(tier, handoff, 0, 1)
-    assert handoffs.end(handoff.grant_id, GIVER.session_id, 1.0)
-    assert handoff.state is State.ABORTED
+    assert handoffs.end(handoff.grant_id, SOURCE.session_id, 1.0)
+    assert handoff.state is HandoffState.ABORTED
     assert tier.reserved_bytes == 0
     assert handoff.promised(0) == 2
     handoffs.expire(1.0 + ABANDON)
@@ -267,11 +267,11 @@ def test_an_aborted_prefill_frees_the_room_and_leaves_what_came() -> None:
 def test_a_late_commit_and_a_second_release_are_harmless() -> None:
     tier, handoffs = table()
     handoff = begin(handoffs, "r", KEYS[:3])
-    handoffs.end(handoff.grant_id, GIVER.session_id, 1.0)
+    handoffs.end(handoff.grant_id, SOURCE.session_id, 1.0)
     assert not handoff.begin([0, 1], tier)
-    handoffs.end(handoff.grant_id, GIVER.session_id, 2.0)
+    handoffs.end(handoff.grant_id, SOURCE.session_id, 2.0)
     handoffs.unclaim("r")
-    assert not handoffs.end(handoff.grant_id, GIVER.session_id, 3.0)
+    assert not handoffs.end(handoff.grant_id, SOURCE.session_id, 3.0)
     with pytest.raises(GrantNotFound):
         begin(handoffs, "r", KEYS[:3])
     assert_nothing_is_left(tier, handoffs)
@@ -283,8 +283,8 @@ def test_a_chunk_that_comes_damaged_ends_the_handoff() -> None:
     begun = handoff.begin([0, 1], tier)
     commit(tier, handoff, 0, begun[0])
     tier.give_back(begun[1].offset)
-    handoff.lose([0, 1])
-    assert handoff.state is State.ABORTED
+    handoff.fail([0, 1])
+    assert handoff.state is HandoffState.ABORTED
     assert tier.reserved_bytes == 0
     assert handoff.promised(0) == 1
 
@@ -292,9 +292,9 @@ def test_a_chunk_that_comes_damaged_ends_the_handoff() -> None:
 def test_one_handoff_goes_wrong_and_others_go_on() -> None:
     tier, handoffs = table()
     bad, good = begin(handoffs, "bad", KEYS[:2]), begin(handoffs, "good", KEYS[2:4])
-    handoffs.end(bad.grant_id, GIVER.session_id, 0.0)
+    handoffs.end(bad.grant_id, SOURCE.session_id, 0.0)
     take(tier, good, 0, 1)
-    assert good.state is State.COMMITTED
+    assert good.state is HandoffState.COMMITTED
 
 
 def test_the_names_of_ended_handoffs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,14 +302,14 @@ def test_the_names_of_ended_handoffs_are_bounded(monkeypatch: pytest.MonkeyPatch
     _, handoffs = table()
     for number in range(10):
         handoffs.unclaim(f"r{number}")
-    assert [handoffs.is_over(f"r{number}") for number in range(10)] == [False] * 7 + [True] * 3
+    assert [handoffs.is_closed(f"r{number}") for number in range(10)] == [False] * 7 + [True] * 3
 
 
 def test_a_prompt_goes_into_the_device_buffer_while_that_has_room() -> None:
     tier, handoffs = table()
     buffer = device_buffer()
     first, second = begin(handoffs, "a", KEYS[:4], buffer=buffer), begin(handoffs, "b", KEYS[10:14], buffer=buffer)
-    assert (first.room, second.room) == (buffer, tier)
+    assert (first.destination, second.destination) == (buffer, tier)
     assert handoffs.used_bytes == 4 * SMALL.chunk_bytes, "the bound is on the pool"
     with pytest.raises(RequestTooLarge):
         begin(handoffs, "c", KEYS[:20], buffer=buffer)
@@ -325,10 +325,10 @@ def test_what_is_in_a_device_buffer_is_for_its_engine_only() -> None:
     buffer = device_buffer()
     handoff, in_pool = begin(handoffs, "a", KEYS[:4], buffer=buffer), begin(handoffs, "b", KEYS[10:14])
     handoffs.claim("a", device_buffer())
-    assert not handoffs.reaches(handoff)
+    assert not handoffs.is_loadable(handoff)
     handoffs.claim("a", buffer)
-    assert handoffs.reaches(handoff)
-    assert handoffs.reaches(in_pool)
+    assert handoffs.is_loadable(handoff)
+    assert handoffs.is_loadable(in_pool)
 
 
 def test_a_device_buffer_that_is_lost_takes_what_it_held() -> None:
@@ -338,10 +338,10 @@ def test_a_device_buffer_that_is_lost_takes_what_it_held() -> None:
     handoff = begin(handoffs, "a", KEYS[:3], buffer=buffer)
     take(tier, handoff, 1)
     (late,) = handoff.begin([2], tier).values()
-    handoffs.lose_room(buffer, 0.0)
-    assert (handoff.state, [chunk.key for chunk in handoff.kept]) == (State.ABORTED, KEYS[:1])
+    handoffs.detach_buffer(buffer, 0.0)
+    assert (handoff.state, [chunk.key for chunk in handoff.chunks]) == (HandoffState.ABORTED, KEYS[:1])
     commit(tier, handoff, 2, late)
-    assert [chunk.key for chunk in handoff.kept] == KEYS[:1]
+    assert [chunk.key for chunk in handoff.chunks] == KEYS[:1]
 
 
 def test_the_number_of_handoffs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +349,7 @@ def test_the_number_of_handoffs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     _, handoffs = table()
     begin(handoffs, "a", KEYS[:1])
     begin(handoffs, "b", KEYS[1:2])
-    with pytest.raises(Full, match="under way"):
+    with pytest.raises(Full, match="are running"):
         begin(handoffs, "c", KEYS[2:3])
 
 
@@ -398,10 +398,10 @@ class HandoffsMachine(RuleBasedStateMachine):
             return multiple()
         indices = data.draw(st.sets(st.integers(0, len(handoff.keys) - 1), min_size=1))
         begun = handoff.begin(indices, self.tier)
-        here = {chunk.key for chunk in handoff.kept}
+        here = {chunk.key for chunk in handoff.chunks}
         self.landed[name] |= {index for index in indices if handoff.keys[index] in here}
         assert not begun or (handoff.is_open and name not in self.over)
-        self.handoffs.heard(handoff, self.now + SILENCE)
+        self.handoffs.renew(handoff, self.now + SILENCE)
         self.under_way += [(handoff, index, reserved) for index, reserved in begun.items()]
         return multiple(*((handoff, index, reserved) for index, reserved in begun.items()))
 
@@ -411,27 +411,27 @@ class HandoffsMachine(RuleBasedStateMachine):
         self.under_way.remove(read)
         if is_sound:
             commit(self.tier, handoff, index, reserved)
-            if handoff.room in (self.tier, self.buffer):
+            if handoff.destination in (self.tier, self.buffer):
                 self.landed[handoff.request_id].add(index)
         else:
-            handoff.room.give_back(reserved.offset)
-            handoff.lose([index])
+            handoff.destination.give_back(reserved.offset)
+            handoff.fail([index])
 
     @rule()
     def the_device_buffer_is_lost(self) -> None:
         """Reads into it go on in vain; the engine lends another one."""
         lost, self.buffer = self.buffer, device_buffer()
-        self.handoffs.lose_room(lost, self.now)
+        self.handoffs.detach_buffer(lost, self.now)
         for name, handoff in self.known.items():
-            if handoff.room is lost:
-                here = {chunk.key for chunk in handoff.kept}
-                assert not any(chunk.tier is lost for chunk in handoff.kept)
+            if handoff.destination is lost:
+                here = {chunk.key for chunk in handoff.chunks}
+                assert not any(chunk.tier is lost for chunk in handoff.chunks)
                 self.landed[name] = {index for index in self.landed[name] if handoff.keys[index] in here}
 
     @rule(name=names)
     def prefill_is_done(self, name: str) -> None:
         if handoff := self.known.get(name):
-            self.handoffs.end(handoff.grant_id, GIVER.session_id, self.now)
+            self.handoffs.end(handoff.grant_id, SOURCE.session_id, self.now)
 
     @rule(name=names)
     def prefill_withdraws(self, name: str) -> None:
@@ -459,7 +459,7 @@ class HandoffsMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         for handoff in self.handoffs.expire(self.now):
-            assert handoff.state is State.EXPIRED
+            assert handoff.state is HandoffState.EXPIRED
         gone = {name for name, handoff in self.known.items() if handoff not in list(self.handoffs)}
         assert not any(self.claims[name] for name in gone), "a claimed handoff was let go"
         self.over |= gone
@@ -485,15 +485,15 @@ class HandoffsMachine(RuleBasedStateMachine):
         if not hasattr(self, "tier"):
             return
         self.handoffs.check()
-        dropped = {id(chunk): chunk for handoff in self.handoffs for chunk in handoff.kept if chunk.dropped}
+        dropped = {id(chunk): chunk for handoff in self.handoffs for chunk in handoff.chunks if chunk.dropped}
         for tier in (self.tier, self.buffer):
             tier.check(chunk for chunk in dropped.values() if chunk.tier is tier)
         assert {handoff.request_id for handoff in self.handoffs} == set(self.known)
         for name, handoff in self.known.items():
-            here = {chunk.key for chunk in handoff.kept}
+            here = {chunk.key for chunk in handoff.chunks}
             assert here == {handoff.keys[index] for index in self.landed[name]}
-            assert (handoff.state is State.COMMITTED) == (
-                len(here) == len(handoff.keys) and handoff.state not in (State.ABORTED, State.EXPIRED)
+            assert (handoff.state is HandoffState.COMMITTED) == (
+                len(here) == len(handoff.keys) and handoff.state not in (HandoffState.ABORTED, HandoffState.EXPIRED)
             )
             if handoff.is_open:
                 assert handoff.promised(0) == len(handoff.keys)
@@ -502,8 +502,8 @@ class HandoffsMachine(RuleBasedStateMachine):
         if not hasattr(self, "tier"):
             return
         for handoff, index, reserved in self.under_way:
-            handoff.room.give_back(reserved.offset)
-            handoff.lose([index])
+            handoff.destination.give_back(reserved.offset)
+            handoff.fail([index])
         self.handoffs.clear()
         assert not any(chunk.holds for chunk in self.buffer)
         assert_nothing_is_left(self.tier, self.handoffs)

@@ -52,8 +52,8 @@ async def test_what_is_damaged_at_its_owner_is_dropped_and_told_there(owner: Par
     owner.damage(KEYS[2])
     owner.damage(KEYS[5])
     taken = Taken(reader)
-    fetched = await reader.peers.fetch(SMALL, KEYS, [owner.holder(8)], 5.0, taken)
-    assert (fetched.chunk_count, reader.peers.checksum_mismatches) == (2, 2)
+    fetched = await reader.fetch(SMALL, KEYS, [owner.holder(8)], 5.0, taken)
+    assert (fetched.chunk_count, reader.pipeline.stats().checksum_mismatches) == (2, 2)
     await until(lambda: owner.inspector.damaged_count == 2)
     assert sorted(gone.keys) == [KEYS[2], KEYS[5]]
     assert len(owner.tier) == 6
@@ -69,7 +69,7 @@ async def test_a_pinned_chunk_is_dropped_too_and_its_bytes_stay_until_the_pin_en
     owner.tier.pin([chunk])
     owner.damage(KEYS[2])
     taken = Taken(reader)
-    await reader.peers.fetch(SMALL, KEYS, [owner.holder(8)], 5.0, taken)
+    await reader.fetch(SMALL, KEYS, [owner.holder(8)], 5.0, taken)
     await until(lambda: chunk.dropped)
     await until(lambda: chunk.holds == 1)
     owner.tier.check([chunk])
@@ -78,9 +78,9 @@ async def test_a_pinned_chunk_is_dropped_too_and_its_bytes_stay_until_the_pin_en
 
 
 async def test_nothing_is_dropped_on_a_peers_word_alone(owner: Parts, reader: Parts, gone: Gone) -> None:
-    connection = reader.peers.connections.get(owner.holder(8))
+    connection = reader.connections.get(owner.holder(8))
     assert connection
-    await connection.agree(SMALL, 5.0)
+    await connection.connect(SMALL, 5.0)
     response = await connection.acquire(SMALL, KEYS, 5.0, 5.0)
     await connection.release(response.grant.grant_id, 5.0, [0, 1, 1, 7, 8, -1, 1 << 30])
     await connection.release(response.grant.grant_id, 5.0, [2])  # it has ended
@@ -104,7 +104,7 @@ async def test_transfers_that_are_not_verified_bring_what_there_is(owner: Parts)
     async with Parts("reader", verify_transfers=False) as reader:
         owner.damage(KEYS[2])
         taken = Taken(reader)
-        fetched = await reader.peers.fetch(SMALL, KEYS, [owner.holder(8)], 5.0, taken)
-        assert (fetched.chunk_count, fetched.error, reader.peers.checksum_mismatches) == (8, None, 0)
+        fetched = await reader.fetch(SMALL, KEYS, [owner.holder(8)], 5.0, taken)
+        assert (fetched.chunk_count, fetched.error, reader.pipeline.stats().checksum_mismatches) == (8, None, 0)
         assert [reader.holds_right(chunk) for chunk in taken.chunks].count(False) == 1
         reader.tier.unhold(taken.chunks)

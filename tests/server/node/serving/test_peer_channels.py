@@ -26,7 +26,7 @@ async def fetch_all(owner: Parts, reader: Parts) -> str:
     for key in KEYS:
         owner.put(key)
     taken = Taken(reader)
-    fetched = await reader.peers.fetch(SMALL, KEYS, [owner.holder(len(KEYS))], 20.0, taken)
+    fetched = await reader.fetch(SMALL, KEYS, [owner.holder(len(KEYS))], 20.0, taken)
     assert (fetched.chunk_count, fetched.error) == (len(KEYS), None)
     taken.let_go()
     reader.check_nothing_left()
@@ -59,7 +59,7 @@ async def test_shared_memory_out_of_reach_gives_way_to_the_next_channel() -> Non
 async def test_nodes_without_a_common_channel_name_those_of_both() -> None:
     async with filled("tcp") as owner, Parts("reader", transfer_channel="shm") as reader:
         owner.put(KEYS[0])
-        fetched = await reader.peers.fetch(SMALL, KEYS[:1], [owner.holder(1)], 5.0, Taken(reader))
+        fetched = await reader.fetch(SMALL, KEYS[:1], [owner.holder(1)], 5.0, Taken(reader))
         assert isinstance(fetched.error, ChannelUnsupported)
         assert fetched.error.metadata["channels"] == "tcp"
         assert fetched.error.metadata["wanted"] == "shm"
@@ -81,9 +81,9 @@ async def test_bytes_that_their_owner_has_changed_meanwhile_are_a_miss(channel: 
             owner.put(key)
         owner.damage(KEYS[3])
         taken = Taken(reader)
-        fetched = await reader.peers.fetch(SMALL, KEYS, [owner.holder(len(KEYS))], 20.0, taken)
+        fetched = await reader.fetch(SMALL, KEYS, [owner.holder(len(KEYS))], 20.0, taken)
         assert (fetched.chunk_count, taken.keys()) == (3, KEYS[:3])
-        assert reader.peers.checksum_mismatches == 1
+        assert reader.pipeline.stats().checksum_mismatches == 1
         taken.let_go()
 
 

@@ -25,7 +25,7 @@ def files(certificates: Certificates) -> dict[str, Any]:
 async def fetched_count(reader: Parts, owner: Parts) -> int:
     """Chunks of `KEYS` that come from one to the other."""
     taken = Taken(reader)
-    fetched = await reader.peers.fetch(SMALL, KEYS, [owner.holder(len(KEYS))], 5.0, taken)
+    fetched = await reader.fetch(SMALL, KEYS, [owner.holder(len(KEYS))], 5.0, taken)
     taken.let_go()
     return fetched.chunk_count
 
@@ -52,7 +52,7 @@ async def test_a_stranger_gets_neither_metadata_nor_chunks(tmp_path: Path, who: 
         for key in KEYS:
             owner.put(key)
         assert await fetched_count(reader, owner) == 0
-        assert reader.peers.unreachable == 1
+        assert reader.fetcher.stats().failure_count == 1
 
 
 async def test_one_name_may_stand_for_all_nodes(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def node(name: str, path: str, token: str) -> Parts:
 
 async def fetched_count(reader: Parts, owner: Parts) -> int:
     taken = Taken(reader)
-    fetched = await reader.peers.fetch(SMALL, KEYS, [owner.holder(len(KEYS))], 5.0, taken)
+    fetched = await reader.fetch(SMALL, KEYS, [owner.holder(len(KEYS))], 5.0, taken)
     taken.let_go()
     return fetched.chunk_count
 

@@ -1,0 +1,220 @@
+"""Moves chunks from a peer's memory into this node's, for fetches and for handoffs.
+
+reserve ──► read ──► verify ──► commit         Several reads run at a time: while one batch is verified, the next ones
+  reserve ──► read ──► verify ──► commit       are being read.
+    reserve ──► read ──► ...
+                  └── damaged, failed or cancelled: released, or in quarantine until the read has stopped
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from lmkv.errors import LmkvError
+from lmkv.keys import ChunkKey
+from lmkv.pool.pool import Pool
+from lmkv.transfer import Channels, Copy
+from lmkv_server.node.cache.host import Chunk, HostTier, Reserved
+from lmkv_server.node.fetch.pending_writes import PendingWrites
+from lmkv_server.node.fetch.verify import ChecksumVerifier
+from lmkv_server.node.peers.connection import PeerConnection
+from lmkv_server.node.peers.extents import PeerChunk
+
+logger = logging.getLogger(__name__)
+
+MAX_TRAFFIC = 1024
+"""Peers whose traffic is counted; beyond these the one with the fewest bytes is dropped."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerTraffic:
+    """What was transferred from one peer since the start."""
+
+    instance_id: str
+    chunk_count: int = 0
+    transferred_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransferStats:
+    """What was transferred since the start."""
+
+    chunk_count: int
+    """Chunks that were read, verified and committed."""
+    transferred_bytes: int
+    """Bytes of these."""
+    checksum_mismatches: int
+    """Chunks that were damaged on arrival, and discarded."""
+    quarantined_batches: int
+    """Batches whose extents are reserved now only because their transfer has not stopped."""
+    quarantined_bytes: int
+    """Bytes of these extents."""
+    traffic: tuple[PeerTraffic, ...]
+    """The transfers by peer."""
+
+
+class Transfer(Protocol):
+    """What the pipeline moves chunks for: one holder of a fetch, or one `Commit` of a handoff."""
+
+    @property
+    def tier(self) -> HostTier:
+        """Where the chunks are committed."""
+
+    @property
+    def keys(self) -> Sequence[ChunkKey]:
+        """Keys of the prompt, which the indices of chunks refer to."""
+
+    @property
+    def fingerprint(self) -> bytes: ...
+
+    @property
+    def instance_id(self) -> str:
+        """The peer."""
+
+    @property
+    def reads_ahead(self) -> int:
+        """Reads that run at a time."""
+
+    def next_batch(self) -> Sequence[PeerChunk]:
+        """The chunks to read next; empty: none."""
+
+    def reserve(self, chunk: PeerChunk) -> Reserved | None:
+        """An extent for this chunk; None: no room for it and for the rest of its batch."""
+
+    async def read(self, writes: PendingWrites) -> Sequence[int] | None:
+        """Reads the chunks; their checksums, if they were computed on the way. Raises why the read failed."""
+
+    def is_missing(self, index: int) -> bool:
+        """Whether this chunk is still to be committed."""
+
+    def commit(self, chunks: Sequence[tuple[int, Chunk]]) -> None:
+        """Takes chunks that were just committed; a chunk that is not held can be evicted after this returns."""
+
+    def reject(self, index: int) -> None:
+        """Notes that this chunk was damaged on arrival."""
+
+    def end_batch(self, indices: Sequence[int]) -> None:
+        """Notes that nothing more is done for these chunks, whether or not they were committed."""
+
+
+class TransferPipeline:
+    """All transfers of one node from its peers. One event loop owns it. It ends by `aclose`."""
+
+    def __init__(self, tier: HostTier, channels: Channels, pool: Pool, *, verify: bool = True) -> None:
+        self.tier = tier
+        """The node's tier; transfers may have another one."""
+        self.verifier = ChecksumVerifier(pool, enabled=verify)
+        self._channels = channels
+        self._pool_address = pool.address
+        self._mismatch_count = 0
+        self._traffic: dict[str, PeerTraffic] = {}
+        self._chunk_count = 0
+        self._transferred_bytes = 0
+        self._quarantine: set[PendingWrites] = set()
+
+    async def aclose(self) -> None:
+        """Ends the threads. Transfers must have ended. Idempotent."""
+        await self.verifier.aclose()
+
+    def stats(self) -> TransferStats:
+        """The counters as they are now."""
+        quarantined = [writes for writes in self._quarantine if writes.is_quarantined]
+        return TransferStats(
+            chunk_count=self._chunk_count,
+            transferred_bytes=self._transferred_bytes,
+            checksum_mismatches=self._mismatch_count,
+            quarantined_batches=len(quarantined),
+            quarantined_bytes=sum(writes.open_bytes for writes in quarantined),
+            traffic=tuple(self._traffic.values()),
+        )
+
+    async def run(self, transfer: Transfer) -> None:
+        """Moves batch after batch until the transfer has no more.
+
+        After a failed read no other batch begins; its error is raised when those that have begun have ended. Cancelled,
+        it leaves no extent reserved but those that a transfer may still write to.
+        """
+        ahead = asyncio.Semaphore(transfer.reads_ahead)
+        failures: list[LmkvError] = []
+        async with asyncio.TaskGroup() as batches:
+            while True:
+                await ahead.acquire()
+                batch = () if failures else transfer.next_batch()
+                if not batch:
+                    break
+                batches.create_task(self._run_batch(transfer, batch, ahead, failures))
+        if failures:
+            raise failures[0]
+
+    async def read(
+        self, connection: PeerConnection, writes: PendingWrites, timeout_seconds: float, grant_id: str
+    ) -> list[int] | None:
+        """Reads chunks into the pool under a grant of the peer; their checksums, if they were computed on the way.
+
+        Raises `Unreachable`.
+        """
+        copies = [
+            Copy(
+                remote_address=chunk.remote.address,
+                local_address=self._pool_address + chunk.reserved.offset,
+                size_bytes=chunk.remote.size_bytes,
+            )
+            for chunk in writes.chunks
+        ]
+        return await self._channels.read(connection.name, copies, timeout_seconds, writes.begin(), grant_id)
+
+    async def _run_batch(
+        self, transfer: Transfer, batch: Sequence[PeerChunk], ahead: asyncio.Semaphore, failures: list[LmkvError]
+    ) -> None:
+        writes = PendingWrites(transfer.tier)
+        try:
+            try:
+                for chunk in batch:
+                    if (reserved := transfer.reserve(chunk)) is None:
+                        break
+                    writes.add(chunk, reserved)
+                checksums = await transfer.read(writes) if writes.chunks else None
+            finally:
+                ahead.release()
+            await self._commit(transfer, writes, checksums)
+        except LmkvError as error:  # the other batches are still useful
+            failures.append(error)
+        finally:
+            transfer.end_batch([chunk.index for chunk in batch])
+            writes.close()
+            if writes.is_quarantined:
+                self._quarantine = {*filter(lambda earlier: earlier.is_quarantined, self._quarantine), writes}
+
+    async def _commit(self, transfer: Transfer, writes: PendingWrites, checksums: Sequence[int] | None) -> None:
+        """Commits the chunks that are intact and still missing."""
+        committed: list[tuple[int, Chunk]] = []
+        for incoming, intact in zip(writes.chunks, await self.verifier.intact(writes.chunks, checksums), strict=True):
+            index = incoming.remote.index
+            if not intact:
+                self._mismatch_count += 1
+                logger.warning(
+                    "chunk %s from peer %s does not match its checksum and was discarded",
+                    transfer.keys[index].hex(),
+                    transfer.instance_id,
+                )
+                transfer.reject(index)
+            elif transfer.is_missing(index) and (chunk := writes.commit(transfer.keys, transfer.fingerprint, incoming)):
+                self._count(transfer.instance_id, chunk)
+                committed.append((index, chunk))
+        transfer.commit(committed)
+
+    def _count(self, instance_id: str, chunk: Chunk) -> None:
+        self._chunk_count += 1
+        self._transferred_bytes += chunk.size_bytes
+        if instance_id not in self._traffic and len(self._traffic) >= MAX_TRAFFIC:
+            del self._traffic[min(self._traffic, key=lambda peer: self._traffic[peer].transferred_bytes)]
+        earlier = self._traffic.get(instance_id, PeerTraffic(instance_id=instance_id))
+        self._traffic[instance_id] = PeerTraffic(
+            instance_id=instance_id,
+            chunk_count=earlier.chunk_count + 1,
+            transferred_bytes=earlier.transferred_bytes + chunk.size_bytes,
+        )

@@ -1,0 +1,64 @@
+"""Checks where a peer says that chunks are in its memory, before anything is read from there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lmkv.errors import BadMessage
+from lmkv.spec import KvSpec
+from lmkv.v1 import chunk_pb2
+from lmkv.v1 import peer_service_pb2 as pb
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerChunk:
+    """A chunk in a peer's memory that this node may read."""
+
+    index: int
+    """Index of its key among those of the prompt, or of the order."""
+    address: int
+    """Address in the peer's memory."""
+    checksum: int
+    token_count: int
+    size_bytes: int
+
+
+def peer_chunk(
+    index: int, extent: chunk_pb2.Extent, token_count: int, spec: KvSpec, regions: Sequence[pb.Region]
+) -> PeerChunk:
+    """The chunk of `token_count` tokens at this extent.
+
+    Raises `BadMessage` if the extent is outside the peer's regions, or does not have the size of such a chunk.
+    """
+    if not (
+        0 <= extent.region < len(regions)
+        and 0 < extent.token_count == token_count <= spec.chunk_size
+        and extent.size_bytes == spec.size_bytes(token_count)
+        and 0 <= extent.offset <= regions[extent.region].size_bytes - extent.size_bytes
+    ):
+        raise BadMessage(f"a peer offers an invalid extent: {extent}", field="extents")
+    return PeerChunk(
+        index=index,
+        address=regions[extent.region].address + extent.offset,
+        checksum=extent.checksum,
+        token_count=token_count,
+        size_bytes=extent.size_bytes,
+    )
+
+
+def granted_chunks(
+    response: pb.AcquireResponse, indices: Sequence[int], spec: KvSpec, regions: Sequence[pb.Region]
+) -> list[PeerChunk]:
+    """The chunks that a peer grants, of those whose keys were sent; `indices` are the indices of these.
+
+    Raises `BadMessage` if the grant does not match the keys, or an extent is invalid.
+    """
+    extents, present = response.grant.extents, list(response.present)
+    is_ordered = present == sorted(set(present)) and all(0 <= at < len(indices) for at in present)
+    if len(extents) != len(present) or not is_ordered:
+        raise BadMessage("a peer's grant does not match the keys that were sent", field="present")
+    return [
+        peer_chunk(indices[at], extent, extent.token_count, spec, regions)
+        for at, extent in zip(present, extents, strict=True)
+    ]
