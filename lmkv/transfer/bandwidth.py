@@ -1,7 +1,6 @@
-"""How fast bytes come from somewhere: measured, averaged, and forgotten when it is old. Pure.
+"""Measured bandwidth and latency of a source, as decaying averages that expire. Pure: time is passed in.
 
-What is not known is None, never a guess: whoever asks decides what that means. That measurements are forgotten makes
-every decision that rests on them one for a while: a peer that was slow is tried again.
+Unknown values are None, never estimates. Because measurements expire, a peer that was slow is tried again.
 """
 
 from __future__ import annotations
@@ -9,21 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 DECAY = 0.8
-"""What of the earlier measurements stays with each new one."""
-FORGET_SECONDS = 30.0
-"""A measurement that nothing has renewed for so long is forgotten."""
+"""Weight of the earlier measurements at each new one."""
+EXPIRY_SECONDS = 30.0
+"""Age after which measurements expire."""
 LATE_FACTOR = 4
-"""An answer that takes this many times what it should is late."""
+"""Multiple of the expected duration after which an answer is late."""
 LATE_LEAST_SECONDS = 0.1
-"""No answer is late before: event loops and machines stall for this long."""
+"""Minimum delay of a late answer: event loops and machines stall for this long."""
 LATE_RATE = float(64 << 20)
-"""Bytes per second that are expected of a peer that has answered, and whose bandwidth was never measured."""
+"""Assumed bytes per second of a peer that has answered, but whose bandwidth was never measured."""
 LEAST_BYTES = 1 << 20
-"""Smaller reads say how long an answer takes, not how fast bytes come."""
+"""Smaller reads measure latency rather than bandwidth, and are ignored."""
 
 
 class Bandwidth:
-    """One way for bytes: from one peer, or from several at once. Times are on any one clock, in seconds."""
+    """Bandwidth and latency of reads from one peer, or from several at once. Times are in seconds on any one clock."""
 
     def __init__(self) -> None:
         self._bytes = 0.0
@@ -33,35 +32,35 @@ class Bandwidth:
         self._connected = False
 
     def record_read(self, size_bytes: int, seconds: float, now: float) -> None:
-        """A read of so many bytes took so long. The first one counts for nothing: it connects, too."""
+        """Records a read. The first one is ignored, because it includes connecting."""
         if size_bytes < LEAST_BYTES or seconds <= 0:
             return
         if not self._connected:
             self._connected = True
             return
-        weight = DECAY if now < self._read_at + FORGET_SECONDS else 0.0
+        weight = DECAY if now < self._read_at + EXPIRY_SECONDS else 0.0
         self._bytes = weight * self._bytes + size_bytes
         self._seconds = weight * self._seconds + seconds
         self._read_at = now
 
     def record_response(self, seconds: float, now: float) -> None:
-        """An answer to a question without bytes took so long."""
-        weight = DECAY if now < self._answered_at + FORGET_SECONDS else 0.0
+        """Records the latency of an answer without bytes."""
+        weight = DECAY if now < self._answered_at + EXPIRY_SECONDS else 0.0
         self._latency_seconds = weight * self._latency_seconds + (1 - weight) * seconds
         self._answered_at = now
 
     def rate(self, now: float) -> float | None:
-        """Bytes per second."""
-        return self._bytes / self._seconds if now < self._read_at + FORGET_SECONDS else None
+        """Bytes per second; None if unknown."""
+        return self._bytes / self._seconds if now < self._read_at + EXPIRY_SECONDS else None
 
     def latency_seconds(self, now: float) -> float:
-        """What it takes before the first byte comes; 0 if that is not known."""
-        return self._latency_seconds if now < self._answered_at + FORGET_SECONDS else 0.0
+        """Latency of an answer; 0 if unknown."""
+        return self._latency_seconds if now < self._answered_at + EXPIRY_SECONDS else 0.0
 
     def late_after_seconds(self, size_bytes: int) -> float | None:
-        """The time after which an answer with so many bytes is late; None if the peer never answered.
+        """Time after which an answer with `size_bytes` is late; None if the peer never answered.
 
-        Uses measurements of any age: they decide only when another peer is asked as well.
+        Uses measurements of any age, because they only decide when another peer is asked too.
         """
         if self._answered_at == float("-inf"):
             return None
@@ -69,13 +68,13 @@ class Bandwidth:
         return max(LATE_LEAST_SECONDS, LATE_FACTOR * (self._latency_seconds + size_bytes / rate))
 
     def seconds(self, size_bytes: int, now: float) -> float | None:
-        """What it should take to ask for so many bytes and get them."""
+        """Expected duration of a read of `size_bytes`; None if unknown."""
         rate = self.rate(now)
         return None if rate is None else self.latency_seconds(now) + size_bytes / rate
 
 
 def shortest_seconds(bandwidths: Iterable[Bandwidth], size_bytes: int, now: float) -> float | None:
-    """What the best of them should take for so many bytes; None if one is unknown, for that one may be better."""
+    """Expected duration of a read from the fastest source; None if one is unknown, because that may be faster."""
     seconds = [bandwidth.seconds(size_bytes, now) for bandwidth in bandwidths]
     known = [each for each in seconds if each is not None]
     return min(known) if known and len(known) == len(seconds) else None

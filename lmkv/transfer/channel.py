@@ -1,4 +1,4 @@
-"""The seam between a node and whatever moves its bytes: what a channel stands on, and what it can do."""
+"""The contract of transfer channels, and the values that they work with."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from lmkv.transfer.access import PeerReader, ReadAccess
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
-    """Memory that bytes are copied from or to."""
+    """A range of memory that bytes are copied from or to."""
 
     address: int
     size_bytes: int
     device: int | None = None
-    """The CUDA device whose memory it is; None: host memory."""
+    """Ordinal of the CUDA device that has the memory; None: host memory."""
 
-    def holds(self, address: int, size_bytes: int) -> bool:
-        """Whether all of these bytes lie in it."""
+    def contains(self, address: int, size_bytes: int) -> bool:
+        """Whether the range contains all of these bytes."""
         return size_bytes >= 0 and self.address <= address <= self.address + self.size_bytes - size_bytes
 
 
 SummedCopy = Callable[[int, int, int, int], int]
-"""Copies a run of a chunk's fields: to this address, from that one, so many bytes, the first of them the word of this
-index. Returns what they add to the chunk's checksum."""
+"""Copies a range of a chunk: target address, source address, size in bytes, index of its first word in the chunk.
+Returns what the range adds to the chunk's checksum."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class End:
-    """One node's end, which a channel is opened over. The pool must stay mapped until the channel is closed."""
+    """The local node, as a channel needs it. The pool must stay mapped until the channel is closed."""
 
     name: str
-    """What peers call it; nobody else in the fleet may have it, or ever have had it."""
+    """The name of the node for peers; unique in the fleet, also over time."""
     pool: Pool
     host: str = "127.0.0.1"
-    """Address of this machine that peers reach."""
+    """Address of this machine that peers can reach."""
     port: int = 0
-    """Where a channel that listens does so; 0: at a free one."""
+    """Port of a channel that listens; 0: a free one."""
     socket_path: Path | None = None
-    """Where processes of this host are given the pool; None: they are not."""
+    """Unix socket that passes the pool to processes of this host; None: it is not passed."""
     summed_copy: SummedCopy | None = None
-    """How a channel copies that does so itself, so that nobody need go over the bytes once more; None: plainly."""
+    """Copy function that also computes checksums, for channels that copy themselves; None: `memmove`."""
     access: ReadAccess = field(default_factory=ReadAccess)
-    """Who may read what of the pool; asked by the channels whose owner sends the bytes itself."""
+    """Access control, for channels whose owner sends the bytes itself."""
     nixl_backends: tuple[str, ...] = ("UCX",)
     options: Mapping[str, str] = field(default_factory=dict)
     """`transfer_options`: options of a channel that is a plug-in, which refuses those that it does not know."""
@@ -60,7 +60,7 @@ class End:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """One run of bytes to bring from a peer's memory into the own; addresses as each side's process knows them."""
+    """A range of bytes to copy from a peer's memory into the local pool; each address is valid in its own process."""
 
     remote_address: int
     local_address: int
@@ -68,26 +68,26 @@ class Copy:
 
 
 class Channel(Protocol):
-    """One way for bytes into one node's pool, out of those of its peers. Belongs to one event loop."""
+    """Reads bytes from the pools of peers into the local pool. All methods are called on one event loop."""
 
     @property
     def name(self) -> str:
-        """What the channel is called in configuration and on the wire."""
+        """Name of the channel in configuration and messages."""
 
     def metadata_for(self, reader: PeerReader) -> bytes:
-        """What this reader must know to read this memory; a secret. Other readers get other secrets where the channel
-        can tell its readers apart.
+        """What this reader needs to read the local pool; a secret. Channels that can distinguish their readers give
+        each reader its own.
         """
 
     async def add_peer(self, peer_name: str, metadata: bytes) -> None:
-        """Makes a peer's memory readable. Repeating it is safe.
+        """Connects to a peer, so that its memory can be read. Idempotent.
 
-        Raises `ChannelUnsupported` if the metadata is not of this channel or the peer is out of its reach,
-        `WrongInstance` if it is another peer's, `Unreachable` if the peer does not answer or refuses.
+        Raises `ChannelUnsupported` if the metadata is of another channel or the channel cannot reach the peer,
+        `WrongInstance` if the metadata is of another peer, `Unreachable` if the peer does not answer or refuses.
         """
 
     async def remove_peer(self, peer_name: str) -> None:
-        """Forgets a peer, once its running reads have ended. An unknown peer is no error."""
+        """Disconnects from a peer after its reads in flight have ended. Idempotent."""
 
     async def read(
         self,
@@ -97,32 +97,32 @@ class Channel(Protocol):
         on_stopped: Callable[[], None],
         grant_id: str = "",
     ) -> list[int] | None:
-        """Copies bytes out of a peer's memory, under a grant of that peer. All of them are there when it returns.
+        """Copies bytes from a peer's memory, under a grant of that peer. All bytes have arrived when it returns.
 
-        Returns the checksum of each copy, a whole chunk, where the channel has summed on the way.
+        Returns the checksum of each copy, a whole chunk, if the channel computes checksums while copying.
 
-        Raises `Unreachable` if that takes longer than `timeout_seconds`, the peer is gone or was never added, the
-        peer refuses since the grant does not cover the bytes (`tcp` and `ucx` can), or bytes lie outside of its pool
-        or of the own one: then none of them is written.
+        Raises `Unreachable` if the read takes longer than `timeout_seconds`, the peer is lost or was never added, the
+        peer refuses because the grant does not cover the bytes (only `tcp` and `ucx` can), or bytes are outside of its
+        pool or of the local one: then nothing is written.
 
-        However the call ends, returning, raising or cancelled, `on_stopped` is called exactly once, on the loop, when
-        no more bytes can arrive: before a return, but perhaps long after an error or a cancellation, since nobody can
-        call back bytes that a frozen peer has yet to send. Until then the memory of `copies` must not be used.
+        `on_stopped` is called exactly once, on the event loop, when no more bytes can arrive: before a return, but
+        possibly long after an error or a cancellation, because bytes that a frozen peer has yet to send cannot be
+        revoked. Until then the memory of `copies` must not be used.
         """
 
     def serve(self, needed: bool) -> None:
-        """Says whether a peer may read this memory now: some channels make progress for it only then."""
+        """Sets whether peers may read the local pool now: some channels make progress for peers only then."""
 
     async def aclose(self) -> None:
-        """Ends every read, then lets go of the memory and all peers. Idempotent."""
+        """Ends all reads, then releases the memory and disconnects from all peers. Idempotent."""
 
 
 class Peer(Protocol):
-    """What a channel knows of a peer, at the least."""
+    """What every channel knows of a peer."""
 
     @property
     def region(self) -> Region:
-        """Its pool, where it is in its own process."""
+        """Its pool, at the address in its own process."""
 
 
 P = TypeVar("P", bound=Peer)
@@ -131,9 +131,9 @@ P = TypeVar("P", bound=Peer)
 def find_peer(
     peers: Mapping[str, P], peer_name: str, copies: Sequence[Copy], own: Region, on_stopped: Callable[[], None]
 ) -> P:
-    """The peer that a read may begin from.
+    """The peer of a read whose copies are valid.
 
-    Raises `Unreachable`, and says that the read has stopped, if there is no such peer, or as `check_copies` does.
+    Raises `Unreachable` after calling `on_stopped`, if the peer was not added or as `check_copies` does.
     """
     try:
         if peer_name not in peers:
@@ -146,9 +146,9 @@ def find_peer(
 
 
 def check_copies(peer_name: str, copies: Sequence[Copy], peer: Region, own: Region) -> None:
-    """Raises `Unreachable` if bytes would come from outside a peer's memory, or land outside the own."""
+    """Raises `Unreachable` if a copy is outside of the peer's memory or of the local pool."""
     for copy in copies:
-        if not peer.holds(copy.remote_address, copy.size_bytes):
-            raise Unreachable(f"{peer_name} has no such memory: {copy}", peer=peer_name)
-        if not own.holds(copy.local_address, copy.size_bytes):
-            raise Unreachable(f"what is read from {peer_name} would land outside of the own pool: {copy}")
+        if not peer.contains(copy.remote_address, copy.size_bytes):
+            raise Unreachable(f"{copy} is outside of the memory of {peer_name}", peer=peer_name)
+        if not own.contains(copy.local_address, copy.size_bytes):
+            raise Unreachable(f"{copy}, read from {peer_name}, is outside of the local pool")

@@ -57,11 +57,11 @@ def _find_class(name: str, end: End) -> Any:
 
 
 class Channels:
-    """One node's channels over one end, and which of them each peer is read by. Belongs to one event loop."""
+    """The channels of one node, and the one that is used for each peer. All methods are called on one event loop."""
 
     def __init__(self, transfer_channel: str, end: End) -> None:
         self.names = names_of(transfer_channel)
-        """What the node reads by and offers, best first. What does not start is taken out."""
+        """Channels that the node uses and offers, best first. A channel that does not start is removed."""
         self._end = end
         self._opening: dict[str, asyncio.Task[Channel]] = {}
         self._peers: dict[str, Channel] = {}
@@ -70,38 +70,38 @@ class Channels:
 
     @property
     def access(self) -> ReadAccess:
-        """Who may read what of the own pool."""
+        """Access control of the local pool."""
         return self._end.access
 
     async def start(self) -> None:
-        """Opens the only channel if there is but one; of several, each waits until it is needed.
+        """Opens the channel if only one is allowed; several are opened on first use.
 
-        Raises `ConfigError` if that does not start.
+        Raises `ConfigError` if the only one does not start.
         """
         if len(self.names) == 1:
             await self._open(self.names[0])
 
     async def offer(self, wanted: Sequence[str]) -> Channel:
-        """The first channel of `wanted` that is here and starts. Raises `ChannelUnsupported` if there is none."""
+        """The first channel of `wanted` that this node has and can start. Raises `ChannelUnsupported` if none."""
         for name in wanted:
             with suppress(ConfigError):
                 if name in self.names:
                     return await self._open(name)
         have, want = ", ".join(self.names), ", ".join(wanted)[:MAX_NAMES_CHARACTERS]
         raise ChannelUnsupported(
-            f"{self._end.name} transfers by {have or 'nothing'}, not by {want or 'nothing'}; "
-            "set transfer_channel alike on both",
+            f"{self._end.name} has the transfer channels {have or 'none'}, not {want or 'none'}; "
+            "set the same transfer_channel on both nodes",
             channels=have,
             wanted=want,
         )
 
     def prepare(self, names: Sequence[str]) -> None:
-        """Begins to open channels that are likely to be needed."""
+        """Begins to open channels in the background."""
         for name in names:
             self._begin(name)
 
     async def add_peer(self, peer_name: str, name: str, metadata: bytes) -> None:
-        """Makes a peer's memory readable by the channel called `name`. Raises as `Channel.add_peer` does."""
+        """Connects to a peer by the channel called `name`. Raises as `Channel.add_peer` does."""
         try:
             channel = await self._open(name)
         except ConfigError as error:
@@ -113,12 +113,12 @@ class Channels:
             await before.remove_peer(peer_name)
 
     def of(self, peer_name: str) -> str:
-        """The name of the channel by which a peer is read; empty if it was never added."""
+        """Name of the channel to a peer; empty if the peer was not added."""
         channel = self._peers.get(peer_name)
         return channel.name if channel else ""
 
     async def remove_peer(self, peer_name: str) -> None:
-        """See `Channel`."""
+        """As the method of `Channel`, by the peer's channel."""
         if channel := self._peers.pop(peer_name, None):
             await channel.remove_peer(peer_name)
 
@@ -130,7 +130,7 @@ class Channels:
         on_stopped: Callable[[], None],
         grant_id: str = "",
     ) -> list[int] | None:
-        """See `Channel`."""
+        """As the method of `Channel`, by the peer's channel."""
         channel = self._peers.get(peer_name)
         if channel is None:
             on_stopped()
@@ -138,7 +138,7 @@ class Channels:
         return await channel.read(peer_name, copies, timeout_seconds, on_stopped, grant_id)
 
     def serve(self, needed: bool) -> None:
-        """See `Channel`; goes for channels that are opened later too."""
+        """As `Channel.serve`, also for channels that are opened later."""
         if needed != self._serving:
             self._serving = needed
             for task in self._opening.values():
@@ -158,7 +158,7 @@ class Channels:
             raise Unreachable("the transfer channels are closed")
         if name not in self._opening:
             task = self._opening[name] = asyncio.create_task(self._start(name), name=f"open {name}")
-            task.add_done_callback(lambda task: task.exception())  # whoever needs the channel is told
+            task.add_done_callback(lambda task: task.exception())  # the caller that awaits the task gets the error
         return self._opening[name]
 
     async def _open(self, name: str) -> Channel:
@@ -170,7 +170,7 @@ class Channels:
         except ConfigError as error:
             self.names = tuple(other for other in self.names if other != name)
             if self.names:
-                logger.info("bytes will not travel by %s: %s", name, error)
+                logger.info("the transfer channel %s is not available: %s", name, error)
             raise
         channel.serve(self._serving)
         return channel

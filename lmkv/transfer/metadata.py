@@ -1,4 +1,4 @@
-"""What a channel tells peers of itself: an envelope that shows damage, and says whose it is and of which memory."""
+"""The envelope of channel metadata: checksum, channel, owner and memory region."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from lmkv.errors import ChannelUnsupported, WrongInstance
 from lmkv.transfer.channel import End, Region
 
 _DIGEST_BYTES = 8
-_HEAD = struct.Struct("!HHQQ")  # bytes of the channel's name and of the owner's, address and size of the owner's pool
+_HEAD = struct.Struct("!HHQQ")  # sizes of channel name and owner name, address and size of the owner's pool
 
 
 def wrap(channel: str, end: End, payload: bytes) -> bytes:
-    """The metadata of the channel called `channel` over this end."""
+    """Encodes the metadata of a channel of the local node."""
     names = channel.encode(), end.name.encode()
     head = _HEAD.pack(*map(len, names), end.pool.address, end.pool.size_bytes)
     return _sealed(b"".join((head, *names, payload)))
 
 
 def unwrap(channel: str, owner: str, metadata: bytes) -> tuple[Region, bytes]:
-    """The owner's pool, and the payload.
+    """Decodes the owner's pool and the payload.
 
-    Raises `ChannelUnsupported` if it is damaged or another channel's, `WrongInstance` if it is not of `owner`.
+    Raises `ChannelUnsupported` if the metadata is damaged or of another channel, `WrongInstance` if not of `owner`.
     """
     content = metadata[_DIGEST_BYTES:]
     if len(content) < _HEAD.size or _sealed(content) != metadata:

@@ -1,4 +1,4 @@
-"""The Mooncake channel: Mooncake's transfer engine, by TCP, or by RDMA where it finds any (docs/transfer.md)."""
+"""The Mooncake channel, a plug-in: Mooncake's transfer engine over TCP or RDMA (docs/transfer.md)."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from lmkv.transfer.threads import Job, Threads
 
 ENVIRONMENT = {
     "MC_LOG_LEVEL": "ERROR",
-    "GLOG_minloglevel": "3",  # lmkv tells once more what matters
+    "GLOG_minloglevel": "3",  # lmkv reports errors itself
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
     "MC_TCP_STATUS_TIMEOUT_SEC": "2",
 }
-"""Defaults for variables that Mooncake reads when it starts. By the last two it gives up frozen peers."""
+"""Defaults of environment variables of Mooncake. The last two make reads from frozen peers fail."""
 PROTOCOLS = ("tcp", "rdma")
 """Values of the option `protocol`, the default first."""
 READ_THREADS = 4
 STEP_BYTES = 32 << 20
-"""Read before a thread looks whether it should go on."""
+"""Bytes read between two checks for cancellation."""
 CONNECT_SECONDS = 4.0
 SCRATCH_BYTES = 4096
 
@@ -37,11 +37,11 @@ SCRATCH_BYTES = 4096
 class _MooncakePeer(NamedTuple):
     region: Region
     target: str
-    """What Mooncake calls it."""
+    """Its name in Mooncake."""
 
 
 class MooncakeChannel:
-    """See `Channel`. `open` makes one."""
+    """The `Channel` contract over Mooncake. Created by `open`."""
 
     name = "mooncake"
 
@@ -57,7 +57,7 @@ class MooncakeChannel:
             )
         if self._engine.register_memory(self._own.address, self._own.size_bytes):
             raise ConfigError("transfer_channel: Mooncake did not register the pool", key="transfer_channel")
-        # Where a peer that is added shows that it answers; one byte of its pool is read.
+        # Target of the one byte that is read from a new peer's pool to probe the connection.
         self._scratch = np.zeros(SCRATCH_BYTES, np.uint8)
         self._engine.register_memory(self._scratch.ctypes.data, SCRATCH_BYTES)
         fields = {"target": f"{end.host}:{self._engine.get_rpc_port()}"}
@@ -67,15 +67,14 @@ class MooncakeChannel:
 
     @classmethod
     async def open(cls, end: End) -> Self:
-        """The channel over this end, started beside the loop. Raises `ConfigError` as the constructor does."""
+        """Opens the channel in a thread. Raises `ConfigError` as the constructor does."""
         return await asyncio.to_thread(cls, end)
 
     def metadata_for(self, _reader: PeerReader) -> bytes:
-        """See `Channel`. Its readers cannot be told apart: each gets the same secret."""
+        """The same metadata for every reader: this channel cannot distinguish its readers."""
         return self._metadata
 
     async def add_peer(self, peer_name: str, metadata: bytes) -> None:
-        """See `Channel`."""
         region, payload = unwrap(self.name, peer_name, metadata)
         target = json.loads(payload)["target"]
         probe = Copy(remote_address=region.address, local_address=self._scratch.ctypes.data, size_bytes=1)
@@ -84,7 +83,6 @@ class MooncakeChannel:
         self._peers[peer_name] = _MooncakePeer(region, target)
 
     async def remove_peer(self, peer_name: str) -> None:
-        """See `Channel`."""
         self._peers.pop(peer_name, None)
 
     async def read(
@@ -93,18 +91,16 @@ class MooncakeChannel:
         copies: Sequence[Copy],
         timeout_seconds: float,
         on_stopped: Callable[[], None],
-        grant_id: str = "",  # noqa: ARG002 # its readers read by themselves
+        grant_id: str = "",  # noqa: ARG002 # readers access the memory themselves
     ) -> None:
-        """See `Channel`."""
         peer = find_peer(self._peers, peer_name, copies, self._own, on_stopped)
         parts = [partial(self._read, peer.target, copies)] if copies else []
         await self._threads.run(peer_name, parts, timeout_seconds, on_stopped)
 
     def serve(self, needed: bool) -> None:
-        """See `Channel`. Mooncake serves readers by threads of its own."""
+        """Does nothing: Mooncake serves readers in its own threads."""
 
     async def aclose(self) -> None:
-        """See `Channel`."""
         await self._threads.aclose()
         self._peers.clear()
         engine, self._engine = self._engine, None
@@ -112,11 +108,11 @@ class MooncakeChannel:
             await asyncio.to_thread(_close, engine, [self._own.address, self._scratch.ctypes.data])
 
     def _read(self, target: str, copies: Sequence[Copy], job: Job) -> None:
-        """Reads on a thread. One run at a time: of several, some might go on after another has failed."""
+        """Runs in a thread. Reads one range at a time: of several, some might continue after one has failed."""
         for step in _steps(copies):
             job.check()
             if self._engine.transfer_sync_read(target, step.local_address, step.remote_address, step.size_bytes):
-                raise Unreachable(f"{job.peer_name} refused to be read, or is gone", peer=job.peer_name)
+                raise Unreachable(f"{job.peer_name} refused the read or is lost", peer=job.peer_name)
 
 
 def _protocol(options: Mapping[str, str]) -> str:
@@ -130,7 +126,7 @@ def _protocol(options: Mapping[str, str]) -> str:
 
 
 def _steps(copies: Sequence[Copy]) -> Iterator[Copy]:
-    """The same bytes in runs of at most `STEP_BYTES`, neighbours merged."""
+    """The same bytes in ranges of at most `STEP_BYTES`; adjacent copies are merged."""
     merged: list[Copy] = []
     for copy in copies:
         last = merged[-1] if merged else None
@@ -158,11 +154,11 @@ def _steps(copies: Sequence[Copy]) -> Iterator[Copy]:
 def _close(engine: Any, addresses: list[int]) -> None:
     for address in addresses:
         engine.unregister_memory(address)
-    del engine  # ends its threads and connections
+    del engine  # stops its threads and closes its connections
 
 
 def _load() -> Any:
-    """Mooncake's engine. Raises `ConfigError` if it is not installed, or lacks a system library."""
+    """Imports Mooncake's engine. Raises `ConfigError` if it is not installed or a system library is missing."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -175,7 +171,7 @@ def _load() -> Any:
         ) from None
     except ImportError as error:
         raise ConfigError(
-            f"transfer_channel: Mooncake cannot be loaded: {error}; it needs the system's RDMA library also for TCP "
+            f"transfer_channel: Mooncake cannot be loaded: {error}; it needs the system's RDMA library, even for TCP "
             "(Debian's libibverbs1)",
             key="transfer_channel",
         ) from None

@@ -1,4 +1,4 @@
-"""The shared-memory channel: peers on one host map each other's pools read-only, and copy once (docs/transfer.md)."""
+"""The shared-memory channel: peers on one host map each other's pools read-only and copy once (docs/transfer.md)."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.threads import Job, Threads
 
 COPY_THREADS = 2
-"""One thread does not reach the memory's bandwidth; more than two hardly gain anything."""
+"""One thread does not reach the memory bandwidth; more than two gain little."""
 STEP_BYTES = 2 << 20
-"""What a thread copies before it looks whether it should go on: a fraction of a millisecond."""
+"""Bytes copied between two checks for cancellation: a fraction of a millisecond."""
 RECEIVE_SECONDS = 1.0
 TOKEN_BYTES = 32
 WORD_BYTES = 8
 CHECKSUMS = 1 << 64
-"""How many checksums there are: parts of one are added modulo that."""
+"""Partial checksums are added modulo this."""
 
 
 class ShmChannel:
-    """See `Channel`. `open` makes one."""
+    """The `Channel` contract over shared memory. Created by `open`."""
 
     name = "shm"
 
     def __init__(self, end: End) -> None:
         if end.socket_path is None:
-            raise ConfigError("transfer_channel: 'shm' needs a socket to hand the pool over at", key="transfer_channel")
+            raise ConfigError("transfer_channel: 'shm' needs a unix socket to pass the pool", key="transfer_channel")
         self._own = end.region
         self._copy = end.summed_copy or _plain_copy
         self._sums = end.summed_copy is not None
         self._token = secrets.token_hex(TOKEN_BYTES)
         fields = {"socket": str(end.socket_path), "token": self._token}
         self._metadata = wrap(self.name, end, json.dumps(fields).encode())
-        # Opened anew: whoever gets this file description cannot write, while the pool's own one can.
+        # Reopened read-only: receivers of this file description cannot write to the pool.
         self._read_only_fd = os.open(f"/proc/self/fd/{end.pool.fd}", os.O_RDONLY | os.O_CLOEXEC)
         self._fd_server = FdServer(end.socket_path, self._offer, "transfer socket")
         self._peers: dict[str, _MappedPeer] = {}
@@ -58,7 +58,7 @@ class ShmChannel:
 
     @classmethod
     async def open(cls, end: End) -> Self:
-        """The channel over this end. Raises `ConfigError` if its socket cannot be had."""
+        """Opens the channel. Raises `ConfigError` if its socket cannot be bound."""
         channel = cls(end)
         try:
             await channel._fd_server.start()
@@ -68,14 +68,13 @@ class ShmChannel:
         return channel
 
     def metadata_for(self, _reader: PeerReader) -> bytes:
-        """See `Channel`. Its readers cannot be told apart: each gets the same secret."""
+        """The same metadata for every reader: this channel cannot distinguish its readers."""
         return self._metadata
 
     async def add_peer(self, peer_name: str, metadata: bytes) -> None:
-        """See `Channel`."""
         region, payload = unwrap(self.name, peer_name, metadata)
         known = self._peers.get(peer_name)
-        if known and known.metadata == metadata and not known.gone:
+        if known and known.metadata == metadata and not known.disconnected:
             return
         try:
             peer = await asyncio.to_thread(_map, metadata, region, json.loads(payload))
@@ -86,7 +85,6 @@ class ShmChannel:
         asyncio.get_running_loop().add_reader(peer.connection, self._forget, peer_name)
 
     async def remove_peer(self, peer_name: str) -> None:
-        """See `Channel`."""
         self._forget(peer_name)
 
     async def read(
@@ -95,13 +93,12 @@ class ShmChannel:
         copies: Sequence[Copy],
         timeout_seconds: float,
         on_stopped: Callable[[], None],
-        grant_id: str = "",  # noqa: ARG002 # its readers read by themselves
+        grant_id: str = "",  # noqa: ARG002 # readers access the memory themselves
     ) -> list[int] | None:
-        """See `Channel`."""
         peer = find_peer(self._peers, peer_name, copies, self._own, on_stopped)
         steps = deque(_steps(copies))
         summed: deque[tuple[int, int]] = deque()
-        parts = [partial(_take_steps, peer, steps, self._copy, summed)] * min(COPY_THREADS, len(steps))
+        parts = [partial(_copy_steps, peer, steps, self._copy, summed)] * min(COPY_THREADS, len(steps))
         peer.read_count += 1
 
         def stopped() -> None:
@@ -118,10 +115,9 @@ class ShmChannel:
         return sums
 
     def serve(self, needed: bool) -> None:
-        """See `Channel`. Readers need no help."""
+        """Does nothing: readers access the memory themselves."""
 
     async def aclose(self) -> None:
-        """See `Channel`."""
         await self._threads.aclose()
         for peer_name in tuple(self._peers):
             self._forget(peer_name)
@@ -137,15 +133,15 @@ class ShmChannel:
         return FdOffer(fd=self._read_only_fd, fields={})
 
     def _forget(self, peer_name: str) -> None:
-        """Forgets a peer; its memory is unmapped as soon as no read needs it."""
+        """Removes a peer; its memory is unmapped when no read uses it."""
         if peer := self._peers.pop(peer_name, None):
             asyncio.get_running_loop().remove_reader(peer.connection)
-            peer.forgotten = True
+            peer.removed = True
             peer.close_if_done()
 
 
 class _MappedPeer:
-    """A peer's pool, mapped until it is forgotten and nothing is read from it."""
+    """The mapped pool of a peer. It is unmapped when the peer is removed and no read uses it."""
 
     def __init__(self, metadata: bytes, connection: socket.socket, region: Region, fd: int) -> None:
         """Raises `OSError` or `ValueError` if it cannot be mapped."""
@@ -153,25 +149,25 @@ class _MappedPeer:
         self.connection = connection
         connection.setblocking(False)
         self.region = region
-        """Where it is in the peer's process."""
+        """The pool, at the address in the peer's process."""
         self.read_count = 0
-        """Reads that run."""
-        self.forgotten = False
-        if os.fstat(fd).st_size < region.size_bytes:  # beyond its end the memory would kill whoever reads it
+        """Reads in flight."""
+        self.removed = False
+        if os.fstat(fd).st_size < region.size_bytes:  # access beyond the end of the file raises SIGBUS
             raise ValueError(f"the file is shorter than {region.size_bytes} bytes")
         self._memory = [np.frombuffer(mmap.mmap(fd, region.size_bytes, prot=mmap.PROT_READ), np.uint8)]
         self.address = self._memory[0].ctypes.data
-        """Where it is in this process."""
+        """Address of the pool in this process."""
 
     def close_if_done(self) -> None:
-        """Lets go of a forgotten peer once nothing is read from it."""
-        if self.forgotten and not self.read_count:
+        """Unmaps the pool of a removed peer when no read uses it."""
+        if self.removed and not self.read_count:
             self._memory.clear()
             self.connection.close()
 
     @property
-    def gone(self) -> bool:
-        """Whether its process has closed its end."""
+    def disconnected(self) -> bool:
+        """Whether its process has closed the connection or exited."""
         try:
             return self.connection.recv(1, socket.MSG_PEEK) == b""
         except BlockingIOError:
@@ -188,42 +184,42 @@ def _map(metadata: bytes, region: Region, fields: dict[str, str]) -> _MappedPeer
         received.connection.close()
         raise
     finally:
-        os.close(received.fd)  # the mapping needs none
+        os.close(received.fd)  # the mapping stays valid
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A run of at most `STEP_BYTES` of one copy."""
+    """A part of one copy, of at most `STEP_BYTES`."""
 
     index: int
-    """Of the copy."""
-    at: int
-    """Bytes of it before this run."""
+    """Index of the copy."""
+    offset: int
+    """Offset in the copy, in bytes."""
     copy: Copy
 
     @property
     def size_bytes(self) -> int:
-        return min(STEP_BYTES, self.copy.size_bytes - self.at)
+        return min(STEP_BYTES, self.copy.size_bytes - self.offset)
 
 
 def _steps(copies: Sequence[Copy]) -> Iterator[_Step]:
     for index, copy in enumerate(copies):
-        for at in range(0, copy.size_bytes, STEP_BYTES):
-            yield _Step(index, at, copy)
+        for offset in range(0, copy.size_bytes, STEP_BYTES):
+            yield _Step(index, offset, copy)
 
 
-def _take_steps(
+def _copy_steps(
     peer: _MappedPeer, steps: deque[_Step], copy_bytes: SummedCopy, summed: deque[tuple[int, int]], job: Job
 ) -> None:
-    """Takes steps until there are none. The interpreter's lock is free while bytes are copied."""
+    """Runs in a thread: copies steps until none is left. The GIL is released while bytes are copied."""
     shift = peer.address - peer.region.address
     with suppress(IndexError):
         while step := steps.popleft():
             job.check()
-            target, source = step.copy.local_address + step.at, step.copy.remote_address + step.at + shift
-            summed.append((step.index, copy_bytes(target, source, step.size_bytes, step.at // WORD_BYTES)))
-    if peer.gone:  # the memory is there all the same, but nobody vouches for what is in it
-        raise Unreachable(f"{job.peer_name} is gone", peer=job.peer_name)
+            target, source = step.copy.local_address + step.offset, step.copy.remote_address + step.offset + shift
+            summed.append((step.index, copy_bytes(target, source, step.size_bytes, step.offset // WORD_BYTES)))
+    if peer.disconnected:  # the memory is still mapped, but its content is no longer reliable
+        raise Unreachable(f"{job.peer_name} is lost", peer=job.peer_name)
 
 
 def _plain_copy(target: int, source: int, size_bytes: int, _first_word: int) -> int:

@@ -1,4 +1,4 @@
-"""Reads that block, carried out on threads: deadlines, cancellation, and the proof that a read has stopped."""
+"""Runs blocking reads in threads, with timeouts, cancellation, and notification when a read has stopped."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ CLOSE_SECONDS = 3.0
 
 
 class Job:
-    """One read, between the loop that asks for it and the threads that carry it out."""
+    """The state of one read, shared by the event loop and the threads that run it."""
 
     def __init__(self, peer_name: str) -> None:
         self.peer_name = peer_name
         self.abandoned = False
-        """Whether nobody waits for it any more: its threads should end."""
+        """Whether the caller no longer waits: the threads should stop."""
         self._error: BaseException | None = None
         self._interrupt: Callable[[], None] | None = None
 
     def abandon(self) -> None:
-        """Has its threads end soon."""
+        """Makes the threads stop soon."""
         self.abandoned = True
         if self._interrupt:
             self._interrupt()
 
     def fail(self, error: BaseException) -> None:
-        """Notes what went wrong first, and ends the other threads."""
+        """Stores the first error, and stops the other threads."""
         self._error = self._error or error
         self.abandon()
 
     def take_error(self) -> BaseException | None:
-        """What went wrong, if anything did; forgotten here, or the two would keep each other alive."""
+        """The error, if any. It is removed here, to break a reference cycle."""
         error, self._error = self._error, None
         return error
 
     def set_interrupt(self, interrupt: Callable[[], None]) -> None:
-        """Says, on a thread, how to end what it is about to wait for. Raises `Unreachable` if it need not begin."""
-        self._interrupt = interrupt  # first: whoever abandons it meanwhile sees one or the other
+        """Sets how to interrupt a thread's next blocking call. Raises `Unreachable` if the read was abandoned."""
+        self._interrupt = interrupt  # before the check, so that a concurrent `abandon` is not missed
         self.check()
 
     def check(self) -> None:
         """Raises `Unreachable` if it was abandoned."""
         if self.abandoned:
-            raise Unreachable(f"the read from {self.peer_name} was given up", peer=self.peer_name)
+            raise Unreachable(f"the read from {self.peer_name} was cancelled", peer=self.peer_name)
 
 
 Part = Callable[[Job], None]
-"""One thread's share of a read. Raises an `LmkvError` if it fails, soon once the job is abandoned."""
+"""One thread's part of a read. Raises an `LmkvError` if it fails, and soon after the job was abandoned."""
 
 
 class Threads:
-    """The threads of one channel. Belongs to one event loop."""
+    """The thread pool of one channel. Its methods are called on one event loop."""
 
     def __init__(self, name: str, count: int) -> None:
         self._executor = ThreadPoolExecutor(count, name)
@@ -67,11 +67,11 @@ class Threads:
     async def run(
         self, peer_name: str, parts: Sequence[Part], timeout_seconds: float, on_stopped: Callable[[], None]
     ) -> None:
-        """Carries out a read, with the promises of `Channel.read`: it has stopped once all of its parts have ended.
+        """Runs a read with the guarantees of `Channel.read`; it has stopped when all parts have ended.
 
-        Raises `Full` if too many wait already.
+        Raises `Full` if too many reads are waiting.
         """
-        job, left = Job(peer_name), False
+        job, abandoned = Job(peer_name), False
         try:
             if self._closed:
                 raise Unreachable("the transfer channel is closed")
@@ -91,7 +91,7 @@ class Threads:
 
         def stopped(_: object) -> None:
             self._jobs.discard(job)
-            if left:
+            if abandoned:
                 job.take_error()
             on_stopped()
 
@@ -100,13 +100,13 @@ class Threads:
             async with asyncio.timeout(timeout_seconds):
                 await asyncio.shield(ended)
         except TimeoutError:
-            left = True
+            abandoned = True
             job.abandon()
             raise Unreachable(
                 f"{peer_name} did not deliver within {timeout_seconds:.3g} s", peer=peer_name, quarantined=True
             ) from None
         except asyncio.CancelledError:
-            left = True
+            abandoned = True
             job.abandon()
             raise
         if error := job.take_error():
@@ -116,15 +116,15 @@ class Threads:
                 del error
 
     async def aclose(self) -> None:
-        """Ends every read. Idempotent."""
+        """Ends all reads. Idempotent."""
         self._closed = True
         for job in self._jobs:
             job.abandon()
         closing = asyncio.create_task(asyncio.to_thread(self._executor.shutdown))
         await asyncio.wait([closing], timeout=CLOSE_SECONDS)
         if not closing.done():
-            logger.warning("a transfer did not end within %.0f s; its thread is left behind", CLOSE_SECONDS)
-        await asyncio.sleep(0)  # those who wait for reads that have ended are told
+            logger.warning("a transfer did not end within %.0f s; its thread is abandoned", CLOSE_SECONDS)
+        await asyncio.sleep(0)  # let callbacks of ended reads run
 
 
 def _run(part: Part, job: Job) -> None:

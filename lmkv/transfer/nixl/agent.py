@@ -1,7 +1,7 @@
-"""The thread that owns a NIXL agent and makes every call to it. For the NIXL channel only.
+"""The thread that owns a NIXL agent and makes all calls to it. For the NIXL channel only.
 
-It posts reads in batches, polls those that run, and makes progress for peers that read from here. With nothing of that
-to do it sleeps. Public methods may be called on any thread unless they say otherwise.
+It posts reads in batches, polls those in flight, and makes progress for peers that read from this node. Otherwise it
+sleeps. Public methods are thread-safe unless they say otherwise.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ logger = logging.getLogger(__name__)
 
 QUEUE_SIZE = 1024
 START_SECONDS = 60.0
-"""Registering pins every page where there is RDMA."""
+"""Registration pins every page for RDMA."""
 SETTLE_SECONDS = 0.05
-"""UCX tears a lost connection down in the background; what was received may land for about that long."""
+"""UCX closes a lost connection in the background; received bytes may be written for about this long."""
 STALL_SECONDS = 0.25
-"""A peer that has not finished an abandoned read after so long gets no new ones."""
+"""A peer gets no new reads if it has not finished an abandoned one after this time."""
 SPIN_SECONDS = 0.0001
 
 Job = Callable[[], None] | None
-"""Something to do on the thread; None only wakes it."""
+"""A function to call on the thread; None only wakes it."""
 
 
 @dataclass(slots=True)
@@ -40,18 +40,18 @@ class _NixlPeer:
     metadata: bytes
     read_count: int = 0
     lost: bool = False
-    """Whether to forget it once its last read has ended; any earlier, and NIXL would not tell when that is."""
+    """Whether to remove it after its last read. NIXL reports the end of a read only for a known peer."""
 
 
 class AgentThread:
-    """The thread, and its agent over one region of memory."""
+    """A thread with a NIXL agent for one region of memory."""
 
     def __init__(
         self, agent_name: str, region: Region, backends: Sequence[str], prepare: Callable[[], object] = lambda: None
     ) -> None:
-        """`prepare` is called on the thread before all else."""
+        """`prepare` is called on the thread first."""
         self.serving = False
-        """Whether to make progress for peers; set on the loop."""
+        """Whether to make progress for peers; set on the event loop."""
         self._agent_name = agent_name
         self._device = region.device or 0
         self._segment = "DRAM" if region.device is None else "VRAM"
@@ -62,7 +62,7 @@ class AgentThread:
         self._stopping = False
         self._opened: Future[bytes] = Future()
         self._thread = threading.Thread(target=self._run, name="lmkv-nixl", daemon=True)
-        # What follows belongs to the thread.
+        # Used only on the thread:
         self._agent: Any = None
         self._errors: tuple[type[Exception], ...] = ()
         self._peers: dict[str, _NixlPeer] = {}
@@ -70,7 +70,7 @@ class AgentThread:
         self._busy_at = 0.0
 
     def start(self) -> bytes:
-        """Opens the agent; returns its metadata. Raises `ConfigError` if it does not start."""
+        """Starts the agent and returns its metadata. Raises `ConfigError` if it does not start."""
         self._thread.start()
         try:
             return self._opened.result(START_SECONDS)
@@ -79,7 +79,7 @@ class AgentThread:
             raise ConfigError(f"transfer_channel: NIXL did not start within {START_SECONDS:.0f} s") from None
 
     def submit(self, job: Job) -> None:
-        """Has the thread do something. Raises `Full`, and `Unreachable` once it was stopped."""
+        """Queues a job. Raises `Full` if the queue is full, `Unreachable` after `stop`."""
         if self._stopping:
             raise Unreachable("the transfer channel is closed")
         try:
@@ -88,11 +88,11 @@ class AgentThread:
             raise Full(f"more than {QUEUE_SIZE} transfers are waiting", retry_seconds=0.1) from None
 
     def wake(self) -> None:
-        """Makes the thread look at what it should do now."""
+        """Wakes the thread."""
         try:
             self._jobs.put_nowait(None)
         except queue.Full:
-            pass  # then it is awake
+            pass  # the thread is awake
 
     def stop(self) -> None:
         """Makes the thread close the agent and end."""
@@ -100,14 +100,14 @@ class AgentThread:
         self.wake()
 
     def join(self, timeout_seconds: float) -> bool:
-        """Waits for the end; whether it came."""
+        """Waits for the thread to end; returns whether it did."""
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
     # The rest runs on the thread.
 
     def begin(self, read: Read) -> None:
-        """Starts a read, as a job."""
+        """Starts a read. Called as a job."""
         peer = self._peers.get(read.peer_name)
         if peer is None or peer.lost:
             read.end(Unreachable(f"{read.peer_name} is not connected", peer=read.peer_name))
@@ -120,7 +120,7 @@ class AgentThread:
             self._advance(read)
 
     def add_peer(self, peer_name: str, metadata: bytes) -> None:
-        """Connects to a peer, as a job. Raises as `Channel.add_peer` does."""
+        """Connects to a peer. Called as a job. Raises as `Channel.add_peer` does."""
         if self._agent is None:
             raise Unreachable("the transfer channel is closed")
         peer = self._peers.get(peer_name)
@@ -132,7 +132,7 @@ class AgentThread:
         try:
             found = self._agent.add_remote_agent(metadata)
         except self._errors as error:
-            self._remove_agent(peer_name)  # parts of it may be there
+            self._remove_agent(peer_name)  # it may be added in part
             raise Unreachable(f"{peer_name} does not answer: {error}", peer=peer_name) from None
         found = found.decode() if isinstance(found, bytes) else found
         if found != peer_name:
@@ -142,7 +142,7 @@ class AgentThread:
         self._peers[peer_name] = _NixlPeer(metadata)
 
     def forget_peer(self, peer_name: str) -> None:
-        """Forgets a peer as soon as its reads have ended, as a job."""
+        """Removes a peer when its reads have ended. Called as a job."""
         peer = self._peers.get(peer_name)
         if peer is None:
             return
@@ -164,7 +164,7 @@ class AgentThread:
             while not self._stopping:
                 self._turn()
         except Exception:
-            logger.exception("the transfer thread failed; nothing can be read from peers any more")
+            logger.exception("the transfer thread failed; no further reads from peers are possible")
         finally:
             self._stopping = True
             self._close()
@@ -189,7 +189,7 @@ class AgentThread:
         self._peers.clear()
         for read in self._reads:
             self._release(read)
-        self._agent = None  # closes all connections: from here on nothing lands
+        self._agent = None  # closes all connections: no bytes arrive from here on
         for read in self._reads:
             read.end(Unreachable("the transfer channel was closed", peer=read.peer_name))
         self._reads.clear()
@@ -198,7 +198,7 @@ class AgentThread:
                 job()
 
     def _turn(self) -> None:
-        """Does what was asked for, after a pause if nothing was, then moves everything on by one step."""
+        """Runs the queued jobs, after a pause if there are none, then advances all reads by one step."""
         pause = self._pause()
         try:
             while True:
@@ -215,13 +215,13 @@ class AgentThread:
             self._advance(read)
 
     def _pause(self) -> float | None:
-        """How long to wait for a job before the next poll, in seconds; None: there is nothing to poll."""
+        """Seconds to wait for a job before the next poll; None: there is nothing to poll."""
         if not self._reads and not self.serving:
             return None
         quiet = time.monotonic() - self._busy_at
         if any(read.abandoned_at is None and read.settled_at is None for read in self._reads):
             return 0 if quiet < SPIN_SECONDS else 0.0002
-        # A peer that reads from here finishes soon, or is slow, or is gone; so is one that owes bytes.
+        # Longer pauses for peers that read from this node, and for abandoned reads.
         return 0.0002 if quiet < 0.1 else 0.001 if quiet < 1 else 0.005
 
     def _stalled(self, peer_name: str) -> bool:
@@ -232,7 +232,7 @@ class AgentThread:
         )
 
     def _advance(self, read: Read) -> None:
-        """One step of a read: posts a batch, or looks how it is doing."""
+        """Advances a read: posts the next batch, or polls the one in flight."""
         if read.settled_at is not None:
             if read.settled_at <= time.monotonic():
                 self._end(read)
@@ -269,7 +269,7 @@ class AgentThread:
         return state
 
     def _fail(self, read: Read, what: str) -> None:
-        """The connection is lost: the caller learns it now, and in a moment that the read has stopped."""
+        """Fails a read whose connection is lost: raises at the caller now, and calls `on_stopped` a little later."""
         read.outcome.resolve(
             Unreachable(f"{read.peer_name} was lost: {what}", peer=read.peer_name, quarantined=True),
         )
@@ -278,7 +278,7 @@ class AgentThread:
         read.settled_at = time.monotonic() + SETTLE_SECONDS
 
     def _end(self, read: Read) -> None:
-        """No more bytes can arrive."""
+        """Ends a read: no more bytes can arrive."""
         self._reads.remove(read)
         peer = self._peers[read.peer_name]
         peer.read_count -= 1
@@ -299,4 +299,4 @@ class AgentThread:
         try:
             self._agent.remove_remote_agent(name)
         except self._errors as error:
-            logger.debug("NIXL did not forget %s: %s", name, error)
+            logger.debug("NIXL did not remove %s: %s", name, error)

@@ -1,4 +1,4 @@
-"""What lmkv needs of NIXL besides an agent: the import, its errors, and descriptors. For what uses NIXL only."""
+"""Import, errors and descriptors of NIXL."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from lmkv.errors import ConfigError
 from lmkv.transfer.channel import Copy
 
 PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
-"""Where NIXL may be installed; the first that is there is used."""
+"""Packages that contain NIXL; the first installed one is used."""
 ENVIRONMENT = {
     "NIXL_LOG_LEVEL": "ERROR",
-    "UCX_LOG_LEVEL": "fatal",  # NIXL tells once more what matters
+    "UCX_LOG_LEVEL": "fatal",  # NIXL reports errors itself
     "UCX_LOG_FILE": "stderr",
 }
-"""Defaults for variables that NIXL and UCX read when they are loaded."""
+"""Defaults of environment variables that NIXL and UCX read when they are loaded."""
 BATCH_BYTES = 64 << 20
-"""Most bytes posted at a time: on one host the post itself copies, and nothing else is polled meanwhile."""
+"""Maximum bytes per post: on one host the post itself copies, which delays polling."""
 
 Descriptors = NDArray[np.uint64]
-"""Rows of address, size in bytes and device, which is 0 for host memory."""
+"""Rows of address, size in bytes and device; the device is 0 for host memory."""
 
 
 def load() -> Any:
-    """NIXL's Python API, its logging tamed. Raises `ConfigError` if it is not installed."""
+    """Imports NIXL's Python API and fixes its logging. Raises `ConfigError` if it is not installed."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     raise_exceptions = logging.raiseExceptions
@@ -43,7 +43,7 @@ def load() -> Any:
             raise ConfigError(
                 f"transfer_channel: {package} cannot be loaded: {error}", key="transfer_channel"
             ) from None
-        # On import it sends its log to standard output, and silences errors of everybody's logging.
+        # On import NIXL logs to standard output, and sets `logging.raiseExceptions` for the process.
         logging.raiseExceptions = raise_exceptions
         nixl_logger = logging.getLogger("nixl")
         nixl_logger.handlers.clear()
@@ -58,13 +58,13 @@ def load() -> Any:
 
 
 def errors(api: Any) -> tuple[type[Exception], ...]:
-    """All that NIXL raises; its own exceptions have no common base."""
+    """All exceptions that NIXL raises; they have no common base."""
     own = (value for name, value in vars(api.nixlBind).items() if name.endswith("Error") and isinstance(value, type))
     return (RuntimeError, ValueError, *own)
 
 
 def descriptor_batches(copies: Sequence[Copy]) -> Iterator[tuple[Descriptors, Descriptors]]:
-    """Local and remote descriptors, at most `BATCH_BYTES` a batch, neighbours merged."""
+    """Local and remote descriptors in batches of at most `BATCH_BYTES`; adjacent copies are merged."""
     rows: list[list[int]] = []  # local address, remote address, size
     room = BATCH_BYTES
     for copy in copies:

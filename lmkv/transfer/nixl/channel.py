@@ -1,4 +1,4 @@
-"""The NIXL channel, as its event loop sees it. Opened by `Channels`; docs/transfer.md tells why."""
+"""The event-loop side of the NIXL channel (docs/transfer.md)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLOSE_SECONDS = 3.0
 
 
 class NixlChannel:
-    """See `Channel`. `open` makes one."""
+    """The `Channel` contract over NIXL. Created by `open`."""
 
     name = "nixl"
 
@@ -35,9 +35,9 @@ class NixlChannel:
         backends: Sequence[str],
         prepare_thread: Callable[[], object] = lambda: None,
     ) -> None:
-        """Over memory that no peer reads, perhaps a device's. `prepare_thread` is called on NIXL's thread, once.
+        """Opens a channel that only reads, into host or device memory. `prepare_thread` is called on NIXL's thread.
 
-        Raises `ConfigError` if NIXL is missing or does not start, which takes half a second of work.
+        Raises `ConfigError` if NIXL is missing or does not start. Blocks for half a second.
         """
         self._metadata = b""
         self._own = region
@@ -45,27 +45,25 @@ class NixlChannel:
         self._thread = AgentThread(agent_name, region, backends, prepare_thread)
         self._agent_metadata = self._thread.start()
         self._pid = os.getpid()
-        atexit.register(self._exit)  # inside NIXL when the interpreter ends, the thread would crash it
+        atexit.register(self._exit)  # a thread inside NIXL would crash the exiting interpreter
 
     @classmethod
     async def open(cls, end: End) -> Self:
-        """The channel over this end, started beside the loop. Raises `ConfigError` as the constructor does."""
+        """Opens the channel in a thread. Raises `ConfigError` as the constructor does."""
         channel = await asyncio.to_thread(cls, end.name, end.region, end.nixl_backends)
         channel._metadata = wrap(cls.name, end, channel._agent_metadata)
         return channel
 
     def metadata_for(self, _reader: PeerReader) -> bytes:
-        """See `Channel`. Its readers cannot be told apart: each gets the same secret."""
+        """The same metadata for every reader: this channel cannot distinguish its readers."""
         return self._metadata
 
     async def add_peer(self, peer_name: str, metadata: bytes) -> None:
-        """See `Channel`."""
         region, agent_metadata = unwrap(self.name, peer_name, metadata)
         await self._call(lambda: self._thread.add_peer(peer_name, agent_metadata))
         self._peers[peer_name] = region
 
     async def remove_peer(self, peer_name: str) -> None:
-        """See `Channel`."""
         self._peers.pop(peer_name, None)
         await self._call(lambda: self._thread.forget_peer(peer_name))
 
@@ -75,9 +73,8 @@ class NixlChannel:
         copies: Sequence[Copy],
         timeout_seconds: float,
         on_stopped: Callable[[], None],
-        grant_id: str = "",  # noqa: ARG002 # its readers read by themselves
+        grant_id: str = "",  # noqa: ARG002 # readers access the memory themselves
     ) -> None:
-        """See `Channel`."""
         try:
             region = self._peers.get(peer_name)
             if region is None:
@@ -101,19 +98,17 @@ class NixlChannel:
             raise
 
     def serve(self, needed: bool) -> None:
-        """See `Channel`."""
         self._thread.serving = needed
         self._thread.wake()
 
     async def aclose(self) -> None:
-        """See `Channel`."""
         atexit.unregister(self._exit)
         self._thread.stop()
         if not await asyncio.to_thread(self._thread.join, CLOSE_SECONDS):
-            logger.warning("NIXL did not close within %.0f s; its thread is left behind", CLOSE_SECONDS)
+            logger.warning("NIXL did not close within %.0f s; its thread is abandoned", CLOSE_SECONDS)
 
     async def _call(self, call: Callable[[], None]) -> None:
-        """Runs a call on the agent's thread. Raises what it raises, `Unreachable` if it takes too long."""
+        """Runs a function on the agent's thread. Raises what it raises, or `Unreachable` if it takes too long."""
         outcome = Outcome()
 
         def job() -> None:
@@ -132,6 +127,6 @@ class NixlChannel:
             raise Unreachable(f"NIXL did not answer within {CALL_SECONDS:.0f} s") from None
 
     def _exit(self) -> None:
-        if os.getpid() == self._pid:  # a fork has no such thread
+        if os.getpid() == self._pid:  # a forked process does not have the thread
             self._thread.stop()
             self._thread.join(CLOSE_SECONDS)

@@ -1,6 +1,6 @@
-"""Files read and written by NIXL: its POSIX plugin, or its GDS plugin beside a GPU. For the node's disk tier.
+"""Reads and writes files by NIXL's POSIX or GDS plugin. For the node's disk tier.
 
-Each thread that calls has an agent of its own, since an agent is not to be used by two at a time.
+Each calling thread has an agent of its own, because an agent is not thread-safe.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ BACKEND_PARAMETERS: Mapping[str, Sequence[dict[str, str]]] = {
     "POSIX": ({"use_uring": "true", "use_aio": "false"}, {}),
     "GDS": ({},),
 }
-"""How each plugin may do it, best first; POSIX has io_uring where the kernel has it, the last leaves it the choice."""
+"""Parameters to try for each plugin, best first: POSIX with io_uring, then with its default."""
 
 
 class NixlFiles:
-    """Moves bytes between open files and one region of memory. Methods block; any thread may call them."""
+    """Copies between open files and one region of memory. Methods block and are thread-safe."""
 
     def __init__(self, region: Region, plugin: str = "POSIX") -> None:
-        """Raises `ConfigError` if NIXL is not there, or its plugin does not start."""
+        """Raises `ConfigError` if NIXL is not installed or the plugin does not start."""
         try:
             self._api = nixl_api.load()
         except ConfigError as error:
@@ -48,7 +48,7 @@ class NixlFiles:
             ) from None
 
     def read(self, fd: int, memory: memoryview) -> int:
-        """Reads from the file's beginning into a part of the region; how many bytes came before the file's end.
+        """Reads from the beginning of a file into a part of the region; returns the number of bytes read.
 
         Raises `OSError`.
         """
@@ -58,14 +58,14 @@ class NixlFiles:
         return min(size_bytes, len(memory))
 
     def write(self, fd: int, memory: memoryview) -> None:
-        """Writes a part of the region to the file's beginning. Raises `OSError`."""
-        os.posix_fallocate(fd, 0, len(memory))  # NIXL would not say that the disk is full
+        """Writes a part of the region to the beginning of a file. Raises `OSError`."""
+        os.posix_fallocate(fd, 0, len(memory))  # NIXL does not report a full disk
         self._transfer("WRITE", fd, memory)
 
     def _transfer(self, operation: str, fd: int, memory: memoryview) -> None:
         anchor = ctypes.c_char.from_buffer(memory)
         address, size_bytes = ctypes.addressof(anchor), len(memory)
-        del anchor  # it would keep the memory mapped
+        del anchor  # would keep the memory mapped
         try:
             agent = self._agent()
             file = agent.register_memory([(0, size_bytes, fd, "")], "FILE")
@@ -91,7 +91,7 @@ class NixlFiles:
             raise RuntimeError(f"the {operation.lower()} ended as {state}")
 
     def _agent(self) -> Any:
-        """This thread's agent."""
+        """The agent of the calling thread."""
         agent = getattr(self._agents, "agent", None)
         if agent is None:
             config = self._api.nixl_agent_config(enable_prog_thread=False, backends=[])

@@ -1,4 +1,4 @@
-"""One read over the NIXL channel, between the loop that asks for it and the thread that carries it out."""
+"""The state of one read over the NIXL channel, shared by the event loop and the agent's thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def settle(outcome: asyncio.Future[None], error: LmkvError | None) -> None:
-    """Ends a future, unless its waiter has left. On its loop."""
+    """Completes a future unless it is done. Must be called on its event loop."""
     if outcome.done():
         return
     if error is None:
@@ -26,14 +26,14 @@ def settle(outcome: asyncio.Future[None], error: LmkvError | None) -> None:
 
 
 class Outcome:
-    """How something that the thread does ends, told to the loop that waits for it."""
+    """The result of a job on the thread, for the event loop that awaits it."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.future: asyncio.Future[None] = self.loop.create_future()
 
     def resolve(self, error: LmkvError | None = None, before: Callable[[], None] | None = None) -> None:
-        """Ends the future on its loop, after `before`."""
+        """Completes the future on its event loop, after calling `before`."""
 
         def end() -> None:
             if before:
@@ -47,35 +47,35 @@ class Outcome:
 
 
 class Read:
-    """One read. Its caller may abandon it; all else belongs to the thread."""
+    """One read. The caller may set `abandoned_at`; everything else is used by the thread only."""
 
     def __init__(self, peer_name: str, copies: Sequence[Copy], on_stopped: Callable[[], None]) -> None:
         self.peer_name = peer_name
         self.batches: deque[tuple[Descriptors, Descriptors]] = deque()
-        """What is yet to be posted."""
+        """Batches not yet posted."""
         self.outcome = Outcome()
         self.stopped = False
-        """Whether no more bytes can arrive; set on the loop."""
+        """Whether no more bytes can arrive; set on the event loop."""
         self.abandoned_at: float | None = None
-        """When the caller left, on the monotonic clock; no further batch is posted."""
+        """When the caller stopped waiting, on the monotonic clock; no further batch is posted."""
         self.handle: Any = None
-        """NIXL's handle of the batch that runs."""
+        """NIXL's handle of the batch in flight."""
         self.settled_at: float | None = None
-        """When a failed read will have stopped, on the monotonic clock."""
+        """When a failed read has certainly stopped, on the monotonic clock."""
         self._copies = copies
         self._on_stopped = on_stopped
 
     def split(self) -> None:
-        """Makes the batches."""
+        """Splits the copies into batches."""
         self.batches.extend(descriptor_batches(self._copies))
 
     @property
     def wants_more(self) -> bool:
-        """Whether another batch is to be posted."""
+        """Whether another batch must be posted."""
         return bool(self.batches) and self.abandoned_at is None
 
     def end(self, error: LmkvError | None = None) -> None:
-        """Tells the loop that no more bytes can arrive."""
+        """Completes the read: no more bytes can arrive."""
         self.outcome.resolve(error, before=self._stop)
 
     def _stop(self) -> None:

@@ -1,6 +1,6 @@
-"""The TCP channel: plain sockets, for hosts without RDMA and without a transfer library (docs/transfer.md).
+"""The TCP channel: plain sockets, for hosts without RDMA or a transfer library (docs/transfer.md).
 
-A reader keeps idle connections to each peer, and uses one for each read; `tcp_server` is the owner's end.
+A reader keeps idle connections to each peer and uses one per read. `server` is the owner's side.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from lmkv.transfer.tcp.wire import GRANTED, MAX_RANGES, REFUSED, hello, request
 from lmkv.transfer.threads import Job, Threads
 
 READ_THREADS = 8
-"""Reads that run at a time; others wait for their turn."""
+"""Concurrent reads; others wait."""
 MAX_IDLE = 4
-"""Connections kept to a peer that is not read from."""
+"""Idle connections kept per peer."""
 CONNECT_SECONDS = 2.0
 
 
 class TcpChannel:
-    """See `Channel`. `open` makes one."""
+    """The `Channel` contract over TCP sockets. Created by `open`."""
 
     name = "tcp"
 
@@ -42,18 +42,16 @@ class TcpChannel:
 
     @classmethod
     async def open(cls, end: End) -> Self:
-        """The channel over this end. Raises `ConfigError` if it cannot listen."""
+        """Opens the channel. Raises `ConfigError` if it cannot listen."""
         channel = cls(end)
         channel._server.start()
         return channel
 
     def metadata_for(self, reader: PeerReader) -> bytes:
-        """See `Channel`."""
         fields = {"host": self._end.host, "port": self._server.port, "token": reader.token.hex()}
         return wrap(self.name, self._end, json.dumps(fields).encode())
 
     async def add_peer(self, peer_name: str, metadata: bytes) -> None:
-        """See `Channel`."""
         region, payload = unwrap(self.name, peer_name, metadata)
         known = self._peers.get(peer_name)
         if known and known.metadata == metadata and known.idle:
@@ -65,7 +63,6 @@ class TcpChannel:
         peer.keep(connection)
 
     async def remove_peer(self, peer_name: str) -> None:
-        """See `Channel`."""
         if peer := self._peers.pop(peer_name, None):
             peer.forget()
 
@@ -77,7 +74,6 @@ class TcpChannel:
         on_stopped: Callable[[], None],
         grant_id: str = "",
     ) -> None:
-        """See `Channel`."""
         peer = find_peer(self._peers, peer_name, copies, self._own, on_stopped)
         connections = [connection] if (connection := peer.take()) else []
         part = partial(self._receive, peer, connections, copies, grant_id)
@@ -90,10 +86,9 @@ class TcpChannel:
         await self._threads.run(peer_name, [part] if copies else [], timeout_seconds, stopped)
 
     def serve(self, needed: bool) -> None:
-        """See `Channel`. Threads of its own serve readers, and sleep otherwise."""
+        """Does nothing: readers are served by blocking threads."""
 
     async def aclose(self) -> None:
-        """See `Channel`."""
         await self._threads.aclose()
         for peer_name in tuple(self._peers):
             await self.remove_peer(peer_name)
@@ -102,7 +97,7 @@ class TcpChannel:
     def _receive(
         self, peer: _TcpPeer, connections: list[socket.socket], copies: Sequence[Copy], grant_id: str, job: Job
     ) -> None:
-        """Reads on a thread. A connection that is still good afterwards is left in `connections`."""
+        """Runs in a thread. A connection that can be reused is left in `connections`."""
         connection = connections.pop() if connections else peer.connect()
         answer = GRANTED
         try:
@@ -117,7 +112,7 @@ class TcpChannel:
                     raise Unreachable(f"{job.peer_name} closed the connection", peer=job.peer_name)
                 for copy in batch:
                     self._fill(connection, copy, job)
-            job.set_interrupt(_keep_open)  # raises if it was abandoned only now: the connection was shut
+            job.set_interrupt(_keep_open)  # raises if the read was abandoned meanwhile: the connection was shut down
         except OSError as error:
             connection.close()
             raise Unreachable(f"{job.peer_name} was lost: {error}", peer=job.peer_name) from None
@@ -129,19 +124,19 @@ class TcpChannel:
             raise Unreachable(f"{job.peer_name} refused the read: no live grant covers it", peer=job.peer_name)
 
     def _fill(self, connection: socket.socket, copy: Copy, job: Job) -> None:
-        """Receives one run, straight into the pool; the interpreter's lock is free meanwhile."""
+        """Receives one range into the pool, without the GIL."""
         start = copy.local_address - self._own.address
         with self._pool.buffer[start : start + copy.size_bytes] as target:
             done = 0
             while done < copy.size_bytes:
                 count = connection.recv_into(target[done:], 0, socket.MSG_WAITALL)
                 if not count:
-                    raise Unreachable(f"{job.peer_name} is gone", peer=job.peer_name)
+                    raise Unreachable(f"{job.peer_name} is lost", peer=job.peer_name)
                 done += count
 
 
 class _TcpPeer:
-    """A peer's address and the idle connections to it. Its methods belong to the loop, except `connect`."""
+    """A peer's address and idle connections. Methods are called on the event loop, except `connect`."""
 
     def __init__(self, name: str, metadata: bytes, region: Region, fields: dict[str, Any]) -> None:
         self.name = name
@@ -153,7 +148,7 @@ class _TcpPeer:
         self._forgotten = False
 
     def connect(self) -> socket.socket:
-        """A new connection. Raises `Unreachable` if there is no answer in time, or a refusal."""
+        """Opens a connection. Raises `Unreachable` if the peer does not answer in time or refuses."""
         try:
             connection = socket.create_connection(self._address, CONNECT_SECONDS)
         except OSError as error:
@@ -163,7 +158,7 @@ class _TcpPeer:
             connection.sendall(hello(self._token))
             if connection.recv(1) != GRANTED:
                 raise Unreachable(f"{self.name} refused the connection", peer=self.name)
-            connection.settimeout(None)  # from here on whoever waits is interrupted
+            connection.settimeout(None)  # waits are interrupted by `_shut` from here on
         except OSError as error:
             connection.close()
             raise Unreachable(f"{self.name} does not answer: {error}", peer=self.name) from None
@@ -173,7 +168,7 @@ class _TcpPeer:
         return connection
 
     def take(self) -> socket.socket | None:
-        """An idle connection, if there is one."""
+        """Removes and returns an idle connection, if there is one."""
         if not self.idle:
             return None
         connection = self.idle.pop()
@@ -201,7 +196,7 @@ class _TcpPeer:
 
 
 def _keep_open() -> None:
-    """The connection is not waited for any more: it is not to be shut when the read ends."""
+    """The interrupt of a read that has finished: the connection stays open."""
 
 
 def _shut(connection: socket.socket) -> None:

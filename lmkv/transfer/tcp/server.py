@@ -1,4 +1,4 @@
-"""The owner's end of the TCP channel: sends readers what their live grants cover. One thread a connection."""
+"""The server of the TCP channel: sends readers the ranges of their live grants. One thread per connection."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from lmkv.transfer.tcp.wire import GRANTED, HEAD, HELLO_BYTES, MARK, MAX_RANGES,
 logger = logging.getLogger(__name__)
 
 MAX_READERS = 256
-"""Connections at a time; a further one is closed at once."""
+"""Maximum number of connections; further ones are closed at once."""
 HELLO_SECONDS = 5.0
 STUCK_SECONDS = 30.0
-"""A reader that takes nothing for so long is given up."""
+"""Send timeout after which the connection of a reader is closed."""
 CLOSE_SECONDS = 3.0
 
 
 class TcpServer:
-    """Listens from the start, and serves between `start` and `aclose`."""
+    """Listens from its creation on, and serves between `start` and `aclose`."""
 
     def __init__(self, end: End) -> None:
-        """Raises `ConfigError` if it cannot listen there."""
+        """Raises `ConfigError` if it cannot listen."""
         self._pool = end.pool
         self._region = end.region
         self._access = end.access
@@ -49,11 +49,11 @@ class TcpServer:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begins to accept readers."""
+        """Starts accepting connections."""
         self._task = asyncio.create_task(self._accept(), name="transfer server")
 
     async def aclose(self) -> None:
-        """Stops listening and ends every connection. Idempotent."""
+        """Stops listening and closes all connections. Idempotent."""
         task, self._task = self._task, None
         if task:
             task.cancel()
@@ -75,7 +75,7 @@ class TcpServer:
                 await asyncio.sleep(1.0)
                 continue
             if len(self._readers) >= MAX_READERS:
-                self._log.warning("transfer server: more than %d readers at a time; one was refused", MAX_READERS)
+                self._log.warning("transfer server: more than %d readers; refused one", MAX_READERS)
                 connection.close()
                 continue
             thread = threading.Thread(target=self._serve, args=(connection,), name="lmkv-tcp-serve", daemon=True)
@@ -89,7 +89,7 @@ class TcpServer:
                     while self._answer(connection, reader):
                         pass
         except OSError as error:
-            logger.debug("transfer server: a reader is gone: %s", error)
+            logger.debug("transfer server: a reader disconnected: %s", error)
         except Exception:
             logger.exception("transfer server: serving a reader failed unexpectedly")
         finally:
@@ -100,7 +100,7 @@ class TcpServer:
         hello = _receive(connection, HELLO_BYTES)
         reader = self._access.find(hello[len(MARK) :]) if hello.startswith(MARK) else None
         if reader is None:
-            self._log.warning("transfer server: a connection without a valid token was refused")
+            self._log.warning("transfer server: refused a connection without a valid token")
             return None
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -110,19 +110,19 @@ class TcpServer:
         return reader
 
     def _answer(self, connection: socket.socket, reader: PeerReader) -> bool:
-        """Serves one request; False when there is no more, or it does not keep to the protocol."""
+        """Serves one request; returns False at the end of the connection or after a protocol error."""
         head = _receive(connection, HEAD.size)
         if not head:
             return False
         count, grant_id = HEAD.unpack(head)
         if not 0 < count <= MAX_RANGES:
-            self._log.warning("transfer server: %s asked for %d runs and was refused", reader.peer_name, count)
+            self._log.warning("transfer server: refused a request of %s for %d ranges", reader.peer_name, count)
             return False
         ranges = list(RANGE.iter_unpack(_receive(connection, count * RANGE.size)))
         if len(ranges) < count:
             return False
         if not self._access.check(reader, grant_id, ranges):
-            self._log.warning("transfer server: %s was refused bytes that no live grant of it covers", reader.peer_name)
+            self._log.warning("transfer server: refused a read of %s that no live grant covers", reader.peer_name)
             connection.sendall(REFUSED)
             return True
         connection.sendall(GRANTED)
@@ -134,7 +134,7 @@ class TcpServer:
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
-    """So many bytes; none if the connection ends before."""
+    """Receives `size` bytes; returns none if the connection ends before."""
     parts = bytearray()
     while len(parts) < size:
         data = connection.recv(size - len(parts))

@@ -1,10 +1,10 @@
-"""The protocol of a TCP connection: a hello with the reader's token, then requests for runs of bytes under a grant.
+"""The protocol of a TCP connection: a hello with the reader's token, then requests for byte ranges under a grant.
 
     reader   MARK token          count grant (address size)...                    count grant ...
     owner                GRANTED                                 GRANTED bytes...                  REFUSED
 
-The owner answers `REFUSED` where no live grant of this reader covers every run; the connection stays open. It closes
-the connection of a reader without a valid token, or that does not keep to the protocol.
+The owner answers `REFUSED` if no live grant of this reader covers all ranges; the connection stays open. It closes the
+connection of a reader without a valid token or with a protocol error.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ HELLO_BYTES = len(MARK) + TOKEN_BYTES
 GRANTED = b"\1"
 REFUSED = b"\0"
 MAX_RANGES = 4096
-"""Most runs of bytes in one request."""
+"""Maximum number of ranges in one request."""
 HEAD = struct.Struct(f"!I{GRANT_ID_BYTES}s")
-"""Count of the runs, and the grant's id."""
+"""Number of ranges, and the grant's id."""
 RANGE = struct.Struct("!QQ")
 
 
@@ -31,5 +31,5 @@ def hello(token: bytes) -> bytes:
 
 
 def request(grant_id: str, ranges: Sequence[tuple[int, int]]) -> bytes:
-    """Asks for runs of bytes under a grant: address in the owner's process, and size."""
+    """A request for ranges under a grant: address in the owner's process, and size."""
     return HEAD.pack(len(ranges), grant_id.encode()) + b"".join(RANGE.pack(address, size) for address, size in ranges)

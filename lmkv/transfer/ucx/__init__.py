@@ -1,4 +1,4 @@
-"""The UCX channel: tagged messages through ucxx. Loaded only if the configuration names it.
+"""The UCX channel, a plug-in: tagged messages through ucxx.
 
 Start with `channel.UcxChannel`; `wire` defines the bytes.
 """

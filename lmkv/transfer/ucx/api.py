@@ -1,4 +1,4 @@
-"""What lmkv needs of ucxx: the import, workers, requests. For the UCX channel only."""
+"""Import, workers and requests of ucxx. For the UCX channel only."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 from lmkv.errors import ConfigError
 
 ENVIRONMENT = {
-    "UCX_LOG_LEVEL": "fatal",  # lmkv tells once more what matters
+    "UCX_LOG_LEVEL": "fatal",  # lmkv reports errors itself
     "UCX_LOG_FILE": "stderr",
 }
-"""Defaults for variables that UCX reads when it is loaded."""
+"""Defaults of environment variables that UCX reads when it is loaded."""
 TICK_MILLISECONDS = 10
-"""How long a thread waits for the network before it looks whether it should go on."""
+"""Time that a thread waits for the network between two checks for cancellation."""
 CLOSE_NANOSECONDS = 100_000_000
 CLOSE_SECONDS = 2.0
 
 
 def load() -> Any:
-    """ucxx's core. Raises `ConfigError` if it is not installed, or does not load."""
+    """Imports the core of ucxx. Raises `ConfigError` if it is not installed or cannot be loaded."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -38,7 +38,7 @@ def load() -> Any:
 
 
 def make_worker(api: Any) -> Any:
-    """A worker that one thread at a time drives, in a context of its own: contexts are not safe for several threads.
+    """Creates a worker in a context of its own, because contexts are not thread-safe. One thread at a time may use it.
 
     Raises `ConfigError` if UCX does not start.
     """
@@ -54,27 +54,27 @@ def make_worker(api: Any) -> Any:
 
 
 class UcxRequest:
-    """A request of UCX, and the memory that it works on: ucxx itself keeps no hold of that."""
+    """A UCX request and its memory, to which ucxx keeps no reference."""
 
     def __init__(self, begin: Callable[..., Any], memory: Any, *more: Any) -> None:
-        """`begin` gets the memory, any buffer, as ucxx takes it."""
+        """`begin` is called with the memory, any buffer, as an array of ucxx."""
         self._array = import_module("ucxx._lib.arr").Array(memory)
         self._request = begin(self._array, *more)
 
     @property
     def completed(self) -> bool:
-        """Whether it has ended, in whatever way."""
+        """Whether it has ended, successfully or not."""
         return bool(self._request.completed)
 
     def check_error(self) -> None:
-        """Raises an error of UCX if it failed."""
+        """Raises the UCX error of a failed request."""
         self._request.check_error()
 
 
 def close(worker: Any, endpoints: Sequence[Any], pending: Sequence[UcxRequest]) -> None:
-    """Closes endpoints, and returns once nothing is pending at them any more: then nothing lands."""
+    """Closes endpoints and waits until all requests have ended: then no more bytes arrive."""
     for endpoint in endpoints:
-        with suppress(Exception):  # of a peer that is gone
+        with suppress(Exception):  # the peer may be lost
             if endpoint.alive:
                 endpoint.close_blocking(CLOSE_NANOSECONDS, 1)
     deadline = time.monotonic() + CLOSE_SECONDS

@@ -1,6 +1,6 @@
-"""The UCX channel, through ucxx: two-sided, since ucxx offers Python no reads of remote memory (docs/transfer.md).
+"""The UCX channel, through ucxx: two-sided, because ucxx has no remote reads for Python (docs/transfer.md).
 
-A reader has a worker of UCX for each connection, driven by the thread that reads; `ucx_server` is the owner's end.
+A reader has a UCX worker per connection, which the reading thread drives. `server` is the owner's side.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from lmkv.transfer.ucx.wire import HELLO, MAX_RANGES, request
 
 READ_THREADS = 4
 MAX_IDLE = 2
-"""Connections kept to a peer that is not read from."""
+"""Idle connections kept per peer."""
 CONNECT_SECONDS = 4.0
 
 
 class UcxChannel:
-    """See `Channel`. `open` makes one."""
+    """The `Channel` contract over UCX. Created by `open`."""
 
     name = "ucx"
 
@@ -46,16 +46,14 @@ class UcxChannel:
 
     @classmethod
     async def open(cls, end: End) -> Self:
-        """The channel over this end, started beside the loop. Raises `ConfigError` as the constructor does."""
+        """Opens the channel in a thread. Raises `ConfigError` as the constructor does."""
         return await asyncio.to_thread(cls, end)
 
     def metadata_for(self, reader: PeerReader) -> bytes:
-        """See `Channel`."""
         fields = {"host": self._end.host, "port": self._port, "token": reader.token.hex()}
         return wrap(self.name, self._end, json.dumps(fields).encode())
 
     async def add_peer(self, peer_name: str, metadata: bytes) -> None:
-        """See `Channel`."""
         region, payload = unwrap(self.name, peer_name, metadata)
         peer = _UcxPeer(metadata, region, json.loads(payload))
         known = self._peers.get(peer_name)
@@ -65,7 +63,6 @@ class UcxChannel:
         self._peers[peer_name] = peer
 
     async def remove_peer(self, peer_name: str) -> None:
-        """See `Channel`."""
         if peer := self._peers.pop(peer_name, None):
             peer.forget()
 
@@ -77,15 +74,13 @@ class UcxChannel:
         on_stopped: Callable[[], None],
         grant_id: str = "",
     ) -> None:
-        """See `Channel`."""
         peer = find_peer(self._peers, peer_name, copies, self._own, on_stopped)
         await self._run_read(peer_name, peer, copies, timeout_seconds, on_stopped, grant_id)
 
     def serve(self, needed: bool) -> None:
-        """See `Channel`. A thread of its own serves readers, and sleeps otherwise."""
+        """Does nothing: a blocking thread serves readers."""
 
     async def aclose(self) -> None:
-        """See `Channel`."""
         await self._threads.aclose()
         for peer_name in tuple(self._peers):
             await self.remove_peer(peer_name)
@@ -104,7 +99,7 @@ class UcxChannel:
         await self._threads.run(peer_name, [part], timeout_seconds, on_stopped)
 
     def _receive(self, peer: _UcxPeer, copies: Sequence[Copy], grant_id: str, job: Job) -> None:
-        """Reads on a thread. A failed connection is closed: with its worker gone nothing lands any more."""
+        """Runs in a thread. Closes a failed connection: without its worker no more bytes arrive."""
         connection = peer.idle.pop() if peer.idle else None
         try:
             connection = connection or _UcxConnection(self._api, peer, job)
@@ -121,7 +116,7 @@ class UcxChannel:
         peer.keep(connection)
 
     def _exchange(self, connection: _UcxConnection, copies: Sequence[Copy], grant_id: str, job: Job) -> None:
-        """One request and its answer: a byte that grants it, then the runs. Without runs it is a greeting."""
+        """One request and its answer: a byte that grants it, then the ranges. Without ranges it is a probe."""
         granted = bytearray(1)
         wanted = [copy for copy in copies if copy.size_bytes]
         tag = connection.next_tag()
@@ -131,13 +126,13 @@ class UcxChannel:
             for start in [copy.local_address - self._own.address]
         ]
         receiving = [connection.receive(target, tag + index) for index, target in enumerate(targets)]
-        runs = [(copy.remote_address, copy.size_bytes) for copy in wanted]
-        asking = connection.send(request(tag, grant_id, runs))
-        connection.wait([asking, *receiving], job)
+        ranges = [(copy.remote_address, copy.size_bytes) for copy in wanted]
+        sending = connection.send(request(tag, grant_id, ranges))
+        connection.wait([sending, *receiving], job)
 
 
 class _UcxConnection:
-    """A worker of UCX, and its endpoint at a peer. One thread at a time."""
+    """A UCX worker and its endpoint at a peer. One thread at a time may use it."""
 
     def __init__(self, api: Any, peer: _UcxPeer, job: Job) -> None:
         self._api = api
@@ -152,20 +147,20 @@ class _UcxConnection:
             raise
 
     def next_tag(self) -> int:
-        """The first of the tags for one request."""
+        """The first of the tags of one request."""
         self._tag = (self._tag + MAX_RANGES * 2) % (1 << 63)
         return self._tag
 
     def send(self, message: bytes) -> UcxRequest:
-        """Sends a message; the request to wait for."""
+        """Starts to send a message; returns the request to wait for."""
         return UcxRequest(self._endpoint.stream_send, message)
 
     def receive(self, target: bytearray | memoryview, tag: int) -> UcxRequest:
-        """Receives into memory; the request to wait for."""
+        """Starts to receive into memory; returns the request to wait for."""
         return UcxRequest(self._endpoint.tag_recv, target, self._api.UCXXTag(tag))
 
     def wait(self, requests: Sequence[UcxRequest], job: Job) -> None:
-        """Waits until all have ended. Raises an error of UCX if one fails, `Unreachable` if the job is abandoned."""
+        """Waits for all requests. Raises the UCX error if one fails, `Unreachable` if the job is abandoned."""
         self._pending = list(requests)
         for each in requests:
             while not each.completed:
@@ -178,14 +173,14 @@ class _UcxConnection:
         self._pending.clear()
 
     def close(self) -> None:
-        """Lets go of endpoint and worker: nothing lands after this."""
+        """Closes endpoint and worker: no more bytes arrive afterwards."""
         ucx_api.close(self._worker, [self._endpoint], self._pending)
         self._pending.clear()
         self._endpoint = self._worker = None
 
 
 class _UcxPeer:
-    """A peer's address, and idle connections to it, which any thread may take or keep."""
+    """A peer's address and idle connections. Thread-safe."""
 
     def __init__(self, metadata: bytes, region: Region, fields: dict[str, Any]) -> None:
         self.metadata = metadata

@@ -1,4 +1,4 @@
-"""The owner's end of the UCX channel: one thread with one worker, which sends readers what their live grants cover."""
+"""The server of the UCX channel: one thread and worker, which sends readers the ranges of their live grants."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lmkv.transfer.ucx.wire import GRANTED, HEAD, HELLO, HELLO_BYTES, MAX_RANGES
 logger = logging.getLogger(__name__)
 
 MAX_READERS = 256
-"""Connections at a time; a further one is closed at once."""
+"""Maximum number of connections; further ones are closed at once."""
 START_SECONDS = 10.0
 CLOSE_SECONDS = 3.0
 TICK_MILLISECONDS = 200
-"""How long the thread sleeps, if nothing happens, before it looks whether it should end."""
+"""Time between two checks whether the thread should stop."""
 RequestLoop = Iterator[list[UcxRequest]]
-"""What is done for one reader; each step gives the requests of UCX that must end before the next."""
+"""The coroutine of one reader: yields UCX requests that must end before it continues."""
 
 
 class UcxServer:
-    """The thread. `start` and `close` may be called on any other."""
+    """The server thread. `start` and `close` are called on other threads."""
 
     def __init__(self, api: Any, end: End) -> None:
         self._api = api
@@ -40,16 +40,16 @@ class UcxServer:
         self._stopping = False
         self._started: Future[int] = Future()
         self._thread = threading.Thread(target=self._run, name="lmkv-ucx-serve", daemon=True)
-        # What follows belongs to the thread.
+        # Used only on the thread:
         self._loops: dict[Any, tuple[RequestLoop, list[UcxRequest]]] = {}
 
     def start(self) -> int:
-        """Listens; the port. Raises `ConfigError` if that cannot be."""
+        """Starts to listen; returns the port. Raises `ConfigError` if it cannot."""
         self._thread.start()
         return self._started.result(START_SECONDS)
 
     def close(self) -> None:
-        """Ends the thread and every connection. Idempotent."""
+        """Stops the thread and closes all connections. Idempotent."""
         self._stopping = True
         self._thread.join(CLOSE_SECONDS)
 
@@ -72,7 +72,7 @@ class UcxServer:
                 for endpoint in list(self._loops):
                     self._advance(endpoint)
         except Exception:
-            logger.exception("the UCX server failed; peers cannot read from here any more")
+            logger.exception("the UCX server failed; peers can no longer read from this node")
         finally:
             del listener
             pending = [request for _, waiting in self._loops.values() for request in waiting]
@@ -81,12 +81,12 @@ class UcxServer:
 
     def _accept(self, endpoint: Any) -> None:
         if len(self._loops) >= MAX_READERS:
-            self._log.warning("UCX server: more than %d readers at a time; one was refused", MAX_READERS)
+            self._log.warning("UCX server: more than %d readers; refused one", MAX_READERS)
             return
         self._loops[endpoint] = self._serve(endpoint), []
 
     def _advance(self, endpoint: Any) -> None:
-        """Takes a loop as far as it goes without waiting."""
+        """Advances the coroutine of a reader as far as possible without waiting."""
         loop, waiting = self._loops[endpoint]
         try:
             while all(request.completed for request in waiting):
@@ -97,9 +97,9 @@ class UcxServer:
                 self._loops[endpoint] = loop, waiting
                 return
         except (StopIteration, self._api.UCXError) as error:
-            logger.debug("UCX server: a reader is gone: %s", error)
+            logger.debug("UCX server: a reader disconnected: %s", error)
         del self._loops[endpoint]
-        if endpoint.alive:  # closing one that its reader has closed would crash
+        if endpoint.alive:  # closing an endpoint that the reader has closed crashes
             endpoint.close_blocking(ucx_api.CLOSE_NANOSECONDS, 1)
 
     def _serve(self, endpoint: Any) -> RequestLoop:
@@ -107,23 +107,23 @@ class UcxServer:
         yield [UcxRequest(endpoint.stream_recv, hello)]
         reader = self._access.find(bytes(hello[len(HELLO) :])) if hello.startswith(HELLO) else None
         if reader is None:
-            self._log.warning("UCX server: a connection without a valid token was refused")
+            self._log.warning("UCX server: refused a connection without a valid token")
             return
         while True:
             head = bytearray(HEAD.size)
             yield [UcxRequest(endpoint.stream_recv, head)]
             tag, count, grant_id = HEAD.unpack(head)
             if count > MAX_RANGES:
-                self._log.warning("UCX server: a reader asked for %d runs of bytes and was refused", count)
+                self._log.warning("UCX server: refused a request for %d ranges", count)
                 return
             ranges = bytearray(count * RANGE.size)
             if count:
                 yield [UcxRequest(endpoint.stream_recv, ranges)]
-            runs = list(RANGE.iter_unpack(ranges))
-            if runs and not self._access.check(reader, grant_id, runs):
-                self._log.warning("UCX server: %s was refused bytes that no live grant of it covers", reader.peer_name)
+            byte_ranges = list(RANGE.iter_unpack(ranges))
+            if byte_ranges and not self._access.check(reader, grant_id, byte_ranges):
+                self._log.warning("UCX server: refused a read of %s that no live grant covers", reader.peer_name)
                 return
-            starts = [(address - self._region.address, size) for address, size in runs]
+            starts = [(address - self._region.address, size) for address, size in byte_ranges]
             messages = [GRANTED, *(self._pool.buffer[start : start + size] for start, size in starts)]
             yield [
                 UcxRequest(endpoint.tag_send, message, self._api.UCXXTag(tag + index))

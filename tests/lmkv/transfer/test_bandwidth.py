@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmkv.transfer.bandwidth import (
-    FORGET_SECONDS,
+    EXPIRY_SECONDS,
     LATE_FACTOR,
     LATE_LEAST_SECONDS,
     LATE_RATE,
@@ -58,11 +58,11 @@ def test_what_a_transfer_takes_is_the_answer_and_then_its_bytes() -> None:
 
 def test_a_measurement_that_nothing_renews_is_forgotten() -> None:
     bandwidth = known(1e9, 0.5)
-    assert bandwidth.seconds(0, FORGET_SECONDS - 0.1) == 0.5
-    assert bandwidth.rate(FORGET_SECONDS) is None
-    assert bandwidth.latency_seconds(FORGET_SECONDS) == 0
-    bandwidth.record_read(LEAST_BYTES, 1.0, FORGET_SECONDS)
-    assert bandwidth.rate(FORGET_SECONDS) == LEAST_BYTES, "nothing of the old average is left"
+    assert bandwidth.seconds(0, EXPIRY_SECONDS - 0.1) == 0.5
+    assert bandwidth.rate(EXPIRY_SECONDS) is None
+    assert bandwidth.latency_seconds(EXPIRY_SECONDS) == 0
+    bandwidth.record_read(LEAST_BYTES, 1.0, EXPIRY_SECONDS)
+    assert bandwidth.rate(EXPIRY_SECONDS) == LEAST_BYTES, "nothing of the old average is left"
 
 
 @given(st.lists(st.floats(1e6, 1e11), min_size=1), st.floats(1e6, 1e11))

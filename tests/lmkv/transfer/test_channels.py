@@ -66,7 +66,7 @@ async def test_nothing_is_opened_before_it_is_needed(make: Make, short_folder: P
 
 
 async def test_a_channel_that_is_named_is_opened_at_the_start_and_must_be_there(make: Make) -> None:
-    with pytest.raises(ConfigError, match="needs a socket"):
+    with pytest.raises(ConfigError, match="needs a unix socket"):
         await make("shm", None).start()
 
 

@@ -154,7 +154,7 @@ async def test_without_a_shared_channel_both_sides_channels_are_named(
     error = await error_of(stub.Init(introduction(owner, channels=["smoke", "drums"]), timeout=5))
     assert isinstance(error, ChannelUnsupported)
     assert error.metadata == {"channels": "nixl", "wanted": "smoke, drums"}
-    assert "set transfer_channel alike on both" in str(error)
+    assert "set the same transfer_channel on both nodes" in str(error)
 
 
 async def test_acquire_lists_what_is_held_and_keeps_it_in_place_until_release(
