@@ -1,4 +1,4 @@
-"""`lmkv node`."""
+"""The command `lmkv node`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lmkv.config.live import follow_logging
 from lmkv.runtime.signals import first_of, hold_stop_signals, stop_on_signals
 
 SERVICE_NAME = "lmkv-node"
-"""What it is called where it exports to, unless `OTEL_SERVICE_NAME` says otherwise."""
+"""Service name in exported telemetry, unless `OTEL_SERVICE_NAME` is set."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `lmkv node`."""
     configuration.add_arguments(parser, NodeConfig)
     parser.add_argument(
-        "--linger", action="store_true", help="end by itself once no engine has been attached for node_linger seconds"
+        "--linger", action="store_true", help="exit once no engine has been attached for node_linger seconds"
     )
     parser.add_argument(
         "--started-by-connector",
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     _set_up_logging(config)
     for notice in config.notices:
         logging.getLogger(__name__).warning("%s", notice)
-    if args.linger:  # started by an engine
+    if args.linger:  # a connector started it
         with_all_processors()
     hold_stop_signals()
     with telemetry.trace_process(SERVICE_NAME, config.instance_id):
@@ -71,7 +71,7 @@ async def serve(config: NodeConfig, args: argparse.Namespace) -> None:
 
 
 def with_all_processors() -> None:
-    """An engine pins its threads to processors; its node must not inherit that and compete for the very same one."""
+    """Resets the CPU affinity: an engine pins its threads, and its node would inherit that and compete with them."""
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 

@@ -1,4 +1,4 @@
-"""One node per instance id and host, and the secret by which coordinators know it again after a restart."""
+"""One node per instance id and host, and the secret that proves its identity to coordinators after a restart."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECRET_BYTES = 32
 
 
 class InstanceLock:
-    """Holds an instance id on this host. The kernel lets go of it however the process ends.
+    """Holds an instance id on this host. The kernel releases it when the process ends.
 
     Raises `ConfigError` if another process holds it.
     """
@@ -43,7 +43,7 @@ class InstanceLock:
 
 
 def instance_secret(path: Path) -> bytes:
-    """The secret of this instance, which the node that made it has kept in a file for this user only.
+    """The secret of this instance, from a file that only this user can read; created by the first node.
 
     A file of another owner, mode or length is replaced. Hold the `InstanceLock`. Raises `ConfigError` if the file
     cannot be written.
@@ -55,7 +55,7 @@ def instance_secret(path: Path) -> bytes:
             if len(kept) == SECRET_BYTES:
                 return kept
     except OSError:
-        pass  # there is none that can be read
+        pass  # missing or unreadable: replaced
     secret = secrets.token_bytes(SECRET_BYTES)
     new = path.with_suffix(".new")
     try:

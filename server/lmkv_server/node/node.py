@@ -30,7 +30,7 @@ from lmkv_server.node.fleet.membership import FleetMembership
 from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.instance_lock import InstanceLock, instance_secret
 from lmkv_server.node.metrics.build import serve_metrics
-from lmkv_server.node.metrics.collector import Metrics
+from lmkv_server.node.metrics.collector import NodeMetrics
 from lmkv_server.node.serving.server import STOP_GRACE_SECONDS, PeerServer, bind
 from lmkv_server.node.sessions.sessions import Engines
 from lmkv_server.node.stack import TierStack
@@ -194,8 +194,8 @@ class Node:
             on_served=self._served_changed,
         )
 
-    def _make_metrics(self) -> Metrics:
-        metrics = Metrics(
+    def _make_metrics(self) -> NodeMetrics:
+        metrics = NodeMetrics(
             tier=self.tier,
             disk=self.disk,
             remote=self.remote,

@@ -1,4 +1,4 @@
-"""Which other node of this host listens on a port: for the error of a node that cannot have it."""
+"""Finds the node of this host that listens on a port, for the error message of a node that cannot bind it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LISTENING = "0A"
 
 
 def describe_port(runtime_dir: Path, port: int) -> str:
-    """The node in a runtime folder that listens on a port and what to do, for an error message; empty if none does."""
+    """Names the node in a runtime folder that listens on a port, and the fix; empty if none does."""
     inodes = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
     for lock in sorted(runtime_dir.glob("*/lock")):
         with suppress(OSError, ValueError):

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from lmkv.auth.roles import ROLES, UNAUTHENTICATED_METHODS, Role
 from lmkv.v1 import cache_service_pb2, engine_service_pb2, peer_service_pb2, registry_service_pb2
 from lmkv_server.coordinator.http.access import rpc_of
-from lmkv_server.node.metrics.server import STANDS_FOR
+from lmkv_server.node.metrics.server import METRICS_RPC
 
 SERVED = (cache_service_pb2, registry_service_pb2, peer_service_pb2, engine_service_pb2, operations_pb2)
 
@@ -69,4 +69,4 @@ def stands_for(name: str, rpc: str) -> bool:
 
 def test_engines_neither_list_instances_nor_read_metrics() -> None:
     assert ROLES["lmkv.v1.RegistryService/ListInstances"] == {Role.READER, Role.OPERATOR, Role.ADMIN}
-    assert rpc_of("/metrics") == STANDS_FOR == "lmkv.v1.RegistryService/ListInstances"
+    assert rpc_of("/metrics") == METRICS_RPC == "lmkv.v1.RegistryService/ListInstances"

@@ -1,7 +1,4 @@
-"""What a node knows and has done, as a collector of Prometheus's. `docs/telemetry.md` lists the names.
-
-It is read from the node when somebody collects, so that it costs nothing between.
-"""
+"""The Prometheus metrics of a node, collected at each scrape. `docs/telemetry.md` lists them."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ from lmkv_server.node.tiers.remote.tier import RemoteTier
 PREFIX = "lmkv_node_"
 
 
-class Metrics(Collector):
-    """The node's metrics, in a registry of their own: two nodes in one process do not mix."""
+class NodeMetrics(Collector):
+    """The node's metrics, in a registry of its own, so that several nodes may run in one process."""
 
     def __init__(
         self,
@@ -58,32 +55,38 @@ class Metrics(Collector):
         ProcessCollector(registry=self.registry)
 
     def describe(self) -> list[Metric]:
-        """Nothing, so that the registry does not collect to find out."""
+        """No metrics: keeps the registry from collecting at registration."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """All of it as it is now."""
+        """All metrics with their present values."""
         disk = self._on_disk(self._disk) if self._disk else ()
         remote = self._in_remote(self._remote) if self._remote else ()
         sides = [self._fetching(self._side), self._handing(self._side)] if self._side else []
-        warm = self._found_again(self._warm) if self._warm else ()
-        return chain(self._holdings(), warm, disk, remote, self._serving(), *sides, self._ordered())
+        warm = self._warm_start(self._warm) if self._warm else ()
+        return chain(self._holdings(), warm, disk, remote, self._serving(), *sides, self._order_metrics())
 
     def _holdings(self) -> Iterator[Metric]:
         yield _gauge("pool_capacity_bytes", "Bytes of the pool.", self._tier.size_bytes)
-        yield _gauge("pool_used_bytes", "Bytes of the pool that chunks and grants take.", self._tier.used_bytes)
-        yield _gauge("pool_chunk_bytes", "Bytes of it that chunks take which can be found.", self._tier.chunk_bytes)
-        yield _gauge("pool_reserved_bytes", "Bytes of it that somebody may write to.", self._tier.reserved_bytes)
+        yield _gauge("pool_used_bytes", "Bytes of the pool that chunks and write grants occupy.", self._tier.used_bytes)
+        yield _gauge("pool_chunk_bytes", "Bytes of the pool that visible chunks occupy.", self._tier.chunk_bytes)
+        yield _gauge(
+            "pool_reserved_bytes",
+            "Bytes of the pool that may be written to.",
+            self._tier.reserved_bytes,
+        )
         yield _gauge("chunks", "Chunks held.", len(self._tier))
         yield _counter("evicted_chunks", "Chunks evicted to make room.", self._tier.evicted_count)
 
-    def _found_again(self, warm: WarmStart) -> Iterator[Metric]:
-        yield _gauge("pool_sealed", "1 while workers of an earlier life have the pool mapped.", int(self._tier.sealed))
-        yield _gauge("warm_waiting_chunks", "Chunks of an earlier life that are to be verified.", warm.waiting_count)
-        yield _counter("warm_chunks", "Chunks of an earlier life that were found again.", warm.found_chunks)
+    def _warm_start(self, warm: WarmStart) -> Iterator[Metric]:
+        yield _gauge("pool_sealed", "1 while workers of the previous node map the pool.", int(self._tier.sealed))
+        yield _gauge("warm_waiting_chunks", "Chunks of the previous process to be verified.", warm.waiting_count)
+        yield _counter("warm_chunks", "Chunks of the previous process that were recovered.", warm.found_chunks)
         yield _counter("warm_bytes", "Bytes of these.", warm.found_bytes)
-        yield _counter("warm_damaged_chunks", "Chunks of an earlier life dropped as damaged.", warm.damaged_count)
-        yield _counter("warm_unrecorded_chunks", "Chunks too many to outlive the node.", warm.ledger.unrecorded_count)
+        yield _counter("warm_damaged_chunks", "Chunks of the previous process dropped as damaged.", warm.damaged_count)
+        yield _counter(
+            "warm_unrecorded_chunks", "Chunks that do not fit into the ledger.", warm.ledger.unrecorded_count
+        )
 
     def _on_disk(self, disk: DiskTier) -> Iterator[Metric]:
         writer, reader = disk.writer, disk.reader
@@ -135,7 +138,7 @@ class Metrics(Collector):
             "lookup_failures", "Lookups that a coordinator refused or did not answer in time.", fleet.lookup_failures
         )
         yield _gauge(
-            "spec_conflicts", "Instances of the same models to share nothing with.", len(self._fleet.conflicts)
+            "spec_conflicts", "Instances of the same models with an incompatible KvSpec.", len(self._fleet.conflicts)
         )
 
     def _fetching(self, side: PeerServer) -> Iterator[Metric]:
@@ -179,7 +182,7 @@ class Metrics(Collector):
         yield _counter("handoffs_abandoned", "Those of them that no request came for.", handoffs.abandoned_count)
         yield _counter("handoffs_refused", "Handoffs that there was no room for.", handoffs.refused_count)
 
-    def _ordered(self) -> Iterator[Metric]:
+    def _order_metrics(self) -> Iterator[Metric]:
         orders = self._orders.stats()
         ended = CounterMetricFamily(
             f"{PREFIX}orders_ended", "Orders of the coordinator that ended.", labels=["kind", "state"]
@@ -187,10 +190,10 @@ class Metrics(Collector):
         for state, counts in (("done", orders.done_counts), ("failed", orders.failed_counts)):
             _add(ended, counts, state)
         yield ended
-        chunks = CounterMetricFamily(f"{PREFIX}order_chunks", "Chunks that they were done for.", labels=["kind"])
+        chunks = CounterMetricFamily(f"{PREFIX}order_chunks", "Chunks that they were executed for.", labels=["kind"])
         _add(chunks, orders.chunk_counts)
         yield chunks
-        yield _gauge("orders_running", "Orders under way.", orders.running_count)
+        yield _gauge("orders_running", "Orders that run or wait.", orders.running_count)
 
 
 def _add(family: CounterMetricFamily, counts: Mapping[str, int], *labels: str) -> None:

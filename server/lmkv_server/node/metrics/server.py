@@ -1,4 +1,4 @@
-"""`/metrics` of a node, over the least HTTP that Prometheus needs. It runs on the loop that owns the numbers."""
+"""Serves `/metrics` of a node over minimal HTTP, on the node's event loop."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from lmkv_server.http.guard import HostGuard
 from lmkv_server.node.port_owner import describe_port
 
 REQUEST_SECONDS = 5.0
-"""Most time that one request, or its answer, may take to pass."""
+"""Deadline of a request, from the connection to the last byte of its response."""
+METRICS_RPC = "lmkv.v1.RegistryService/ListInstances"
+"""The RPC whose permission also covers metrics."""
 MAX_REQUEST_BYTES = 16 << 10
 MAX_CONNECTIONS = 32
 MAX_CONNECTIONS_PER_CLIENT = 16
 """See `ConnectionLimiter`."""
-STANDS_FOR = "lmkv.v1.RegistryService/ListInstances"
-"""Who may read a node's metrics is who may call this."""
 
 
 class MetricsServer:
-    """Serves a registry while it is entered, over HTTPS if `credentials` have a certificate, to whom `gate` knows.
+    """Serves a registry while it is entered, over HTTPS if `credentials` have a certificate.
 
-    Entering raises `ConfigError` if the port cannot be had.
+    Requests need the permission to call `METRICS_RPC`. Entering raises `ConfigError` if the port cannot be bound.
     """
 
     def __init__(
@@ -42,18 +42,18 @@ class MetricsServer:
         host: str,
         port: int,
         credentials: Credentials = PLAINTEXT,
-        gate: Authenticator = OPEN_AUTHENTICATOR,
+        authenticator: Authenticator = OPEN_AUTHENTICATOR,
         allowed_hosts: Sequence[str] = (),
         runtime_dir: Path | None = None,
     ) -> None:
-        """`runtime_dir` is where nodes are that may have the port."""
+        """`runtime_dir` is searched for a node that has the port, for the error."""
         self._runtime_dir = runtime_dir
         self.port = port
-        """The real one once it is entered."""
+        """The bound port once entered."""
         self._registry = registry
         self._host = host
         self._credentials = credentials
-        self._gate = gate
+        self._authenticator = authenticator
         self._server: asyncio.Server | None = None
         self._guard = HostGuard(bound=host, allowed=allowed_hosts)
         self._limits = ConnectionLimiter(MAX_CONNECTIONS, MAX_CONNECTIONS_PER_CLIENT)
@@ -85,7 +85,7 @@ class MetricsServer:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Stops serving, and cuts off who is still being served. Idempotent."""
+        """Stops serving and closes open connections. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             server.close()
@@ -99,7 +99,7 @@ class MetricsServer:
         task.add_done_callback(self._connections.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One request, one answer. Whoever sends no request, or does not take the answer, gets none."""
+        """Answers one request, within `REQUEST_SECONDS`, and closes the connection."""
         connection = _Connection(writer)
         self._limits.opened(connection)
         try:
@@ -121,11 +121,11 @@ class MetricsServer:
         if refusal := self._guard.refusal(headers.get("host", ""), headers.get("origin")):
             return _response("403 Forbidden", "text/plain", f"{refusal}\n".encode())
         if path != b"/metrics":
-            return _response("404 Not Found", "text/plain", b"here is only /metrics\n")
+            return _response("404 Not Found", "text/plain", b"only /metrics is served\n")
         if method not in (b"GET", b"HEAD"):
-            return _response("405 Method Not Allowed", "text/plain", b"/metrics takes GET\n")
+            return _response("405 Method Not Allowed", "text/plain", b"use GET\n")
         try:
-            self._gate.authenticate(STANDS_FOR, [(HEADER, headers.get(HEADER, ""))])
+            self._authenticator.authenticate(METRICS_RPC, [(HEADER, headers.get(HEADER, ""))])
         except (Unauthenticated, PermissionDenied) as error:
             status = "401 Unauthorized" if isinstance(error, Unauthenticated) else "403 Forbidden"
             return _response(status, "text/plain", f"{error}\n".encode())

@@ -118,7 +118,7 @@ async def test_metrics_are_for_those_who_may_look(path: str) -> None:
     Gauge("answer", "The number.", registry=registry).set(42)
     gate = Authenticator(path, BearerToken(text="engine-of-a-token"))
     async with (
-        MetricsServer(registry, "127.0.0.1", 0, gate=gate) as server,
+        MetricsServer(registry, "127.0.0.1", 0, authenticator=gate) as server,
         httpx.AsyncClient(trust_env=False, timeout=10) as http,
     ):
         answers = {}
