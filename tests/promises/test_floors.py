@@ -25,8 +25,8 @@ HOMES = {
     "mooncake": ("lmkv/transfer/",),
     "opentelemetry": ("lmkv/telemetry/",),
     "transformers": (),
-    "starlette": ("server/lmkv_server/coordinator/http/", "server/lmkv_server/proxy/"),
-    "uvicorn": ("server/lmkv_server/coordinator/http/",),
+    "starlette": ("server/lmkv_server/http/", "server/lmkv_server/coordinator/http/", "server/lmkv_server/proxy/"),
+    "uvicorn": ("server/lmkv_server/http/",),
     "aiohttp": ("server/lmkv_server/proxy/",),
 }
 """Where in the tree each heavy package may be imported."""

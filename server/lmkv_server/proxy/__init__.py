@@ -1,5 +1,5 @@
 """The proxy: OpenAI's HTTP API in front of engines, with KV-aware routing and disaggregated prefill (P/D).
 
-Imports nothing of the coordinator. Start with `proxy.Proxy`; `routing` chooses engines, `pd` drives prefill and decode,
-`upstream` talks to engines.
+Imports `lmkv_server.http` and `lmkv`, and nothing of the coordinator or the node. Start with `proxy.Proxy`. `admission`
+bounds requests, `pd` serves them, `routing` selects engines, `upstream` is the HTTP client of engines.
 """

@@ -1,4 +1,4 @@
-"""Lets requests in, as many as there is room for, and sees to it that each has an end."""
+"""Admission control: bounds the number, size and duration of concurrent requests."""
 
 from __future__ import annotations
 
@@ -12,61 +12,61 @@ from starlette.types import Receive, Scope, Send
 from lmkv import telemetry
 from lmkv.telemetry.spans import TRACEPARENT
 from lmkv_server.http.bodies import drain
-from lmkv_server.proxy.metrics import Metrics
-from lmkv_server.proxy.statistics import Statistics
-from lmkv_server.proxy.upstream.client import EngineFailed, Refused, passed_on
-from lmkv_server.proxy.upstream.failover import NoEngine
-from lmkv_server.proxy.upstream.reply import Reply
+from lmkv_server.proxy.metrics import ProxyMetrics
+from lmkv_server.proxy.response import ResponseWriter
+from lmkv_server.proxy.routing.failover import NoHealthyEngine
+from lmkv_server.proxy.statistics import LatencyStatistics
+from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, forwarded_headers
 
 BODY_TIMEOUT_SECONDS = 30.0
-"""Most time for a request's body: it has its place among those that are let in."""
+"""Deadline for a request's body, while the request counts as admitted."""
 RETRY_AFTER = {"retry-after": "1"}
 
 
-class Refusal(Exception):
-    """A request that no engine is asked about."""
+class InvalidRequest(Exception):
+    """The proxy rejects a request without sending it to an engine."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
 
 
-class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+class ClientDisconnected(Exception):
+    """The client has disconnected before the response was complete."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdmittedRequest:
-    """A request that was let in, read whole."""
+    """An admitted request with its complete body."""
 
     method: str
     path: str
     headers: Mapping[str, str]
-    """As engines get them."""
+    """As they are forwarded to engines."""
     session: str
     """The value of the session header; empty if there is none."""
     body: bytes
-    reply: Reply
+    writer: ResponseWriter
 
 
 Serve = Callable[[AdmittedRequest], Awaitable[None]]
 
 
 class Admission:
-    """Counts who is in. At most `limit` are, each for `timeout_seconds`, with a body of `max_body_bytes`."""
+    """Admits at most `limit` concurrent requests, each for `timeout_seconds`, with at most `max_body_bytes`."""
 
     def __init__(
         self,
-        statistics: Statistics,
-        metrics: Metrics,
+        statistics: LatencyStatistics,
+        metrics: ProxyMetrics,
         *,
         limit: int,
         max_body_bytes: int,
         timeout_seconds: float,
         session_header: str,
     ) -> None:
-        self.is_closing = False
-        """Whether nobody is let in any more, since the proxy is about to stop."""
+        self.is_closed = False
+        """Whether all requests are rejected, since the proxy is stopping."""
         self._statistics = statistics
         self._metrics = metrics
         self._limit = limit
@@ -75,57 +75,60 @@ class Admission:
         self._timeout_seconds = timeout_seconds
         self._session_header = session_header
 
-    async def admit(self, serve: Serve, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request by `serve`, if it is let in. What `serve` raises is told to the client."""
+    async def run(self, serve: Serve, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs `serve` for a request if it is admitted. Sends the client an error for what `serve` raises."""
         request = Request(scope, receive)
         path = request.url.path
-        reply = Reply(send, self._statistics, self._metrics)
+        writer = ResponseWriter(send, self._statistics, self._metrics)
         with telemetry.serve_http(request.method, path, request.headers.get(TRACEPARENT, "")) as span:
-            outcome = await self._answer(serve, request, reply, span.traceparent)
-            span.set_http_status(reply.status)
-        self._metrics.requests.labels(path, reply.way, outcome).inc()
+            outcome = await self._run(serve, request, writer, span.traceparent)
+            span.set_http_status(writer.status)
+        self._metrics.requests.labels(path, writer.strategy, outcome).inc()
 
-    async def _answer(self, serve: Serve, request: Request, reply: Reply, traceparent: str) -> str:
-        """Returns how it ended, in a word."""
-        if self.is_closing or self._count >= self._limit:
-            why = "it is about to stop" if self.is_closing else "it has as many requests as it may have"
-            await reply.fail(503, f"the proxy takes no request now: {why}", RETRY_AFTER)
+    async def _run(self, serve: Serve, request: Request, writer: ResponseWriter, traceparent: str) -> str:
+        """Returns the outcome, a label of the metric."""
+        if self.is_closed or self._count >= self._limit:
+            reason = "it is stopping" if self.is_closed else "max_concurrent_requests are in flight"
+            await writer.fail(503, f"the proxy does not admit the request: {reason}", RETRY_AFTER)
             return "rejected"
         self._count += 1
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                visit = AdmittedRequest(
+                admitted = AdmittedRequest(
                     method=request.method,
                     path=request.url.path,
-                    headers=passed_on(request.headers) | ({TRACEPARENT: traceparent} if traceparent else {}),
+                    headers=forwarded_headers(request.headers) | ({TRACEPARENT: traceparent} if traceparent else {}),
                     session=request.headers.get(self._session_header, ""),
                     body=await self._read(request),
-                    reply=reply,
+                    writer=writer,
                 )
-                await _while_connected(serve(visit), request.receive)
-        except ClientGone:
+                await _while_connected(serve(admitted), request.receive)
+        except ClientDisconnected:
             return "cancelled"
         except TimeoutError:
-            await reply.fail(504, f"no answer within {self._timeout_seconds:g} s")
+            await writer.fail(504, f"the response was not complete within {self._timeout_seconds:g} s")
             return "timeout"
-        except Refusal as error:
-            await reply.fail(error.status, str(error))
+        except InvalidRequest as error:
+            await writer.fail(error.status, str(error))
             return "refused"
-        except Refused as error:
-            await reply.refuse(error.answer)
+        except EngineRejected as error:
+            await writer.fail_with(error.response)
             return "refused"
         except EngineFailed as error:
-            await (reply.refuse(error.answer) if error.answer else reply.fail(502, f"no engine answers: {error}"))
+            if error.response:
+                await writer.fail_with(error.response)
+            else:
+                await writer.fail(502, f"no engine could serve the request: {error}")
             return "failed"
-        except NoEngine:
-            await reply.fail(503, "no engine is there to take the request", RETRY_AFTER)
+        except NoHealthyEngine:
+            await writer.fail(503, "no engine is available to serve the request", RETRY_AFTER)
             return "failed"
         finally:
             self._count -= 1
         return "ok"
 
     async def _read(self, request: Request) -> bytes:
-        """The body of a request. Raises `Refusal` if it is too long or too slow, `ClientGone` if it breaks off."""
+        """Reads the body. Raises `InvalidRequest` if it is too large or slow, `ClientDisconnected` if it ends early."""
         chunks: list[bytes] = []
         size = 0
         stream = request.stream()
@@ -137,42 +140,43 @@ class Admission:
                     if size > self._max_body_bytes:
                         chunks.clear()
                         await drain(stream)
-                        raise Refusal(413, f"the body has more than {self._max_body_bytes} bytes; see max_body_size")
+                        message = f"the body has more than {self._max_body_bytes} bytes; see max_body_size"
+                        raise InvalidRequest(413, message)
         except TimeoutError:
-            raise Refusal(408, f"no body within {BODY_TIMEOUT_SECONDS:g} s") from None
+            raise InvalidRequest(408, f"the body was not complete within {BODY_TIMEOUT_SECONDS:g} s") from None
         except ClientDisconnect:
-            raise ClientGone from None
+            raise ClientDisconnected from None
         return b"".join(chunks)
 
 
 class AdmissionApp:
-    """An ASGI application behind the door. It is no function: Starlette would take that for a plain handler."""
+    """An ASGI application behind admission control. A class, since Starlette treats functions as request handlers."""
 
-    def __init__(self, door: Admission, serve: Serve) -> None:
-        self._door = door
+    def __init__(self, admission: Admission, serve: Serve) -> None:
+        self._admission = admission
         self._serve = serve
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._door.admit(self._serve, scope, receive, send)
+        await self._admission.run(self._serve, scope, receive, send)
 
 
 async def _while_connected(work: Awaitable[None], receive: Receive) -> None:
-    """Does it; gives it up, and raises `ClientGone`, once the client has gone."""
+    """Awaits `work`. Cancels it and raises `ClientDisconnected` when the client disconnects."""
 
-    async def gone() -> None:
+    async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    async def done() -> None:
+    async def run() -> None:
         await work
 
-    working, leaving = asyncio.create_task(done()), asyncio.create_task(gone())
+    working, waiting = asyncio.create_task(run()), asyncio.create_task(disconnected())
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientGone
+            raise ClientDisconnected
         working.result()
     finally:
         working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        waiting.cancel()
+        await asyncio.gather(working, waiting, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""All that the proxy serves over HTTP, put together. Handlers translate only."""
+"""The HTTP application of the proxy. Its handlers only translate."""
 
 from __future__ import annotations
 
@@ -19,68 +19,73 @@ from lmkv.errors import PermissionDenied, Unauthenticated
 from lmkv_server.http.access import CHALLENGE, VIEW_RPC, credentials_of
 from lmkv_server.http.guard import HostGuard
 from lmkv_server.proxy import page
-from lmkv_server.proxy.admission import Admission, AdmissionApp, AdmittedRequest, Refusal
-from lmkv_server.proxy.metrics import Metrics
-from lmkv_server.proxy.pd.handler import Call, RequestHandler
-from lmkv_server.proxy.pd.parameters import CHAT, COMPLETIONS, without_hand_over
-from lmkv_server.proxy.routing.engines import Fleet
-from lmkv_server.proxy.statistics import Statistics
-from lmkv_server.proxy.upstream.reply import error_body
+from lmkv_server.proxy.admission import Admission, AdmissionApp, AdmittedRequest, InvalidRequest
+from lmkv_server.proxy.metrics import ProxyMetrics
+from lmkv_server.proxy.openai import CHAT, COMPLETIONS, error_body
+from lmkv_server.proxy.pd.handler import RequestHandler
+from lmkv_server.proxy.pd.parameters import without_handoff
+from lmkv_server.proxy.pd.request import CompletionRequest
+from lmkv_server.proxy.routing.pools import EnginePools
+from lmkv_server.proxy.statistics import LatencyStatistics
 
-PASSED_ON = {"/v1/models": "GET", "/tokenize": "POST", "/detokenize": "POST"}
-"""What all engines answer alike."""
+FORWARDED = {"/v1/models": "GET", "/tokenize": "POST", "/detokenize": "POST"}
+"""Paths that any engine can serve, with their method."""
 PROBES = frozenset({"/health", "/healthz", "/readyz"})
-"""Paths that are answered at any time."""
+"""Paths that no limit applies to."""
 
 
 def make_app(
-    door: Admission,
-    exchange: RequestHandler,
-    fleet: Fleet,
-    statistics: Statistics,
-    metrics: Metrics,
-    gate: Authenticator,
+    admission: Admission,
+    handler: RequestHandler,
+    pools: EnginePools,
+    statistics: LatencyStatistics,
+    metrics: ProxyMetrics,
+    authenticator: Authenticator,
     guard: HostGuard,
-) -> Guarded:
-    """The application of a proxy. `guard` is before everything; `gate` only before the page and the metrics, since
-    requests carry the credentials that engines ask for.
+) -> ProxyApp:
+    """The application of a proxy.
+
+    `guard` applies to all paths. `authenticator` applies only to the page and the metrics: engines check the
+    credentials of the other requests.
     """
 
-    async def complete(visit: AdmittedRequest) -> None:
-        await exchange.serve(_call(visit), visit.reply)
+    async def complete(request: AdmittedRequest) -> None:
+        await handler.serve(_completion_request(request), request.writer)
 
-    async def pass_on(visit: AdmittedRequest) -> None:
-        body = visit.body if visit.method == "POST" else None
-        await visit.reply.answer(await exchange.pass_on(visit.method, visit.path, visit.headers, body))
+    async def forward(request: AdmittedRequest) -> None:
+        body = request.body if request.method == "POST" else None
+        await request.writer.send(await handler.forward(request.method, request.path, request.headers, body))
 
     async def alive(_: Request) -> Response:
         return _json({"status": "ok"})
 
     async def ready(_: Request) -> Response:
-        missing = "it is about to stop" if door.is_closing else fleet.missing()
-        return _json({"status": "not ready", "detail": missing}, 503) if missing else _json({"status": "ok"})
+        reason = "the proxy is stopping" if admission.is_closed else pools.unavailable_reason()
+        return _json({"status": "not ready", "detail": reason}, 503) if reason else _json({"status": "ok"})
 
     async def show_metrics(_: Request) -> Response:
         return Response(generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
+    protected = [*page.routes(pools, statistics), Route("/metrics", show_metrics)]
     app = Starlette(
         routes=[
-            *(Route(path, AdmissionApp(door, complete), methods=["POST"]) for path in (COMPLETIONS, CHAT)),
-            *(Route(path, AdmissionApp(door, pass_on), methods=[method]) for path, method in PASSED_ON.items()),
-            *(_gated(route, gate) for route in [*page.routes(fleet, statistics), Route("/metrics", show_metrics)]),
+            *(Route(path, AdmissionApp(admission, complete), methods=["POST"]) for path in (COMPLETIONS, CHAT)),
+            *(Route(path, AdmissionApp(admission, forward), methods=[method]) for path, method in FORWARDED.items()),
+            *(_authenticated(route, authenticator) for route in protected),
             Route("/health", ready),
             Route("/healthz", alive),
             Route("/readyz", ready),
         ],
         exception_handlers={HTTPException: _no_route},
     )
-    return Guarded(app, guard)
+    return ProxyApp(app, guard)
 
 
-class Guarded:
-    """An application that refuses what pages of other sites can have a browser send: see `HostGuard`.
+class ProxyApp:
+    """Rejects requests that a page of another site has a browser send: see `HostGuard`.
 
-    A body must say that it is JSON. A page may send a form or plain text to any site without asking it, but not JSON.
+    A body must be declared as JSON. A page may send forms and plain text to other sites without a CORS preflight, but
+    not JSON.
     """
 
     def __init__(self, app: Starlette, guard: HostGuard) -> None:
@@ -93,7 +98,7 @@ class Guarded:
         if refusal := self._guard.refusal(headers.get("host", ""), headers.get("origin")):
             app = _error(403, refusal)
         elif scope["method"] == "POST" and (kind := _media_type(headers)) != "application/json":
-            given = f"not {kind}" if kind else "which it does not say"
+            given = f"not {kind}" if kind else "but the request has no Content-Type"
             app = _error(415, f"the body must be JSON, {given}; send the header Content-Type: application/json")
         await app(scope, receive, send)
 
@@ -106,15 +111,15 @@ def _error(status: int, message: str, headers: Mapping[str, str] | None = None) 
     return Response(error_body(status, message), status, headers, media_type="application/json")
 
 
-def _gated(route: BaseRoute, gate: Authenticator) -> BaseRoute:
-    """The route, for whom the gate lets look."""
+def _authenticated(route: BaseRoute, authenticator: Authenticator) -> BaseRoute:
+    """The route for clients that may view the proxy's state; others get 401 or 403."""
     if isinstance(route, Route):
         inner = route.app
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             request = Request(scope)
             try:
-                gate.authenticate(VIEW_RPC, credentials_of(request))
+                authenticator.authenticate(VIEW_RPC, credentials_of(request))
             except (Unauthenticated, PermissionDenied) as error:
                 is_unknown = isinstance(error, Unauthenticated)
                 status, headers = (401, CHALLENGE) if is_unknown else (403, {})
@@ -126,17 +131,17 @@ def _gated(route: BaseRoute, gate: Authenticator) -> BaseRoute:
     return route
 
 
-def _call(visit: AdmittedRequest) -> Call:
-    """What a client asks for. Raises `Refusal` if it is no JSON object."""
+def _completion_request(request: AdmittedRequest) -> CompletionRequest:
+    """Decodes a completion request. Raises `InvalidRequest` if the body is not a JSON object."""
     try:
-        body = msgspec.json.decode(visit.body)
+        body = msgspec.json.decode(request.body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refusal(400, f"the body is no JSON: {error}") from None
+        raise InvalidRequest(400, f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
-        raise Refusal(400, "the body must be a JSON object")
+        raise InvalidRequest(400, "the body must be a JSON object")
     user = body.get("user")
-    session = visit.session or (user if isinstance(user, str) else "")
-    return Call(path=visit.path, body=without_hand_over(body), headers=visit.headers, session=session)
+    session = request.session or (user if isinstance(user, str) else "")
+    return CompletionRequest(path=request.path, body=without_handoff(body), headers=request.headers, session=session)
 
 
 def _json(content: dict[str, str], status: int = 200) -> Response:
@@ -146,7 +151,7 @@ def _json(content: dict[str, str], status: int = 200) -> Response:
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        message = f"{request.url.path} takes {(error.headers or {}).get('Allow', '')}, not {request.method}"
+        message = f"{request.url.path} requires {(error.headers or {}).get('Allow', '')}, not {request.method}"
     else:
-        message = f"there is no {request.url.path} here"
+        message = f"the path {request.url.path} does not exist"
     return _error(error.status_code, message, error.headers)

@@ -1,4 +1,4 @@
-"""`lmkv proxy`: runs a proxy until it is told to stop."""
+"""`lmkv proxy`: runs a proxy until it receives a stop signal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lmkv.runtime.signals import fast_loop, first_of, hold_stop_signals, raise_f
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "lmkv-proxy"
-"""What it is called where it exports to, unless `OTEL_SERVICE_NAME` says otherwise."""
+"""Default service name of exported telemetry; `OTEL_SERVICE_NAME` overrides it."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,8 +41,8 @@ def _set_up_logging(config: ProxyConfig) -> None:
 
 
 async def serve(config: ProxyConfig, args: argparse.Namespace) -> None:
-    """Serves until SIGTERM, SIGINT or SIGHUP. Raises `ConfigError` if the port cannot be had."""
-    # Imported late: threads of libraries, such as NumPy's, inherit the mask of hold_stop_signals.
+    """Serves until SIGTERM, SIGINT or SIGHUP. Raises `ConfigError` if the port cannot be bound."""
+    # Imported here: threads that libraries start, such as NumPy, inherit the signal mask of hold_stop_signals.
     from lmkv_server.proxy.proxy import Proxy
 
     stop = stop_on_signals()
@@ -55,7 +55,7 @@ async def serve(config: ProxyConfig, args: argparse.Namespace) -> None:
 
 command = Command(
     name="proxy",
-    help="serve the OpenAI API over prefill and decode engines, or route by who holds the prompt",
+    help="serve the OpenAI API over prefill and decode engines, or route requests by cached prefix",
     add_arguments=_add_arguments,
     run=_run,
     examples=(

@@ -1,4 +1,4 @@
-"""`/metrics`: what the proxy knows and has done, in Prometheus's text. `docs/proxy.md` lists the names."""
+"""Prometheus metrics of the proxy. `docs/proxy.md` lists their names."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from lmkv_server.proxy.routing.engines import Engine
+from lmkv_server.proxy.engine import Engine
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
-class Metrics(Collector):
-    """The proxy's metrics, in a registry of their own."""
+class ProxyMetrics(Collector):
+    """The proxy's metrics in their own registry."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
         self.registry = CollectorRegistry()
-        """What `/metrics` shows, and OTLP exports."""
+        """Exposed at `/metrics` and exported by OTLP."""
         self.requests = Counter(
             "lmkv_proxy_requests",
-            "Requests by path, by how they went through the engines, and by how they ended.",
-            ["path", "way", "outcome"],
+            "Requests by path, by how engines shared them, and by outcome.",
+            ["path", "strategy", "outcome"],
             registry=self.registry,
         )
         self.repeats = Counter(
             "lmkv_proxy_repeats",
-            "Requests of which the decode engine generated the first token again, by the parameter that demands it.",
+            "Requests whose first token the decode engine generated again, by the parameter that requires it.",
             ["reason"],
             registry=self.registry,
         )
         self.retries = Counter(
             "lmkv_proxy_retries",
-            "Requests that another engine was asked after one had failed, by the role of the one that failed.",
+            "Requests repeated on another engine after a failure, by the role of the engine that failed.",
             ["role"],
             registry=self.registry,
         )
@@ -47,7 +47,7 @@ class Metrics(Collector):
         )
         self.hit_tokens = Counter(
             "lmkv_proxy_lookup_hit_tokens",
-            "Of these, tokens that the chosen engine's instance held.",
+            "Of these, tokens that the instance of the selected engine held.",
             registry=self.registry,
         )
         self.first_token_seconds = Histogram(
@@ -58,7 +58,7 @@ class Metrics(Collector):
         )
         self.prefill_seconds = Histogram(
             "lmkv_proxy_prefill_seconds",
-            "Time that prefill engines took to answer.",
+            "Response time of prefill engines.",
             buckets=_SECONDS,
             registry=self.registry,
         )
@@ -70,7 +70,7 @@ class Metrics(Collector):
         )
         self.request_seconds = Histogram(
             "lmkv_proxy_request_seconds",
-            "Time from a request to the end of its answer.",
+            "Time from a request to the end of its response.",
             buckets=_SECONDS,
             registry=self.registry,
         )
@@ -78,15 +78,17 @@ class Metrics(Collector):
         ProcessCollector(registry=self.registry)
 
     def describe(self) -> list[Metric]:
-        """Nothing, so that the registry does not collect to find out."""
+        """Returns nothing, so that registration does not collect."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """The engines as they are now."""
+        """The current health and load of each engine."""
         labels = ["engine", "role"]
-        healthy = GaugeMetricFamily("lmkv_proxy_engine_healthy", "1 while requests go to the engine.", labels=labels)
+        healthy = GaugeMetricFamily(
+            "lmkv_proxy_engine_healthy", "1 while the engine is healthy and receives requests.", labels=labels
+        )
         load = GaugeMetricFamily(
-            "lmkv_proxy_engine_requests_in_flight", "Requests that the engine has now.", labels=labels
+            "lmkv_proxy_engine_requests_in_flight", "Requests in flight at the engine.", labels=labels
         )
         for engine in self._engines:
             healthy.add_metric([engine.url, engine.role], engine.is_healthy)

@@ -1,4 +1,4 @@
-"""The page at `/`: latencies, and how the engines are. It looks like the coordinator's, by the same style sheet."""
+"""The page at `/`: latencies, and the state of engines. Shares the style sheet of the coordinator's page."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 import lmkv_server.http
-from lmkv_server.proxy.routing.engines import Engine, Fleet
-from lmkv_server.proxy.statistics import Statistics
+from lmkv_server.proxy.engine import Engine
+from lmkv_server.proxy.routing.pools import EnginePools
+from lmkv_server.proxy.statistics import LatencyStatistics
 
 OWN = Path(__file__).parent / "static"
 SHARED = Path(lmkv_server.http.__file__).parent / "static"
@@ -25,40 +26,40 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-"""The page loads nothing from elsewhere, runs no inline scripts, and nobody frames it."""
+"""The page loads nothing from other sites, runs no inline scripts, and cannot be framed."""
 _NAMES = {
     "Prefill node TTFT": "Prefill",
     "TTFT": "Time to first token",
-    "ITL": "Between tokens",
-    "Total": "Whole answer",
+    "ITL": "Inter-token latency",
+    "Total": "Total",
 }
 
 
-def routes(fleet: Fleet, statistics: Statistics) -> list[Route]:
-    """The page and what it is made of."""
+def routes(pools: EnginePools, statistics: LatencyStatistics) -> list[Route]:
+    """The routes of the page and of its files."""
     template = Template((OWN / "index.html").read_text(encoding="utf-8"))
 
     async def page(_: Request) -> Response:
-        return Response(template.substitute(_parts(fleet, statistics)), media_type="text/html", headers=HEADERS)
+        return Response(template.substitute(_fields(pools, statistics)), media_type="text/html", headers=HEADERS)
 
     files = [SHARED / "page.css", SHARED / "theme.js", SHARED / "icon.svg", OWN / "proxy.js", OWN / "proxy.css"]
     return [Route("/", page), *(Route(f"/static/{file.name}", _file(file)) for file in files)]
 
 
-def _parts(fleet: Fleet, statistics: Statistics) -> dict[str, str]:
-    missing = fleet.missing()
+def _fields(pools: EnginePools, statistics: LatencyStatistics) -> dict[str, str]:
+    unavailable = pools.unavailable_reason()
     return {
-        "state": "lost" if missing else "live",
-        "state_text": "No engine can answer" if missing else "Serving",
+        "state": "lost" if unavailable else "live",
+        "state_text": "No engine available" if unavailable else "Serving",
         "request_count": f"{statistics.request_count:,}",
-        "in_flight_count": str(sum(engine.in_flight_count for engine in fleet.engines)),
-        "healthy_count": f"{sum(engine.is_healthy for engine in fleet.engines)} of {len(fleet.engines)}",
+        "in_flight_count": str(sum(engine.in_flight_count for engine in pools.engines)),
+        "healthy_count": f"{sum(engine.is_healthy for engine in pools.engines)} of {len(pools.engines)}",
         "latencies": "".join(_latencies(statistics)) or '<tr><td colspan="4" class="muted">No request yet.</td></tr>',
-        "engines": "".join(map(_engine, fleet.engines)),
+        "engines": "".join(map(_engine, pools.engines)),
     }
 
 
-def _latencies(statistics: Statistics) -> Iterator[str]:
+def _latencies(statistics: LatencyStatistics) -> Iterator[str]:
     for kind, summary in statistics.summaries().items():
         cells = "".join(f"<td>{value:,.1f}</td>" for value in (summary.average_ms, summary.median_ms, summary.p99_ms))
         yield f'<tr><th scope="row">{_NAMES[kind]}</th>{cells}</tr>'
@@ -67,11 +68,11 @@ def _latencies(statistics: Statistics) -> Iterator[str]:
 def _engine(engine: Engine) -> str:
     state = "live" if engine.is_healthy else "lost"
     models = ", ".join(model.name for model in engine.models)
-    about = " · ".join(filter(None, (models, engine.instance_id))) if engine.is_healthy else engine.trouble
+    details = " · ".join(filter(None, (models, engine.instance_id))) if engine.is_healthy else engine.failure
     return (
         f'<li class="line"><span class="reports" data-state="{state}"><span class="dot"></span>'
         f'<span class="kind">{escape(engine.role)}</span></span>'
-        f'<h3 class="address">{escape(engine.url)}</h3><span class="muted">{escape(about)}</span>'
+        f'<h3 class="address">{escape(engine.url)}</h3><span class="muted">{escape(details)}</span>'
         f'<span class="number">{engine.in_flight_count} in flight</span></li>'
     )
 

@@ -1,4 +1,4 @@
-"""The proxy: an HTTP server over an exchange, the watch over its engines, and the table on the log."""
+"""Composition of the proxy: HTTP server, request handler, health monitor, and the table of latencies in the log."""
 
 from __future__ import annotations
 
@@ -16,42 +16,43 @@ from lmkv_server.http.ports import address
 from lmkv_server.http.server import HttpServer
 from lmkv_server.proxy.admission import Admission
 from lmkv_server.proxy.app import PROBES, make_app
-from lmkv_server.proxy.metrics import Metrics
+from lmkv_server.proxy.engine import BOTH, DECODE, PREFILL, Engine
+from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.pd.handler import RequestHandler
-from lmkv_server.proxy.pd.handoffs import Handoffs
-from lmkv_server.proxy.routing.affinity import Sessions
-from lmkv_server.proxy.routing.engines import BOTH, DECODE, PREFILL, Engine, Fleet, Pool
-from lmkv_server.proxy.routing.health import HealthWatch
-from lmkv_server.proxy.routing.lookups import Lookups
+from lmkv_server.proxy.pd.handoff import HandoffIssuer
+from lmkv_server.proxy.routing.affinity import SessionAffinity
+from lmkv_server.proxy.routing.health import HealthMonitor
+from lmkv_server.proxy.routing.lookup import PrefixLookup
 from lmkv_server.proxy.routing.policies import cost_by
-from lmkv_server.proxy.statistics import Statistics
-from lmkv_server.proxy.upstream.client import Upstream, open_session
+from lmkv_server.proxy.routing.pools import EnginePool, EnginePools
+from lmkv_server.proxy.statistics import LatencyStatistics
+from lmkv_server.proxy.upstream.client import EngineClient, open_session
 
 logger = logging.getLogger(__name__)
 
 IDLE_CONNECTIONS = 1_000
-"""Connections beyond those of the requests that are let in: for probes, pages, and clients between two requests."""
+"""Connections beyond those of admitted requests: for probes, pages, and clients between requests."""
 
 
 class Proxy:
-    """Serves the OpenAI API while it is entered. Entering raises `ConfigError` if the port cannot be had."""
+    """Serves the OpenAI API while it is entered. Entering raises `ConfigError` if the port cannot be bound."""
 
     def __init__(self, config: ProxyConfig) -> None:
         self.port = config.port
-        """The real one once it is entered."""
-        self.fleet = _fleet(config)
-        self.statistics = Statistics()
-        self._metrics = Metrics(self.fleet.engines)
+        """The bound port once it is entered."""
+        self.pools = _engine_pools(config)
+        self.statistics = LatencyStatistics()
+        self._metrics = ProxyMetrics(self.pools.engines)
         self.metrics = self._metrics.registry
-        """What it knows and has done."""
+        """The registry of its metrics."""
         self.metrics.register(CertificateEnd(config.tls_cert))
         self._config = config
         self._stack = AsyncExitStack()
-        self._chores: asyncio.Task[None] | None = None
+        self._background: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
-        """Where it serves."""
+        """The URL that it serves."""
         scheme = "https" if self._config.tls_cert else "http"
         return f"{scheme}://{address(self._config.host, self.port)}"
 
@@ -59,23 +60,25 @@ class Proxy:
         config = self._config
         async with AsyncExitStack() as stack:
             session = await stack.enter_async_context(open_session())
-            contexts = config.engine_tls.client_contexts()
-            upstreams = {engine: Upstream(engine, session, contexts) for engine in self.fleet.engines}
-            lookups = None
+            tls_contexts = config.engine_tls.client_contexts()
+            clients = {engine: EngineClient(engine, session, tls_contexts) for engine in self.pools.engines}
+            lookup = None
             if config.policy == "kv_aware":
-                lookups = Lookups(config.coordinator_address, config.credentials, config.lookup_timeout, self._metrics)
-                stack.push_async_callback(lookups.aclose)
-            handoffs = Handoffs(config.handoff_keys, upstreams)
+                lookup = PrefixLookup(
+                    config.coordinator_address, config.credentials, config.lookup_timeout, self._metrics
+                )
+                stack.push_async_callback(lookup.aclose)
+            handoffs = HandoffIssuer(config.handoff_keys, clients)
             stack.push_async_callback(handoffs.aclose)
-            exchange = RequestHandler(
-                fleet=self.fleet,
-                upstreams=upstreams,
-                lookups=lookups,
+            handler = RequestHandler(
+                pools=self.pools,
+                clients=clients,
+                lookup=lookup,
                 handoffs=handoffs,
                 statistics=self.statistics,
                 metrics=self._metrics,
             )
-            door = Admission(
+            admission = Admission(
                 self.statistics,
                 self._metrics,
                 limit=config.max_concurrent_requests,
@@ -83,9 +86,9 @@ class Proxy:
                 timeout_seconds=config.request_timeout,
                 session_header=config.session_header,
             )
-            gate = Authenticator(config.auth_tokens)
+            authenticator = Authenticator(config.auth_tokens)
             guard = HostGuard(bound=config.host, allowed=config.allowed_hosts)
-            app = make_app(door, exchange, self.fleet, self.statistics, self._metrics, gate, guard)
+            app = make_app(admission, handler, self.pools, self.statistics, self._metrics, authenticator, guard)
             http = HttpServer(
                 config.host,
                 config.port,
@@ -98,18 +101,20 @@ class Proxy:
                 probes=PROBES,
                 grace_seconds=config.stop_timeout,
             )
-            stack.push_async_callback(self._stop_chores)  # after the last request: they are what ends calls that hang
+            stack.push_async_callback(
+                self._stop_background
+            )  # after the last request: the monitor ends requests that hang
             stack.push_async_callback(http.aclose)
-            stack.callback(setattr, door, "is_closing", True)
+            stack.callback(setattr, admission, "is_closed", True)
             self.port = http.port
             await http.start()
-            watch = HealthWatch(
-                list(upstreams.values()),
+            monitor = HealthMonitor(
+                list(clients.values()),
                 interval_seconds=config.health_interval,
                 timeout_seconds=config.health_timeout,
                 api_key=config.engine_api_key,
             )
-            self._chores = asyncio.create_task(self._do_chores(watch), name="lmkv-proxy-chores")
+            self._background = asyncio.create_task(self._run_background(monitor), name="lmkv-proxy-background")
             self._stack = stack.pop_all()
         return self
 
@@ -119,53 +124,53 @@ class Proxy:
         await self.aclose()
 
     async def wait(self) -> None:
-        """Lasts as long as the proxy serves. Raises whatever, against all expectation, stopped its watch."""
-        if self._chores is not None:
-            await asyncio.shield(self._chores)
+        """Waits while the proxy serves. Raises the error that stopped its background tasks, if one did."""
+        if self._background is not None:
+            await asyncio.shield(self._background)
 
     async def aclose(self) -> None:
-        """Stops serving; requests under way get `stop_timeout`. Repeating it is safe."""
+        """Stops serving; requests in flight get `stop_timeout`. Idempotent."""
         await self._stack.aclose()
 
-    async def _stop_chores(self) -> None:
-        chores, self._chores = self._chores, None
-        if chores is not None:
-            chores.cancel()
-            await asyncio.gather(chores, return_exceptions=True)
+    async def _stop_background(self) -> None:
+        background, self._background = self._background, None
+        if background is not None:
+            background.cancel()
+            await asyncio.gather(background, return_exceptions=True)
 
-    async def _do_chores(self, watch: HealthWatch) -> None:
+    async def _run_background(self, monitor: HealthMonitor) -> None:
         async with asyncio.TaskGroup() as group:
-            group.create_task(watch.run())
-            group.create_task(self._tell_latencies())
+            group.create_task(monitor.run())
+            group.create_task(self._log_latencies_periodically())
 
-    async def _tell_latencies(self) -> None:
-        """Logs the table while there is traffic, for ever, and once more in the end."""
-        told = 0
+    async def _log_latencies_periodically(self) -> None:
+        """Logs the table of latencies periodically while there are requests, and once at the end."""
+        logged = 0
         try:
             while True:
                 await asyncio.sleep(self._config.stats_interval)
-                if self.statistics.request_count != told:
-                    told = self.statistics.request_count
+                if self.statistics.request_count != logged:
+                    logged = self.statistics.request_count
                     self._log_latencies()
         finally:
-            if self.statistics.request_count != told:
+            if self.statistics.request_count != logged:
                 self._log_latencies()
 
     def _log_latencies(self) -> None:
-        """Logs the table, a record a line: the message of a record has one line."""
+        """Logs each line of the table as a record, since a record is one line."""
         logger.info("latencies")
         for line in self.statistics.table().splitlines():
             logger.info("%s", line)
 
 
-def _fleet(config: ProxyConfig) -> Fleet:
-    def pool(engines: list[Engine]) -> Pool:
-        return Pool(engines, cost_by(config.policy, config.load_tokens), Sessions(config.session_ttl))
+def _engine_pools(config: ProxyConfig) -> EnginePools:
+    def pool(engines: list[Engine]) -> EnginePool:
+        return EnginePool(engines, cost_by(config.policy, config.load_tokens), SessionAffinity(config.session_ttl))
 
     if config.mode == "route":
-        return Fleet(pool([Engine(url, BOTH) for url in config.engines]), None)
+        return EnginePools(pool([Engine(url, BOTH) for url in config.engines]), None)
     scheme = "https" if config.engine_tls_ca else "http"
-    return Fleet(
-        pool([Engine(f"{scheme}://{place}", DECODE) for place in config.decoders]),
-        pool([Engine(f"{scheme}://{place}", PREFILL) for place in config.prefillers]),
+    return EnginePools(
+        pool([Engine(f"{scheme}://{host_port}", DECODE) for host_port in config.decoders]),
+        pool([Engine(f"{scheme}://{host_port}", PREFILL) for host_port in config.prefillers]),
     )

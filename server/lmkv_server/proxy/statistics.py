@@ -1,4 +1,4 @@
-"""How long clients wait: for the first token, between tokens, for the whole. No IO."""
+"""Latency statistics: time to first token, inter-token latency, total time. Pure."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MAX_SAMPLES = 10_000
-"""Of each kind; the oldest give way."""
+"""Samples per kind. A new one replaces the oldest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Summary:
-    """What some durations come to, in milliseconds. Without durations all is 0."""
+class LatencySummary:
+    """Average and percentiles of durations, in milliseconds. All are 0 without samples."""
 
     average_ms: float
     median_ms: float
     p99_ms: float
 
 
-def summarize(seconds: Iterable[float]) -> Summary:
+def summarize(seconds: Iterable[float]) -> LatencySummary:
     """Average, median and 99th percentile, the latter two by nearest rank."""
     ordered = sorted(seconds)
     if not ordered:
-        return Summary(average_ms=0.0, median_ms=0.0, p99_ms=0.0)
-    return Summary(
+        return LatencySummary(average_ms=0.0, median_ms=0.0, p99_ms=0.0)
+    return LatencySummary(
         average_ms=1000 * math.fsum(ordered) / len(ordered),
         median_ms=1000 * _rank(ordered, 0.5),
         p99_ms=1000 * _rank(ordered, 0.99),
     )
 
 
-class Statistics:
-    """The last durations, in seconds, and how many requests there were."""
+class LatencyStatistics:
+    """The most recent durations, in seconds, and the number of requests."""
 
     def __init__(self) -> None:
         self.request_count = 0
-        """Requests whose first token has come."""
+        """Requests whose first token was sent."""
         self._kinds: dict[str, deque[float]] = {
             "Prefill node TTFT": deque(maxlen=MAX_SAMPLES),
             "TTFT": deque(maxlen=MAX_SAMPLES),
@@ -45,29 +45,29 @@ class Statistics:
             "Total": deque(maxlen=MAX_SAMPLES),
         }
 
-    def prefilled(self, seconds: float) -> None:
-        """A prefill engine has answered, so long after it was asked."""
+    def record_prefill(self, seconds: float) -> None:
+        """Records the response time of a prefill engine."""
         self._kinds["Prefill node TTFT"].append(seconds)
 
-    def first(self, seconds: float) -> None:
-        """A client got its first token, so long after it asked."""
+    def record_first_token(self, seconds: float) -> None:
+        """Records the time from a request to its first token."""
         self.request_count += 1
         self._kinds["TTFT"].append(seconds)
 
-    def between(self, seconds: float) -> None:
-        """A client waited so long from one event of its stream to the next."""
+    def record_inter_token(self, seconds: float) -> None:
+        """Records the time from one token to the next."""
         self._kinds["ITL"].append(seconds)
 
-    def whole(self, seconds: float) -> None:
-        """A client got its whole answer, so long after it asked."""
+    def record_total(self, seconds: float) -> None:
+        """Records the time from a request to the end of its response."""
         self._kinds["Total"].append(seconds)
 
-    def summaries(self) -> dict[str, Summary]:
-        """Of each kind of which there are durations."""
+    def summaries(self) -> dict[str, LatencySummary]:
+        """Summary per kind, of the kinds with samples."""
         return {kind: summarize(seconds) for kind, seconds in self._kinds.items() if seconds}
 
     def table(self) -> str:
-        """All of it as lines for the log."""
+        """All summaries as a table for the log."""
         lines = ["=" * 31, f"Num requests: {self.request_count}"]
         for kind, summary in self.summaries().items():
             lines += [

@@ -47,7 +47,7 @@ class Front:
 
     async def all_in(self) -> None:
         """Waits until all engines are in."""
-        await until(lambda: all(engine.is_healthy for engine in self.proxy.fleet.engines))
+        await until(lambda: all(engine.is_healthy for engine in self.proxy.pools.engines))
 
 
 @pytest.fixture

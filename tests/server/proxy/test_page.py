@@ -8,8 +8,8 @@ import re
 from playwright.async_api import Browser, expect
 from prometheus_client.parser import text_string_to_metric_families
 
+from lmkv_server.proxy.engine import DECODE, Engine
 from lmkv_server.proxy.page import _engine
-from lmkv_server.proxy.routing.engines import DECODE, Engine
 from tests.server.coordinator.http.test_page import browser
 from tests.server.coordinator.scripted_instance import until
 from tests.server.proxy.conftest import Front
@@ -24,7 +24,7 @@ async def test_it_shows_latencies_and_engines(front: Front, prefiller: ScriptedE
     await front.ask(COMPLETIONS, completion(PLAIN, max_tokens=20, stream=True))
     page = (await front.client.get("/")).text
     rows = re.findall(r'<th scope="row">(.*?)</th><td>([\d.,]+)</td><td>([\d.,]+)</td><td>([\d.,]+)</td>', page)
-    assert [name for name, *_ in rows] == ["Prefill", "Time to first token", "Between tokens", "Whole answer"]
+    assert [name for name, *_ in rows] == ["Prefill", "Time to first token", "Inter-token latency", "Total"]
     assert all(float(value) > 0 for _, *values in rows[:2] for value in values)
     assert "2 of 2" in page
     for url in (prefiller.url, decoder.url):
@@ -39,10 +39,10 @@ async def test_it_shows_that_an_engine_is_busy_or_out(front: Front, decoder: Scr
     decoder.going.set()
     await asking
     await decoder.stop()
-    await until(lambda: not front.proxy.fleet.decode.engines[0].is_healthy)
+    await until(lambda: not front.proxy.pools.decode.engines[0].is_healthy)
     page = (await front.client.get("/")).text
     assert "1 of 2" in page
-    assert "No engine can answer" in page
+    assert "No engine available" in page
 
 
 async def test_the_page_finds_all_it_is_made_of_and_nothing_elsewhere(front: Front) -> None:
@@ -66,7 +66,7 @@ async def test_it_stays_true_while_somebody_looks(front: Front, decoder: Scripte
     await front.ask(COMPLETIONS, completion(PLAIN))
     await expect(page.get_by_role("rowheader", name="Time to first token")).to_be_visible()
     await decoder.stop()
-    await expect(page.get_by_text("No engine can answer")).to_be_visible()
+    await expect(page.get_by_text("No engine available")).to_be_visible()
     assert complaints == []
     await front.proxy.aclose()
     await expect(page.get_by_text("The proxy does not answer")).to_be_visible()
@@ -74,8 +74,8 @@ async def test_it_stays_true_while_somebody_looks(front: Front, decoder: Scripte
 
 def test_what_engines_say_is_shown_as_text() -> None:
     engine = Engine("http://e:1", DECODE)
-    engine.admit()
-    engine.learn("<script>alert(1)</script>")
+    engine.mark_healthy()
+    engine.instance_id = "<script>alert(1)</script>"
     assert "<script>" not in _engine(engine)
 
 

@@ -69,7 +69,7 @@ async def test_the_manuals_command_line_works_and_ends_cleanly(
     manual += ["--decoder-init-port", 7300, "--decoder-alloc-port", 7400, "--proxy-host", "localhost"]
     manual += ["--proxy-port", 7500, "--num-decoders", 1]
     async with started(log, *manual) as (process, url), httpx.AsyncClient(base_url=url, trust_env=False) as client:
-        await until(lambda: said(log).count(" is in, ") == 2)
+        await until(lambda: said(log).count(" is healthy, ") == 2)
         answer = (await client.post("/v1/completions", json=BODY)).json()
         assert answer["usage"]["completion_tokens"] == 100
         process.send_signal(number)
@@ -91,7 +91,7 @@ async def test_it_routes_by_its_flags(tmp_path: Path, prefiller: ScriptedEngine,
         started(log, "--port", 0, *flags) as (_, url),
         httpx.AsyncClient(base_url=url, trust_env=False) as client,
     ):
-        await until(lambda: said(log).count(" is in, ") == 2)
+        await until(lambda: said(log).count(" is healthy, ") == 2)
         for _ in range(4):
             assert (await client.post("/v1/completions", json=BODY)).status_code == 200
     assert (len(prefiller.asked), len(decoder.asked)) == (2, 2)
@@ -170,9 +170,9 @@ def test_the_documentation_tells_every_metric(make_metrics: Callable[[], set[str
 
 @pytest.fixture
 def make_metrics() -> Callable[[], set[str]]:
-    from lmkv_server.proxy.metrics import Metrics
+    from lmkv_server.proxy.metrics import ProxyMetrics
 
     def make() -> set[str]:
-        return {family.name for family in Metrics([]).registry.collect() if family.name.startswith("lmkv_proxy")}
+        return {family.name for family in ProxyMetrics([]).registry.collect() if family.name.startswith("lmkv_proxy")}
 
     return make

@@ -46,7 +46,7 @@ async def post(url: str, credentials: Credentials) -> httpx.Response:
 async def test_a_request_goes_over_tls_all_the_way(engine: ScriptedEngine, tmp_path: Path) -> None:
     files = engine_files(tmp_path)
     async with make_proxy(engine, **files) as proxy:
-        await until(lambda: proxy.fleet.engines[0].is_healthy)
+        await until(lambda: proxy.pools.engines[0].is_healthy)
         assert proxy.url.startswith("https://")
         assert (await post(proxy.url, Credentials(ca=files["engine_tls_ca"]))).status_code == 200
 
@@ -55,8 +55,8 @@ async def test_prefill_and_decode_engines_are_spoken_to_over_tls(engine: Scripte
     settings: dict[str, Any] = QUICK | engine_files(tmp_path)
     config = ProxyConfig(port=0, prefiller_port=(engine.port,), decoder_port=(engine.port,), **settings)
     async with Proxy(config) as proxy:
-        await until(lambda: all(each.is_healthy for each in proxy.fleet.engines))
-        assert {each.url for each in proxy.fleet.engines} == {engine.url}
+        await until(lambda: all(each.is_healthy for each in proxy.pools.engines))
+        assert {each.url for each in proxy.pools.engines} == {engine.url}
 
 
 async def test_an_engine_of_another_issuer_gets_no_request_and_the_key_is_named(
@@ -64,8 +64,8 @@ async def test_an_engine_of_another_issuer_gets_no_request_and_the_key_is_named(
 ) -> None:
     stranger = issue(tmp_path / "stranger")
     async with make_proxy(engine, **engine_files(tmp_path) | {"engine_tls_ca": stranger.ca}) as proxy:
-        trouble = "its certificate is not of those whom engine_tls_ca names"
-        await until(lambda: proxy.fleet.engines[0].trouble.startswith(trouble))
+        trouble = "its certificate is not issued by engine_tls_ca"
+        await until(lambda: proxy.pools.engines[0].failure.startswith(trouble))
         assert not engine.health_count
 
 

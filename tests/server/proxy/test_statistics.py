@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmkv_server.proxy.statistics import MAX_SAMPLES, Statistics, Summary, summarize
+from lmkv_server.proxy.statistics import MAX_SAMPLES, LatencyStatistics, LatencySummary, summarize
 
 
 @given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=300))
@@ -23,16 +23,16 @@ def test_summaries_are_those_of_the_standard_library(seconds: list[float]) -> No
 
 
 def test_nothing_is_zero() -> None:
-    assert summarize([]) == Summary(average_ms=0.0, median_ms=0.0, p99_ms=0.0)
+    assert summarize([]) == LatencySummary(average_ms=0.0, median_ms=0.0, p99_ms=0.0)
 
 
 def test_the_table_is_in_the_unit_that_it_names() -> None:
-    told = Statistics()
+    statistics = LatencyStatistics()
     for seconds in (0.1, 0.2, 0.3):
-        told.prefilled(seconds)
-        told.first(seconds + 0.001)
-    told.between(0.004)
-    table = told.table()
+        statistics.record_prefill(seconds)
+        statistics.record_first_token(seconds + 0.001)
+    statistics.record_inter_token(0.004)
+    table = statistics.table()
     assert "Num requests: 3" in table
     assert "Prefill node TTFT stats:\n- Average (ms): 200.00\n- Median (ms): 200.00\n" in table
     assert "ITL stats:\n- Average (ms): 4.00\n" in table
@@ -40,8 +40,8 @@ def test_the_table_is_in_the_unit_that_it_names() -> None:
 
 
 def test_only_so_many_samples_are_kept() -> None:
-    told = Statistics()
+    statistics = LatencyStatistics()
     for number in range(MAX_SAMPLES + 10):
-        told.first(float(number))
-    assert told.request_count == MAX_SAMPLES + 10
-    assert told.summaries()["TTFT"].average_ms == 1000 * (10 + (MAX_SAMPLES - 1) / 2)
+        statistics.record_first_token(float(number))
+    assert statistics.request_count == MAX_SAMPLES + 10
+    assert statistics.summaries()["TTFT"].average_ms == 1000 * (10 + (MAX_SAMPLES - 1) / 2)

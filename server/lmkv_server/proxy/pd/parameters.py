@@ -1,12 +1,12 @@
-"""How a request goes through two engines, and what each of them is asked. No IO.
+"""How two engines share a request, and the parameters of the requests to each of them. Pure.
 
-Continue: the prefill engine's first token goes to the client, and the decode engine goes on behind it. Nothing is
-generated twice. Only a request whose later tokens depend on its prompt and its earlier tokens alone can go this way,
-whether the earlier ones count as prompt or as answer.
+Continue: the client receives the prefill engine's first token, and the decode engine continues after it. No token is
+generated twice. Requires that each token depends only on the tokens before it, whether they count as prompt or as
+completion.
 
-Repeat: the prefill engine only computes the prompt's KV cache, and the decode engine generates all of the answer.
+Repeat: the prefill engine only computes the KV cache of the prompt, and the decode engine generates the response.
 
-Alone: one engine does everything.
+Alone: one engine serves the request.
 """
 
 from __future__ import annotations
@@ -14,29 +14,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from lmkv_server.proxy.openai import CHAT, COMPLETIONS, DEFAULT_COMPLETION_TOKENS, Json
+
 CONTINUE, REPEAT, ALONE = "continue", "repeat", "alone"
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-COMPLETION_TOKENS = 16
-"""What `max_tokens` of a completion is unless it says so; a chat has no such limit."""
 
 
 def _words(*lines: str) -> frozenset[str]:
     return frozenset(word for line in lines for word in line.split())
 
 
-_ALIKE: Final = _words(
-    # what decides on each token by itself
+_COMMON: Final = _words(
+    # sampling of one token
     "model temperature top_p top_k min_p logit_bias allowed_token_ids stop_token_ids ignore_eos",
     "include_stop_str_in_output skip_special_tokens max_tokens max_completion_tokens min_tokens",
-    # what makes the prompt, whose tokens the prefill engine tells
+    # the prompt, whose tokens the prefill engine returns
     "prompt messages add_special_tokens truncate_prompt_tokens truncation_side chat_template chat_template_kwargs",
     "add_generation_prompt continue_final_message documents cache_salt",
-    # how the answer is sent
+    # the form of the response
     "stream stream_options stream_interval return_token_ids",
-    # what no token depends on
+    # without effect on tokens
     "user session_id request_id priority metadata store service_tier parallel_tool_calls",
 )
-"""Parameters that mean the same to both engines."""
+"""Parameters with the same meaning for both engines."""
 _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "best_of": (1,),
     "bad_words": ([],),
@@ -59,26 +58,26 @@ _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "top_logprobs": (0,),
     "use_beam_search": (False,),
 }
-"""Values with which further parameters ask for nothing."""
+"""Values with which other parameters have no effect."""
 REASONS: Final = _NEUTRAL.keys() | _words(
     "seed messages max_tokens min_tokens stream_options structured_outputs reasoning_effort thinking_token_budget",
     "repetition_detection prompt_logprobs logprob_token_ids vllm_xargs first_token",
 )
-"""Reasons to repeat that are told apart in metrics: clients can think of more."""
+"""Reasons to repeat that are metric labels. Any other parameter counts as `other`, since clients choose its name."""
 _FOR_DECODE_ONLY: Final = _words(
     "stream_options stream_interval n best_of use_beam_search echo logprobs top_logprobs prompt_logprobs",
     "logprob_token_ids",
 )
-"""Parameters that a prompt's KV cache does not depend on, and that would make it dearer."""
+"""Parameters that do not affect the KV cache of the prompt and would make the prefill more expensive."""
 _FOR_PREFILL_ONLY: Final = _words("add_special_tokens truncate_prompt_tokens truncation_side")
-"""Parameters that have done their work when the prompt's tokens are known."""
+"""Parameters that apply only until the prompt is tokenized."""
 
 
-def is_alone(body: Mapping[str, Any]) -> bool:
-    """Whether a request is for one engine alone.
+def needs_one_engine(body: Mapping[str, Any]) -> bool:
+    """Whether the request cannot be shared by two engines.
 
-    It has several prompts, or one that is not made of tokens; or its engine loads no KV cache for it: beam search makes
-    requests of its own, and log probabilities of the prompt make engines compute all of it.
+    True for several prompts and for prompts without tokens. Also if engines load no KV cache for the request: beam
+    search creates its own requests, and log probabilities of the prompt require that all of it is computed.
     """
     prompt = body.get("prompt")
     several = isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(token, int) for token in prompt)
@@ -89,16 +88,16 @@ def is_alone(body: Mapping[str, Any]) -> bool:
     return bool(of_prompt) or body.get("prompt_logprobs") is not None
 
 
-def why_repeat(body: Mapping[str, Any], path: str) -> str:
-    """The parameter for which a request cannot continue in another engine; empty if it can.
+def repeat_reason(body: Mapping[str, Any], path: str) -> str:
+    """The parameter that prevents continuing in another engine; empty if there is none.
 
-    What is not known to be harmless cannot.
+    A parameter that is not known to be safe prevents it.
     """
     for name, value in body.items():
-        if value is None or name in _ALIKE or _asks_for_nothing(name, value):
+        if value is None or name in _COMMON or _is_neutral(name, value):
             continue
         if name == "seed" and body.get("temperature") == 0:
-            continue  # nothing is drawn
+            continue  # greedy sampling uses no seed
         return name
     if _has_media(body.get("messages")):
         return "messages"
@@ -112,61 +111,61 @@ def why_repeat(body: Mapping[str, Any], path: str) -> str:
 
 
 def token_limit(body: Mapping[str, Any], path: str) -> Any:
-    """Most tokens of the answer, as the request says it; None if it does not."""
+    """Maximum number of tokens of the response that the request sets; None if it sets none."""
     if path == COMPLETIONS:
-        return body.get("max_tokens", COMPLETION_TOKENS)
+        return body.get("max_tokens", DEFAULT_COMPLETION_TOKENS)
     limit = body.get("max_completion_tokens")
     return body.get("max_tokens") if limit is None else limit
 
 
-def prefill_body(body: Mapping[str, Any], hand_over: Mapping[str, Any] | None, *, with_tokens: bool) -> dict[str, Any]:
-    """What the prefill engine is asked: one token, and to hand its KV cache over."""
-    asked = {name: value for name, value in body.items() if name not in _FOR_DECODE_ONLY}
-    asked |= {"max_tokens": 1, "stream": False}
-    if asked.get("max_completion_tokens") is not None:
-        asked["max_completion_tokens"] = 1
-    if _is_count(asked.get("min_tokens"), 1):
-        asked["min_tokens"] = 1
+def prefill_body(body: Mapping[str, Any], handoff: Mapping[str, Any] | None, *, with_tokens: bool) -> Json:
+    """The prefill engine's request: one token, and the handoff of its KV cache."""
+    parameters = {name: value for name, value in body.items() if name not in _FOR_DECODE_ONLY}
+    parameters |= {"max_tokens": 1, "stream": False}
+    if parameters.get("max_completion_tokens") is not None:
+        parameters["max_completion_tokens"] = 1
+    if _is_count(parameters.get("min_tokens"), 1):
+        parameters["min_tokens"] = 1
     if with_tokens:
-        asked["return_token_ids"] = True
-    return with_hand_over(asked, hand_over)
+        parameters["return_token_ids"] = True
+    return with_handoff(parameters, handoff)
 
 
 def decode_body(
     body: Mapping[str, Any],
     path: str,
     prompt: Sequence[int],
-    taken: Sequence[int],
-    hand_over: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """What a decode engine is asked that goes on behind the tokens that the client has already."""
-    asked = {name: value for name, value in body.items() if name not in _FOR_PREFILL_ONLY}
-    tokens = [*prompt, *taken]
+    delivered: Sequence[int],
+    handoff: Mapping[str, Any] | None,
+) -> Json:
+    """The request of a decode engine that continues after the tokens that the client already has."""
+    parameters = {name: value for name, value in body.items() if name not in _FOR_PREFILL_ONLY}
+    tokens = [*prompt, *delivered]
     if path == COMPLETIONS:
-        asked["prompt"] = tokens
-        asked.setdefault("max_tokens", COMPLETION_TOKENS)
+        parameters["prompt"] = tokens
+        parameters.setdefault("max_tokens", DEFAULT_COMPLETION_TOKENS)
     for name in ("max_tokens", "max_completion_tokens"):
-        if _is_count(asked.get(name), 1):
-            asked[name] -= len(taken)
-    if asked.get("min_tokens"):
-        asked["min_tokens"] = max(asked["min_tokens"] - len(taken), 0)
-    asked["return_token_ids"] = True
-    asked = with_hand_over(asked, hand_over)
-    if path == CHAT:  # which has no other place for tokens
-        asked["kv_transfer_params"] = (asked.get("kv_transfer_params") or {}) | {"prompt_token_ids": tokens}
-    return asked
+        if _is_count(parameters.get(name), 1):
+            parameters[name] -= len(delivered)
+    if parameters.get("min_tokens"):
+        parameters["min_tokens"] = max(parameters["min_tokens"] - len(delivered), 0)
+    parameters["return_token_ids"] = True
+    parameters = with_handoff(parameters, handoff)
+    if path == CHAT:  # the chat API has no other parameter for tokens
+        parameters["kv_transfer_params"] = (parameters.get("kv_transfer_params") or {}) | {"prompt_token_ids": tokens}
+    return parameters
 
 
-def with_hand_over(body: Mapping[str, Any], hand_over: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The request with lmkv's part of its `kv_transfer_params`."""
+def with_handoff(body: Mapping[str, Any], handoff: Mapping[str, Any] | None) -> Json:
+    """The request with handoff parameters in its `kv_transfer_params`."""
     parameters = body.get("kv_transfer_params") or {}
-    if hand_over is None or not isinstance(parameters, dict):  # of the latter the engine has something to say
+    if handoff is None or not isinstance(parameters, dict):  # the engine rejects the latter itself
         return dict(body)
-    return {**body, "kv_transfer_params": {**parameters, "lmkv": dict(hand_over)}}
+    return {**body, "kv_transfer_params": {**parameters, "lmkv": dict(handoff)}}
 
 
-def without_hand_over(body: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without lmkv's part of its `kv_transfer_params`: clients steer no hand-overs, and see none."""
+def without_handoff(body: Mapping[str, Any]) -> Json:
+    """A request or response without handoff parameters: clients neither set nor receive them."""
     parameters = body.get("kv_transfer_params")
     if not isinstance(parameters, dict) or "lmkv" not in parameters:
         return dict(body)
@@ -174,13 +173,13 @@ def without_hand_over(body: Mapping[str, Any]) -> dict[str, Any]:
     return {**body, "kv_transfer_params": rest or None}
 
 
-def _asks_for_nothing(name: str, value: object) -> bool:
-    is_flag = isinstance(value, bool)  # logprobs 0 asks for some, and is equal to False
+def _is_neutral(name: str, value: object) -> bool:
+    is_flag = isinstance(value, bool)  # logprobs=0 has an effect, but equals False
     return any(value == neutral and isinstance(neutral, bool) == is_flag for neutral in _NEUTRAL.get(name, ()))
 
 
 def _has_media(messages: object) -> bool:
-    """Whether a message has more than text: it is not in the tokens alone."""
+    """Whether a message has content other than text, which the tokens do not contain."""
     contents = (
         [message.get("content") for message in messages if isinstance(message, dict)]
         if isinstance(messages, list)
@@ -190,5 +189,5 @@ def _has_media(messages: object) -> bool:
     return any(not isinstance(part, dict) or part.get("type") != "text" for part in parts)
 
 
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_count(value: object, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum

@@ -1,4 +1,4 @@
-"""Chooses the engine for a request: known engines and their health, prefix lookups, policies, session affinity.
+"""Selects the engine of a request: health checks, prefix lookups, policies, session affinity, failover.
 
-Start with `engines.Fleet`.
+Imports `upstream` and below. Start with `pools.EnginePool`.
 """

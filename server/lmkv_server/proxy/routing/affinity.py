@@ -1,34 +1,34 @@
-"""Which engine a session is with. No IO: time is passed in."""
+"""Session affinity: which engine serves a session. Pure: time is passed in."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
 MAX_SESSIONS = 100_000
-"""The one that was quiet for longest gives way to a new one."""
+"""A new session beyond this number replaces the least recently used one."""
 
 
-class Sessions:
-    """Engines by session, forgotten `ttl_seconds` after the last request."""
+class SessionAffinity:
+    """Maps sessions to engine URLs. An entry expires `ttl_seconds` after the session's last request."""
 
     def __init__(self, ttl_seconds: float, limit: int = MAX_SESSIONS) -> None:
         self._ttl_seconds = ttl_seconds
         self._limit = limit
-        self._places: OrderedDict[str, tuple[str, float]] = OrderedDict()  # in order of their last request
+        self._entries: OrderedDict[str, tuple[str, float]] = OrderedDict()  # URL and expiry, in order of last use
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._entries)
 
-    def recall(self, session: str, now: float) -> str | None:
-        """The URL of the session's engine; None if it has none, or had none for too long."""
-        url, expiry = self._places.get(session, (None, 0.0))
+    def get(self, session: str, now: float) -> str | None:
+        """The URL of the session's engine; None if it has none or its entry has expired."""
+        url, expiry = self._entries.get(session, (None, 0.0))
         return url if now < expiry else None
 
-    def remember(self, session: str, url: str, now: float) -> None:
-        """The session is with this engine from now on."""
+    def assign(self, session: str, url: str, now: float) -> None:
+        """Assigns the session to an engine, and removes expired entries."""
         if self._ttl_seconds <= 0:
             return
-        self._places[session] = (url, now + self._ttl_seconds)
-        self._places.move_to_end(session)
-        while len(self._places) > self._limit or next(iter(self._places.values()))[1] <= now:
-            self._places.popitem(last=False)
+        self._entries[session] = (url, now + self._ttl_seconds)
+        self._entries.move_to_end(session)
+        while len(self._entries) > self._limit or next(iter(self._entries.values()))[1] <= now:
+            self._entries.popitem(last=False)

@@ -1,19 +1,17 @@
-"""What an engine costs a request, by policy: the engine of least cost takes it. No IO."""
+"""Routing policies: the cost of an engine for a request. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from lmkv_server.proxy.routing.engines import Engine
+from lmkv_server.proxy.engine import Engine
 
-Cost = Callable[["Engine", Mapping[str, int]], int]
-"""Cost of an engine, with the tokens of the prompt that each instance holds. Engines of equal cost take turns."""
+Cost = Callable[[Engine, Mapping[str, int]], int]
+"""Cost of an engine, given the number of prompt tokens that each instance holds. The engine of least cost serves."""
 
 
 def cost_by(policy: str, load_tokens: int) -> Cost:
-    """The cost that a policy means; for `kv_aware` each request in flight outweighs `load_tokens` held tokens."""
+    """The cost function of a policy. With `kv_aware`, a request in flight weighs as much as `load_tokens` held tokens."""
 
     def round_robin(_: Engine, __: Mapping[str, int]) -> int:
         return 0
@@ -21,7 +19,7 @@ def cost_by(policy: str, load_tokens: int) -> Cost:
     def least_loaded(engine: Engine, _: Mapping[str, int]) -> int:
         return engine.in_flight_count
 
-    def kv_aware(engine: Engine, held: Mapping[str, int]) -> int:
-        return engine.in_flight_count * load_tokens - held.get(engine.instance_id, 0)
+    def kv_aware(engine: Engine, cached: Mapping[str, int]) -> int:
+        return engine.in_flight_count * load_tokens - cached.get(engine.instance_id, 0)
 
     return {"round_robin": round_robin, "least_loaded": least_loaded, "kv_aware": kv_aware}[policy]

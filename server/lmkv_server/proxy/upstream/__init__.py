@@ -1,4 +1,1 @@
-"""HTTP to engines: requests, answers, server-sent events, token counts, failover.
-
-Start with `client.Upstream`.
-"""
+"""HTTP client of engines and parser of server-sent events. Imports only `engine`. Start with `client.EngineClient`."""

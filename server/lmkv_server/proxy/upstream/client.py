@@ -1,4 +1,4 @@
-"""Asking engines over HTTP: the only place that knows the client library."""
+"""HTTP client of engines. No other module imports aiohttp."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
 import msgspec
 
 from lmkv.runtime.reload import Reloadable
-from lmkv_server.proxy.routing.engines import Engine
-from lmkv_server.proxy.upstream.events import EventTooLong, Splitter
+from lmkv_server.proxy.engine import Engine
+from lmkv_server.proxy.openai import Json
+from lmkv_server.proxy.upstream.events import EventSplitter, EventTooLong
 
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 2.0
 KEEP_ALIVE_SECONDS = 2.0
-"""vLLM closes connections that were idle for 5 s; one that is older might be gone when it is used."""
-MAX_ANSWER_BYTES = 256 << 20
-"""Of an answer that is not streamed: room for the ids and logprobs of the longest prompts."""
-_DROPPED = frozenset(
+"""vLLM closes connections that were idle for 5 s; an older one may be closed at the moment it is used."""
+MAX_RESPONSE_BYTES = 256 << 20
+"""Maximum size of a response that is not streamed: enough for the ids and logprobs of the longest prompts."""
+_DROPPED_HEADERS = frozenset(
     {
         *("accept-encoding", "connection", "content-length", "content-type", "expect", "host", "keep-alive"),
         *("proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding", "upgrade"),
     }
 )
-"""Headers that are between two ends of one connection, or that the proxy sets itself."""
-_RETURNED = ("content-type", "retry-after", "www-authenticate", "x-request-id")
-"""Headers of an engine's answer that the client gets."""
+"""Request headers that belong to one connection, or that the proxy sets itself."""
+_RETURNED_HEADERS = ("content-type", "retry-after", "www-authenticate", "x-request-id")
+"""Headers of an engine's response that the client receives."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """What an engine, or the proxy, says to a request."""
+class HttpResponse:
+    """A complete response, of an engine or of the proxy."""
 
     status: int
     body: bytes
@@ -46,27 +46,27 @@ class Answer:
 
 
 class EngineFailed(Exception):
-    """An engine did not do what it was asked; another may."""
+    """An engine failed to serve a request. Another engine may succeed."""
 
-    def __init__(self, engine: Engine, trouble: str, answer: Answer | None = None) -> None:
-        super().__init__(f"{engine.url}: {trouble}")
-        self.trouble = trouble
-        self.answer = answer
-        """What it said, if it said anything."""
+    def __init__(self, engine: Engine, reason: str, response: HttpResponse | None = None) -> None:
+        super().__init__(f"{engine.url}: {reason}")
+        self.reason = reason
+        self.response = response
+        """The engine's error response, if it sent one."""
         self.is_final = False
-        """Whether it is too late for another."""
+        """Whether the request cannot be repeated on another engine."""
 
 
-class Refused(Exception):
-    """An engine says that the request is wrong; every engine would."""
+class EngineRejected(Exception):
+    """An engine rejected a request as invalid. Every engine would."""
 
-    def __init__(self, answer: Answer) -> None:
-        super().__init__(f"status {answer.status}")
-        self.answer = answer
+    def __init__(self, response: HttpResponse) -> None:
+        super().__init__(f"status {response.status}")
+        self.response = response
 
 
 def open_session() -> aiohttp.ClientSession:
-    """The connections to all engines. Their number has a bound: that of the requests that are let in."""
+    """A connection pool for all engines. Admission bounds the number of connections."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, ttl_dns_cache=10)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)  # each request has its own deadline
     return aiohttp.ClientSession(
@@ -74,52 +74,54 @@ def open_session() -> aiohttp.ClientSession:
     )
 
 
-def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
-    """A client's headers as an engine gets them: who asks, as part of which trace, under which id."""
-    return {name: value for name, value in headers.items() if name.lower() not in _DROPPED}
+def forwarded_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """The headers of a client's request that engines receive, such as credentials, trace and request id."""
+    return {name: value for name, value in headers.items() if name.lower() not in _DROPPED_HEADERS}
 
 
-class Upstream:
-    """One engine to ask. Leaving a call, by whatever way, closes its connection unless the answer was read whole."""
+class EngineClient:
+    """Sends requests to one engine. A request that ends before its response is read closes its connection."""
 
     def __init__(self, engine: Engine, session: aiohttp.ClientSession, contexts: Reloadable[ssl.SSLContext]) -> None:
-        """`contexts` say how to speak to an engine whose URL says https."""
+        """`contexts` applies to an engine whose URL is https."""
         self.engine = engine
         self._session = session
         self._contexts = contexts
-        self._limits: set[asyncio.Timeout] = set()
+        self._timeouts: set[asyncio.Timeout] = set()
 
-    def cut(self) -> None:
-        """Ends all calls under way: who asked gets `EngineFailed`, and can ask another engine."""
+    def cancel_requests(self) -> None:
+        """Ends all requests in flight with `EngineFailed`, so that their callers can use another engine."""
         now = asyncio.get_running_loop().time()
-        for limit in self._limits:
-            if not limit.expired():
-                limit.reschedule(now)
+        for timeout in self._timeouts:
+            if not timeout.expired():
+                timeout.reschedule(now)
 
-    def lose(self, trouble: str) -> None:
-        """No further request goes to it until it is admitted again."""
-        if self.engine.exclude(trouble):
-            logger.warning("%s engine %s is out: %s", self.engine.role, self.engine.url, trouble)
+    def mark_unhealthy(self, reason: str) -> None:
+        """Excludes the engine from requests until it is healthy. Logs a change."""
+        if self.engine.mark_unhealthy(reason):
+            logger.warning("%s engine %s is unhealthy: %s", self.engine.role, self.engine.url, reason)
 
-    async def ask(self, method: str, path: str, headers: Mapping[str, str], body: bytes | None = None) -> Answer:
-        """Its whole answer. Raises `Refused` or `EngineFailed`."""
-        async with self._opened(method, path, headers, body) as response:
-            return _answer(response, await self._read(response))
+    async def request(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None = None
+    ) -> HttpResponse:
+        """Returns the complete response. Raises `EngineRejected` or `EngineFailed`."""
+        async with self._open(method, path, headers, body) as response:
+            return _complete(response, await self._read(response))
 
     @asynccontextmanager
     async def stream(self, path: str, headers: Mapping[str, str], body: bytes) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The events of its answer, as they come. Raises `Refused` or `EngineFailed`, also between events."""
-        async with self._opened("POST", path, headers, body) as response:
+        """Yields the events of the response as they arrive. Raises `EngineRejected` or `EngineFailed` at any time."""
+        async with self._open("POST", path, headers, body) as response:
             yield _events(response)
 
     @asynccontextmanager
-    async def _opened(
+    async def _open(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         own = {"Accept-Encoding": "identity"} | ({"Content-Type": "application/json"} if body is not None else {})
-        with self._failures():
-            async with asyncio.timeout(None) as limit:
-                self._limits.add(limit)
+        with self._translate_errors():
+            async with asyncio.timeout(None) as timeout:
+                self._timeouts.add(timeout)
                 try:
                     async with self._session.request(
                         method,
@@ -130,69 +132,69 @@ class Upstream:
                         ssl=self._contexts.get(),
                     ) as response:
                         if response.status != 200:
-                            await self._refuse(response)
+                            await self._raise_for(response)
                         yield response
                 finally:
-                    self._limits.discard(limit)
+                    self._timeouts.discard(timeout)
 
     @contextmanager
-    def _failures(self) -> Iterator[None]:
-        """Says of the engine what the library says of its connections."""
+    def _translate_errors(self) -> Iterator[None]:
+        """Raises `EngineFailed` for errors of the connection."""
         try:
             yield
         except aiohttp.ClientConnectorCertificateError as error:
-            trouble = f"its certificate is not of those whom engine_tls_ca names ({error.certificate_error})"
-            self.lose(trouble)
-            raise EngineFailed(self.engine, trouble) from None
+            reason = f"its certificate is not issued by engine_tls_ca ({error.certificate_error})"
+            self.mark_unhealthy(reason)
+            raise EngineFailed(self.engine, reason) from None
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            trouble = f"it cannot be reached ({_why(error)})"
-            self.lose(trouble)
-            raise EngineFailed(self.engine, trouble) from None
+            reason = f"it cannot be reached ({_system_message(error)})"
+            self.mark_unhealthy(reason)
+            raise EngineFailed(self.engine, reason) from None
         except TimeoutError:
-            raise EngineFailed(self.engine, self.engine.trouble) from None
+            raise EngineFailed(self.engine, self.engine.failure) from None
         except (aiohttp.ClientError, OSError, EventTooLong) as error:
-            raise EngineFailed(self.engine, f"it broke off ({error or type(error).__name__})") from None
+            raise EngineFailed(self.engine, f"its response broke off ({error or type(error).__name__})") from None
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         body = bytearray()
         async for received in response.content.iter_any():
             body += received
-            if len(body) > MAX_ANSWER_BYTES:
-                raise EngineFailed(self.engine, f"its answer has more than {MAX_ANSWER_BYTES} bytes")
+            if len(body) > MAX_RESPONSE_BYTES:
+                raise EngineFailed(self.engine, f"its response has more than {MAX_RESPONSE_BYTES} bytes")
         return bytes(body)
 
-    async def _refuse(self, response: aiohttp.ClientResponse) -> None:
-        answer = _answer(response, await self._read(response))
+    async def _raise_for(self, response: aiohttp.ClientResponse) -> None:
+        complete = _complete(response, await self._read(response))
         if response.status >= 500 or response.status == 429:
-            raise EngineFailed(self.engine, f"it answered {response.status}", answer)
-        raise Refused(answer)
+            raise EngineFailed(self.engine, f"it returned {response.status}", complete)
+        raise EngineRejected(complete)
 
 
-def json_of(data: bytes, engine: Engine) -> dict[str, Any]:
-    """The JSON object that an engine has said. Raises `EngineFailed` if it is none."""
+def json_of(data: bytes, engine: Engine) -> Json:
+    """Decodes a JSON object of an engine's response. Raises `EngineFailed` if it is not one."""
     try:
         content = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise EngineFailed(engine, f"it said what is no JSON ({error})") from None
+        raise EngineFailed(engine, f"its response is not JSON ({error})") from None
     if not isinstance(content, dict):
-        raise EngineFailed(engine, "it said what is no JSON object")
+        raise EngineFailed(engine, "its response is not a JSON object")
     return content
 
 
-def _why(error: OSError) -> str:
-    """The system's own word for it, which the libraries between wrap each in its way."""
+def _system_message(error: OSError) -> str:
+    """The operating system's message, without the text that libraries add."""
     if error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
-    return error.strerror or "it does not answer"
+    return error.strerror or "it does not respond"
 
 
-def _answer(response: aiohttp.ClientResponse, body: bytes) -> Answer:
-    headers = {name: response.headers[name] for name in _RETURNED if name in response.headers}
-    return Answer(status=response.status, body=body, headers=headers)
+def _complete(response: aiohttp.ClientResponse, body: bytes) -> HttpResponse:
+    headers = {name: response.headers[name] for name in _RETURNED_HEADERS if name in response.headers}
+    return HttpResponse(status=response.status, body=body, headers=headers)
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    splitter = Splitter()
+    splitter = EventSplitter()
     async for received in response.content.iter_any():
         for event in splitter.feed(received):
             yield event

@@ -1,25 +1,25 @@
-"""Server-sent events, as OpenAI's streams are made of them. No IO."""
+"""Server-sent events in the form that OpenAI's streams have. Pure."""
 
 from __future__ import annotations
 
 DONE = b"data: [DONE]\n\n"
-"""What ends a stream that is whole."""
+"""The event that ends a complete stream."""
 MAX_EVENT_BYTES = 32 << 20
-"""Room for the ids of a prompt of millions of tokens."""
+"""Enough for the token ids of a prompt of millions of tokens."""
 
 
 class EventTooLong(ValueError):
-    """An event does not end where it must."""
+    """An event exceeds `MAX_EVENT_BYTES`."""
 
 
-class Splitter:
-    """Splits bytes as they come into events, each with the empty line that ends it."""
+class EventSplitter:
+    """Splits received bytes into events, each with the empty line that ends it."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, received: bytes) -> list[bytes]:
-        """The events that are whole by now. Raises `EventTooLong`."""
+        """Adds received bytes and returns the events that are complete. Raises `EventTooLong`."""
         begin = max(len(self._buffer) - 1, 0)
         self._buffer += received
         events = []
@@ -33,10 +33,10 @@ class Splitter:
 
 
 def data_of(event: bytes) -> bytes:
-    """What an event carries; empty for a comment, with which servers keep connections open."""
+    """The data of an event; empty for a comment, which servers send to keep connections open."""
     return event.removeprefix(b"data:").strip() if event.startswith(b"data:") else b""
 
 
 def event_of(data: bytes) -> bytes:
-    """An event that carries this."""
+    """An event with this data."""
     return b"data: " + data + b"\n\n"

@@ -10,8 +10,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from lmkv_server.proxy.pd.joiner import NotContinued, ResponseJoiner
-from lmkv_server.proxy.pd.parameters import CHAT, COMPLETIONS, decode_body, prefill_body
+from lmkv_server.proxy.openai import CHAT, COMPLETIONS
+from lmkv_server.proxy.pd.joiner import CannotContinue, ResponseJoiner
+from lmkv_server.proxy.pd.parameters import decode_body, prefill_body
 from lmkv_server.proxy.upstream.events import data_of
 from tests.server.proxy.scripted_engine import MODEL
 
@@ -51,9 +52,9 @@ def first_answer(path: str, prompt: list[int], token: int, text: str | None) -> 
 def test_where_it_is_seamless_no_text_is_lost_or_doubled(asked: str, said: str) -> None:
     prompt, tokens = TOKENIZER.encode(asked).ids, TOKENIZER.encode(said).ids
     (first,) = texts(prompt, tokens[:1])
-    joint = ResponseJoiner(COMPLETIONS, COMPLETION, first_answer(COMPLETIONS, prompt, tokens[0], first))
+    joiner = ResponseJoiner(COMPLETIONS, COMPLETION, first_answer(COMPLETIONS, prompt, tokens[0], first))
     rest = "".join(texts([*prompt, *tokens[:1]], tokens[1:]))
-    assert joint.is_seamless == (first + rest == said), "it goes on exactly where that is right"
+    assert joiner.can_continue == (first + rest == said), "it goes on exactly where that is right"
 
 
 @given(said=st.text("aé漢🎉", min_size=2, max_size=6), cut=st.integers(0, 20))
@@ -61,13 +62,13 @@ def test_wherever_a_decode_engine_dies_the_next_one_goes_on_at_a_whole_character
     prompt, tokens = TOKENIZER.encode("ask").ids, TOKENIZER.encode(said).ids
     spoken = texts(prompt, tokens)
     assume(spoken[0])
-    joint = ResponseJoiner(COMPLETIONS, COMPLETION, first_answer(COMPLETIONS, prompt, tokens[0], spoken[0]))
+    joiner = ResponseJoiner(COMPLETIONS, COMPLETION, first_answer(COMPLETIONS, prompt, tokens[0], spoken[0]))
     shown = spoken[0]
     for token, text in list(zip(tokens, spoken, strict=True))[1 : 1 + cut]:
         chunk = {"choices": [{"index": 0, "text": text, "finish_reason": None, "token_ids": [token]}]}
-        shown += json.loads(data_of(joint.follow(chunk)))["choices"][0]["text"]
-    joint.go_on()
-    taken = joint.taken
+        shown += json.loads(data_of(joiner.rewrite(chunk)))["choices"][0]["text"]
+    joiner.restart()
+    taken = joiner.delivered
     assert taken == tokens[: len(taken)]
     assert shown + "".join(texts([*prompt, *taken], tokens[len(taken) :])) == said
 
@@ -77,29 +78,29 @@ def test_after_any_number_of_decode_engines_each_token_was_taken_once(said: str,
     prompt, tokens = TOKENIZER.encode("ask").ids, TOKENIZER.encode(said).ids
     (first,) = texts(prompt, tokens[:1])
     assume(first)
-    joint = ResponseJoiner(COMPLETIONS, COMPLETION, first_answer(COMPLETIONS, prompt, tokens[0], first))
+    joiner = ResponseJoiner(COMPLETIONS, COMPLETION, first_answer(COMPLETIONS, prompt, tokens[0], first))
     for cut in (*cuts, len(tokens)):  # the last engine says all that is left
-        joint.go_on()
-        begin = len(joint.taken)
+        joiner.restart()
+        begin = len(joiner.delivered)
         rest = zip(tokens[begin:], texts([*prompt, *tokens[:begin]], tokens[begin:]), strict=True)
         for token, text in list(rest)[:cut]:
-            joint.follow({"choices": [{"index": 0, "text": text, "finish_reason": None, "token_ids": [token]}]})
-    assert joint.taken == tokens
+            joiner.rewrite({"choices": [{"index": 0, "text": text, "finish_reason": None, "token_ids": [token]}]})
+    assert joiner.delivered == tokens
 
 
 def test_an_engine_that_did_not_take_the_tokens_is_found_out() -> None:
-    joint = ResponseJoiner(COMPLETIONS, COMPLETION, first_answer(COMPLETIONS, [1, 2], 3, "x"))
+    joiner = ResponseJoiner(COMPLETIONS, COMPLETION, first_answer(COMPLETIONS, [1, 2], 3, "x"))
     choice = {"index": 0, "text": "y", "finish_reason": None, "token_ids": [4], "prompt_token_ids": [1, 2]}
-    with pytest.raises(NotContinued):
-        joint.follow({"choices": [choice]})
-    with pytest.raises(NotContinued):
-        joint.whole({"choices": [choice], "usage": {"completion_tokens": 1}})
+    with pytest.raises(CannotContinue):
+        joiner.rewrite({"choices": [choice]})
+    with pytest.raises(CannotContinue):
+        joiner.merge({"choices": [choice], "usage": {"completion_tokens": 1}})
 
 
 @pytest.mark.parametrize("answer", [{}, {"choices": []}, {"choices": [{"token_ids": None}]}, {"choices": None}])
 def test_an_answer_without_tokens_is_none_to_go_on_from(answer: dict[str, Any]) -> None:
     for path in (COMPLETIONS, CHAT):
-        with pytest.raises(NotContinued):
+        with pytest.raises(CannotContinue):
             ResponseJoiner(path, COMPLETION, answer)
 
 
@@ -122,7 +123,7 @@ def test_vllm_understands_what_engines_are_asked_and_clients_are_told() -> None:
         rest = request_type.model_validate(decode_body(asked, path, [1, 2], [3], {"request_id": "r"}))
         assert {"max_tokens": 8, "min_tokens": 1, "return_token_ids": True}.items() <= rest.model_dump().items()
         assert not (unknown := set(rest.model_extra or {}) | set(first.model_extra or {})), unknown
-        joint = ResponseJoiner(path, asked | {"max_tokens": 1}, first_answer(path, [1, 2], 3, "x"))
-        for event in [*joint.opening(), *joint.ending()[:-1]]:
+        joiner = ResponseJoiner(path, asked | {"max_tokens": 1}, first_answer(path, [1, 2], 3, "x"))
+        for event in [*joiner.first_events(), *joiner.last_events()[:-1]]:
             told = json.loads(data_of(event))
             assert not event_type.model_validate(told).model_extra

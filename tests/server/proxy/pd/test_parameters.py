@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 
+from lmkv_server.proxy.openai import CHAT, COMPLETIONS
 from lmkv_server.proxy.pd.parameters import (
-    CHAT,
-    COMPLETIONS,
     REASONS,
     decode_body,
-    is_alone,
+    needs_one_engine,
     prefill_body,
-    why_repeat,
-    with_hand_over,
-    without_hand_over,
+    repeat_reason,
+    with_handoff,
+    without_handoff,
 )
 
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "p", "max_tokens": 9}
@@ -36,8 +35,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
     ],
 )
 def test_it_continues(more: dict[str, Any]) -> None:
-    assert why_repeat(COMPLETION | more, COMPLETIONS) == ""
-    assert why_repeat(MESSAGES | more, CHAT) == ""
+    assert repeat_reason(COMPLETION | more, COMPLETIONS) == ""
+    assert repeat_reason(MESSAGES | more, CHAT) == ""
 
 
 @pytest.mark.parametrize(
@@ -75,31 +74,31 @@ def test_it_continues(more: dict[str, Any]) -> None:
     ],
 )
 def test_it_repeats_and_the_reason_has_a_name(name: str, value: object) -> None:
-    assert why_repeat({**COMPLETION, name: value}, COMPLETIONS) == name
+    assert repeat_reason({**COMPLETION, name: value}, COMPLETIONS) == name
     assert name in REASONS
 
 
 def test_what_is_not_known_repeats() -> None:
-    assert why_repeat(COMPLETION | {"from_the_future": 1}, COMPLETIONS) == "from_the_future"
+    assert repeat_reason(COMPLETION | {"from_the_future": 1}, COMPLETIONS) == "from_the_future"
 
 
 def test_a_completion_without_limit_has_its_default_and_a_chat_has_none() -> None:
     unlimited: dict[str, Any] = {"model": "m", "prompt": "p"}
-    assert why_repeat(unlimited, COMPLETIONS) == ""
+    assert repeat_reason(unlimited, COMPLETIONS) == ""
     assert decode_body(unlimited, COMPLETIONS, [1], [2], None)["max_tokens"] == 15
-    assert why_repeat(unlimited | {"max_tokens": None}, COMPLETIONS) == "max_tokens"
-    assert why_repeat(MESSAGES, CHAT) == ""
+    assert repeat_reason(unlimited | {"max_tokens": None}, COMPLETIONS) == "max_tokens"
+    assert repeat_reason(MESSAGES, CHAT) == ""
     assert "max_tokens" not in decode_body(MESSAGES, CHAT, [1], [2], None)
 
 
 @pytest.mark.parametrize("content", [[IMAGE], [{"type": "text", "text": "a"}, IMAGE], ["text"]])
 def test_what_is_not_in_the_tokens_repeats(content: list[Any]) -> None:
-    assert why_repeat({"messages": [{"role": "user", "content": content}]}, CHAT) == "messages"
+    assert repeat_reason({"messages": [{"role": "user", "content": content}]}, CHAT) == "messages"
 
 
 def test_parts_of_text_continue() -> None:
     body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant"}]}
-    assert why_repeat(body, CHAT) == ""
+    assert repeat_reason(body, CHAT) == ""
 
 
 @pytest.mark.parametrize(
@@ -117,7 +116,7 @@ def test_parts_of_text_continue() -> None:
     ],
 )
 def test_several_prompts_are_for_one_engine(body: dict[str, Any], alone: bool) -> None:
-    assert is_alone(body) == alone
+    assert needs_one_engine(body) == alone
 
 
 def test_the_prefill_engine_is_asked_for_one_token_and_nothing_dearer() -> None:
@@ -157,8 +156,8 @@ def test_the_decode_engine_is_asked_for_the_rest() -> None:
 
 
 def test_words_on_hand_overs_are_the_proxys_alone() -> None:
-    assert without_hand_over({"a": 1}) == {"a": 1}
-    assert without_hand_over({"kv_transfer_params": {"lmkv": {}, "x": 1}}) == {"kv_transfer_params": {"x": 1}}
-    assert without_hand_over({"kv_transfer_params": {"lmkv": {}}}) == {"kv_transfer_params": None}
-    assert without_hand_over({"kv_transfer_params": "odd"}) == {"kv_transfer_params": "odd"}
-    assert with_hand_over({"a": 1}, None) == {"a": 1}
+    assert without_handoff({"a": 1}) == {"a": 1}
+    assert without_handoff({"kv_transfer_params": {"lmkv": {}, "x": 1}}) == {"kv_transfer_params": {"x": 1}}
+    assert without_handoff({"kv_transfer_params": {"lmkv": {}}}) == {"kv_transfer_params": None}
+    assert without_handoff({"kv_transfer_params": "odd"}) == {"kv_transfer_params": "odd"}
+    assert with_handoff({"a": 1}, None) == {"a": 1}

@@ -147,7 +147,7 @@ async def test_the_first_token_is_the_prefill_engines_and_nothing_is_generated_t
         "decode_instance": "d-1",
         "prompt_token_count": len(tokens),
     }
-    await front.counts("lmkv_proxy_requests_total", 1, way="continue", outcome="ok")
+    await front.counts("lmkv_proxy_requests_total", 1, strategy="continue", outcome="ok")
 
 
 async def test_every_hand_over_has_a_name_of_its_own(front: Front, prefiller: ScriptedEngine) -> None:
@@ -176,7 +176,7 @@ async def test_a_request_that_cannot_go_on_is_generated_by_the_decode_engine_alo
     assert rest == body
     assert told_decoder["prompt_token_count"] == len(PLAIN)
     assert prefiller.bodies()[0]["max_tokens"] == 1
-    await front.counts("lmkv_proxy_requests_total", 1, way="repeat", outcome="ok")
+    await front.counts("lmkv_proxy_requests_total", 1, strategy="repeat", outcome="ok")
     await front.counts("lmkv_proxy_repeats_total", 1, reason="presence_penalty")
 
 
@@ -191,7 +191,7 @@ async def test_reasoning_is_left_to_one_engine(
     prefiller.thinks = decoder.thinks = True
     body = chat("hello", max_tokens=20)
     assert told(await front.ask(CHAT, body)) == await alone(decoder, CHAT, body)
-    await front.counts("lmkv_proxy_requests_total", 1, way="repeat")
+    await front.counts("lmkv_proxy_requests_total", 1, strategy="repeat")
 
 
 async def test_no_parameter_that_clients_make_up_becomes_a_label(front: Front) -> None:
@@ -243,7 +243,7 @@ async def test_without_an_instance_the_decode_engine_does_it_all(
     body = completion(PLAIN)
     assert told(await front.ask(COMPLETIONS, body)) == await alone(decoder, COMPLETIONS, body)
     assert prefiller.bodies() == []
-    await front.counts("lmkv_proxy_requests_total", 1, way="alone", outcome="ok")
+    await front.counts("lmkv_proxy_requests_total", 1, strategy="alone", outcome="ok")
 
 
 async def test_handoffs_are_vouched_for_with_what_the_fleet_shares(
@@ -340,4 +340,4 @@ async def test_a_handoff_that_the_prefill_refuses_is_not_named_to_the_decode(
     assert len(decoder.bodies()) == 4
     assert "lmkv" not in json.dumps(decoder.bodies())
     assert not decoder.ended
-    assert caplog.text.count("hands no prompts over: no proxy of this fleet") == 1
+    assert caplog.text.count("rejects handoffs: no proxy of this fleet") == 1

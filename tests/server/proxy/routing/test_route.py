@@ -93,7 +93,7 @@ async def test_a_session_stays_with_its_engine(make_engine: MakeEngine, make_pro
     assert sorted(counts(engines)) == [0, 0, 4]
     home = next(engine for engine in engines if engine.asked)
     home.health = 500
-    await until(lambda: sum(engine.is_healthy for engine in front.proxy.fleet.engines) == 2)
+    await until(lambda: sum(engine.is_healthy for engine in front.proxy.pools.engines) == 2)
     for _ in range(3):
         await ask("one")
     assert sorted(counts(engines)) == [0, 3, 4], "it has moved, and stays where it is now"
@@ -227,7 +227,7 @@ async def test_lookups_that_all_fail_are_logged_once_and_their_success_once(
         assert "lookups failed" not in caplog.text
         for _ in range(6):
             await front.ask(COMPLETIONS, completion(PROMPT))
-        assert caplog.text.count("lookups failed, so requests are routed by load alone") == 1
+        assert caplog.text.count("lookups failed; requests are routed by load alone") == 1
         assert f"no engine has registered the model '{MODEL}'" in caplog.text
         async with make("i-0", keys_of(tokens_of({"prompt": PROMPT}), SPEC), SPEC):
             for _ in range(3):
@@ -272,7 +272,7 @@ async def test_engines_that_ask_for_a_key(make_engine: MakeEngine, make_proxy: M
     engine = await make_engine("i-0")
     engine.api_key = "key"
     front = await make_proxy(engines=[engine], engine_api_key="key")
-    assert front.proxy.fleet.engines[0].instance_id == "i-0", "the proxy has the key for its own questions"
+    assert front.proxy.pools.engines[0].instance_id == "i-0", "the proxy has the key for its own questions"
     assert (await front.ask(COMPLETIONS, completion(PROMPT))).status_code == 401, "clients need their own"
     assert (await front.client.get("/v1/models")).status_code == 401
     allowed = await front.ask(COMPLETIONS, completion(PROMPT), authorization="Bearer key")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmkv_server.proxy.upstream import events
-from lmkv_server.proxy.upstream.events import EventTooLong, Splitter, data_of, event_of
+from lmkv_server.proxy.upstream.events import EventSplitter, EventTooLong, data_of, event_of
 
 PAYLOADS = st.lists(st.binary(max_size=20).filter(lambda data: b"\n" not in data and data == data.strip()), max_size=8)
 
@@ -18,7 +18,7 @@ PAYLOADS = st.lists(st.binary(max_size=20).filter(lambda data: b"\n" not in data
 def test_events_come_out_as_they_went_in_wherever_the_bytes_are_cut(payloads: list[bytes], cuts: list[int]) -> None:
     sent = b"".join(map(event_of, payloads))
     bounds = sorted({0, len(sent), *(min(cut, len(sent)) for cut in cuts)})
-    splitter = Splitter()
+    splitter = EventSplitter()
     received = [event for begin, end in itertools.pairwise(bounds) for event in splitter.feed(sent[begin:end])]
     assert b"".join(received) == sent
     assert [data_of(event) for event in received] == payloads
@@ -31,4 +31,4 @@ def test_a_comment_carries_nothing() -> None:
 def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "MAX_EVENT_BYTES", 100)
     with pytest.raises(EventTooLong):
-        Splitter().feed(b"x" * 101)
+        EventSplitter().feed(b"x" * 101)

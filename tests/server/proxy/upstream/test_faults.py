@@ -47,7 +47,7 @@ async def test_another_prefill_engine_is_asked(make_engine: MakeEngine, make_pro
     first, second = prefillers[0].bodies()[0], prefillers[1].bodies()[0]
     assert first["kv_transfer_params"]["lmkv"]["request_id"] != second["kv_transfer_params"]["lmkv"]["request_id"]
     await front.counts("lmkv_proxy_retries_total", 1, role="prefill")
-    await front.counts("lmkv_proxy_requests_total", 1, way="continue", outcome="ok")
+    await front.counts("lmkv_proxy_requests_total", 1, strategy="continue", outcome="ok")
 
 
 @pytest.mark.parametrize("body", [BODY, REPEATED, BODY | STREAM], ids=["continue", "repeat", "streamed"])
@@ -60,7 +60,7 @@ async def test_without_prefill_engines_the_decode_engine_computes(
     assert told(await front.ask(COMPLETIONS, body)) == await alone(decoders[0], COMPLETIONS, body)
     assert sum(len(prefiller.asked) for prefiller in prefillers) == 2, "no third one is tried"
     assert "kv_transfer_params" not in decoders[0].bodies()[0]
-    await front.counts("lmkv_proxy_requests_total", 1, way="alone", outcome="ok")
+    await front.counts("lmkv_proxy_requests_total", 1, strategy="alone", outcome="ok")
 
 
 async def test_a_prefill_that_was_given_up_is_no_first_token(
@@ -80,11 +80,11 @@ async def test_an_engine_that_failed_a_request_no_longer_has_it_as_load(
     engines[1].going.clear()
     asking = asyncio.create_task(front.ask(COMPLETIONS, BODY))
     await until(lambda: engines[1].waiting_count == 1)
-    loads = {engine.url: engine.in_flight_count for engine in front.proxy.fleet.engines}
+    loads = {engine.url: engine.in_flight_count for engine in front.proxy.pools.engines}
     assert loads == {engines[0].url: 0, engines[1].url: 1}
     engines[1].going.set()
     assert (await asking).status_code == 200
-    await until(lambda: not any(engine.in_flight_count for engine in front.proxy.fleet.engines))
+    await until(lambda: not any(engine.in_flight_count for engine in front.proxy.pools.engines))
 
 
 async def test_a_prefill_engine_that_dies_is_out_until_it_is_back(
@@ -93,9 +93,9 @@ async def test_a_prefill_engine_that_dies_is_out_until_it_is_back(
     front, (prefiller,), (decoder,) = await fleet(make_engine, make_proxy, 1, 1, health_interval=0.05)
     await prefiller.stop()
     assert told(await front.ask(COMPLETIONS, BODY)) == await alone(decoder, COMPLETIONS, BODY)
-    state = front.proxy.fleet.engines[0]
+    state = front.proxy.pools.engines[0]
     await until(lambda: not state.is_healthy)
-    assert state.trouble == "it cannot be reached (Connection refused)"
+    assert state.failure == "it cannot be reached (Connection refused)"
     prefiller.told = {"instance_id": "p-new"}
     await prefiller.start()
     await front.all_in()
@@ -208,7 +208,7 @@ async def test_a_client_that_goes_ends_its_calls(
     await asyncio.gather(asking, return_exceptions=True)
     await until(lambda: engine.cut_count == 1)
     await front.counts("lmkv_proxy_requests_total", 1, outcome="cancelled")
-    assert all(each.in_flight_count == 0 for each in front.proxy.fleet.engines)
+    assert all(each.in_flight_count == 0 for each in front.proxy.pools.engines)
 
 
 async def test_a_client_that_goes_amid_its_stream_ends_it(front: Front, decoder: ScriptedEngine) -> None:
@@ -273,8 +273,8 @@ async def test_an_engine_that_stays_out_is_told_of_once(
     prefiller.health = 503
     before = prefiller.health_count
     await until(lambda: prefiller.health_count > before + 3)
-    assert caplog.text.count(f"{prefiller.url} is out: it answered 503") == 1
-    assert caplog.text.count("is out") == 1
+    assert caplog.text.count(f"{prefiller.url} is unhealthy: its health check returned 503") == 1
+    assert caplog.text.count("is unhealthy") == 1
 
 
 async def test_requests_that_wait_for_their_prefill_count_as_load_of_their_decode_engine(
@@ -292,7 +292,7 @@ async def test_requests_that_wait_for_their_prefill_count_as_load_of_their_decod
 async def test_an_engine_that_is_not_well_gets_no_requests(make_engine: MakeEngine, make_proxy: MakeProxy) -> None:
     front, _, decoders = await fleet(make_engine, make_proxy, 1, 2, health_interval=0.05)
     decoders[0].health = 503
-    await until(lambda: not front.proxy.fleet.decode.engines[0].is_healthy)
+    await until(lambda: not front.proxy.pools.decode.engines[0].is_healthy)
     for _ in range(3):
         await front.ask(COMPLETIONS, BODY)
     assert (len(decoders[0].asked), len(decoders[1].asked)) == (0, 3)
@@ -303,7 +303,7 @@ async def test_an_engine_that_is_not_well_gets_no_requests(make_engine: MakeEngi
 async def test_without_decode_engines_clients_are_told_to_come_back(front: Front, decoder: ScriptedEngine) -> None:
     assert (await front.client.get("/readyz")).status_code == 200
     await decoder.stop()
-    await until(lambda: not front.proxy.fleet.decode.engines[0].is_healthy)
+    await until(lambda: not front.proxy.pools.decode.engines[0].is_healthy)
     response = await front.ask(COMPLETIONS, BODY)
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
     ready = await front.client.get("/readyz")

@@ -1,4 +1,4 @@
-"""Who holds how much of a prompt, as the coordinator knows it."""
+"""Looks up at the coordinator how much of a prompt each instance holds."""
 
 from __future__ import annotations
 
@@ -16,63 +16,63 @@ from lmkv.rpc.failover import Failover
 from lmkv.telemetry.log_limit import LimitedLogger
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
-from lmkv_server.proxy.metrics import Metrics
-from lmkv_server.proxy.pd.parameters import CHAT
-from lmkv_server.proxy.upstream.client import EngineFailed, Refused, Upstream
+from lmkv_server.proxy.metrics import ProxyMetrics
+from lmkv_server.proxy.openai import CHAT
+from lmkv_server.proxy.upstream.client import EngineClient, EngineFailed, EngineRejected
 
 logger = logging.getLogger(__name__)
 
 TOKENIZE_TIMEOUT_SECONDS = 1.0
-"""A prompt that takes longer is served without a lookup."""
+"""A prompt whose tokenization takes longer is routed without a lookup."""
 WARN_FAILURES = 3
-"""Lookups that fail in a row before a line in the log says so."""
+"""Consecutive failed lookups before a warning is logged."""
 LOG_SECONDS = 10.0
-"""Minimum time between two such lines."""
+"""Minimum time between two such warnings."""
 _LOOKUP = "lmkv.v1.CacheService/Lookup"
 _FOR_COMPLETION = ("model", "add_special_tokens")
 _FOR_CHAT = (
     *("model", "messages", "add_generation_prompt", "continue_final_message", "add_special_tokens"),
     *("chat_template", "chat_template_kwargs", "mm_processor_kwargs", "tools"),
 )
-"""What an engine's `/tokenize` takes of a request."""
+"""Parameters of a request that an engine's `/tokenize` accepts."""
 
 
-class Lookups:
-    """Asks a coordinator, the same one until it does not answer.
+class PrefixLookup:
+    """Looks up prompts at a coordinator; at the next one if that is unreachable.
 
-    A lookup that fails is no more than a request that is routed by load alone.
+    A request whose lookup fails is routed by load alone.
     """
 
     def __init__(
-        self, addresses: Sequence[str], credentials: Credentials, timeout_seconds: float, metrics: Metrics
+        self, addresses: Sequence[str], credentials: Credentials, timeout_seconds: float, metrics: ProxyMetrics
     ) -> None:
         self._channels = {address: rpc.open_channel(address, credentials) for address in addresses}
         self._coordinators = Failover(addresses)
         self._timeout_seconds = timeout_seconds
         self._metrics = metrics
         self._failures_in_row = 0
-        self._log = LimitedLogger(logger, interval_seconds=LOG_SECONDS)  # callers can make lookups fail
+        self._log = LimitedLogger(logger, interval_seconds=LOG_SECONDS)  # clients can cause failures
 
     async def aclose(self) -> None:
         """Closes the connections."""
         await asyncio.gather(*(channel.close(None) for channel in self._channels.values()))
 
-    async def held(
-        self, upstream: Upstream, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    async def cached_tokens(
+        self, client: EngineClient, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
     ) -> Mapping[str, int]:
-        """Tokens of the prompt that each instance holds, from the first; empty if none does, or the lookup fails.
+        """The number of leading prompt tokens that each instance holds; empty on a miss or a failure.
 
-        `upstream` makes tokens of text. The lookup names the model, or LoRA adapter, and the cache salt that the engine
-        will use for this request: the coordinator knows them by the names under which engines serve them.
+        `client` tokenizes text. The lookup uses the model or LoRA adapter and the cache salt of the request, under
+        the names that engines serve.
         """
-        engine = upstream.engine
+        engine = client.engine
         model_name = body.get("model") or engine.model(None).name
         try:
-            tokens = await self._tokens(upstream, path, body, headers)
+            tokens = await self._tokens(client, path, body, headers)
             request = LookupRequest(tokens=tokens, model_name=model_name, cache_salt=body.get("cache_salt") or "")
-            response = await self._ask(request)
+            response = await self._look_up(request)
         except ModelNotFound as e:
-            is_adapter = bool(engine.model(model_name).parent)  # nothing is stored of one that was never used
+            is_adapter = bool(engine.model(model_name).parent)  # the coordinator learns of an adapter at its first use
             if not is_adapter:
                 return self._failed(e)
             logger.debug("routed without a lookup: %s", e)
@@ -81,7 +81,7 @@ class Lookups:
         except (
             LmkvError,
             EngineFailed,
-            Refused,
+            EngineRejected,
             TimeoutError,
             msgspec.DecodeError,
             KeyError,
@@ -95,12 +95,12 @@ class Lookups:
         return {holder.instance_id: holder.matched_token_count for holder in response.holders}
 
     def _failed(self, error: Exception) -> Mapping[str, int]:
-        """Counts a failure, and logs once when the last few lookups have all failed."""
+        """Counts a failure, and warns once after `WARN_FAILURES` consecutive ones."""
         self._metrics.lookups.labels("failed").inc()
         self._failures_in_row += 1
         if self._failures_in_row == WARN_FAILURES:
             self._log.warning(
-                "the last %d lookups failed, so requests are routed by load alone until one succeeds: %s",
+                "the last %d lookups failed; requests are routed by load alone until a lookup succeeds: %s",
                 WARN_FAILURES,
                 str(error) or type(error).__name__,
             )
@@ -110,10 +110,10 @@ class Lookups:
 
     def _succeeded(self) -> None:
         if self._failures_in_row >= WARN_FAILURES:
-            self._log.info("lookups succeed again, after %d that failed", self._failures_in_row)
+            self._log.info("lookups succeed again, after %d failures", self._failures_in_row)
         self._failures_in_row = 0
 
-    async def _ask(self, request: LookupRequest) -> LookupResponse:
+    async def _look_up(self, request: LookupRequest) -> LookupResponse:
         address = self._coordinators.current
         cache: Any = CacheServiceStub(self._channels[address])
         try:
@@ -123,17 +123,17 @@ class Lookups:
             raise
 
     async def _tokens(
-        self, upstream: Upstream, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+        self, client: EngineClient, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
     ) -> list[int]:
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             prompt = prompt[0]
         if isinstance(prompt, list):
             return prompt
-        asked = {name: body[name] for name in (_FOR_CHAT if path == CHAT else _FOR_COMPLETION) if name in body}
+        parameters = {name: body[name] for name in (_FOR_CHAT if path == CHAT else _FOR_COMPLETION) if name in body}
         if path != CHAT:
-            asked["prompt"] = prompt
+            parameters["prompt"] = prompt
         async with asyncio.timeout(TOKENIZE_TIMEOUT_SECONDS):
-            answer = await upstream.ask("POST", "/tokenize", headers, msgspec.json.encode(asked))
-        tokens: list[int] = msgspec.json.decode(answer.body)["tokens"]
+            response = await client.request("POST", "/tokenize", headers, msgspec.json.encode(parameters))
+        tokens: list[int] = msgspec.json.decode(response.body)["tokens"]
         return tokens

@@ -5,22 +5,25 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmkv_server.proxy.routing.affinity import Sessions
-from lmkv_server.proxy.routing.engines import BOTH, MAX_SILENCES, OVERLOAD, Engine, Fleet, Model, Pool
+from lmkv_server.proxy.engine import BOTH, MAX_HEALTH_TIMEOUTS, Engine, ServedModel
+from lmkv_server.proxy.routing.affinity import SessionAffinity
 from lmkv_server.proxy.routing.policies import cost_by
+from lmkv_server.proxy.routing.pools import OVERLOAD, EnginePool, EnginePools
 
 POLICIES = ("round_robin", "least_loaded", "kv_aware")
 
 
-def pool(policy: str, loads: list[int], *, sessions: Sessions | None = None, load_tokens: int = 100) -> Pool:
+def pool(
+    policy: str, loads: list[int], *, affinity: SessionAffinity | None = None, load_tokens: int = 100
+) -> EnginePool:
     engines = []
     for number, load in enumerate(loads):
         engine = Engine(f"http://e-{number}", BOTH)
-        engine.admit()
+        engine.mark_healthy()
         engine.in_flight_count = load
-        engine.learn(f"i-{number}")
+        engine.instance_id = f"i-{number}"
         engines.append(engine)
-    return Pool(engines, cost_by(policy, load_tokens), sessions or Sessions(60.0))
+    return EnginePool(engines, cost_by(policy, load_tokens), affinity or SessionAffinity(60.0))
 
 
 LOADS = st.lists(st.integers(0, 30), min_size=1, max_size=6)
@@ -31,32 +34,32 @@ HELD = st.dictionaries(st.integers(0, 7).map("i-{}".format), st.integers(0, 5000
 def test_only_engines_that_are_in_take_requests(
     policy: str, loads: list[int], held: dict[str, int], out: set[int]
 ) -> None:
-    fleet = pool(policy, loads)
-    for number, engine in enumerate(fleet.engines):
+    pools = pool(policy, loads)
+    for number, engine in enumerate(pools.engines):
         if number in out:
-            engine.exclude("test")
-    chosen = fleet.choose(0.0, held=held)
+            engine.mark_unhealthy("test")
+    chosen = pools.choose(0.0, cached=held)
     assert (chosen is None) == (set(range(len(loads))) <= out)
     assert chosen is None or chosen.is_healthy
 
 
 @given(loads=LOADS, turns=st.integers(1, 20))
 def test_round_robin_asks_nobody_twice_before_all_were_asked(loads: list[int], turns: int) -> None:
-    fleet = pool("round_robin", loads)
-    chosen = [fleet.choose(0.0, held={}) for _ in range(turns * len(loads))]
-    assert all(chosen.count(engine) == turns for engine in fleet.engines)
+    pools = pool("round_robin", loads)
+    chosen = [pools.choose(0.0, cached={}) for _ in range(turns * len(loads))]
+    assert all(chosen.count(engine) == turns for engine in pools.engines)
 
 
 @given(loads=LOADS, held=HELD)
 def test_least_loaded_asks_nobody_who_has_more_to_do_than_another(loads: list[int], held: dict[str, int]) -> None:
-    chosen = pool("least_loaded", loads).choose(0.0, held=held)
+    chosen = pool("least_loaded", loads).choose(0.0, cached=held)
     assert chosen is not None
     assert chosen.in_flight_count == min(loads)
 
 
 @given(loads=LOADS, held=HELD, load_tokens=st.integers(0, 1000))
 def test_kv_aware_weighs_what_is_held_against_load(loads: list[int], held: dict[str, int], load_tokens: int) -> None:
-    chosen = pool("kv_aware", loads, load_tokens=load_tokens).choose(0.0, held=held)
+    chosen = pool("kv_aware", loads, load_tokens=load_tokens).choose(0.0, cached=held)
     gains = [held.get(f"i-{number}", 0) - load * load_tokens for number, load in enumerate(loads)]
     assert chosen is not None
     assert gains[int(chosen.url.rpartition("-")[2])] == max(gains)
@@ -66,60 +69,61 @@ def test_kv_aware_weighs_what_is_held_against_load(loads: list[int], held: dict[
 def test_kv_aware_with_nothing_held_is_least_loaded(loads: list[int]) -> None:
     aware, least = pool("kv_aware", loads), pool("least_loaded", loads)
     for _ in range(10):
-        one, other = aware.choose(0.0, held={}), least.choose(0.0, held={})
+        one, other = aware.choose(0.0, cached={}), least.choose(0.0, cached={})
         assert one is not None
         assert other is not None
         assert one.url == other.url
 
 
 def test_a_session_stays_until_its_engine_is_overloaded() -> None:
-    fleet = pool("least_loaded", [0, 0])
-    home = fleet.choose(0.0, session="s", held={})
-    assert home is not None
-    home.in_flight_count = OVERLOAD - 1
-    assert fleet.choose(1.0, session="s", held={}) is home
-    home.in_flight_count = OVERLOAD
-    moved = fleet.choose(2.0, session="s", held={})
-    assert moved is not home
-    home.in_flight_count = 0
-    assert fleet.choose(3.0, session="s", held={}) is moved, "it is there now"
+    pools = pool("least_loaded", [0, 0])
+    first = pools.choose(0.0, session="s", cached={})
+    assert first is not None
+    first.in_flight_count = OVERLOAD - 1
+    assert pools.choose(1.0, session="s", cached={}) is first
+    first.in_flight_count = OVERLOAD
+    moved = pools.choose(2.0, session="s", cached={})
+    assert moved is not first
+    first.in_flight_count = 0
+    assert pools.choose(3.0, session="s", cached={}) is moved, "it is there now"
 
 
 def test_a_session_leaves_an_engine_that_is_out_or_excluded() -> None:
-    fleet = pool("round_robin", [0, 0])
-    home = fleet.choose(0.0, session="s", held={})
-    assert home is not None
-    assert fleet.choose(0.0, session="s", held={}, excluded=[home]) is not home
-    home.exclude("test")
-    assert fleet.choose(0.0, session="s", held={}) is not home
+    pools = pool("round_robin", [0, 0])
+    first = pools.choose(0.0, session="s", cached={})
+    assert first is not None
+    assert pools.choose(0.0, session="s", cached={}, excluded=[first]) is not first
+    first.mark_unhealthy("test")
+    assert pools.choose(0.0, session="s", cached={}) is not first
 
 
 def test_an_engine_is_out_after_some_silences_in_a_row() -> None:
     engine = Engine("http://e", BOTH)
-    engine.admit()
-    for _ in range(MAX_SILENCES - 1):
-        assert not engine.silent()
-    engine.heard()
-    assert [engine.silent() for _ in range(MAX_SILENCES)] == [False] * (MAX_SILENCES - 1) + [True]
+    engine.mark_healthy()
+    for _ in range(MAX_HEALTH_TIMEOUTS - 1):
+        assert not engine.add_health_timeout()
+    engine.reset_health_timeouts()
+    is_limit = [engine.add_health_timeout() for _ in range(MAX_HEALTH_TIMEOUTS)]
+    assert is_limit == [False] * (MAX_HEALTH_TIMEOUTS - 1) + [True]
 
 
 def test_to_be_excluded_again_for_the_same_reason_is_no_news() -> None:
     engine = Engine("http://e", BOTH)
-    engine.admit()
-    assert [engine.exclude(why) for why in ("a", "a", "b")] == [True, False, True]
+    engine.mark_healthy()
+    assert [engine.mark_unhealthy(why) for why in ("a", "a", "b")] == [True, False, True]
 
 
 def test_models_are_known_by_name() -> None:
     engine = Engine("http://e", BOTH)
-    assert engine.model("any") == Model(name="any")
-    base, tuned = Model(name="base", max_token_count=10), Model(name="tuned", parent="base")
+    assert engine.model("any") == ServedModel(name="any")
+    base, tuned = ServedModel(name="base", max_token_count=10), ServedModel(name="tuned", parent="base")
     engine.models = (base, tuned)
     assert [engine.model(name) for name in ("tuned", "base", None, "unknown")] == [tuned, base, base, base]
 
 
 def test_a_fleet_without_engines_that_answer_says_why() -> None:
     decode = pool("round_robin", [0])
-    fleet = Fleet(decode, None)
-    assert fleet.missing() == ""
-    decode.engines[0].exclude("it is tired")
-    assert fleet.missing() == "both engine http://e-0: it is tired"
+    pools = EnginePools(decode, None)
+    assert pools.unavailable_reason() == ""
+    decode.engines[0].mark_unhealthy("it is tired")
+    assert pools.unavailable_reason() == "both engine http://e-0: it is tired"

@@ -1,4 +1,4 @@
-"""How many tokens each event of a stream carries, however its JSON is written. No IO."""
+"""Counts the tokens in the events of a stream. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import msgspec
 from lmkv_server.proxy.upstream.events import data_of
 
 MAX_TOKENS = 1024
-"""Most tokens that one event counts as, whatever it says."""
+"""Maximum number of tokens that one event counts as. An engine may report any number."""
 
 
 class _Delta(msgspec.Struct, gc=False):
@@ -23,43 +23,43 @@ class _Choice(msgspec.Struct, gc=False):
     finish_reason: str | None = None
 
 
-class _Usage(msgspec.Struct, gc=False):
+class _TokenUsage(msgspec.Struct, gc=False):
     completion_tokens: int = 0
 
 
-class _Event(msgspec.Struct, gc=False):
+class _StreamEvent(msgspec.Struct, gc=False):
     choices: tuple[_Choice, ...] = ()
-    usage: _Usage | None = None
+    usage: _TokenUsage | None = None
 
 
-_decode = msgspec.json.Decoder(_Event).decode
-"""Reads these fields and skips the others."""
+_decode = msgspec.json.Decoder(_StreamEvent).decode
+"""Decodes these fields and skips the others."""
 
 
-class TokenCount:
+class TokenCounter:
     """Counts the tokens of one stream, event by event."""
 
     def __init__(self) -> None:
         self._sum = 0
-        """Tokens so far, by the engine's own count where it gives one."""
+        """Tokens so far, by the engine's own count if it reports one."""
 
-    def of(self, event: bytes) -> int:
-        """Tokens that the event carries: by the engine's count, by their ids, else one for each choice that has any.
+    def count(self, event: bytes) -> int:
+        """The number of tokens in the event: by the engine's count, else by token ids, else one per choice with text.
 
-        The first event of a chat, which only names a role, and the last, which has only the usage, carry none.
+        The first event of a chat, which has only a role, and the last one, which has only the usage, have none.
         """
         if b'"choices"' not in event:
             return 0
         try:
-            read = _decode(data_of(event))
-        except (msgspec.DecodeError, UnicodeDecodeError):  # whatever it is, the client gets it
+            event_content = _decode(data_of(event))
+        except (msgspec.DecodeError, UnicodeDecodeError):  # it is forwarded nevertheless
             return 0
-        if not read.choices:
+        if not event_content.choices:
             return 0
-        if read.usage is not None:
-            count = max(read.usage.completion_tokens - self._sum, 0)
+        if event_content.usage is not None:
+            count = max(event_content.usage.completion_tokens - self._sum, 0)
         else:
-            count = sum(map(_tokens_in, read.choices))
+            count = sum(map(_tokens_in, event_content.choices))
         self._sum += count
         return min(count, MAX_TOKENS)
 

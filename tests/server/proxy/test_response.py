@@ -8,13 +8,13 @@ import json
 import pytest
 from starlette.types import Message
 
-from lmkv_server.proxy.metrics import Metrics
-from lmkv_server.proxy.statistics import Statistics
-from lmkv_server.proxy.upstream import reply
-from lmkv_server.proxy.upstream.client import Answer
+from lmkv_server.proxy import response
+from lmkv_server.proxy.metrics import ProxyMetrics
+from lmkv_server.proxy.response import ResponseWriter
+from lmkv_server.proxy.statistics import LatencyStatistics
+from lmkv_server.proxy.token_counter import TokenCounter
+from lmkv_server.proxy.upstream.client import HttpResponse
 from lmkv_server.proxy.upstream.events import DONE
-from lmkv_server.proxy.upstream.reply import Reply
-from lmkv_server.proxy.upstream.tokens import TokenCount
 
 
 async def test_an_error_in_a_stream_is_one_event_whatever_the_engine_wrote() -> None:
@@ -23,9 +23,9 @@ async def test_an_error_in_a_stream_is_one_event_whatever_the_engine_wrote() -> 
     async def send(message: Message) -> None:
         sent.append(message)
 
-    told = Reply(send, Statistics(), Metrics([]))
-    await told.event(b'data: {"choices":[{"index":0}]}\n\n')
-    await told.refuse(Answer(status=400, body=b'{\n\n"error": {}\n}'))
+    writer = ResponseWriter(send, LatencyStatistics(), ProxyMetrics([]))
+    await writer.send_event(b'data: {"choices":[{"index":0}]}\n\n')
+    await writer.fail_with(HttpResponse(status=400, body=b'{\n\n"error": {}\n}'))
     begin, first, error, done, end = sent
     assert (begin["status"], first["more_body"], done["body"], end) == (200, True, DONE, {**end, "body": b""})
     assert error["body"].count(b"\n\n") == 1
@@ -34,28 +34,28 @@ async def test_an_error_in_a_stream_is_one_event_whatever_the_engine_wrote() -> 
 
 @pytest.mark.parametrize("has_begun", [False, True])
 async def test_a_client_that_takes_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, has_begun: bool) -> None:
-    monkeypatch.setattr(reply, "LAST_WORD_SECONDS", 0.01)
+    monkeypatch.setattr(response, "ERROR_TIMEOUT_SECONDS", 0.01)
     is_stuck = asyncio.Event()
 
     async def send(_: Message) -> None:
         if is_stuck.is_set():
             await asyncio.get_running_loop().create_future()
 
-    told = Reply(send, Statistics(), Metrics([]))
+    writer = ResponseWriter(send, LatencyStatistics(), ProxyMetrics([]))
     if has_begun:
-        await told.event(b"data: {}\n\n")
+        await writer.send_event(b"data: {}\n\n")
     is_stuck.set()
-    await told.fail(504, "no answer")
+    await writer.fail(504, "no answer")
 
 
 async def test_times_are_counted_once_per_token_and_answer() -> None:
     async def send(_: Message) -> None: ...
 
-    statistics = Statistics()
-    told = Reply(send, statistics, Metrics([]))
+    statistics = LatencyStatistics()
+    writer = ResponseWriter(send, statistics, ProxyMetrics([]))
     for data in (b'{"choices":[{"index":0}]}', b'{"choices":[{"index":0}]}', b'{"choices":[],"usage":{}}', b"[DONE]"):
-        await told.event(b"data: " + data + b"\n\n")
-    await told.end()
+        await writer.send_event(b"data: " + data + b"\n\n")
+    await writer.end_stream()
     assert statistics.request_count == 1
     assert set(statistics.summaries()) == {"TTFT", "ITL", "Total"}
 
@@ -99,16 +99,16 @@ def test_tokens_are_counted_however_their_json_is_written(
     if is_turned:
         fields = dict(reversed(fields.items()))
     data = json.dumps(fields, separators=separators).encode()
-    assert TokenCount().of(b"data: " + data + b"\n\n") == count
+    assert TokenCounter().count(b"data: " + data + b"\n\n") == count
 
 
 def test_tokens_are_what_the_engine_counts_where_it_does() -> None:
-    tokens = TokenCount()
-    counts = [tokens.of(event({"usage": {"completion_tokens": total}} | completion())) for total in (1, 4, 4, 9)]
+    tokens = TokenCounter()
+    counts = [tokens.count(event({"usage": {"completion_tokens": total}} | completion())) for total in (1, 4, 4, 9)]
     assert counts == [1, 3, 0, 5]
-    assert tokens.of(event({"usage": {"completion_tokens": 9}, "choices": []})) == 0
-    assert tokens.of(event({"usage": None} | completion())) == 1
-    assert tokens.of(event({"usage": {"completion_tokens": 1 << 60}} | completion())) == 1024
+    assert tokens.count(event({"usage": {"completion_tokens": 9}, "choices": []})) == 0
+    assert tokens.count(event({"usage": None} | completion())) == 1
+    assert tokens.count(event({"usage": {"completion_tokens": 1 << 60}} | completion())) == 1024
 
 
 def event(content: dict[str, object]) -> bytes:
@@ -120,15 +120,15 @@ def event(content: dict[str, object]) -> bytes:
     "data", [b"data: [DONE]\n\n", b': ping "choices"\n\n', b'data: {"choices\n\n', b'data: \xff"choices"\n\n']
 )
 def test_what_is_no_answer_carries_no_token(data: bytes) -> None:
-    assert TokenCount().of(data) == 0
+    assert TokenCounter().count(data) == 0
 
 
 async def test_tokens_that_leave_together_share_their_time() -> None:
     async def send(_: Message) -> None: ...
 
-    statistics = Statistics()
-    told = Reply(send, statistics, Metrics([]))
+    statistics = LatencyStatistics()
+    writer = ResponseWriter(send, statistics, ProxyMetrics([]))
     for ids in ([1], [2, 3, 4, 5], [6]):
-        await told.event(event(completion(token_ids=ids)))
+        await writer.send_event(event(completion(token_ids=ids)))
     assert statistics.request_count == 1
     assert len(statistics._kinds["ITL"]) == 5

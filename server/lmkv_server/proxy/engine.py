@@ -1,0 +1,74 @@
+"""The state of one engine, as the proxy knows it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+PREFILL, DECODE, BOTH = "prefill", "decode", "both"
+"""Roles of engines."""
+MAX_HEALTH_TIMEOUTS = 3
+"""Consecutive health checks without a response after which an engine is unhealthy. A busy engine may miss one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    """A model or adapter that an engine serves."""
+
+    name: str
+    parent: str = ""
+    """The base model of an adapter; empty for a base model."""
+    max_token_count: int = 0
+    """Maximum number of tokens of a prompt and its completion; 0 if the engine does not report it."""
+
+
+class Engine:
+    """One engine: its health, its models, its instance and its load."""
+
+    def __init__(self, url: str, role: str) -> None:
+        self.url = url
+        self.role = role
+        self.is_healthy = False
+        self.failure = "no health check has completed yet"
+        """Why it is unhealthy; empty if it is healthy."""
+        self.models: tuple[ServedModel, ...] = ()
+        self.instance_id = ""
+        """The instance that stores its chunks; empty if the engine does not report one."""
+        self.in_flight_count = 0
+        self.last_choice = 0
+        """Number of the pool's last choice that selected it."""
+        self._health_timeout_count = 0
+
+    def model(self, name: object) -> ServedModel:
+        """The model of this name; the engine's first model if `name` is not one of them."""
+        found = [model for model in self.models if model.name == name] or list(self.models[:1])
+        return found[0] if found else ServedModel(name=name if isinstance(name, str) else "")
+
+    def mark_healthy(self) -> None:
+        """Makes it available to requests."""
+        self.is_healthy, self.failure, self._health_timeout_count = True, "", 0
+
+    def mark_unhealthy(self, failure: str) -> bool:
+        """Excludes it from requests until it is healthy. Returns whether its state or the failure has changed."""
+        has_changed = self.is_healthy or failure != self.failure
+        self.is_healthy, self.failure = False, failure
+        return has_changed
+
+    def reset_health_timeouts(self) -> None:
+        """Records that it responded to a health check."""
+        self._health_timeout_count = 0
+
+    def add_health_timeout(self) -> bool:
+        """Records a health check without a response. Returns whether the number of consecutive ones is the limit."""
+        self._health_timeout_count += 1
+        return self._health_timeout_count >= MAX_HEALTH_TIMEOUTS
+
+    @contextmanager
+    def count_request(self) -> Iterator[None]:
+        """Counts a request as in flight."""
+        self.in_flight_count += 1
+        try:
+            yield
+        finally:
+            self.in_flight_count -= 1

@@ -1,0 +1,155 @@
+"""The decode stage: sends the client a decode engine's response, with or without the prefill engine's first token."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager
+
+import msgspec
+
+from lmkv_server.proxy.engine import Engine
+from lmkv_server.proxy.openai import Json
+from lmkv_server.proxy.pd.joiner import CannotContinue, ResponseJoiner
+from lmkv_server.proxy.pd.parameters import decode_body, with_handoff, without_handoff
+from lmkv_server.proxy.pd.prefill import PrefillResult
+from lmkv_server.proxy.pd.request import CompletionRequest
+from lmkv_server.proxy.response import ResponseWriter
+from lmkv_server.proxy.routing.failover import EngineFailover
+from lmkv_server.proxy.routing.health import update_instance
+from lmkv_server.proxy.upstream.client import EngineClient, EngineFailed, HttpResponse, json_of
+from lmkv_server.proxy.upstream.events import DONE, data_of
+
+logger = logging.getLogger(__name__)
+
+_INCOMPLETE = "its response ended early"
+
+_encode = msgspec.json.encode
+
+
+class DecodeStage:
+    """Sends one client the response to its request."""
+
+    def __init__(
+        self,
+        request: CompletionRequest,
+        writer: ResponseWriter,
+        decoders: EngineFailover,
+        clients: Mapping[Engine, EngineClient],
+    ) -> None:
+        self._request = request
+        self._writer = writer
+        self._decoders = decoders
+        self._clients = clients
+
+    async def relay(self, prefill: PrefillResult | None) -> None:
+        """Sends an engine's response to the client's own request. Raises `EngineFailed` or `EngineRejected`."""
+
+        async def relay(engine: Engine) -> None:
+            body = with_handoff(self._request.body, prefill.parameters_for(engine) if prefill else None)
+            if self._request.is_streamed:
+                await self._relay_events(engine, body, prefill)
+                return
+            response = await self._complete(engine, body)
+            if prefill:
+                prefill.mark_response_from(engine)
+            await self._writer.send(response)
+
+        await self._decoders.run(relay)
+
+    async def continue_from(self, prefill: PrefillResult, joiner: ResponseJoiner) -> None:
+        """Sends the first token, then what a decode engine generates after it. Raises as `relay`."""
+
+        def body_for(engine: Engine) -> Json:
+            joiner.restart()
+            body, handoff = self._request.body, prefill.parameters_for(engine)
+            return decode_body(body, self._request.path, joiner.prompt, joiner.delivered, handoff)
+
+        async def merge(engine: Engine) -> bytes:
+            with _translate_errors(engine):
+                response = await self._send(engine, body_for(engine))
+                continuation = json_of(response.body, engine)
+                update_instance(engine, continuation)
+                prefill.mark_response_from(engine)
+                return joiner.merge(continuation)
+
+        async def continue_stream(engine: Engine) -> None:
+            with _translate_errors(engine):
+                await self._continue_stream(engine, body_for(engine), joiner, prefill)
+
+        if not self._request.is_streamed:
+            merged = joiner.merge(None) if joiner.is_complete else await self._decoders.run(merge)
+            await self._writer.send(HttpResponse(status=200, body=merged))
+            return
+        for event in joiner.first_events():
+            await self._writer.send_event(event)
+        if not joiner.is_complete:
+            await self._decoders.run(continue_stream)
+        for event in joiner.last_events():
+            await self._writer.send_event(event)
+        await self._writer.end_stream()
+
+    async def _continue_stream(
+        self, engine: Engine, body: Json, joiner: ResponseJoiner, prefill: PrefillResult
+    ) -> None:
+        """Sends the events of a decode engine after the tokens that the client has, except for the final `[DONE]`."""
+        try:
+            async with self._stream(engine, body) as events:
+                async for event in events:
+                    data = data_of(event)
+                    if data in (b"", b"[DONE]"):
+                        continue
+                    prefill.mark_response_from(engine)
+                    chunk = json_of(data, engine)
+                    if "error" in chunk:
+                        raise EngineFailed(
+                            engine, "its response ended with an error", HttpResponse(status=500, body=data)
+                        )
+                    if continuation := joiner.rewrite(chunk):
+                        await self._writer.send_event(continuation)
+        except EngineFailed as error:
+            if not joiner.is_complete:  # else only the usage is missing
+                raise
+            logger.warning("%s", error)
+        if not joiner.is_complete:
+            raise EngineFailed(engine, _INCOMPLETE)
+
+    async def _relay_events(self, engine: Engine, body: Json, prefill: PrefillResult | None) -> None:
+        last = b""
+        try:
+            async with self._stream(engine, body) as events:
+                async for last in events:
+                    if prefill:
+                        prefill.mark_response_from(engine)
+                    await self._writer.send_event(last)
+            if last != DONE:
+                raise EngineFailed(engine, _INCOMPLETE)
+        except EngineFailed as error:
+            error.is_final = bool(self._writer.status)  # events that were sent cannot be revoked
+            raise
+        await self._writer.end_stream()
+
+    async def _complete(self, engine: Engine, body: Json) -> HttpResponse:
+        """An engine's response without handoff parameters."""
+        response = await self._send(engine, body)
+        if b'"lmkv"' not in response.body:
+            return response
+        content = json_of(response.body, engine)
+        update_instance(engine, content)
+        return HttpResponse(status=200, body=_encode(without_handoff(content)), headers=response.headers)
+
+    async def _send(self, engine: Engine, body: Json) -> HttpResponse:
+        request = self._request
+        return await self._clients[engine].request("POST", request.path, request.headers, _encode(body))
+
+    def _stream(self, engine: Engine, body: Json) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
+        return self._clients[engine].stream(self._request.path, self._request.headers, _encode(body))
+
+
+@contextmanager
+def _translate_errors(engine: Engine) -> Iterator[None]:
+    """Raises `EngineFailed` for a response that cannot be joined."""
+    try:
+        yield
+    except CannotContinue as error:
+        raise EngineFailed(engine, str(error)) from None

@@ -1,0 +1,103 @@
+"""Sends the response to a client: complete, or as a stream of events. Measures its latencies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+
+from starlette.types import Send
+
+from lmkv_server.proxy.metrics import ProxyMetrics
+from lmkv_server.proxy.openai import error_body
+from lmkv_server.proxy.statistics import LatencyStatistics
+from lmkv_server.proxy.token_counter import TokenCounter
+from lmkv_server.proxy.upstream.client import HttpResponse
+from lmkv_server.proxy.upstream.events import DONE, event_of
+
+_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+ERROR_TIMEOUT_SECONDS = 5.0
+"""Deadline for sending an error: the deadline of the request has passed by then."""
+
+
+class ResponseWriter:
+    """Sends one response. What cannot be sent is discarded: the client has disconnected."""
+
+    def __init__(self, send: Send, statistics: LatencyStatistics, metrics: ProxyMetrics) -> None:
+        self.strategy = "none"
+        """How engines share the request: `continue`, `repeat` or `alone`; `none` before that is decided."""
+        self.status = 0
+        """The status that was sent; 0 before the response has started."""
+        self._send = send
+        self._statistics = statistics
+        self._metrics = metrics
+        self._arrival = time.perf_counter()
+        self._last: float | None = None
+        """When the last token was sent; None before the first."""
+        self._tokens = TokenCounter()
+
+    async def send(self, response: HttpResponse) -> None:
+        """Sends a complete response. Nothing else may be sent before or after it."""
+        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in response.headers.items()]
+        headers.append((b"content-length", str(len(response.body)).encode()))
+        if response.status == 200:
+            self._record_tokens(1)
+        await self._start(response.status, headers)
+        await self._send({"type": "http.response.body", "body": response.body})
+        if response.status == 200:
+            self._record_total()
+
+    async def send_event(self, event: bytes) -> None:
+        """Sends the next event of the stream. The first event starts the response."""
+        if not self.status:
+            await self._start(200, _STREAM_HEADERS)
+        if count := self._tokens.count(event):
+            self._record_tokens(count)
+        await self._send({"type": "http.response.body", "body": event, "more_body": True})
+
+    async def end_stream(self) -> None:
+        """Ends the stream."""
+        await self._send({"type": "http.response.body", "body": b""})
+        self._record_total()
+
+    async def fail(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
+        """Sends an error in OpenAI's format, as `fail_with` does."""
+        all_headers = {"content-type": "application/json", **(headers or {})}
+        await self.fail_with(HttpResponse(status=status, body=error_body(status, message), headers=all_headers))
+
+    async def fail_with(self, response: HttpResponse) -> None:
+        """Sends an error as the response, or as the last event of a stream that has started.
+
+        Gives up after `ERROR_TIMEOUT_SECONDS` if the client does not read.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ERROR_TIMEOUT_SECONDS):
+                if not self.status:
+                    await self.send(response)
+                    return
+                for event in (event_of(response.body.replace(b"\n", b" ")), DONE):
+                    await self._send({"type": "http.response.body", "body": event, "more_body": True})
+                await self._send({"type": "http.response.body", "body": b""})
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    def _record_tokens(self, count: int) -> None:
+        """Records the latency of tokens that are sent together. They share the time since the previous event."""
+        now = time.perf_counter()
+        if self._last is None:
+            self._statistics.record_first_token(now - self._arrival)
+            self._metrics.first_token_seconds.observe(now - self._arrival)
+        else:
+            seconds = (now - self._last) / count
+            for _ in range(count):
+                self._statistics.record_inter_token(seconds)
+                self._metrics.inter_token_seconds.observe(seconds)
+        self._last = now
+
+    def _record_total(self) -> None:
+        seconds = time.perf_counter() - self._arrival
+        self._statistics.record_total(seconds)
+        self._metrics.request_seconds.observe(seconds)

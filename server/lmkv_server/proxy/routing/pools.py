@@ -1,0 +1,72 @@
+"""Selects the engine of a request: session affinity first, then the policy's cost. Pure: time is passed in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from lmkv_server.proxy.engine import Engine
+from lmkv_server.proxy.routing.affinity import SessionAffinity
+from lmkv_server.proxy.routing.policies import Cost
+
+OVERLOAD = 8
+"""A session leaves its engine if that has this many more requests in flight than the least loaded engine."""
+
+
+class EnginePool:
+    """The engines of one role."""
+
+    def __init__(self, engines: Sequence[Engine], cost: Cost, affinity: SessionAffinity) -> None:
+        self.engines = engines
+        self._cost = cost
+        self._affinity = affinity
+        self._choice_count = 0
+
+    def choose(
+        self, now: float, *, session: str = "", cached: Mapping[str, int], excluded: Collection[Engine] = ()
+    ) -> Engine | None:
+        """Selects a healthy engine that is not excluded, and assigns the session to it; None if there is none.
+
+        `cached` is the number of prompt tokens that each instance holds. Among engines of equal cost, selects the one
+        that was selected least recently.
+        """
+        candidates = [engine for engine in self.engines if engine.is_healthy and engine not in excluded]
+        if not candidates:
+            return None
+        chosen = self._of_session(session, candidates, now) or min(
+            candidates, key=lambda engine: (self._cost(engine, cached), engine.last_choice)
+        )
+        self._choice_count += 1
+        chosen.last_choice = self._choice_count
+        if session:
+            self._affinity.assign(session, chosen.url, now)
+        return chosen
+
+    def least_loaded(self) -> Engine | None:
+        """The healthy engine with the fewest requests in flight; None if none is healthy."""
+        healthy = (engine for engine in self.engines if engine.is_healthy)
+        return min(healthy, key=lambda engine: engine.in_flight_count, default=None)
+
+    def _of_session(self, session: str, candidates: Sequence[Engine], now: float) -> Engine | None:
+        url = self._affinity.get(session, now) if session else None
+        least = min(engine.in_flight_count for engine in candidates)
+        fit = (engine for engine in candidates if engine.url == url and engine.in_flight_count < least + OVERLOAD)
+        return next(fit, None)
+
+
+class EnginePools:
+    """All engines: those that decode or do both, and those that only prefill, if there are any."""
+
+    def __init__(self, decode: EnginePool, prefill: EnginePool | None) -> None:
+        self.decode = decode
+        self.prefill = prefill
+
+    @property
+    def engines(self) -> list[Engine]:
+        """All engines, prefill engines first."""
+        return [*(self.prefill.engines if self.prefill else ()), *self.decode.engines]
+
+    def unavailable_reason(self) -> str:
+        """Why no request can be served; empty if one can. Prefill engines are optional: decode engines prefill too."""
+        if self.decode.least_loaded() is not None:
+            return ""
+        return "; ".join(f"{engine.role} engine {engine.url}: {engine.failure}" for engine in self.decode.engines)
