@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import engines, fetches
-from benchmarks.bare_ends import LIMITS
-from benchmarks.command import Benchmark, Run
+from benchmarks.node import fetches
+from benchmarks.node.bare_ends import LIMITS
+from benchmarks.support import engines
+from benchmarks.support.command import Benchmark, Run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

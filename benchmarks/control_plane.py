@@ -9,9 +9,10 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks import controllers, coordinator_lookups, departures, fleets, layouts
-from benchmarks.command import Benchmark, Run
-from benchmarks.rival_pairs import lmcache_problem
+from benchmarks.coordinator import departures, fleets, layouts, lookups
+from benchmarks.support.command import Benchmark, Run
+from benchmarks.systems import controllers
+from benchmarks.systems.pairs import lmcache_problem
 
 PARTS = ("map", "lookups", "rebuild", "death")
 
@@ -31,7 +32,7 @@ def measure(run: Run) -> None:
         layouts.measure(run)
     if "lookups" in parts:
         run.say("lookups at a coordinator that knows a million chunks")
-        uvloop.run(coordinator_lookups.measure(run))
+        uvloop.run(lookups.measure(run))
     if "rebuild" in parts:
         run.say("a coordinator that starts again")
         uvloop.run(fleets.measure_rebuild(run))

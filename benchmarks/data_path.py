@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from benchmarks import copies, engines, fetches, hooks, lookups, misses, short_hits, ttft
-from benchmarks.command import Benchmark, Run
+from benchmarks.node import copies, fetches, hooks, lookups, misses, short_hits, ttft
+from benchmarks.support import engines
+from benchmarks.support.command import Benchmark, Run
 from lmkv_client.demo.cluster import Cluster
 
 PARTS = ("copies", "fetches", "lookups", "ttft", "hits", "misses")

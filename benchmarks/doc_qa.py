@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from benchmarks import engines
-from benchmarks.command import Benchmark, Run
-from benchmarks.engines import Prompts
-from benchmarks.rows import Row, compare
+from benchmarks.support import engines
+from benchmarks.support.command import Benchmark, Run
+from benchmarks.support.engines import Prompts
+from benchmarks.support.rows import Row, compare
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.completion import Completion
 from lmkv_client.demo.engine import Engine

@@ -6,10 +6,10 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from benchmarks.command import Benchmark, Run
-from benchmarks.policies import S3Fifo, Sieve, TwoQueues
-from benchmarks.rows import Row, compare
-from benchmarks.traces import CHUNK_TOKENS, TRACES, Request
+from benchmarks.replay.policies import S3Fifo, Sieve, TwoQueues
+from benchmarks.replay.traces import CHUNK_TOKENS, TRACES, Request
+from benchmarks.support.command import Benchmark, Run
+from benchmarks.support.rows import Row, compare
 from lmkv.keys import ChunkKey
 from lmkv_server.node.cache.eviction import POLICIES, EvictionPolicy, EvictionQueue
 

@@ -12,10 +12,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from benchmarks import timing
-from benchmarks.command import Benchmark, Run
-from benchmarks.copies import rate_row, scattered_copies, touched_memory
-from benchmarks.rows import Row
+from benchmarks.node.copies import rate_row, scattered_copies, touched_memory
+from benchmarks.support import timing
+from benchmarks.support.command import Benchmark, Run
+from benchmarks.support.rows import Row
 from lmkv.pool.pool import Pool
 from lmkv_kernels import Pages, gather, packed_rows, scatter, token_rows, whole_tiles
 

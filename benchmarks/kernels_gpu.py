@@ -15,10 +15,10 @@ from functools import partial
 
 import torch
 
-from benchmarks import timing
-from benchmarks.command import Benchmark, Run
-from benchmarks.copies import rate_row, scattered_copies
-from benchmarks.rows import Row
+from benchmarks.node.copies import rate_row, scattered_copies
+from benchmarks.support import timing
+from benchmarks.support.command import Benchmark, Run
+from benchmarks.support.rows import Row
 from lmkv_kernels import ChunkCopy, Pages, token_rows
 from lmkv_kernels.cuda import (
     Copier,

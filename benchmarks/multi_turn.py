@@ -14,11 +14,12 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import chat_systems, engines
-from benchmarks.chat_systems import ALONE, Plan
-from benchmarks.command import Benchmark, Run
-from benchmarks.engines import Prompts
-from benchmarks.rows import Row, compare
+from benchmarks.support import engines
+from benchmarks.support.command import Benchmark, Run
+from benchmarks.support.engines import Prompts
+from benchmarks.support.rows import Row, compare
+from benchmarks.systems import chats
+from benchmarks.systems.chats import ALONE, Plan
 from lmkv.errors import LmkvError
 from lmkv_client.demo.completion import Completion
 from lmkv_client.demo.engine import Engine
@@ -112,7 +113,7 @@ def measure(run: Run) -> None:
     }
     engines.check_memory(4 * (engines.ENGINE_BYTES + CHATS_IN_CACHE * chat_bytes) + 3 * plan.pool_bytes)
     with ExitStack() as stack:
-        talking = start(run, stack, chat_systems.systems(run, plan, args.lmcache_python))
+        talking = start(run, stack, chats.systems(run, plan, args.lmcache_python))
         spoken = talk(run, talking, workload)
         run.add(*rows_of(spoken))
     same, count = identical(spoken["lmkv"], spoken[ALONE])

@@ -15,10 +15,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks import engines, timing
-from benchmarks.command import Benchmark, Run
-from benchmarks.engines import Prompts
-from benchmarks.pd_systems import (
+from benchmarks.support import engines, timing
+from benchmarks.support.command import Benchmark, Run
+from benchmarks.support.engines import Prompts
+from benchmarks.support.rows import Row, compare
+from benchmarks.systems.pairs import Plan, lmcache_problem, nixl_problem
+from benchmarks.systems.prefill_decode import (
     PROMPTS_IN_CACHE,
     STEP_TOKENS,
     Answer,
@@ -29,8 +31,6 @@ from benchmarks.pd_systems import (
     one_engine,
     thawed,
 )
-from benchmarks.rival_pairs import Plan, lmcache_problem, nixl_problem
-from benchmarks.rows import Row, compare
 from lmkv.errors import LmkvError
 
 NAMED_TOKENS = 2048

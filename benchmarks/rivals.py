@@ -15,10 +15,11 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
-from benchmarks import engines, machine
-from benchmarks.command import Benchmark, Run
-from benchmarks.engines import Prompts
-from benchmarks.rival_pairs import (
+from benchmarks.support import engines, machine
+from benchmarks.support.command import Benchmark, Run
+from benchmarks.support.engines import Prompts
+from benchmarks.support.rows import Row, compare
+from benchmarks.systems.pairs import (
     Pair,
     Plan,
     lmcache_pair,
@@ -27,7 +28,6 @@ from benchmarks.rival_pairs import (
     nixl_problem,
     offloading_pair,
 )
-from benchmarks.rows import Row, compare
 from lmkv.errors import LmkvError
 from lmkv_client.demo.process import session_pids
 

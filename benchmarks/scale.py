@@ -13,11 +13,11 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks import machine
-from benchmarks.command import Benchmark, Run
-from benchmarks.coordinator_lookups import Line
-from benchmarks.layouts import random_keys, resident_bytes
-from benchmarks.rows import Row
+from benchmarks.coordinator.layouts import random_keys, resident_bytes
+from benchmarks.coordinator.lookups import Line
+from benchmarks.support import machine
+from benchmarks.support.command import Benchmark, Run
+from benchmarks.support.rows import Row
 from lmkv import rpc
 from lmkv.errors import LmkvError
 from lmkv.keys import KEY_BYTES
@@ -119,7 +119,7 @@ def nodes(addresses: Sequence[str], count: int, logs: Path) -> Iterator[None]:
     with ExitStack() as stack:
         for index in range(PROCESS_COUNT):
             first, last = (1 + count * at // PROCESS_COUNT for at in (index, index + 1))
-            command = [sys.executable, "-m", "benchmarks.scale_nodes"]
+            command = [sys.executable, "-m", "benchmarks.coordinator.nodes"]
             command += [word for address in addresses for word in ("--coordinator", address)]
             command += ["--first", str(first), "--count", str(last - first), "--chunks", str(CHUNK_COUNT)]
             process = ServerProcess(f"nodes-{index}", command, logs / f"nodes-{index}.log")

@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import uvloop
 
-from benchmarks import machine
-from benchmarks.command import Benchmark, Run
-from benchmarks.coordinator_lookups import Line
-from benchmarks.rows import Row, compare
+from benchmarks.coordinator.lookups import Line
+from benchmarks.coordinator.nodes import SPEC, ScaledNode
 from benchmarks.scale import CHUNK_COUNT, LEASE_SECONDS, STEADY_SECONDS, nodes, whole
-from benchmarks.scale_nodes import SPEC, ScaledNode
+from benchmarks.support import machine
+from benchmarks.support.command import Benchmark, Run
+from benchmarks.support.rows import Row, compare
 from lmkv import rpc
 from lmkv.errors import LmkvError
 from lmkv.v1.cache_service_pb2 import LookupRequest

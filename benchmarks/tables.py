@@ -15,9 +15,9 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks import picture, turns_picture
-from benchmarks.meanings import meaning_of
-from benchmarks.rows import Report, markdown_table, read_report
+from benchmarks.support import picture, turns_picture
+from benchmarks.support.meanings import meaning_of
+from benchmarks.support.rows import Report, markdown_table, read_report
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as every
-from benchmarks import engines, fleets, ttft
-from benchmarks.command import Benchmark, Run
-from benchmarks.rows import Row
+from benchmarks.coordinator import fleets
+from benchmarks.node import ttft
+from benchmarks.support import engines
+from benchmarks.support.command import Benchmark, Run
+from benchmarks.support.rows import Row
 from lmkv import rpc
 from lmkv_client.demo.cluster import Coordinator
 from lmkv_server.coordinator.core.join_admission import MAX_JOINING

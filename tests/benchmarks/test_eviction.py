@@ -7,7 +7,7 @@ from itertools import takewhile
 import pytest
 
 from benchmarks.eviction import CANDIDATES, replay
-from benchmarks.traces import CHUNK_TOKENS, MAX_PROMPT_CHUNKS, TRACES, Request
+from benchmarks.replay.traces import CHUNK_TOKENS, MAX_PROMPT_CHUNKS, TRACES, Request
 from lmkv.keys import ChunkKey
 from tests.server.node.cache.test_eviction import machine
 

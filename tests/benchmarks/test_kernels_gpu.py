@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from benchmarks import kernels_gpu
-from benchmarks.command import Run
-from benchmarks.meanings import meaning_of
-from benchmarks.rows import Report
+from benchmarks.support.command import Run
+from benchmarks.support.meanings import meaning_of
+from benchmarks.support.rows import Report
 from tests.kernels.emulation import emulated_device
 
 

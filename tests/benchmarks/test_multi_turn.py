@@ -7,10 +7,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import machine, multi_turn, turns_picture
-from benchmarks.meanings import meaning_of
+from benchmarks import multi_turn
 from benchmarks.multi_turn import ANSWER_TOKENS, MESSAGE_TOKENS, Turn, Workload
-from benchmarks.rows import Report, Row
+from benchmarks.support import machine, turns_picture
+from benchmarks.support.meanings import meaning_of
+from benchmarks.support.rows import Report, Row
 from lmkv_client.demo.completion import Completion
 
 

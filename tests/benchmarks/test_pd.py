@@ -12,10 +12,11 @@ import msgspec
 import pytest
 import zmq
 
-from benchmarks import pd, pd_systems
-from benchmarks.meanings import meaning_of
-from benchmarks.pd_calls import SERVICE, Counts
-from benchmarks.pd_systems import Answer, System
+from benchmarks import pd
+from benchmarks.support.meanings import meaning_of
+from benchmarks.systems import prefill_decode
+from benchmarks.systems.calls import SERVICE, Counts
+from benchmarks.systems.prefill_decode import Answer, System
 from lmkv.errors import LmkvError
 from lmkv_client.demo.engine import Engine
 from lmkv_client.demo.process import ServerProcess, session_pids
@@ -37,7 +38,7 @@ def test_an_answer_says_when_its_tokens_came() -> None:
     assert (answer.ttft, answer.second_token, answer.total) == (1.0, 1.4, 1.8)
     assert answer.itl == pytest.approx(0.2)
     assert answer.transfer == pytest.approx(0.1)
-    assert pd_systems.later(answer, 1.0) == (2.0, 2.4, 2.5, 2.8)
+    assert prefill_decode.later(answer, 1.0) == (2.0, 2.4, 2.5, 2.8)
 
 
 def test_rows_compare_lmkv_with_every_system() -> None:
@@ -100,9 +101,9 @@ def states(server: ServerProcess) -> set[str]:
 
 
 def test_a_frozen_system_runs_only_while_it_is_awake(server: ServerProcess) -> None:
-    pd_systems.send(signal.SIGSTOP, [server])
+    prefill_decode.send(signal.SIGSTOP, [server])
     server.wait_until(lambda: states(server) == {"T"}, "frozen", 20.0)
-    with pd_systems.thawed([server]):
+    with prefill_decode.thawed([server]):
         server.wait_until(lambda: "T" not in states(server), "awake", 20.0)
     server.wait_until(lambda: states(server) == {"T"}, "frozen again", 20.0)
 
@@ -112,6 +113,6 @@ def test_the_notice_of_another_request_is_passed_over() -> None:
         sender.connect(f"tcp://127.0.0.1:{notices.bind_to_random_port('tcp://127.0.0.1')}")
         for request_id in ("r1", "r2"):
             sender.send(msgspec.msgpack.encode({"type": "ProxyNotif", "req_id": request_id}))
-        pd_systems.wait_for_notice(notices, "r2", 20.0)
+        prefill_decode.wait_for_notice(notices, "r2", 20.0)
         with pytest.raises(LmkvError, match="did not say within"):
-            pd_systems.wait_for_notice(notices, "r3", 0.01)
+            prefill_decode.wait_for_notice(notices, "r3", 0.01)

@@ -15,10 +15,12 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from benchmarks import doc_qa, machine, picture, tables, timing, ttft
-from benchmarks.meanings import meaning_of
-from benchmarks.rows import Report, Row, compare, make_table, markdown_table, number, read_report
-from benchmarks.steps import Steps
+from benchmarks import doc_qa, tables
+from benchmarks.node import ttft
+from benchmarks.node.steps import Steps
+from benchmarks.support import machine, picture, timing
+from benchmarks.support.meanings import meaning_of
+from benchmarks.support.rows import Report, Row, compare, make_table, markdown_table, number, read_report
 from lmkv_client.demo.completion import Completion
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ Cost = Callable[[Engine, Mapping[str, int]], int]
 
 
 def cost_by(policy: str, load_tokens: int) -> Cost:
-    """The cost function of a policy. With `kv_aware`, a request in flight weighs as much as `load_tokens` held tokens."""
+    """The cost function of a policy. `kv_aware` weighs a request in flight like `load_tokens` held tokens."""
 
     def round_robin(_: Engine, __: Mapping[str, int]) -> int:
         return 0

@@ -232,7 +232,7 @@ async def test_lookups_that_all_fail_are_logged_once_and_their_success_once(
         async with make("i-0", keys_of(tokens_of({"prompt": PROMPT}), SPEC), SPEC):
             for _ in range(3):
                 await front.ask(COMPLETIONS, completion(PROMPT))
-        assert caplog.text.count("lookups succeed again, after 8 that failed") == 1
+        assert caplog.text.count("lookups succeed again, after 8 failures") == 1
 
 
 async def test_a_coordinator_that_hangs_costs_no_more_than_the_lookup_timeout(

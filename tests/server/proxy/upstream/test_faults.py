@@ -240,7 +240,7 @@ async def test_a_request_has_a_deadline(
     engine.going.clear()
     response = await front.ask(COMPLETIONS, body)
     assert response.status_code == (200 if has_begun else 504)
-    assert "no answer within 0.3 s" in response.text
+    assert "the response was not complete within 0.3 s" in response.text
     await until(lambda: engine.cut_count == 1)
     await front.counts("lmkv_proxy_requests_total", 1, outcome="timeout")
 
@@ -273,7 +273,7 @@ async def test_an_engine_that_stays_out_is_told_of_once(
     prefiller.health = 503
     before = prefiller.health_count
     await until(lambda: prefiller.health_count > before + 3)
-    assert caplog.text.count(f"{prefiller.url} is unhealthy: its health check returned 503") == 1
+    assert caplog.text.count(f"{prefiller.url} is unhealthy: it returned 503") == 1
     assert caplog.text.count("is unhealthy") == 1
 
 
@@ -330,11 +330,11 @@ async def test_only_so_many_requests_are_let_in(
 @pytest.mark.parametrize(
     ("content", "status", "message"),
     [
-        (b"{", 400, "no JSON"),
+        (b"{", 400, "not JSON"),
         (b"[1]", 400, "must be a JSON object"),
-        (b"\xff", 400, "no JSON"),
-        (b"", 400, "no JSON"),
-        (b"[" * 100_000, 400, "no JSON"),
+        (b"\xff", 400, "not JSON"),
+        (b"", 400, "not JSON"),
+        (b"[" * 100_000, 400, "not JSON"),
         (b'{"prompt": "' + b"x" * 20_000 + b'"}', 413, "max_body_size"),
     ],
 )
@@ -380,7 +380,7 @@ async def test_odd_values_come_to_an_engine_and_to_no_harm(
 
 async def test_paths_and_methods_that_are_none_say_so(front: Front) -> None:
     missing = await front.client.get("/v1/nothing")
-    assert (missing.status_code, missing.json()["error"]["message"]) == (404, "there is no /v1/nothing here")
+    assert (missing.status_code, missing.json()["error"]["message"]) == (404, "the path /v1/nothing does not exist")
     wrong = await front.client.get(COMPLETIONS)
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
 

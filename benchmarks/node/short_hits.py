@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks import engines
-from benchmarks.command import Run
-from benchmarks.engines import Prompts
-from benchmarks.rows import Row, compare
+from benchmarks.support import engines
+from benchmarks.support.command import Run
+from benchmarks.support.engines import Prompts
+from benchmarks.support.rows import Row, compare
 from lmkv_client.demo.cluster import Coordinator
 from lmkv_client.demo.engine import Engine
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from benchmarks.rows import Row
+from benchmarks.support.rows import Row
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv_client.demo.endpoint import Endpoint
 from lmkv_client.demo.engine import Engine

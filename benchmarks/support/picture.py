@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
-from benchmarks.rows import Report
+from benchmarks.support.rows import Report
 
 KINDS = {"prefix": "vLLM's own prefix cache", "own": "lmkv: the own pool", "peer": "lmkv: a peer's pool"}
 STEPS = {

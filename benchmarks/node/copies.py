@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks import timing
-from benchmarks.command import Run
-from benchmarks.rows import Row
+from benchmarks.support import timing
+from benchmarks.support.command import Run
+from benchmarks.support.rows import Row
 from lmkv.pool.pool import Pool
 from lmkv.pool.socket import PoolSocket
 from lmkv.spec import KvSpec

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import engines
-from benchmarks.command import Run
+from benchmarks.support import engines
+from benchmarks.support.command import Run
 from lmkv.errors import LmkvError
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.engine import Engine
 from lmkv_client.demo.plain_nixl import plain_nixl
 from lmkv_client.demo.process import ServerProcess, free_port
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STORE_SECONDS = 30.0
 BLIND_WAIT_SECONDS = 2.0
 """For stores of a system that does not say when they are done."""
@@ -98,7 +98,7 @@ def offloading_pair(plan: Plan) -> Iterator[Pair]:
                     "cpu_bytes_to_use": plan.pool_bytes,
                     "block_size": engines.CHUNK_SIZE,
                     "spec_name": "MemcpyOffloadingSpec",
-                    "spec_module_path": "benchmarks.memcpy_offload",
+                    "spec_module_path": "benchmarks.systems.memcpy_offload",
                     "secondary_tiers": [{"type": "p2p", "host": "127.0.0.1", "port": port}],
                 },
             },
@@ -154,7 +154,7 @@ def lmcache_pair(plan: Plan, python: Path) -> Iterator[Pair]:
             name=f"lmcache-{number}",
             transfer_config={
                 "kv_connector": "LMCacheConnectorV1Dynamic",
-                "kv_connector_module_path": "benchmarks.lmcache_cpu",
+                "kv_connector_module_path": "benchmarks.systems.lmcache_cpu",
                 "kv_role": "kv_both",
             },
             environment=common | {"LMCACHE_CONFIG_FILE": str(config)},

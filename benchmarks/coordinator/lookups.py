@@ -16,12 +16,12 @@ import grpc
 import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks import machine, timing
-from benchmarks.command import Run
-from benchmarks.fleets import LONG_LEASE, SimulatedInstance, join_all, make_fleet
-from benchmarks.layouts import INSTANCE_COUNT, random_keys
-from benchmarks.lookups import ANSWER_SECONDS, SPEC, WARM_UP_CALLS
-from benchmarks.rows import compare
+from benchmarks.coordinator.fleets import LONG_LEASE, SimulatedInstance, join_all, make_fleet
+from benchmarks.coordinator.layouts import INSTANCE_COUNT, random_keys
+from benchmarks.node.lookups import ANSWER_SECONDS, SPEC, WARM_UP_CALLS
+from benchmarks.support import machine, timing
+from benchmarks.support.command import Run
+from benchmarks.support.rows import compare
 from lmkv import rpc
 from lmkv.errors import LmkvError
 from lmkv.keys import KEY_BYTES, chunk_keys, join_keys, root_key, split_keys

@@ -16,8 +16,8 @@ from types import FrameType
 
 from rich.console import Console
 
-from benchmarks import machine
-from benchmarks.rows import Report, Row, make_table
+from benchmarks.support import machine
+from benchmarks.support.rows import Report, Row, make_table
 from lmkv.errors import LmkvError
 
 INTERRUPTED = 130

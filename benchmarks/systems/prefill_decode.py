@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 import zmq
 
-from benchmarks import engines
-from benchmarks.pd_calls import Calls
-from benchmarks.rival_pairs import ROOT, Plan
+from benchmarks.support import engines
+from benchmarks.systems.calls import Calls
+from benchmarks.systems.pairs import ROOT, Plan
 from lmkv.errors import LmkvError, Unreachable
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.completion import Token
@@ -322,7 +322,7 @@ def _lmcache_engine(plan: Plan, python: Path, name: str, role: str, own: Mapping
         name=f"lmcache-{name}",
         transfer_config={
             "kv_connector": "LMCacheConnectorV1Dynamic",
-            "kv_connector_module_path": "benchmarks.lmcache_cpu",
+            "kv_connector_module_path": "benchmarks.systems.lmcache_cpu",
             "kv_role": role,
             "kv_connector_extra_config": extra,
         },

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import machine
-from benchmarks.command import Run
+from benchmarks.support import machine
+from benchmarks.support.command import Run
 from lmkv.errors import LmkvError
 from lmkv.spec import DTYPE_BYTES, NATIVE_TILES, KvSpec
 from lmkv_client.demo.completion import Completion

@@ -7,11 +7,11 @@ import os
 import subprocess
 from pathlib import Path
 
-from benchmarks.command import Run
-from benchmarks.coordinator_lookups import CHUNK_COUNT
-from benchmarks.layouts import INSTANCE_COUNT
-from benchmarks.rival_pairs import ROOT, answers
-from benchmarks.rows import Row, compare
+from benchmarks.coordinator.layouts import INSTANCE_COUNT
+from benchmarks.coordinator.lookups import CHUNK_COUNT
+from benchmarks.support.command import Run
+from benchmarks.support.rows import Row, compare
+from benchmarks.systems.pairs import ROOT, answers
 from lmkv.errors import LmkvError
 from lmkv_client.demo.process import ServerProcess, free_port
 
@@ -54,7 +54,7 @@ def measure(run: Run, python: Path) -> None:
         }
         flags = [part for name, number in numbers.items() for part in (f"--{name}", str(number))]
         done = subprocess.run(
-            [str(python), "-m", "benchmarks.lmcache_controller", *flags],
+            [str(python), "-m", "benchmarks.systems.lmcache_controller", *flags],
             env=dict(os.environ) | environment,
             cwd=ROOT,
             capture_output=True,

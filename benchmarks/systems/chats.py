@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import engines
-from benchmarks.command import Run
-from benchmarks.rival_pairs import ROOT, lmcache_problem, remove_regions
+from benchmarks.support import engines
+from benchmarks.support.command import Run
+from benchmarks.systems.pairs import ROOT, lmcache_problem, remove_regions
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.engine import Engine
 
@@ -88,7 +88,7 @@ def offloading(plan: Plan) -> Iterator[Engine]:
                 "cpu_bytes_to_use": plan.pool_bytes,
                 "block_size": engines.CHUNK_SIZE,
                 "spec_name": "MemcpyOffloadingSpec",
-                "spec_module_path": "benchmarks.memcpy_offload",
+                "spec_module_path": "benchmarks.systems.memcpy_offload",
             },
         },
         environment={"PYTHONPATH": str(ROOT)},
@@ -116,7 +116,7 @@ def lmcache(plan: Plan, python: Path) -> Iterator[Engine]:
         name="lmcache",
         transfer_config={
             "kv_connector": "LMCacheConnectorV1Dynamic",
-            "kv_connector_module_path": "benchmarks.lmcache_cpu",
+            "kv_connector_module_path": "benchmarks.systems.lmcache_cpu",
             "kv_role": "kv_both",
         },
         environment={

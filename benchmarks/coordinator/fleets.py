@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc
 
-from benchmarks.command import Run
-from benchmarks.layouts import FINGERPRINT, INSTANCE_COUNT, KEYS_PER_REPORT, random_keys
-from benchmarks.rows import Row
+from benchmarks.coordinator.layouts import FINGERPRINT, INSTANCE_COUNT, KEYS_PER_REPORT, random_keys
+from benchmarks.support.command import Run
+from benchmarks.support.rows import Row
 from lmkv import rpc
 from lmkv.errors import Full, LmkvError
 from lmkv.keys import KEY_BYTES

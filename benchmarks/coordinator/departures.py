@@ -7,11 +7,11 @@ import time
 
 import grpc
 
-from benchmarks.command import Run
-from benchmarks.coordinator_lookups import Line, Questions
-from benchmarks.fleets import SimulatedInstance, join_all
-from benchmarks.layouts import random_keys, resident_bytes
-from benchmarks.rows import Row, compare
+from benchmarks.coordinator.fleets import SimulatedInstance, join_all
+from benchmarks.coordinator.layouts import random_keys, resident_bytes
+from benchmarks.coordinator.lookups import Line, Questions
+from benchmarks.support.command import Run
+from benchmarks.support.rows import Row, compare
 from lmkv import rpc
 from lmkv.errors import LmkvError
 from lmkv_client.demo.cluster import Coordinator

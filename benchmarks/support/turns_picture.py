@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from benchmarks.rows import Report
+from benchmarks.support.rows import Report
 
 SYSTEMS = {
     "alone": ("nothing kept: the engine alone", "#9aa3ad"),

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.command import Run
-from benchmarks.rows import compare
+from benchmarks.support.command import Run
+from benchmarks.support.rows import compare
 from lmkv.keys import KEY_BYTES, split_keys
 from lmkv.v1.chunk_pb2 import TIER_HOST
 from lmkv.v1.registry_service_pb2 import ChunkChange, ReportRequest

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from benchmarks.rows import Row, compare
+from benchmarks.support.rows import Row, compare
 from lmkv_client.demo.completion import Completion
 from lmkv_client.demo.engine import Engine
 

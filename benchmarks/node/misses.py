@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from benchmarks import engines, machine, timing
-from benchmarks.command import Run
-from benchmarks.engines import Prompts
-from benchmarks.rows import Row, compare
+from benchmarks.support import engines, machine, timing
+from benchmarks.support.command import Run
+from benchmarks.support.engines import Prompts
+from benchmarks.support.rows import Row, compare
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.engine import Engine
 from lmkv_client.demo.process import session_pids

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from benchmarks.command import Run
-from benchmarks.lookups import SPEC
-from benchmarks.rows import Row
+from benchmarks.node.lookups import SPEC
+from benchmarks.support.command import Run
+from benchmarks.support.rows import Row
 from lmkv.config import ConnectorConfig
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ import grpc
 import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks import timing
-from benchmarks.command import Run
-from benchmarks.rows import Row, compare
+from benchmarks.support import timing
+from benchmarks.support.command import Run
+from benchmarks.support.rows import Row, compare
 from lmkv import rpc
 from lmkv.config import ConnectorConfig
 from lmkv.errors import LmkvError

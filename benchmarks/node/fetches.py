@@ -7,13 +7,13 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from benchmarks import engines, machine
-from benchmarks.bare_ends import LIMITS, MEMCPY, SHORT_NAMES, Memcpy, bare_reader
-from benchmarks.command import Run
-from benchmarks.copies import rate_row
-from benchmarks.fetch_ends import Node, Owner, keys_of
-from benchmarks.rows import Row
-from benchmarks.timing import seconds_of
+from benchmarks.node.bare_ends import LIMITS, MEMCPY, SHORT_NAMES, Memcpy, bare_reader
+from benchmarks.node.copies import rate_row
+from benchmarks.node.fetch_ends import Node, Owner, keys_of
+from benchmarks.support import engines, machine
+from benchmarks.support.command import Run
+from benchmarks.support.rows import Row
+from benchmarks.support.timing import seconds_of
 from lmkv.errors import LmkvError
 from lmkv.transfer import Copy
 from lmkv.units import GB

@@ -1,7 +1,7 @@
 """The two ends of a fetch, each in a process of its own: a node's parts for peers, and the channel's limit beside them.
 
 Both ends have both, over the same memory, so that the same bytes go either way. `fetches` runs the reading end;
-`python -m benchmarks.fetch_ends` is the owning end, which obeys the lines that it reads.
+`python -m benchmarks.node.fetch_ends` is the owning end, which obeys the lines that it reads.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from benchmarks import engines
-from benchmarks.bare_ends import bare_owner
+from benchmarks.node.bare_ends import bare_owner
+from benchmarks.support import engines
 from lmkv.config import NodeConfig
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
@@ -123,7 +123,7 @@ class Owner:
     NAME = "owner"
 
     def __init__(self, transfer_channel: str, dtype: str, chunk_count: int, log: Path) -> None:
-        command = [sys.executable, "-m", "benchmarks.fetch_ends", transfer_channel, dtype, str(chunk_count)]
+        command = [sys.executable, "-m", "benchmarks.node.fetch_ends", transfer_channel, dtype, str(chunk_count)]
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True

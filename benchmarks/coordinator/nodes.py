@@ -1,4 +1,4 @@
-"""Nodes without bytes, many to a process: `python -m benchmarks.scale_nodes`, which `benchmarks.scale` starts.
+"""Nodes without bytes, many to a process: `python -m benchmarks.coordinator.nodes`, which `benchmarks.scale` starts.
 
 Each is a member of the fleet by the node's own code: it registers, snapshots, reports changes, and comes back whenever
 the coordinator does. Only its chunks are nowhere.
@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import uvloop
 
-from benchmarks.layouts import random_keys
+from benchmarks.coordinator.layouts import random_keys
 from lmkv.keys import ChunkKey, split_keys
 from lmkv.spec import KvSpec
 from lmkv.v1.chunk_pb2 import TIER_HOST

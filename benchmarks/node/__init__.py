@@ -1,0 +1,1 @@
+"""Parts of `data_path` and `channels`: what an engine and its node do."""

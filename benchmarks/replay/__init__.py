@@ -1,0 +1,1 @@
+"""Parts of `eviction`: traces of requests, and eviction policies for comparison."""
