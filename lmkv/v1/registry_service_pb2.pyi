@@ -295,7 +295,7 @@ class RegisterResponse(_message.Message):
     LAYOUT_MAP_ID_FIELD_NUMBER: _builtins.int
     layout_map_id: _builtins.str
     """Which layout map the coordinator keeps together with others; empty if it keeps its own. Chunks are told to one of
-    those that share a map: see `ReportRequest.told_elsewhere`.
+    those that share a map: see `ReportRequest.reported_elsewhere`.
     """
     @_builtins.property
     def instance(self) -> Global___Instance:
@@ -339,7 +339,7 @@ class ReportRequest(_message.Message):
     PINS_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
     RECORDS_FIELD_NUMBER: _builtins.int
-    TOLD_ELSEWHERE_FIELD_NUMBER: _builtins.int
+    REPORTED_ELSEWHERE_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The instance."""
@@ -353,7 +353,7 @@ class ReportRequest(_message.Message):
     """Whether this report ends the opening snapshot."""
     engine_count: _builtins.int
     """Engines attached now."""
-    told_elsewhere: _builtins.bool
+    reported_elsewhere: _builtins.bool
     """In a stream's first report, without a snapshot: the chunks are told to another coordinator of the same layout map,
     and this stream carries all else.
     """
@@ -403,12 +403,12 @@ class ReportRequest(_message.Message):
         pins: Global___PinList | None = ...,
         stats: Global___InstanceStats | None = ...,
         records: _abc.Iterable[Global___OperationRecord] | None = ...,
-        told_elsewhere: _builtins.bool = ...,
+        reported_elsewhere: _builtins.bool = ...,
         secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pins", b"pins", "stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "digests", b"digests", "engine_count", b"engine_count", "epoch", b"epoch", "instance_id", b"instance_id", "outcomes", b"outcomes", "pins", b"pins", "records", b"records", "secret", b"secret", "sequence", b"sequence", "snapshot", b"snapshot", "snapshot_end", b"snapshot_end", "stats", b"stats", "tiers", b"tiers", "told_elsewhere", b"told_elsewhere"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "digests", b"digests", "engine_count", b"engine_count", "epoch", b"epoch", "instance_id", b"instance_id", "outcomes", b"outcomes", "pins", b"pins", "records", b"records", "reported_elsewhere", b"reported_elsewhere", "secret", b"secret", "sequence", b"sequence", "snapshot", b"snapshot", "snapshot_end", b"snapshot_end", "stats", b"stats", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -100,7 +100,7 @@ class RegistryServiceServicer:
         """Tells what changed on one instance and renews its lease; carries orders back.
 
         The first reports of a stream are a snapshot, which replaces atomically what was known; then come changes, in
-        sequence. A stream that says `told_elsewhere` has neither. A report without content is a heartbeat. The lease ends
+        sequence. A stream that says `reported_elsewhere` has neither. A report without content is a heartbeat. The lease ends
         `lease_ttl` after the last report. Each is acknowledged at once; one of nothing but changes with the next response.
 
         Errors:

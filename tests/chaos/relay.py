@@ -142,7 +142,7 @@ class CoordinatorRelay(Relay):
             return
         opening = registry_pb.ReportRequest.FromString(first)
         node = opening.instance_id
-        self._streams[call] = node, not opening.told_elsewhere
+        self._streams[call] = node, not opening.reported_elsewhere
         context.add_done_callback(lambda _: self._streams.pop(call, None))
         sending = asyncio.create_task(self._send(node, first, reports, call))
         try:

@@ -199,7 +199,7 @@ class Coordinator:
             cluster_secret=self._secret,
             quota=lambda: self._gate.quota(tenant),
             admission=self._admission,
-            share=self.shared.of(tenant) if self.shared else None,
+            layout_store=self.shared.of(tenant) if self.shared else None,
         )
 
     async def _stop_sharing(self) -> None:

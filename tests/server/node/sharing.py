@@ -169,7 +169,7 @@ class _Stream:
         self._coordinator = coordinator
         self._sequence = 0
         self._staged: set[ChunkKey] = set()
-        self._told_elsewhere = False
+        self._reported_elsewhere = False
         self._is_synced = False
 
     def apply(self, report: pb.ReportRequest) -> None:
@@ -177,16 +177,16 @@ class _Stream:
         here = self._coordinator
         self._sequence += 1
         assert report.sequence == self._sequence
-        if report.told_elsewhere:
+        if report.reported_elsewhere:
             assert report.sequence == 1
             if not here.map_id or here.refuses_elsewhere:
                 here.counts["refused"] += 1
                 raise ResyncRequired("this coordinator keeps its own layout map")
             here.counts["elsewhere"] += 1
-            self._told_elsewhere = True
+            self._reported_elsewhere = True
             here.tells_chunks = False
         here.counts["usage"] += bool(report.tiers)
-        if self._told_elsewhere:
+        if self._reported_elsewhere:
             if report.changes or report.snapshot or report.snapshot_end or report.digests:
                 here.counts["bad"] += 1
                 raise BadMessage("chunks are told elsewhere")
@@ -206,5 +206,5 @@ class _Stream:
         """It is over, and what it told is no longer told."""
         if self._is_synced:
             self._coordinator.held = set()
-        if self._is_synced or self._told_elsewhere:
+        if self._is_synced or self._reported_elsewhere:
             self._coordinator.tells_chunks = None

@@ -138,7 +138,7 @@ class Instances:
         """Notes a sign of life."""
         instance.expire_time = now + self.lease_ttl
 
-    def note_report(self, report: registry_service_pb2.ReportRequest) -> None:
+    def charge_report(self, report: registry_service_pb2.ReportRequest) -> None:
         """Charges the instance for what a report has this coordinator keep. Raises `Full`."""
         sizes = {"tiers": sum(tier.ByteSize() for tier in report.tiers)} if report.tiers else {}
         sizes |= {name: getattr(report, name).ByteSize() for name in ("stats", "pins") if report.HasField(name)}

@@ -18,7 +18,7 @@ class LatencyHistogram:
         """Time that all of it took."""
         self._buckets = [0] * (len(BOUNDS_SECONDS) + 1)
 
-    def note(self, seconds: float, hit: bool) -> None:
+    def add(self, seconds: float, hit: bool) -> None:
         """Counts one."""
         self.hits += hit
         self.seconds += seconds

@@ -72,7 +72,7 @@ class CoordinatorMetrics(Collector):
         partial.add_metric([], core.is_partial(time.monotonic()))
         yield partial
         pins = Counter(pin.position.instance_id for pin in self._services.pins.in_force())
-        family = _gauge("pins", "FleetPins in force.", "instance_id")
+        family = _gauge("pins", "Pins in force.", "instance_id")
         for instance in core.instances:
             family.add_metric([instance.info.instance_id], pins[instance.info.instance_id])
         yield family
@@ -112,7 +112,7 @@ class CoordinatorMetrics(Collector):
         watchers.add_metric([], self._services.watch.watcher_count)
         yield watchers
         running = _gauge("operations_running", "Operations that this coordinator runs.", "kind")
-        kinds = Counter(operation.kind for operation in self._services.operations_core.driven())
+        kinds = Counter(operation.kind for operation in self._services.operations_core.running_here())
         for kind in ("clear", "copy", "move"):
             running.add_metric([kind], kinds[kind])
         yield running

@@ -1,6 +1,6 @@
-"""The audit log: one JSON object a line for each act on the fleet: who, in which role, what, and what came of it.
+"""The audit log: a line of JSON for each action on the fleet: caller, role, action, request and outcome.
 
-It names no prompt: tokens and keys are counted, and a salt is only said to be there.
+It contains no prompt: tokens and keys are counted, and a salt is replaced by `hidden`.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ logger = logging.getLogger("lmkv.audit")
 _HIDDEN = ("cache_salt",)
 
 
-class Act:
-    """One act, while it is carried out. `names` are those of what it made, such as an operation."""
+class AuditEntry:
+    """An action in progress. `names` are those of what it created, such as an operation."""
 
     def __init__(self) -> None:
         self.names: dict[str, str] = {}
 
 
 @contextmanager
-def audited(name: str, request: Message) -> Iterator[Act]:
-    """Writes the line of an act, be it done or refused."""
-    act, outcome = Act(), "OK"
+def audited(name: str, request: Message) -> Iterator[AuditEntry]:
+    """Writes the line of an action at its end, whether it succeeded or not."""
+    entry, outcome = AuditEntry(), "OK"
     try:
-        yield act
+        yield entry
     except LmkvError as error:
         outcome = error.reason
         raise
@@ -53,19 +53,19 @@ def audited(name: str, request: Message) -> Iterator[Act]:
             "role": caller.role.value,
             "tenant": caller.tenant,
             "act": name,
-            "request": told(request),
-            **act.names,
+            "request": redacted(request),
+            **entry.names,
             "outcome": outcome,
         }
         logger.info("%s", json.dumps(line))  # in ASCII: no text in it can break the line
 
 
-def told(request: Message) -> dict[str, object]:
-    """What a request asks for, without what would tell of a prompt."""
-    return {field.name: _told(field, value) for field, value in request.ListFields()}
+def redacted(request: Message) -> dict[str, object]:
+    """The fields of a request, without content of a prompt."""
+    return {field.name: _redacted(field, value) for field, value in request.ListFields()}
 
 
-def _told(field: FieldDescriptor, value: object) -> object:
+def _redacted(field: FieldDescriptor, value: object) -> object:
     if field.name in _HIDDEN:
         return "hidden"
     if isinstance(value, bytes):
@@ -73,7 +73,7 @@ def _told(field: FieldDescriptor, value: object) -> object:
     if field.is_repeated:
         return f"{len(value)} {field.name}"  # type: ignore[arg-type]
     if isinstance(value, Message):
-        return told(value)
+        return redacted(value)
     if field.enum_type is not None and isinstance(value, int):
         known = field.enum_type.values_by_number.get(value)
         return known.name if known else value
@@ -81,9 +81,9 @@ def _told(field: FieldDescriptor, value: object) -> object:
 
 
 def write_audit_to(path: str) -> None:
-    """Has the lines go to the end of a file of their own, which may be moved away at any time.
+    """Appends the lines to a file, which may be rotated at any time; without a path they go to the process's log.
 
-    Without a path they go where the process logs. Raises `ConfigError` if the file cannot be written.
+    Raises `ConfigError` if the file cannot be written.
     """
     if not path:
         return

@@ -1,4 +1,4 @@
-"""Which chunks a move is at: two moves that swap a chunk would else both drop it, each relying on the other's copy."""
+"""Locks on chunks that moves drop: two moves that swap a chunk would otherwise both drop it."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from lmkv.errors import Unreachable
 
 
 class ChunkLocks:
-    """Chunks that some move is about to drop somewhere. One event loop owns it."""
+    """Locks by chunk key. One event loop owns it."""
 
     def __init__(self) -> None:
-        self._claimed: set[bytes] = set()
+        self._locked: set[bytes] = set()
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
-    async def on(self, batch: NDArray[np.void], deadline: float) -> AsyncIterator[None]:
-        """Waits until nobody else claims any of the batch. Raises `Unreachable` after the deadline."""
+    async def hold(self, batch: NDArray[np.void], deadline: float) -> AsyncIterator[None]:
+        """Locks all chunks of a batch together. Raises `Unreachable` after the deadline."""
         keys = {key.tobytes() for key in batch}
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
                 async with self._changed:
-                    await self._changed.wait_for(lambda: keys.isdisjoint(self._claimed))
-                    self._claimed |= keys
+                    await self._changed.wait_for(lambda: keys.isdisjoint(self._locked))
+                    self._locked |= keys
         except TimeoutError:
-            raise Unreachable("other moves of the same chunks took too long") from None
+            raise Unreachable("waited too long for other moves of the same chunks") from None
         try:
             yield
         finally:
-            self._claimed -= keys
+            self._locked -= keys
             async with self._changed:
                 self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Clears: instances forget chunks, each for itself."""
+"""Clears: instances drop chunks, independently of each other."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from lmkv.errors import BadSelection, LmkvError, OperationCancelled
 from lmkv.keys import KEY_BYTES
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import registry_service_pb2 as registry_pb
-from lmkv_server.coordinator.operations.failures import add_failure
-from lmkv_server.coordinator.operations.operation import Operation
+from lmkv_server.coordinator.operations.operation import Operation, add_failure
 from lmkv_server.coordinator.operations.operations import Operations
 from lmkv_server.coordinator.operations.orders import PendingOrders
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.selection import Selector
 
 BATCH_CHUNKS = 16_384
-"""Chunks that one order names."""
+"""Chunks per order."""
 TIMEOUT_SECONDS = 60.0
-"""After so long a clear ends, whoever has not answered."""
+"""Timeout of a clear; instances that have not answered by then count as failed."""
 
 
 class Clears:
-    """Books clears, and sees them through."""
+    """Starts clears."""
 
     def __init__(self, registry: Registry, selector: Selector, orders: PendingOrders, operations: Operations) -> None:
         self._registry = registry
@@ -36,11 +35,11 @@ class Clears:
         self._operations = operations
 
     async def start(self, request: pb.ClearRequest) -> Operation:
-        """Books a clear. Raises what `CacheService.Clear` answers."""
+        """Starts a clear. Raises the errors of `CacheService.Clear`."""
         if known := self._operations.repeated(request):
             return known
         drops = await self._drops(request)
-        if known := self._operations.repeated(request):  # booked meanwhile
+        if known := self._operations.repeated(request):  # started meanwhile
             return known
         instance_ids = self._instance_ids(request)
         progress = pb.ClearProgress(instance_id=request.instance_id, tier=request.tier, dry_run=request.dry_run)
@@ -52,12 +51,12 @@ class Clears:
             progress,
             clear.run,
             seconds=TIMEOUT_SECONDS,
-            keepers=instance_ids,
+            record_holders=instance_ids,
             work_bytes=sum(len(drop.chunk_keys) for drop in drops),
         )
 
     async def resume(self, operation: Operation) -> pb.ClearResult:
-        """Goes on with a clear that another coordinator began: instances that have done it say so again."""
+        """Continues another coordinator's clear: instances repeat the outcome of orders that they executed."""
         request, progress = operation.request, operation.progress
         assert isinstance(request, pb.ClearRequest)
         assert isinstance(progress, pb.ClearProgress)
@@ -72,7 +71,7 @@ class Clears:
         return [self._registry.instances.named(request.instance_id, "instance_id").info.instance_id]
 
     async def _drops(self, request: pb.ClearRequest) -> list[registry_pb.DropOrder]:
-        """What each instance is told."""
+        """The orders for each instance."""
         common = registry_pb.DropOrder(tier=request.tier, dry_run=request.dry_run)
         drops = []
         names_chunks = request.tokens or request.chunk_keys
@@ -93,7 +92,7 @@ class Clears:
 
 
 class _Clear:
-    """One clear, under way."""
+    """A running clear."""
 
     def __init__(
         self,
@@ -113,15 +112,15 @@ class _Clear:
         self._progress.done_instance_count = 0
 
     async def run(self, operation: Operation) -> pb.ClearResult:
-        """Sees it through. Raises why no instance did anything, or `OperationCancelled`."""
+        """Runs it to its end. Raises the error if no instance did anything, or `OperationCancelled`."""
         async with asyncio.TaskGroup() as group:
             for instance_id in self._instance_ids:
                 group.create_task(self._clear(instance_id, operation))
         if operation.cancelled.is_set():
-            raise OperationCancelled(f"cancelled after {self._result.chunk_count} chunks; those are gone")
-        silent = [failure for failure in self._result.failures if not failure.failures[0].chunk_keys]
-        if silent and len(silent) == len(self._instance_ids):
-            raise rpc.from_status(silent[0].failures[0].status)
+            raise OperationCancelled(f"cancelled after {self._result.chunk_count} chunks; these are dropped")
+        failed = [failure for failure in self._result.failures if not failure.failures[0].chunk_keys]
+        if failed and len(failed) == len(self._instance_ids):
+            raise rpc.from_status(failed[0].failures[0].status)
         return self._result
 
     async def _clear(self, instance_id: str, operation: Operation) -> None:
@@ -129,18 +128,18 @@ class _Clear:
         for drop in self._drops:
             try:
                 order = registry_pb.Order(order_id=_order_id(operation, drop), drop=drop)
-                outcome = await self._orders.carry_out(
+                outcome = await self._orders.execute(
                     instance_id, order, self._deadline - time.monotonic(), operation.cancelled
                 )
             except LmkvError as error:
                 failure.failures.add(status=rpc.to_status(error))
                 break
-            self._note(outcome, failure)
+            self._add_outcome(outcome, failure)
         if failure.failures:
             self._result.failures.append(failure)
         self._progress.done_instance_count += 1
 
-    def _note(self, outcome: registry_pb.OrderOutcome, failure: pb.ClearFailure) -> None:
+    def _add_outcome(self, outcome: registry_pb.OrderOutcome, failure: pb.ClearFailure) -> None:
         self._result.chunk_count += outcome.chunk_count
         self._result.token_count += outcome.token_count
         self._result.pinned_chunk_count += outcome.pinned_chunk_count
@@ -151,6 +150,6 @@ class _Clear:
 
 
 def _order_id(operation: Operation, drop: registry_pb.DropOrder) -> str:
-    """The same whoever gives the order: an instance that has carried it out already says how it went."""
+    """Equal on every coordinator, so that an instance that executed the order repeats its outcome."""
     digest = hashlib.blake2b(drop.SerializeToString(deterministic=True), digest_size=8).hexdigest()
     return f"{operation.name}-{digest}"

@@ -1,6 +1,6 @@
 """Moves and copies: the destination fetches, verifies and commits; then, and only then, the source drops.
 
-Chunks go in batches. Whatever fails, wherever it fails, each chunk is where it was, at its destination, or both.
+Chunks are moved in batches. Whatever fails, each chunk is at its source, at its destination, or at both.
 """
 
 from __future__ import annotations
@@ -29,37 +29,36 @@ from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import registry_service_pb2 as registry_pb
 from lmkv_server.coordinator.core.instances import Instance
 from lmkv_server.coordinator.operations.chunk_locks import ChunkLocks
-from lmkv_server.coordinator.operations.failures import add_failure
-from lmkv_server.coordinator.operations.operation import Operation
+from lmkv_server.coordinator.operations.operation import Operation, add_failure
 from lmkv_server.coordinator.operations.operations import Operations
 from lmkv_server.coordinator.operations.orders import PendingOrders
-from lmkv_server.coordinator.operations.positions import Position, place_of
+from lmkv_server.coordinator.operations.positions import Position, resolve_position
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.selection import Selection, Selector
 
 BATCH_CHUNKS = 1024
-"""Chunks that one order is about: the source drops them, and progress is told, that often."""
+"""Chunks per order: progress is updated, and the source drops chunks, after each batch."""
 TIMEOUT_SECONDS = 600.0
-"""After so long a move ends, however far it is."""
+"""Timeout of a move."""
 
 
 class Moves:
-    """Books moves, and sees them through."""
+    """Starts moves."""
 
     def __init__(self, registry: Registry, selector: Selector, orders: PendingOrders, operations: Operations) -> None:
         self._registry = registry
         self._selector = selector
         self._orders = orders
         self._operations = operations
-        self._claims = ChunkLocks()
+        self._locks = ChunkLocks()
 
     async def start(self, request: pb.MoveRequest) -> Operation:
-        """Books a move. Raises what `CacheService.Move` answers."""
+        """Starts a move. Raises the errors of `CacheService.Move`."""
         if known := self._operations.repeated(request):
             return known
-        self._places(request)
+        self._positions(request)
         selections = await self._selector.required(request)
-        if known := self._operations.repeated(request):  # booked meanwhile
+        if known := self._operations.repeated(request):  # started meanwhile
             return known
         move = self._plan(request, selections)
         return self._operations.start(
@@ -69,11 +68,11 @@ class Moves:
             move.run,
             seconds=TIMEOUT_SECONDS,
             work_bytes=move.size_bytes,
-            keepers=(request.new_position.instance_id, request.old_position.instance_id),
+            record_holders=(request.new_position.instance_id, request.old_position.instance_id),
         )
 
     async def resume(self, operation: Operation) -> pb.MoveResult:
-        """Goes on with a move that another coordinator began: what has arrived stays, the rest follows."""
+        """Continues a move that another coordinator started: chunks that have arrived stay."""
         assert isinstance(operation.request, pb.MoveRequest)
         assert isinstance(operation.progress, pb.MoveProgress)
         move = self._plan(operation.request, await self._selector.required(operation.request))
@@ -81,15 +80,15 @@ class Moves:
         return await move.run(operation)
 
     def _plan(self, request: pb.MoveRequest, selections: Sequence[Selection]) -> _Move:
-        source, destination = self._places(request)
+        source, destination = self._positions(request)
         selection = self._choose(selections, source, destination)
         check_spec(self._registry.instances.named(destination.instance_id, "new_position"), selection)
-        return _Move(self._registry, self._orders, self._claims, source, destination, selection, request)
+        return _Move(self._registry, self._orders, self._locks, source, destination, selection, request)
 
-    def _places(self, request: pb.MoveRequest) -> tuple[Position, Position]:
+    def _positions(self, request: pb.MoveRequest) -> tuple[Position, Position]:
         instances = self._registry.instances
-        source = place_of(instances, request.old_position, "old_position")
-        destination = place_of(instances, request.new_position, "new_position")
+        source = resolve_position(instances, request.old_position, "old_position")
+        destination = resolve_position(instances, request.new_position, "new_position")
         if source == destination:
             raise BadSelection("old_position and new_position are the same; nothing would move")
         if source.instance_id != destination.instance_id:
@@ -98,7 +97,7 @@ class Moves:
         return source, destination
 
     def _choose(self, selections: Sequence[Selection], source: Position, destination: Position) -> Selection:
-        """What the source, then what the destination holds most of, if the model's name stands for several specs."""
+        """If the model name has several specs: the one that the source, then the destination, holds most of."""
         match_at = self._registry.layout.match_at
         chosen = max(selections, key=lambda one: (match_at(*source, one.keys)[0], match_at(*destination, one.keys)[0]))
         if not chosen.fingerprint:
@@ -109,13 +108,13 @@ class Moves:
 
 
 class _Move:
-    """One move, under way."""
+    """A running move."""
 
     def __init__(
         self,
         registry: Registry,
         orders: PendingOrders,
-        claims: ChunkLocks,
+        locks: ChunkLocks,
         source: Position,
         destination: Position,
         selection: Selection,
@@ -124,24 +123,24 @@ class _Move:
         self._layout = registry.layout
         self._instances = registry.instances
         self._orders = orders
-        self._claims = claims
+        self._locks = locks
         self._source = source
         self._destination = destination
         self._copy = request.copy
         self._fingerprint = selection.fingerprint
         self._deadline = time.monotonic() + TIMEOUT_SECONDS
         self._result = pb.MoveResult()
-        named = np.array(list(dict.fromkeys(_keys_of(selection.keys))), dtype=f"V{KEY_BYTES}")  # each once
+        named = np.array(list(dict.fromkeys(_keys_of(selection.keys))), dtype=f"V{KEY_BYTES}")  # without duplicates
         held = self._layout.held_mask(*source, named.tobytes())
         self._keys = named[held]
-        """What there is to move, in prompt order."""
-        there = ~held & self._layout.held_mask(*destination, named.tobytes())
-        self._moved = named[there]
-        """What the destination alone holds, in prompt order."""
-        if request.chunk_keys:  # of a prompt, anybody may hold only the beginning; a key was meant as it stands
-            absent = named[~held & ~there]
-            nobody = ChunkNotFound(f"instance {source.instance_id!r} does not hold it", instance_id=source.instance_id)
-            self._fail(absent, rpc.to_status(nobody))
+        """Chunks to move, in prompt order."""
+        arrived = ~held & self._layout.held_mask(*destination, named.tobytes())
+        self._moved = named[arrived]
+        """Chunks that only the destination holds, in prompt order."""
+        if request.chunk_keys:  # a prompt may be held in part, but a key names one chunk
+            absent = named[~held & ~arrived]
+            missing = ChunkNotFound(f"instance {source.instance_id!r} does not hold it", instance_id=source.instance_id)
+            self._fail(absent, rpc.to_status(missing))
         _, token_count = self._layout.match_at(*source, self._keys.tobytes())
         self.progress = pb.MoveProgress(
             chunk_count=len(self._keys),
@@ -154,12 +153,12 @@ class _Move:
 
     @property
     def size_bytes(self) -> int:
-        """What its keys take."""
+        """Size of its keys."""
         return int(self._keys.nbytes + self._moved.nbytes)
 
     def continue_from(self, progress: pb.MoveProgress) -> None:
-        """Begins where another coordinator left off, as far as can be seen: what the source had to give and the
-        destination alone holds has arrived."""
+        """Starts with the progress of another coordinator: chunks of the source that only the destination holds have
+        arrived."""
         arrived = self._moved[: max(progress.chunk_count - len(self._keys), 0)]
         self._result.chunk_count, self._result.token_count = self._layout.match_at(
             *self._destination, arrived.tobytes()
@@ -170,7 +169,7 @@ class _Move:
         self.progress.done_chunk_count = self._result.chunk_count
 
     async def run(self, operation: Operation) -> pb.MoveResult:
-        """Sees it through. Raises why nothing at all was moved, `OperationCancelled`, or `OperationTakenOver`."""
+        """Runs it to its end. Raises the error if nothing was moved, `OperationCancelled`, or `OperationTakenOver`."""
         for start in range(0, len(self._keys), BATCH_CHUNKS):
             if operation.cancelled.is_set():
                 break
@@ -178,7 +177,7 @@ class _Move:
             if self._copy:
                 await self._fetch(batch, operation)
                 continue
-            async with self._claims.on(batch, self._deadline):
+            async with self._locks.hold(batch, self._deadline):
                 arrived = await self._fetch(batch, operation)
                 if len(arrived):
                     await self._drop(arrived, operation)
@@ -193,7 +192,7 @@ class _Move:
         return self._result
 
     async def _fetch(self, batch: NDArray[np.void], operation: Operation) -> NDArray[np.void]:
-        """Has the destination fetch; what it now holds."""
+        """Has the destination fetch a batch; returns the chunks that it committed."""
         try:
             source = self._instances.named(self._source.instance_id, "old_position").info
             fetch = registry_pb.FetchOrder(
@@ -210,12 +209,12 @@ class _Move:
             raise
         except LmkvError as error:
             return self._fail(batch, rpc.to_status(error))
-        failed = self._note_failures(outcome)
+        failed = self._add_failures(outcome)
         arrived = batch[~np.isin(batch, failed)]
-        if len(arrived) != outcome.chunk_count:  # it stopped early: nothing is certain, so nothing is dropped
-            info = outcome.status if outcome.status.code else _contradiction(self._destination.instance_id)
+        if len(arrived) != outcome.chunk_count:  # it stopped early: what it committed is unknown, so nothing is dropped
+            status = outcome.status if outcome.status.code else _contradiction(self._destination.instance_id)
             self._result.chunk_count += outcome.chunk_count
-            return self._fail(arrived, info)
+            return self._fail(arrived, status)
         self._result.chunk_count += outcome.chunk_count
         self._result.token_count += outcome.token_count
         self._result.transferred_bytes += outcome.transferred_bytes
@@ -224,7 +223,7 @@ class _Move:
         return arrived
 
     async def _drop(self, arrived: NDArray[np.void], operation: Operation) -> None:
-        """Has the source drop what the destination has committed."""
+        """Has the source drop the chunks that the destination committed."""
         drop = registry_pb.DropOrder(
             tier=self._source.tier, chunk_keys=arrived.tobytes(), fingerprint=self._fingerprint
         )
@@ -235,7 +234,7 @@ class _Move:
         except LmkvError as error:
             self._fail(arrived, rpc.to_status(error))
             return
-        self._note_failures(outcome)
+        self._add_failures(outcome)
         self._result.dropped_chunk_count += outcome.chunk_count
 
     async def _order(
@@ -245,13 +244,13 @@ class _Move:
         if seconds <= 0:
             raise Unreachable(f"the move took longer than {TIMEOUT_SECONDS:g} s")
         order.operation_name, order.attempt = operation.name, operation.attempt
-        outcome = await self._orders.carry_out(instance_id, order, seconds, cancelled)
+        outcome = await self._orders.execute(instance_id, order, seconds, cancelled)
         refusal = rpc.from_status(outcome.status)
         if isinstance(refusal, OperationTakenOver):
             raise refusal
         return outcome
 
-    def _note_failures(self, outcome: registry_pb.OrderOutcome) -> NDArray[np.void]:
+    def _add_failures(self, outcome: registry_pb.OrderOutcome) -> NDArray[np.void]:
         for failure in outcome.failures:
             add_failure(self._result.failures, failure.chunk_keys, failure.status)
         return np.frombuffer(b"".join(failure.chunk_keys for failure in outcome.failures), dtype=f"V{KEY_BYTES}")
@@ -289,5 +288,5 @@ def _keys_of(keys: bytes) -> Iterable[bytes]:
 
 def _contradiction(instance_id: str) -> status_pb2.Status:
     return status_pb2.Status(
-        code=code_pb2.INTERNAL, message=f"instance {instance_id!r} counts other chunks than it names"
+        code=code_pb2.INTERNAL, message=f"instance {instance_id!r} reports a chunk count that contradicts its failures"
     )

@@ -1,4 +1,4 @@
-"""One move, copy or clear: what is known of it, whoever sees it through. Used by `Operations`."""
+"""The state of one move, copy or clear, whichever coordinator runs it. Used by `Operations`."""
 
 from __future__ import annotations
 
@@ -6,76 +6,79 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 from google.protobuf.message import Message
+from google.rpc import status_pb2
 
 from lmkv.errors import LmkvError, OperationCancelled
-from lmkv.v1 import cache_service_pb2
+from lmkv.v1 import cache_service_pb2, chunk_pb2
 
 Request: TypeAlias = cache_service_pb2.MoveRequest | cache_service_pb2.ClearRequest
 Progress: TypeAlias = cache_service_pb2.MoveProgress | cache_service_pb2.ClearProgress
+Failures: TypeAlias = "RepeatedCompositeFieldContainer[chunk_pb2.ChunkFailure]"
 
 OPERATION_BYTES = 2048
-"""What an operation takes besides its messages, about."""
+"""Approximate size of an operation without its messages."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Operation:
-    """One piece of work. Times are in seconds since 1970."""
+    """One operation. Times are in seconds since 1970."""
 
     name: str
     kind: str
     """`move`, `copy` or `clear`."""
     progress: Progress
-    """The work keeps it up to date."""
+    """Updated by the work."""
     request: Request | None
-    """None where it was too long to be told."""
+    """None if it was too large for the record."""
     create_time: float
     expire_time: float
-    """When it ends, however far it is."""
+    """Deadline."""
     attempt: int = 1
-    """Rises with each coordinator that takes it over."""
+    """Increases with each coordinator that takes it over."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once somebody wants it to stop; the work looks at it."""
+    """Set when a client cancels it; the work checks it."""
     result: Message | None = None
-    """What it did, once it has succeeded, wholly or in part."""
+    """Set once it has succeeded, completely or in part."""
     error: LmkvError | None = None
-    """Why it did nothing, or stopped."""
+    """Set if it did nothing, or was stopped."""
     end_time: float | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
-    """What drives it, if it is driven here."""
-    keepers: set[str] = field(default_factory=set)
-    """Ids of the instances that keep, or shall keep, its record."""
+    """The task that runs it, if it runs here."""
+    record_holders: set[str] = field(default_factory=set)
+    """Ids of the instances that store its record, or are to."""
     size_bytes: int = 0
-    """What it takes here, about."""
-    owner: str = ""
-    """Id of the instance that reported its record first; empty if it was booked here."""
-    kept: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once one of them does."""
+    """Approximate size in memory."""
+    reporter: str = ""
+    """Id of the instance that first reported its record; empty if it was started here."""
+    replicated: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once an instance stores its record."""
 
     def measure(self, work_bytes: int = 0) -> int:
-        """Bytes that it takes, about, with `work_bytes` for the work on it."""
+        """Approximate size in memory, with `work_bytes` for the work."""
         parts = (self.progress, self.request, self.result)
         return OPERATION_BYTES + work_bytes + sum(part.ByteSize() for part in parts if part is not None)
 
     @property
     def done(self) -> bool:
-        """Whether it is over, one way or the other."""
+        """Whether it has ended."""
         return self.end_time is not None
 
     @property
-    def driven(self) -> bool:
-        """Whether it is this coordinator that sees it through."""
+    def runs_here(self) -> bool:
+        """Whether this coordinator runs it."""
         return self.task is not None and not self.done
 
     @property
     def rank(self) -> tuple[int, bool]:
-        """What counts where coordinators know different things of it; see `lmkv.operation_records`."""
+        """The state with the highest rank wins where coordinators differ; see `lmkv.operation_records`."""
         return self.attempt, self.done
 
     @property
-    def order(self) -> str:
-        """Rises with the time of the beginning."""
+    def start_key(self) -> str:
+        """Sorts operations by start time."""
         return self.name.rpartition("-")[2]
 
     @property
@@ -88,10 +91,20 @@ class Operation:
         return "failed" if self.error else "done"
 
     async def wait(self, timeout_seconds: float) -> bool:
-        """Waits until it is over; whether it is."""
+        """Waits until it has ended; returns whether it has."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self.ended.wait()
         except TimeoutError:
             pass
         return self.done
+
+
+def add_failure(failures: Failures, chunk_keys: bytes, status: status_pb2.Status) -> None:
+    """Adds chunks to the failures of an operation; chunks with equal status share one entry."""
+    for known in failures:
+        if known.status == status:
+            known.chunk_keys += chunk_keys
+            return
+    if chunk_keys:
+        failures.add(chunk_keys=chunk_keys, status=status)

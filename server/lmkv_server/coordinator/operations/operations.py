@@ -1,4 +1,4 @@
-"""Long-running work that can be asked for, waited for and cancelled: the operations behind `Move` and `Clear`.
+"""Long-running work that can be started, waited for and cancelled: the operations behind `Move` and `Clear`.
 
 One event loop owns them. Some run at this coordinator, others at another one; nodes report those (see
 `OperationReplicator`). An operation's name contains its start time.
@@ -10,104 +10,100 @@ import asyncio
 import logging
 import re
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 from itertools import islice
 
 from google.protobuf.message import Message
 
 from lmkv import telemetry
-from lmkv.errors import BadMessage, BadSelection, Full, LmkvError, OperationNotFound, OperationTakenOver, Unreachable
-from lmkv.operation_records import MAX_RECORD_BYTES
+from lmkv.errors import Full, LmkvError, OperationNotFound, OperationTakenOver, Unreachable
 from lmkv.telemetry.log_limit import LimitedLogger
-from lmkv_server.coordinator.core.budget import Budget
 from lmkv_server.coordinator.operations.operation import Operation, Progress, Request
+from lmkv_server.coordinator.operations.operation_table import MAX_BYTES, OperationTable
 
 logger = logging.getLogger(__name__)
 _log = LimitedLogger(logger)
 
 MAX_RUNNING = 256
-"""Operations that are driven here at a time."""
-MAX_ENDED = 10_000
-"""Operations that are kept to be asked about after they ended; the oldest give way. As many may run."""
+"""Operations that run here at a time."""
 LONGEST_SECONDS = 600.0
-"""No operation runs longer."""
-MAX_BYTES = 64 << 20
-"""What all operations of a tenant take; those that ended give way, the oldest first."""
-MAX_REQUEST_ID_BYTES = 256
-MAX_KEEPERS = 3
-"""Instances that keep the record of one operation: one that is left is enough."""
+"""Longest duration of an operation."""
+MAX_RECORD_HOLDERS = 3
+"""Instances that store the record of one operation: one that survives is enough."""
 SILENT_SECONDS = 60.0
-"""How long after its time was up nothing is heard of an operation elsewhere before it is taken to be lost."""
+"""An operation of another coordinator is lost if no instance reports it for this long after its deadline."""
 _NAME = re.compile(r"(?P<kind>move|copy|clear)-(?P<begun>[0-9a-f]{16})")
 
 
 Work = Callable[[Operation], Awaitable[Message]]
-"""Does what the operation is for. Raises an `LmkvError` if it did nothing, or was stopped."""
+"""Does the work of an operation and returns its result. Raises `LmkvError` if it did nothing, or was stopped."""
 
 
 class Operations:
-    """All operations that one coordinator knows, by name. Those that ended are kept for `ttl_seconds`.
+    """All operations that one coordinator knows, by name. Ended ones are kept for `ttl_seconds`.
 
-    `is_partial` says whether nodes have yet to tell of some, which they do `news_seconds` after the fact at the latest.
+    `is_partial` returns whether instances have yet to report operations of other coordinators; `report_delay` is the
+    number of seconds until they report one.
     """
 
     def __init__(
-        self, ttl_seconds: float, *, is_partial: Callable[[], bool] = lambda: False, news_seconds: float = 0.0
+        self, ttl_seconds: float, *, is_partial: Callable[[], bool] = lambda: False, report_delay: float = 0.0
     ) -> None:
         self.ttl_seconds = ttl_seconds
         self.on_change: Callable[[Operation], None] = lambda _: None
-        """Called when one that is driven here has begun, or ended."""
+        """Called when an operation that runs here starts or ends."""
         self.ended_counts: dict[tuple[str, str], int] = {}
-        """Operations that ended here since the start, by kind and state."""
+        """Operations that ended here since the process started, by kind and state."""
         self._is_partial = is_partial
-        self._news_seconds = news_seconds
+        self._report_delay = report_delay
         self._last_ns = time.time_ns()
-        self._running: dict[str, Operation] = {}
-        self._ended: OrderedDict[str, Operation] = OrderedDict()  # by the time of their end
-        self._forgotten: OrderedDict[str, None] = OrderedDict()
-        self._by_request_id: dict[tuple[str, str], Operation] = {}
-        self._budget = Budget(owner_bytes=MAX_RECORD_BYTES, total_bytes=MAX_BYTES)
+        self._table = OperationTable(ttl_seconds)
 
     @property
     def used_bytes(self) -> int:
-        """What all of them take, about."""
-        return self._budget.used_bytes
+        """Approximate size of all operations."""
+        return self._table.used_bytes
 
     @property
-    def may_drive(self) -> bool:
-        """Whether one more may be driven here."""
-        return len(self.driven()) < MAX_RUNNING
+    def has_capacity(self) -> bool:
+        """Whether one more may run here."""
+        return len(self.running_here()) < MAX_RUNNING
 
-    def driven(self) -> list[Operation]:
-        """Those that this coordinator sees through, oldest first."""
-        return [operation for operation in self._running.values() if operation.driven]
+    def running_here(self) -> list[Operation]:
+        """The operations that this coordinator runs, oldest first."""
+        return [operation for operation in self._table.running() if operation.runs_here]
 
     def newest_first(self) -> list[Operation]:
-        """All that are known, by the time they began."""
+        """All operations, by start time."""
         self._expire()
-        known = [*self._running.values(), *self._ended.values()]
-        return sorted(known, key=lambda operation: operation.order, reverse=True)
+        return sorted(self._table.all(), key=lambda operation: operation.start_key, reverse=True)
 
     def repeated(self, request: Request) -> Operation | None:
-        """The operation that an earlier call with the same `request_id` began.
+        """The operation that an earlier call with the same `request_id` started.
 
-        Raises `BadSelection` if that call was for something else, `BadMessage` if the id is too long.
+        Raises `BadSelection` if that call was another request, `BadMessage` if the id is too long.
         """
-        if (size_bytes := len(request.request_id.encode())) > MAX_REQUEST_ID_BYTES:
-            raise BadMessage(
-                f"request_id has {size_bytes} bytes; at most {MAX_REQUEST_ID_BYTES} are allowed: send a UUID"
-            )
         self._expire()
-        known = self._by_request_id.get((request.DESCRIPTOR.name, request.request_id))
-        if known and known.request != request:
-            raise BadSelection(
-                f"request_id {request.request_id[:100]!r} was used for another request; choose a new one",
-                request_id=request.request_id[:100],
-            )
-        return known
+        return self._table.repeated(request)
 
-    # --- Driving -------------------------------------------------------------------------------------------------
+    def get(self, name: str) -> Operation:
+        """The operation of this name. Raises `OperationNotFound`, or `Unreachable` if it may still be reported."""
+        self._expire()
+        if known := self._table.find(name):
+            return known
+        if self._may_be_reported(name):
+            raise Unreachable(f"no instance has reported {name} to this coordinator yet; retry shortly", name=name)
+        raise OperationNotFound(
+            f"there is no operation {name[:100]!r}; operations that ended are kept for {self.ttl_seconds:g} s, "
+            "unless all nodes that they concerned are gone",
+            name=name[:100],
+        )
+
+    def delete(self, name: str) -> None:
+        """Forgets an operation that has ended; one that runs stays. Raises as `get`."""
+        self._table.forget(self.get(name))
+
+    # --- Running -------------------------------------------------------------------------------------------------
 
     def start(
         self,
@@ -117,15 +113,15 @@ class Operations:
         work: Work,
         *,
         seconds: float,
-        keepers: Iterable[str],
+        record_holders: Iterable[str],
         work_bytes: int = 0,
     ) -> Operation:
-        """Begins an operation that ends after so many seconds at the latest; some of `keepers` shall keep its record.
+        """Starts an operation that ends after `seconds` at the latest; some of `record_holders` store its record.
 
-        The work on it takes `work_bytes`. Raises `Full` if too many are running, or too large ones.
+        `work_bytes` is the memory that the work needs. Raises `Full` if too many operations run, or too large ones.
         """
         self._expire()
-        if not self.may_drive:
+        if not self.has_capacity:
             raise Full(f"{MAX_RUNNING} operations are running; wait for one, or cancel one", retry_seconds=1)
         self._last_ns = max(time.time_ns(), self._last_ns + 1)
         operation = Operation(
@@ -135,135 +131,41 @@ class Operations:
             request=request,
             create_time=self._last_ns / 1e9,
             expire_time=self._last_ns / 1e9 + seconds,
-            keepers=set(islice(keepers, MAX_KEEPERS)),
+            record_holders=set(islice(record_holders, MAX_RECORD_HOLDERS)),
         )
         operation.size_bytes = operation.measure(work_bytes)
-        if not self._has_room(operation.name, "", operation.size_bytes):
+        if not self._table.make_room(operation.name, "", operation.size_bytes):
             raise Full(
-                f"the operations that are running take {self.used_bytes} bytes, at most {MAX_BYTES} are allowed; wait "
-                "for one, or cancel one",
+                f"the running operations use {self.used_bytes} bytes, at most {MAX_BYTES} are allowed; wait for one, "
+                "or cancel one",
                 retry_seconds=1,
             )
-        self._running[operation.name] = operation
-        self._note_size(operation)
-        self._note_request_id(operation)
-        self._drive(operation, work)
+        self._table.store(operation)
+        self._run_task(operation, work)
         return operation
 
     def take_over(self, operation: Operation, work: Work) -> None:
-        """Goes on with one that nobody drives, and that is not over."""
+        """Continues an operation that has not ended and that no coordinator runs."""
         operation.attempt += 1
         logger.info("%s: taken over, attempt %d", operation.name, operation.attempt)
-        self._drive(operation, work)
-
-    def _drive(self, operation: Operation, work: Work) -> None:
-        operation.task = asyncio.create_task(self._observe(operation, work), name=operation.name)
-        self.on_change(operation)
-
-    # --- Asking --------------------------------------------------------------------------------------------------
-
-    def get(self, name: str) -> Operation:
-        """The operation of this name. Raises `OperationNotFound`, and `Unreachable` if it may yet be told of."""
-        self._expire()
-        if known := self._running.get(name) or self._ended.get(name):
-            return known
-        if self._may_be_told(name):
-            raise Unreachable(f"this coordinator has yet to hear of {name}; ask again in a moment", name=name)
-        raise OperationNotFound(
-            f"there is no operation {name[:100]!r}; those that ended are kept for {self.ttl_seconds:g} s, "
-            "unless all nodes that they concerned are gone",
-            name=name[:100],
-        )
-
-    def _may_be_told(self, name: str) -> bool:
-        match = _NAME.fullmatch(name)
-        if match is None or name in self._forgotten:
-            return False
-        seconds = time.time() - int(match["begun"], 16) / 1e9
-        if abs(seconds) < self._news_seconds:
-            return True
-        return self._is_partial() and 0 < seconds < self.ttl_seconds + LONGEST_SECONDS + SILENT_SECONDS
-
-    def delete(self, name: str) -> None:
-        """Forgets an operation that is over; one that runs is still known. Raises as `get`."""
-        self._forget(self.get(name))
+        self._run_task(operation, work)
 
     async def aclose(self) -> None:
-        """Drives nothing any more. What runs is not over: whoever is told of it goes on."""
+        """Stops running operations. They do not end: a coordinator that their instances report them to continues."""
         tasks = []
-        for operation in self.driven():
+        for operation in self.running_here():
             if task := operation.task:
                 task.cancel()
                 tasks.append(task)
             operation.task = None
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # --- What is told of others ----------------------------------------------------------------------------------
-
-    def hear(self, told: Operation, owner: str) -> Operation | None:
-        """Takes in what an instance reports of an operation, unless more is known. What is known.
-
-        None if it was forgotten, or if there is no room for it.
-        """
-        if told.name in self._forgotten or not _NAME.fullmatch(told.name):
-            return None
-        known = self._running.get(told.name) or self._ended.get(told.name)
-        if known is None and len(self._running) + len(self._ended) > 2 * MAX_ENDED:
-            return None
-        if known is None or told.rank > known.rank:
-            told.owner = owner if known is None else known.owner
-            if known is not None and known.request is not None:
-                told.size_bytes += known.request.ByteSize()
-            if not self._has_room(told.name, told.owner, told.size_bytes):
-                _log.warning("no room for what instance %s reports of %s", owner, told.name)
-                return known
-            known = self._become(known or told, told)
-        if told.cancelled.is_set():
-            known.cancelled.set()
-        return known
-
-    def _become(self, known: Operation, told: Operation) -> Operation:
-        """Makes an operation what was told of it; if it is driven here, it is so no longer."""
-        if known.task:
-            known.task.cancel()
-            known.task = None
-        self._running.pop(known.name, None)
-        self._ended.pop(known.name, None)
-        known.attempt, known.progress = told.attempt, told.progress
-        known.result, known.error, known.end_time = told.result, told.error, told.end_time
-        known.size_bytes = told.size_bytes
-        (self._ended if known.done else self._running)[known.name] = known
-        self._note_size(known)
-        if known.done:
-            known.ended.set()
-        else:
-            known.ended.clear()
-        self._note_request_id(known)
-        return known
-
-    # --- Inside --------------------------------------------------------------------------------------------------
-
-    def _has_room(self, name: str, owner: str, size_bytes: int) -> bool:
-        """Whether an operation may take so much, once those that ended have given way: the owner's, then the oldest."""
-        while not self._budget.fits(owner, name, size_bytes):
-            is_owners = not self._budget.owner_fits(owner, name, size_bytes)
-            ended = self._budget.items(owner) if is_owners else iter(self._ended)
-            first = next((self._ended[one] for one in ended if one != name and one in self._ended), None)
-            if first is None:
-                return False
-            self._forget(first)
-        return True
-
-    def _note_size(self, operation: Operation) -> None:
-        self._budget.set(operation.owner, operation.name, operation.size_bytes)
-
-    def _note_request_id(self, operation: Operation) -> None:
-        request = operation.request
-        if request and request.request_id:
-            self._by_request_id[request.DESCRIPTOR.name, request.request_id] = operation
+    def _run_task(self, operation: Operation, work: Work) -> None:
+        operation.task = asyncio.create_task(self._observe(operation, work), name=operation.name)
+        self.on_change(operation)
 
     async def _observe(self, operation: Operation, work: Work) -> None:
-        """Runs it as a span of the trace that it was asked for in; what is logged meanwhile carries its id."""
+        """Runs it in a span of the request's trace; log lines meanwhile carry its name."""
         name = operation.name
         with telemetry.bound(operation_id=name), telemetry.begin(f"lmkv.{operation.kind}", operation_id=name) as span:
             await self._run(operation, work)
@@ -271,7 +173,7 @@ class Operations:
                 span.fail(operation.error.reason, str(operation.error))
 
     async def _run(self, operation: Operation, work: Work) -> None:
-        """Sees it through to its end, unless somebody else does: then this is cancelled, or told so by a node."""
+        """Runs it to its end, unless another coordinator took it over: then a node refuses, or this is cancelled."""
         result: Message | None = None
         error: LmkvError | None = None
         try:
@@ -285,7 +187,7 @@ class Operations:
         except Exception as failure:
             logger.exception("operation %s failed unexpectedly", operation.name)
             error = LmkvError(f"{operation.name} failed unexpectedly: {failure!r}; see the coordinator's log")
-        if operation.task is not asyncio.current_task():  # somebody else sees it through by now
+        if operation.task is not asyncio.current_task():  # taken over meanwhile
             return
         self._end(operation, result, error)
         outcome = (operation.kind, operation.state)
@@ -297,33 +199,66 @@ class Operations:
         operation.end_time = time.time()
         operation.progress.end_time.FromNanoseconds(round(operation.end_time * 1e9))
         operation.ended.set()
-        self._ended[operation.name] = self._running.pop(operation.name)
         operation.size_bytes = operation.measure()
-        self._note_size(operation)
-        self._has_room(operation.name, operation.owner, operation.size_bytes)
+        self._table.store(operation)
+        self._table.make_room(operation.name, operation.reporter, operation.size_bytes)
         seconds = operation.end_time - operation.create_time
-        why = f": {operation.error}" if operation.error else ""
-        logger.info("%s: %s after %.2f s%s", operation.name, operation.state, seconds, why)
+        reason = f": {operation.error}" if operation.error else ""
+        logger.info("%s: %s after %.2f s%s", operation.name, operation.state, seconds, reason)
+
+    # --- Operations of other coordinators ------------------------------------------------------------------------
+
+    def merge(self, reported: Operation, reporter: str) -> Operation | None:
+        """Adopts what an instance reports of an operation, unless this coordinator knows more; returns what is known.
+
+        None if the operation was forgotten, or if there is no room for it.
+        """
+        if self._table.is_forgotten(reported.name) or not _NAME.fullmatch(reported.name):
+            return None
+        known = self._table.find(reported.name)
+        if known is None and self._table.is_full:
+            return None
+        if known is None or reported.rank > known.rank:
+            reported.reporter = reporter if known is None else known.reporter
+            if known is not None and known.request is not None:
+                reported.size_bytes += known.request.ByteSize()
+            if not self._table.make_room(reported.name, reported.reporter, reported.size_bytes):
+                _log.warning("no room for the record of %s that instance %s reports", reported.name, reporter)
+                return known
+            known = self._replace(known or reported, reported)
+        if reported.cancelled.is_set():
+            known.cancelled.set()
+        return known
+
+    def _replace(self, known: Operation, reported: Operation) -> Operation:
+        """Gives an operation the reported state; if it runs here, this coordinator stops running it."""
+        if known.task:
+            known.task.cancel()
+            known.task = None
+        known.attempt, known.progress = reported.attempt, reported.progress
+        known.result, known.error, known.end_time = reported.result, reported.error, reported.end_time
+        known.size_bytes = reported.size_bytes
+        if known.done:
+            known.ended.set()
+        else:
+            known.ended.clear()
+        self._table.store(known)
+        return known
+
+    def _may_be_reported(self, name: str) -> bool:
+        match = _NAME.fullmatch(name)
+        if match is None or self._table.is_forgotten(name):
+            return False
+        seconds = time.time() - int(match["begun"], 16) / 1e9
+        if abs(seconds) < self._report_delay:
+            return True
+        return self._is_partial() and 0 < seconds < self.ttl_seconds + LONGEST_SECONDS + SILENT_SECONDS
 
     def _expire(self) -> None:
-        """Forgets what ended too long ago, or gives way; ends what ran elsewhere, and nobody tells of any more."""
+        """Forgets operations that ended too long ago, and fails those of other coordinators that are lost."""
         now = time.time()
-        for operation in list(self._running.values()):
-            if now > operation.expire_time + SILENT_SECONDS and not operation.driven:
-                lost = Unreachable(f"nobody tells of {operation.name} any more; look up where its chunks are")
+        for operation in self._table.running():
+            if now > operation.expire_time + SILENT_SECONDS and not operation.runs_here:
+                lost = Unreachable(f"no instance reports {operation.name} any more; look up where its chunks are")
                 self._end(operation, None, lost)
-        oldest = now - self.ttl_seconds
-        while self._ended:
-            first = next(iter(self._ended.values()))
-            if len(self._ended) <= MAX_ENDED and (first.end_time or 0) >= oldest:
-                return
-            self._forget(first)
-
-    def _forget(self, operation: Operation) -> None:
-        if self._ended.pop(operation.name, None):
-            self._budget.drop(operation.owner, operation.name)
-            self._forgotten[operation.name] = None
-            if len(self._forgotten) > MAX_ENDED:
-                self._forgotten.popitem(last=False)
-            if request := operation.request:
-                self._by_request_id.pop((request.DESCRIPTOR.name, request.request_id), None)
+        self._table.expire()

@@ -1,10 +1,10 @@
-"""PendingOrders to instances, from being given until their outcome is known. One event loop owns them.
+"""Orders to instances, until their outcome is known. One event loop owns them.
 
-    given ──outcome──► over
-      ├──deadline────► Unreachable
-      └──instance gone► InstanceNotFound
+    pending ──outcome──► done
+      ├──deadline──────► Unreachable
+      └──instance gone─► InstanceNotFound
 
-An order waits while its instance has no stream, and is told again over each new one: instances ignore repeats.
+An order waits while its instance has no stream, and is sent again over each new stream: instances ignore repeats.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from lmkv.telemetry import SpanKind
 from lmkv.v1 import registry_service_pb2 as pb
 
 MAX_PENDING = 1024
-"""PendingOrders that one instance may have before it."""
+"""PendingPending orders of one instance."""
 MAX_PENDING_BYTES = 32 << 20
-"""Size of these."""
-NODE_SHARE = 0.9
-"""Of the time for an order, what the instance may use."""
+"""Size of the pending orders of one instance."""
+NODE_TIME_FRACTION = 0.9
+"""Fraction of an order's timeout that the instance may use."""
 CANCEL_SECONDS = 5.0
-"""How long the outcome of an order that was cancelled is waited for."""
+"""Timeout for the outcome of a cancelled order."""
 
-Tell = Callable[[pb.Order], None]
+SendOrder = Callable[[pb.Order], None]
 """Sends an order over the instance's stream."""
 
 
@@ -42,127 +42,127 @@ class _Pending:
 
 @dataclass(kw_only=True, slots=True)
 class _OrderQueue:
-    """What one instance has before it, and how to tell it, while it has a stream."""
+    """The pending orders of one instance, and how to send to it while it has a stream."""
 
     pending: dict[str, _Pending] = field(default_factory=dict)
     size_bytes: int = 0
-    """Of the pending orders."""
-    tell: Tell | None = None
+    """Size of the pending orders."""
+    send: SendOrder | None = None
 
 
 class PendingOrders:
-    """All orders that are not over."""
+    """All pending orders."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, _OrderQueue] = {}
+        self._queues: dict[str, _OrderQueue] = {}
 
     def __len__(self) -> int:
-        return sum(len(line.pending) for line in self._lines.values())
+        return sum(len(queue.pending) for queue in self._queues.values())
 
-    # --- Who gives orders ----------------------------------------------------------------------------------------
+    # --- Callers -------------------------------------------------------------------------------------------------
 
-    async def carry_out(
+    async def execute(
         self, instance_id: str, order: pb.Order, timeout_seconds: float, cancelled: asyncio.Event | None = None
     ) -> pb.OrderOutcome:
-        """Gives an order, under its own id if it has one, and returns its outcome, whatever that says.
+        """Sends an order, under its own id if it has one, and returns its outcome, whether it succeeded or not.
 
-        Once `cancelled` is set the instance is told to stop, and says how far it came. Raises `Full`,
-        `InstanceNotFound` if the instance leaves, `Unreachable` if there is no outcome in time.
+        When `cancelled` is set the instance stops, and the outcome says what it did. Raises `Full`, `InstanceNotFound`
+        if the instance leaves, `Unreachable` if there is no outcome in time.
         """
         action = order.WhichOneof("action") or ""
-        if action == "record":  # is about the work, and no part of it: traces leave it out
-            return await self._carried_out(instance_id, order, timeout_seconds, cancelled)
+        if action == "record":  # bookkeeping, not part of the work: left out of traces
+            return await self._execute(instance_id, order, timeout_seconds, cancelled)
         with telemetry.begin("lmkv.order", kind=SpanKind.CLIENT, instance_id=instance_id, action=action) as span:
             order.traceparent = span.traceparent
-            return await self._carried_out(instance_id, order, timeout_seconds, cancelled)
+            return await self._execute(instance_id, order, timeout_seconds, cancelled)
 
-    async def _carried_out(
+    async def _execute(
         self, instance_id: str, order: pb.Order, timeout_seconds: float, cancelled: asyncio.Event | None
     ) -> pb.OrderOutcome:
-        pending = self._give(instance_id, order, timeout_seconds)
+        pending = self._enqueue(instance_id, order, timeout_seconds)
         try:
-            if cancelled and await _comes_first(cancelled, pending.outcome, timeout_seconds):
+            if cancelled and await _is_set_first(cancelled, pending.outcome, timeout_seconds):
                 stop = pb.Order(cancel=pb.CancelOrder(order_id=order.order_id))
-                self._forget(instance_id, self._give(instance_id, stop, CANCEL_SECONDS))  # told, but not waited for
+                self._forget(instance_id, self._enqueue(instance_id, stop, CANCEL_SECONDS))  # sent, but not waited for
                 timeout_seconds = CANCEL_SECONDS
             async with asyncio.timeout(timeout_seconds):
                 return await pending.outcome
         except TimeoutError:
             raise Unreachable(
-                f"instance {instance_id!r} did not say within {timeout_seconds:.3g} s how its order went",
+                f"instance {instance_id!r} did not report the outcome of an order within {timeout_seconds:.3g} s",
                 instance_id=instance_id,
             ) from None
         finally:
             self._forget(instance_id, pending)
 
-    # --- Whose stream it is --------------------------------------------------------------------------------------
+    # --- Streams -------------------------------------------------------------------------------------------------
 
-    def connect(self, instance_id: str, tell: Tell) -> None:
-        """The instance has a stream: tells it what it has before it, and whatever comes."""
-        line = self._lines.setdefault(instance_id, _OrderQueue())
-        line.tell = tell
-        for pending in line.pending.values():
-            tell(pending.order)
+    def connect(self, instance_id: str, send: SendOrder) -> None:
+        """The instance opened a stream: sends its pending orders, and all later ones."""
+        queue = self._queues.setdefault(instance_id, _OrderQueue())
+        queue.send = send
+        for pending in queue.pending.values():
+            send(pending.order)
 
-    def disconnect(self, instance_id: str, tell: Tell) -> None:
-        """The stream broke; nothing if another one has taken its place."""
-        line = self._lines.get(instance_id)
-        if line and line.tell is tell:
-            line.tell = None
+    def disconnect(self, instance_id: str, send: SendOrder) -> None:
+        """The stream ended. Does nothing if another one replaced it."""
+        queue = self._queues.get(instance_id)
+        if queue and queue.send is send:
+            queue.send = None
             self._tidy(instance_id)
 
-    def end(self, instance_id: str, outcome: pb.OrderOutcome) -> None:
-        """The instance says how an order went. Outcomes that nobody waits for, as of a repeat, are no error."""
-        line = self._lines.get(instance_id)
-        pending = line.pending.get(outcome.order_id) if line else None
+    def complete(self, instance_id: str, outcome: pb.OrderOutcome) -> None:
+        """The instance reported an outcome. Ignores outcomes of orders that are not pending."""
+        queue = self._queues.get(instance_id)
+        pending = queue.pending.get(outcome.order_id) if queue else None
         if pending and not pending.outcome.done():
             pending.outcome.set_result(outcome)
 
     def drop_instance(self, instance_id: str) -> None:
-        """The instance left, and will not say how its orders went."""
-        line = self._lines.pop(instance_id, _OrderQueue())
-        for pending in line.pending.values():
+        """The instance left: fails its pending orders."""
+        queue = self._queues.pop(instance_id, _OrderQueue())
+        for pending in queue.pending.values():
             if not pending.outcome.done():
                 error = InstanceNotFound(f"instance {instance_id!r} left the fleet", instance_id=instance_id)
                 pending.outcome.set_exception(error)
 
     # --- Inside --------------------------------------------------------------------------------------------------
 
-    def _give(self, instance_id: str, order: pb.Order, timeout_seconds: float) -> _Pending:
-        line = self._lines.setdefault(instance_id, _OrderQueue())
-        if len(line.pending) >= MAX_PENDING:
-            raise Full(f"instance {instance_id!r} has {MAX_PENDING} orders before it", retry_seconds=1)
-        if line.size_bytes + order.ByteSize() > MAX_PENDING_BYTES and line.pending:
-            raise Full(f"instance {instance_id!r} has orders of {line.size_bytes} bytes before it", retry_seconds=1)
+    def _enqueue(self, instance_id: str, order: pb.Order, timeout_seconds: float) -> _Pending:
+        queue = self._queues.setdefault(instance_id, _OrderQueue())
+        if len(queue.pending) >= MAX_PENDING:
+            raise Full(f"instance {instance_id!r} has {MAX_PENDING} pending orders", retry_seconds=1)
+        if queue.size_bytes + order.ByteSize() > MAX_PENDING_BYTES and queue.pending:
+            raise Full(f"instance {instance_id!r} has pending orders of {queue.size_bytes} bytes", retry_seconds=1)
         order.order_id = order.order_id or secrets.token_hex(8)
-        # A little early, so that what was achieved by then is told in time.
-        order.expire_time.FromNanoseconds(time.time_ns() + round(NODE_SHARE * timeout_seconds * 1e9))
+        # Earlier than the timeout, so that the outcome arrives before it.
+        order.expire_time.FromNanoseconds(time.time_ns() + round(NODE_TIME_FRACTION * timeout_seconds * 1e9))
         pending = _Pending(order=order, size_bytes=order.ByteSize(), outcome=asyncio.get_running_loop().create_future())
-        if replaced := line.pending.get(order.order_id):
-            line.size_bytes -= replaced.size_bytes
-        line.pending[order.order_id] = pending
-        line.size_bytes += pending.size_bytes
-        if line.tell:
-            line.tell(order)
+        if replaced := queue.pending.get(order.order_id):
+            queue.size_bytes -= replaced.size_bytes
+        queue.pending[order.order_id] = pending
+        queue.size_bytes += pending.size_bytes
+        if queue.send:
+            queue.send(order)
         return pending
 
     def _forget(self, instance_id: str, pending: _Pending) -> None:
         if not pending.outcome.done():
             pending.outcome.cancel()
-        if line := self._lines.get(instance_id):
-            if line.pending.get(pending.order.order_id) is pending:
-                del line.pending[pending.order.order_id]
-                line.size_bytes -= pending.size_bytes
+        if queue := self._queues.get(instance_id):
+            if queue.pending.get(pending.order.order_id) is pending:
+                del queue.pending[pending.order.order_id]
+                queue.size_bytes -= pending.size_bytes
             self._tidy(instance_id)
 
     def _tidy(self, instance_id: str) -> None:
-        line = self._lines[instance_id]
-        if not line.tell and not line.pending:
-            del self._lines[instance_id]
+        queue = self._queues[instance_id]
+        if not queue.send and not queue.pending:
+            del self._queues[instance_id]
 
 
-async def _comes_first(event: asyncio.Event, outcome: asyncio.Future[pb.OrderOutcome], timeout_seconds: float) -> bool:
-    """Waits for either, or for the time to be up; whether the event is set and there is no outcome."""
+async def _is_set_first(event: asyncio.Event, outcome: asyncio.Future[pb.OrderOutcome], timeout_seconds: float) -> bool:
+    """Waits for the event, the outcome or the timeout; returns whether the event is set and there is no outcome."""
     waiting = asyncio.ensure_future(event.wait())
     try:
         await asyncio.wait((waiting, outcome), timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)

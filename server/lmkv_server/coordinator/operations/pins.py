@@ -1,4 +1,4 @@
-"""Pins: instances keep chunks from eviction for a while. The instance owns its pins; here is what it told of them."""
+"""Pins: instances protect chunks from eviction for a time. The instance owns its pins and reports them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as registry_pb
 from lmkv_server.coordinator.operations.orders import PendingOrders
-from lmkv_server.coordinator.operations.positions import place_of
+from lmkv_server.coordinator.operations.positions import resolve_position
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.selection import Selector
 
 MAX_PINS = 1000
-"""FleetPins of one instance."""
+"""Pins of one instance."""
 DEFAULT_TTL_SECONDS = 300
 MAX_TTL_SECONDS = 86_400
-"""Longest time that nodes grant; a longer wish gets this."""
+"""Longest lifetime that nodes grant; longer requests are shortened to it."""
 TIMEOUT_SECONDS = 3.0
-"""How long an instance may take to pin or unpin: a matter of its memory alone."""
+"""Timeout for an instance to pin or unpin, which only needs its memory."""
 MAX_PINNED_CHUNKS = 32_768
-"""Chunks that one pin may be about: half a message of keys."""
+"""Chunks of one pin: half a message of keys."""
 _NAMESPACE = uuid.UUID("6c6d6b76-0000-4000-8000-000000000001")
 
 
 class FleetPins:
-    """Sets and ends pins. A pin's name says whose it is, so that it can be ended before anybody has told of it."""
+    """Sets and ends pins. A pin's id contains its instance, so that it can be ended before the instance reports it."""
 
     def __init__(self, registry: Registry, selector: Selector, orders: PendingOrders) -> None:
         self._registry = registry
@@ -37,19 +37,19 @@ class FleetPins:
         self._orders = orders
 
     async def pin(self, request: pb.PinRequest) -> chunk_pb2.PinnedChunks:
-        """Sets a pin, or sets it anew if the `request_id` was used before. Raises what `CacheService.Pin` answers."""
-        instance_id, tier = place_of(self._registry.instances, request.position, "position")
+        """Sets a pin, or renews it if the `request_id` was used before. Raises the errors of `CacheService.Pin`."""
+        instance_id, tier = resolve_position(self._registry.instances, request.position, "position")
         selections = await self._selector.required(request)
         chosen = max(selections, key=lambda one: self._registry.layout.match_at(instance_id, tier, one.keys)[0])
         if len(chosen) > MAX_PINNED_CHUNKS:
-            raise BadSelection(f"{len(chosen)} chunks are named; a pin keeps at most {MAX_PINNED_CHUNKS}")
+            raise BadSelection(f"{len(chosen)} chunks are named; a pin covers at most {MAX_PINNED_CHUNKS}")
         order = registry_pb.PinOrder(
             pin_id=_pin_id(instance_id, request.request_id),
             tier=chunk_pb2.Tier.ValueType(tier),
             chunk_keys=chosen.keys,
         )
         order.ttl.FromNanoseconds(_ttl_nanoseconds(request))
-        outcome = await self._orders.carry_out(instance_id, registry_pb.Order(pin=order), TIMEOUT_SECONDS)
+        outcome = await self._orders.execute(instance_id, registry_pb.Order(pin=order), TIMEOUT_SECONDS)
         if outcome.status.code:
             raise rpc.from_status(outcome.status)
         pin = chunk_pb2.PinnedChunks(
@@ -59,20 +59,20 @@ class FleetPins:
             token_count=outcome.token_count,
         )
         pin.expire_time.FromNanoseconds(time.time_ns() + order.ttl.ToNanoseconds())
-        # The instance tells of its pins itself, in the same report or a later one, with the time that it granted.
+        # The instance reports its pins, with the lifetime that it granted, in the same report or a later one.
         instance = self._registry.instances.find(instance_id)
         if instance and (pin.pin_id in instance.pins or len(instance.pins) < MAX_PINS):
             pin = instance.pins.setdefault(pin.pin_id, pin)
         return pin
 
     async def unpin(self, pin_id: str) -> None:
-        """Ends a pin; one that is gone, with or without its instance, is no error. Raises `Unreachable`, `Full`."""
+        """Ends a pin; idempotent, also if its instance is gone. Raises `Unreachable`, `Full`."""
         instance_id, slash, _ = pin_id.rpartition("/")
         instance = self._registry.instances.find(instance_id)
         if not slash or instance is None:
             return
         order = registry_pb.UnpinOrder(pin_id=pin_id)
-        outcome = await self._orders.carry_out(instance_id, registry_pb.Order(unpin=order), TIMEOUT_SECONDS)
+        outcome = await self._orders.execute(instance_id, registry_pb.Order(unpin=order), TIMEOUT_SECONDS)
         if outcome.status.code:
             raise rpc.from_status(outcome.status)
         instance.pins.pop(pin_id, None)
@@ -100,5 +100,5 @@ def _ttl_nanoseconds(request: pb.PinRequest) -> int:
         return DEFAULT_TTL_SECONDS * 1_000_000_000
     nanoseconds = request.ttl.ToNanoseconds()
     if nanoseconds <= 0:
-        raise BadSelection(f"ttl {request.ttl.ToJsonString()} is not positive; set how long the chunks shall be kept")
+        raise BadSelection(f"ttl {request.ttl.ToJsonString()} is not positive; set the lifetime of the pin")
     return min(nanoseconds, MAX_TTL_SECONDS * 1_000_000_000)

@@ -1,4 +1,4 @@
-"""Where chunks are, or shall be: one tier of a registered instance."""
+"""Positions of chunks: one tier of a registered instance."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from lmkv_server.coordinator.core.instances import Instance, Instances
 
 
 class Position(NamedTuple):
-    """A `Position` that is there; the tier is a number of `lmkv.v1.Tier`."""
+    """A tier of a registered instance; `tier` is a number of `lmkv.v1.Tier`."""
 
     instance_id: str
     tier: chunk_pb2.Tier.ValueType
 
     def to_proto(self) -> chunk_pb2.Position:
-        """The place as the API names it."""
+        """The position as a message."""
         return chunk_pb2.Position(instance_id=self.instance_id, tier=self.tier)
 
 
-def place_of(instances: Instances, position: chunk_pb2.Position, field: str) -> Position:
-    """The place that a request's field names; host memory if it names no tier.
+def resolve_position(instances: Instances, position: chunk_pb2.Position, field: str) -> Position:
+    """The position that a request's field names; host memory if it names no tier.
 
     Raises `InstanceNotFound`, `TierUnsupported`.
     """

@@ -1,7 +1,7 @@
-"""Operations that outlive their coordinator: nodes keep their records, and tell them to every coordinator.
+"""Lets operations outlive their coordinator: nodes store their records, and report them to every coordinator.
 
-booked ──► kept by some of the nodes that it concerns ──► told everywhere ──► over ──► kept, told everywhere
-                  └── its coordinator is gone ──► told as orphaned to one ──► taken over there, one attempt higher
+started ──► stored by some of its nodes ──► reported to all coordinators ──► ended ──► stored and reported again
+                 └── its coordinator is gone ──► reported as orphaned to one ──► taken over there, attempt + 1
 """
 
 from __future__ import annotations
@@ -19,76 +19,76 @@ from lmkv.operation_records import rank
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.coordinator.operations.audit import audited
 from lmkv_server.coordinator.operations.operation import Operation
+from lmkv_server.coordinator.operations.operation_proto import from_record, to_record
 from lmkv_server.coordinator.operations.operations import LONGEST_SECONDS, Operations, Work
 from lmkv_server.coordinator.operations.orders import PendingOrders
-from lmkv_server.coordinator.operations.records import from_record, to_record
 
 logger = logging.getLogger(__name__)
 
-KEEP_SECONDS = 3.0
-"""How long an instance may take to keep a record: a matter of its memory alone."""
-BOOKED_SECONDS = 1.0
-"""How long whoever books an operation waits for the first of them."""
+STORE_SECONDS = 3.0
+"""Timeout for an instance to store a record, which only needs its memory."""
+REPLICATION_SECONDS = 1.0
+"""How long a client that starts an operation waits until the first instance stores its record."""
 MAX_REPORTERS = 16
-"""Instances that are noted as keepers of one record."""
+"""Instances that are remembered as holders of one record."""
 SETTLE_SECONDS = 10.0
-"""How long who takes over waits until it knows what instances hold."""
+"""How long a take-over waits for the layout map to be complete."""
 
 
 class OperationReplicator:
-    """Has instances keep the records of one coordinator's operations, and hears what they keep.
+    """Stores the records of one coordinator's operations on instances, and merges the records that these report.
 
-    `is_partial` says whether instances have yet to tell what they hold.
+    `is_partial` returns whether instances have yet to report what they hold.
     """
 
     def __init__(self, operations: Operations, orders: PendingOrders, is_partial: Callable[[], bool]) -> None:
         self.resume: dict[str, Work] = {}
-        """How to go on with an operation that another coordinator began, by its kind."""
+        """By kind: continues an operation that another coordinator started."""
         self._operations = operations
         self._orders = orders
         self._is_partial = is_partial
         self._tasks: set[asyncio.Task[None]] = set()
-        operations.on_change = self._publish
+        operations.on_change = self._replicate_all
 
-    async def booked(self, operation: Operation) -> Operation:
-        """Returns once an instance keeps its record, or, if none answers, a moment later."""
+    async def wait_replicated(self, operation: Operation) -> Operation:
+        """Returns the operation once an instance stores its record, or after `REPLICATION_SECONDS`."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(BOOKED_SECONDS if operation.keepers else 0):
-                await operation.kept.wait()
+            async with asyncio.timeout(REPLICATION_SECONDS if operation.record_holders else 0):
+                await operation.replicated.wait()
         return operation
 
     async def cancel(self, name: str) -> None:
-        """Has an operation stopped, wherever it runs; one that is over is no error.
+        """Cancels an operation, wherever it runs; does nothing if it has ended.
 
-        Raises `OperationNotFound`, and `Unreachable` if no instance tells who runs it.
+        Raises `OperationNotFound`, or `Unreachable` if no instance that stores its record answers.
         """
         operation = self._operations.get(name)
         operation.cancelled.set()
-        if operation.driven or operation.done:
+        if operation.runs_here or operation.done:
             return
         order = pb.Order(cancel=pb.CancelOrder(operation_name=name))
-        told = await asyncio.gather(*(self._tell(instance_id, order) for instance_id in operation.keepers))
-        if not any(told):
-            raise Unreachable(f"no instance that keeps the record of {name} answers; try again", name=name)
+        accepted = await asyncio.gather(*(self._send(instance_id, order) for instance_id in operation.record_holders))
+        if not any(accepted):
+            raise Unreachable(f"no instance that stores the record of {name} answers; try again", name=name)
 
-    def hear(self, instance_id: str, record: pb.OperationRecord) -> None:
-        """An instance tells of a record that it keeps. Raises `BadMessage`."""
-        operation = self._operations.hear(from_record(record, LONGEST_SECONDS), instance_id)
+    def handle_record(self, instance_id: str, record: pb.OperationRecord) -> None:
+        """Merges a record that an instance reports; takes over an orphaned operation. Raises `BadMessage`."""
+        operation = self._operations.merge(from_record(record, LONGEST_SECONDS), instance_id)
         if operation is None:
             return
-        if len(operation.keepers) < MAX_REPORTERS:
-            operation.keepers.add(instance_id)
-        operation.kept.set()
-        if operation.rank > rank(record) or (operation.driven and record.orphaned):
-            self._put(instance_id, operation)  # it missed something, if only that the operation is driven
-        elif record.orphaned and not operation.done and self._operations.may_drive:
-            asked_for = operation.request if operation.request is not None else operation.progress
-            with audited("resume", asked_for) as act:  # the caller is who told of it: nobody has to have asked for it
-                act.names["operation"] = operation.name
+        if len(operation.record_holders) < MAX_REPORTERS:
+            operation.record_holders.add(instance_id)
+        operation.replicated.set()
+        if operation.rank > rank(record) or (operation.runs_here and record.orphaned):
+            self._replicate(instance_id, operation)  # its record is out of date
+        elif record.orphaned and not operation.done and self._operations.has_capacity:
+            subject = operation.request if operation.request is not None else operation.progress
+            with audited("resume", subject) as entry:  # the caller is the instance that reported the record
+                entry.names["operation"] = operation.name
                 self._operations.take_over(operation, self._resume)
 
     async def aclose(self) -> None:
-        """Tells nothing more. What runs goes on at another coordinator."""
+        """Stops storing records. Running operations continue at another coordinator."""
         while tasks := list(self._tasks):
             for task in tasks:
                 task.cancel()
@@ -98,34 +98,36 @@ class OperationReplicator:
 
     async def _resume(self, operation: Operation) -> Message:
         if operation.request is None:
-            raise Unreachable(f"who ran {operation.name} is gone, and its request was too long to be kept; repeat it")
+            raise Unreachable(
+                f"the coordinator of {operation.name} is gone, and the request was too large for the record; repeat it"
+            )
         with suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_SECONDS):
-                while self._is_partial():  # noqa: ASYNC110 # instances change that, each for itself
+                while self._is_partial():  # noqa: ASYNC110 # each instance changes it
                     await asyncio.sleep(0.05)
         return await self.resume[operation.kind](operation)
 
-    def _publish(self, operation: Operation) -> None:
-        for instance_id in operation.keepers:
-            self._put(instance_id, operation)
+    def _replicate_all(self, operation: Operation) -> None:
+        for instance_id in operation.record_holders:
+            self._replicate(instance_id, operation)
 
-    def _put(self, instance_id: str, operation: Operation) -> None:
-        task = asyncio.create_task(self._keep(instance_id, operation), name=f"lmkv-keep-{operation.name}")
+    def _replicate(self, instance_id: str, operation: Operation) -> None:
+        task = asyncio.create_task(self._store(instance_id, operation), name=f"lmkv-replicate-{operation.name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _keep(self, instance_id: str, operation: Operation) -> None:
+    async def _store(self, instance_id: str, operation: Operation) -> None:
         record = to_record(operation, self._operations.ttl_seconds)
-        if await self._tell(instance_id, pb.Order(record=pb.RecordOrder(record=record))):
-            operation.kept.set()
+        if await self._send(instance_id, pb.Order(record=pb.RecordOrder(record=record))):
+            operation.replicated.set()
 
-    async def _tell(self, instance_id: str, order: pb.Order) -> bool:
-        """Whether the instance has carried it out."""
+    async def _send(self, instance_id: str, order: pb.Order) -> bool:
+        """Sends an order; returns whether the instance executed it."""
         try:
-            outcome = await self._orders.carry_out(instance_id, order, KEEP_SECONDS)
+            outcome = await self._orders.execute(instance_id, order, STORE_SECONDS)
             if outcome.status.code:
                 raise rpc.from_status(outcome.status)
         except LmkvError as error:
-            logger.warning("instance %s does not keep a record: %s", instance_id, error)
+            logger.warning("instance %s does not store a record: %s", instance_id, error)
             return False
         return True

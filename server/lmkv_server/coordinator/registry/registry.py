@@ -1,4 +1,4 @@
-"""The coordinator's core: instances and what they hold, kept in step. Pure; handlers and the sweeper call it."""
+"""Instances and the chunks that they hold, kept consistent. Called by handlers and the sweeper; time is passed in."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lmkv_server.coordinator.layout_store.follower import InstanceFollower
 from lmkv_server.coordinator.layout_store.publication import Publication
 from lmkv_server.coordinator.registry.report_stream import ReportStream
 
-COMING_BACK_SECONDS = 1.0
-"""How long after its turn an instance that was put off is expected at the latest."""
+RETURN_SECONDS = 1.0
+"""An instance whose registration was deferred is expected within this time after its turn."""
 
 
 class Registry:
-    """The fleet as the coordinator knows it. All of it is soft state: nodes tell it anew after a restart."""
+    """The fleet as the coordinator knows it. Soft state: nodes report it again after a restart."""
 
     def __init__(
         self,
@@ -29,23 +29,23 @@ class Registry:
         on_gone: Callable[[str], None] = lambda _: None,
         admission: JoinAdmission | None = None,
     ) -> None:
-        """`on_gone` is told the id of each instance that leaves, whatever the way; `admission` says who may join."""
+        """`on_gone` is called with the id of each instance that leaves or expires."""
         self.instances = Instances(lease_ttl)
         self.layout = LayoutMap(revision)
         self.publications: dict[str, Publication] = {}
-        """What is published of instances that tell their chunks here, where coordinators share a layout map."""
+        """With a shared layout map: publications of the instances that report here, by id."""
         self.followers: dict[str, InstanceFollower] = {}
-        """Instances that tell their chunks to another one of these."""
-        self._settled_time = now + lease_ttl
+        """With a shared layout map: followers of the instances that report to another coordinator, by id."""
+        self._complete_time = now + lease_ttl
         self._on_gone = on_gone
         self._admission = admission or JoinAdmission()
-        self._unsettled: dict[str, Instance] = {}
-        """Instances whose snapshot was not in when last looked at."""
+        self._unsynced: dict[str, Instance] = {}
+        """Instances that were not synced at the last check."""
 
     def register(self, info: InstanceInfo, now: float, secret: bytes = b"") -> Instance:
-        """Takes an instance in; a newer epoch's predecessor is forgotten with all it held.
+        """Registers an instance; a newer epoch replaces an older one and its chunks.
 
-        Raises as `Instances`, and `Full` if it has to wait for its turn to tell what it holds.
+        Raises as `Instances.register`, and `Full` if too many instances are joining.
         """
         self.instances.check_secret(info.instance_id, secret)
         before = self.instances.find(info.instance_id)
@@ -57,14 +57,14 @@ class Registry:
             self._forget(before)
         if joins:
             instance.synced = False
-            self._unsettled[info.instance_id] = instance
+            self._unsynced[info.instance_id] = instance
             self._admission.admit(instance)
         return instance
 
     def open_stream(
         self, instance_id: str, epoch: int, now: float, publication: Publication | None = None
     ) -> ReportStream:
-        """Begins a stream of reports; one that is already open is superseded. What it tells is published, if it can.
+        """Opens a stream of reports, which replaces an open one. Its changes are published through `publication`.
 
         Raises `InstanceNotFound`, `StaleEpoch`.
         """
@@ -73,13 +73,13 @@ class Registry:
         self._unfollow(instance_id)
         if publication is not None:
             self.publications[instance_id] = publication
-        self._unsettle(instance)
+        self._mark_unsynced(instance)
         return self._begin_stream(instance, now, self.layout.stage(instance_id), publication)
 
     def follow(
         self, instance_id: str, epoch: int, now: float, load: Callable[[InstanceFollower], None]
     ) -> ReportStream:
-        """Begins a stream without chunks: another coordinator is told these, and publishes them.
+        """Opens a stream of an instance that reports its chunks to another coordinator, which publishes them.
 
         `load` is called whenever they have to be loaded. Raises `InstanceNotFound`, `StaleEpoch`.
         """
@@ -88,7 +88,7 @@ class Registry:
         follower = self.followers.get(instance_id)
         if follower is None:
             self.followers[instance_id] = follower = InstanceFollower(
-                self.layout, instance, on_load_request=load, on_unsynced=self._unsettle
+                self.layout, instance, on_load_request=load, on_unsynced=self._mark_unsynced
             )
             follower.request_load()
         elif follower.is_current:
@@ -97,47 +97,47 @@ class Registry:
         return self._begin_stream(instance, now)
 
     def unpublish(self, instance_id: str) -> None:
-        """Publishes no more of an instance; one that is not published is no error."""
+        """Stops publishing an instance. Idempotent."""
         publication = self.publications.pop(instance_id, None)
         if publication is not None:
             publication.close()
 
     def stop_sharing(self) -> None:
-        """Publishes and follows nobody any more. What followed ones hold stays, but may be less than there is."""
+        """Stops publishing and following all instances. Chunks of followed ones stay, but may be out of date."""
         for instance_id in list(self.publications):
             self.unpublish(instance_id)
         for instance_id, follower in list(self.followers.items()):
-            self._unsettle(follower.instance)
+            self._mark_unsynced(follower.instance)
             self._unfollow(instance_id)
 
     def deregister(self, instance_id: str, epoch: int) -> Instance:
-        """Lets an instance leave with all it held. Raises `InstanceNotFound`, `StaleEpoch`."""
+        """Removes an instance and its chunks. Raises `InstanceNotFound`, `StaleEpoch`."""
         instance = self.instances.deregister(instance_id, epoch)
         self._forget(instance)
         return instance
 
     def expire(self, now: float) -> list[Instance]:
-        """Drops the instances whose lease has run out with all they held, and returns them."""
+        """Removes the instances whose lease expired, with their chunks, and returns them."""
         gone = self.instances.expire(now)
         for instance in gone:
             self._forget(instance)
         return gone
 
     def is_partial(self, now: float) -> bool:
-        """Whether more may be held than the layout map says: somebody is, or may be, still reporting."""
-        while self._unsettled:  # not all instances are looked at: every lookup asks this
-            instance_id, instance = next(reversed(self._unsettled.items()))
+        """Whether instances may hold more than the layout map lists: some have not reported their snapshot yet."""
+        while self._unsynced:  # does not read all instances: every lookup calls it
+            instance_id, instance = next(reversed(self._unsynced.items()))
             if not instance.synced:
                 return True
-            del self._unsettled[instance_id]
-        return now < self._settled_time
+            del self._unsynced[instance_id]
+        return now < self._complete_time
 
     def check(self) -> None:
-        """Asserts what must hold between any two calls. Reads everything: for tests."""
+        """Asserts the invariants. Reads everything: for tests."""
         self.instances.check()
-        unsynced = {instance.info.instance_id for instance in self.instances if not instance.synced}
-        assert unsynced <= self._unsettled.keys()
-        assert all(self.instances.find(instance_id) is one for instance_id, one in self._unsettled.items())
+        not_synced = {instance.info.instance_id for instance in self.instances if not instance.synced}
+        assert not_synced <= self._unsynced.keys()
+        assert all(self.instances.find(instance_id) is one for instance_id, one in self._unsynced.items())
         assert self.publications.keys().isdisjoint(self.followers)
         assert all(self.instances.find(instance_id) is one.instance for instance_id, one in self.followers.items())
         self.layout.check()
@@ -146,10 +146,10 @@ class Registry:
         try:
             self._admission.check(now)
         except Full as full:
-            back = now + full.retry_seconds + COMING_BACK_SECONDS
-            self._settled_time = max(self._settled_time, back)
+            back = now + full.retry_seconds + RETURN_SECONDS
+            self._complete_time = max(self._complete_time, back)
             before = self.instances.find(info.instance_id)
-            if before is not None and before.info.epoch == info.epoch:  # it is told to be silent until then
+            if before is not None and before.info.epoch == info.epoch:  # it must not call before then
                 before.expire_time = max(before.expire_time, back)
             raise
 
@@ -165,9 +165,9 @@ class Registry:
         instance.stream = stream = ReportStream(self.instances, self.layout, instance, staged, publication)
         return stream
 
-    def _unsettle(self, instance: Instance) -> None:
+    def _mark_unsynced(self, instance: Instance) -> None:
         instance.synced = False
-        self._unsettled[instance.info.instance_id] = instance
+        self._unsynced[instance.info.instance_id] = instance
 
     def _unfollow(self, instance_id: str) -> None:
         follower = self.followers.pop(instance_id, None)
@@ -180,7 +180,7 @@ class Registry:
         publication = self.publications.pop(instance.info.instance_id, None)
         if publication is not None:
             publication.publish_gone()
-        self._unsettled.pop(instance.info.instance_id, None)
+        self._unsynced.pop(instance.info.instance_id, None)
         self.layout.drop_instance(instance.info.instance_id)
         self._on_gone(instance.info.instance_id)
 

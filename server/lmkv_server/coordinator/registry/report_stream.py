@@ -1,4 +1,4 @@
-"""One stream of reports: a snapshot collected aside and installed whole, then changes in sequence. Pure."""
+"""One stream of reports: a snapshot that is staged and installed as a whole, then changes in sequence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lmkv_server.coordinator.layout_store.publication import Publication
 
 
 class ReportStream:
-    """What one instance tells over one `Report` call. `Registry.open_stream` and `follow` make it."""
+    """The reports of one `Report` call. Created by `Registry.open_stream` and `Registry.follow`."""
 
     def __init__(
         self,
@@ -25,34 +25,34 @@ class ReportStream:
         staged: Snapshot | None,
         publication: Publication | None,
     ) -> None:
-        """Without an open snapshot its chunks are told elsewhere."""
+        """`staged` is None if the instance reports its chunks to another coordinator."""
         self._instances = instances
         self._layout = layout
         self._instance = instance
         self._staged = staged
-        self._told_elsewhere = staged is None
+        self._reported_elsewhere = staged is None
         self._publication = publication
         self.sequence = 0
-        """Of the last report that was applied."""
+        """Sequence of the last report that was applied."""
 
     def apply(self, report: registry_service_pb2.ReportRequest, now: float) -> None:
-        """Takes one report in and renews the instance's lease. A repeat of an earlier report only does the latter.
+        """Applies a report and renews the instance's lease. A repeated report only renews the lease.
 
-        Raises `InstanceNotFound`, `StaleEpoch`, `ResyncRequired`, `BadChunkKey`, `BadMessage`, `Full`; the stream is
-        of no use afterwards.
+        Raises `InstanceNotFound`, `StaleEpoch`, `ResyncRequired`, `BadChunkKey`, `BadMessage`, `Full`; the stream
+        cannot be used afterwards.
         """
         info = self._instance.info
         if (report.instance_id, report.epoch) != (info.instance_id, info.epoch):
             raise BadMessage(f"a stream of instance {info.instance_id!r} carries a report of another one")
         self._instances.get(info.instance_id, info.epoch)
         if self._instance.stream is not self:
-            raise ResyncRequired(f"another stream of instance {info.instance_id!r} took over")
+            raise ResyncRequired(f"another stream of instance {info.instance_id!r} replaced this one")
         self._instances.renew(self._instance, now)
         if 0 < report.sequence <= self.sequence:
             return
         if report.sequence != self.sequence + 1:
             raise ResyncRequired(
-                f"report {report.sequence} came after {self.sequence}; begin a new stream with a snapshot",
+                f"report {report.sequence} follows {self.sequence}; open a new stream with a snapshot",
                 expected_sequence=self.sequence + 1,
                 sequence=report.sequence,
             )
@@ -60,7 +60,7 @@ class ReportStream:
         self.sequence = report.sequence
 
     def close(self) -> None:
-        """Ends the stream. What was installed stays until the lease runs out; an unfinished snapshot is forgotten."""
+        """Ends the stream. Installed chunks stay until the lease expires; an incomplete snapshot is discarded."""
         if self._staged is not None:
             self._layout.discard(self._staged)
             self._staged = None
@@ -68,9 +68,9 @@ class ReportStream:
             self._instance.stream = None
 
     def _apply_content(self, report: registry_service_pb2.ReportRequest) -> None:
-        if self._told_elsewhere:
+        if self._reported_elsewhere:
             if report.snapshot or report.snapshot_end or report.changes:
-                raise BadMessage("a stream whose chunks are told elsewhere carries some")
+                raise BadMessage("a stream with reported_elsewhere contains chunks")
         else:
             self._apply_chunks(report)
         if report.tiers or report.engine_count:
@@ -78,13 +78,13 @@ class ReportStream:
             self._instance.engine_count = report.engine_count
 
     def _apply_chunks(self, report: registry_service_pb2.ReportRequest) -> None:
-        if report.told_elsewhere:
-            raise BadMessage("told_elsewhere belongs into a stream's first report")
+        if report.reported_elsewhere:
+            raise BadMessage("reported_elsewhere is allowed in a stream's first report only")
         if (report.snapshot or report.snapshot_end) != (self._staged is not None):
             raise ResyncRequired(
-                "changes came before the end of the snapshot"
+                "changes arrived before the end of the snapshot"
                 if self._staged is not None
-                else "a snapshot came after its end; begin a new stream with it"
+                else "a snapshot arrived after its end; open a new stream with it"
             )
         changes = [self._apply_change(change) for change in report.changes]
         if self._staged is not None and report.snapshot_end:
@@ -95,8 +95,8 @@ class ReportStream:
         for claimed in digests:
             self._compare(claimed)
         if self._publication is not None:
-            told = [(claimed.tier, claimed.chunk_count, claimed.key_sum) for claimed in digests]
-            self._publication.publish_changes(changes, told)
+            digest_values = [(claimed.tier, claimed.chunk_count, claimed.key_sum) for claimed in digests]
+            self._publication.publish_changes(changes, digest_values)
             if report.snapshot_end:
                 self._publication.publish_complete()
 
@@ -111,12 +111,12 @@ class ReportStream:
         chunk_size = self._instance.chunk_size(change.fingerprint)
         if chunk_size > MAX_TOKENS:
             raise BadMessage(f"chunks of {chunk_size} tokens are longer than {MAX_TOKENS}", chunk_size=chunk_size)
-        where = (change.tier, admitted, evicted, partials)
+        arguments = (change.tier, admitted, evicted, partials)
         if self._staged is not None:
-            self._layout.apply_staged(self._staged, *where, chunk_size=chunk_size, fingerprint=change.fingerprint)
+            self._layout.apply_staged(self._staged, *arguments, chunk_size=chunk_size, fingerprint=change.fingerprint)
         else:
             instance_id = self._instance.info.instance_id
-            self._layout.apply(instance_id, *where, chunk_size=chunk_size, fingerprint=change.fingerprint)
+            self._layout.apply(instance_id, *arguments, chunk_size=chunk_size, fingerprint=change.fingerprint)
         return Change(change.tier, change.fingerprint, chunk_size, admitted, dict(partials), evicted)
 
     def _compare(self, claimed: registry_service_pb2.TierDigest) -> None:
@@ -125,7 +125,7 @@ class ReportStream:
             tier = chunk_pb2.Tier.Name(claimed.tier) if 0 <= claimed.tier <= TIER_COUNT else str(claimed.tier)
             raise ResyncRequired(
                 f"the instance holds {claimed.chunk_count} chunks in {tier}, the layout map has {known.chunk_count} or "
-                "other ones; begin a new stream with a snapshot",
+                "other keys; open a new stream with a snapshot",
                 tier=tier,
                 claimed_chunk_count=claimed.chunk_count,
                 known_chunk_count=known.chunk_count,
@@ -137,5 +137,5 @@ def _partial_token_counts(change: registry_service_pb2.ChunkChange) -> Mapping[i
     admitted_count = len(change.admitted_keys) // KEY_BYTES
     for index, tokens in counts.items():
         if not (0 <= index < admitted_count and 0 < tokens <= MAX_TOKENS):
-            raise BadMessage(f"partial_token_counts[{index}] = {tokens} means nothing", index=index, tokens=tokens)
+            raise BadMessage(f"partial_token_counts[{index}] = {tokens} is invalid", index=index, tokens=tokens)
     return counts

@@ -1,7 +1,7 @@
-"""Which chunks a request names, by tokens or by keys: the same for all requests of `CacheService`.
+"""The chunks that a request of `CacheService` names, by tokens or by keys.
 
 Long key chains are computed in slices, one chain at a time, so that the event loop serves other calls between slices
-and a call that is cancelled stops its work.
+and a cancelled call stops.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from lmkv_server.coordinator.core.instance_info import MAX_SHOWN
 from lmkv_server.coordinator.core.models import Models, Namespace
 
 MAX_SELECTED_KEYS = 2 * MAX_KEYS
-"""Most keys that one request by tokens may need, over all specs of its model: 2 MiB."""
+"""Keys that one request by tokens may need, over all specs of its model: 2 MiB."""
 MAX_NAMESPACES = 16
-"""Most specs and adapters of one name that a lookup is made under, those registered last."""
+"""Specs and adapters of one name that a lookup covers, the last registered ones."""
 SHORT_KEYS = 4096
-"""Requests of at most this many keys are computed at once: about a millisecond."""
+"""Requests with at most this many keys are computed without a pause: about a millisecond."""
 SLICE_KEYS = 2048
 SLICE_TOKENS = 65_536
-"""Work between two looks at what else there is to do: at most about half a millisecond."""
+"""Work before other tasks run: at most about half a millisecond."""
 MAX_WAITING = 64
-"""Long requests of one tenant that wait for their turn; each holds at most a message."""
+"""Long requests of one tenant that wait; each is at most a message in size."""
 
 
 class NamesChunks(Protocol):
@@ -50,43 +50,41 @@ class NamesChunks(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """Chunks in prompt order."""
+    """Chunk keys in prompt order."""
 
     keys: bytes
     """16 bytes each."""
     fingerprint: bytes = b""
-    """Of their spec; empty where the keys alone were given."""
+    """Fingerprint of their spec; empty if the request gave keys."""
 
     def __len__(self) -> int:
         return len(self.keys) // KEY_BYTES
 
 
 class Selector:
-    """Turns what requests name into keys, under the names, specs and LoRA adapters that are registered.
+    """Computes the keys of the chunks that requests name, under the registered models and LoRA adapters.
 
-    `holds` says whether chunks of a fingerprint may be in the layout map: lookups skip specs without
-    chunks.
+    `may_hold` returns whether the layout map may have chunks of a fingerprint: lookups skip specs without chunks.
     """
 
     def __init__(
         self,
         models: Models,
         cluster_secret: bytes = b"",
-        holds: Callable[[bytes], bool] = lambda _: True,
+        may_hold: Callable[[bytes], bool] = lambda _: True,
     ) -> None:
         self._models = models
         self._secret = cluster_secret
-        self._holds = holds
-        self._turn = asyncio.Lock()
+        self._may_hold = may_hold
+        self._lock = asyncio.Lock()
         self._waiting_count = 0
-        self._unbroken_keys = 0
-        """Keys that short requests have computed since the event loop last had a turn."""
+        self._keys_since_pause = 0
+        """Keys that short requests computed since other tasks last ran."""
 
     async def select(self, request: NamesChunks, *, held_only: bool = False) -> list[Selection]:
-        """What a request names: nothing, the keys it gives, or the keys of its tokens under each spec of its model.
+        """The keys of a request, or those of its tokens under each spec of its model; empty if it names nothing.
 
-        Tokens name nothing while no engine has registered. With `held_only`, specs that no instance holds chunks of are
-        left out.
+        Also empty while no engine has registered. `held_only` omits specs without chunks in the layout map.
 
         Raises `BadTokens`, `BadChunkKey`, `ModelNotFound`, `ModelAmbiguous`, `Full`.
         """
@@ -102,13 +100,13 @@ class Selector:
         return [Selection(keys=check_keys(request.chunk_keys))]
 
     async def required(self, request: NamesChunks) -> list[Selection]:
-        """As `select`, for requests that need chunks: never empty.
+        """As `select`, but never empty.
 
-        Raises `BadSelection`, or `ModelNotFound` if no engine has registered, too.
+        Also raises `BadSelection`, or `ModelNotFound` if no engine has registered.
         """
         selections = await self.select(request)
         if not selections and any(True for _ in request.tokens):
-            raise ModelNotFound("no engine has registered yet, so that nothing is stored", known_models="")
+            raise ModelNotFound("no engine has registered yet, so nothing is stored", known_models="")
         if not selections:
             raise BadSelection("no chunk is named; set tokens or chunk_keys")
         return selections
@@ -122,7 +120,7 @@ class Selector:
         *,
         held_only: bool = False,
     ) -> list[Selection]:
-        """The keys of a prompt under each spec that it can be meant under; none without tokens. Raises as `select`."""
+        """The keys of a prompt under each possible spec; empty without tokens. Raises as `select`."""
         if not tokens.size:
             return []
         namespaces = self._models.namespaces(model_name, lora_name)
@@ -131,14 +129,14 @@ class Selector:
         if any(tokens.size > MAX_KEYS * one.spec.chunk_size for one in namespaces):
             raise BadTokens(f"{tokens.size} tokens make more than {MAX_KEYS} chunks", limit=MAX_KEYS)
         if held_only:
-            namespaces = [one for one in namespaces if self._holds(one.spec.fingerprint)][-MAX_NAMESPACES:]
+            namespaces = [one for one in namespaces if self._may_hold(one.spec.fingerprint)][-MAX_NAMESPACES:]
         key_count = self._check_count(unsigned, namespaces, model_name)
         chains = [(self._root(one, cache_salt), one.spec.chunk_size) for one in namespaces]
         if key_count <= SHORT_KEYS and unsigned.size * len(chains) <= 2 * SLICE_TOKENS:
-            await self._breathe(key_count)
+            await self._pause_if_due(key_count)
             keys = [chunk_keys(unsigned, root, chunk_size) for root, chunk_size in chains]
         else:
-            keys = await self._in_turn(unsigned, chains)
+            keys = await self._compute_long(unsigned, chains)
         return [
             Selection(keys=own, fingerprint=one.spec.fingerprint) for own, one in zip(keys, namespaces, strict=True)
         ]
@@ -149,7 +147,7 @@ class Selector:
         )
 
     def _check_count(self, tokens: Tokens, namespaces: Sequence[Namespace], model_name: str) -> int:
-        """How many keys a prompt has in all namespaces together. Raises `BadTokens` if that is too many."""
+        """The number of keys in all namespaces together. Raises `BadTokens` if there are too many."""
         key_count = sum(-(-tokens.size // one.spec.chunk_size) for one in namespaces)
         if key_count > MAX_SELECTED_KEYS:
             raise BadTokens(
@@ -161,27 +159,27 @@ class Selector:
             )
         return key_count
 
-    async def _breathe(self, key_count: int) -> None:
-        """Gives others a turn after many short requests: a stream may carry thousands in one message."""
-        self._unbroken_keys += key_count
-        if self._unbroken_keys > SHORT_KEYS:
-            self._unbroken_keys = 0
+    async def _pause_if_due(self, key_count: int) -> None:
+        """Lets other tasks run after many short requests: a stream may carry thousands in one message."""
+        self._keys_since_pause += key_count
+        if self._keys_since_pause > SHORT_KEYS:
+            self._keys_since_pause = 0
             await asyncio.sleep(0)
 
-    async def _in_turn(self, tokens: Tokens, chains: Sequence[tuple[bytes, int]]) -> list[bytes]:
-        """The keys of a long request, after the long requests that came before it. Raises `Full`."""
+    async def _compute_long(self, tokens: Tokens, chains: Sequence[tuple[bytes, int]]) -> list[bytes]:
+        """The keys of a long request, after earlier long requests. Raises `Full`."""
         if self._waiting_count >= MAX_WAITING:
-            raise Full(f"{MAX_WAITING} long requests by tokens wait already; try again, or send chunk_keys")
+            raise Full(f"{MAX_WAITING} long requests by tokens are waiting; try again, or send chunk_keys")
         self._waiting_count += 1
         try:
-            async with self._turn:
+            async with self._lock:
                 return [await _in_slices(tokens, root, chunk_size) for root, chunk_size in chains]
         finally:
             self._waiting_count -= 1
 
 
 async def _in_slices(tokens: Tokens, root: bytes, chunk_size: int) -> bytes:
-    """The keys of a prompt; the event loop has a turn after each slice."""
+    """The keys of a prompt; other tasks run after each slice."""
     step = max(min(SLICE_KEYS, SLICE_TOKENS // chunk_size), 1) * chunk_size
     parts = []
     for start in range(0, tokens.size, step):

@@ -1,4 +1,4 @@
-"""CacheService: translates between those who ask for chunks, or act on them, and the coordinator's core."""
+"""CacheService: lookups, watches, moves, clears and pins."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from lmkv_server.coordinator.core.layout_map import Match
 from lmkv_server.coordinator.operations.audit import audited
 from lmkv_server.coordinator.operations.clears import Clears
 from lmkv_server.coordinator.operations.moves import Moves
+from lmkv_server.coordinator.operations.operation_proto import to_proto
 from lmkv_server.coordinator.operations.pins import FleetPins
-from lmkv_server.coordinator.operations.records import to_proto
 from lmkv_server.coordinator.operations.replicator import OperationReplicator
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.selection import SHORT_KEYS, Selection, Selector
@@ -33,13 +33,13 @@ from lmkv_server.coordinator.services.layout_watch import LayoutWatch
 from lmkv_server.coordinator.services.pages import page_limit, page_token, read_page_token
 
 ANSWER_BYTES = rpc.MAX_MESSAGE_BYTES // 2
-"""Answers on a stream share a message until they are this long together: half of what one may have."""
+"""Size of the answers that share a message on a stream: half of the message limit."""
 MAX_ANSWERS = 64
-"""Most answers in a message: about a millisecond's work. Sending it gives others a turn, however many are asked."""
+"""Answers per message: about a millisecond of work. Sending it lets other tasks run."""
 
 
 class CacheService(pb_grpc.CacheServiceServicer):
-    """The handlers. One event loop runs them all; what they work on is its alone."""
+    """Handlers of one tenant. One event loop runs them all, and owns what they use."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
         selector: Selector,
         moves: Moves,
         clears: Clears,
-        keeping: OperationReplicator,
+        replicator: OperationReplicator,
         pins: FleetPins,
         watch: LayoutWatch,
     ) -> None:
@@ -55,11 +55,11 @@ class CacheService(pb_grpc.CacheServiceServicer):
         self._selector = selector
         self._moves = moves
         self._clears = clears
-        self._keeping = keeping
+        self._replicator = replicator
         self._pins = pins
         self._watch = watch
         self.lookups = LatencyHistogram()
-        """Lookups that were answered; those that found somebody are hits."""
+        """Lookups that were answered; a hit found at least one holder."""
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
         return await self._lookup(request, pb.LookupResponse())
@@ -83,21 +83,21 @@ class CacheService(pb_grpc.CacheServiceServicer):
             yield answer
 
     async def Move(self, request: pb.MoveRequest, context: Any) -> operations_pb2.Operation:
-        with audited("copy" if request.copy else "move", request) as act:
-            operation = await self._keeping.booked(await self._moves.start(request))
-            act.names["operation"] = operation.name
+        with audited("copy" if request.copy else "move", request) as entry:
+            operation = await self._replicator.wait_replicated(await self._moves.start(request))
+            entry.names["operation"] = operation.name
         return to_proto(operation)
 
     async def Clear(self, request: pb.ClearRequest, context: Any) -> operations_pb2.Operation:
-        with audited("clear", request) as act:
-            operation = await self._keeping.booked(await self._clears.start(request))
-            act.names["operation"] = operation.name
+        with audited("clear", request) as entry:
+            operation = await self._replicator.wait_replicated(await self._clears.start(request))
+            entry.names["operation"] = operation.name
         return to_proto(operation)
 
     async def Pin(self, request: pb.PinRequest, context: Any) -> pb.PinResponse:
-        with audited("pin", request) as act:
+        with audited("pin", request) as entry:
             pin = await self._pins.pin(request)
-            act.names["pin"] = pin.pin_id
+            entry.names["pin"] = pin.pin_id
         return pb.PinResponse(pin=pin)
 
     async def Unpin(self, request: pb.UnpinRequest, context: Any) -> pb.UnpinResponse:
@@ -119,16 +119,16 @@ class CacheService(pb_grpc.CacheServiceServicer):
     async def lookup_tokens(
         self, tokens: NDArray[np.integer], *, model_name: str = "", cache_salt: str = "", lora_name: str = ""
     ) -> pb.LookupResponse:
-        """As `Lookup`, for whoever has the tokens as an array of integers. Raises what `Lookup` answers."""
+        """As `Lookup`, with the tokens as an array. Raises the errors of `Lookup`."""
         begin = time.perf_counter()
         selections = await self._selector.of_tokens(tokens, model_name, cache_salt, lora_name, held_only=True)
-        return await self._answer(begin, selections, pb.LookupResponse(), is_question=tokens.size > 0)
+        return await self._answer(begin, selections, pb.LookupResponse(), names_chunks=tokens.size > 0)
 
     async def _lookup(self, request: pb.LookupRequest, response: pb.LookupResponse) -> pb.LookupResponse:
         begin = time.perf_counter()
         selections = await self._selector.select(request, held_only=True)
-        is_question = bool(request.tokens or request.chunk_keys)
-        return await self._answer(begin, selections, response, request.excluded_instance_id, is_question=is_question)
+        names_chunks = bool(request.tokens or request.chunk_keys)
+        return await self._answer(begin, selections, response, request.excluded_instance_id, names_chunks=names_chunks)
 
     async def _answer(
         self,
@@ -137,9 +137,9 @@ class CacheService(pb_grpc.CacheServiceServicer):
         response: pb.LookupResponse,
         excluded: str = "",
         *,
-        is_question: bool,
+        names_chunks: bool,
     ) -> pb.LookupResponse:
-        """Fills in an empty response and returns it: a message that is put into another one later is copied."""
+        """Fills in `response` and returns it: adding a finished message to another one would copy it."""
         layout = self._registry.layout
         found: list[list[Match]] = []
         read_count = 0
@@ -154,13 +154,13 @@ class CacheService(pb_grpc.CacheServiceServicer):
             self._add_holder(match, response)
         response.revision = layout.revision
         response.partial = self._registry.is_partial(time.monotonic())
-        if is_question:  # a request that names nothing asks for the revision
-            self.lookups.note(time.perf_counter() - begin, bool(matches))
+        if names_chunks:  # a request that names nothing is a health probe
+            self.lookups.add(time.perf_counter() - begin, bool(matches))
         return response
 
     def _add_holder(self, match: Match, response: pb.LookupResponse) -> None:
         instance = self._registry.instances.find(match.instance_id)
-        if instance is None:  # it left since the match was found
+        if instance is None:  # it left after the match was found
             return
         holder = response.holders.add(
             instance_id=match.instance_id,

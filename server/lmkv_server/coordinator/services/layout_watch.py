@@ -1,7 +1,7 @@
-"""Watching the layout map: every change goes to every watcher, and into a short history for those who come back.
+"""`CacheService.Watch`: sends every change of the layout map to every watcher; a short history serves reconnects.
 
-A watcher that begins with a snapshot walks the map while changes already queue for it. Applied in order they make up
-for all that the walk saw too early or not at all, for each of them says what is so, not what is different.
+A watcher that starts with a snapshot scans the map while changes are queued for it. Applied in order, the changes
+correct what the scan saw too early or missed, because each of them states what is held, not a difference.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from lmkv_server.coordinator.core.layout_map import LayoutMap
 
 MAX_WATCHERS = 64
 MAX_WATCHERS_PER_CLIENT = 16
-"""Watches of one identity: a token's name, a certificate's, or without either an address."""
+"""Watches of one identity: the name of a token or certificate, otherwise an address."""
 HISTORY_BYTES = 16 << 20
 """Size of the history: up to a million keys."""
 QUEUE_BYTES = 16 << 20
-"""Size of what may wait for one watcher."""
+"""Size of the events queued for one watcher."""
 FRAME_BYTES = 256 << 10
-"""Size of one response, about."""
+"""Approximate size of one response."""
 SCAN_KEYS = 4096
-"""Keys of a snapshot that are read between two looks at what else there is to do."""
+"""Keys of a snapshot that are read before other tasks run."""
 EVENT_BYTES = 128
-"""What an event takes besides its keys, about."""
+"""Approximate size of an event without its keys."""
 BOOKMARK_SECONDS = 5.0
-"""A watcher hears something at least this often."""
+"""Longest time between two responses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class LayoutEvent:
 
 
 class _Queue:
-    """Events within bounds, oldest first."""
+    """Events up to a total size, oldest first."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.events: deque[LayoutEvent] = deque()
@@ -54,7 +54,7 @@ class _Queue:
         self._size_bytes = 0
 
     @property
-    def over_full(self) -> bool:
+    def is_over_limit(self) -> bool:
         return self._size_bytes > self._limit_bytes
 
     def push(self, event: LayoutEvent) -> None:
@@ -72,27 +72,27 @@ class _Queue:
 
 
 class _Watcher:
-    """What is on its way to one watcher."""
+    """The events queued for one watcher."""
 
     def __init__(self) -> None:
         self.queue = _Queue(QUEUE_BYTES)
         self.wake = asyncio.Event()
-        self.too_slow = False
+        self.is_too_slow = False
 
     def push(self, event: LayoutEvent) -> None:
-        if self.too_slow:
+        if self.is_too_slow:
             return
         self.queue.push(event)
-        if self.queue.over_full:
-            self.too_slow = True
+        if self.queue.is_over_limit:
+            self.is_too_slow = True
             self.queue.clear()
         self.wake.set()
 
     def take(self) -> list[LayoutEvent]:
-        """The next events that fit into one response. Raises `WatcherTooSlow` if some were lost."""
-        if self.too_slow:
+        """Removes the events of the next response. Raises `WatcherTooSlow` if events were dropped."""
+        if self.is_too_slow:
             raise WatcherTooSlow(
-                "more changes came than wait for one watcher; begin again with start_revision 0", retry_seconds=0.1
+                "the watcher reads changes too slowly; restart with start_revision 0", retry_seconds=0.1
             )
         taken: list[LayoutEvent] = []
         size_bytes = 0
@@ -103,28 +103,28 @@ class _Watcher:
 
 
 class LayoutWatch:
-    """All watchers of one layout map; it is the map's listener. One event loop owns it."""
+    """All watchers of one layout map, whose listener it is. One event loop owns it."""
 
     def __init__(self, layout: LayoutMap) -> None:
         self._layout = layout
         self._watchers: dict[_Watcher, str] = {}
-        """With the identity of each one's client."""
+        """With the identity of the client."""
         self._history = _Queue(HISTORY_BYTES)
         self._forgotten_revision = layout.revision
-        """What happened up to here is no longer in the history."""
+        """The history starts after this revision."""
         layout.listener = self
 
     @property
     def watcher_count(self) -> int:
-        """Watchers that are there now."""
+        """Open watches."""
         return len(self._watchers)
 
-    # --- What the layout map tells -------------------------------------------------------------------------------
+    # --- LayoutListener ------------------------------------------------------------------------------------------
 
     def changed(
         self, revision: int, instance_id: str, tier: int, fingerprint: bytes, gained: bytes, lost: bytes
     ) -> None:
-        """See `LayoutListener`."""
+        """Publishes chunks that an instance gained or lost."""
         change = pb.LayoutChange(
             instance_id=instance_id,
             tier=chunk_pb2.Tier.ValueType(tier),
@@ -132,22 +132,22 @@ class LayoutWatch:
             admitted_keys=gained,
             evicted_keys=lost,
         )
-        self._tell(LayoutEvent(revision, change))
+        self._publish(LayoutEvent(revision, change))
 
     def replaced(self, revision: int, instance_id: str, content: Sequence[tuple[int, bytes, bytes]]) -> None:
-        """See `LayoutListener`."""
+        """Publishes that an instance's chunks were replaced."""
         self.gone(revision, instance_id)
         for tier, fingerprint, keys in content:
             for change in _admissions(instance_id, tier, fingerprint, keys):
-                self._tell(LayoutEvent(revision, change))
+                self._publish(LayoutEvent(revision, change))
 
     def gone(self, revision: int, instance_id: str) -> None:
-        """See `LayoutListener`."""
-        self._tell(LayoutEvent(revision, pb.LayoutChange(instance_id=instance_id, instance_gone=True)))
+        """Publishes that an instance left."""
+        self._publish(LayoutEvent(revision, pb.LayoutChange(instance_id=instance_id, instance_gone=True)))
 
-    def _tell(self, event: LayoutEvent) -> None:
+    def _publish(self, event: LayoutEvent) -> None:
         self._history.push(event)
-        while self._history.over_full:
+        while self._history.is_over_limit:
             self._forgotten_revision = self._history.pop().revision
         for watcher in self._watchers:
             watcher.push(event)
@@ -157,14 +157,14 @@ class LayoutWatch:
     async def watch(
         self, start_revision: int, fingerprint: bytes = b"", client: str = ""
     ) -> AsyncIterator[pb.WatchResponse]:
-        """What `CacheService.Watch` answers, for as long as it is read; `fingerprint` empty means every spec.
+        """The responses of `CacheService.Watch`, without end; an empty `fingerprint` selects every spec.
 
-        `client` is the identity that shares of watches count by. Raises `RevisionCompacted`, `WatcherTooSlow`, `Full`.
+        Watches are limited per `client`. Raises `RevisionCompacted`, `WatcherTooSlow`, `Full`.
         """
         if len(self._watchers) >= MAX_WATCHERS:
-            raise Full(f"{MAX_WATCHERS} watchers are there already", retry_seconds=10)
+            raise Full(f"{MAX_WATCHERS} watches are open already", retry_seconds=10)
         if (count := list(self._watchers.values()).count(client)) >= MAX_WATCHERS_PER_CLIENT:
-            raise Full(f"this client has {count} watches open, as many as one may have; end some", retry_seconds=10)
+            raise Full(f"this client has {count} open watches, the maximum; close some", retry_seconds=10)
         watcher = _Watcher()
         revision = self._layout.revision
         for event in self._since(start_revision) if start_revision else ():
@@ -176,7 +176,7 @@ class LayoutWatch:
                     yield response
                 yield pb.WatchResponse(revision=revision)
             while True:
-                if not watcher.queue.events and not watcher.too_slow:
+                if not watcher.queue.events and not watcher.is_too_slow:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(BOOKMARK_SECONDS):
                             await watcher.wake.wait()
@@ -185,18 +185,18 @@ class LayoutWatch:
                 changes = [event.change for event in events if _concerns(event.change, fingerprint)]
                 if changes or not events:
                     reached = events[-1].revision if events else self._layout.revision
-                    # A revision whose events went out in part is not reached: who returns from here needs the rest.
+                    # A revision with unsent events is not reached: a client that resumes here needs the rest.
                     in_part = watcher.queue.events and watcher.queue.events[0].revision == reached
                     yield pb.WatchResponse(revision=reached - 1 if in_part else reached, changes=changes)
         finally:
             self._watchers.pop(watcher, None)
 
     def _since(self, revision: int) -> Iterator[LayoutEvent]:
-        """What happened after a revision. Raises `RevisionCompacted` if that is not known any more, or not yet."""
+        """The events after a revision. Raises `RevisionCompacted` if the history does not reach back to it."""
         if not self._forgotten_revision <= revision <= self._layout.revision:
             raise RevisionCompacted(
                 f"start_revision {revision} is not between {self._forgotten_revision} and {self._layout.revision}; "
-                "begin again with 0",
+                "restart with 0",
                 oldest_revision=self._forgotten_revision,
                 revision=self._layout.revision,
             )
@@ -215,7 +215,7 @@ class LayoutWatch:
 
 
 def _admissions(instance_id: str, tier: int, fingerprint: bytes, keys: bytes) -> Iterator[pb.LayoutChange]:
-    """Keys now held, in changes that each fit into a response."""
+    """Changes that admit `keys`, each small enough for a response."""
     step = FRAME_BYTES // KEY_BYTES * KEY_BYTES
     for start in range(0, len(keys), step):
         yield pb.LayoutChange(

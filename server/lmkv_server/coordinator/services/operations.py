@@ -1,4 +1,4 @@
-"""google.longrunning.Operations: how far moves and clears are."""
+"""google.longrunning.Operations: state of moves and clears."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from google.protobuf import empty_pb2
 from lmkv import rpc
 from lmkv.errors import BadMessage
 from lmkv_server.coordinator.operations.audit import audited
+from lmkv_server.coordinator.operations.operation_proto import to_proto
 from lmkv_server.coordinator.operations.operations import Operations
-from lmkv_server.coordinator.operations.records import to_proto
 from lmkv_server.coordinator.operations.replicator import OperationReplicator
 from lmkv_server.coordinator.services.pages import page_limit, page_token, read_page_token
 
 DEFAULT_WAIT_SECONDS = 60.0
 MAX_WAIT_SECONDS = 600.0
 FILTERS = {"": (True, False), "done=true": (True,), "done=false": (False,)}
-"""What `ListOperations` can filter by, and the values of `done` that it lets through."""
+"""Filters of `ListOperations`, and the values of `done` that match each."""
 
 
 class OperationsService(pb_grpc.OperationsServicer):  # type: ignore[misc]  # has no stubs
-    """The handlers."""
+    """Handlers of one tenant."""
 
-    def __init__(self, operations: Operations, keeping: OperationReplicator) -> None:
+    def __init__(self, operations: Operations, replicator: OperationReplicator) -> None:
         self._operations = operations
-        self._keeping = keeping
+        self._replicator = replicator
 
     async def GetOperation(self, request: pb.GetOperationRequest, context: Any) -> pb.Operation:
         return to_proto(self._operations.get(request.name))
@@ -41,7 +41,7 @@ class OperationsService(pb_grpc.OperationsServicer):  # type: ignore[misc]  # ha
         rest = [
             operation
             for operation in self._operations.newest_first()
-            if operation.done in wanted and (not last or operation.order < last)
+            if operation.done in wanted and (not last or operation.start_key < last)
         ]
         response = pb.ListOperationsResponse()
         for operation in rest[: page_limit(request.page_size)]:
@@ -50,12 +50,12 @@ class OperationsService(pb_grpc.OperationsServicer):  # type: ignore[misc]  # ha
                 response.operations.pop()
                 break
         if len(response.operations) < len(rest):
-            last = rest[len(response.operations) - 1].order
+            last = rest[len(response.operations) - 1].start_key
             response.next_page_token = page_token("ListOperations", last)
         return response
 
     async def WaitOperation(self, request: pb.WaitOperationRequest, context: Any) -> pb.Operation:
-        """The operation once it is over, or as it is when the time is up, or just before the caller's deadline."""
+        """The operation once it has ended, or its state at the timeout or just before the caller's deadline."""
         operation = self._operations.get(request.name)
         seconds = DEFAULT_WAIT_SECONDS
         if request.HasField("timeout"):
@@ -68,7 +68,7 @@ class OperationsService(pb_grpc.OperationsServicer):  # type: ignore[misc]  # ha
 
     async def CancelOperation(self, request: pb.CancelOperationRequest, context: Any) -> empty_pb2.Empty:
         with audited("cancel", request):
-            await self._keeping.cancel(request.name)
+            await self._replicator.cancel(request.name)
         return empty_pb2.Empty()
 
     async def DeleteOperation(self, request: pb.DeleteOperationRequest, context: Any) -> empty_pb2.Empty:

@@ -1,4 +1,4 @@
-"""Page tokens of the List calls: opaque to callers, stateless for the server, and told apart from anything else."""
+"""Page tokens of the List calls: opaque, stateless, and verified by a checksum."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _CHECK_BYTES = 8
 
 
 def page_limit(page_size: int) -> int:
-    """Entries that a page may have, by what the caller asked for."""
+    """The number of entries of a page, from the requested size."""
     return min(page_size, MAX_PAGE_SIZE) if page_size > 0 else DEFAULT_PAGE_SIZE
 
 
 def page_token(call: str, last: str) -> str:
-    """The token that makes `call` go on after the entry `last`."""
+    """The token with which `call` continues after the entry `last`."""
     return base64.urlsafe_b64encode(_check(call, last) + last.encode()).decode()
 
 
@@ -33,7 +33,7 @@ def read_page_token(call: str, token: str) -> str:
     except (binascii.Error, UnicodeError):
         raw, last = b"", ""
     if raw[:_CHECK_BYTES] != _check(call, last):
-        raise BadPageToken(f"page_token was not made by {call}; leave it empty to begin anew", call=call)
+        raise BadPageToken(f"page_token was not made by {call}; leave it empty for the first page", call=call)
     return last
 
 

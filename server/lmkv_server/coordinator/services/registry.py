@@ -1,4 +1,4 @@
-"""RegistryService: translates between nodes and the registry."""
+"""RegistryService: registration and reports of nodes."""
 
 from __future__ import annotations
 
@@ -30,45 +30,45 @@ from lmkv_server.coordinator.services.registration import check_report, check_se
 logger = logging.getLogger(__name__)
 
 MAX_CONFLICTS = 16
-"""Named per instance: in a fleet of two halves everybody conflicts with half of it."""
+"""Conflicts listed per instance: an instance may conflict with half of the fleet."""
 MAX_PAGE_BYTES = MAX_MESSAGE_BYTES // 2
 QUOTA_RETRY_SECONDS = 5.0
-"""When an instance may try again whose tenant has all it may have."""
+"""Retry delay after a tenant reached its quota."""
 
 
 class RegistryService(pb_grpc.RegistryServiceServicer):
-    """The handlers. One event loop runs them all; the registry is its alone."""
+    """Handlers of one tenant. One event loop runs them all, and owns the registry."""
 
     def __init__(
         self,
         registry: Registry,
         orders: PendingOrders,
-        keeping: OperationReplicator,
+        replicator: OperationReplicator,
         quota: Callable[[], TenantQuota] = lambda: NO_QUOTA,
-        share: LayoutStore | None = None,
+        layout_store: LayoutStore | None = None,
     ) -> None:
         self._registry = registry
         self._orders = orders
-        self._keeping = keeping
+        self._replicator = replicator
         self._quota = quota
-        self._share = share or NoSharedStore()
+        self._layout_store = layout_store or NoSharedStore()
         self._outboxes: dict[str, ReportOutbox] = {}
-        """Of the newest stream of each instance."""
+        """The outbox of each instance's newest stream."""
         self._log = LimitedLogger(logger)
         self.report_count = 0
-        """Reports that were applied since the start, heartbeats included."""
+        """Reports that were applied since the process started, heartbeats included."""
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
         now = time.monotonic()
         info = instance_info(request.instance)
         check_secret(request.secret, info.instance_id)
         before = self._registry.instances.find(info.instance_id)
-        news = before is None or before.info != info
+        is_new = before is None or before.info != info
         if before is None:
             self._check_quota("max_instances", len(self._registry.instances) + 1)
         try:
             instance = self._registry.register(info, now, request.secret)
-        except Full:  # no word of it here: there may be thousands
+        except Full:  # not logged: there may be thousands
             raise
         except LmkvError as error:
             self._log.warning("refused instance %s at %s: %s", info.instance_id, info.peer_address, error)
@@ -76,14 +76,14 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
         instance.tiers = tuple(request.instance.tiers)
         instance.engine_count = request.instance.engine_count
         instance.stats = request.instance.stats
-        instance.layout_map_id = self._share.map_id
+        instance.layout_map_id = self._layout_store.map_id
         response = pb.RegisterResponse(
             instance=self._to_proto(instance, now),
             lease_ttl=duration_pb2.Duration(),
             layout_map_id=instance.layout_map_id,
         )
         response.lease_ttl.FromNanoseconds(round(self._registry.instances.lease_ttl * 1e9))
-        if news:
+        if is_new:
             _log_registered(response.instance)
         return response
 
@@ -94,7 +94,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
     ) -> AsyncIterator[pb.ReportResponse]:
         outbox = ReportOutbox()
         reading = asyncio.create_task(self._read(request_iterator, outbox, context))
-        # Comes also when the connection breaks while a response is on its way, unlike `finally`.
+        # Called also when the connection breaks while a response is being sent, unlike `finally`.
         context.add_done_callback(lambda _: reading.cancel())
         reading.add_done_callback(outbox.close)
         while True:
@@ -109,7 +109,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
                 return
 
     async def _read(self, reports: AsyncIterator[pb.ReportRequest], outbox: ReportOutbox, context: Any) -> None:
-        """Applies what an instance tells over one call, until it ends or breaks."""
+        """Applies the reports of one call until it ends or breaks."""
         stream: ReportStream | None = None
         instance_id = ""
         try:
@@ -120,72 +120,74 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
                     self._registry.instances.check_secret(instance_id, report.secret)
                     self._outboxes[instance_id] = outbox
                     stream = await self._open_stream(report, outbox)
-                    self._orders.connect(instance_id, outbox.tell)
+                    self._orders.connect(instance_id, outbox.send)
                 check_report(report)
                 stream.apply(report, time.monotonic())
                 if report.changes:
                     self._check_quota("max_chunks", len(self._registry.layout))
-                    await self._share.wait_for_room()
+                    await self._layout_store.wait_for_room()
                 self.report_count += 1
-                self._note(report)
+                self._apply_state(report)
                 outbox.acknowledge(stream.sequence, report)
         except LmkvError as error:
-            if instance_id:  # else not even its first message could be decoded
-                # A caller whose stream never opened need not be an instance: its lines are limited.
-                (self._log if stream is None else logger).warning("reports of instance %s end: %s", instance_id, error)
+            if instance_id:  # empty if its first message could not be decoded
+                # The caller of a stream that never opened may not be an instance: its log lines are limited.
+                (self._log if stream is None else logger).warning(
+                    "report stream of instance %s ended: %s", instance_id, error
+                )
             raise
         finally:
             if self._outboxes.get(instance_id) is outbox:
                 del self._outboxes[instance_id]
             if stream is not None:
                 stream.close()
-                self._orders.disconnect(instance_id, outbox.tell)
+                self._orders.disconnect(instance_id, outbox.send)
 
     async def _open_stream(self, report: pb.ReportRequest, outbox: ReportOutbox) -> ReportStream:
-        """The stream that a first report begins. Raises what `Report` answers."""
+        """Opens the stream of a first report. Raises the errors of `Report`."""
         instance_id, epoch = report.instance_id, report.epoch
         instance = self._registry.instances.get(instance_id, epoch)
-        if instance.layout_map_id != self._share.map_id:
-            raise ResyncRequired("the coordinator has another layout map since; register anew")
-        if report.told_elsewhere:
-            if not self._share.map_id:
-                raise ResyncRequired("this coordinator keeps its own layout map; tell it what you hold")
-            return self._registry.follow(instance_id, epoch, time.monotonic(), self._share.load)
-        publication = await self._share.publish(instance_id, epoch)
+        if instance.layout_map_id != self._layout_store.map_id:
+            raise ResyncRequired("the coordinator's layout map changed; register again")
+        if report.reported_elsewhere:
+            if not self._layout_store.map_id:
+                raise ResyncRequired("this coordinator shares no layout map; report the chunks to it")
+            return self._registry.follow(instance_id, epoch, time.monotonic(), self._layout_store.load)
+        publication = await self._layout_store.publish(instance_id, epoch)
         if self._outboxes.get(instance_id) is not outbox:
-            raise ResyncRequired(f"another stream of instance {instance_id!r} took over")
+            raise ResyncRequired(f"another stream of instance {instance_id!r} replaced this one")
         return self._registry.open_stream(instance_id, epoch, time.monotonic(), publication)
 
     def resync(self, reason: str, instance_id: str = "") -> None:
-        """Ends the streams of reports of one instance, or of all: they register anew and begin others."""
+        """Ends the report streams of one instance, or of all: they register again and open new ones."""
         outboxes = [self._outboxes.get(instance_id)] if instance_id else list(self._outboxes.values())
         for outbox in outboxes:
             if outbox is not None:
-                outbox.fail(ResyncRequired(f"{reason}; register anew"))
+                outbox.fail(ResyncRequired(f"{reason}; register again"))
 
     def _check_quota(self, limit: str, count: int) -> None:
         most = getattr(self._quota(), limit)
         if most and count > most:
             raise QuotaExceeded(
-                f"{limit} of this tenant is {most}; hold less, or raise it in the file of auth_tokens",
+                f"{limit} of this tenant is {most}; reduce usage, or raise it in the file of auth_tokens",
                 limit=limit,
                 most=most,
                 retry_seconds=QUOTA_RETRY_SECONDS,
             )
 
-    def _note(self, report: pb.ReportRequest) -> None:
-        """Takes in what a report says besides chunks."""
+    def _apply_state(self, report: pb.ReportRequest) -> None:
+        """Applies what a report contains besides chunks."""
         instance = self._registry.instances.find(report.instance_id)
         if instance:
-            self._registry.instances.note_report(report)
+            self._registry.instances.charge_report(report)
         if instance and report.HasField("pins"):
             instance.pins = {pin.pin_id: pin for pin in report.pins.pins}
         if instance and report.HasField("stats"):
             instance.stats = report.stats
         for record in report.records:
-            self._keeping.hear(report.instance_id, record)
+            self._replicator.handle_record(report.instance_id, record)
         for outcome in report.outcomes:
-            self._orders.end(report.instance_id, outcome)
+            self._orders.complete(report.instance_id, outcome)
 
     async def Deregister(self, request: pb.DeregisterRequest, context: Any) -> pb.DeregisterResponse:
         self._registry.instances.check_secret(request.instance_id, request.secret)
@@ -259,7 +261,7 @@ def _log_registered(instance: pb.Instance) -> None:
     logger.info("instance %s registered from %s (%s)", instance.instance_id, address, models)
     for conflict in instance.conflicts:
         logger.warning(
-            "instances %s and %s share nothing of model %s: %s is %s there, %s here",
+            "instances %s and %s cannot share chunks of model %s: %s is %s there, %s here",
             conflict.instance_id,
             instance.instance_id,
             conflict.model_name,

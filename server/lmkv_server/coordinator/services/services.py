@@ -1,4 +1,4 @@
-"""What a coordinator serves, put together: the same handlers whichever way a request comes in."""
+"""The core and the handlers of one tenant. gRPC and HTTP call the same handlers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SERVICE_NAMES = ("lmkv.v1.CacheService", "lmkv.v1.RegistryService", "google.long
 
 
 class Services:
-    """The core and its handlers. Make it in the event loop that serves them."""
+    """The state and the handlers of one tenant. Create it in the event loop that serves it."""
 
     def __init__(
         self,
@@ -35,10 +35,10 @@ class Services:
         cluster_secret: bytes = b"",
         quota: Callable[[], TenantQuota] = lambda: NO_QUOTA,
         admission: JoinAdmission | None = None,
-        share: LayoutStore | None = None,
+        layout_store: LayoutStore | None = None,
     ) -> None:
         orders = PendingOrders()
-        # Beginning at the time of day keeps revisions rising across restarts.
+        # Starting at the time of day keeps revisions increasing across restarts.
         self.core = Registry(
             lease_ttl=lease_ttl,
             now=time.monotonic(),
@@ -47,26 +47,26 @@ class Services:
             admission=admission,
         )
         self.orders = orders
-        self.operations_core = Operations(operation_ttl, is_partial=self._is_partial, news_seconds=lease_ttl)
-        self._keeping = OperationReplicator(self.operations_core, orders, self._is_partial)
+        self.operations_core = Operations(operation_ttl, is_partial=self._is_partial, report_delay=lease_ttl)
+        self._replicator = OperationReplicator(self.operations_core, orders, self._is_partial)
         self.watch = LayoutWatch(self.core.layout)
         selector = Selector(self.core.instances.models, cluster_secret, self.core.layout.may_hold)
         moves = Moves(self.core, selector, orders, self.operations_core)
         self.pins = FleetPins(self.core, selector, orders)
         clears = Clears(self.core, selector, orders, self.operations_core)
-        self._keeping.resume = {"move": moves.resume, "copy": moves.resume, "clear": clears.resume}
-        self.cache = CacheService(self.core, selector, moves, clears, self._keeping, self.pins, self.watch)
-        self.registry = RegistryService(self.core, orders, self._keeping, quota, share)
-        self.operations = OperationsService(self.operations_core, self._keeping)
+        self._replicator.resume = {"move": moves.resume, "copy": moves.resume, "clear": clears.resume}
+        self.cache = CacheService(self.core, selector, moves, clears, self._replicator, self.pins, self.watch)
+        self.registry = RegistryService(self.core, orders, self._replicator, quota, layout_store)
+        self.operations = OperationsService(self.operations_core, self._replicator)
 
     def resync(self, reason: str, instance_id: str = "") -> None:
-        """See `RegistryService.resync`."""
+        """Ends the report streams of one instance, or of all: they register again and open new ones."""
         self.registry.resync(reason, instance_id)
 
     async def aclose(self) -> None:
-        """Ends what runs behind the handlers."""
+        """Stops the operations that run here."""
         await self.operations_core.aclose()
-        await self._keeping.aclose()
+        await self._replicator.aclose()
 
     def _is_partial(self) -> bool:
         return self.core.is_partial(time.monotonic())

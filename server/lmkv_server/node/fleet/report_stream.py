@@ -115,7 +115,7 @@ class ReportStream:
         if reports_chunks:
             await self._send_snapshot(call)
         else:
-            await self._write(call, pb.ReportRequest(told_elsewhere=True))
+            await self._write(call, pb.ReportRequest(reported_elsewhere=True))
         status_due = time.monotonic()
         register_due = status_due + self._context.register_interval_seconds
         while True:

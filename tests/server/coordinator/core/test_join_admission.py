@@ -13,7 +13,7 @@ from lmkv.v1.registry_service_pb2 import ReportRequest
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.instances import Instance
 from lmkv_server.coordinator.core.join_admission import GUESSED_PACE_SECONDS, TURNS_PER_JOIN, JoinAdmission
-from lmkv_server.coordinator.registry.registry import COMING_BACK_SECONDS, Registry
+from lmkv_server.coordinator.registry.registry import RETURN_SECONDS, Registry
 from lmkv_server.coordinator.registry.report_stream import ReportStream
 
 LEASE_TTL = 3.0
@@ -163,7 +163,7 @@ def test_who_is_put_off_is_not_forgotten_meanwhile() -> None:
     registry.register(said(1), 0.0)
     with pytest.raises(Full) as caught:
         registry.register(said(0), 0.0)
-    back = caught.value.retry_seconds + COMING_BACK_SECONDS
+    back = caught.value.retry_seconds + RETURN_SECONDS
     assert [one.info.instance_id for one in registry.expire(back - 0.001)] == ["node-1"]
     assert [one.info.instance_id for one in registry.expire(back)] == ["node-0"]
 
@@ -183,7 +183,7 @@ def test_answers_are_partial_until_those_put_off_have_come_back() -> None:
     with pytest.raises(Full) as caught:
         registry.register(said(1), 0.0)
     registry.deregister("node-0", 1)
-    back = caught.value.retry_seconds + COMING_BACK_SECONDS
+    back = caught.value.retry_seconds + RETURN_SECONDS
     assert registry.is_partial(back - 0.001)
     assert not registry.is_partial(back)
 

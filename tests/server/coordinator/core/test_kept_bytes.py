@@ -21,7 +21,7 @@ from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.core.budget import Budget
 from lmkv_server.coordinator.core.instances import MAX_OWNER_BYTES
 from lmkv_server.coordinator.core.models import MAX_NAMES
-from lmkv_server.coordinator.operations import operations
+from lmkv_server.coordinator.operations import operation_table
 from lmkv_server.coordinator.operations.orders import MAX_PENDING_BYTES
 from lmkv_server.coordinator.operations.pins import MAX_PINS
 from lmkv_server.coordinator.services.registration import MAX_STATS_BYTES, MAX_TIERS
@@ -84,18 +84,18 @@ async def test_planted_records_of_many_instances_take_no_more_than_a_tenant_may(
     coordinator: Coordinator, make: Make
 ) -> None:
     core = coordinator.tenants.unnamed.operations_core
-    for number in range(operations.MAX_BYTES // MAX_RECORD_BYTES + 2):
+    for number in range(operation_table.MAX_BYTES // MAX_RECORD_BYTES + 2):
         async with make(f"evil-{number}") as evil:
             before = coordinator.tenants.unnamed.registry.report_count
             for _ in range(20):
                 await evil.tell_record(record(done=True))
             await until(lambda: coordinator.tenants.unnamed.registry.report_count >= before + 20)  # noqa: B023
-    assert operations.MAX_BYTES // 2 < core.used_bytes <= operations.MAX_BYTES
+    assert operation_table.MAX_BYTES // 2 < core.used_bytes <= operation_table.MAX_BYTES
     last = record(done=True)
     async with make("last") as one:
         await one.tell_record(last)
         await until(lambda: last.operation.name in names(coordinator))  # the oldest gave way
-    assert core.used_bytes <= operations.MAX_BYTES
+    assert core.used_bytes <= operation_table.MAX_BYTES
 
 
 async def test_large_moves_give_way_once_they_ended_and_are_refused_while_they_run(
@@ -111,7 +111,7 @@ async def test_large_moves_give_way_once_they_ended_and_are_refused_while_they_r
         for number in range(45):  # they fail, for the source holds nothing of that
             move.request_id = str(number)
             await cache.Move(move, timeout=30)
-        assert core.used_bytes <= operations.MAX_BYTES
+        assert core.used_bytes <= operation_table.MAX_BYTES
         a.going.clear()
         b.going.clear()
         move.chunk_keys = KEYS[0] + move.chunk_keys[16:]
@@ -123,8 +123,8 @@ async def test_large_moves_give_way_once_they_ended_and_are_refused_while_they_r
             except grpc.RpcError as error:
                 errors.append(rpc.from_rpc_error(error))
         assert errors
-        assert all(isinstance(error, Full) and "operations that are running take" in str(error) for error in errors)
-        assert core.used_bytes <= operations.MAX_BYTES
+        assert all(isinstance(error, Full) and "running operations use" in str(error) for error in errors)
+        assert core.used_bytes <= operation_table.MAX_BYTES
         b.going.set()
         a.going.set()
 

@@ -157,7 +157,7 @@ class ScriptedNode:
                 stream.add(pb.ReportRequest(snapshot=True, changes=[self._change(part)]))
             stream.add(pb.ReportRequest(snapshot=True, snapshot_end=True))
         else:
-            stream.add(pb.ReportRequest(told_elsewhere=True))
+            stream.add(pb.ReportRequest(reported_elsewhere=True))
         self._streams[address] = stream
         writing = asyncio.create_task(stream.write(self.instance_id, self.epoch, beat_seconds))
         try:

@@ -128,7 +128,7 @@ async def test_a_coordinator_that_starts_late_knows_all_though_nobody_tells_it_c
             answer = await registry.Register(pb.RegisterRequest(instance=said), timeout=10)
             assert answer.layout_map_id == map_id(first)
             stream: Any = registry.Report()  # type: ignore[call-arg]
-            await stream.write(pb.ReportRequest(instance_id="a", epoch=node.epoch, sequence=1, told_elsewhere=True))
+            await stream.write(pb.ReportRequest(instance_id="a", epoch=node.epoch, sequence=1, reported_elsewhere=True))
             assert (await stream.read()).acked_sequence == 1
             await all_know(node, late)
             node.admit(chunks_of("more", 10))
@@ -428,14 +428,14 @@ async def test_tenants_with_instances_of_one_name_do_not_mix(server: RedisServer
         assert red.told[home.address][-1] == blue.told[other.address][-1] == "home"
 
 
-async def test_a_stream_that_is_told_elsewhere_carries_no_chunks(pair: tuple[Coordinator, Coordinator]) -> None:
+async def test_a_stream_that_is_reported_elsewhere_carries_no_chunks(pair: tuple[Coordinator, Coordinator]) -> None:
     async with rpc.open_channel(pair[0].address) as channel:
         registry = RegistryServiceStub(channel)
         said = pb.Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:7000", specs=[LLAMA.to_proto()])
         await registry.Register(pb.RegisterRequest(instance=said), timeout=10)
         stream: Any = registry.Report()  # type: ignore[call-arg]
         change = pb.ChunkChange(tier=2, fingerprint=LLAMA.fingerprint, admitted_keys=KEYS[0])  # type: ignore[arg-type]
-        first = pb.ReportRequest(instance_id="a", epoch=1, sequence=1, told_elsewhere=True)
+        first = pb.ReportRequest(instance_id="a", epoch=1, sequence=1, reported_elsewhere=True)
         await stream.write(first)
         await stream.read()
         await stream.write(pb.ReportRequest(instance_id="a", epoch=1, sequence=2, changes=[change]))
@@ -451,13 +451,13 @@ async def test_who_shares_no_map_wants_to_be_told_itself() -> None:
         answer = await registry.Register(pb.RegisterRequest(instance=said), timeout=10)
         assert answer.layout_map_id == ""
         stream: Any = registry.Report()  # type: ignore[call-arg]
-        await stream.write(pb.ReportRequest(instance_id="a", epoch=1, sequence=1, told_elsewhere=True))
+        await stream.write(pb.ReportRequest(instance_id="a", epoch=1, sequence=1, reported_elsewhere=True))
         with pytest.raises(grpc.RpcError) as caught:
             await stream.read()
         assert rpc.from_rpc_error(caught.value).reason == "RESYNC_REQUIRED"
 
 
-async def test_answers_are_partial_until_what_is_told_elsewhere_is_known(start: Start, server: RedisServer) -> None:
+async def test_answers_are_partial_until_what_is_reported_elsewhere_is_known(start: Start, server: RedisServer) -> None:
     late = await start()
     assert is_partial(late)  # it is young
     core = late.tenants.unnamed.core
@@ -468,7 +468,7 @@ async def test_answers_are_partial_until_what_is_told_elsewhere_is_known(start: 
         said = pb.Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:7000")
         await registry.Register(pb.RegisterRequest(instance=said), timeout=10)
         stream: Any = registry.Report()  # type: ignore[call-arg]
-        await stream.write(pb.ReportRequest(instance_id="a", epoch=1, sequence=1, told_elsewhere=True))
+        await stream.write(pb.ReportRequest(instance_id="a", epoch=1, sequence=1, reported_elsewhere=True))
         await stream.read()
         assert core.is_partial(now)
         store = await connected(server.url)

@@ -19,7 +19,7 @@ from lmkv.errors import ConfigError
 from lmkv.rpc.error_status import short
 from lmkv.v1.cache_service_pb2 import ClearRequest, LookupRequest, MoveRequest, PinRequest, UnpinRequest
 from lmkv.v1.chunk_pb2 import TIER_HOST, Position
-from lmkv_server.coordinator.operations.audit import logger, told, write_audit_to
+from lmkv_server.coordinator.operations.audit import logger, redacted, write_audit_to
 from tests.server.coordinator.cases import KEYS, PROMPT
 from tests.server.coordinator.guarded import Guarded, guarded, token_of
 
@@ -91,12 +91,12 @@ async def test_what_was_refused_is_told_and_no_salt_is(fleet: Guarded, log: Path
 def test_whatever_a_request_says_can_be_told() -> None:
     request = PinRequest(position=Position(instance_id="n", tier=TIER_HOST), ttl=Duration(seconds=1, nanos=1 << 30))
     request.position.tier = 77  # type: ignore[assignment]  # which nobody knows
-    assert told(request) == {
+    assert redacted(request) == {
         "position": {"instance_id": "n", "tier": 77},
         "ttl": {"seconds": 1, "nanos": 1 << 30},  # more nanoseconds than JSON has a form for
     }
-    assert told(Position(tier=TIER_HOST)) == {"tier": "TIER_HOST"}
-    assert told(PinRequest(model_name="m" * 10_000))["model_name"] == short("m" * 10_000)
+    assert redacted(Position(tier=TIER_HOST)) == {"tier": "TIER_HOST"}
+    assert redacted(PinRequest(model_name="m" * 10_000))["model_name"] == short("m" * 10_000)
 
 
 async def test_http_leaves_the_same_lines(fleet: Guarded, log: Path) -> None:

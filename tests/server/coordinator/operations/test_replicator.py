@@ -208,13 +208,11 @@ async def test_an_instance_that_has_cleared_says_so_again_to_who_goes_on(
     assert [order.order_id for order in elsewhere.b.orders] == [order.order_id for order in b.orders]
 
 
-async def test_a_record_without_its_request_cannot_be_gone_on_with(
-    make: Make, cache: Any, elsewhere: Elsewhere
-) -> None:
+async def test_a_record_without_its_request_cannot_be_resumed(make: Make, cache: Any, elsewhere: Elsewhere) -> None:
     async with make("a", CHUNKS), make("b") as b:
         record = await booked(cache, b)
     record.ClearField("move")
     await elsewhere.hear(record, orphaned=True)
     ended = await elsewhere.wait(record.operation.name)
-    assert "too long to be kept" in ended.error.message
+    assert "too large for the record" in ended.error.message
     assert elsewhere.a.chunks == CHUNKS

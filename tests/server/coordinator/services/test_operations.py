@@ -17,6 +17,7 @@ from lmkv.rpc.endpoints import from_rpc_error
 from lmkv.v1.cache_service_pb2 import ClearRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.coordinator.operations import operation_table
 from lmkv_server.coordinator.operations import operations as core
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA
 from tests.server.coordinator.scripted_instance import Make
@@ -149,7 +150,7 @@ async def test_those_that_ended_give_way_in_time_or_to_others(monkeypatch: pytes
                 await asyncio.sleep(0.005)
         error = await refused(operations.GetOperation(pb.GetOperationRequest(name=name), timeout=5))
         assert error.reason == "OPERATION_NOT_FOUND"
-    monkeypatch.setattr(core, "MAX_ENDED", 2)
+    monkeypatch.setattr(operation_table, "MAX_ENDED", 2)
     async with Coordinator(port=0) as coordinator, rpc.open_channel(coordinator.address) as channel:
         operations = operations_pb2_grpc.OperationsStub(channel)
         begun = []

@@ -178,7 +178,7 @@ async def test_conflicts_are_told_on_both_sides(registry: Any, caplog: pytest.Lo
     assert (a.conflicts[0].instance_id, a.conflicts[0].own_value) == ("b", "bfloat16")
     assert b.conflicts[0] == conflict
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warning == "instances a and b share nothing of model llama: kv_dtype is bfloat16 there, float32 here"
+    assert warning == "instances a and b cannot share chunks of model llama: kv_dtype is bfloat16 there, float32 here"
 
 
 async def test_reports_are_acknowledged_and_what_they_tell_is_found(registry: Any, cache: Any) -> None:

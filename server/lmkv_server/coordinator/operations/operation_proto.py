@@ -1,4 +1,4 @@
-"""Operations as messages: as they are asked for, and as nodes keep them."""
+"""Operations as messages: for clients, and as the records that nodes store."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lmkv.v1 import cache_service_pb2, registry_service_pb2
 from lmkv_server.coordinator.operations.operation import OPERATION_BYTES, Operation
 
 MAX_RECORD_BYTES = rpc.MAX_MESSAGE_BYTES - 4096
-"""A longer record goes without the request: then it can be asked for everywhere, but nobody can take it over."""
+"""A longer record omits the request: then every coordinator can answer for it, but none can take it over."""
 
 
 def to_proto(operation: Operation) -> operations_pb2.Operation:
-    """The operation as it is now."""
+    """The operation for clients, in its current state."""
     message = operations_pb2.Operation(name=operation.name, done=operation.done)
     message.metadata.Pack(operation.progress)
     if operation.error:
@@ -27,7 +27,7 @@ def to_proto(operation: Operation) -> operations_pb2.Operation:
 
 
 def to_record(operation: Operation, ttl_seconds: float) -> registry_service_pb2.OperationRecord:
-    """What nodes are to keep of it, for so long after its end."""
+    """The record that nodes store until `ttl_seconds` after its end."""
     record = registry_service_pb2.OperationRecord(
         operation=to_proto(operation), attempt=operation.attempt, cancelled=operation.cancelled.is_set()
     )
@@ -44,7 +44,7 @@ def to_record(operation: Operation, ttl_seconds: float) -> registry_service_pb2.
 
 
 def from_record(record: registry_service_pb2.OperationRecord, longest_seconds: float) -> Operation:
-    """The operation that a node reports, which runs `longest_seconds` more at most. Raises `BadMessage`."""
+    """The operation of a record; its deadline is at most `longest_seconds` away. Raises `BadMessage`."""
     message, now = record.operation, time.time()
     kind = message.name.partition("-")[0]
     progress = cache_service_pb2.ClearProgress() if kind == "clear" else cache_service_pb2.MoveProgress()
