@@ -25,7 +25,7 @@ from lmkv_server.node.commands.runner import OrderRunner
 from lmkv_server.node.fleet.context import FleetContext
 from lmkv_server.node.fleet.membership import FleetMembership
 from lmkv_server.node.fleet.reports import HeldChunk
-from lmkv_server.node.sessions.sessions import Engines
+from lmkv_server.node.sessions.sessions import EngineSessions
 
 CHANGE_SECONDS = 1.0
 """How often each node stores and evicts."""
@@ -53,7 +53,7 @@ class ScaledNode:
         self._random = random.Random(-number)
         self._held: deque[ChunkKey] = deque(split_keys(random_keys(number, chunk_count)))
         tier = HostTier(TIER_BYTES)
-        self._orders = OrderRunner(instance_id=self.name, tier=tier, engines=Engines(tier), fetcher=None)
+        self._orders = OrderRunner(instance_id=self.name, tier=tier, engines=EngineSessions(tier), fetcher=None)
 
     @property
     def name(self) -> str:

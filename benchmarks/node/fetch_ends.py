@@ -31,7 +31,7 @@ from lmkv_kernels import checksum
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.serving.read_grants import SHARE
 from lmkv_server.node.serving.server import PeerServer
-from lmkv_server.node.sessions.sessions import Engines
+from lmkv_server.node.sessions.sessions import EngineSessions
 
 ANSWER_SECONDS = 60.0
 READ_SECONDS = 30.0
@@ -69,7 +69,7 @@ class Node:
         self._stack.callback(self.pool.close)
         self.pool.populate()
         self.tier = HostTier(self.pool.size_bytes)
-        engines_here = Engines(self.tier)
+        engines_here = EngineSessions(self.tier)
         engines_here.attach("engine", self.spec)
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp"))
         config = NodeConfig(

@@ -29,42 +29,54 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class AttachRequest(_message.Message):
-    """Request for `EngineService.Attach`: any number of acts, carried out in the order of the fields."""
+    """Request for `EngineService.Attach`: any number of acts. The node carries out the acts of one message in the order of
+    their field numbers, and the acts of one field in the order of its values.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     HELLO_FIELD_NUMBER: _builtins.int
+    SERVED_MODELS_FIELD_NUMBER: _builtins.int
     RELEASES_FIELD_NUMBER: _builtins.int
     COMMITS_FIELD_NUMBER: _builtins.int
+    DAMAGED_KEYS_FIELD_NUMBER: _builtins.int
     RETURNED_CREDITS_FIELD_NUMBER: _builtins.int
     LOOKUPS_FIELD_NUMBER: _builtins.int
     LOADS_FIELD_NUMBER: _builtins.int
     RESERVE_COUNT_FIELD_NUMBER: _builtins.int
-    RESET_FIELD_NUMBER: _builtins.int
-    DAMAGED_KEYS_FIELD_NUMBER: _builtins.int
     HANDOFFS_FIELD_NUMBER: _builtins.int
     ENDED_HANDOFFS_FIELD_NUMBER: _builtins.int
-    SERVED_MODELS_FIELD_NUMBER: _builtins.int
     DROPPED_HANDOFFS_FIELD_NUMBER: _builtins.int
+    RESET_FIELD_NUMBER: _builtins.int
     reserve_count: _builtins.int
     """Write credits wanted besides those that lookups ask for."""
     reset: _builtins.bool
-    """Forget every chunk of this engine's spec."""
+    """Drop every chunk of this engine's spec."""
     @_builtins.property
     def hello(self) -> Global___Hello:
         """Who attaches; in the first message only."""
 
     @_builtins.property
+    def served_models(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.ServedModel]:
+        """Further names under which the engine serves, such as a LoRA adapter that was loaded since. A name that was sent before
+        with another `lora_identity` has this one now.
+        """
+
+    @_builtins.property
     def releases(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReleaseChunks]:
-        """Grants that the engine no longer needs."""
+        """Lookups whose chunks the engine no longer needs."""
 
     @_builtins.property
     def commits(self) -> _containers.RepeatedCompositeFieldContainer[Global___CommitChunk]:
         """Written chunks to make visible."""
 
     @_builtins.property
+    def damaged_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Keys of chunks whose bytes did not match their checksum, 16 bytes each: the node drops them."""
+
+    @_builtins.property
     def returned_credits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Write credits given back unused: offsets of their extents."""
+        """Write credits returned unused: offsets of their extents."""
 
     @_builtins.property
     def lookups(self) -> _containers.RepeatedCompositeFieldContainer[Global___LookupChunks]:
@@ -75,22 +87,12 @@ class AttachRequest(_message.Message):
         """Chunks to bring into the pool."""
 
     @_builtins.property
-    def damaged_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Keys of chunks whose bytes did not match their checksum: to be forgotten."""
-
-    @_builtins.property
     def handoffs(self) -> _containers.RepeatedCompositeFieldContainer[Global___HandChunks]:
-        """Prompts to hand to the node of a decode engine, chunk by chunk as they are committed."""
+        """Prompts to send to the node of a decode engine, chunk by chunk as they are committed."""
 
     @_builtins.property
     def ended_handoffs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Handoffs by their `request_id` of which no chunk will be committed any more."""
-
-    @_builtins.property
-    def served_models(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.ServedModel]:
-        """Further names under which the engine serves, such as a LoRA adapter that was loaded since. Carried out first. A name
-        that was sent before with another `lora_identity` has this one now.
-        """
+        """Handoffs, by `request_id`, of which no further chunk will be committed."""
 
     @_builtins.property
     def dropped_handoffs(self) -> _containers.RepeatedCompositeFieldContainer[Global___DropHandoff]:
@@ -100,18 +102,18 @@ class AttachRequest(_message.Message):
         self,
         *,
         hello: Global___Hello | None = ...,
+        served_models: _abc.Iterable[_chunk_pb2.ServedModel] | None = ...,
         releases: _abc.Iterable[Global___ReleaseChunks] | None = ...,
         commits: _abc.Iterable[Global___CommitChunk] | None = ...,
+        damaged_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         returned_credits: _abc.Iterable[_builtins.int] | None = ...,
         lookups: _abc.Iterable[Global___LookupChunks] | None = ...,
         loads: _abc.Iterable[Global___LoadChunks] | None = ...,
         reserve_count: _builtins.int = ...,
-        reset: _builtins.bool = ...,
-        damaged_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         handoffs: _abc.Iterable[Global___HandChunks] | None = ...,
         ended_handoffs: _abc.Iterable[_builtins.str] | None = ...,
-        served_models: _abc.Iterable[_chunk_pb2.ServedModel] | None = ...,
         dropped_handoffs: _abc.Iterable[Global___DropHandoff] | None = ...,
+        reset: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -32,7 +32,7 @@ from lmkv_server.node.instance_lock import InstanceLock, instance_secret
 from lmkv_server.node.metrics.build import serve_metrics
 from lmkv_server.node.metrics.collector import NodeMetrics
 from lmkv_server.node.serving.server import STOP_GRACE_SECONDS, PeerServer, bind
-from lmkv_server.node.sessions.sessions import Engines
+from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.stack import TierStack
 from lmkv_server.node.tiers.build import open_disk, open_remote
 from lmkv_server.node.tiers.disk.tier import DiskTier
@@ -99,7 +99,7 @@ class Node:
         stack.enter_context(InstanceLock(config.lock_path, config.instance_id))
         cache = await open_host_cache(config, self.events, stack)
         self.pool, self.tier, self.warm = cache.pool, cache.tier, cache.warm
-        self.engines = Engines(self.tier)
+        self.engines = EngineSessions(self.tier)
         self.disk = await open_disk(config, self.tier, self.pool, self.events, stack)
         self.remote = await open_remote(config, self.tier, self.pool, self.events, stack)
         self._peer_side = await self._open_peer_side()
@@ -160,7 +160,7 @@ class Node:
             self.config.pool_socket,
             self.pool,
             self.epoch,
-            on_worker=self.engines.worker_came,
+            on_worker=self.engines.worker_connected,
             on_worker_gone=self._worker_detached,
         )
 
@@ -168,8 +168,8 @@ class Node:
         config, side = self.config, self._peer_side
         return EngineService(
             tier=self.tier,
-            engines=self.engines,
-            sources=TierStack(
+            sessions=self.engines,
+            stack=TierStack(
                 self.tier,
                 self.fleet,
                 fetcher=side.fetcher if side else None,
@@ -246,7 +246,7 @@ class Node:
 
     def conflicts_changed(self, conflicts: list[registry_service_pb2.SpecConflict]) -> None:
         """Sends the conflicts to the engines."""
-        self._service.tell_conflicts(conflicts)
+        self._service.report_conflicts(conflicts)
 
     def _stats(self) -> registry_service_pb2.InstanceStats:
         """Statistics since the start. Chunks in the remote tier count as the node's own."""
@@ -281,7 +281,7 @@ class Node:
         self.fleet.refresh()
 
     def _worker_detached(self, engine_id: str, rank: int) -> None:
-        self.engines.worker_went(engine_id, rank)
+        self.engines.worker_disconnected(engine_id, rank)
         self._idle_since = time.monotonic()
 
     # --- End -----------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from lmkv_server.node.commands.runner import OrderRunner
 from lmkv_server.node.fleet.context import FleetContext
 from lmkv_server.node.fleet.membership import FleetMembership
 from lmkv_server.node.fleet.reports import HeldChunk
-from lmkv_server.node.sessions.sessions import Engines
+from lmkv_server.node.sessions.sessions import EngineSessions
 from tests.waiting import eventually
 
 LEASE_SECONDS = 0.4
@@ -60,7 +60,9 @@ class Shelf:
         """All that `conflicts_changed` was called with."""
         self.tier = HostTier(1 << 20, self)
         """For orders, which work on a real one."""
-        self.orders = OrderRunner(instance_id=instance_id, tier=self.tier, engines=Engines(self.tier), fetcher=None)
+        self.orders = OrderRunner(
+            instance_id=instance_id, tier=self.tier, engines=EngineSessions(self.tier), fetcher=None
+        )
 
     def describe(self) -> Instance:
         return Instance(

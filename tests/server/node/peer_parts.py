@@ -31,7 +31,7 @@ from lmkv_server.node.fetch.fetcher import FetchResult
 from lmkv_server.node.fetch.pipeline import PeerTraffic
 from lmkv_server.node.handoff.sender import HandoffResult
 from lmkv_server.node.serving.server import PeerServer
-from lmkv_server.node.sessions.sessions import Engines
+from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.progress import OnChunks, Progress
 
 SERVICE = "lmkv.v1.PeerService"
@@ -97,7 +97,7 @@ class Parts:
         self.pool = Pool.create(self._size_bytes)
         self._stack.callback(self.pool.close)
         self.tier = HostTier(self.pool.size_bytes, self._listener)
-        self.engines = Engines(self.tier)
+        self.engines = EngineSessions(self.tier)
         self.engines.attach("engine", self.spec)
         config = NodeConfig(
             instance_id=self.instance_id,

@@ -14,6 +14,7 @@ import grpc
 from vllm.logger import init_logger
 
 from lmkv import rpc
+from lmkv.attach_order import can_merge
 from lmkv.config import ConnectorConfig, as_written
 from lmkv.errors import ConfigConflict, ConfigError, LmkvError, Unreachable
 from lmkv.spec import KvSpec
@@ -247,40 +248,17 @@ class NodeClient:
 
 
 def next_message(outbox: deque[pb.AttachRequest]) -> pb.AttachRequest:
-    """Everything that waits, merged as long as the order of acts inside a message does not change their meaning."""
+    """Removes messages from the outbox and merges them, as many as one message can carry with the same effect."""
     message = outbox.popleft()
     size = message.ByteSize()
     while outbox and size + (more := outbox[0]).ByteSize() < rpc.MAX_MESSAGE_BYTES // 2:
-        if not in_order(message, more):
+        if not can_merge(message, more):
             break
         size += more.ByteSize()
         reserve_count = message.reserve_count + more.reserve_count
         message.MergeFrom(outbox.popleft())
         message.reserve_count = reserve_count
     return message
-
-
-FIELD_ORDER = (
-    "served_models",
-    "releases",
-    "commits",
-    "damaged_keys",
-    "returned_credits",
-    "lookups",
-    "loads",
-    "reserve_count",
-    "handoffs",
-    "ended_handoffs",
-    "reset",
-)
-"""Order in which the node carries out the acts of one message."""
-
-
-def in_order(first: pb.AttachRequest, second: pb.AttachRequest) -> bool:
-    """Whether carrying out both as one message is the same as one after the other."""
-    last = max((rank for rank, name in enumerate(FIELD_ORDER) if getattr(first, name)), default=0)
-    start = min((rank for rank, name in enumerate(FIELD_ORDER) if getattr(second, name)), default=last)
-    return start >= last
 
 
 def log_handed(handed: pb.HandedChunks) -> None:

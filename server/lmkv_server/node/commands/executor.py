@@ -19,7 +19,7 @@ from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.cache.pins import Pins
 from lmkv_server.node.commands.progress import OrderProgress
 from lmkv_server.node.fetch.fetcher import PeerFetcher
-from lmkv_server.node.sessions.sessions import Engines
+from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.disk.tier import DiskTier
 from lmkv_server.node.tiers.progress import Progress
 from lmkv_server.node.tiers.remote.tier import RemoteTier
@@ -39,7 +39,7 @@ class OrderExecutor:
         self,
         *,
         tier: HostTier,
-        engines: Engines,
+        engines: EngineSessions,
         fetcher: PeerFetcher | None,
         pins: Pins,
         disk: DiskTier | None = None,

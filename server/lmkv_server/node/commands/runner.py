@@ -30,7 +30,7 @@ from lmkv_server.node.commands.operation_log import OperationLog
 from lmkv_server.node.commands.outcome_log import kind_of, log_outcome
 from lmkv_server.node.commands.progress import OrderProgress
 from lmkv_server.node.fetch.fetcher import PeerFetcher
-from lmkv_server.node.sessions.sessions import Engines
+from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.disk.tier import DiskTier
 from lmkv_server.node.tiers.remote.tier import RemoteTier
 
@@ -76,7 +76,7 @@ class OrderRunner:
         *,
         instance_id: str,
         tier: HostTier,
-        engines: Engines,
+        engines: EngineSessions,
         fetcher: PeerFetcher | None,
         disk: DiskTier | None = None,
         remote: RemoteTier | None = None,

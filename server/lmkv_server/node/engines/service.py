@@ -1,4 +1,4 @@
-"""`EngineService`: what engines say to their node, translated. Served on the node's unix socket."""
+"""`EngineService`: translates the calls of engines. Served on the node's unix socket."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.engines.lookup_stats import LookupCounters
 from lmkv_server.node.engines.stream import EngineStream
 from lmkv_server.node.handoff.senders import Senders
-from lmkv_server.node.sessions.sessions import Engines, EngineSession
+from lmkv_server.node.sessions.session import EngineSession
+from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.stack import TierStack, found_runs
 
 logger = logging.getLogger(__name__)
@@ -29,14 +30,14 @@ UNARY_LOAD_TIMEOUT_SECONDS = 30.0
 
 
 class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
-    """Handlers. `welcome` holds what every engine is told; `config` what an engine may expect of this node."""
+    """Handlers. `welcome` is sent to every engine; `config` is compared with what an engine expects of its node."""
 
     def __init__(
         self,
         *,
         tier: HostTier,
-        engines: Engines,
-        sources: TierStack,
+        sessions: EngineSessions,
+        stack: TierStack,
         senders: Senders | None = None,
         welcome: pb.Welcome,
         config: dict[str, str],
@@ -48,8 +49,8 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         """`on_replace` ends the node in favor of one that an engine starts; None if engines may not replace it."""
         self.lookups = LookupCounters()
         self._tier = tier
-        self._engines = engines
-        self._sources = sources
+        self._sessions = sessions
+        self._stack = stack
         self._senders = senders
         self._welcome = welcome
         self._config = config
@@ -57,18 +58,18 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         self._on_detach = on_detach
         self._on_replace = on_replace
         self._on_served = on_served
-        self._buffers = sources.buffers
+        self._buffers = stack.buffers
         self._streams: set[EngineStream] = set()
 
-    def tell_conflicts(self, conflicts: list[registry_service_pb2.SpecConflict]) -> None:
-        """Tells every engine with whom its node shares nothing, and why."""
+    def report_conflicts(self, conflicts: list[registry_service_pb2.SpecConflict]) -> None:
+        """Reports to every engine the instances with which its node shares nothing, and why."""
         for stream in self._streams:
             stream.outbox.put(pb.AttachResponse(conflicts=pb.SpecConflicts(conflicts=conflicts)))
 
     async def Attach(
         self, request_iterator: AsyncIterator[pb.AttachRequest], context: Any
     ) -> AsyncIterator[pb.AttachResponse]:
-        """See the proto."""
+        """Serves one engine until its stream ends; the response iterator ends with it."""
         first = await _first(request_iterator)
         if first is None or not first.HasField("hello"):
             raise BadMessage("the first message must carry hello")
@@ -76,10 +77,10 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         self._check_config(hello.engine_id, dict(hello.expected_config))
         spec = KvSpec.from_proto(hello.spec)
         served = served_models(hello.served_models, spec)
-        session = self._engines.attach(hello.engine_id, spec, max(1, hello.worker_count))
-        self._engines.served.announce(session.engine_id, served)
+        session = self._sessions.attach(hello.engine_id, spec, max(1, hello.worker_count))
+        self._sessions.served.announce(session.engine_id, served)
         stream = EngineStream(
-            self._tier, session, self._sources, self.lookups, self._senders, on_served=partial(self._serve, session)
+            self._tier, session, self._stack, self.lookups, self._senders, on_served=partial(self._serve, session)
         )
         self._streams.add(stream)
         self._on_attach()
@@ -91,7 +92,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             welcome.CopyFrom(self._welcome)
             welcome.credit_limit = session.credit_limit
             welcome.device_buffer_bytes = self._buffers.size_bytes if self._buffers else 0
-            yield pb.AttachResponse(welcome=welcome, conflicts=pb.SpecConflicts(conflicts=self._sources.conflicts))
+            yield pb.AttachResponse(welcome=welcome, conflicts=pb.SpecConflicts(conflicts=self._stack.conflicts))
             while message := await stream.outbox.take():
                 yield message
             await reader  # raises what ended it
@@ -101,19 +102,19 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             stream.close()
             if self._buffers:
                 self._buffers.remove(session.engine_id)
-            self._engines.detach(session)
+            self._sessions.detach(session)
             self._on_detach()
             logger.info("engine %s detached", session.engine_id)
 
     def _serve(self, session: EngineSession, messages: Sequence[chunk_pb2.ServedModel]) -> None:
-        """Takes further names under which an engine serves. Raises `BadKvSpec`."""
-        if self._engines.served.announce(session.engine_id, served_models(messages, session.spec)):
+        """Registers further names under which an engine serves. Raises `BadKvSpec`."""
+        if self._sessions.served.announce(session.engine_id, served_models(messages, session.spec)):
             self._on_served()
 
     async def Lend(
         self, request_iterator: AsyncIterator[pb.LendRequest], context: Any
     ) -> AsyncIterator[pb.LendResponse]:
-        """See the proto."""
+        """Serves one worker's part of a device buffer until its stream ends."""
         first = await _first(request_iterator)
         if first is None or not first.HasField("part"):
             raise BadMessage("the first message must carry part")
@@ -132,12 +133,12 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             self._buffers.close(part.buffer)
 
     def _check_config(self, engine_id: str, expected: dict[str, str]) -> None:
-        """Raises `ConfigConflict` if the engine expects another node, and ends this one if engines may replace it."""
+        """Raises `ConfigConflict` if the engine expects another configuration; ends this node if it may be replaced."""
         for key, value in expected.items():
             actual = self._config.get(key)
             if actual == value:
                 continue
-            node, engine_count = self._welcome, self._engines.mapped_count
+            node, engine_count = self._welcome, self._sessions.mapped_count
             conflict = (
                 f"{key}: the engine expects {value!r}, the running node of instance {node.instance_id} has {actual!r}"
             )
@@ -158,14 +159,14 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             )
 
     async def Lookup(self, request: pb.EngineServiceLookupRequest, context: Any) -> pb.EngineServiceLookupResponse:
-        """See the proto."""
+        """Looks a prompt up in the pool and the tiers behind it. Holds nothing."""
         spec = self._spec(request.fingerprint)
         keys = split_keys(request.chunk_keys)
         own = len(self._tier.find(keys))
-        on_disk = self._sources.on_disk(request.fingerprint, keys, own)
-        holders = await self._sources.locate(keys[own:], after=on_disk)
+        on_disk = self._stack.on_disk(request.fingerprint, keys, own)
+        holders = await self._stack.locate(keys[own:], after=on_disk)
         elsewhere = holders[0].matched_chunk_count if holders else on_disk
-        shared = await self._sources.in_remote(spec, keys, own + elsewhere)
+        shared = await self._stack.in_remote(spec, keys, own + elsewhere)
         runs = found_runs(disk=on_disk, peers=elsewhere - on_disk, remote=shared)
         return pb.EngineServiceLookupResponse(
             own_chunk_count=own,
@@ -174,27 +175,27 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         )
 
     async def Load(self, request: pb.LoadRequest, context: Any) -> pb.LoadResponse:
-        """See the proto."""
+        """Brings chunks into the pool. Holds nothing."""
         spec = self._spec(request.fingerprint)
         keys = split_keys(request.chunk_keys)
         own = len(self._tier.find(keys))
-        rest, on_disk = keys[own:], self._sources.on_disk(request.fingerprint, keys, own)
-        fetched = await self._sources.fetch(
+        rest, on_disk = keys[own:], self._stack.on_disk(request.fingerprint, keys, own)
+        fetched = await self._stack.fetch(
             spec,
             rest,
-            await self._sources.locate(rest, after=on_disk),
+            await self._stack.locate(rest, after=on_disk),
             UNARY_LOAD_TIMEOUT_SECONDS,
             lambda chunks: self._tier.unhold(chunk for _, chunk in chunks),
         )
         return pb.LoadResponse(chunk_count=len(self._tier.find(keys)), transferred_bytes=fetched.size_bytes)
 
     async def Release(self, request: pb.EngineServiceReleaseRequest, context: Any) -> pb.EngineServiceReleaseResponse:
-        """See the proto."""
-        count = self._engines.session(request.engine_id).release(request.request_id)
+        """Releases one request of an engine."""
+        count = self._sessions.session(request.engine_id).release(request.request_id)
         return pb.EngineServiceReleaseResponse(chunk_count=count)
 
     def _spec(self, fingerprint: bytes) -> KvSpec:
-        spec = self._engines.spec(fingerprint)
+        spec = self._sessions.spec(fingerprint)
         if spec is None:
             raise ModelNotFound(
                 f"no engine of fingerprint {fingerprint.hex()} has attached", fingerprint=fingerprint.hex()

@@ -11,7 +11,7 @@ from lmkv.units import format_bytes
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.handoff.device_buffer import BufferWorker, DeviceBuffer
-from lmkv_server.node.sessions.sessions import Engines
+from lmkv_server.node.sessions.sessions import EngineSessions
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ class DeviceBuffers:
     """The buffers of one node, by engine."""
 
     def __init__(
-        self, engines: Engines, size_bytes: int, *, verify: bool, on_close: Callable[[HostTier], None]
+        self, engines: EngineSessions, size_bytes: int, *, verify: bool, on_close: Callable[[HostTier], None]
     ) -> None:
         """`size_bytes` is the most that an engine may lend; `on_close` is called with the tier of a closed buffer."""
         self.size_bytes = size_bytes

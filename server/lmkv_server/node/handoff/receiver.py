@@ -28,7 +28,7 @@ from lmkv_server.node.handoff.table import HandoffTable
 from lmkv_server.node.handoff.transfer import READ_SECONDS, HandoffTransfer
 from lmkv_server.node.peers.connection import PeerConnection
 from lmkv_server.node.peers.connection_pool import PeerConnectionPool
-from lmkv_server.node.sessions.sessions import Engines
+from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Receiver:
         handoffs: HandoffTable,
         pipeline: TransferPipeline,
         connections: PeerConnectionPool,
-        engines: Engines,
+        engines: EngineSessions,
         directory: Directory,
         instance_id: str,
     ) -> None:

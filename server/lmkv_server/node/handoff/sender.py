@@ -23,7 +23,7 @@ from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.handoff.directory import Directory
 from lmkv_server.node.peers.connection import PeerConnection
 from lmkv_server.node.peers.connection_pool import PeerConnectionPool
-from lmkv_server.node.sessions.wire import extent
+from lmkv_server.node.sessions.extents import extent
 
 ANSWER_SECONDS = 10.0
 """Timeout of a call to the decode's node."""

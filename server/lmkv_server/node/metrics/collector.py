@@ -16,7 +16,7 @@ from lmkv_server.node.commands.runner import OrderRunner
 from lmkv_server.node.engines.lookup_stats import LookupCounters
 from lmkv_server.node.fleet.membership import FleetMembership
 from lmkv_server.node.serving.server import PeerServer
-from lmkv_server.node.sessions.sessions import Engines
+from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.disk.tier import DiskTier
 from lmkv_server.node.tiers.remote.tier import RemoteTier
 
@@ -33,7 +33,7 @@ class NodeMetrics(Collector):
         disk: DiskTier | None = None,
         remote: RemoteTier | None = None,
         warm: WarmStart | None = None,
-        engines: Engines,
+        engines: EngineSessions,
         orders: OrderRunner,
         fleet: FleetMembership,
         side: PeerServer | None,

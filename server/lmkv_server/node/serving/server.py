@@ -31,7 +31,7 @@ from lmkv_server.node.peers.connection_pool import PeerConnectionPool
 from lmkv_server.node.port_owner import describe_port
 from lmkv_server.node.serving.inspector import Inspector
 from lmkv_server.node.serving.service import PeerService
-from lmkv_server.node.sessions.sessions import Engines
+from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.disk.tier import DiskTier
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class PeerServer:
         epoch: int,
         tier: HostTier,
         pool: Pool,
-        engines: Engines,
+        engines: EngineSessions,
         disk: DiskTier | None = None,
         calls: ServerCalls | None = None,
     ) -> None:

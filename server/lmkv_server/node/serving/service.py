@@ -27,8 +27,8 @@ from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.handoff.receiver import Receiver
 from lmkv_server.node.serving.inspector import Inspector
 from lmkv_server.node.serving.read_grants import PeerSessions, ReadGrants
-from lmkv_server.node.sessions.sessions import Engines
-from lmkv_server.node.sessions.wire import extent
+from lmkv_server.node.sessions.extents import extent
+from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.disk.tier import DiskTier
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class PeerService(pb_grpc.PeerServiceServicer):
         instance_id: str,
         epoch: int,
         tier: HostTier,
-        specs: Engines,
+        specs: EngineSessions,
         channels: Channels,
         region_address: int,
         grant_ttl_seconds: float,

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from lmkv import config as configuration
 from lmkv import rpc
+from lmkv.attach_order import ATTACH_ORDER
 from lmkv.config import ConnectorConfig, load
 from lmkv.errors import ConfigError
 from lmkv.keys import ChunkKey, join_keys
@@ -27,7 +28,7 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import ServedModel
 from lmkv_client.connector.messages import Attachment
 from lmkv_client.connector.node import client as link_module
-from lmkv_client.connector.node.client import FIELD_ORDER, Lost, NodeClient, next_message
+from lmkv_client.connector.node.client import Lost, NodeClient, next_message
 from tests.client.connector.nodes import connector_config, is_running, kill, kill_all, node_pid, until
 
 SPEC = KvSpec(
@@ -288,7 +289,7 @@ def merging(sent: list[pb.AttachRequest]) -> Iterator[pb.AttachRequest]:
 def acts(message: pb.AttachRequest) -> list[tuple[str, object]]:
     """What the node does with a message, one after the other."""
     done: list[tuple[str, object]] = []
-    for name in FIELD_ORDER:
+    for name in ATTACH_ORDER:
         value = getattr(message, name)
         if name in ("reserve_count", "reset"):
             done += [(name, value)] * bool(value)
@@ -310,7 +311,7 @@ def summed(done: list[tuple[str, object]]) -> list[tuple[str, object]]:
 
 @st.composite
 def messages(draw: st.DrawFn) -> pb.AttachRequest:
-    names = draw(st.sets(st.sampled_from(FIELD_ORDER), min_size=1, max_size=2))
+    names = draw(st.sets(st.sampled_from(ATTACH_ORDER), min_size=1, max_size=2))
     number = draw(st.integers(1, 9))
     values: dict[str, object] = {
         "served_models": [ServedModel(name=str(number))],
@@ -323,6 +324,7 @@ def messages(draw: st.DrawFn) -> pb.AttachRequest:
         "reserve_count": number,
         "handoffs": [pb.HandChunks(request_id=str(number))],
         "ended_handoffs": [str(number)],
+        "dropped_handoffs": [pb.DropHandoff(request_id=str(number))],
         "reset": True,
     }
     return pb.AttachRequest(**{name: values[name] for name in names})  # type: ignore[arg-type]

@@ -267,17 +267,17 @@ def test_what_a_proxy_of_the_fleet_has_vouched_for_takes_place(make_engine: Make
 @pytest.mark.parametrize(
     ("proof", "why"),
     [
-        (lambda params: params, "no proxy of this fleet"),
+        (lambda params: params, "no proof of a proxy of this fleet"),
         (lambda params: vouched(params, "another-secret"), "another secret"),
         (lambda params: vouched(params, request_id="other"), "another secret"),
         (lambda params: vouched(params, decode_instance="other"), "another secret"),
         (lambda params: vouched(params, expire_time=4_000_000_000), "another secret"),
         (lambda params: vouched(params, now=1_000_000.0), "expired"),
         (lambda params: vouched(params, expire_time=-1), "malformed"),
-        (lambda params: vouched(params, expire_time="soon"), "no proxy of this fleet"),
+        (lambda params: vouched(params, expire_time="soon"), "no proof of a proxy of this fleet"),
         (lambda params: vouched(params, mac="\ud800"), "malformed"),
-        (lambda params: vouched(params, mac=["00"]), "no proxy of this fleet"),
-        (lambda params: vouched(params, mac=""), "no proxy of this fleet"),
+        (lambda params: vouched(params, mac=["00"]), "no proof of a proxy of this fleet"),
+        (lambda params: vouched(params, mac=""), "no proof of a proxy of this fleet"),
     ],
 )
 def test_a_handoff_without_a_valid_proof_is_refused(

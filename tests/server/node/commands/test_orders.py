@@ -27,7 +27,7 @@ from lmkv_server.node.commands.executor import DROP_BATCH_CHUNKS, MAX_ORDER_KEYS
 from lmkv_server.node.commands.runner import MAX_FETCHES, MAX_RUNNING, OrderRunner
 from lmkv_server.node.fleet.context import FleetContext
 from lmkv_server.node.fleet.membership import FleetMembership
-from lmkv_server.node.sessions.sessions import Engines
+from lmkv_server.node.sessions.sessions import EngineSessions
 from tests.server.node import fleet_parts
 from tests.server.node.cases import admit, chunk_keys, small_spec
 from tests.server.node.ordering import Ordering, serving, until
@@ -543,7 +543,7 @@ class Shelf:
 @pytest.fixture
 async def shelf() -> AsyncIterator[Shelf]:
     tier = HostTier(64 * SPEC.chunk_bytes)
-    async with OrderRunner(instance_id="n", tier=tier, engines=Engines(tier), fetcher=None) as orders:
+    async with OrderRunner(instance_id="n", tier=tier, engines=EngineSessions(tier), fetcher=None) as orders:
         yield Shelf(orders, tier)
     tier.check()
     assert not any(chunk.holds for chunk in tier)
@@ -600,7 +600,7 @@ async def test_a_large_drop_lets_others_have_a_turn_and_may_be_cancelled() -> No
     tier = HostTier(3 * DROP_BATCH_CHUNKS * SPEC.chunk_bytes)
     for number in range(3 * DROP_BATCH_CHUNKS):
         admit(tier, SPEC, number)
-    async with OrderRunner(instance_id="n", tier=tier, engines=Engines(tier), fetcher=None) as orders:
+    async with OrderRunner(instance_id="n", tier=tier, engines=EngineSessions(tier), fetcher=None) as orders:
         here, given = Coordinating(orders), order(drop=pb.DropOrder(all=True))
         orders.start(given, GIVER)
         orders.start(order(cancel=pb.CancelOrder(order_id=given.order_id)), GIVER)
@@ -694,7 +694,7 @@ async def test_an_order_that_makes_no_sense_is_refused(shelf: Shelf, action: dic
 
 
 async def test_without_peers_a_fetch_says_so(shelf: Shelf) -> None:
-    engines = Engines(shelf.tier)
+    engines = EngineSessions(shelf.tier)
     engines.attach("engine", SPEC)
     async with OrderRunner(instance_id="n", tier=shelf.tier, engines=engines, fetcher=None) as orders:
         given = order(fetch=pb.FetchOrder(chunk_keys=KEYS[0], fingerprint=SPEC.fingerprint))

@@ -15,7 +15,7 @@ from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.commands import runner as module
 from lmkv_server.node.commands.runner import OrderRunner
-from lmkv_server.node.sessions.sessions import Engines
+from lmkv_server.node.sessions.sessions import EngineSessions
 from tests.server.node.ordering import until
 
 FIRST, SECOND = "10.0.0.1:9000", "10.0.0.2:9000"
@@ -52,7 +52,7 @@ class Node:
 @pytest.fixture
 async def node() -> AsyncIterator[Node]:
     tier = HostTier(1 << 16)
-    async with OrderRunner(instance_id="n", tier=tier, engines=Engines(tier), fetcher=None) as orders:
+    async with OrderRunner(instance_id="n", tier=tier, engines=EngineSessions(tier), fetcher=None) as orders:
         yield Node(orders)
         orders.check()
 

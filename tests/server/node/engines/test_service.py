@@ -35,7 +35,8 @@ from lmkv.v1.registry_service_pb2 import SpecConflict
 from lmkv_server.node.engines import service as engine_service
 from lmkv_server.node.engines.outbox import MERGED_BYTES, Outbox
 from lmkv_server.node.node import Node
-from lmkv_server.node.sessions.sessions import CREDIT_SHARE, HOLD_SHARE
+from lmkv_server.node.sessions.session import HOLD_SHARE
+from lmkv_server.node.sessions.sessions import CREDIT_SHARE
 from tests.server.node.cases import chunk_key, chunk_keys, small_spec
 from tests.server.node.engine_client import ANSWER_SECONDS, EngineClient, absent_count
 from tests.waiting import until
@@ -130,7 +131,7 @@ async def test_a_chunk_whose_successor_is_there_is_not_evicted(node: Node, engin
     await engine.release("1")
     await engine.lookup("2", chunk_keys(1))  # were it for times of use alone, the head would go first
     await engine.release("2")
-    await until(lambda: not node.engines.session("engine").ticket_count)
+    await until(lambda: not node.engines.session("engine").lease_count)
     while chunk_key(1) in {chunk.key for chunk in node.tier}:
         assert chunk_key(0) in {chunk.key for chunk in node.tier}
         assert node.tier.reserve(SPEC.chunk_bytes)
@@ -185,7 +186,7 @@ async def test_a_lookup_holds_its_chunks_until_it_is_released(node: Node, engine
 
 async def test_a_lookup_that_found_nothing_needs_no_release(node: Node, engine: EngineClient) -> None:
     await engine.lookup("1", chunk_keys(0))
-    assert node.engines.session("engine").ticket_count == 0
+    assert node.engines.session("engine").lease_count == 0
 
 
 async def test_of_two_engines_that_store_one_chunk_the_second_is_told_nothing_and_loses_nothing(node: Node) -> None:

@@ -10,7 +10,7 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.handoff.device_buffer import WorkerRead
 from lmkv_server.node.handoff.device_buffers import DeviceBuffers
-from lmkv_server.node.sessions.sessions import Engines
+from lmkv_server.node.sessions.sessions import EngineSessions
 from tests.server.node.cases import small_spec
 
 SPEC = small_spec()
@@ -22,7 +22,7 @@ class Lent:
 
     def __init__(self) -> None:
         self.lost: list[HostTier] = []
-        self.engines = Engines(HostTier(SIZE))
+        self.engines = EngineSessions(HostTier(SIZE))
         self.session = self.engines.attach("engine", SPEC, worker_count=2)
         self.buffers = DeviceBuffers(self.engines, SIZE, verify=True, on_close=self.lost.append)
 

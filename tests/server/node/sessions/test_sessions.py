@@ -10,8 +10,9 @@ from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import Extent
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.sessions.sessions import CREDIT_SHARE, HOLD_SHARE, MAX_CREDITS, Engines, EngineSession
-from lmkv_server.node.sessions.wire import MAX_EXTENTS
+from lmkv_server.node.sessions.extents import MAX_EXTENTS
+from lmkv_server.node.sessions.session import HOLD_SHARE, EngineSession
+from lmkv_server.node.sessions.sessions import CREDIT_SHARE, MAX_CREDITS, EngineSessions
 from tests.server.node.cases import admit, chunk_key, chunk_keys, small_spec
 
 SPEC = small_spec()
@@ -25,8 +26,8 @@ def tier() -> HostTier:
 
 
 @pytest.fixture
-def engines(tier: HostTier) -> Engines:
-    return Engines(tier)
+def engines(tier: HostTier) -> EngineSessions:
+    return EngineSessions(tier)
 
 
 def holds(tier: HostTier, number: int) -> int:
@@ -45,8 +46,8 @@ def test_a_lookup_finds_no_more_than_an_answer_can_name() -> None:
     tier = HostTier(2 * HOLD_SHARE * count * max(spec.chunk_bytes, 4096))
     for number in range(count):
         admit(tier, spec, number)
-    ticket = Engines(tier).attach("e", spec).open("1", chunk_keys(*range(count)))
-    assert ticket.own_count == len(ticket.chunks) == MAX_EXTENTS
+    lease = EngineSessions(tier).attach("e", spec).open("1", chunk_keys(*range(count)))
+    assert lease.own_count == len(lease.chunks) == MAX_EXTENTS
     assert sum(chunk.holds for chunk in tier) == MAX_EXTENTS
 
 
@@ -65,7 +66,7 @@ def test_as_many_extents_as_a_message_may_have_fit_whatever_their_numbers() -> N
         assert message.ByteSize() < rpc.MAX_MESSAGE_BYTES
 
 
-def test_credits_are_bounded_by_the_engines_share_of_the_pool(tier: HostTier, engines: Engines) -> None:
+def test_credits_are_bounded_by_the_engines_share_of_the_pool(tier: HostTier, engines: EngineSessions) -> None:
     session = engines.attach("e", SPEC)
     assert session.credit_limit == CAPACITY // CREDIT_SHARE
     assert len(session.reserve(100)) == session.credit_limit
@@ -74,21 +75,21 @@ def test_credits_are_bounded_by_the_engines_share_of_the_pool(tier: HostTier, en
 
 
 def test_credits_are_bounded_however_large_the_pool() -> None:
-    session = Engines(HostTier(CREDIT_SHARE * (MAX_CREDITS + 10) * SPEC.chunk_bytes)).attach("e", SPEC)
+    session = EngineSessions(HostTier(CREDIT_SHARE * (MAX_CREDITS + 10) * SPEC.chunk_bytes)).attach("e", SPEC)
     assert session.credit_limit == MAX_CREDITS
 
 
 def test_a_pool_of_two_chunks_still_gives_one_credit() -> None:
-    session = Engines(HostTier(2 * SPEC.chunk_bytes)).attach("e", SPEC)
+    session = EngineSessions(HostTier(2 * SPEC.chunk_bytes)).attach("e", SPEC)
     assert len(session.reserve(5)) == 1
 
 
 @pytest.mark.parametrize("count", [0, -1])
-def test_asking_for_no_credits_gives_none(engines: Engines, count: int) -> None:
+def test_asking_for_no_credits_gives_none(engines: EngineSessions, count: int) -> None:
     assert engines.attach("e", SPEC).reserve(count) == []
 
 
-def test_credits_evict_what_nobody_holds_and_nothing_else(tier: HostTier, engines: Engines) -> None:
+def test_credits_evict_what_nobody_holds_and_nothing_else(tier: HostTier, engines: EngineSessions) -> None:
     session = engines.attach("e", SPEC)
     for number in range(CAPACITY):
         admit(tier, SPEC, number)
@@ -99,16 +100,16 @@ def test_credits_evict_what_nobody_holds_and_nothing_else(tier: HostTier, engine
     tier.check()
 
 
-def test_a_credit_can_be_given_back_once(tier: HostTier, engines: Engines) -> None:
+def test_a_credit_can_be_given_back_once(tier: HostTier, engines: EngineSessions) -> None:
     session = engines.attach("e", SPEC)
     (credit,) = session.reserve(1)
-    session.give_back(credit.offset)
+    session.return_credit(credit.offset)
     assert tier.used_bytes == 0
     with pytest.raises(GrantNotFound):
-        session.give_back(credit.offset)
+        session.return_credit(credit.offset)
 
 
-def test_a_committed_credit_makes_its_chunk_visible_and_is_spent(tier: HostTier, engines: Engines) -> None:
+def test_a_committed_credit_makes_its_chunk_visible_and_is_spent(tier: HostTier, engines: EngineSessions) -> None:
     session = engines.attach("e", SPEC)
     (credit,) = session.reserve(1)
     commit(session, credit.offset, 7)
@@ -120,7 +121,7 @@ def test_a_committed_credit_makes_its_chunk_visible_and_is_spent(tier: HostTier,
         commit(session, credit.offset, 8)
 
 
-def test_a_partial_chunk_is_committed_with_its_own_size(tier: HostTier, engines: Engines) -> None:
+def test_a_partial_chunk_is_committed_with_its_own_size(tier: HostTier, engines: EngineSessions) -> None:
     session = engines.attach("e", SPEC)
     (credit,) = session.reserve(1)
     commit(session, credit.offset, 1, token_count=5)
@@ -141,7 +142,7 @@ def test_a_partial_chunk_is_committed_with_its_own_size(tier: HostTier, engines:
     ],
 )
 def test_a_commit_whose_sizes_do_not_fit_the_spec_is_refused_and_keeps_its_credit(
-    tier: HostTier, engines: Engines, size_bytes: int, token_count: int
+    tier: HostTier, engines: EngineSessions, size_bytes: int, token_count: int
 ) -> None:
     session = engines.attach("e", SPEC)
     (credit,) = session.reserve(1)
@@ -152,19 +153,19 @@ def test_a_commit_whose_sizes_do_not_fit_the_spec_is_refused_and_keeps_its_credi
     commit(session, credit.offset, 1)
 
 
-def test_an_engine_cannot_commit_what_another_was_granted(tier: HostTier, engines: Engines) -> None:
+def test_an_engine_cannot_commit_what_another_was_granted(tier: HostTier, engines: EngineSessions) -> None:
     (credit,) = engines.attach("one", SPEC).reserve(1)
     other = engines.attach("other", SPEC)
     with pytest.raises(GrantNotFound):
         commit(other, credit.offset, 1)
     with pytest.raises(GrantNotFound):
-        other.give_back(credit.offset)
+        other.return_credit(credit.offset)
     assert len(tier) == 0
     assert tier.reserved_count == 1
 
 
 def test_of_two_engines_that_store_one_chunk_the_second_gets_none_and_its_extent_goes_back(
-    tier: HostTier, engines: Engines
+    tier: HostTier, engines: EngineSessions
 ) -> None:
     for name in ("one", "other"):
         session = engines.attach(name, SPEC)
@@ -175,21 +176,21 @@ def test_of_two_engines_that_store_one_chunk_the_second_gets_none_and_its_extent
     assert tier.reserved_count == 0
 
 
-def test_a_lookup_holds_what_it_found_until_it_is_released(tier: HostTier, engines: Engines) -> None:
+def test_a_lookup_holds_what_it_found_until_it_is_released(tier: HostTier, engines: EngineSessions) -> None:
     session = engines.attach("e", SPEC)
     for number in (0, 1, 3):
         admit(tier, SPEC, number)
-    ticket = session.open("r", chunk_keys(0, 1, 2, 3))
-    assert ticket.own_count == 2
-    assert session.ticket("r") is ticket
+    lease = session.open("r", chunk_keys(0, 1, 2, 3))
+    assert lease.own_count == 2
+    assert session.lease("r") is lease
     assert [holds(tier, number) for number in (0, 1, 3)] == [1, 1, 0]
     assert session.release("r") == 2
     assert [holds(tier, number) for number in (0, 1, 3)] == [0, 0, 0]
-    assert session.ticket("r") is None
+    assert session.lease("r") is None
     assert session.release("r") == 0
 
 
-def test_a_ticket_is_used_once(engines: Engines) -> None:
+def test_a_ticket_is_used_once(engines: EngineSessions) -> None:
     session = engines.attach("e", SPEC)
     session.open("r", chunk_keys(0))
     with pytest.raises(BadMessage):
@@ -198,7 +199,7 @@ def test_a_ticket_is_used_once(engines: Engines) -> None:
     session.open("r", chunk_keys(0))
 
 
-def test_one_engines_holds_are_bounded_over_all_its_lookups(tier: HostTier, engines: Engines) -> None:
+def test_one_engines_holds_are_bounded_over_all_its_lookups(tier: HostTier, engines: EngineSessions) -> None:
     session = engines.attach("e", SPEC)
     for number in range(CAPACITY):
         admit(tier, SPEC, number)
@@ -211,28 +212,28 @@ def test_one_engines_holds_are_bounded_over_all_its_lookups(tier: HostTier, engi
     assert third.own_count == limit - 1
 
 
-def test_chunks_that_were_fetched_for_a_lookup_stay_until_its_release(tier: HostTier, engines: Engines) -> None:
+def test_chunks_that_were_fetched_for_a_lookup_stay_until_its_release(tier: HostTier, engines: EngineSessions) -> None:
     session = engines.attach("e", SPEC)
     session.open("r", chunk_keys(0))
     fetched = admit(tier, SPEC, 0)
     tier.hold([fetched])
-    assert session.keep("r", [fetched])
+    assert session.hold("r", [fetched])
     assert fetched.holds == 1
     assert session.release("r") == 1
     assert fetched.holds == 0
 
 
-def test_chunks_that_arrive_after_the_release_are_not_held(tier: HostTier, engines: Engines) -> None:
+def test_chunks_that_arrive_after_the_release_are_not_held(tier: HostTier, engines: EngineSessions) -> None:
     session = engines.attach("e", SPEC)
     session.open("r", chunk_keys(0))
     session.release("r")
     late = admit(tier, SPEC, 0)
     tier.hold([late])
-    assert not session.keep("r", [late])
+    assert not session.hold("r", [late])
     assert late.holds == 0
 
 
-def test_an_engine_id_is_used_once_at_a_time(engines: Engines) -> None:
+def test_an_engine_id_is_used_once_at_a_time(engines: EngineSessions) -> None:
     session = engines.attach("e", SPEC)
     with pytest.raises(BadMessage):
         engines.attach("e", SPEC)
@@ -243,13 +244,13 @@ def test_an_engine_id_is_used_once_at_a_time(engines: Engines) -> None:
 
 
 def test_a_spec_of_which_not_two_chunks_fit_is_refused_and_the_message_names_the_key() -> None:
-    engines = Engines(HostTier(2 * SPEC.chunk_bytes - 1))
+    engines = EngineSessions(HostTier(2 * SPEC.chunk_bytes - 1))
     with pytest.raises(BadKvSpec, match="max_local_cpu_size"):
         engines.attach("e", SPEC)
     assert engines.mapped_count == 0
 
 
-def test_specs_are_remembered_after_their_engine_is_gone(engines: Engines) -> None:
+def test_specs_are_remembered_after_their_engine_is_gone(engines: EngineSessions) -> None:
     other: KvSpec = small_spec(model_id="other-weights")
     engines.detach(engines.attach("e", SPEC))
     engines.attach("o", other)
@@ -258,7 +259,7 @@ def test_specs_are_remembered_after_their_engine_is_gone(engines: Engines) -> No
     assert engines.spec(bytes(16)) is None
 
 
-def granted(tier: HostTier, engines: Engines) -> EngineSession:
+def granted(tier: HostTier, engines: EngineSessions) -> EngineSession:
     """A session that holds a chunk and two credits."""
     session = engines.attach("e", SPEC)
     admit(tier, SPEC, 0)
@@ -272,7 +273,7 @@ def everything_is_back(tier: HostTier) -> bool:
     return tier.reserved_count == 0 and holds(tier, 0) == 0
 
 
-def test_an_engine_without_workers_is_over_when_its_stream_is_gone(tier: HostTier, engines: Engines) -> None:
+def test_an_engine_without_workers_is_over_when_its_stream_is_gone(tier: HostTier, engines: EngineSessions) -> None:
     session = granted(tier, engines)
     assert engines.attached_count == engines.mapped_count == 1
     engines.detach(session)
@@ -280,52 +281,52 @@ def test_an_engine_without_workers_is_over_when_its_stream_is_gone(tier: HostTie
     assert everything_is_back(tier)
 
 
-def test_nothing_is_taken_back_while_a_worker_may_still_touch_the_pool(tier: HostTier, engines: Engines) -> None:
+def test_nothing_is_taken_back_while_a_worker_may_still_touch_the_pool(tier: HostTier, engines: EngineSessions) -> None:
     session = granted(tier, engines)
     for rank in range(2):
-        engines.worker_came("e", rank)
+        engines.worker_connected("e", rank)
     engines.detach(session)
     assert (engines.attached_count, engines.mapped_count) == (0, 1)
     assert not everything_is_back(tier)
-    engines.worker_went("e", 0)
+    engines.worker_disconnected("e", 0)
     assert not everything_is_back(tier)
-    engines.worker_went("e", 1)
+    engines.worker_disconnected("e", 1)
     assert everything_is_back(tier)
     assert engines.mapped_count == 0
 
 
-def test_nothing_is_taken_back_while_the_stream_lives(tier: HostTier, engines: Engines) -> None:
+def test_nothing_is_taken_back_while_the_stream_lives(tier: HostTier, engines: EngineSessions) -> None:
     session = granted(tier, engines)
-    engines.worker_came("e", 0)
-    engines.worker_went("e", 0)
+    engines.worker_connected("e", 0)
+    engines.worker_disconnected("e", 0)
     assert not everything_is_back(tier)
     engines.detach(session)
     assert everything_is_back(tier)
 
 
 def test_a_worker_that_connects_anew_before_its_old_connection_is_seen_to_end_still_counts(
-    tier: HostTier, engines: Engines
+    tier: HostTier, engines: EngineSessions
 ) -> None:
     session = granted(tier, engines)
-    engines.worker_came("e", 0)
-    engines.worker_came("e", 0)
-    engines.worker_went("e", 0)
+    engines.worker_connected("e", 0)
+    engines.worker_connected("e", 0)
+    engines.worker_disconnected("e", 0)
     engines.detach(session)
     assert not everything_is_back(tier)
-    engines.worker_went("e", 0)
+    engines.worker_disconnected("e", 0)
     assert everything_is_back(tier)
 
 
-def test_a_worker_that_comes_too_late_is_turned_away(engines: Engines) -> None:
+def test_a_worker_that_comes_too_late_is_turned_away(engines: EngineSessions) -> None:
     with pytest.raises(EngineNotFound):
-        engines.worker_came("e", 0)
+        engines.worker_connected("e", 0)
     engines.detach(engines.attach("e", SPEC))
     with pytest.raises(EngineNotFound):
-        engines.worker_came("e", 0)
-    engines.worker_went("e", 0)  # of a session that is over: nothing to do
+        engines.worker_connected("e", 0)
+    engines.worker_disconnected("e", 0)  # of a session that is over: nothing to do
 
 
-def test_detaching_twice_takes_back_once(tier: HostTier, engines: Engines) -> None:
+def test_detaching_twice_takes_back_once(tier: HostTier, engines: EngineSessions) -> None:
     session = granted(tier, engines)
     engines.detach(session)
     again = engines.attach("e", SPEC)
@@ -334,6 +335,6 @@ def test_detaching_twice_takes_back_once(tier: HostTier, engines: Engines) -> No
     assert engines.session("e") is again
 
 
-def test_asking_for_an_engine_that_is_not_there_says_so(engines: Engines) -> None:
+def test_asking_for_an_engine_that_is_not_there_says_so(engines: EngineSessions) -> None:
     with pytest.raises(EngineNotFound):
         engines.session("nobody")

@@ -1,4 +1,4 @@
-"""Chunks and extents as engines and peers see them."""
+"""Chunks and write credits of the pool as messages name them: extents."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from lmkv.v1 import chunk_pb2
 from lmkv_server.node.cache.host import Chunk, Reserved
 
 MAX_EXTENT_BYTES = 56
-"""Most that an extent takes of a message, whatever its numbers."""
+"""Largest size of an extent in a message."""
 MAX_EXTENTS = rpc.MAX_MESSAGE_BYTES * 3 // 4 // MAX_EXTENT_BYTES
-"""Most extents that are put into one message."""
+"""Largest number of extents in one message."""
 
 
 def extent(chunk: Chunk) -> chunk_pb2.Extent:
-    """A held chunk as its reader sees it."""
+    """The extent of a held chunk."""
     return chunk_pb2.Extent(
         region=chunk.tier.region,
         offset=chunk.offset,
@@ -25,5 +25,5 @@ def extent(chunk: Chunk) -> chunk_pb2.Extent:
 
 
 def credit(reserved: Reserved) -> chunk_pb2.Extent:
-    """A write credit as its writer sees it."""
+    """The extent of a write credit."""
     return chunk_pb2.Extent(offset=reserved.offset, size_bytes=reserved.size_bytes, generation=reserved.generation)

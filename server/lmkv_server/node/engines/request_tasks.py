@@ -1,0 +1,38 @@
+"""The tasks that run for one engine's requests: lookups and loads that wait for other nodes or tiers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+
+logger = logging.getLogger(__name__)
+
+
+class RequestTasks:
+    """At most one task per request; they end with the engine's stream."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def start(self, request_id: str, work: Coroutine[None, None, None]) -> None:
+        """Runs `work` until it ends or the request is cancelled."""
+        task = asyncio.create_task(work)
+        self._tasks[request_id] = task
+        task.add_done_callback(lambda done: self._remove(request_id, done))
+
+    def cancel(self, request_id: str) -> None:
+        """Cancels the task of a request. Idempotent."""
+        if task := self._tasks.pop(request_id, None):
+            task.cancel()
+
+    def close(self) -> None:
+        """Cancels all tasks."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    def _remove(self, request_id: str, done: asyncio.Task[None]) -> None:
+        if self._tasks.get(request_id) is done:
+            del self._tasks[request_id]
+        if not done.cancelled() and (error := done.exception()):
+            logger.error("the task of request %s failed unexpectedly", request_id, exc_info=error)
