@@ -30,7 +30,7 @@ from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.instance_lock import instance_secret
 from tests.server.node.cases import chunk_keys
 from tests.server.node.engine_client import EngineClient
-from tests.server.node.test_node import NodeProcess
+from tests.server.node.node_parts import NodeProcess
 from tests.server.node.whole_nodes import mapped, store
 from tests.waiting import WAIT_SECONDS
 
