@@ -127,6 +127,7 @@ class Ends:
         )
         fetched = await self._node.fetcher.fetch(progress, [self._owner.holder(chunk_count)], FETCH_SECONDS)
         seconds = time.perf_counter() - started
+        progress.close()
         self._node.tier.unhold(held)
         self._node.tier.drop(keys)
         if fetched.size_bytes != chunk_count * self._node.spec.chunk_bytes:

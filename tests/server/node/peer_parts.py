@@ -169,7 +169,10 @@ class Parts:
     ) -> FetchResult:
         """Fetches `keys[first:]`, as a load of an engine does."""
         progress = Progress(self.tier, spec, keys, first, on_chunks)
-        return await self.fetcher.fetch(progress, holders, timeout_seconds)
+        try:
+            return await self.fetcher.fetch(progress, holders, timeout_seconds)
+        finally:
+            progress.close()
 
     def traffic(self) -> dict[str, PeerTraffic]:
         """What was transferred, by peer."""

@@ -80,7 +80,10 @@ class OrderExecutor:
             peer_address=order.peer_address,
             matched_chunk_count=len(keys),
         )
-        fetched = await self._fetcher.fetch(fetching, [peer], MAX_FETCH_SECONDS)
+        try:
+            fetched = await self._fetcher.fetch(fetching, [peer], MAX_FETCH_SECONDS)
+        finally:
+            fetching.close()
         here = {chunk.key for chunk in progress.fetched if not chunk.dropped}
         self._tier.find([key for key in keys if key in here])  # counts as a use: soon this may be the only holder
         rest = fetched.error or ChunkNotFound(f"{order.instance_id} does not hold it", instance_id=order.instance_id)

@@ -13,7 +13,7 @@ from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.fetch.fetch import FetchState
 from lmkv_server.node.fetch.holder_reader import HolderReader
 from lmkv_server.node.fetch.inflight import InflightFetches
-from lmkv_server.node.fetch.pipeline import TransferPipeline
+from lmkv_server.node.fetch.pipeline import TransferPipeline, TransferStats
 from lmkv_server.node.fetch.scheduler import HolderState
 from lmkv_server.node.peers.connection_pool import PeerConnectionPool
 from lmkv_server.node.tiers.progress import Progress
@@ -60,8 +60,12 @@ class PeerFetcher:
         """The counters as they are now."""
         return _sum(self._ended, *self._running)
 
+    def transfers(self) -> TransferStats:
+        """The counters of the pipeline, which handoffs use too."""
+        return self._pipeline.stats()
+
     async def fetch(self, progress: Progress, holders: Sequence[Holder], timeout_seconds: float) -> FetchResult:
-        """Fetches the missing chunks, and closes `progress`.
+        """Fetches the missing chunks; the caller closes `progress`.
 
         Each holder's `matched_chunk_count` counts from the first key. Chunks that are in the tier by now are delivered
         too. Returns within `timeout_seconds` with what was fetched by then, and raises nothing. Cancelled, it leaves
@@ -75,7 +79,6 @@ class PeerFetcher:
         finally:
             self._running.discard(fetch)
             self._ended = _sum(self._ended, fetch)
-            progress.close()
         return FetchResult(
             chunk_count=progress.handed_count,
             size_bytes=progress.size_bytes,

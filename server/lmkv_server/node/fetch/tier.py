@@ -1,0 +1,107 @@
+"""The peers as a `SecondaryTier`: chunks in the pools of other nodes, which a coordinator names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from lmkv.errors import LmkvError
+from lmkv.keys import ChunkKey
+from lmkv.v1.cache_service_pb2 import Holder
+from lmkv_server.node.fetch.fetcher import PeerFetcher
+from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Selection, TierStats, TierUsage
+from lmkv_server.node.tiers.progress import Progress
+
+NAME = "peers"
+
+
+class Coordinators(Protocol):
+    """Finds the instances that hold chunks: `FleetMembership`."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether a lookup can find anything now."""
+
+    async def lookup(self, keys: Sequence[ChunkKey], deadline_seconds: float, /) -> Sequence[Holder]:
+        """The other instances that hold the first key, longest contiguous run first; a failure is a miss."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerPresence(Presence):
+    """The chunks that peers have, and the peers."""
+
+    holders: Sequence[Holder] = ()
+    """The longest run first; each `matched_chunk_count` counts from the first key of the prompt."""
+
+
+class PeerTier:
+    """The `SecondaryTier` between a node's disk and the remote store."""
+
+    name = NAME
+    is_local = False
+
+    def __init__(self, fetcher: PeerFetcher, coordinators: Coordinators, lookup_seconds: float) -> None:
+        """`lookup_seconds` limits the time of one lookup at the coordinators."""
+        self._fetcher = fetcher
+        self._coordinators = coordinators
+        self._lookup_seconds = lookup_seconds
+
+    @property
+    def usable(self) -> bool:
+        """Whether a coordinator answers."""
+        return self._coordinators.connected
+
+    async def lookup(self, needs: Needs) -> PeerPresence:
+        """The needed chunks that the peer with the longest run has. Coordinators match contiguous runs only."""
+        if not needs.indices or not self.usable:
+            return PeerPresence(asked=needs.indices)
+        first, last = needs.indices[0], needs.indices[-1]
+        found = await self._coordinators.lookup(needs.keys[first : last + 1], self._lookup_seconds)
+        holders = [_counted_from_start(holder, first) for holder in found]
+        end = max((holder.matched_chunk_count for holder in holders), default=0)
+        return PeerPresence(
+            asked=needs.indices,
+            indices=[index for index in needs.indices if index < end],
+            source=holders[0].instance_id if holders else "",
+            holders=holders,
+        )
+
+    async def read(self, progress: Progress, presence: Presence, timeout_seconds: float) -> LmkvError | None:
+        """Fetches missing chunks from the peers that the lookup found; returns why chunks are missing, if known."""
+        holders = presence.holders if isinstance(presence, PeerPresence) else ()
+        return (await self._fetcher.fetch(progress, holders, timeout_seconds)).error
+
+    def expected_seconds(self, presence: Presence, size_bytes: int) -> float | None:
+        """The expected time to fetch this many bytes from the best of the peers; None if one of them is unknown."""
+        holders = presence.holders if isinstance(presence, PeerPresence) else ()
+        return self._fetcher.expected_seconds(holders, size_bytes)
+
+    async def drop(self, selection: Selection) -> Dropped:
+        """Drops nothing: chunks at peers belong to these."""
+        del selection
+        return Dropped()
+
+    def usage(self) -> TierUsage | None:
+        """None: this node does not know how full its peers are."""
+        return None
+
+    def stats(self) -> TierStats:
+        """What fetches and handoffs have read."""
+        transfers, fetches = self._fetcher.transfers(), self._fetcher.stats()
+        return TierStats(
+            read_chunks=transfers.chunk_count,
+            read_bytes=transfers.transferred_bytes,
+            damaged_chunks=transfers.checksum_mismatches,
+            failures=fetches.failure_count,
+        )
+
+
+def _counted_from_start(holder: Holder, skipped_count: int) -> Holder:
+    """A holder that was looked up without the first keys of the prompt, as if these had matched too."""
+    if not skipped_count:
+        return holder
+    counted = Holder()
+    counted.CopyFrom(holder)
+    counted.matched_chunk_count += skipped_count
+    return counted
