@@ -1,0 +1,216 @@
+"""Fetch orders: chunks arrive whole or fail one by one, whatever the source does."""
+
+from __future__ import annotations
+
+import random
+import signal
+
+import pytest
+
+from lmkv.v1 import registry_service_pb2 as pb
+from lmkv.v1.cache_service_pb2 import Holder
+from tests.server.node.commands.order_parts import (
+    GIVER,
+    KEYS,
+    AtFirst,
+    Coordinating,
+    claimed,
+    coordinating,
+    failed,
+    fetch,
+    order,
+    reason,
+)
+from tests.server.node.ordering import until
+from tests.server.node.peer_parts import LARGE, SMALL, Parts, Remote, keys_of
+
+
+async def test_chunks_come_whole_from_another_process() -> None:
+    with Remote("owner") as remote:
+        async with Parts("reader", spec=LARGE) as reader, coordinating(reader) as here:
+            outcome = await here.carried_out(fetch(remote.holder, spec=LARGE))
+            assert (reason(outcome), claimed(outcome)) == ("", KEYS)
+            assert outcome.transferred_bytes == 16 * LARGE.chunk_bytes == here.orders.stats().transferred_bytes
+            assert all(reader.tier.get(key) for key in KEYS)
+            assert (here.orders.stats().done_counts["fetch"], here.orders.stats().chunk_counts["fetch"]) == (1, 16)
+
+
+async def test_what_is_here_counts_and_is_not_transferred(owner: Parts, reader: Parts, here: Coordinating) -> None:
+    for key in KEYS[3:5]:
+        reader.put(key)
+    outcome = await here.carried_out(fetch(owner.holder(0)))
+    assert (reason(outcome), claimed(outcome)) == ("", KEYS)
+    assert outcome.transferred_bytes == 14 * SMALL.chunk_bytes
+    again = await here.carried_out(fetch(owner.holder(0)))
+    assert (claimed(again), again.transferred_bytes) == (KEYS, 0)
+
+
+async def test_partial_chunks_count_their_own_tokens(owner: Parts, here: Coordinating) -> None:
+    owner.tier.drop([KEYS[15]])
+    owner.put(KEYS[15], token_count=100)
+    outcome = await here.carried_out(fetch(owner.holder(0)))
+    assert (outcome.chunk_count, outcome.token_count) == (16, 15 * 256 + 100)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_what_the_source_lost_fails_and_nothing_else(
+    owner: Parts, reader: Parts, here: Coordinating, seed: int
+) -> None:
+    lost = set(random.Random(seed).sample(KEYS, 5)) | {KEYS[0]}
+    owner.tier.drop(lost)
+    own = sorted(lost)[2]
+    reader.put(own)
+    outcome = await here.carried_out(fetch(owner.holder(0)))
+    assert reason(outcome) == ""
+    assert failed(outcome) == {"CHUNK_NOT_FOUND": [key for key in KEYS if key in lost and key != own]}
+    assert all(reader.tier.get(key) for key in claimed(outcome))
+    assert here.orders.stats().failed_chunks == {"CHUNK_NOT_FOUND": len(lost) - 1}
+
+
+async def test_holes_in_every_window_stop_nothing(reader: Parts, here: Coordinating) -> None:
+    async with Parts("owner", chunk_count=16) as owner:  # one peer's share is four chunks at a time
+        for key in KEYS[::2]:
+            owner.put(key)
+        outcome = await here.carried_out(fetch(owner.holder(0)))
+        assert claimed(outcome) == KEYS[::2]
+        assert failed(outcome) == {"CHUNK_NOT_FOUND": KEYS[1::2]}
+
+
+async def test_what_another_fetch_gave_up_behind_a_hole_is_brought(
+    owner: Parts, reader: Parts, here: Coordinating
+) -> None:
+    owner.tier.drop([KEYS[2]])
+    reader.fetcher.inflight.begin([KEYS[5]])  # as if another fetch were bringing it
+    given = fetch(owner.holder(0))
+    here.orders.start(given, GIVER)
+    await until(lambda: len(reader.tier) == 14)
+    reader.fetcher.inflight.end([KEYS[5]])
+    outcome = await here.ended(given)
+    assert failed(outcome) == {"CHUNK_NOT_FOUND": [KEYS[2]]}
+    assert len(claimed(outcome)) == 15
+
+
+async def test_a_damaged_chunk_fails_by_itself(owner: Parts, reader: Parts, here: Coordinating) -> None:
+    owner.damage(KEYS[5])
+    outcome = await here.carried_out(fetch(owner.holder(0)))
+    assert failed(outcome) == {"UNREACHABLE": [KEYS[5]]}
+    assert reader.tier.get(KEYS[5]) is None
+    owner.tier.drop([KEYS[5]])
+
+
+async def test_a_full_pool_takes_what_fits_and_the_rest_fails(owner: Parts) -> None:
+    async with Parts("reader", chunk_count=7) as reader, coordinating(reader) as here:
+        reader.put(KEYS[9])
+        held = reader.put(keys_of(20)[19])
+        reader.tier.hold([held])
+        reader.put(keys_of(21)[20])  # gives way
+        outcome = await here.carried_out(fetch(owner.holder(0)))
+        assert reason(outcome) == ""
+        assert list(failed(outcome)) == ["NO_FREE_EXTENTS"]
+        assert claimed(outcome) == [*KEYS[:5], KEYS[9]]
+        assert all(reader.tier.get(key) for key in claimed(outcome))
+        reader.tier.unhold([held])
+
+
+async def test_what_an_order_claims_is_evicted_last(owner: Parts) -> None:
+    async with Parts("reader", chunk_count=20) as reader, coordinating(reader) as here:
+        reader.put(KEYS[0])
+        for number in range(4):
+            reader.put(keys_of(30)[20 + number])
+        outcome = await here.carried_out(fetch(owner.holder(0)))
+        assert claimed(outcome) == KEYS
+        for number in range(4):  # what was there before makes room for more
+            reader.put(keys_of(40)[30 + number])
+        assert all(reader.tier.get(key) for key in KEYS)
+
+
+async def test_when_the_source_is_killed_the_outcome_claims_what_came() -> None:
+    with Remote("owner") as remote:
+        listener = AtFirst(lambda: remote.signal(signal.SIGKILL))
+        async with Parts("reader", spec=LARGE, listener=listener) as reader, coordinating(reader) as here:
+            outcome = await here.carried_out(fetch(remote.holder, spec=LARGE))
+            assert reason(outcome) == ""
+            came = claimed(outcome)
+            assert 0 < len(came) < 16
+            assert list(failed(outcome)) == ["UNREACHABLE"]
+            assert all(reader.tier.get(key) for key in came)
+            assert outcome.transferred_bytes == len(came) * LARGE.chunk_bytes
+            again = await here.carried_out(fetch(remote.holder, spec=LARGE))
+            assert claimed(again) == came
+
+
+async def test_an_order_ends_at_its_time_and_tells_how_far_it_came() -> None:
+    with Remote("owner") as remote:
+        async with Parts("reader", spec=LARGE) as reader, coordinating(reader) as here:
+            reader.put(KEYS[3])
+            remote.signal(signal.SIGSTOP)
+            outcome = await here.carried_out(fetch(remote.holder, spec=LARGE, seconds=0.3))
+            assert reason(outcome) == "UNREACHABLE"
+            assert claimed(outcome) == [KEYS[3]]
+            assert list(failed(outcome)) == ["UNREACHABLE"]
+
+
+async def test_an_order_that_came_too_late_is_not_begun(owner: Parts, reader: Parts, here: Coordinating) -> None:
+    outcome = await here.carried_out(fetch(owner.holder(0), seconds=-5))
+    assert reason(outcome) == "UNREACHABLE"
+    assert "are the clocks in sync?" in outcome.status.message
+    assert claimed(outcome) == []
+    assert len(reader.tier) == 0
+    assert here.orders.stats().failed_counts["fetch"] == 1
+
+
+async def test_a_repeat_is_not_begun_again_and_has_the_same_outcome(
+    owner: Parts, reader: Parts, here: Coordinating
+) -> None:
+    given = fetch(owner.holder(0))
+    here.orders.start(given, GIVER)
+    here.orders.start(given, GIVER)
+    outcome = await here.ended(given)
+    here.orders.acknowledge(GIVER, [given.order_id])
+    assert here.orders.unacknowledged(GIVER) == []
+    reader.tier.drop(KEYS)
+    assert await here.carried_out(given) == outcome
+    assert reader.pipeline.stats().chunk_count == 16
+    assert here.orders.stats().done_counts["fetch"] == 1
+
+
+async def test_two_orders_for_the_same_chunks_share_one_transfer(
+    owner: Parts, reader: Parts, here: Coordinating
+) -> None:
+    both = [fetch(owner.holder(0)), fetch(owner.holder(0), KEYS[::-1])]
+    for given in both:
+        here.orders.start(given, GIVER)
+    for given in both:
+        assert len(claimed(await here.ended(given))) == 16
+    assert reader.pipeline.stats().chunk_count == 16
+
+
+async def test_a_chunk_that_is_dropped_meanwhile_is_not_claimed() -> None:
+    with Remote("owner") as remote:
+        remote.signal(signal.SIGSTOP)
+        async with Parts("reader", spec=LARGE) as reader, coordinating(reader) as here:
+            reader.put(KEYS[3])
+            given = fetch(remote.holder, KEYS[:4], spec=LARGE)
+            here.orders.start(given, GIVER)
+            await until(lambda: any(chunk.holds for chunk in reader.tier))
+            assert (await here.carried_out(order(drop=pb.DropOrder(all=True)))).chunk_count == 1
+            remote.signal(signal.SIGCONT)
+            outcome = await here.ended(given)
+            assert failed(outcome) == {"CHUNK_NOT_FOUND": [KEYS[3]]}
+            assert claimed(outcome, KEYS[:4]) == KEYS[:3]
+
+
+async def test_a_source_that_restarted_or_is_not_there_is_named(owner: Parts, here: Coordinating) -> None:
+    gone = owner.holder(0)
+    gone.epoch -= 1
+    assert failed(await here.carried_out(fetch(gone))) == {"WRONG_INSTANCE": KEYS}
+    nowhere = Holder(instance_id="nowhere", epoch=1, peer_address="127.0.0.1:9")
+    outcome = await here.carried_out(fetch(nowhere))
+    assert failed(outcome) == {"UNREACHABLE": KEYS}
+
+
+async def test_a_spec_that_no_engine_here_has_is_refused_by_name(owner: Parts, here: Coordinating) -> None:
+    outcome = await here.carried_out(fetch(owner.holder(0), spec=LARGE))
+    assert reason(outcome) == "KV_SPEC_MISMATCH"
+    assert LARGE.fingerprint.hex() in outcome.status.message
+    assert claimed(outcome) == []
