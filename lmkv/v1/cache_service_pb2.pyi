@@ -35,17 +35,15 @@ class LookupRequest(_message.Message):
     LORA_NAME_FIELD_NUMBER: _builtins.int
     EXCLUDED_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     model_name: _builtins.str
-    """Model whose tokens these are, or a LoRA adapter of one; needed only when several specs are registered."""
+    """Model of the tokens, or a LoRA adapter of it; required only if several specs are registered."""
     chunk_keys: _builtins.bytes
     """Keys of the prompt's chunks, 16 bytes each, in prompt order."""
     cache_salt: _builtins.str
-    """Cache salt the prompt was sent with; for lookups by tokens."""
+    """Cache salt of the prompt; for lookups by tokens."""
     lora_name: _builtins.str
-    """LoRA adapter the prompt was sent with, by the name under which it is served or by its identity `name@digest`; for
-    lookups by tokens.
-    """
+    """LoRA adapter of the prompt, by served name or by identity `name@digest`; for lookups by tokens."""
     excluded_instance_id: _builtins.str
-    """An instance to leave out of the answer; a node that asks leaves out itself."""
+    """An instance to omit from the response; a node omits itself."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the prompt, in order."""
@@ -78,12 +76,12 @@ class LookupResponse(_message.Message):
     REVISION_FIELD_NUMBER: _builtins.int
     PARTIAL_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
-    """Revision of the layout map that the answer was read at."""
+    """Revision of the layout map at the lookup."""
     partial: _builtins.bool
-    """Whether instances that were known are still reporting what they hold, so that more may be held than is said here."""
+    """Whether instances have yet to report their chunks, so that there may be more holders or longer matches."""
     @_builtins.property
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holder]:
-        """Everyone who holds the first chunk, longest contiguous prefix first, then by instance id."""
+        """All instances that hold the first chunk, longest contiguous prefix first, then by instance id."""
 
     def __init__(
         self,
@@ -109,7 +107,7 @@ class LookupStreamRequest(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___LookupRequest]:
-        """The questions, each as for `Lookup`."""
+        """Requests as for `Lookup`."""
 
     def __init__(
         self,
@@ -133,7 +131,7 @@ class LookupStreamResponse(_message.Message):
     RESULTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___LookupResult]:
-        """The next answers."""
+        """The next results."""
 
     def __init__(
         self,
@@ -150,7 +148,7 @@ Global___LookupStreamResponse: _TypeAlias = LookupStreamResponse  # noqa: Y015
 
 @_typing.final
 class LookupResult(_message.Message):
-    """What `Lookup` would have said."""
+    """Result of one request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -158,11 +156,11 @@ class LookupResult(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def response(self) -> Global___LookupResponse:
-        """The answer."""
+        """What `Lookup` would return."""
 
     @_builtins.property
     def error(self) -> _status_pb2.Status:
-        """Why there is none."""
+        """The error that `Lookup` would return."""
 
     def __init__(
         self,
@@ -182,7 +180,7 @@ Global___LookupResult: _TypeAlias = LookupResult  # noqa: Y015
 
 @_typing.final
 class Holder(_message.Message):
-    """How much of a prompt one instance holds, counted from the first token without a gap."""
+    """The contiguous prefix of a prompt that one instance holds."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -197,14 +195,14 @@ class Holder(_message.Message):
     epoch: _builtins.int
     """Its epoch."""
     peer_address: _builtins.str
-    """`host:port` of its `PeerService`; empty if nothing can be fetched from it."""
+    """`host:port` of its `PeerService`; empty if chunks cannot be fetched from it."""
     matched_chunk_count: _builtins.int
-    """Chunks matched from the first."""
+    """Chunks of the prefix."""
     matched_token_count: _builtins.int
-    """Tokens matched from the first. For lookups by keys every chunk but a recorded partial one counts `chunk_size`."""
+    """Tokens of the prefix. For lookups by keys, every chunk counts `chunk_size` unless it was reported as partial."""
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierRun]:
-        """The match, split where the tier changes; in prompt order."""
+        """The prefix, split where the tier changes; in prompt order."""
 
     def __init__(
         self,
@@ -226,7 +224,7 @@ Global___Holder: _TypeAlias = Holder  # noqa: Y015
 
 @_typing.final
 class TierRun(_message.Message):
-    """Neighbouring chunks that one instance holds in the same tier."""
+    """Consecutive chunks that one instance holds in the same tier."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -237,7 +235,7 @@ class TierRun(_message.Message):
     tier: _chunk_pb2.Tier.ValueType
     """The fastest tier that holds them."""
     location: _builtins.str
-    """The tier in LMCache's words: `LocalCPUBackend`, `LocalDiskBackend`, ..."""
+    """LMCache's name of the tier: `LocalCPUBackend`, `LocalDiskBackend`, ..."""
     chunk_count: _builtins.int
     """Chunks in the run."""
     token_count: _builtins.int
@@ -274,7 +272,7 @@ class MoveRequest(_message.Message):
     COPY_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     model_name: _builtins.str
-    """Model whose tokens these are."""
+    """Model of the tokens."""
     chunk_keys: _builtins.bytes
     """Keys of the chunks."""
     cache_salt: _builtins.str
@@ -287,11 +285,11 @@ class MoveRequest(_message.Message):
     """UUID chosen by the caller, at most 256 bytes; a repeat returns the first call's operation."""
     @_builtins.property
     def old_position(self) -> _chunk_pb2.Position:
-        """Who holds the chunks."""
+        """Source of the chunks."""
 
     @_builtins.property
     def new_position(self) -> _chunk_pb2.Position:
-        """Who shall hold them."""
+        """Destination of the chunks."""
 
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -320,7 +318,7 @@ Global___MoveRequest: _TypeAlias = MoveRequest  # noqa: Y015
 
 @_typing.final
 class MoveResult(_message.Message):
-    """What a finished move did."""
+    """Result of a move."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -330,16 +328,16 @@ class MoveResult(_message.Message):
     FAILURES_FIELD_NUMBER: _builtins.int
     DROPPED_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     chunk_count: _builtins.int
-    """Chunks that the destination now holds."""
+    """Chunks that the destination holds now."""
     token_count: _builtins.int
     """Tokens in them."""
     transferred_bytes: _builtins.int
-    """Bytes that were transferred; less where the destination held chunks before."""
+    """Transferred bytes, without chunks that the destination held before."""
     dropped_chunk_count: _builtins.int
-    """Chunks that the source has dropped; 0 in a copy."""
+    """Chunks that the source dropped; 0 for a copy."""
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.ChunkFailure]:
-        """Chunks that did not make it, or that the source still has though it was to drop them; and why."""
+        """Chunks that were not moved, or that the source did not drop, and why."""
 
     def __init__(
         self,
@@ -360,7 +358,7 @@ Global___MoveResult: _TypeAlias = MoveResult  # noqa: Y015
 
 @_typing.final
 class MoveProgress(_message.Message):
-    """How far a running move is."""
+    """Progress of a move."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -374,32 +372,32 @@ class MoveProgress(_message.Message):
     TRANSFERRED_BYTES_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
     chunk_count: _builtins.int
-    """Chunks to move, by the layout map."""
+    """Chunks to move, according to the layout map."""
     token_count: _builtins.int
     """Tokens in them."""
     done_chunk_count: _builtins.int
     """Chunks that the destination has committed so far."""
     transferred_bytes: _builtins.int
-    """Bytes that were transferred so far."""
+    """Bytes transferred so far."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When the move was accepted."""
 
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
-        """When the coordinator gives up."""
+        """Deadline of the move."""
 
     @_builtins.property
     def old_position(self) -> _chunk_pb2.Position:
-        """Where the chunks come from."""
+        """Source of the chunks."""
 
     @_builtins.property
     def new_position(self) -> _chunk_pb2.Position:
-        """Where they go."""
+        """Destination of the chunks."""
 
     @_builtins.property
     def end_time(self) -> _timestamp_pb2.Timestamp:
-        """When it ended, one way or the other; unset while it runs."""
+        """When it ended; unset while it runs."""
 
     def __init__(
         self,
@@ -437,7 +435,7 @@ class PinRequest(_message.Message):
     TTL_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     model_name: _builtins.str
-    """Model whose tokens these are."""
+    """Model of the tokens."""
     chunk_keys: _builtins.bytes
     """Keys of the chunks."""
     cache_salt: _builtins.str
@@ -448,7 +446,7 @@ class PinRequest(_message.Message):
     """UUID chosen by the caller, at most 256 bytes; a repeat returns the first call's pin."""
     @_builtins.property
     def position(self) -> _chunk_pb2.Position:
-        """Who holds the chunks."""
+        """Source of the chunks."""
 
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -456,7 +454,7 @@ class PinRequest(_message.Message):
 
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
-        """How long; unset means 300 s, and the instance may grant less."""
+        """Lifetime; unset means 300 s, and the instance may grant less."""
 
     def __init__(
         self,
@@ -487,7 +485,7 @@ class PinResponse(_message.Message):
     PIN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def pin(self) -> _chunk_pb2.PinnedChunks:
-        """The pin, with what was really held and is now kept."""
+        """The pin, with the number of chunks that it covers."""
 
     def __init__(
         self,
@@ -551,9 +549,9 @@ class ListPinsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
-    """Only this instance's pins; empty means all."""
+    """Only pins of this instance; empty means all."""
     page_size: _builtins.int
-    """At most this many; 0 means 100, values above 1000 mean 1000."""
+    """Entries per page; 0 means 100, values above 1,000 mean 1,000."""
     page_token: _builtins.str
     """`next_page_token` of the previous page."""
     def __init__(
@@ -616,28 +614,28 @@ class ClearRequest(_message.Message):
     DRY_RUN_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
-    """The instance; empty means every one."""
+    """The instance; empty means all."""
     tier: _chunk_pb2.Tier.ValueType
-    """The tier; unset means every one."""
+    """The tier; unset means all."""
     model_name: _builtins.str
-    """Without tokens: every chunk of this model, with those of its LoRA adapters; an adapter's own name is refused
-    (`BAD_SELECTION`). With tokens: the model or adapter they belong to.
+    """Without tokens: all chunks of this model and of its LoRA adapters; the name of an adapter is refused
+    (`BAD_SELECTION`). With tokens: the model or adapter of the tokens.
     """
     chunk_keys: _builtins.bytes
-    """Only these chunks."""
+    """Keys of the chunks, to drop these only."""
     cache_salt: _builtins.str
     """Cache salt of the prompt."""
     lora_name: _builtins.str
     """LoRA adapter of the prompt, as in `LookupRequest`."""
     all: _builtins.bool
-    """Clears everything in the positions above; needed when nothing else selects."""
+    """Drops all chunks of the instance and tier; required if nothing else is selected."""
     dry_run: _builtins.bool
-    """Only says what would be dropped."""
+    """Only counts the chunks that would be dropped."""
     request_id: _builtins.str
     """UUID chosen by the caller, at most 256 bytes; a repeat returns the first call's operation."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids of a prompt: only its chunks."""
+        """Token ids of a prompt, to drop its chunks only."""
 
     def __init__(
         self,
@@ -663,7 +661,7 @@ Global___ClearRequest: _TypeAlias = ClearRequest  # noqa: Y015
 
 @_typing.final
 class ClearResult(_message.Message):
-    """What a finished clear did."""
+    """Result of a clear."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -672,14 +670,14 @@ class ClearResult(_message.Message):
     FAILURES_FIELD_NUMBER: _builtins.int
     PINNED_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     chunk_count: _builtins.int
-    """Copies dropped; in a dry run, copies that would be."""
+    """Dropped copies; in a dry run, copies that would be dropped."""
     token_count: _builtins.int
     """Tokens in them."""
     pinned_chunk_count: _builtins.int
-    """Copies that stayed since pins keep them; those that were named are among `failures`, too."""
+    """Pinned copies that stayed; those that the request named are among `failures`, too."""
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClearFailure]:
-        """Instances that did not do it, or not wholly: pinned chunks stay."""
+        """Instances that failed, completely or for some chunks, such as pinned ones."""
 
     def __init__(
         self,
@@ -699,7 +697,7 @@ Global___ClearResult: _TypeAlias = ClearResult  # noqa: Y015
 
 @_typing.final
 class ClearFailure(_message.Message):
-    """Why one instance cleared less than it was told to."""
+    """Failures of one instance in a clear."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -709,7 +707,7 @@ class ClearFailure(_message.Message):
     """The instance."""
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.ChunkFailure]:
-        """Why, and which chunks; without keys it is about all of them."""
+        """The errors and their chunks; without keys an error concerns all chunks."""
 
     def __init__(
         self,
@@ -727,7 +725,7 @@ Global___ClearFailure: _TypeAlias = ClearFailure  # noqa: Y015
 
 @_typing.final
 class ClearProgress(_message.Message):
-    """How far a running clear is."""
+    """Progress of a clear."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -739,22 +737,22 @@ class ClearProgress(_message.Message):
     DRY_RUN_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
     instance_count: _builtins.int
-    """Instances that shall clear."""
+    """Instances of the clear."""
     done_instance_count: _builtins.int
-    """Instances that have."""
+    """Instances that have finished."""
     instance_id: _builtins.str
-    """The instance that clears; empty means every one."""
+    """The instance; empty means all."""
     tier: _chunk_pb2.Tier.ValueType
-    """The tier; unset means every one."""
+    """The tier; unset means all."""
     dry_run: _builtins.bool
-    """Whether it only counts."""
+    """Whether it is a dry run."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When the clear was accepted."""
 
     @_builtins.property
     def end_time(self) -> _timestamp_pb2.Timestamp:
-        """When it ended, one way or the other; unset while it runs."""
+        """When it ended; unset while it runs."""
 
     def __init__(
         self,
@@ -784,7 +782,7 @@ class WatchRequest(_message.Message):
     START_REVISION_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     start_revision: _builtins.int
-    """Changes after this revision; 0 asks for a snapshot first."""
+    """Start after this revision; 0 starts with a snapshot."""
     fingerprint: _builtins.bytes
     """Only chunks of this spec; empty means all."""
     def __init__(
@@ -803,7 +801,7 @@ Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
 
 @_typing.final
 class WatchResponse(_message.Message):
-    """Response for `CacheService.Watch`. Without changes it is a bookmark: nothing happened up to `revision`."""
+    """Response for `CacheService.Watch`. Without changes it is a bookmark: all changes up to `revision` were sent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -811,12 +809,12 @@ class WatchResponse(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     CHANGES_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
-    """Every later response carries this revision or a higher one."""
+    """Revision of the layout map; it never decreases. After the snapshot, a watch with it as `start_revision` continues here."""
     snapshot: _builtins.bool
-    """Whether the changes are part of the opening snapshot."""
+    """Whether the changes are part of the snapshot."""
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayoutChange]:
-        """What changed."""
+        """The changes."""
 
     def __init__(
         self,
@@ -850,13 +848,13 @@ class LayoutChange(_message.Message):
     tier: _chunk_pb2.Tier.ValueType
     """The tier."""
     admitted_keys: _builtins.bytes
-    """Keys now held, 16 bytes each."""
+    """Admitted keys, 16 bytes each."""
     evicted_keys: _builtins.bytes
-    """Keys no longer held, 16 bytes each."""
+    """Evicted keys, 16 bytes each."""
     instance_gone: _builtins.bool
-    """Whether the instance is gone and with it everything it held."""
+    """Whether the instance left; all its chunks are removed."""
     fingerprint: _builtins.bytes
-    """Fingerprint of the chunks' spec; empty when the instance is gone."""
+    """Fingerprint of the chunks' spec; empty if the instance left."""
     def __init__(
         self,
         *,

@@ -27,23 +27,23 @@ if _version_not_supported:
 
 
 class CacheServiceStub:
-    """Questions and orders about where chunks are. Served by the coordinator; called by operators, routers and nodes.
+    """Lookups, and operations on chunks. Served by the coordinator; called by operators, routers and nodes.
 
-    Chunks are named in one of two ways, the same in every request: by `tokens` (the coordinator computes the keys), or
-    by `chunk_keys`, 16 bytes each, concatenated in prompt order. Naming them both ways, or by more than 65,536 keys, is
-    `INVALID_ARGUMENT`. A request by tokens needs `model_name` only when several specs are registered.
+    Every request names chunks either by `tokens`, from which the coordinator computes the keys, or by `chunk_keys`, 16
+    bytes each, concatenated in prompt order. Using both, or more than 65,536 keys, is `INVALID_ARGUMENT`. A request by
+    tokens needs `model_name` only if several specs are registered.
 
-    `model_name` is any name under which an engine serves the model: each of vLLM's `--served-model-name`, or the name of a
-    LoRA adapter, which then needs no `lora_name`. Engines register an adapter with its first request.
+    `model_name` is any name that an engine serves: one of vLLM's `--served-model-name`, or the name of a LoRA adapter, which
+    then needs no `lora_name`. Engines register an adapter with its first request.
 
     Errors of every RPC that takes tokens or keys:
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
-    * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or beyond the model's vocabulary, both ways were used, or the
-    tokens make more than 65,536 keys under one spec, or 131,072 under all specs of the model.
-    * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests that need more than 4,096 keys of tokens wait for their turn already.
-    * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not say which.
-    * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name`, or this `lora_name`; the known ones are in
-    the metadata. Orders by tokens answer it as well while no engine has registered at all.
+    * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or outside the model's vocabulary, `tokens` and `chunk_keys` are
+    both set, or the tokens have more than 65,536 keys under one spec, or 131,072 under all specs of the model.
+    * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests by tokens with more than 4,096 keys are waiting already.
+    * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not select one.
+    * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name` or `lora_name`; the metadata contains the
+    known ones. All RPCs but lookups also return it for tokens while no engine has registered.
 
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
@@ -99,23 +99,23 @@ class CacheServiceStub:
 
 
 class CacheServiceServicer:
-    """Questions and orders about where chunks are. Served by the coordinator; called by operators, routers and nodes.
+    """Lookups, and operations on chunks. Served by the coordinator; called by operators, routers and nodes.
 
-    Chunks are named in one of two ways, the same in every request: by `tokens` (the coordinator computes the keys), or
-    by `chunk_keys`, 16 bytes each, concatenated in prompt order. Naming them both ways, or by more than 65,536 keys, is
-    `INVALID_ARGUMENT`. A request by tokens needs `model_name` only when several specs are registered.
+    Every request names chunks either by `tokens`, from which the coordinator computes the keys, or by `chunk_keys`, 16
+    bytes each, concatenated in prompt order. Using both, or more than 65,536 keys, is `INVALID_ARGUMENT`. A request by
+    tokens needs `model_name` only if several specs are registered.
 
-    `model_name` is any name under which an engine serves the model: each of vLLM's `--served-model-name`, or the name of a
-    LoRA adapter, which then needs no `lora_name`. Engines register an adapter with its first request.
+    `model_name` is any name that an engine serves: one of vLLM's `--served-model-name`, or the name of a LoRA adapter, which
+    then needs no `lora_name`. Engines register an adapter with its first request.
 
     Errors of every RPC that takes tokens or keys:
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
-    * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or beyond the model's vocabulary, both ways were used, or the
-    tokens make more than 65,536 keys under one spec, or 131,072 under all specs of the model.
-    * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests that need more than 4,096 keys of tokens wait for their turn already.
-    * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not say which.
-    * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name`, or this `lora_name`; the known ones are in
-    the metadata. Orders by tokens answer it as well while no engine has registered at all.
+    * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or outside the model's vocabulary, `tokens` and `chunk_keys` are
+    both set, or the tokens have more than 65,536 keys under one spec, or 131,072 under all specs of the model.
+    * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests by tokens with more than 4,096 keys are waiting already.
+    * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not select one.
+    * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name` or `lora_name`; the metadata contains the
+    known ones. All RPCs but lookups also return it for tokens while no engine has registered.
 
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
@@ -123,9 +123,9 @@ class CacheServiceServicer:
     """
 
     def Lookup(self, request, context):
-        """Finds how much of a prompt is already held, and by whom.
+        """Finds the instances that hold the beginning of a prompt.
 
-        A miss is an answer, not an error: the response simply has no holders.
+        A miss is not an error: the response has no holders. A request without tokens and keys is a health probe.
 
         Errors: those of the service.
         """
@@ -134,13 +134,13 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LookupStream(self, request_iterator, context):
-        """Looks up one prompt after the other over one call, for who asks often.
+        """Looks up many prompts over one call, for clients that look up often.
 
-        What a message costs is what a lookup costs, so whoever has several questions at a time puts them into one message.
-        Answers come in the order of the questions, one for each; how they are spread over messages means nothing.
+        A message costs as much as a lookup, so clients with several requests at a time send them in one message. There is one
+        result per request, in order; how results are grouped into messages has no meaning.
 
-        Errors: none. A question that `Lookup` would refuse is answered with the error, and the stream goes on. Only a message
-        of more than 1 MiB ends it, for gRPC takes none: whoever asks for others refuses such a question itself.
+        Errors: none. A request that `Lookup` would refuse gets the error as its result, and the stream continues. A message
+        of more than 1 MiB ends the stream: gRPC does not accept it, so clients must refuse such requests themselves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -152,10 +152,10 @@ class CacheServiceServicer:
         The destination fetches, verifies and commits; only then does the source drop its copy, unless `copy` is set.
 
         Errors, besides those of the service:
-        * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): either end is not registered.
-        * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the ends cannot share chunks.
-        * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): an end has no such tier.
-        * `FAILED_PRECONDITION` (`P2P_DISABLED`): an end does not transfer chunks to or from other nodes.
+        * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): one of the instances is not registered.
+        * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the destination does not serve the spec of the chunks.
+        * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): an instance has no such tier.
+        * `FAILED_PRECONDITION` (`P2P_DISABLED`): an instance does not transfer chunks to or from other nodes.
         * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, or both positions are the same.
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
@@ -165,21 +165,21 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """Keeps chunks from eviction for a while.
+        """Protects chunks from eviction for a time.
 
         Errors, besides those of the service:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
         * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): it has no such tier.
-        * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, or the ttl is not positive.
-        * `RESOURCE_EXHAUSTED` (`FULL`): the instance has as many pins as it may have.
-        * `UNAVAILABLE` (`UNREACHABLE`): the instance did not answer in time; repeat the call with the same `request_id`.
+        * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk or more than 32,768 chunks are named, or the ttl is not positive.
+        * `RESOURCE_EXHAUSTED` (`FULL`): the instance has the maximum number of pins.
+        * `UNAVAILABLE` (`UNREACHABLE`): the instance did not answer in time; retry with the same `request_id`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Unpin(self, request, context):
-        """Ends a pin early. A pin that is already gone is no error.
+        """Ends a pin early. Idempotent.
 
         Errors:
         * `UNAVAILABLE` (`UNREACHABLE`): the pin's instance did not answer in time.
@@ -189,7 +189,7 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListPins(self, request, context):
-        """Lists the pins that are in force, ordered by id.
+        """Lists the active pins, ordered by id.
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_PAGE_TOKEN`): `page_token` was not made by this call.
@@ -199,7 +199,7 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Clear(self, request, context):
-        """Makes instances forget chunks, as an operation. Pinned chunks stay.
+        """Drops chunks from instances, as an operation. Pinned chunks stay.
 
         Errors, besides those of the service:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
@@ -212,12 +212,12 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Streams changes of the layout map: a snapshot, or everything after `start_revision`, then deltas and bookmarks.
+        """Streams changes of the layout map: a snapshot, or all changes after `start_revision`, then further changes and bookmarks.
 
         Errors:
         * `OUT_OF_RANGE` (`REVISION_COMPACTED`): `start_revision` is too old; start from 0.
-        * `RESOURCE_EXHAUSTED` (`FULL`): 64 watches of the tenant are open, or 16 of this client (its token, its certificate,
-        or without either its address).
+        * `RESOURCE_EXHAUSTED` (`FULL`): 64 watches of the tenant are open, or 16 of this client, identified by its token, its
+        certificate or otherwise its address.
         * `RESOURCE_EXHAUSTED` (`WATCHER_TOO_SLOW`): the watcher fell behind its bounded queue; start from 0.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -276,23 +276,23 @@ def add_CacheServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CacheService:
-    """Questions and orders about where chunks are. Served by the coordinator; called by operators, routers and nodes.
+    """Lookups, and operations on chunks. Served by the coordinator; called by operators, routers and nodes.
 
-    Chunks are named in one of two ways, the same in every request: by `tokens` (the coordinator computes the keys), or
-    by `chunk_keys`, 16 bytes each, concatenated in prompt order. Naming them both ways, or by more than 65,536 keys, is
-    `INVALID_ARGUMENT`. A request by tokens needs `model_name` only when several specs are registered.
+    Every request names chunks either by `tokens`, from which the coordinator computes the keys, or by `chunk_keys`, 16
+    bytes each, concatenated in prompt order. Using both, or more than 65,536 keys, is `INVALID_ARGUMENT`. A request by
+    tokens needs `model_name` only if several specs are registered.
 
-    `model_name` is any name under which an engine serves the model: each of vLLM's `--served-model-name`, or the name of a
-    LoRA adapter, which then needs no `lora_name`. Engines register an adapter with its first request.
+    `model_name` is any name that an engine serves: one of vLLM's `--served-model-name`, or the name of a LoRA adapter, which
+    then needs no `lora_name`. Engines register an adapter with its first request.
 
     Errors of every RPC that takes tokens or keys:
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
-    * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or beyond the model's vocabulary, both ways were used, or the
-    tokens make more than 65,536 keys under one spec, or 131,072 under all specs of the model.
-    * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests that need more than 4,096 keys of tokens wait for their turn already.
-    * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not say which.
-    * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name`, or this `lora_name`; the known ones are in
-    the metadata. Orders by tokens answer it as well while no engine has registered at all.
+    * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or outside the model's vocabulary, `tokens` and `chunk_keys` are
+    both set, or the tokens have more than 65,536 keys under one spec, or 131,072 under all specs of the model.
+    * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests by tokens with more than 4,096 keys are waiting already.
+    * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not select one.
+    * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name` or `lora_name`; the metadata contains the
+    known ones. All RPCs but lookups also return it for tokens while no engine has registered.
 
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a

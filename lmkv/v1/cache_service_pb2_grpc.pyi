@@ -28,23 +28,23 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class CacheServiceStub:
-    """Questions and orders about where chunks are. Served by the coordinator; called by operators, routers and nodes.
+    """Lookups, and operations on chunks. Served by the coordinator; called by operators, routers and nodes.
 
-    Chunks are named in one of two ways, the same in every request: by `tokens` (the coordinator computes the keys), or
-    by `chunk_keys`, 16 bytes each, concatenated in prompt order. Naming them both ways, or by more than 65,536 keys, is
-    `INVALID_ARGUMENT`. A request by tokens needs `model_name` only when several specs are registered.
+    Every request names chunks either by `tokens`, from which the coordinator computes the keys, or by `chunk_keys`, 16
+    bytes each, concatenated in prompt order. Using both, or more than 65,536 keys, is `INVALID_ARGUMENT`. A request by
+    tokens needs `model_name` only if several specs are registered.
 
-    `model_name` is any name under which an engine serves the model: each of vLLM's `--served-model-name`, or the name of a
-    LoRA adapter, which then needs no `lora_name`. Engines register an adapter with its first request.
+    `model_name` is any name that an engine serves: one of vLLM's `--served-model-name`, or the name of a LoRA adapter, which
+    then needs no `lora_name`. Engines register an adapter with its first request.
 
     Errors of every RPC that takes tokens or keys:
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
-    * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or beyond the model's vocabulary, both ways were used, or the
-      tokens make more than 65,536 keys under one spec, or 131,072 under all specs of the model.
-    * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests that need more than 4,096 keys of tokens wait for their turn already.
-    * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not say which.
-    * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name`, or this `lora_name`; the known ones are in
-      the metadata. Orders by tokens answer it as well while no engine has registered at all.
+    * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or outside the model's vocabulary, `tokens` and `chunk_keys` are
+      both set, or the tokens have more than 65,536 keys under one spec, or 131,072 under all specs of the model.
+    * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests by tokens with more than 4,096 keys are waiting already.
+    * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not select one.
+    * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name` or `lora_name`; the metadata contains the
+      known ones. All RPCs but lookups also return it for tokens while no engine has registered.
 
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
@@ -56,20 +56,20 @@ class CacheServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CacheServiceAsyncStub: ...
     Lookup: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.LookupRequest, _cache_service_pb2.LookupResponse]
-    """Finds how much of a prompt is already held, and by whom.
+    """Finds the instances that hold the beginning of a prompt.
 
-    A miss is an answer, not an error: the response simply has no holders.
+    A miss is not an error: the response has no holders. A request without tokens and keys is a health probe.
 
     Errors: those of the service.
     """
     LookupStream: _grpc.StreamStreamMultiCallable[_cache_service_pb2.LookupStreamRequest, _cache_service_pb2.LookupStreamResponse]
-    """Looks up one prompt after the other over one call, for who asks often.
+    """Looks up many prompts over one call, for clients that look up often.
 
-    What a message costs is what a lookup costs, so whoever has several questions at a time puts them into one message.
-    Answers come in the order of the questions, one for each; how they are spread over messages means nothing.
+    A message costs as much as a lookup, so clients with several requests at a time send them in one message. There is one
+    result per request, in order; how results are grouped into messages has no meaning.
 
-    Errors: none. A question that `Lookup` would refuse is answered with the error, and the stream goes on. Only a message
-    of more than 1 MiB ends it, for gRPC takes none: whoever asks for others refuses such a question itself.
+    Errors: none. A request that `Lookup` would refuse gets the error as its result, and the stream continues. A message
+    of more than 1 MiB ends the stream: gRPC does not accept it, so clients must refuse such requests themselves.
     """
     Move: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.MoveRequest, _operations_pb2.Operation]
     """Copies or moves chunks from one position to another, as an operation.
@@ -77,38 +77,38 @@ class CacheServiceStub:
     The destination fetches, verifies and commits; only then does the source drop its copy, unless `copy` is set.
 
     Errors, besides those of the service:
-    * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): either end is not registered.
-    * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the ends cannot share chunks.
-    * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): an end has no such tier.
-    * `FAILED_PRECONDITION` (`P2P_DISABLED`): an end does not transfer chunks to or from other nodes.
+    * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): one of the instances is not registered.
+    * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the destination does not serve the spec of the chunks.
+    * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): an instance has no such tier.
+    * `FAILED_PRECONDITION` (`P2P_DISABLED`): an instance does not transfer chunks to or from other nodes.
     * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, or both positions are the same.
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     Pin: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.PinRequest, _cache_service_pb2.PinResponse]
-    """Keeps chunks from eviction for a while.
+    """Protects chunks from eviction for a time.
 
     Errors, besides those of the service:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
     * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): it has no such tier.
-    * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, or the ttl is not positive.
-    * `RESOURCE_EXHAUSTED` (`FULL`): the instance has as many pins as it may have.
-    * `UNAVAILABLE` (`UNREACHABLE`): the instance did not answer in time; repeat the call with the same `request_id`.
+    * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk or more than 32,768 chunks are named, or the ttl is not positive.
+    * `RESOURCE_EXHAUSTED` (`FULL`): the instance has the maximum number of pins.
+    * `UNAVAILABLE` (`UNREACHABLE`): the instance did not answer in time; retry with the same `request_id`.
     """
     Unpin: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.UnpinRequest, _cache_service_pb2.UnpinResponse]
-    """Ends a pin early. A pin that is already gone is no error.
+    """Ends a pin early. Idempotent.
 
     Errors:
     * `UNAVAILABLE` (`UNREACHABLE`): the pin's instance did not answer in time.
     """
     ListPins: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ListPinsRequest, _cache_service_pb2.ListPinsResponse]
-    """Lists the pins that are in force, ordered by id.
+    """Lists the active pins, ordered by id.
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_PAGE_TOKEN`): `page_token` was not made by this call.
     """
     Clear: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ClearRequest, _operations_pb2.Operation]
-    """Makes instances forget chunks, as an operation. Pinned chunks stay.
+    """Drops chunks from instances, as an operation. Pinned chunks stay.
 
     Errors, besides those of the service:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
@@ -117,34 +117,34 @@ class CacheServiceStub:
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     Watch: _grpc.UnaryStreamMultiCallable[_cache_service_pb2.WatchRequest, _cache_service_pb2.WatchResponse]
-    """Streams changes of the layout map: a snapshot, or everything after `start_revision`, then deltas and bookmarks.
+    """Streams changes of the layout map: a snapshot, or all changes after `start_revision`, then further changes and bookmarks.
 
     Errors:
     * `OUT_OF_RANGE` (`REVISION_COMPACTED`): `start_revision` is too old; start from 0.
-    * `RESOURCE_EXHAUSTED` (`FULL`): 64 watches of the tenant are open, or 16 of this client (its token, its certificate,
-      or without either its address).
+    * `RESOURCE_EXHAUSTED` (`FULL`): 64 watches of the tenant are open, or 16 of this client, identified by its token, its
+      certificate or otherwise its address.
     * `RESOURCE_EXHAUSTED` (`WATCHER_TOO_SLOW`): the watcher fell behind its bounded queue; start from 0.
     """
 
 @_typing.type_check_only
 class CacheServiceAsyncStub(CacheServiceStub):
-    """Questions and orders about where chunks are. Served by the coordinator; called by operators, routers and nodes.
+    """Lookups, and operations on chunks. Served by the coordinator; called by operators, routers and nodes.
 
-    Chunks are named in one of two ways, the same in every request: by `tokens` (the coordinator computes the keys), or
-    by `chunk_keys`, 16 bytes each, concatenated in prompt order. Naming them both ways, or by more than 65,536 keys, is
-    `INVALID_ARGUMENT`. A request by tokens needs `model_name` only when several specs are registered.
+    Every request names chunks either by `tokens`, from which the coordinator computes the keys, or by `chunk_keys`, 16
+    bytes each, concatenated in prompt order. Using both, or more than 65,536 keys, is `INVALID_ARGUMENT`. A request by
+    tokens needs `model_name` only if several specs are registered.
 
-    `model_name` is any name under which an engine serves the model: each of vLLM's `--served-model-name`, or the name of a
-    LoRA adapter, which then needs no `lora_name`. Engines register an adapter with its first request.
+    `model_name` is any name that an engine serves: one of vLLM's `--served-model-name`, or the name of a LoRA adapter, which
+    then needs no `lora_name`. Engines register an adapter with its first request.
 
     Errors of every RPC that takes tokens or keys:
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
-    * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or beyond the model's vocabulary, both ways were used, or the
-      tokens make more than 65,536 keys under one spec, or 131,072 under all specs of the model.
-    * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests that need more than 4,096 keys of tokens wait for their turn already.
-    * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not say which.
-    * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name`, or this `lora_name`; the known ones are in
-      the metadata. Orders by tokens answer it as well while no engine has registered at all.
+    * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or outside the model's vocabulary, `tokens` and `chunk_keys` are
+      both set, or the tokens have more than 65,536 keys under one spec, or 131,072 under all specs of the model.
+    * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests by tokens with more than 4,096 keys are waiting already.
+    * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not select one.
+    * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name` or `lora_name`; the metadata contains the
+      known ones. All RPCs but lookups also return it for tokens while no engine has registered.
 
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
@@ -153,20 +153,20 @@ class CacheServiceAsyncStub(CacheServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Lookup: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.LookupRequest, _cache_service_pb2.LookupResponse]  # type: ignore[assignment]
-    """Finds how much of a prompt is already held, and by whom.
+    """Finds the instances that hold the beginning of a prompt.
 
-    A miss is an answer, not an error: the response simply has no holders.
+    A miss is not an error: the response has no holders. A request without tokens and keys is a health probe.
 
     Errors: those of the service.
     """
     LookupStream: _aio.StreamStreamMultiCallable[_cache_service_pb2.LookupStreamRequest, _cache_service_pb2.LookupStreamResponse]  # type: ignore[assignment]
-    """Looks up one prompt after the other over one call, for who asks often.
+    """Looks up many prompts over one call, for clients that look up often.
 
-    What a message costs is what a lookup costs, so whoever has several questions at a time puts them into one message.
-    Answers come in the order of the questions, one for each; how they are spread over messages means nothing.
+    A message costs as much as a lookup, so clients with several requests at a time send them in one message. There is one
+    result per request, in order; how results are grouped into messages has no meaning.
 
-    Errors: none. A question that `Lookup` would refuse is answered with the error, and the stream goes on. Only a message
-    of more than 1 MiB ends it, for gRPC takes none: whoever asks for others refuses such a question itself.
+    Errors: none. A request that `Lookup` would refuse gets the error as its result, and the stream continues. A message
+    of more than 1 MiB ends the stream: gRPC does not accept it, so clients must refuse such requests themselves.
     """
     Move: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.MoveRequest, _operations_pb2.Operation]  # type: ignore[assignment]
     """Copies or moves chunks from one position to another, as an operation.
@@ -174,38 +174,38 @@ class CacheServiceAsyncStub(CacheServiceStub):
     The destination fetches, verifies and commits; only then does the source drop its copy, unless `copy` is set.
 
     Errors, besides those of the service:
-    * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): either end is not registered.
-    * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the ends cannot share chunks.
-    * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): an end has no such tier.
-    * `FAILED_PRECONDITION` (`P2P_DISABLED`): an end does not transfer chunks to or from other nodes.
+    * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): one of the instances is not registered.
+    * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the destination does not serve the spec of the chunks.
+    * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): an instance has no such tier.
+    * `FAILED_PRECONDITION` (`P2P_DISABLED`): an instance does not transfer chunks to or from other nodes.
     * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, or both positions are the same.
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     Pin: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.PinRequest, _cache_service_pb2.PinResponse]  # type: ignore[assignment]
-    """Keeps chunks from eviction for a while.
+    """Protects chunks from eviction for a time.
 
     Errors, besides those of the service:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
     * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): it has no such tier.
-    * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, or the ttl is not positive.
-    * `RESOURCE_EXHAUSTED` (`FULL`): the instance has as many pins as it may have.
-    * `UNAVAILABLE` (`UNREACHABLE`): the instance did not answer in time; repeat the call with the same `request_id`.
+    * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk or more than 32,768 chunks are named, or the ttl is not positive.
+    * `RESOURCE_EXHAUSTED` (`FULL`): the instance has the maximum number of pins.
+    * `UNAVAILABLE` (`UNREACHABLE`): the instance did not answer in time; retry with the same `request_id`.
     """
     Unpin: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.UnpinRequest, _cache_service_pb2.UnpinResponse]  # type: ignore[assignment]
-    """Ends a pin early. A pin that is already gone is no error.
+    """Ends a pin early. Idempotent.
 
     Errors:
     * `UNAVAILABLE` (`UNREACHABLE`): the pin's instance did not answer in time.
     """
     ListPins: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ListPinsRequest, _cache_service_pb2.ListPinsResponse]  # type: ignore[assignment]
-    """Lists the pins that are in force, ordered by id.
+    """Lists the active pins, ordered by id.
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_PAGE_TOKEN`): `page_token` was not made by this call.
     """
     Clear: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ClearRequest, _operations_pb2.Operation]  # type: ignore[assignment]
-    """Makes instances forget chunks, as an operation. Pinned chunks stay.
+    """Drops chunks from instances, as an operation. Pinned chunks stay.
 
     Errors, besides those of the service:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
@@ -214,33 +214,33 @@ class CacheServiceAsyncStub(CacheServiceStub):
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     Watch: _aio.UnaryStreamMultiCallable[_cache_service_pb2.WatchRequest, _cache_service_pb2.WatchResponse]  # type: ignore[assignment]
-    """Streams changes of the layout map: a snapshot, or everything after `start_revision`, then deltas and bookmarks.
+    """Streams changes of the layout map: a snapshot, or all changes after `start_revision`, then further changes and bookmarks.
 
     Errors:
     * `OUT_OF_RANGE` (`REVISION_COMPACTED`): `start_revision` is too old; start from 0.
-    * `RESOURCE_EXHAUSTED` (`FULL`): 64 watches of the tenant are open, or 16 of this client (its token, its certificate,
-      or without either its address).
+    * `RESOURCE_EXHAUSTED` (`FULL`): 64 watches of the tenant are open, or 16 of this client, identified by its token, its
+      certificate or otherwise its address.
     * `RESOURCE_EXHAUSTED` (`WATCHER_TOO_SLOW`): the watcher fell behind its bounded queue; start from 0.
     """
 
 class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Questions and orders about where chunks are. Served by the coordinator; called by operators, routers and nodes.
+    """Lookups, and operations on chunks. Served by the coordinator; called by operators, routers and nodes.
 
-    Chunks are named in one of two ways, the same in every request: by `tokens` (the coordinator computes the keys), or
-    by `chunk_keys`, 16 bytes each, concatenated in prompt order. Naming them both ways, or by more than 65,536 keys, is
-    `INVALID_ARGUMENT`. A request by tokens needs `model_name` only when several specs are registered.
+    Every request names chunks either by `tokens`, from which the coordinator computes the keys, or by `chunk_keys`, 16
+    bytes each, concatenated in prompt order. Using both, or more than 65,536 keys, is `INVALID_ARGUMENT`. A request by
+    tokens needs `model_name` only if several specs are registered.
 
-    `model_name` is any name under which an engine serves the model: each of vLLM's `--served-model-name`, or the name of a
-    LoRA adapter, which then needs no `lora_name`. Engines register an adapter with its first request.
+    `model_name` is any name that an engine serves: one of vLLM's `--served-model-name`, or the name of a LoRA adapter, which
+    then needs no `lora_name`. Engines register an adapter with its first request.
 
     Errors of every RPC that takes tokens or keys:
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
-    * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or beyond the model's vocabulary, both ways were used, or the
-      tokens make more than 65,536 keys under one spec, or 131,072 under all specs of the model.
-    * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests that need more than 4,096 keys of tokens wait for their turn already.
-    * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not say which.
-    * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name`, or this `lora_name`; the known ones are in
-      the metadata. Orders by tokens answer it as well while no engine has registered at all.
+    * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or outside the model's vocabulary, `tokens` and `chunk_keys` are
+      both set, or the tokens have more than 65,536 keys under one spec, or 131,072 under all specs of the model.
+    * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests by tokens with more than 4,096 keys are waiting already.
+    * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not select one.
+    * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name` or `lora_name`; the metadata contains the
+      known ones. All RPCs but lookups also return it for tokens while no engine has registered.
 
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
@@ -253,9 +253,9 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.LookupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.LookupResponse, _abc.Awaitable[_cache_service_pb2.LookupResponse]]:
-        """Finds how much of a prompt is already held, and by whom.
+        """Finds the instances that hold the beginning of a prompt.
 
-        A miss is an answer, not an error: the response simply has no holders.
+        A miss is not an error: the response has no holders. A request without tokens and keys is a health probe.
 
         Errors: those of the service.
         """
@@ -266,13 +266,13 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_cache_service_pb2.LookupStreamRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cache_service_pb2.LookupStreamResponse], _abc.AsyncIterator[_cache_service_pb2.LookupStreamResponse]]:
-        """Looks up one prompt after the other over one call, for who asks often.
+        """Looks up many prompts over one call, for clients that look up often.
 
-        What a message costs is what a lookup costs, so whoever has several questions at a time puts them into one message.
-        Answers come in the order of the questions, one for each; how they are spread over messages means nothing.
+        A message costs as much as a lookup, so clients with several requests at a time send them in one message. There is one
+        result per request, in order; how results are grouped into messages has no meaning.
 
-        Errors: none. A question that `Lookup` would refuse is answered with the error, and the stream goes on. Only a message
-        of more than 1 MiB ends it, for gRPC takes none: whoever asks for others refuses such a question itself.
+        Errors: none. A request that `Lookup` would refuse gets the error as its result, and the stream continues. A message
+        of more than 1 MiB ends the stream: gRPC does not accept it, so clients must refuse such requests themselves.
         """
 
     @_abc_1.abstractmethod
@@ -286,10 +286,10 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         The destination fetches, verifies and commits; only then does the source drop its copy, unless `copy` is set.
 
         Errors, besides those of the service:
-        * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): either end is not registered.
-        * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the ends cannot share chunks.
-        * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): an end has no such tier.
-        * `FAILED_PRECONDITION` (`P2P_DISABLED`): an end does not transfer chunks to or from other nodes.
+        * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): one of the instances is not registered.
+        * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the destination does not serve the spec of the chunks.
+        * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): an instance has no such tier.
+        * `FAILED_PRECONDITION` (`P2P_DISABLED`): an instance does not transfer chunks to or from other nodes.
         * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, or both positions are the same.
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
@@ -301,14 +301,14 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.PinRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.PinResponse, _abc.Awaitable[_cache_service_pb2.PinResponse]]:
-        """Keeps chunks from eviction for a while.
+        """Protects chunks from eviction for a time.
 
         Errors, besides those of the service:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
         * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): it has no such tier.
-        * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, or the ttl is not positive.
-        * `RESOURCE_EXHAUSTED` (`FULL`): the instance has as many pins as it may have.
-        * `UNAVAILABLE` (`UNREACHABLE`): the instance did not answer in time; repeat the call with the same `request_id`.
+        * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk or more than 32,768 chunks are named, or the ttl is not positive.
+        * `RESOURCE_EXHAUSTED` (`FULL`): the instance has the maximum number of pins.
+        * `UNAVAILABLE` (`UNREACHABLE`): the instance did not answer in time; retry with the same `request_id`.
         """
 
     @_abc_1.abstractmethod
@@ -317,7 +317,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.UnpinRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.UnpinResponse, _abc.Awaitable[_cache_service_pb2.UnpinResponse]]:
-        """Ends a pin early. A pin that is already gone is no error.
+        """Ends a pin early. Idempotent.
 
         Errors:
         * `UNAVAILABLE` (`UNREACHABLE`): the pin's instance did not answer in time.
@@ -329,7 +329,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.ListPinsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.ListPinsResponse, _abc.Awaitable[_cache_service_pb2.ListPinsResponse]]:
-        """Lists the pins that are in force, ordered by id.
+        """Lists the active pins, ordered by id.
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_PAGE_TOKEN`): `page_token` was not made by this call.
@@ -341,7 +341,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.ClearRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_operations_pb2.Operation, _abc.Awaitable[_operations_pb2.Operation]]:
-        """Makes instances forget chunks, as an operation. Pinned chunks stay.
+        """Drops chunks from instances, as an operation. Pinned chunks stay.
 
         Errors, besides those of the service:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
@@ -356,12 +356,12 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cache_service_pb2.WatchResponse], _abc.AsyncIterator[_cache_service_pb2.WatchResponse]]:
-        """Streams changes of the layout map: a snapshot, or everything after `start_revision`, then deltas and bookmarks.
+        """Streams changes of the layout map: a snapshot, or all changes after `start_revision`, then further changes and bookmarks.
 
         Errors:
         * `OUT_OF_RANGE` (`REVISION_COMPACTED`): `start_revision` is too old; start from 0.
-        * `RESOURCE_EXHAUSTED` (`FULL`): 64 watches of the tenant are open, or 16 of this client (its token, its certificate,
-          or without either its address).
+        * `RESOURCE_EXHAUSTED` (`FULL`): 64 watches of the tenant are open, or 16 of this client, identified by its token, its
+          certificate or otherwise its address.
         * `RESOURCE_EXHAUSTED` (`WATCHER_TOO_SLOW`): the watcher fell behind its bounded queue; start from 0.
         """
 

@@ -81,7 +81,7 @@ class PeerServiceStub:
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
-    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `token_counts` does not fit the keys or the spec.
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `token_count` does not fit the keys or the spec.
     * `RESOURCE_EXHAUSTED` (`NO_FREE_EXTENTS`): no room now; retry after the attached `RetryInfo`.
     * `FAILED_PRECONDITION` (`REQUEST_TOO_LARGE`): the handoff will never fit.
     * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): the epoch is not this node's; `Init` again.
@@ -165,7 +165,7 @@ class PeerServiceAsyncStub(PeerServiceStub):
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
-    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `token_counts` does not fit the keys or the spec.
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `token_count` does not fit the keys or the spec.
     * `RESOURCE_EXHAUSTED` (`NO_FREE_EXTENTS`): no room now; retry after the attached `RetryInfo`.
     * `FAILED_PRECONDITION` (`REQUEST_TOO_LARGE`): the handoff will never fit.
     * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): the epoch is not this node's; `Init` again.
@@ -264,7 +264,7 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
-        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `token_counts` does not fit the keys or the spec.
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `token_count` does not fit the keys or the spec.
         * `RESOURCE_EXHAUSTED` (`NO_FREE_EXTENTS`): no room now; retry after the attached `RetryInfo`.
         * `FAILED_PRECONDITION` (`REQUEST_TOO_LARGE`): the handoff will never fit.
         * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): the epoch is not this node's; `Init` again.

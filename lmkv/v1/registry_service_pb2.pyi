@@ -26,7 +26,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Instance(_message.Message):
-    """A node as the fleet knows it."""
+    """A registered node."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -44,30 +44,30 @@ class Instance(_message.Message):
     STATS_FIELD_NUMBER: _builtins.int
     SERVED_MODELS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
-    """Chosen by its operator, unique in the fleet."""
+    """Set by the operator; unique in the fleet."""
     epoch: _builtins.int
-    """Rises with each start of the node: its start time in nanoseconds since 1970."""
+    """Increases with each start of the node: its start time in nanoseconds since 1970."""
     peer_address: _builtins.str
     """`host:port` where it serves `PeerService`; empty if chunks are not transferred to or from it (`enable_p2p: false`)."""
     version: _builtins.str
-    """Version of lmkv that it runs."""
+    """Its version of lmkv."""
     engine_count: _builtins.int
-    """Engines attached now."""
+    """Number of attached engines."""
     synced: _builtins.bool
-    """Whether its opening snapshot is in."""
+    """Whether its snapshot is complete."""
     @_builtins.property
     def specs(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.KvSpec]:
-        """What its engines' chunks are compatible with, one per kind of engine that has attached; at most 64, each text of at
-        most 512 bytes. Lookups by tokens compute keys under those specs that an instance holds chunks of.
+        """Specs of its engines' chunks, one per kind of engine that has attached; at most 64, each string of at most 512
+        bytes. Lookups by tokens compute keys under the specs that an instance holds chunks of.
         """
 
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierUsage]:
-        """Tiers it has, and how full they are."""
+        """Its tiers and their usage."""
 
     @_builtins.property
     def conflicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___SpecConflict]:
-        """Instances of the same model whose chunks it cannot share, and why."""
+        """Instances of the same model whose chunks it cannot share, and the reason."""
 
     @_builtins.property
     def register_time(self) -> _timestamp_pb2.Timestamp:
@@ -75,16 +75,16 @@ class Instance(_message.Message):
 
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
-        """When its lease ends unless it reports."""
+        """When its lease expires without further reports."""
 
     @_builtins.property
     def stats(self) -> Global___InstanceStats:
-        """What it has done since it started."""
+        """Its counters."""
 
     @_builtins.property
     def served_models(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.ServedModel]:
-        """Names under which its engines serve, besides the `model_name` of each spec: further names of the model, and LoRA
-        adapters. At most 256.
+        """Names that its engines serve besides the `model_name` of each spec: further names of the model, and LoRA adapters.
+        At most 256.
         """
 
     def __init__(
@@ -114,7 +114,7 @@ Global___Instance: _TypeAlias = Instance  # noqa: Y015
 
 @_typing.final
 class InstanceStats(_message.Message):
-    """What an instance has done since it started: counts that only rise."""
+    """Counters of an instance since it started."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -184,7 +184,7 @@ Global___PeerTraffic: _TypeAlias = PeerTraffic  # noqa: Y015
 
 @_typing.final
 class TierUsage(_message.Message):
-    """How full one tier of one instance is."""
+    """Usage of one tier of one instance."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -195,11 +195,11 @@ class TierUsage(_message.Message):
     tier: _chunk_pb2.Tier.ValueType
     """The tier."""
     capacity_bytes: _builtins.int
-    """Bytes it may hold."""
+    """Capacity in bytes."""
     used_bytes: _builtins.int
-    """Bytes that chunks and grants take."""
+    """Bytes used by chunks and grants."""
     chunk_count: _builtins.int
-    """Chunks it holds."""
+    """Number of chunks."""
     def __init__(
         self,
         *,
@@ -218,7 +218,7 @@ Global___TierUsage: _TypeAlias = TierUsage  # noqa: Y015
 
 @_typing.final
 class SpecConflict(_message.Message):
-    """Why two instances of the same model share nothing."""
+    """Why two instances of the same model cannot share chunks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -230,7 +230,7 @@ class SpecConflict(_message.Message):
     instance_id: _builtins.str
     """The other instance."""
     model_name: _builtins.str
-    """The model both serve."""
+    """The model that both serve."""
     field: _builtins.str
     """The first field of `KvSpec` that differs."""
     own_value: _builtins.str
@@ -263,12 +263,12 @@ class RegisterRequest(_message.Message):
     INSTANCE_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
     secret: _builtins.bytes
-    """Proves that later calls come from the same node: 16 to 64 random bytes that it keeps across restarts. No call returns
-    it. Empty: the id is not protected.
+    """Proves that later calls come from the same node: 16 to 64 random bytes that it stores across restarts. No call
+    returns it. Empty: the id is not protected.
     """
     @_builtins.property
     def instance(self) -> Global___Instance:
-        """The node that joins."""
+        """The node that registers."""
 
     def __init__(
         self,
@@ -294,16 +294,16 @@ class RegisterResponse(_message.Message):
     LEASE_TTL_FIELD_NUMBER: _builtins.int
     LAYOUT_MAP_ID_FIELD_NUMBER: _builtins.int
     layout_map_id: _builtins.str
-    """Which layout map the coordinator keeps together with others; empty if it keeps its own. Chunks are told to one of
-    those that share a map: see `ReportRequest.reported_elsewhere`.
+    """Id of the layout map that the coordinator shares with others; empty if it shares none. An instance reports its
+    chunks to one of the coordinators that share a map: see `ReportRequest.reported_elsewhere`.
     """
     @_builtins.property
     def instance(self) -> Global___Instance:
-        """The instance as the coordinator sees it, conflicts filled in."""
+        """The registered instance, with `conflicts`."""
 
     @_builtins.property
     def lease_ttl(self) -> _duration_pb2.Duration:
-        """How long the registration lives without a report."""
+        """Lifetime of the registration without a report."""
 
     def __init__(
         self,
@@ -346,22 +346,22 @@ class ReportRequest(_message.Message):
     epoch: _builtins.int
     """Its epoch."""
     sequence: _builtins.int
-    """1 in a stream's first report, one more in each later one."""
+    """1 in a stream's first report, then increasing by 1."""
     snapshot: _builtins.bool
-    """Whether this report is part of the opening snapshot."""
+    """Whether this report is part of the snapshot."""
     snapshot_end: _builtins.bool
-    """Whether this report ends the opening snapshot."""
+    """Whether this report ends the snapshot."""
     engine_count: _builtins.int
-    """Engines attached now."""
+    """Number of attached engines."""
     reported_elsewhere: _builtins.bool
-    """In a stream's first report, without a snapshot: the chunks are told to another coordinator of the same layout map,
-    and this stream carries all else.
+    """In a stream's first report, without a snapshot: the instance reports its chunks to another coordinator with the same
+    layout map, and everything else over this stream.
     """
     secret: _builtins.bytes
-    """In a stream's first report: the secret that the instance registered with."""
+    """In a stream's first report: the secret of the registration."""
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkChange]:
-        """What is now held that was not, and what no longer is; in order."""
+        """Chunks that were admitted or evicted, in order."""
 
     @_builtins.property
     def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___OrderOutcome]:
@@ -369,23 +369,23 @@ class ReportRequest(_message.Message):
 
     @_builtins.property
     def digests(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierDigest]:
-        """Digests of what is held, sent now and then so that silent drift is found."""
+        """Digests of the held chunks, sent from time to time to detect differences."""
 
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierUsage]:
-        """How full the tiers are."""
+        """Usage of the tiers."""
 
     @_builtins.property
     def pins(self) -> Global___PinList:
-        """The pins in force; unset: the same as before in this stream."""
+        """The active pins; unset: unchanged in this stream."""
 
     @_builtins.property
     def stats(self) -> Global___InstanceStats:
-        """What the instance has done; unset: as it last said."""
+        """Counters of the instance; unset: unchanged."""
 
     @_builtins.property
     def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperationRecord]:
-        """Records of operations that it keeps: after the opening snapshot every one, then those that have changed."""
+        """Records of operations that it stores: all of them after the snapshot, then those that changed."""
 
     def __init__(
         self,
@@ -416,12 +416,12 @@ Global___ReportRequest: _TypeAlias = ReportRequest  # noqa: Y015
 
 @_typing.final
 class OperationRecord(_message.Message):
-    """An operation as nodes keep it, so that it outlives the coordinator that booked it and is known at each.
+    """An operation as nodes store it, so that it outlives the coordinator that runs it and every coordinator knows it.
 
-    Of two records of one operation, that of the higher attempt counts; of the same attempt, the one that is over.
+    Of two records of one operation, the one with the higher attempt wins; with equal attempts, the one that has ended.
 
-    A coordinator keeps at most 16 MiB of records that one instance reports, and 64 MiB of operations of a tenant: those
-    that ended give way, the oldest first, and others are not kept.
+    A coordinator stores at most 16 MiB of records per instance, and 64 MiB of operations per tenant. It evicts ended
+    operations, the oldest first, and refuses others.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -434,14 +434,14 @@ class OperationRecord(_message.Message):
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     ORPHANED_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
-    """1 at the coordinator that booked it, one more at each that took it over."""
+    """1 at the coordinator that started it; increased by 1 by each one that takes it over."""
     cancelled: _builtins.bool
-    """Whether somebody wants it to stop; once that is so it stays so."""
+    """Whether it was cancelled. Never reset."""
     orphaned: _builtins.bool
-    """Set by the node, and told to one coordinator: nobody sees the operation through, so that one shall."""
+    """Set by the node towards one coordinator: no coordinator runs the operation, so this one takes it over."""
     @_builtins.property
     def operation(self) -> _operations_pb2.Operation:
-        """What it is, and how it ended if it has."""
+        """The operation, with its result if it has ended."""
 
     @_builtins.property
     def move(self) -> _cache_service_pb2.MoveRequest:
@@ -453,7 +453,7 @@ class OperationRecord(_message.Message):
 
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
-        """When it ends at the latest; once it is over, when it is forgotten."""
+        """Deadline of the operation; once it has ended, expiry of the record."""
 
     def __init__(
         self,
@@ -478,14 +478,14 @@ Global___OperationRecord: _TypeAlias = OperationRecord  # noqa: Y015
 
 @_typing.final
 class PinList(_message.Message):
-    """All pins in force on one instance."""
+    """All active pins of one instance."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PINS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def pins(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.PinnedChunks]:
-        """At most 1000."""
+        """At most 1,000."""
 
     def __init__(
         self,
@@ -534,11 +534,11 @@ class ChunkChange(_message.Message):
     tier: _chunk_pb2.Tier.ValueType
     """The tier."""
     fingerprint: _builtins.bytes
-    """Fingerprint of the spec."""
+    """Fingerprint of the spec; may be empty."""
     admitted_keys: _builtins.bytes
-    """Keys now held, 16 bytes each."""
+    """Admitted keys, 16 bytes each."""
     evicted_keys: _builtins.bytes
-    """Keys no longer held, 16 bytes each; applied after the admitted ones."""
+    """Evicted keys, 16 bytes each; applied after the admitted ones."""
     @_builtins.property
     def partial_token_counts(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
         """Tokens of each admitted chunk that is shorter than `chunk_size`, by index into `admitted_keys`."""
@@ -562,7 +562,7 @@ Global___ChunkChange: _TypeAlias = ChunkChange  # noqa: Y015
 
 @_typing.final
 class TierDigest(_message.Message):
-    """An order-independent digest of the keys that one tier holds."""
+    """Order-independent digest of the keys in one tier."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -592,7 +592,7 @@ Global___TierDigest: _TypeAlias = TierDigest  # noqa: Y015
 
 @_typing.final
 class OrderOutcome(_message.Message):
-    """How one order ended on the instance."""
+    """Outcome of one order."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -606,20 +606,20 @@ class OrderOutcome(_message.Message):
     order_id: _builtins.str
     """Id of the order."""
     chunk_count: _builtins.int
-    """Chunks that the order was carried out for."""
+    """Chunks for which the order succeeded."""
     token_count: _builtins.int
     """Tokens in them."""
     transferred_bytes: _builtins.int
     """Bytes transferred."""
     pinned_chunk_count: _builtins.int
-    """Chunks that an order to drop has left since pins keep them, whether it named them or not."""
+    """Pinned chunks that a `DropOrder` selected and did not drop."""
     @_builtins.property
     def status(self) -> _status_pb2.Status:
-        """`OK`, or what went wrong."""
+        """`OK`, or the error."""
 
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.ChunkFailure]:
-        """Chunks it was not carried out for, and why."""
+        """Chunks for which it failed, and why."""
 
     def __init__(
         self,
@@ -642,7 +642,7 @@ Global___OrderOutcome: _TypeAlias = OrderOutcome  # noqa: Y015
 
 @_typing.final
 class ReportResponse(_message.Message):
-    """Response for `RegistryService.Report`: acknowledges, and carries orders."""
+    """Response for `RegistryService.Report`: acknowledgement and orders."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -650,12 +650,12 @@ class ReportResponse(_message.Message):
     REVISION_FIELD_NUMBER: _builtins.int
     ORDERS_FIELD_NUMBER: _builtins.int
     acked_sequence: _builtins.int
-    """Every report up to this sequence has been applied."""
+    """Every report up to this sequence has been applied; 0 if it is not an acknowledgement."""
     revision: _builtins.int
     """Layout-map revision after it."""
     @_builtins.property
     def orders(self) -> _containers.RepeatedCompositeFieldContainer[Global___Order]:
-        """What the instance shall do; repeats of an order are to be ignored."""
+        """Orders for the instance, which ignores repeated ones."""
 
     def __init__(
         self,
@@ -674,7 +674,7 @@ Global___ReportResponse: _TypeAlias = ReportResponse  # noqa: Y015
 
 @_typing.final
 class Order(_message.Message):
-    """Something the coordinator wants an instance to do."""
+    """An order of the coordinator to an instance."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -690,13 +690,13 @@ class Order(_message.Message):
     OPERATION_NAME_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     order_id: _builtins.str
-    """Id to quote in `ReportRequest.outcomes`."""
+    """Repeated in `OrderOutcome.order_id`."""
     traceparent: _builtins.str
-    """W3C `traceparent` of the coordinator's span for this order; empty if it does not trace."""
+    """W3C `traceparent` of the coordinator's span for this order; empty without tracing."""
     operation_name: _builtins.str
-    """The operation that the order is for; empty if for none."""
+    """The operation that the order belongs to; empty for none."""
     attempt: _builtins.int
-    """Which attempt at it: an order is refused once the instance keeps the record of a later one."""
+    """Attempt of the operation: an instance that stores the record of a later attempt refuses the order."""
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """When the coordinator stops waiting for the outcome."""
@@ -707,23 +707,23 @@ class Order(_message.Message):
 
     @_builtins.property
     def drop(self) -> Global___DropOrder:
-        """Forget chunks."""
+        """Drop chunks."""
 
     @_builtins.property
     def pin(self) -> Global___PinOrder:
-        """Keep chunks for a while."""
+        """Pin chunks."""
 
     @_builtins.property
     def unpin(self) -> Global___UnpinOrder:
-        """Stop keeping chunks."""
+        """Unpin chunks."""
 
     @_builtins.property
     def cancel(self) -> Global___CancelOrder:
-        """Stop working on an earlier order."""
+        """Cancel an earlier order, or an operation."""
 
     @_builtins.property
     def record(self) -> Global___RecordOrder:
-        """Keep the record of an operation."""
+        """Store the record of an operation."""
 
     def __init__(
         self,
@@ -794,7 +794,7 @@ Global___FetchOrder: _TypeAlias = FetchOrder  # noqa: Y015
 
 @_typing.final
 class DropOrder(_message.Message):
-    """Order to forget chunks. Pinned chunks stay, and are failures if their keys were given."""
+    """Order to drop chunks. Pinned chunks stay, and count as failures if their keys are given."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -804,15 +804,15 @@ class DropOrder(_message.Message):
     ALL_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
     tier: _chunk_pb2.Tier.ValueType
-    """The tier; unset means every one."""
+    """The tier; unset means all."""
     chunk_keys: _builtins.bytes
-    """Keys of the chunks; empty means all that the other fields select."""
+    """Keys of the chunks; empty means all chunks that the other fields select."""
     fingerprint: _builtins.bytes
-    """Only chunks of this spec; empty means every one."""
+    """Only chunks of this spec; empty means all."""
     all: _builtins.bool
-    """Forgets everything in the tier; needed when neither keys nor a fingerprint select."""
+    """Drops all chunks of the tier; required if neither `chunk_keys` nor `fingerprint` is set."""
     dry_run: _builtins.bool
-    """Only count what would be forgotten."""
+    """Only counts the chunks that would be dropped."""
     def __init__(
         self,
         *,
@@ -832,7 +832,7 @@ Global___DropOrder: _TypeAlias = DropOrder  # noqa: Y015
 
 @_typing.final
 class PinOrder(_message.Message):
-    """Order to keep chunks from eviction; those that are not held, from the first gap on, are not kept."""
+    """Order to pin chunks: the contiguous prefix of `chunk_keys` that the instance holds."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -841,14 +841,14 @@ class PinOrder(_message.Message):
     CHUNK_KEYS_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
     pin_id: _builtins.str
-    """Name of the pin."""
+    """Id of the pin."""
     tier: _chunk_pb2.Tier.ValueType
     """The tier."""
     chunk_keys: _builtins.bytes
     """Keys of the chunks, 16 bytes each."""
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
-        """How long."""
+        """Lifetime of the pin."""
 
     def __init__(
         self,
@@ -868,13 +868,13 @@ Global___PinOrder: _TypeAlias = PinOrder  # noqa: Y015
 
 @_typing.final
 class UnpinOrder(_message.Message):
-    """Order to stop keeping chunks."""
+    """Order to unpin chunks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PIN_ID_FIELD_NUMBER: _builtins.int
     pin_id: _builtins.str
-    """Name of the pin."""
+    """Id of the pin."""
     def __init__(
         self,
         *,
@@ -890,8 +890,8 @@ Global___UnpinOrder: _TypeAlias = UnpinOrder  # noqa: Y015
 
 @_typing.final
 class CancelOrder(_message.Message):
-    """Order to stop working on an earlier order, whose outcome says how far it came; or to tell whoever sees an operation
-    through that it shall stop.
+    """Order to cancel an earlier order, whose outcome then contains what was done; or to report an operation as cancelled to
+    the coordinator that runs it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -899,9 +899,9 @@ class CancelOrder(_message.Message):
     ORDER_ID_FIELD_NUMBER: _builtins.int
     OPERATION_NAME_FIELD_NUMBER: _builtins.int
     order_id: _builtins.str
-    """The order to stop."""
+    """The order to cancel."""
     operation_name: _builtins.str
-    """The operation whose record is to be told as cancelled."""
+    """The operation whose record is to be marked as cancelled."""
     def __init__(
         self,
         *,
@@ -918,9 +918,9 @@ Global___CancelOrder: _TypeAlias = CancelOrder  # noqa: Y015
 
 @_typing.final
 class RecordOrder(_message.Message):
-    """Order to keep the record of an operation, unless a newer one is kept, and to tell it to every coordinator.
+    """Order to store the record of an operation, unless a newer one is stored, and to report it to every coordinator.
 
-    Who gives it sees the operation through until its reports end.
+    The coordinator that sends it runs the operation as long as the instance reports to it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -957,7 +957,7 @@ class DeregisterRequest(_message.Message):
     epoch: _builtins.int
     """Its epoch."""
     secret: _builtins.bytes
-    """The secret that it registered with."""
+    """The secret of the registration."""
     def __init__(
         self,
         *,
@@ -1021,9 +1021,9 @@ class LocateInstanceResponse(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     PEER_ADDRESS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """The epoch that it is registered in."""
+    """Its registered epoch."""
     peer_address: _builtins.str
-    """`host:port` where it serves `PeerService`."""
+    """`host:port` of its `PeerService`; empty if it has none."""
     def __init__(
         self,
         *,
@@ -1047,7 +1047,7 @@ class ListInstancesRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """At most this many; 0 means 100, values above 1000 mean 1000."""
+    """Entries per page; 0 means 100, values above 1,000 mean 1,000."""
     page_token: _builtins.str
     """`next_page_token` of the previous page."""
     def __init__(

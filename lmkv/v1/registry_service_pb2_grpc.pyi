@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RegistryServiceStub:
-    """Who is in the fleet and what they hold. Served by the coordinator; called by nodes.
+    """Registration of instances, and reports of what they hold. Served by the coordinator; called by nodes.
 
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
@@ -39,59 +39,60 @@ class RegistryServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RegistryServiceAsyncStub: ...
     Register: _grpc.UnaryUnaryMultiCallable[_registry_service_pb2.RegisterRequest, _registry_service_pb2.RegisterResponse]
-    """Joins the fleet, or rejoins it after a restart of either side. Repeating it is safe.
+    """Registers an instance, also after a restart of either side. Idempotent.
 
-    An id belongs to the node that registered it, until that node deregisters or its lease ends: only calls with the same
-    `secret` register it again, report for it or deregister it. A newer epoch with the same secret replaces an older one
-    at once. Instances that register without a secret are told apart by their address alone.
+    An id belongs to the node that registered it, until that node deregisters or its lease expires: only calls with the
+    same `secret` can register it again, report for it or deregister it. A newer epoch with the same secret replaces an
+    older one at once. Instances that register without a secret are distinguished by their address only.
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_INSTANCE`): the id is empty, the peer address does not parse, or a field is too large; the
       message names it.
-    * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): a spec's fingerprint is not the digest of its fields; a served model is of no
-      spec of the instance, its name is empty or too long, or there are too many.
-    * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): another node holds this id; the metadata says where. Its lease ends
-      `lease_ttl` after its last report.
-    * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
+    * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): a spec's fingerprint is not the digest of its fields; a served model refers
+      to no spec of the instance, has an empty or too long name, or there are too many.
+    * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): another node holds this id; the metadata contains its address. Its lease
+      expires `lease_ttl` after its last report.
+    * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer epoch of this id is registered.
     * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once, or a model would have more than 64 specs and
-      adapters; come back after `retry_seconds`.
+      adapters; retry after the delay in `RetryInfo`.
     """
     Report: _grpc.StreamStreamMultiCallable[_registry_service_pb2.ReportRequest, _registry_service_pb2.ReportResponse]
-    """Tells what changed on one instance and renews its lease; carries orders back.
+    """Reports changes on one instance and renews its lease; the responses carry orders.
 
-    The first reports of a stream are a snapshot, which replaces atomically what was known; then come changes, in
-    sequence. A stream that says `reported_elsewhere` has neither. A report without content is a heartbeat. The lease ends
-    `lease_ttl` after the last report. Each is acknowledged at once; one of nothing but changes with the next response.
+    The first reports of a stream are a snapshot, which replaces the known chunks atomically; changes follow, in
+    sequence. A stream with `reported_elsewhere` has neither. A report without content is a heartbeat. The lease expires
+    `lease_ttl` after the last report. A report is acknowledged at once, or with the next response if it contains changes
+    only.
 
     Errors:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered; register and open a new stream.
-    * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): the secret is not the one that the instance registered with.
-    * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
-    * `FAILED_PRECONDITION` (`RESYNC_REQUIRED`): a report was lost; open a new stream with a snapshot.
+    * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): the secret differs from the one of the registration.
+    * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer epoch of this id is registered.
+    * `FAILED_PRECONDITION` (`RESYNC_REQUIRED`): a report was lost, a digest differs, or the layout map changed;
+      register again and open a new stream with a snapshot.
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes.
-    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is another instance's, names a tier or an index that is none, or has
-      more of something than an instance has: 4,096 changes, 16,384 outcomes, 1,000 records or pins, 16 tiers or digests,
-      64 KiB of statistics.
-    * `RESOURCE_EXHAUSTED` (`FULL`): the map has chunks of as many specs as it can, or what the instances of this tenant
-      say of themselves takes too many bytes; come back when some are gone.
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is of another instance, has an invalid tier or index, or exceeds a
+      limit: 4,096 changes, 16,384 outcomes, 1,000 records or pins, 16 tiers or digests, 64 KiB of statistics.
+    * `RESOURCE_EXHAUSTED` (`FULL`): the map has chunks of too many specs, or the registrations, statistics and pins of this
+      tenant's instances are too large; retry after the delay in `RetryInfo`.
     """
     Deregister: _grpc.UnaryUnaryMultiCallable[_registry_service_pb2.DeregisterRequest, _registry_service_pb2.DeregisterResponse]
-    """Leaves the fleet: everything the instance held is forgotten at once. Repeating it is safe.
+    """Removes an instance and all its chunks from the layout map.
 
     Errors:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
-    * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): the secret is not the one that the instance registered with.
-    * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
+    * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): the secret differs from the one of the registration.
+    * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer epoch of this id is registered.
     """
     ListInstances: _grpc.UnaryUnaryMultiCallable[_registry_service_pb2.ListInstancesRequest, _registry_service_pb2.ListInstancesResponse]
-    """Lists the instances that are registered now, ordered by id.
+    """Lists the registered instances, ordered by id.
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_PAGE_TOKEN`): `page_token` was not made by this call.
     """
     LocateInstance: _grpc.UnaryUnaryMultiCallable[_registry_service_pb2.LocateInstanceRequest, _registry_service_pb2.LocateInstanceResponse]
-    """Finds where one instance serves its peers. Nodes ask this before they hand a prompt to an instance, or read one from
-    it: no request names an address.
+    """Returns the peer address of an instance. Nodes call it before a handoff to or from that instance, because requests
+    contain instance ids, not addresses.
 
     Errors:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
@@ -99,7 +100,7 @@ class RegistryServiceStub:
 
 @_typing.type_check_only
 class RegistryServiceAsyncStub(RegistryServiceStub):
-    """Who is in the fleet and what they hold. Served by the coordinator; called by nodes.
+    """Registration of instances, and reports of what they hold. Served by the coordinator; called by nodes.
 
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
@@ -108,66 +109,67 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.UnaryUnaryMultiCallable[_registry_service_pb2.RegisterRequest, _registry_service_pb2.RegisterResponse]  # type: ignore[assignment]
-    """Joins the fleet, or rejoins it after a restart of either side. Repeating it is safe.
+    """Registers an instance, also after a restart of either side. Idempotent.
 
-    An id belongs to the node that registered it, until that node deregisters or its lease ends: only calls with the same
-    `secret` register it again, report for it or deregister it. A newer epoch with the same secret replaces an older one
-    at once. Instances that register without a secret are told apart by their address alone.
+    An id belongs to the node that registered it, until that node deregisters or its lease expires: only calls with the
+    same `secret` can register it again, report for it or deregister it. A newer epoch with the same secret replaces an
+    older one at once. Instances that register without a secret are distinguished by their address only.
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_INSTANCE`): the id is empty, the peer address does not parse, or a field is too large; the
       message names it.
-    * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): a spec's fingerprint is not the digest of its fields; a served model is of no
-      spec of the instance, its name is empty or too long, or there are too many.
-    * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): another node holds this id; the metadata says where. Its lease ends
-      `lease_ttl` after its last report.
-    * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
+    * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): a spec's fingerprint is not the digest of its fields; a served model refers
+      to no spec of the instance, has an empty or too long name, or there are too many.
+    * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): another node holds this id; the metadata contains its address. Its lease
+      expires `lease_ttl` after its last report.
+    * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer epoch of this id is registered.
     * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once, or a model would have more than 64 specs and
-      adapters; come back after `retry_seconds`.
+      adapters; retry after the delay in `RetryInfo`.
     """
     Report: _aio.StreamStreamMultiCallable[_registry_service_pb2.ReportRequest, _registry_service_pb2.ReportResponse]  # type: ignore[assignment]
-    """Tells what changed on one instance and renews its lease; carries orders back.
+    """Reports changes on one instance and renews its lease; the responses carry orders.
 
-    The first reports of a stream are a snapshot, which replaces atomically what was known; then come changes, in
-    sequence. A stream that says `reported_elsewhere` has neither. A report without content is a heartbeat. The lease ends
-    `lease_ttl` after the last report. Each is acknowledged at once; one of nothing but changes with the next response.
+    The first reports of a stream are a snapshot, which replaces the known chunks atomically; changes follow, in
+    sequence. A stream with `reported_elsewhere` has neither. A report without content is a heartbeat. The lease expires
+    `lease_ttl` after the last report. A report is acknowledged at once, or with the next response if it contains changes
+    only.
 
     Errors:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered; register and open a new stream.
-    * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): the secret is not the one that the instance registered with.
-    * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
-    * `FAILED_PRECONDITION` (`RESYNC_REQUIRED`): a report was lost; open a new stream with a snapshot.
+    * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): the secret differs from the one of the registration.
+    * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer epoch of this id is registered.
+    * `FAILED_PRECONDITION` (`RESYNC_REQUIRED`): a report was lost, a digest differs, or the layout map changed;
+      register again and open a new stream with a snapshot.
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes.
-    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is another instance's, names a tier or an index that is none, or has
-      more of something than an instance has: 4,096 changes, 16,384 outcomes, 1,000 records or pins, 16 tiers or digests,
-      64 KiB of statistics.
-    * `RESOURCE_EXHAUSTED` (`FULL`): the map has chunks of as many specs as it can, or what the instances of this tenant
-      say of themselves takes too many bytes; come back when some are gone.
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is of another instance, has an invalid tier or index, or exceeds a
+      limit: 4,096 changes, 16,384 outcomes, 1,000 records or pins, 16 tiers or digests, 64 KiB of statistics.
+    * `RESOURCE_EXHAUSTED` (`FULL`): the map has chunks of too many specs, or the registrations, statistics and pins of this
+      tenant's instances are too large; retry after the delay in `RetryInfo`.
     """
     Deregister: _aio.UnaryUnaryMultiCallable[_registry_service_pb2.DeregisterRequest, _registry_service_pb2.DeregisterResponse]  # type: ignore[assignment]
-    """Leaves the fleet: everything the instance held is forgotten at once. Repeating it is safe.
+    """Removes an instance and all its chunks from the layout map.
 
     Errors:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
-    * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): the secret is not the one that the instance registered with.
-    * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
+    * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): the secret differs from the one of the registration.
+    * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer epoch of this id is registered.
     """
     ListInstances: _aio.UnaryUnaryMultiCallable[_registry_service_pb2.ListInstancesRequest, _registry_service_pb2.ListInstancesResponse]  # type: ignore[assignment]
-    """Lists the instances that are registered now, ordered by id.
+    """Lists the registered instances, ordered by id.
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_PAGE_TOKEN`): `page_token` was not made by this call.
     """
     LocateInstance: _aio.UnaryUnaryMultiCallable[_registry_service_pb2.LocateInstanceRequest, _registry_service_pb2.LocateInstanceResponse]  # type: ignore[assignment]
-    """Finds where one instance serves its peers. Nodes ask this before they hand a prompt to an instance, or read one from
-    it: no request names an address.
+    """Returns the peer address of an instance. Nodes call it before a handoff to or from that instance, because requests
+    contain instance ids, not addresses.
 
     Errors:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
     """
 
 class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Who is in the fleet and what they hold. Served by the coordinator; called by nodes.
+    """Registration of instances, and reports of what they hold. Served by the coordinator; called by nodes.
 
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
@@ -180,22 +182,22 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _registry_service_pb2.RegisterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_registry_service_pb2.RegisterResponse, _abc.Awaitable[_registry_service_pb2.RegisterResponse]]:
-        """Joins the fleet, or rejoins it after a restart of either side. Repeating it is safe.
+        """Registers an instance, also after a restart of either side. Idempotent.
 
-        An id belongs to the node that registered it, until that node deregisters or its lease ends: only calls with the same
-        `secret` register it again, report for it or deregister it. A newer epoch with the same secret replaces an older one
-        at once. Instances that register without a secret are told apart by their address alone.
+        An id belongs to the node that registered it, until that node deregisters or its lease expires: only calls with the
+        same `secret` can register it again, report for it or deregister it. A newer epoch with the same secret replaces an
+        older one at once. Instances that register without a secret are distinguished by their address only.
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_INSTANCE`): the id is empty, the peer address does not parse, or a field is too large; the
           message names it.
-        * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): a spec's fingerprint is not the digest of its fields; a served model is of no
-          spec of the instance, its name is empty or too long, or there are too many.
-        * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): another node holds this id; the metadata says where. Its lease ends
-          `lease_ttl` after its last report.
-        * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
+        * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): a spec's fingerprint is not the digest of its fields; a served model refers
+          to no spec of the instance, has an empty or too long name, or there are too many.
+        * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): another node holds this id; the metadata contains its address. Its lease
+          expires `lease_ttl` after its last report.
+        * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer epoch of this id is registered.
         * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once, or a model would have more than 64 specs and
-          adapters; come back after `retry_seconds`.
+          adapters; retry after the delay in `RetryInfo`.
         """
 
     @_abc_1.abstractmethod
@@ -204,23 +206,24 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_registry_service_pb2.ReportRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_registry_service_pb2.ReportResponse], _abc.AsyncIterator[_registry_service_pb2.ReportResponse]]:
-        """Tells what changed on one instance and renews its lease; carries orders back.
+        """Reports changes on one instance and renews its lease; the responses carry orders.
 
-        The first reports of a stream are a snapshot, which replaces atomically what was known; then come changes, in
-        sequence. A stream that says `reported_elsewhere` has neither. A report without content is a heartbeat. The lease ends
-        `lease_ttl` after the last report. Each is acknowledged at once; one of nothing but changes with the next response.
+        The first reports of a stream are a snapshot, which replaces the known chunks atomically; changes follow, in
+        sequence. A stream with `reported_elsewhere` has neither. A report without content is a heartbeat. The lease expires
+        `lease_ttl` after the last report. A report is acknowledged at once, or with the next response if it contains changes
+        only.
 
         Errors:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered; register and open a new stream.
-        * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): the secret is not the one that the instance registered with.
-        * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
-        * `FAILED_PRECONDITION` (`RESYNC_REQUIRED`): a report was lost; open a new stream with a snapshot.
+        * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): the secret differs from the one of the registration.
+        * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer epoch of this id is registered.
+        * `FAILED_PRECONDITION` (`RESYNC_REQUIRED`): a report was lost, a digest differs, or the layout map changed;
+          register again and open a new stream with a snapshot.
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes.
-        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is another instance's, names a tier or an index that is none, or has
-          more of something than an instance has: 4,096 changes, 16,384 outcomes, 1,000 records or pins, 16 tiers or digests,
-          64 KiB of statistics.
-        * `RESOURCE_EXHAUSTED` (`FULL`): the map has chunks of as many specs as it can, or what the instances of this tenant
-          say of themselves takes too many bytes; come back when some are gone.
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is of another instance, has an invalid tier or index, or exceeds a
+          limit: 4,096 changes, 16,384 outcomes, 1,000 records or pins, 16 tiers or digests, 64 KiB of statistics.
+        * `RESOURCE_EXHAUSTED` (`FULL`): the map has chunks of too many specs, or the registrations, statistics and pins of this
+          tenant's instances are too large; retry after the delay in `RetryInfo`.
         """
 
     @_abc_1.abstractmethod
@@ -229,12 +232,12 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _registry_service_pb2.DeregisterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_registry_service_pb2.DeregisterResponse, _abc.Awaitable[_registry_service_pb2.DeregisterResponse]]:
-        """Leaves the fleet: everything the instance held is forgotten at once. Repeating it is safe.
+        """Removes an instance and all its chunks from the layout map.
 
         Errors:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
-        * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): the secret is not the one that the instance registered with.
-        * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
+        * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): the secret differs from the one of the registration.
+        * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer epoch of this id is registered.
         """
 
     @_abc_1.abstractmethod
@@ -243,7 +246,7 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _registry_service_pb2.ListInstancesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_registry_service_pb2.ListInstancesResponse, _abc.Awaitable[_registry_service_pb2.ListInstancesResponse]]:
-        """Lists the instances that are registered now, ordered by id.
+        """Lists the registered instances, ordered by id.
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_PAGE_TOKEN`): `page_token` was not made by this call.
@@ -255,8 +258,8 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _registry_service_pb2.LocateInstanceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_registry_service_pb2.LocateInstanceResponse, _abc.Awaitable[_registry_service_pb2.LocateInstanceResponse]]:
-        """Finds where one instance serves its peers. Nodes ask this before they hand a prompt to an instance, or read one from
-        it: no request names an address.
+        """Returns the peer address of an instance. Nodes call it before a handoff to or from that instance, because requests
+        contain instance ids, not addresses.
 
         Errors:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from google.protobuf import descriptor_pb2
+from google.rpc import code_pb2
 
 from lmkv.errors import LmkvError
 
@@ -49,15 +50,23 @@ def test_buf_finds_nothing_to_complain_about(root: Path, run: Run) -> None:
 
 
 @pytest.fixture(scope="module")
-def rpc_comments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The comment of each RPC and, in front of it, that of its service."""
+def image(tmp_path_factory: pytest.TempPathFactory) -> descriptor_pb2.FileDescriptorSet:
+    """The descriptors of our protos, with comments, and of those that they import."""
     root = Path(__file__).parents[2]
-    image = tmp_path_factory.mktemp("image") / "image.binpb"
+    path = tmp_path_factory.mktemp("image") / "image.binpb"
     protos = [str(path.relative_to(root)) for path in sorted((root / "protos/lmkv/v1").glob("*.proto"))]
-    options = ["-Iprotos", "--include_source_info", f"--descriptor_set_out={image}"]
+    options = ["-Iprotos", "--include_source_info", "--include_imports", f"--descriptor_set_out={path}"]
     subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *options, *protos], cwd=root, check=True, timeout=30)
+    return descriptor_pb2.FileDescriptorSet.FromString(path.read_bytes())
+
+
+@pytest.fixture(scope="module")
+def rpc_comments(image: descriptor_pb2.FileDescriptorSet) -> dict[str, str]:
+    """The comment of each RPC and, in front of it, that of its service."""
     comments = {}
-    for file in descriptor_pb2.FileDescriptorSet.FromString(image.read_bytes()).file:
+    for file in image.file:
+        if not file.name.startswith("lmkv/"):
+            continue
         leading = {tuple(location.path): location.leading_comments for location in file.source_code_info.location}
         for i, service in enumerate(file.service):
             for j, method in enumerate(service.method):  # 6 and 2: the fields `service` and `method`
@@ -82,3 +91,62 @@ def test_every_error_in_a_comment_is_one_that_lmkv_can_raise(rpc_comments: dict[
     assert len(named) > 10
     known = {(kind.code, reason) for reason, kind in LmkvError.by_reason.items()}
     assert named <= known, f"lmkv.errors has no such code with such a reason: {sorted(named - known)}"
+
+
+QUOTED = re.compile(r"`([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*)`")
+"""An identifier in backticks, perhaps with dots."""
+FOREIGN = {
+    *("LocalCPUBackend", "LocalDiskBackend"),  # LMCache's tiers
+    *("ErrorInfo", "RetryInfo"),  # details of errors
+    "fp8_e4m3",  # torch's name of a type
+}
+"""Names of other systems that comments quote."""
+KEYS = {"lease_ttl", "retry_seconds", "enable_p2p"}
+"""Configuration keys and metadata that comments quote."""
+
+
+def names_of(image: descriptor_pb2.FileDescriptorSet) -> set[str]:
+    """All names in our protos, short and with that of what contains them, and the messages that they import."""
+    names: set[str] = set()
+
+    def add_message(message: descriptor_pb2.DescriptorProto) -> None:
+        for name in (*(one.name for one in message.field), *(one.name for one in message.oneof_decl)):
+            names.update((name, f"{message.name}.{name}"))
+        names.add(message.name)
+        for enum in message.enum_type:
+            names.update((enum.name, *(value.name for value in enum.value)))
+        for nested in message.nested_type:
+            add_message(nested)
+
+    for file in image.file:
+        for message in file.message_type:
+            if file.name.startswith("lmkv/"):
+                add_message(message)
+            names.add(message.name)
+        for enum in file.enum_type:
+            names.update((enum.name, *(value.name for value in enum.value)))
+        for service in file.service:
+            names.add(service.name)
+            for method in service.method:
+                names.update((method.name, f"{service.name}.{method.name}"))
+    return names
+
+
+def test_comments_name_only_what_there_is(image: descriptor_pb2.FileDescriptorSet) -> None:
+    reasons = {one.reason for one in _subclasses(LmkvError)}
+    known = names_of(image) | FOREIGN | KEYS | reasons | set(code_pb2.Code.keys())
+    unknown = sorted(
+        f"{file.name}:{location.span[0] + 1}: {name}"
+        for file in image.file
+        if file.name.startswith("lmkv/")
+        for location in file.source_code_info.location
+        for comment in (location.leading_comments, location.trailing_comments, *location.leading_detached_comments)
+        for name in QUOTED.findall(comment)
+        if ("_" in name or "." in name or name[0].isupper()) and name not in known
+    )
+    assert not unknown, f"comments name what is not in the protos: {unknown}"
+
+
+def _subclasses(error: type[LmkvError]) -> set[type[LmkvError]]:
+    found = set(error.__subclasses__())
+    return found | {one for child in found for one in _subclasses(child)}

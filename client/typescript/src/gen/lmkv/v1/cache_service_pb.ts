@@ -19,7 +19,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file lmkv/v1/cache_service.proto.
  */
 export const file_lmkv_v1_cache_service: GenFile = /*@__PURE__*/
-  fileDesc("ChtsbWt2L3YxL2NhY2hlX3NlcnZpY2UucHJvdG8SB2xta3YudjEisAEKDUxvb2t1cFJlcXVlc3QSFAoGdG9rZW5zGAEgAygFQgTiQQEBEhgKCm1vZGVsX25hbWUYAiABKAlCBOJBAQESGAoKY2h1bmtfa2V5cxgDIAEoDEIE4kEBARIYCgpjYWNoZV9zYWx0GAQgASgJQgTiQQEBEhcKCWxvcmFfbmFtZRgFIAEoCUIE4kEBARIiChRleGNsdWRlZF9pbnN0YW5jZV9pZBgGIAEoCUIE4kEBASJVCg5Mb29rdXBSZXNwb25zZRIgCgdob2xkZXJzGAEgAygLMg8ubG1rdi52MS5Ib2xkZXISEAoIcmV2aXNpb24YAiABKAMSDwoHcGFydGlhbBgDIAEoCCJFChNMb29rdXBTdHJlYW1SZXF1ZXN0Ei4KCHJlcXVlc3RzGAEgAygLMhYubG1rdi52MS5Mb29rdXBSZXF1ZXN0QgTiQQECIj4KFExvb2t1cFN0cmVhbVJlc3BvbnNlEiYKB3Jlc3VsdHMYASADKAsyFS5sbWt2LnYxLkxvb2t1cFJlc3VsdCJqCgxMb29rdXBSZXN1bHQSKwoIcmVzcG9uc2UYASABKAsyFy5sbWt2LnYxLkxvb2t1cFJlc3BvbnNlSAASIwoFZXJyb3IYAiABKAsyEi5nb29nbGUucnBjLlN0YXR1c0gAQggKBnJlc3VsdCKcAQoGSG9sZGVyEhMKC2luc3RhbmNlX2lkGAEgASgJEg0KBWVwb2NoGAIgASgDEhQKDHBlZXJfYWRkcmVzcxgDIAEoCRIbChNtYXRjaGVkX2NodW5rX2NvdW50GAQgASgFEhsKE21hdGNoZWRfdG9rZW5fY291bnQYBSABKAUSHgoEcnVucxgGIAMoCzIQLmxta3YudjEuVGllclJ1biJiCgdUaWVyUnVuEhsKBHRpZXIYASABKA4yDS5sbWt2LnYxLlRpZXISEAoIbG9jYXRpb24YAiABKAkSEwoLY2h1bmtfY291bnQYAyABKAUSEwoLdG9rZW5fY291bnQYBCABKAUilgIKC01vdmVSZXF1ZXN0Ei0KDG9sZF9wb3NpdGlvbhgBIAEoCzIRLmxta3YudjEuUG9zaXRpb25CBOJBAQISLQoMbmV3X3Bvc2l0aW9uGAIgASgLMhEubG1rdi52MS5Qb3NpdGlvbkIE4kEBAhIUCgZ0b2tlbnMYAyADKAVCBOJBAQESGAoKbW9kZWxfbmFtZRgEIAEoCUIE4kEBARIYCgpjaHVua19rZXlzGAUgASgMQgTiQQEBEhgKCmNhY2hlX3NhbHQYBiABKAlCBOJBAQESFwoJbG9yYV9uYW1lGAcgASgJQgTiQQEBEhIKBGNvcHkYCCABKAhCBOJBAQESGAoKcmVxdWVzdF9pZBgJIAEoCUIE4kEBASKXAQoKTW92ZVJlc3VsdBITCgtjaHVua19jb3VudBgBIAEoBRITCgt0b2tlbl9jb3VudBgCIAEoBRIZChF0cmFuc2ZlcnJlZF9ieXRlcxgDIAEoAxInCghmYWlsdXJlcxgEIAMoCzIVLmxta3YudjEuQ2h1bmtGYWlsdXJlEhsKE2Ryb3BwZWRfY2h1bmtfY291bnQYBSABKAUizwIKDE1vdmVQcm9ncmVzcxIvCgtjcmVhdGVfdGltZRgBIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASEwoLY2h1bmtfY291bnQYAiABKAUSEwoLdG9rZW5fY291bnQYAyABKAUSGAoQZG9uZV9jaHVua19jb3VudBgEIAEoBRIvCgtleHBpcmVfdGltZRgFIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASJwoMb2xkX3Bvc2l0aW9uGAYgASgLMhEubG1rdi52MS5Qb3NpdGlvbhInCgxuZXdfcG9zaXRpb24YByABKAsyES5sbWt2LnYxLlBvc2l0aW9uEhkKEXRyYW5zZmVycmVkX2J5dGVzGAggASgDEiwKCGVuZF90aW1lGAkgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCL8AQoKUGluUmVxdWVzdBIpCghwb3NpdGlvbhgBIAEoCzIRLmxta3YudjEuUG9zaXRpb25CBOJBAQISFAoGdG9rZW5zGAIgAygFQgTiQQEBEhgKCm1vZGVsX25hbWUYAyABKAlCBOJBAQESGAoKY2h1bmtfa2V5cxgEIAEoDEIE4kEBARIYCgpjYWNoZV9zYWx0GAUgASgJQgTiQQEBEhcKCWxvcmFfbmFtZRgGIAEoCUIE4kEBARIsCgN0dGwYByABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb25CBOJBAQESGAoKcmVxdWVzdF9pZBgIIAEoCUIE4kEBASIxCgtQaW5SZXNwb25zZRIiCgNwaW4YASABKAsyFS5sbWt2LnYxLlBpbm5lZENodW5rcyIkCgxVbnBpblJlcXVlc3QSFAoGcGluX2lkGAEgASgJQgTiQQECIg8KDVVucGluUmVzcG9uc2UiXwoPTGlzdFBpbnNSZXF1ZXN0EhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQEBEhcKCXBhZ2Vfc2l6ZRgCIAEoBUIE4kEBARIYCgpwYWdlX3Rva2VuGAMgASgJQgTiQQEBIlAKEExpc3RQaW5zUmVzcG9uc2USIwoEcGlucxgBIAMoCzIVLmxta3YudjEuUGlubmVkQ2h1bmtzEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSKNAgoMQ2xlYXJSZXF1ZXN0EhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQEBEiEKBHRpZXIYAiABKA4yDS5sbWt2LnYxLlRpZXJCBOJBAQESFAoGdG9rZW5zGAMgAygFQgTiQQEBEhgKCm1vZGVsX25hbWUYBCABKAlCBOJBAQESGAoKY2h1bmtfa2V5cxgFIAEoDEIE4kEBARIYCgpjYWNoZV9zYWx0GAYgASgJQgTiQQEBEhcKCWxvcmFfbmFtZRgHIAEoCUIE4kEBARIRCgNhbGwYCCABKAhCBOJBAQESFQoHZHJ5X3J1bhgJIAEoCEIE4kEBARIYCgpyZXF1ZXN0X2lkGAogASgJQgTiQQEBInwKC0NsZWFyUmVzdWx0EhMKC2NodW5rX2NvdW50GAEgASgFEhMKC3Rva2VuX2NvdW50GAIgASgDEicKCGZhaWx1cmVzGAMgAygLMhUubG1rdi52MS5DbGVhckZhaWx1cmUSGgoScGlubmVkX2NodW5rX2NvdW50GAQgASgFIkwKDENsZWFyRmFpbHVyZRITCgtpbnN0YW5jZV9pZBgBIAEoCRInCghmYWlsdXJlcxgCIAMoCzIVLmxta3YudjEuQ2h1bmtGYWlsdXJlIuYBCg1DbGVhclByb2dyZXNzEi8KC2NyZWF0ZV90aW1lGAEgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIWCg5pbnN0YW5jZV9jb3VudBgCIAEoBRIbChNkb25lX2luc3RhbmNlX2NvdW50GAMgASgFEhMKC2luc3RhbmNlX2lkGAQgASgJEhsKBHRpZXIYBSABKA4yDS5sbWt2LnYxLlRpZXISDwoHZHJ5X3J1bhgGIAEoCBIsCghlbmRfdGltZRgHIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAiRwoMV2F0Y2hSZXF1ZXN0EhwKDnN0YXJ0X3JldmlzaW9uGAEgASgDQgTiQQEBEhkKC2ZpbmdlcnByaW50GAIgASgMQgTiQQEBIlsKDVdhdGNoUmVzcG9uc2USEAoIcmV2aXNpb24YASABKAMSEAoIc25hcHNob3QYAiABKAgSJgoHY2hhbmdlcxgDIAMoCzIVLmxta3YudjEuTGF5b3V0Q2hhbmdlIpkBCgxMYXlvdXRDaGFuZ2USEwoLaW5zdGFuY2VfaWQYASABKAkSGwoEdGllchgCIAEoDjINLmxta3YudjEuVGllchIVCg1hZG1pdHRlZF9rZXlzGAMgASgMEhQKDGV2aWN0ZWRfa2V5cxgEIAEoDBIVCg1pbnN0YW5jZV9nb25lGAUgASgIEhMKC2ZpbmdlcnByaW50GAYgASgMMrsECgxDYWNoZVNlcnZpY2USOQoGTG9va3VwEhYubG1rdi52MS5Mb29rdXBSZXF1ZXN0GhcubG1rdi52MS5Mb29rdXBSZXNwb25zZRJPCgxMb29rdXBTdHJlYW0SHC5sbWt2LnYxLkxvb2t1cFN0cmVhbVJlcXVlc3QaHS5sbWt2LnYxLkxvb2t1cFN0cmVhbVJlc3BvbnNlKAEwARJaCgRNb3ZlEhQubG1rdi52MS5Nb3ZlUmVxdWVzdBodLmdvb2dsZS5sb25ncnVubmluZy5PcGVyYXRpb24iHcpBGgoKTW92ZVJlc3VsdBIMTW92ZVByb2dyZXNzEjAKA1BpbhITLmxta3YudjEuUGluUmVxdWVzdBoULmxta3YudjEuUGluUmVzcG9uc2USNgoFVW5waW4SFS5sbWt2LnYxLlVucGluUmVxdWVzdBoWLmxta3YudjEuVW5waW5SZXNwb25zZRI/CghMaXN0UGlucxIYLmxta3YudjEuTGlzdFBpbnNSZXF1ZXN0GhkubG1rdi52MS5MaXN0UGluc1Jlc3BvbnNlEl4KBUNsZWFyEhUubG1rdi52MS5DbGVhclJlcXVlc3QaHS5nb29nbGUubG9uZ3J1bm5pbmcuT3BlcmF0aW9uIh/KQRwKC0NsZWFyUmVzdWx0Eg1DbGVhclByb2dyZXNzEjgKBVdhdGNoEhUubG1rdi52MS5XYXRjaFJlcXVlc3QaFi5sbWt2LnYxLldhdGNoUmVzcG9uc2UwAWIGcHJvdG8z", [file_google_api_field_behavior, file_google_longrunning_operations, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status, file_lmkv_v1_chunk]);
+  fileDesc("ChtsbWt2L3YxL2NhY2hlX3NlcnZpY2UucHJvdG8SB2xta3YudjEisAEKDUxvb2t1cFJlcXVlc3QSFAoGdG9rZW5zGAEgAygFQgTiQQEBEhgKCm1vZGVsX25hbWUYAiABKAlCBOJBAQESGAoKY2h1bmtfa2V5cxgDIAEoDEIE4kEBARIYCgpjYWNoZV9zYWx0GAQgASgJQgTiQQEBEhcKCWxvcmFfbmFtZRgFIAEoCUIE4kEBARIiChRleGNsdWRlZF9pbnN0YW5jZV9pZBgGIAEoCUIE4kEBASJVCg5Mb29rdXBSZXNwb25zZRIgCgdob2xkZXJzGAEgAygLMg8ubG1rdi52MS5Ib2xkZXISEAoIcmV2aXNpb24YAiABKAMSDwoHcGFydGlhbBgDIAEoCCJFChNMb29rdXBTdHJlYW1SZXF1ZXN0Ei4KCHJlcXVlc3RzGAEgAygLMhYubG1rdi52MS5Mb29rdXBSZXF1ZXN0QgTiQQECIj4KFExvb2t1cFN0cmVhbVJlc3BvbnNlEiYKB3Jlc3VsdHMYASADKAsyFS5sbWt2LnYxLkxvb2t1cFJlc3VsdCJqCgxMb29rdXBSZXN1bHQSKwoIcmVzcG9uc2UYASABKAsyFy5sbWt2LnYxLkxvb2t1cFJlc3BvbnNlSAASIwoFZXJyb3IYAiABKAsyEi5nb29nbGUucnBjLlN0YXR1c0gAQggKBnJlc3VsdCKcAQoGSG9sZGVyEhMKC2luc3RhbmNlX2lkGAEgASgJEg0KBWVwb2NoGAIgASgDEhQKDHBlZXJfYWRkcmVzcxgDIAEoCRIbChNtYXRjaGVkX2NodW5rX2NvdW50GAQgASgFEhsKE21hdGNoZWRfdG9rZW5fY291bnQYBSABKAUSHgoEcnVucxgGIAMoCzIQLmxta3YudjEuVGllclJ1biJiCgdUaWVyUnVuEhsKBHRpZXIYASABKA4yDS5sbWt2LnYxLlRpZXISEAoIbG9jYXRpb24YAiABKAkSEwoLY2h1bmtfY291bnQYAyABKAUSEwoLdG9rZW5fY291bnQYBCABKAUilgIKC01vdmVSZXF1ZXN0Ei0KDG9sZF9wb3NpdGlvbhgBIAEoCzIRLmxta3YudjEuUG9zaXRpb25CBOJBAQISLQoMbmV3X3Bvc2l0aW9uGAIgASgLMhEubG1rdi52MS5Qb3NpdGlvbkIE4kEBAhIUCgZ0b2tlbnMYAyADKAVCBOJBAQESGAoKbW9kZWxfbmFtZRgEIAEoCUIE4kEBARIYCgpjaHVua19rZXlzGAUgASgMQgTiQQEBEhgKCmNhY2hlX3NhbHQYBiABKAlCBOJBAQESFwoJbG9yYV9uYW1lGAcgASgJQgTiQQEBEhIKBGNvcHkYCCABKAhCBOJBAQESGAoKcmVxdWVzdF9pZBgJIAEoCUIE4kEBASKXAQoKTW92ZVJlc3VsdBITCgtjaHVua19jb3VudBgBIAEoBRITCgt0b2tlbl9jb3VudBgCIAEoBRIZChF0cmFuc2ZlcnJlZF9ieXRlcxgDIAEoAxInCghmYWlsdXJlcxgEIAMoCzIVLmxta3YudjEuQ2h1bmtGYWlsdXJlEhsKE2Ryb3BwZWRfY2h1bmtfY291bnQYBSABKAUizwIKDE1vdmVQcm9ncmVzcxIvCgtjcmVhdGVfdGltZRgBIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASEwoLY2h1bmtfY291bnQYAiABKAUSEwoLdG9rZW5fY291bnQYAyABKAUSGAoQZG9uZV9jaHVua19jb3VudBgEIAEoBRIvCgtleHBpcmVfdGltZRgFIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASJwoMb2xkX3Bvc2l0aW9uGAYgASgLMhEubG1rdi52MS5Qb3NpdGlvbhInCgxuZXdfcG9zaXRpb24YByABKAsyES5sbWt2LnYxLlBvc2l0aW9uEhkKEXRyYW5zZmVycmVkX2J5dGVzGAggASgDEiwKCGVuZF90aW1lGAkgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCL8AQoKUGluUmVxdWVzdBIpCghwb3NpdGlvbhgBIAEoCzIRLmxta3YudjEuUG9zaXRpb25CBOJBAQISFAoGdG9rZW5zGAIgAygFQgTiQQEBEhgKCm1vZGVsX25hbWUYAyABKAlCBOJBAQESGAoKY2h1bmtfa2V5cxgEIAEoDEIE4kEBARIYCgpjYWNoZV9zYWx0GAUgASgJQgTiQQEBEhcKCWxvcmFfbmFtZRgGIAEoCUIE4kEBARIsCgN0dGwYByABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb25CBOJBAQESGAoKcmVxdWVzdF9pZBgIIAEoCUIE4kEBASIxCgtQaW5SZXNwb25zZRIiCgNwaW4YASABKAsyFS5sbWt2LnYxLlBpbm5lZENodW5rcyIkCgxVbnBpblJlcXVlc3QSFAoGcGluX2lkGAEgASgJQgTiQQECIg8KDVVucGluUmVzcG9uc2UiXwoPTGlzdFBpbnNSZXF1ZXN0EhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQEBEhcKCXBhZ2Vfc2l6ZRgCIAEoBUIE4kEBARIYCgpwYWdlX3Rva2VuGAMgASgJQgTiQQEBIlAKEExpc3RQaW5zUmVzcG9uc2USIwoEcGlucxgBIAMoCzIVLmxta3YudjEuUGlubmVkQ2h1bmtzEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSKNAgoMQ2xlYXJSZXF1ZXN0EhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQEBEiEKBHRpZXIYAiABKA4yDS5sbWt2LnYxLlRpZXJCBOJBAQESFAoGdG9rZW5zGAMgAygFQgTiQQEBEhgKCm1vZGVsX25hbWUYBCABKAlCBOJBAQESGAoKY2h1bmtfa2V5cxgFIAEoDEIE4kEBARIYCgpjYWNoZV9zYWx0GAYgASgJQgTiQQEBEhcKCWxvcmFfbmFtZRgHIAEoCUIE4kEBARIRCgNhbGwYCCABKAhCBOJBAQESFQoHZHJ5X3J1bhgJIAEoCEIE4kEBARIYCgpyZXF1ZXN0X2lkGAogASgJQgTiQQEBInwKC0NsZWFyUmVzdWx0EhMKC2NodW5rX2NvdW50GAEgASgFEhMKC3Rva2VuX2NvdW50GAIgASgDEicKCGZhaWx1cmVzGAMgAygLMhUubG1rdi52MS5DbGVhckZhaWx1cmUSGgoScGlubmVkX2NodW5rX2NvdW50GAQgASgFIkwKDENsZWFyRmFpbHVyZRITCgtpbnN0YW5jZV9pZBgBIAEoCRInCghmYWlsdXJlcxgCIAMoCzIVLmxta3YudjEuQ2h1bmtGYWlsdXJlIuYBCg1DbGVhclByb2dyZXNzEi8KC2NyZWF0ZV90aW1lGAEgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIWCg5pbnN0YW5jZV9jb3VudBgCIAEoBRIbChNkb25lX2luc3RhbmNlX2NvdW50GAMgASgFEhMKC2luc3RhbmNlX2lkGAQgASgJEhsKBHRpZXIYBSABKA4yDS5sbWt2LnYxLlRpZXISDwoHZHJ5X3J1bhgGIAEoCBIsCghlbmRfdGltZRgHIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAiRwoMV2F0Y2hSZXF1ZXN0EhwKDnN0YXJ0X3JldmlzaW9uGAEgASgDQgTiQQEBEhkKC2ZpbmdlcnByaW50GAIgASgMQgTiQQEBIlsKDVdhdGNoUmVzcG9uc2USEAoIcmV2aXNpb24YASABKAMSEAoIc25hcHNob3QYAiABKAgSJgoHY2hhbmdlcxgDIAMoCzIVLmxta3YudjEuTGF5b3V0Q2hhbmdlIpkBCgxMYXlvdXRDaGFuZ2USEwoLaW5zdGFuY2VfaWQYASABKAkSGwoEdGllchgCIAEoDjINLmxta3YudjEuVGllchIVCg1hZG1pdHRlZF9rZXlzGAMgASgMEhQKDGV2aWN0ZWRfa2V5cxgEIAEoDBIVCg1pbnN0YW5jZV9nb25lGAUgASgIEhMKC2ZpbmdlcnByaW50GAYgASgMMrsECgxDYWNoZVNlcnZpY2USOQoGTG9va3VwEhYubG1rdi52MS5Mb29rdXBSZXF1ZXN0GhcubG1rdi52MS5Mb29rdXBSZXNwb25zZRJPCgxMb29rdXBTdHJlYW0SHC5sbWt2LnYxLkxvb2t1cFN0cmVhbVJlcXVlc3QaHS5sbWt2LnYxLkxvb2t1cFN0cmVhbVJlc3BvbnNlKAEwARJaCgRNb3ZlEhQubG1rdi52MS5Nb3ZlUmVxdWVzdBodLmdvb2dsZS5sb25ncnVubmluZy5PcGVyYXRpb24iHcpBGgoKTW92ZVJlc3VsdBIMTW92ZVByb2dyZXNzEjAKA1BpbhITLmxta3YudjEuUGluUmVxdWVzdBoULmxta3YudjEuUGluUmVzcG9uc2USNgoFVW5waW4SFS5sbWt2LnYxLlVucGluUmVxdWVzdBoWLmxta3YudjEuVW5waW5SZXNwb25zZRI/CghMaXN0UGlucxIYLmxta3YudjEuTGlzdFBpbnNSZXF1ZXN0GhkubG1rdi52MS5MaXN0UGluc1Jlc3BvbnNlEl4KBUNsZWFyEhUubG1rdi52MS5DbGVhclJlcXVlc3QaHS5nb29nbGUubG9uZ3J1bm5pbmcuT3BlcmF0aW9uIh/KQRwKC0NsZWFyUmVzdWx0Eg1DbGVhclByb2dyZXNzEjgKBVdhdGNoEhUubG1rdi52MS5XYXRjaFJlcXVlc3QaFi5sbWt2LnYxLldhdGNoUmVzcG9uc2UwAUIbCgdsbWt2LnYxUAFaDmxta3YvdjE7bG1rdnYxYgZwcm90bzM", [file_google_api_field_behavior, file_google_longrunning_operations, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status, file_lmkv_v1_chunk]);
 
 /**
  * Request for `CacheService.Lookup`.
@@ -35,7 +35,7 @@ export type LookupRequest = Message<"lmkv.v1.LookupRequest"> & {
   tokens: number[];
 
   /**
-   * Model whose tokens these are, or a LoRA adapter of one; needed only when several specs are registered.
+   * Model of the tokens, or a LoRA adapter of it; required only if several specs are registered.
    *
    * @generated from field: string model_name = 2;
    */
@@ -49,22 +49,21 @@ export type LookupRequest = Message<"lmkv.v1.LookupRequest"> & {
   chunkKeys: Uint8Array;
 
   /**
-   * Cache salt the prompt was sent with; for lookups by tokens.
+   * Cache salt of the prompt; for lookups by tokens.
    *
    * @generated from field: string cache_salt = 4;
    */
   cacheSalt: string;
 
   /**
-   * LoRA adapter the prompt was sent with, by the name under which it is served or by its identity `name@digest`; for
-   * lookups by tokens.
+   * LoRA adapter of the prompt, by served name or by identity `name@digest`; for lookups by tokens.
    *
    * @generated from field: string lora_name = 5;
    */
   loraName: string;
 
   /**
-   * An instance to leave out of the answer; a node that asks leaves out itself.
+   * An instance to omit from the response; a node omits itself.
    *
    * @generated from field: string excluded_instance_id = 6;
    */
@@ -85,21 +84,21 @@ export const LookupRequestSchema: GenMessage<LookupRequest> = /*@__PURE__*/
  */
 export type LookupResponse = Message<"lmkv.v1.LookupResponse"> & {
   /**
-   * Everyone who holds the first chunk, longest contiguous prefix first, then by instance id.
+   * All instances that hold the first chunk, longest contiguous prefix first, then by instance id.
    *
    * @generated from field: repeated lmkv.v1.Holder holders = 1;
    */
   holders: Holder[];
 
   /**
-   * Revision of the layout map that the answer was read at.
+   * Revision of the layout map at the lookup.
    *
    * @generated from field: int64 revision = 2;
    */
   revision: bigint;
 
   /**
-   * Whether instances that were known are still reporting what they hold, so that more may be held than is said here.
+   * Whether instances have yet to report their chunks, so that there may be more holders or longer matches.
    *
    * @generated from field: bool partial = 3;
    */
@@ -120,7 +119,7 @@ export const LookupResponseSchema: GenMessage<LookupResponse> = /*@__PURE__*/
  */
 export type LookupStreamRequest = Message<"lmkv.v1.LookupStreamRequest"> & {
   /**
-   * The questions, each as for `Lookup`.
+   * Requests as for `Lookup`.
    *
    * @generated from field: repeated lmkv.v1.LookupRequest requests = 1;
    */
@@ -141,7 +140,7 @@ export const LookupStreamRequestSchema: GenMessage<LookupStreamRequest> = /*@__P
  */
 export type LookupStreamResponse = Message<"lmkv.v1.LookupStreamResponse"> & {
   /**
-   * The next answers.
+   * The next results.
    *
    * @generated from field: repeated lmkv.v1.LookupResult results = 1;
    */
@@ -156,19 +155,19 @@ export const LookupStreamResponseSchema: GenMessage<LookupStreamResponse> = /*@_
   messageDesc(file_lmkv_v1_cache_service, 3);
 
 /**
- * What `Lookup` would have said.
+ * Result of one request.
  *
  * @generated from message lmkv.v1.LookupResult
  */
 export type LookupResult = Message<"lmkv.v1.LookupResult"> & {
   /**
-   * Of one question.
+   * The response or the error.
    *
    * @generated from oneof lmkv.v1.LookupResult.result
    */
   result: {
     /**
-     * The answer.
+     * What `Lookup` would return.
      *
      * @generated from field: lmkv.v1.LookupResponse response = 1;
      */
@@ -176,7 +175,7 @@ export type LookupResult = Message<"lmkv.v1.LookupResult"> & {
     case: "response";
   } | {
     /**
-     * Why there is none.
+     * The error that `Lookup` would return.
      *
      * @generated from field: google.rpc.Status error = 2;
      */
@@ -193,7 +192,7 @@ export const LookupResultSchema: GenMessage<LookupResult> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_cache_service, 4);
 
 /**
- * How much of a prompt one instance holds, counted from the first token without a gap.
+ * The contiguous prefix of a prompt that one instance holds.
  *
  * @generated from message lmkv.v1.Holder
  */
@@ -213,28 +212,28 @@ export type Holder = Message<"lmkv.v1.Holder"> & {
   epoch: bigint;
 
   /**
-   * `host:port` of its `PeerService`; empty if nothing can be fetched from it.
+   * `host:port` of its `PeerService`; empty if chunks cannot be fetched from it.
    *
    * @generated from field: string peer_address = 3;
    */
   peerAddress: string;
 
   /**
-   * Chunks matched from the first.
+   * Chunks of the prefix.
    *
    * @generated from field: int32 matched_chunk_count = 4;
    */
   matchedChunkCount: number;
 
   /**
-   * Tokens matched from the first. For lookups by keys every chunk but a recorded partial one counts `chunk_size`.
+   * Tokens of the prefix. For lookups by keys, every chunk counts `chunk_size` unless it was reported as partial.
    *
    * @generated from field: int32 matched_token_count = 5;
    */
   matchedTokenCount: number;
 
   /**
-   * The match, split where the tier changes; in prompt order.
+   * The prefix, split where the tier changes; in prompt order.
    *
    * @generated from field: repeated lmkv.v1.TierRun runs = 6;
    */
@@ -249,7 +248,7 @@ export const HolderSchema: GenMessage<Holder> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_cache_service, 5);
 
 /**
- * Neighbouring chunks that one instance holds in the same tier.
+ * Consecutive chunks that one instance holds in the same tier.
  *
  * @generated from message lmkv.v1.TierRun
  */
@@ -262,7 +261,7 @@ export type TierRun = Message<"lmkv.v1.TierRun"> & {
   tier: Tier;
 
   /**
-   * The tier in LMCache's words: `LocalCPUBackend`, `LocalDiskBackend`, ...
+   * LMCache's name of the tier: `LocalCPUBackend`, `LocalDiskBackend`, ...
    *
    * @generated from field: string location = 2;
    */
@@ -297,14 +296,14 @@ export const TierRunSchema: GenMessage<TierRun> = /*@__PURE__*/
  */
 export type MoveRequest = Message<"lmkv.v1.MoveRequest"> & {
   /**
-   * Who holds the chunks.
+   * Source of the chunks.
    *
    * @generated from field: lmkv.v1.Position old_position = 1;
    */
   oldPosition?: Position;
 
   /**
-   * Who shall hold them.
+   * Destination of the chunks.
    *
    * @generated from field: lmkv.v1.Position new_position = 2;
    */
@@ -318,7 +317,7 @@ export type MoveRequest = Message<"lmkv.v1.MoveRequest"> & {
   tokens: number[];
 
   /**
-   * Model whose tokens these are.
+   * Model of the tokens.
    *
    * @generated from field: string model_name = 4;
    */
@@ -368,13 +367,13 @@ export const MoveRequestSchema: GenMessage<MoveRequest> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_cache_service, 7);
 
 /**
- * What a finished move did.
+ * Result of a move.
  *
  * @generated from message lmkv.v1.MoveResult
  */
 export type MoveResult = Message<"lmkv.v1.MoveResult"> & {
   /**
-   * Chunks that the destination now holds.
+   * Chunks that the destination holds now.
    *
    * @generated from field: int32 chunk_count = 1;
    */
@@ -388,21 +387,21 @@ export type MoveResult = Message<"lmkv.v1.MoveResult"> & {
   tokenCount: number;
 
   /**
-   * Bytes that were transferred; less where the destination held chunks before.
+   * Transferred bytes, without chunks that the destination held before.
    *
    * @generated from field: int64 transferred_bytes = 3;
    */
   transferredBytes: bigint;
 
   /**
-   * Chunks that did not make it, or that the source still has though it was to drop them; and why.
+   * Chunks that were not moved, or that the source did not drop, and why.
    *
    * @generated from field: repeated lmkv.v1.ChunkFailure failures = 4;
    */
   failures: ChunkFailure[];
 
   /**
-   * Chunks that the source has dropped; 0 in a copy.
+   * Chunks that the source dropped; 0 for a copy.
    *
    * @generated from field: int32 dropped_chunk_count = 5;
    */
@@ -417,7 +416,7 @@ export const MoveResultSchema: GenMessage<MoveResult> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_cache_service, 8);
 
 /**
- * How far a running move is.
+ * Progress of a move.
  *
  * @generated from message lmkv.v1.MoveProgress
  */
@@ -430,7 +429,7 @@ export type MoveProgress = Message<"lmkv.v1.MoveProgress"> & {
   createTime?: Timestamp;
 
   /**
-   * Chunks to move, by the layout map.
+   * Chunks to move, according to the layout map.
    *
    * @generated from field: int32 chunk_count = 2;
    */
@@ -451,35 +450,35 @@ export type MoveProgress = Message<"lmkv.v1.MoveProgress"> & {
   doneChunkCount: number;
 
   /**
-   * When the coordinator gives up.
+   * Deadline of the move.
    *
    * @generated from field: google.protobuf.Timestamp expire_time = 5;
    */
   expireTime?: Timestamp;
 
   /**
-   * Where the chunks come from.
+   * Source of the chunks.
    *
    * @generated from field: lmkv.v1.Position old_position = 6;
    */
   oldPosition?: Position;
 
   /**
-   * Where they go.
+   * Destination of the chunks.
    *
    * @generated from field: lmkv.v1.Position new_position = 7;
    */
   newPosition?: Position;
 
   /**
-   * Bytes that were transferred so far.
+   * Bytes transferred so far.
    *
    * @generated from field: int64 transferred_bytes = 8;
    */
   transferredBytes: bigint;
 
   /**
-   * When it ended, one way or the other; unset while it runs.
+   * When it ended; unset while it runs.
    *
    * @generated from field: google.protobuf.Timestamp end_time = 9;
    */
@@ -500,7 +499,7 @@ export const MoveProgressSchema: GenMessage<MoveProgress> = /*@__PURE__*/
  */
 export type PinRequest = Message<"lmkv.v1.PinRequest"> & {
   /**
-   * Who holds the chunks.
+   * Source of the chunks.
    *
    * @generated from field: lmkv.v1.Position position = 1;
    */
@@ -514,7 +513,7 @@ export type PinRequest = Message<"lmkv.v1.PinRequest"> & {
   tokens: number[];
 
   /**
-   * Model whose tokens these are.
+   * Model of the tokens.
    *
    * @generated from field: string model_name = 3;
    */
@@ -542,7 +541,7 @@ export type PinRequest = Message<"lmkv.v1.PinRequest"> & {
   loraName: string;
 
   /**
-   * How long; unset means 300 s, and the instance may grant less.
+   * Lifetime; unset means 300 s, and the instance may grant less.
    *
    * @generated from field: google.protobuf.Duration ttl = 7;
    */
@@ -570,7 +569,7 @@ export const PinRequestSchema: GenMessage<PinRequest> = /*@__PURE__*/
  */
 export type PinResponse = Message<"lmkv.v1.PinResponse"> & {
   /**
-   * The pin, with what was really held and is now kept.
+   * The pin, with the number of chunks that it covers.
    *
    * @generated from field: lmkv.v1.PinnedChunks pin = 1;
    */
@@ -627,14 +626,14 @@ export const UnpinResponseSchema: GenMessage<UnpinResponse> = /*@__PURE__*/
  */
 export type ListPinsRequest = Message<"lmkv.v1.ListPinsRequest"> & {
   /**
-   * Only this instance's pins; empty means all.
+   * Only pins of this instance; empty means all.
    *
    * @generated from field: string instance_id = 1;
    */
   instanceId: string;
 
   /**
-   * At most this many; 0 means 100, values above 1000 mean 1000.
+   * Entries per page; 0 means 100, values above 1,000 mean 1,000.
    *
    * @generated from field: int32 page_size = 2;
    */
@@ -690,36 +689,36 @@ export const ListPinsResponseSchema: GenMessage<ListPinsResponse> = /*@__PURE__*
  */
 export type ClearRequest = Message<"lmkv.v1.ClearRequest"> & {
   /**
-   * The instance; empty means every one.
+   * The instance; empty means all.
    *
    * @generated from field: string instance_id = 1;
    */
   instanceId: string;
 
   /**
-   * The tier; unset means every one.
+   * The tier; unset means all.
    *
    * @generated from field: lmkv.v1.Tier tier = 2;
    */
   tier: Tier;
 
   /**
-   * Token ids of a prompt: only its chunks.
+   * Token ids of a prompt, to drop its chunks only.
    *
    * @generated from field: repeated int32 tokens = 3;
    */
   tokens: number[];
 
   /**
-   * Without tokens: every chunk of this model, with those of its LoRA adapters; an adapter's own name is refused
-   * (`BAD_SELECTION`). With tokens: the model or adapter they belong to.
+   * Without tokens: all chunks of this model and of its LoRA adapters; the name of an adapter is refused
+   * (`BAD_SELECTION`). With tokens: the model or adapter of the tokens.
    *
    * @generated from field: string model_name = 4;
    */
   modelName: string;
 
   /**
-   * Only these chunks.
+   * Keys of the chunks, to drop these only.
    *
    * @generated from field: bytes chunk_keys = 5;
    */
@@ -740,14 +739,14 @@ export type ClearRequest = Message<"lmkv.v1.ClearRequest"> & {
   loraName: string;
 
   /**
-   * Clears everything in the positions above; needed when nothing else selects.
+   * Drops all chunks of the instance and tier; required if nothing else is selected.
    *
    * @generated from field: bool all = 8;
    */
   all: boolean;
 
   /**
-   * Only says what would be dropped.
+   * Only counts the chunks that would be dropped.
    *
    * @generated from field: bool dry_run = 9;
    */
@@ -769,13 +768,13 @@ export const ClearRequestSchema: GenMessage<ClearRequest> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_cache_service, 16);
 
 /**
- * What a finished clear did.
+ * Result of a clear.
  *
  * @generated from message lmkv.v1.ClearResult
  */
 export type ClearResult = Message<"lmkv.v1.ClearResult"> & {
   /**
-   * Copies dropped; in a dry run, copies that would be.
+   * Dropped copies; in a dry run, copies that would be dropped.
    *
    * @generated from field: int32 chunk_count = 1;
    */
@@ -789,14 +788,14 @@ export type ClearResult = Message<"lmkv.v1.ClearResult"> & {
   tokenCount: bigint;
 
   /**
-   * Instances that did not do it, or not wholly: pinned chunks stay.
+   * Instances that failed, completely or for some chunks, such as pinned ones.
    *
    * @generated from field: repeated lmkv.v1.ClearFailure failures = 3;
    */
   failures: ClearFailure[];
 
   /**
-   * Copies that stayed since pins keep them; those that were named are among `failures`, too.
+   * Pinned copies that stayed; those that the request named are among `failures`, too.
    *
    * @generated from field: int32 pinned_chunk_count = 4;
    */
@@ -811,7 +810,7 @@ export const ClearResultSchema: GenMessage<ClearResult> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_cache_service, 17);
 
 /**
- * Why one instance cleared less than it was told to.
+ * Failures of one instance in a clear.
  *
  * @generated from message lmkv.v1.ClearFailure
  */
@@ -824,7 +823,7 @@ export type ClearFailure = Message<"lmkv.v1.ClearFailure"> & {
   instanceId: string;
 
   /**
-   * Why, and which chunks; without keys it is about all of them.
+   * The errors and their chunks; without keys an error concerns all chunks.
    *
    * @generated from field: repeated lmkv.v1.ChunkFailure failures = 2;
    */
@@ -839,7 +838,7 @@ export const ClearFailureSchema: GenMessage<ClearFailure> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_cache_service, 18);
 
 /**
- * How far a running clear is.
+ * Progress of a clear.
  *
  * @generated from message lmkv.v1.ClearProgress
  */
@@ -852,42 +851,42 @@ export type ClearProgress = Message<"lmkv.v1.ClearProgress"> & {
   createTime?: Timestamp;
 
   /**
-   * Instances that shall clear.
+   * Instances of the clear.
    *
    * @generated from field: int32 instance_count = 2;
    */
   instanceCount: number;
 
   /**
-   * Instances that have.
+   * Instances that have finished.
    *
    * @generated from field: int32 done_instance_count = 3;
    */
   doneInstanceCount: number;
 
   /**
-   * The instance that clears; empty means every one.
+   * The instance; empty means all.
    *
    * @generated from field: string instance_id = 4;
    */
   instanceId: string;
 
   /**
-   * The tier; unset means every one.
+   * The tier; unset means all.
    *
    * @generated from field: lmkv.v1.Tier tier = 5;
    */
   tier: Tier;
 
   /**
-   * Whether it only counts.
+   * Whether it is a dry run.
    *
    * @generated from field: bool dry_run = 6;
    */
   dryRun: boolean;
 
   /**
-   * When it ended, one way or the other; unset while it runs.
+   * When it ended; unset while it runs.
    *
    * @generated from field: google.protobuf.Timestamp end_time = 7;
    */
@@ -908,7 +907,7 @@ export const ClearProgressSchema: GenMessage<ClearProgress> = /*@__PURE__*/
  */
 export type WatchRequest = Message<"lmkv.v1.WatchRequest"> & {
   /**
-   * Changes after this revision; 0 asks for a snapshot first.
+   * Start after this revision; 0 starts with a snapshot.
    *
    * @generated from field: int64 start_revision = 1;
    */
@@ -930,27 +929,27 @@ export const WatchRequestSchema: GenMessage<WatchRequest> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_cache_service, 20);
 
 /**
- * Response for `CacheService.Watch`. Without changes it is a bookmark: nothing happened up to `revision`.
+ * Response for `CacheService.Watch`. Without changes it is a bookmark: all changes up to `revision` were sent.
  *
  * @generated from message lmkv.v1.WatchResponse
  */
 export type WatchResponse = Message<"lmkv.v1.WatchResponse"> & {
   /**
-   * Every later response carries this revision or a higher one.
+   * Revision of the layout map; it never decreases. After the snapshot, a watch with it as `start_revision` continues here.
    *
    * @generated from field: int64 revision = 1;
    */
   revision: bigint;
 
   /**
-   * Whether the changes are part of the opening snapshot.
+   * Whether the changes are part of the snapshot.
    *
    * @generated from field: bool snapshot = 2;
    */
   snapshot: boolean;
 
   /**
-   * What changed.
+   * The changes.
    *
    * @generated from field: repeated lmkv.v1.LayoutChange changes = 3;
    */
@@ -985,28 +984,28 @@ export type LayoutChange = Message<"lmkv.v1.LayoutChange"> & {
   tier: Tier;
 
   /**
-   * Keys now held, 16 bytes each.
+   * Admitted keys, 16 bytes each.
    *
    * @generated from field: bytes admitted_keys = 3;
    */
   admittedKeys: Uint8Array;
 
   /**
-   * Keys no longer held, 16 bytes each.
+   * Evicted keys, 16 bytes each.
    *
    * @generated from field: bytes evicted_keys = 4;
    */
   evictedKeys: Uint8Array;
 
   /**
-   * Whether the instance is gone and with it everything it held.
+   * Whether the instance left; all its chunks are removed.
    *
    * @generated from field: bool instance_gone = 5;
    */
   instanceGone: boolean;
 
   /**
-   * Fingerprint of the chunks' spec; empty when the instance is gone.
+   * Fingerprint of the chunks' spec; empty if the instance left.
    *
    * @generated from field: bytes fingerprint = 6;
    */
@@ -1021,23 +1020,23 @@ export const LayoutChangeSchema: GenMessage<LayoutChange> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_cache_service, 22);
 
 /**
- * Questions and orders about where chunks are. Served by the coordinator; called by operators, routers and nodes.
+ * Lookups, and operations on chunks. Served by the coordinator; called by operators, routers and nodes.
  *
- * Chunks are named in one of two ways, the same in every request: by `tokens` (the coordinator computes the keys), or
- * by `chunk_keys`, 16 bytes each, concatenated in prompt order. Naming them both ways, or by more than 65,536 keys, is
- * `INVALID_ARGUMENT`. A request by tokens needs `model_name` only when several specs are registered.
+ * Every request names chunks either by `tokens`, from which the coordinator computes the keys, or by `chunk_keys`, 16
+ * bytes each, concatenated in prompt order. Using both, or more than 65,536 keys, is `INVALID_ARGUMENT`. A request by
+ * tokens needs `model_name` only if several specs are registered.
  *
- * `model_name` is any name under which an engine serves the model: each of vLLM's `--served-model-name`, or the name of a
- * LoRA adapter, which then needs no `lora_name`. Engines register an adapter with its first request.
+ * `model_name` is any name that an engine serves: one of vLLM's `--served-model-name`, or the name of a LoRA adapter, which
+ * then needs no `lora_name`. Engines register an adapter with its first request.
  *
  * Errors of every RPC that takes tokens or keys:
  * * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
- * * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or beyond the model's vocabulary, both ways were used, or the
- *   tokens make more than 65,536 keys under one spec, or 131,072 under all specs of the model.
- * * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests that need more than 4,096 keys of tokens wait for their turn already.
- * * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not say which.
- * * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name`, or this `lora_name`; the known ones are in
- *   the metadata. Orders by tokens answer it as well while no engine has registered at all.
+ * * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or outside the model's vocabulary, `tokens` and `chunk_keys` are
+ *   both set, or the tokens have more than 65,536 keys under one spec, or 131,072 under all specs of the model.
+ * * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests by tokens with more than 4,096 keys are waiting already.
+ * * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not select one.
+ * * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name` or `lora_name`; the metadata contains the
+ *   known ones. All RPCs but lookups also return it for tokens while no engine has registered.
  *
  * Errors of every RPC:
  * * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
@@ -1047,9 +1046,9 @@ export const LayoutChangeSchema: GenMessage<LayoutChange> = /*@__PURE__*/
  */
 export const CacheService: GenService<{
   /**
-   * Finds how much of a prompt is already held, and by whom.
+   * Finds the instances that hold the beginning of a prompt.
    *
-   * A miss is an answer, not an error: the response simply has no holders.
+   * A miss is not an error: the response has no holders. A request without tokens and keys is a health probe.
    *
    * Errors: those of the service.
    *
@@ -1061,13 +1060,13 @@ export const CacheService: GenService<{
     output: typeof LookupResponseSchema;
   },
   /**
-   * Looks up one prompt after the other over one call, for who asks often.
+   * Looks up many prompts over one call, for clients that look up often.
    *
-   * What a message costs is what a lookup costs, so whoever has several questions at a time puts them into one message.
-   * Answers come in the order of the questions, one for each; how they are spread over messages means nothing.
+   * A message costs as much as a lookup, so clients with several requests at a time send them in one message. There is one
+   * result per request, in order; how results are grouped into messages has no meaning.
    *
-   * Errors: none. A question that `Lookup` would refuse is answered with the error, and the stream goes on. Only a message
-   * of more than 1 MiB ends it, for gRPC takes none: whoever asks for others refuses such a question itself.
+   * Errors: none. A request that `Lookup` would refuse gets the error as its result, and the stream continues. A message
+   * of more than 1 MiB ends the stream: gRPC does not accept it, so clients must refuse such requests themselves.
    *
    * @generated from rpc lmkv.v1.CacheService.LookupStream
    */
@@ -1082,10 +1081,10 @@ export const CacheService: GenService<{
    * The destination fetches, verifies and commits; only then does the source drop its copy, unless `copy` is set.
    *
    * Errors, besides those of the service:
-   * * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): either end is not registered.
-   * * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the ends cannot share chunks.
-   * * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): an end has no such tier.
-   * * `FAILED_PRECONDITION` (`P2P_DISABLED`): an end does not transfer chunks to or from other nodes.
+   * * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): one of the instances is not registered.
+   * * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the destination does not serve the spec of the chunks.
+   * * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): an instance has no such tier.
+   * * `FAILED_PRECONDITION` (`P2P_DISABLED`): an instance does not transfer chunks to or from other nodes.
    * * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, or both positions are the same.
    * buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
    * buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
@@ -1098,14 +1097,14 @@ export const CacheService: GenService<{
     output: typeof OperationSchema;
   },
   /**
-   * Keeps chunks from eviction for a while.
+   * Protects chunks from eviction for a time.
    *
    * Errors, besides those of the service:
    * * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
    * * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): it has no such tier.
-   * * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, or the ttl is not positive.
-   * * `RESOURCE_EXHAUSTED` (`FULL`): the instance has as many pins as it may have.
-   * * `UNAVAILABLE` (`UNREACHABLE`): the instance did not answer in time; repeat the call with the same `request_id`.
+   * * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk or more than 32,768 chunks are named, or the ttl is not positive.
+   * * `RESOURCE_EXHAUSTED` (`FULL`): the instance has the maximum number of pins.
+   * * `UNAVAILABLE` (`UNREACHABLE`): the instance did not answer in time; retry with the same `request_id`.
    *
    * @generated from rpc lmkv.v1.CacheService.Pin
    */
@@ -1115,7 +1114,7 @@ export const CacheService: GenService<{
     output: typeof PinResponseSchema;
   },
   /**
-   * Ends a pin early. A pin that is already gone is no error.
+   * Ends a pin early. Idempotent.
    *
    * Errors:
    * * `UNAVAILABLE` (`UNREACHABLE`): the pin's instance did not answer in time.
@@ -1128,7 +1127,7 @@ export const CacheService: GenService<{
     output: typeof UnpinResponseSchema;
   },
   /**
-   * Lists the pins that are in force, ordered by id.
+   * Lists the active pins, ordered by id.
    *
    * Errors:
    * * `INVALID_ARGUMENT` (`BAD_PAGE_TOKEN`): `page_token` was not made by this call.
@@ -1141,7 +1140,7 @@ export const CacheService: GenService<{
     output: typeof ListPinsResponseSchema;
   },
   /**
-   * Makes instances forget chunks, as an operation. Pinned chunks stay.
+   * Drops chunks from instances, as an operation. Pinned chunks stay.
    *
    * Errors, besides those of the service:
    * * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
@@ -1157,12 +1156,12 @@ export const CacheService: GenService<{
     output: typeof OperationSchema;
   },
   /**
-   * Streams changes of the layout map: a snapshot, or everything after `start_revision`, then deltas and bookmarks.
+   * Streams changes of the layout map: a snapshot, or all changes after `start_revision`, then further changes and bookmarks.
    *
    * Errors:
    * * `OUT_OF_RANGE` (`REVISION_COMPACTED`): `start_revision` is too old; start from 0.
-   * * `RESOURCE_EXHAUSTED` (`FULL`): 64 watches of the tenant are open, or 16 of this client (its token, its certificate,
-   *   or without either its address).
+   * * `RESOURCE_EXHAUSTED` (`FULL`): 64 watches of the tenant are open, or 16 of this client, identified by its token, its
+   *   certificate or otherwise its address.
    * * `RESOURCE_EXHAUSTED` (`WATCHER_TOO_SLOW`): the watcher fell behind its bounded queue; start from 0.
    *
    * @generated from rpc lmkv.v1.CacheService.Watch

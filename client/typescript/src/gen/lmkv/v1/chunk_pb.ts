@@ -2,7 +2,7 @@
 // @generated from file lmkv/v1/chunk.proto (package lmkv.v1, syntax proto3)
 /* eslint-disable */
 
-// Nouns that several services share.
+// Messages that several services share.
 
 import type { GenEnum, GenFile, GenMessage } from "@bufbuild/protobuf/codegenv2";
 import { enumDesc, fileDesc, messageDesc } from "@bufbuild/protobuf/codegenv2";
@@ -17,27 +17,27 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file lmkv/v1/chunk.proto.
  */
 export const file_lmkv_v1_chunk: GenFile = /*@__PURE__*/
-  fileDesc("ChNsbWt2L3YxL2NodW5rLnByb3RvEgdsbWt2LnYxIsMCCgZLdlNwZWMSGQoLZmluZ2VycHJpbnQYASABKAxCBOJBAQISEgoKbW9kZWxfbmFtZRgCIAEoCRIQCghtb2RlbF9pZBgDIAEoCRIQCghrdl9kdHlwZRgEIAEoCRITCgtsYXllcl9jb3VudBgFIAEoBRIVCg1rdl9oZWFkX2NvdW50GAYgASgFEhEKCWhlYWRfc2l6ZRgHIAEoBRILCgNtbGEYCCABKAgSEgoKY2h1bmtfc2l6ZRgJIAEoBRIhCgZmb3JtYXQYCiABKA4yES5sbWt2LnYxLkt2Rm9ybWF0EhQKDHRpbGVfYmFja2VuZBgLIAEoCRIQCgh0aWxlX2lzYRgMIAEoCRISCgpibG9ja19zaXplGA0gASgFEhMKC2hhc2hfc2NoZW1lGA4gASgJEhIKCnZvY2FiX3NpemUYDyABKAUiWQoLU2VydmVkTW9kZWwSEgoEbmFtZRgBIAEoCUIE4kEBAhIZCgtmaW5nZXJwcmludBgCIAEoDEIE4kEBARIbCg1sb3JhX2lkZW50aXR5GAMgASgJQgTiQQEBIncKBkV4dGVudBIOCgZyZWdpb24YASABKAUSDgoGb2Zmc2V0GAIgASgDEhIKCnNpemVfYnl0ZXMYAyABKAMSEAoIY2hlY2tzdW0YBCABKAYSEgoKZ2VuZXJhdGlvbhgFIAEoAxITCgt0b2tlbl9jb3VudBgGIAEoBSJsCgVHcmFudBIQCghncmFudF9pZBgBIAEoCRIgCgdleHRlbnRzGAIgAygLMg8ubG1rdi52MS5FeHRlbnQSLwoLZXhwaXJlX3RpbWUYAyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIkgKCFBvc2l0aW9uEhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQECEiEKBHRpZXIYAiABKA4yDS5sbWt2LnYxLlRpZXJCBOJBAQEingEKDFBpbm5lZENodW5rcxIOCgZwaW5faWQYASABKAkSIwoIcG9zaXRpb24YAiABKAsyES5sbWt2LnYxLlBvc2l0aW9uEhMKC2NodW5rX2NvdW50GAMgASgFEhMKC3Rva2VuX2NvdW50GAQgASgFEi8KC2V4cGlyZV90aW1lGAUgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCJGCgxDaHVua0ZhaWx1cmUSEgoKY2h1bmtfa2V5cxgBIAEoDBIiCgZzdGF0dXMYAiABKAsyEi5nb29nbGUucnBjLlN0YXR1cypZCgRUaWVyEhQKEFRJRVJfVU5TUEVDSUZJRUQQABIMCghUSUVSX0dQVRABEg0KCVRJRVJfSE9TVBACEg0KCVRJRVJfRElTSxADEg8KC1RJRVJfUkVNT1RFEAQqXAoIS3ZGb3JtYXQSGQoVS1ZfRk9STUFUX1VOU1BFQ0lGSUVEEAASGQoVS1ZfRk9STUFUX1RPS0VOX01BSk9SEAESGgoWS1ZfRk9STUFUX05BVElWRV9USUxFUxACYgZwcm90bzM", [file_google_api_field_behavior, file_google_protobuf_timestamp, file_google_rpc_status]);
+  fileDesc("ChNsbWt2L3YxL2NodW5rLnByb3RvEgdsbWt2LnYxIsMCCgZLdlNwZWMSGQoLZmluZ2VycHJpbnQYASABKAxCBOJBAQISEgoKbW9kZWxfbmFtZRgCIAEoCRIQCghtb2RlbF9pZBgDIAEoCRIQCghrdl9kdHlwZRgEIAEoCRITCgtsYXllcl9jb3VudBgFIAEoBRIVCg1rdl9oZWFkX2NvdW50GAYgASgFEhEKCWhlYWRfc2l6ZRgHIAEoBRILCgNtbGEYCCABKAgSEgoKY2h1bmtfc2l6ZRgJIAEoBRIhCgZmb3JtYXQYCiABKA4yES5sbWt2LnYxLkt2Rm9ybWF0EhQKDHRpbGVfYmFja2VuZBgLIAEoCRIQCgh0aWxlX2lzYRgMIAEoCRISCgpibG9ja19zaXplGA0gASgFEhMKC2hhc2hfc2NoZW1lGA4gASgJEhIKCnZvY2FiX3NpemUYDyABKAUiWQoLU2VydmVkTW9kZWwSEgoEbmFtZRgBIAEoCUIE4kEBAhIZCgtmaW5nZXJwcmludBgCIAEoDEIE4kEBARIbCg1sb3JhX2lkZW50aXR5GAMgASgJQgTiQQEBIncKBkV4dGVudBIOCgZyZWdpb24YASABKAUSDgoGb2Zmc2V0GAIgASgDEhIKCnNpemVfYnl0ZXMYAyABKAMSEAoIY2hlY2tzdW0YBCABKAYSEgoKZ2VuZXJhdGlvbhgFIAEoAxITCgt0b2tlbl9jb3VudBgGIAEoBSJsCgVHcmFudBIQCghncmFudF9pZBgBIAEoCRIgCgdleHRlbnRzGAIgAygLMg8ubG1rdi52MS5FeHRlbnQSLwoLZXhwaXJlX3RpbWUYAyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIkgKCFBvc2l0aW9uEhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQECEiEKBHRpZXIYAiABKA4yDS5sbWt2LnYxLlRpZXJCBOJBAQEingEKDFBpbm5lZENodW5rcxIOCgZwaW5faWQYASABKAkSIwoIcG9zaXRpb24YAiABKAsyES5sbWt2LnYxLlBvc2l0aW9uEhMKC2NodW5rX2NvdW50GAMgASgFEhMKC3Rva2VuX2NvdW50GAQgASgFEi8KC2V4cGlyZV90aW1lGAUgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCJGCgxDaHVua0ZhaWx1cmUSEgoKY2h1bmtfa2V5cxgBIAEoDBIiCgZzdGF0dXMYAiABKAsyEi5nb29nbGUucnBjLlN0YXR1cypZCgRUaWVyEhQKEFRJRVJfVU5TUEVDSUZJRUQQABIMCghUSUVSX0dQVRABEg0KCVRJRVJfSE9TVBACEg0KCVRJRVJfRElTSxADEg8KC1RJRVJfUkVNT1RFEAQqXAoIS3ZGb3JtYXQSGQoVS1ZfRk9STUFUX1VOU1BFQ0lGSUVEEAASGQoVS1ZfRk9STUFUX1RPS0VOX01BSk9SEAESGgoWS1ZfRk9STUFUX05BVElWRV9USUxFUxACQhsKB2xta3YudjFQAVoObG1rdi92MTtsbWt2djFiBnByb3RvMw", [file_google_api_field_behavior, file_google_protobuf_timestamp, file_google_rpc_status]);
 
 /**
- * What must agree for the bytes of two engines to be interchangeable.
+ * The properties that must be equal for two engines to share chunks.
  *
- * A chunk is `[layer][kv head][...]`, contiguous, whatever the tensor-parallel size that wrote it. The fingerprint is
- * the SHA-256 of every field below it but `model_name` and `vocab_size`, truncated to 16 bytes; a receiver computes it
- * anew and refuses a spec that lies (`BAD_KV_SPEC`).
+ * A chunk is `[layer][kv head][...]`, contiguous, independent of the tensor-parallel size. The fingerprint is
+ * the SHA-256 of the fields below it except `model_name` and `vocab_size`, truncated to 16 bytes; a receiver computes it
+ * and refuses a spec with another value (`BAD_KV_SPEC`).
  *
  * @generated from message lmkv.v1.KvSpec
  */
 export type KvSpec = Message<"lmkv.v1.KvSpec"> & {
   /**
-   * Digest of the fields that decide: 16 bytes, the namespace of all chunk keys.
+   * Digest of the fields, 16 bytes: the namespace of all chunk keys.
    *
    * @generated from field: bytes fingerprint = 1;
    */
   fingerprint: Uint8Array;
 
   /**
-   * Name under which the engine serves the model. For people and for lookups by tokens; not part of the fingerprint.
+   * Served name of the model. For display and for lookups by tokens; not part of the fingerprint.
    *
    * @generated from field: string model_name = 2;
    */
@@ -72,14 +72,14 @@ export type KvSpec = Message<"lmkv.v1.KvSpec"> & {
   kvHeadCount: number;
 
   /**
-   * Elements per head and token; for MLA of the latent.
+   * Elements per head and token; for MLA, of the latent.
    *
    * @generated from field: int32 head_size = 7;
    */
   headSize: number;
 
   /**
-   * Whether the model keeps one latent instead of K and V.
+   * Whether the model stores one latent instead of K and V (MLA).
    *
    * @generated from field: bool mla = 8;
    */
@@ -93,42 +93,42 @@ export type KvSpec = Message<"lmkv.v1.KvSpec"> & {
   chunkSize: number;
 
   /**
-   * How a head's bytes are ordered.
+   * Order of a head's bytes.
    *
    * @generated from field: lmkv.v1.KvFormat format = 10;
    */
   format: KvFormat;
 
   /**
-   * With native tiles: the attention backend that packs them. Else empty.
+   * With native tiles: the attention backend that packs them. Otherwise empty.
    *
    * @generated from field: string tile_backend = 11;
    */
   tileBackend: string;
 
   /**
-   * With native tiles: the instruction set the backend packs for. Else empty.
+   * With native tiles: the instruction set the backend packs for. Otherwise empty.
    *
    * @generated from field: string tile_isa = 12;
    */
   tileIsa: string;
 
   /**
-   * With native tiles: tokens per KV-cache block. Else 0.
+   * With native tiles: tokens per KV-cache block. Otherwise 0.
    *
    * @generated from field: int32 block_size = 13;
    */
   blockSize: number;
 
   /**
-   * How chunk keys are made; this version knows `sha256-16`.
+   * Scheme of the chunk keys; this version supports `sha256-16`.
    *
    * @generated from field: string hash_scheme = 14;
    */
   hashScheme: string;
 
   /**
-   * Token ids are below this. For checking lookups by tokens; not part of the fingerprint.
+   * Upper limit of token ids, to validate lookups by tokens; not part of the fingerprint.
    *
    * @generated from field: int32 vocab_size = 15;
    */
@@ -143,27 +143,27 @@ export const KvSpecSchema: GenMessage<KvSpec> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_chunk, 0);
 
 /**
- * A name under which an engine serves what a spec describes: the model itself, or a LoRA adapter of it.
+ * A served name of a spec's model, or of a LoRA adapter of it.
  *
  * @generated from message lmkv.v1.ServedModel
  */
 export type ServedModel = Message<"lmkv.v1.ServedModel"> & {
   /**
-   * The name, as requests to the engine give it in their field `model`: 1 to 256 bytes, printable.
+   * The name in the `model` field of requests to the engine: 1 to 256 bytes, printable.
    *
    * @generated from field: string name = 1;
    */
   name: string;
 
   /**
-   * Fingerprint of the spec, 16 bytes. Empty in what an engine sends: its own spec.
+   * Fingerprint of the spec, 16 bytes. An engine leaves it empty: its own spec.
    *
    * @generated from field: bytes fingerprint = 2;
    */
   fingerprint: Uint8Array;
 
   /**
-   * What chunk keys contain for a LoRA adapter: `name@digest`, at most 512 bytes. Empty: the name is the model itself.
+   * Identity of a LoRA adapter in chunk keys: `name@digest`, at most 512 bytes. Empty for the model itself.
    *
    * @generated from field: string lora_identity = 3;
    */
@@ -178,13 +178,13 @@ export const ServedModelSchema: GenMessage<ServedModel> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_chunk, 1);
 
 /**
- * A run of bytes inside memory that its node has registered for transfer, and what it held when it was granted.
+ * A range of bytes in memory that a node registered for transfer, with its content at the time of the grant.
  *
  * @generated from message lmkv.v1.Extent
  */
 export type Extent = Message<"lmkv.v1.Extent"> & {
   /**
-   * Index of the region in the list that `Init` gave; to an engine 0 is the pool, and 1 its device buffer.
+   * Index of the region in the list of `Init`; for an engine, 0 is the pool and 1 its device buffer.
    *
    * @generated from field: int32 region = 1;
    */
@@ -212,14 +212,14 @@ export type Extent = Message<"lmkv.v1.Extent"> & {
   checksum: bigint;
 
   /**
-   * Rises each time the owner hands the memory out anew.
+   * Increases each time the owner allocates the memory again.
    *
    * @generated from field: int64 generation = 5;
    */
   generation: bigint;
 
   /**
-   * Tokens in the chunk: `chunk_size`, or fewer in a prompt's last chunk.
+   * Tokens in the chunk: `chunk_size`, or fewer for the last chunk of a prompt.
    *
    * @generated from field: int32 token_count = 6;
    */
@@ -234,7 +234,7 @@ export const ExtentSchema: GenMessage<Extent> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_chunk, 2);
 
 /**
- * Leave to read or to write some extents for a while. It ends by exactly one of Commit, Release or expiry.
+ * Temporary permission to read or write extents. It ends by exactly one of Commit, Release or expiry.
  *
  * @generated from message lmkv.v1.Grant
  */
@@ -254,7 +254,7 @@ export type Grant = Message<"lmkv.v1.Grant"> & {
   extents: Extent[];
 
   /**
-   * When the granting node takes the extents back.
+   * When the grant expires.
    *
    * @generated from field: google.protobuf.Timestamp expire_time = 3;
    */
@@ -269,7 +269,7 @@ export const GrantSchema: GenMessage<Grant> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_chunk, 3);
 
 /**
- * Where something is, or shall be: one tier of one instance.
+ * One tier of one instance.
  *
  * @generated from message lmkv.v1.Position
  */
@@ -297,27 +297,27 @@ export const PositionSchema: GenMessage<Position> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_chunk, 4);
 
 /**
- * Chunks that one instance keeps from eviction.
+ * A pin: chunks that one instance protects from eviction.
  *
  * @generated from message lmkv.v1.PinnedChunks
  */
 export type PinnedChunks = Message<"lmkv.v1.PinnedChunks"> & {
   /**
-   * Name to unpin by.
+   * Id of the pin.
    *
    * @generated from field: string pin_id = 1;
    */
   pinId: string;
 
   /**
-   * Where the chunks are.
+   * Position of the chunks.
    *
    * @generated from field: lmkv.v1.Position position = 2;
    */
   position?: Position;
 
   /**
-   * Chunks kept.
+   * Pinned chunks.
    *
    * @generated from field: int32 chunk_count = 3;
    */
@@ -331,7 +331,7 @@ export type PinnedChunks = Message<"lmkv.v1.PinnedChunks"> & {
   tokenCount: number;
 
   /**
-   * When the pin ends by itself.
+   * When the pin expires.
    *
    * @generated from field: google.protobuf.Timestamp expire_time = 5;
    */
@@ -346,20 +346,20 @@ export const PinnedChunksSchema: GenMessage<PinnedChunks> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_chunk, 5);
 
 /**
- * Why some chunks were left as they were.
+ * An error, and the chunks that it concerns.
  *
  * @generated from message lmkv.v1.ChunkFailure
  */
 export type ChunkFailure = Message<"lmkv.v1.ChunkFailure"> & {
   /**
-   * Their keys, 16 bytes each.
+   * Keys of the chunks, 16 bytes each.
    *
    * @generated from field: bytes chunk_keys = 1;
    */
   chunkKeys: Uint8Array;
 
   /**
-   * What went wrong.
+   * The error.
    *
    * @generated from field: google.rpc.Status status = 2;
    */
@@ -376,13 +376,13 @@ export const ChunkFailureSchema: GenMessage<ChunkFailure> = /*@__PURE__*/
 /**
  * A memory tier that can hold a chunk, fastest first.
  *
- * New tiers may be added; a client must treat a tier it does not know as slower than every tier it does.
+ * New tiers may be added; clients must treat an unknown tier as slower than every known one.
  *
  * @generated from enum lmkv.v1.Tier
  */
 export enum Tier {
   /**
-   * Not set. As a filter it means every tier; as a place it is never sent.
+   * Not set. As a filter it means all tiers; in a position it means host memory.
    *
    * @generated from enum value: TIER_UNSPECIFIED = 0;
    */
@@ -396,14 +396,14 @@ export enum Tier {
   GPU = 1,
 
   /**
-   * The node's shared host memory; `LocalCPUBackend` in LMCache's words.
+   * The node's shared host memory; LMCache's `LocalCPUBackend`.
    *
    * @generated from enum value: TIER_HOST = 2;
    */
   HOST = 2,
 
   /**
-   * A local block device of the node; `LocalDiskBackend` in LMCache's words.
+   * A local block device of the node; LMCache's `LocalDiskBackend`.
    *
    * @generated from enum value: TIER_DISK = 3;
    */
@@ -424,13 +424,13 @@ export const TierSchema: GenEnum<Tier> = /*@__PURE__*/
   enumDesc(file_lmkv_v1_chunk, 0);
 
 /**
- * How the bytes of one KV head of one layer are ordered inside a chunk.
+ * Order of the bytes of one KV head of one layer inside a chunk.
  *
  * @generated from enum lmkv.v1.KvFormat
  */
 export enum KvFormat {
   /**
-   * Not set. Never sent by a correct peer.
+   * Not set. Invalid.
    *
    * @generated from enum value: KV_FORMAT_UNSPECIFIED = 0;
    */

@@ -21,23 +21,23 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file lmkv/v1/registry_service.proto.
  */
 export const file_lmkv_v1_registry_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch5sbWt2L3YxL3JlZ2lzdHJ5X3NlcnZpY2UucHJvdG8SB2xta3YudjEiygMKCEluc3RhbmNlEhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQECEhMKBWVwb2NoGAIgASgDQgTiQQECEhoKDHBlZXJfYWRkcmVzcxgDIAEoCUIE4kEBARIeCgVzcGVjcxgEIAMoCzIPLmxta3YudjEuS3ZTcGVjEg8KB3ZlcnNpb24YBSABKAkSIQoFdGllcnMYBiADKAsyEi5sbWt2LnYxLlRpZXJVc2FnZRIUCgxlbmdpbmVfY291bnQYByABKAUSLgoJY29uZmxpY3RzGAggAygLMhUubG1rdi52MS5TcGVjQ29uZmxpY3RCBOJBAQMSFAoGc3luY2VkGAkgASgIQgTiQQEDEjcKDXJlZ2lzdGVyX3RpbWUYCiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wQgTiQQEDEjUKC2V4cGlyZV90aW1lGAsgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcEIE4kEBAxIlCgVzdGF0cxgMIAEoCzIWLmxta3YudjEuSW5zdGFuY2VTdGF0cxIrCg1zZXJ2ZWRfbW9kZWxzGA0gAygLMhQubG1rdi52MS5TZXJ2ZWRNb2RlbCKNAQoNSW5zdGFuY2VTdGF0cxIUCgxhc2tlZF9jaHVua3MYASABKAMSEgoKb3duX2NodW5rcxgCIAEoAxITCgtwZWVyX2NodW5rcxgDIAEoAxIWCg5ldmljdGVkX2NodW5rcxgEIAEoAxIlCgd0cmFmZmljGAUgAygLMhQubG1rdi52MS5QZWVyVHJhZmZpYyJSCgtQZWVyVHJhZmZpYxITCgtpbnN0YW5jZV9pZBgBIAEoCRITCgtjaHVua19jb3VudBgCIAEoAxIZChF0cmFuc2ZlcnJlZF9ieXRlcxgDIAEoAyJpCglUaWVyVXNhZ2USGwoEdGllchgBIAEoDjINLmxta3YudjEuVGllchIWCg5jYXBhY2l0eV9ieXRlcxgCIAEoAxISCgp1c2VkX2J5dGVzGAMgASgDEhMKC2NodW5rX2NvdW50GAQgASgDIm4KDFNwZWNDb25mbGljdBITCgtpbnN0YW5jZV9pZBgBIAEoCRISCgptb2RlbF9uYW1lGAIgASgJEg0KBWZpZWxkGAMgASgJEhEKCW93bl92YWx1ZRgEIAEoCRITCgtvdGhlcl92YWx1ZRgFIAEoCSJSCg9SZWdpc3RlclJlcXVlc3QSKQoIaW5zdGFuY2UYASABKAsyES5sbWt2LnYxLkluc3RhbmNlQgTiQQECEhQKBnNlY3JldBgCIAEoDEIE4kEBASJ8ChBSZWdpc3RlclJlc3BvbnNlEiMKCGluc3RhbmNlGAEgASgLMhEubG1rdi52MS5JbnN0YW5jZRIsCglsZWFzZV90dGwYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SFQoNbGF5b3V0X21hcF9pZBgDIAEoCSKUBAoNUmVwb3J0UmVxdWVzdBIZCgtpbnN0YW5jZV9pZBgBIAEoCUIE4kEBAhITCgVlcG9jaBgCIAEoA0IE4kEBAhIWCghzZXF1ZW5jZRgDIAEoA0IE4kEBAhIWCghzbmFwc2hvdBgEIAEoCEIE4kEBARIaCgxzbmFwc2hvdF9lbmQYBSABKAhCBOJBAQESKwoHY2hhbmdlcxgGIAMoCzIULmxta3YudjEuQ2h1bmtDaGFuZ2VCBOJBAQESLQoIb3V0Y29tZXMYByADKAsyFS5sbWt2LnYxLk9yZGVyT3V0Y29tZUIE4kEBARIqCgdkaWdlc3RzGAggAygLMhMubG1rdi52MS5UaWVyRGlnZXN0QgTiQQEBEicKBXRpZXJzGAkgAygLMhIubG1rdi52MS5UaWVyVXNhZ2VCBOJBAQESGgoMZW5naW5lX2NvdW50GAogASgFQgTiQQEBEiQKBHBpbnMYCyABKAsyEC5sbWt2LnYxLlBpbkxpc3RCBOJBAQESKwoFc3RhdHMYDCABKAsyFi5sbWt2LnYxLkluc3RhbmNlU3RhdHNCBOJBAQESLwoHcmVjb3JkcxgNIAMoCzIYLmxta3YudjEuT3BlcmF0aW9uUmVjb3JkQgTiQQEBEiAKEnJlcG9ydGVkX2Vsc2V3aGVyZRgOIAEoCEIE4kEBARIUCgZzZWNyZXQYDyABKAxCBOJBAQEigwIKD09wZXJhdGlvblJlY29yZBIwCglvcGVyYXRpb24YASABKAsyHS5nb29nbGUubG9uZ3J1bm5pbmcuT3BlcmF0aW9uEiQKBG1vdmUYAiABKAsyFC5sbWt2LnYxLk1vdmVSZXF1ZXN0SAASJgoFY2xlYXIYAyABKAsyFS5sbWt2LnYxLkNsZWFyUmVxdWVzdEgAEg8KB2F0dGVtcHQYBCABKAUSEQoJY2FuY2VsbGVkGAUgASgIEi8KC2V4cGlyZV90aW1lGAYgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIQCghvcnBoYW5lZBgHIAEoCEIJCgdyZXF1ZXN0Ii4KB1Bpbkxpc3QSIwoEcGlucxgBIAMoCzIVLmxta3YudjEuUGlubmVkQ2h1bmtzIvMBCgtDaHVua0NoYW5nZRIbCgR0aWVyGAEgASgOMg0ubG1rdi52MS5UaWVyEhMKC2ZpbmdlcnByaW50GAIgASgMEhUKDWFkbWl0dGVkX2tleXMYAyABKAwSSgoUcGFydGlhbF90b2tlbl9jb3VudHMYBCADKAsyLC5sbWt2LnYxLkNodW5rQ2hhbmdlLlBhcnRpYWxUb2tlbkNvdW50c0VudHJ5EhQKDGV2aWN0ZWRfa2V5cxgFIAEoDBo5ChdQYXJ0aWFsVG9rZW5Db3VudHNFbnRyeRILCgNrZXkYASABKAUSDQoFdmFsdWUYAiABKAU6AjgBIk8KClRpZXJEaWdlc3QSGwoEdGllchgBIAEoDjINLmxta3YudjEuVGllchITCgtjaHVua19jb3VudBgCIAEoAxIPCgdrZXlfc3VtGAMgASgGIs4BCgxPcmRlck91dGNvbWUSEAoIb3JkZXJfaWQYASABKAkSIgoGc3RhdHVzGAIgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXMSEwoLY2h1bmtfY291bnQYAyABKAUSEwoLdG9rZW5fY291bnQYBCABKAMSGQoRdHJhbnNmZXJyZWRfYnl0ZXMYBSABKAMSJwoIZmFpbHVyZXMYBiADKAsyFS5sbWt2LnYxLkNodW5rRmFpbHVyZRIaChJwaW5uZWRfY2h1bmtfY291bnQYByABKAUiWgoOUmVwb3J0UmVzcG9uc2USFgoOYWNrZWRfc2VxdWVuY2UYASABKAMSEAoIcmV2aXNpb24YAiABKAMSHgoGb3JkZXJzGAMgAygLMg4ubG1rdi52MS5PcmRlciL0AgoFT3JkZXISEAoIb3JkZXJfaWQYASABKAkSLwoLZXhwaXJlX3RpbWUYAiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEiQKBWZldGNoGAMgASgLMhMubG1rdi52MS5GZXRjaE9yZGVySAASIgoEZHJvcBgEIAEoCzISLmxta3YudjEuRHJvcE9yZGVySAASIAoDcGluGAUgASgLMhEubG1rdi52MS5QaW5PcmRlckgAEiQKBXVucGluGAYgASgLMhMubG1rdi52MS5VbnBpbk9yZGVySAASJgoGY2FuY2VsGAcgASgLMhQubG1rdi52MS5DYW5jZWxPcmRlckgAEiYKBnJlY29yZBgJIAEoCzIULmxta3YudjEuUmVjb3JkT3JkZXJIABITCgt0cmFjZXBhcmVudBgIIAEoCRIWCg5vcGVyYXRpb25fbmFtZRgKIAEoCRIPCgdhdHRlbXB0GAsgASgFQggKBmFjdGlvbiKMAQoKRmV0Y2hPcmRlchITCgtpbnN0YW5jZV9pZBgBIAEoCRIUCgxwZWVyX2FkZHJlc3MYAiABKAkSEwoLZmluZ2VycHJpbnQYAyABKAwSEgoKY2h1bmtfa2V5cxgEIAEoDBIbCgR0aWVyGAUgASgOMg0ubG1rdi52MS5UaWVyEg0KBWVwb2NoGAYgASgDIm8KCURyb3BPcmRlchIbCgR0aWVyGAEgASgOMg0ubG1rdi52MS5UaWVyEhIKCmNodW5rX2tleXMYAiABKAwSEwoLZmluZ2VycHJpbnQYAyABKAwSCwoDYWxsGAUgASgIEg8KB2RyeV9ydW4YBCABKAgicwoIUGluT3JkZXISDgoGcGluX2lkGAEgASgJEhsKBHRpZXIYAiABKA4yDS5sbWt2LnYxLlRpZXISEgoKY2h1bmtfa2V5cxgDIAEoDBImCgN0dGwYBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iHAoKVW5waW5PcmRlchIOCgZwaW5faWQYASABKAkiNwoLQ2FuY2VsT3JkZXISEAoIb3JkZXJfaWQYASABKAkSFgoOb3BlcmF0aW9uX25hbWUYAiABKAkiNwoLUmVjb3JkT3JkZXISKAoGcmVjb3JkGAEgASgLMhgubG1rdi52MS5PcGVyYXRpb25SZWNvcmQiWQoRRGVyZWdpc3RlclJlcXVlc3QSGQoLaW5zdGFuY2VfaWQYASABKAlCBOJBAQISEwoFZXBvY2gYAiABKANCBOJBAQISFAoGc2VjcmV0GAMgASgMQgTiQQEBIhQKEkRlcmVnaXN0ZXJSZXNwb25zZSIyChVMb2NhdGVJbnN0YW5jZVJlcXVlc3QSGQoLaW5zdGFuY2VfaWQYASABKAlCBOJBAQIiPQoWTG9jYXRlSW5zdGFuY2VSZXNwb25zZRINCgVlcG9jaBgBIAEoAxIUCgxwZWVyX2FkZHJlc3MYAiABKAkiSQoUTGlzdEluc3RhbmNlc1JlcXVlc3QSFwoJcGFnZV9zaXplGAEgASgFQgTiQQEBEhgKCnBhZ2VfdG9rZW4YAiABKAlCBOJBAQEiVgoVTGlzdEluc3RhbmNlc1Jlc3BvbnNlEiQKCWluc3RhbmNlcxgBIAMoCzIRLmxta3YudjEuSW5zdGFuY2USFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJMvsCCg9SZWdpc3RyeVNlcnZpY2USPwoIUmVnaXN0ZXISGC5sbWt2LnYxLlJlZ2lzdGVyUmVxdWVzdBoZLmxta3YudjEuUmVnaXN0ZXJSZXNwb25zZRI9CgZSZXBvcnQSFi5sbWt2LnYxLlJlcG9ydFJlcXVlc3QaFy5sbWt2LnYxLlJlcG9ydFJlc3BvbnNlKAEwARJFCgpEZXJlZ2lzdGVyEhoubG1rdi52MS5EZXJlZ2lzdGVyUmVxdWVzdBobLmxta3YudjEuRGVyZWdpc3RlclJlc3BvbnNlEk4KDUxpc3RJbnN0YW5jZXMSHS5sbWt2LnYxLkxpc3RJbnN0YW5jZXNSZXF1ZXN0Gh4ubG1rdi52MS5MaXN0SW5zdGFuY2VzUmVzcG9uc2USUQoOTG9jYXRlSW5zdGFuY2USHi5sbWt2LnYxLkxvY2F0ZUluc3RhbmNlUmVxdWVzdBofLmxta3YudjEuTG9jYXRlSW5zdGFuY2VSZXNwb25zZWIGcHJvdG8z", [file_google_api_field_behavior, file_google_longrunning_operations, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status, file_lmkv_v1_cache_service, file_lmkv_v1_chunk]);
+  fileDesc("Ch5sbWt2L3YxL3JlZ2lzdHJ5X3NlcnZpY2UucHJvdG8SB2xta3YudjEiygMKCEluc3RhbmNlEhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQECEhMKBWVwb2NoGAIgASgDQgTiQQECEhoKDHBlZXJfYWRkcmVzcxgDIAEoCUIE4kEBARIeCgVzcGVjcxgEIAMoCzIPLmxta3YudjEuS3ZTcGVjEg8KB3ZlcnNpb24YBSABKAkSIQoFdGllcnMYBiADKAsyEi5sbWt2LnYxLlRpZXJVc2FnZRIUCgxlbmdpbmVfY291bnQYByABKAUSLgoJY29uZmxpY3RzGAggAygLMhUubG1rdi52MS5TcGVjQ29uZmxpY3RCBOJBAQMSFAoGc3luY2VkGAkgASgIQgTiQQEDEjcKDXJlZ2lzdGVyX3RpbWUYCiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wQgTiQQEDEjUKC2V4cGlyZV90aW1lGAsgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcEIE4kEBAxIlCgVzdGF0cxgMIAEoCzIWLmxta3YudjEuSW5zdGFuY2VTdGF0cxIrCg1zZXJ2ZWRfbW9kZWxzGA0gAygLMhQubG1rdi52MS5TZXJ2ZWRNb2RlbCKNAQoNSW5zdGFuY2VTdGF0cxIUCgxhc2tlZF9jaHVua3MYASABKAMSEgoKb3duX2NodW5rcxgCIAEoAxITCgtwZWVyX2NodW5rcxgDIAEoAxIWCg5ldmljdGVkX2NodW5rcxgEIAEoAxIlCgd0cmFmZmljGAUgAygLMhQubG1rdi52MS5QZWVyVHJhZmZpYyJSCgtQZWVyVHJhZmZpYxITCgtpbnN0YW5jZV9pZBgBIAEoCRITCgtjaHVua19jb3VudBgCIAEoAxIZChF0cmFuc2ZlcnJlZF9ieXRlcxgDIAEoAyJpCglUaWVyVXNhZ2USGwoEdGllchgBIAEoDjINLmxta3YudjEuVGllchIWCg5jYXBhY2l0eV9ieXRlcxgCIAEoAxISCgp1c2VkX2J5dGVzGAMgASgDEhMKC2NodW5rX2NvdW50GAQgASgDIm4KDFNwZWNDb25mbGljdBITCgtpbnN0YW5jZV9pZBgBIAEoCRISCgptb2RlbF9uYW1lGAIgASgJEg0KBWZpZWxkGAMgASgJEhEKCW93bl92YWx1ZRgEIAEoCRITCgtvdGhlcl92YWx1ZRgFIAEoCSJSCg9SZWdpc3RlclJlcXVlc3QSKQoIaW5zdGFuY2UYASABKAsyES5sbWt2LnYxLkluc3RhbmNlQgTiQQECEhQKBnNlY3JldBgCIAEoDEIE4kEBASJ8ChBSZWdpc3RlclJlc3BvbnNlEiMKCGluc3RhbmNlGAEgASgLMhEubG1rdi52MS5JbnN0YW5jZRIsCglsZWFzZV90dGwYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SFQoNbGF5b3V0X21hcF9pZBgDIAEoCSKUBAoNUmVwb3J0UmVxdWVzdBIZCgtpbnN0YW5jZV9pZBgBIAEoCUIE4kEBAhITCgVlcG9jaBgCIAEoA0IE4kEBAhIWCghzZXF1ZW5jZRgDIAEoA0IE4kEBAhIWCghzbmFwc2hvdBgEIAEoCEIE4kEBARIaCgxzbmFwc2hvdF9lbmQYBSABKAhCBOJBAQESKwoHY2hhbmdlcxgGIAMoCzIULmxta3YudjEuQ2h1bmtDaGFuZ2VCBOJBAQESLQoIb3V0Y29tZXMYByADKAsyFS5sbWt2LnYxLk9yZGVyT3V0Y29tZUIE4kEBARIqCgdkaWdlc3RzGAggAygLMhMubG1rdi52MS5UaWVyRGlnZXN0QgTiQQEBEicKBXRpZXJzGAkgAygLMhIubG1rdi52MS5UaWVyVXNhZ2VCBOJBAQESGgoMZW5naW5lX2NvdW50GAogASgFQgTiQQEBEiQKBHBpbnMYCyABKAsyEC5sbWt2LnYxLlBpbkxpc3RCBOJBAQESKwoFc3RhdHMYDCABKAsyFi5sbWt2LnYxLkluc3RhbmNlU3RhdHNCBOJBAQESLwoHcmVjb3JkcxgNIAMoCzIYLmxta3YudjEuT3BlcmF0aW9uUmVjb3JkQgTiQQEBEiAKEnJlcG9ydGVkX2Vsc2V3aGVyZRgOIAEoCEIE4kEBARIUCgZzZWNyZXQYDyABKAxCBOJBAQEigwIKD09wZXJhdGlvblJlY29yZBIwCglvcGVyYXRpb24YASABKAsyHS5nb29nbGUubG9uZ3J1bm5pbmcuT3BlcmF0aW9uEiQKBG1vdmUYAiABKAsyFC5sbWt2LnYxLk1vdmVSZXF1ZXN0SAASJgoFY2xlYXIYAyABKAsyFS5sbWt2LnYxLkNsZWFyUmVxdWVzdEgAEg8KB2F0dGVtcHQYBCABKAUSEQoJY2FuY2VsbGVkGAUgASgIEi8KC2V4cGlyZV90aW1lGAYgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIQCghvcnBoYW5lZBgHIAEoCEIJCgdyZXF1ZXN0Ii4KB1Bpbkxpc3QSIwoEcGlucxgBIAMoCzIVLmxta3YudjEuUGlubmVkQ2h1bmtzIvMBCgtDaHVua0NoYW5nZRIbCgR0aWVyGAEgASgOMg0ubG1rdi52MS5UaWVyEhMKC2ZpbmdlcnByaW50GAIgASgMEhUKDWFkbWl0dGVkX2tleXMYAyABKAwSSgoUcGFydGlhbF90b2tlbl9jb3VudHMYBCADKAsyLC5sbWt2LnYxLkNodW5rQ2hhbmdlLlBhcnRpYWxUb2tlbkNvdW50c0VudHJ5EhQKDGV2aWN0ZWRfa2V5cxgFIAEoDBo5ChdQYXJ0aWFsVG9rZW5Db3VudHNFbnRyeRILCgNrZXkYASABKAUSDQoFdmFsdWUYAiABKAU6AjgBIk8KClRpZXJEaWdlc3QSGwoEdGllchgBIAEoDjINLmxta3YudjEuVGllchITCgtjaHVua19jb3VudBgCIAEoAxIPCgdrZXlfc3VtGAMgASgGIs4BCgxPcmRlck91dGNvbWUSEAoIb3JkZXJfaWQYASABKAkSIgoGc3RhdHVzGAIgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXMSEwoLY2h1bmtfY291bnQYAyABKAUSEwoLdG9rZW5fY291bnQYBCABKAMSGQoRdHJhbnNmZXJyZWRfYnl0ZXMYBSABKAMSJwoIZmFpbHVyZXMYBiADKAsyFS5sbWt2LnYxLkNodW5rRmFpbHVyZRIaChJwaW5uZWRfY2h1bmtfY291bnQYByABKAUiWgoOUmVwb3J0UmVzcG9uc2USFgoOYWNrZWRfc2VxdWVuY2UYASABKAMSEAoIcmV2aXNpb24YAiABKAMSHgoGb3JkZXJzGAMgAygLMg4ubG1rdi52MS5PcmRlciL0AgoFT3JkZXISEAoIb3JkZXJfaWQYASABKAkSLwoLZXhwaXJlX3RpbWUYAiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEiQKBWZldGNoGAMgASgLMhMubG1rdi52MS5GZXRjaE9yZGVySAASIgoEZHJvcBgEIAEoCzISLmxta3YudjEuRHJvcE9yZGVySAASIAoDcGluGAUgASgLMhEubG1rdi52MS5QaW5PcmRlckgAEiQKBXVucGluGAYgASgLMhMubG1rdi52MS5VbnBpbk9yZGVySAASJgoGY2FuY2VsGAcgASgLMhQubG1rdi52MS5DYW5jZWxPcmRlckgAEiYKBnJlY29yZBgJIAEoCzIULmxta3YudjEuUmVjb3JkT3JkZXJIABITCgt0cmFjZXBhcmVudBgIIAEoCRIWCg5vcGVyYXRpb25fbmFtZRgKIAEoCRIPCgdhdHRlbXB0GAsgASgFQggKBmFjdGlvbiKMAQoKRmV0Y2hPcmRlchITCgtpbnN0YW5jZV9pZBgBIAEoCRIUCgxwZWVyX2FkZHJlc3MYAiABKAkSEwoLZmluZ2VycHJpbnQYAyABKAwSEgoKY2h1bmtfa2V5cxgEIAEoDBIbCgR0aWVyGAUgASgOMg0ubG1rdi52MS5UaWVyEg0KBWVwb2NoGAYgASgDIm8KCURyb3BPcmRlchIbCgR0aWVyGAEgASgOMg0ubG1rdi52MS5UaWVyEhIKCmNodW5rX2tleXMYAiABKAwSEwoLZmluZ2VycHJpbnQYAyABKAwSCwoDYWxsGAUgASgIEg8KB2RyeV9ydW4YBCABKAgicwoIUGluT3JkZXISDgoGcGluX2lkGAEgASgJEhsKBHRpZXIYAiABKA4yDS5sbWt2LnYxLlRpZXISEgoKY2h1bmtfa2V5cxgDIAEoDBImCgN0dGwYBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iHAoKVW5waW5PcmRlchIOCgZwaW5faWQYASABKAkiNwoLQ2FuY2VsT3JkZXISEAoIb3JkZXJfaWQYASABKAkSFgoOb3BlcmF0aW9uX25hbWUYAiABKAkiNwoLUmVjb3JkT3JkZXISKAoGcmVjb3JkGAEgASgLMhgubG1rdi52MS5PcGVyYXRpb25SZWNvcmQiWQoRRGVyZWdpc3RlclJlcXVlc3QSGQoLaW5zdGFuY2VfaWQYASABKAlCBOJBAQISEwoFZXBvY2gYAiABKANCBOJBAQISFAoGc2VjcmV0GAMgASgMQgTiQQEBIhQKEkRlcmVnaXN0ZXJSZXNwb25zZSIyChVMb2NhdGVJbnN0YW5jZVJlcXVlc3QSGQoLaW5zdGFuY2VfaWQYASABKAlCBOJBAQIiPQoWTG9jYXRlSW5zdGFuY2VSZXNwb25zZRINCgVlcG9jaBgBIAEoAxIUCgxwZWVyX2FkZHJlc3MYAiABKAkiSQoUTGlzdEluc3RhbmNlc1JlcXVlc3QSFwoJcGFnZV9zaXplGAEgASgFQgTiQQEBEhgKCnBhZ2VfdG9rZW4YAiABKAlCBOJBAQEiVgoVTGlzdEluc3RhbmNlc1Jlc3BvbnNlEiQKCWluc3RhbmNlcxgBIAMoCzIRLmxta3YudjEuSW5zdGFuY2USFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJMvsCCg9SZWdpc3RyeVNlcnZpY2USPwoIUmVnaXN0ZXISGC5sbWt2LnYxLlJlZ2lzdGVyUmVxdWVzdBoZLmxta3YudjEuUmVnaXN0ZXJSZXNwb25zZRI9CgZSZXBvcnQSFi5sbWt2LnYxLlJlcG9ydFJlcXVlc3QaFy5sbWt2LnYxLlJlcG9ydFJlc3BvbnNlKAEwARJFCgpEZXJlZ2lzdGVyEhoubG1rdi52MS5EZXJlZ2lzdGVyUmVxdWVzdBobLmxta3YudjEuRGVyZWdpc3RlclJlc3BvbnNlEk4KDUxpc3RJbnN0YW5jZXMSHS5sbWt2LnYxLkxpc3RJbnN0YW5jZXNSZXF1ZXN0Gh4ubG1rdi52MS5MaXN0SW5zdGFuY2VzUmVzcG9uc2USUQoOTG9jYXRlSW5zdGFuY2USHi5sbWt2LnYxLkxvY2F0ZUluc3RhbmNlUmVxdWVzdBofLmxta3YudjEuTG9jYXRlSW5zdGFuY2VSZXNwb25zZUIbCgdsbWt2LnYxUAFaDmxta3YvdjE7bG1rdnYxYgZwcm90bzM", [file_google_api_field_behavior, file_google_longrunning_operations, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status, file_lmkv_v1_cache_service, file_lmkv_v1_chunk]);
 
 /**
- * A node as the fleet knows it.
+ * A registered node.
  *
  * @generated from message lmkv.v1.Instance
  */
 export type Instance = Message<"lmkv.v1.Instance"> & {
   /**
-   * Chosen by its operator, unique in the fleet.
+   * Set by the operator; unique in the fleet.
    *
    * @generated from field: string instance_id = 1;
    */
   instanceId: string;
 
   /**
-   * Rises with each start of the node: its start time in nanoseconds since 1970.
+   * Increases with each start of the node: its start time in nanoseconds since 1970.
    *
    * @generated from field: int64 epoch = 2;
    */
@@ -51,43 +51,43 @@ export type Instance = Message<"lmkv.v1.Instance"> & {
   peerAddress: string;
 
   /**
-   * What its engines' chunks are compatible with, one per kind of engine that has attached; at most 64, each text of at
-   * most 512 bytes. Lookups by tokens compute keys under those specs that an instance holds chunks of.
+   * Specs of its engines' chunks, one per kind of engine that has attached; at most 64, each string of at most 512
+   * bytes. Lookups by tokens compute keys under the specs that an instance holds chunks of.
    *
    * @generated from field: repeated lmkv.v1.KvSpec specs = 4;
    */
   specs: KvSpec[];
 
   /**
-   * Version of lmkv that it runs.
+   * Its version of lmkv.
    *
    * @generated from field: string version = 5;
    */
   version: string;
 
   /**
-   * Tiers it has, and how full they are.
+   * Its tiers and their usage.
    *
    * @generated from field: repeated lmkv.v1.TierUsage tiers = 6;
    */
   tiers: TierUsage[];
 
   /**
-   * Engines attached now.
+   * Number of attached engines.
    *
    * @generated from field: int32 engine_count = 7;
    */
   engineCount: number;
 
   /**
-   * Instances of the same model whose chunks it cannot share, and why.
+   * Instances of the same model whose chunks it cannot share, and the reason.
    *
    * @generated from field: repeated lmkv.v1.SpecConflict conflicts = 8;
    */
   conflicts: SpecConflict[];
 
   /**
-   * Whether its opening snapshot is in.
+   * Whether its snapshot is complete.
    *
    * @generated from field: bool synced = 9;
    */
@@ -101,22 +101,22 @@ export type Instance = Message<"lmkv.v1.Instance"> & {
   registerTime?: Timestamp;
 
   /**
-   * When its lease ends unless it reports.
+   * When its lease expires without further reports.
    *
    * @generated from field: google.protobuf.Timestamp expire_time = 11;
    */
   expireTime?: Timestamp;
 
   /**
-   * What it has done since it started.
+   * Its counters.
    *
    * @generated from field: lmkv.v1.InstanceStats stats = 12;
    */
   stats?: InstanceStats;
 
   /**
-   * Names under which its engines serve, besides the `model_name` of each spec: further names of the model, and LoRA
-   * adapters. At most 256.
+   * Names that its engines serve besides the `model_name` of each spec: further names of the model, and LoRA adapters.
+   * At most 256.
    *
    * @generated from field: repeated lmkv.v1.ServedModel served_models = 13;
    */
@@ -131,7 +131,7 @@ export const InstanceSchema: GenMessage<Instance> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_registry_service, 0);
 
 /**
- * What an instance has done since it started: counts that only rise.
+ * Counters of an instance since it started.
  *
  * @generated from message lmkv.v1.InstanceStats
  */
@@ -215,7 +215,7 @@ export const PeerTrafficSchema: GenMessage<PeerTraffic> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_registry_service, 2);
 
 /**
- * How full one tier of one instance is.
+ * Usage of one tier of one instance.
  *
  * @generated from message lmkv.v1.TierUsage
  */
@@ -228,21 +228,21 @@ export type TierUsage = Message<"lmkv.v1.TierUsage"> & {
   tier: Tier;
 
   /**
-   * Bytes it may hold.
+   * Capacity in bytes.
    *
    * @generated from field: int64 capacity_bytes = 2;
    */
   capacityBytes: bigint;
 
   /**
-   * Bytes that chunks and grants take.
+   * Bytes used by chunks and grants.
    *
    * @generated from field: int64 used_bytes = 3;
    */
   usedBytes: bigint;
 
   /**
-   * Chunks it holds.
+   * Number of chunks.
    *
    * @generated from field: int64 chunk_count = 4;
    */
@@ -257,7 +257,7 @@ export const TierUsageSchema: GenMessage<TierUsage> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_registry_service, 3);
 
 /**
- * Why two instances of the same model share nothing.
+ * Why two instances of the same model cannot share chunks.
  *
  * @generated from message lmkv.v1.SpecConflict
  */
@@ -270,7 +270,7 @@ export type SpecConflict = Message<"lmkv.v1.SpecConflict"> & {
   instanceId: string;
 
   /**
-   * The model both serve.
+   * The model that both serve.
    *
    * @generated from field: string model_name = 2;
    */
@@ -312,15 +312,15 @@ export const SpecConflictSchema: GenMessage<SpecConflict> = /*@__PURE__*/
  */
 export type RegisterRequest = Message<"lmkv.v1.RegisterRequest"> & {
   /**
-   * The node that joins.
+   * The node that registers.
    *
    * @generated from field: lmkv.v1.Instance instance = 1;
    */
   instance?: Instance;
 
   /**
-   * Proves that later calls come from the same node: 16 to 64 random bytes that it keeps across restarts. No call returns
-   * it. Empty: the id is not protected.
+   * Proves that later calls come from the same node: 16 to 64 random bytes that it stores across restarts. No call
+   * returns it. Empty: the id is not protected.
    *
    * @generated from field: bytes secret = 2;
    */
@@ -341,22 +341,22 @@ export const RegisterRequestSchema: GenMessage<RegisterRequest> = /*@__PURE__*/
  */
 export type RegisterResponse = Message<"lmkv.v1.RegisterResponse"> & {
   /**
-   * The instance as the coordinator sees it, conflicts filled in.
+   * The registered instance, with `conflicts`.
    *
    * @generated from field: lmkv.v1.Instance instance = 1;
    */
   instance?: Instance;
 
   /**
-   * How long the registration lives without a report.
+   * Lifetime of the registration without a report.
    *
    * @generated from field: google.protobuf.Duration lease_ttl = 2;
    */
   leaseTtl?: Duration;
 
   /**
-   * Which layout map the coordinator keeps together with others; empty if it keeps its own. Chunks are told to one of
-   * those that share a map: see `ReportRequest.reported_elsewhere`.
+   * Id of the layout map that the coordinator shares with others; empty if it shares none. An instance reports its
+   * chunks to one of the coordinators that share a map: see `ReportRequest.reported_elsewhere`.
    *
    * @generated from field: string layout_map_id = 3;
    */
@@ -391,28 +391,28 @@ export type ReportRequest = Message<"lmkv.v1.ReportRequest"> & {
   epoch: bigint;
 
   /**
-   * 1 in a stream's first report, one more in each later one.
+   * 1 in a stream's first report, then increasing by 1.
    *
    * @generated from field: int64 sequence = 3;
    */
   sequence: bigint;
 
   /**
-   * Whether this report is part of the opening snapshot.
+   * Whether this report is part of the snapshot.
    *
    * @generated from field: bool snapshot = 4;
    */
   snapshot: boolean;
 
   /**
-   * Whether this report ends the opening snapshot.
+   * Whether this report ends the snapshot.
    *
    * @generated from field: bool snapshot_end = 5;
    */
   snapshotEnd: boolean;
 
   /**
-   * What is now held that was not, and what no longer is; in order.
+   * Chunks that were admitted or evicted, in order.
    *
    * @generated from field: repeated lmkv.v1.ChunkChange changes = 6;
    */
@@ -426,57 +426,57 @@ export type ReportRequest = Message<"lmkv.v1.ReportRequest"> & {
   outcomes: OrderOutcome[];
 
   /**
-   * Digests of what is held, sent now and then so that silent drift is found.
+   * Digests of the held chunks, sent from time to time to detect differences.
    *
    * @generated from field: repeated lmkv.v1.TierDigest digests = 8;
    */
   digests: TierDigest[];
 
   /**
-   * How full the tiers are.
+   * Usage of the tiers.
    *
    * @generated from field: repeated lmkv.v1.TierUsage tiers = 9;
    */
   tiers: TierUsage[];
 
   /**
-   * Engines attached now.
+   * Number of attached engines.
    *
    * @generated from field: int32 engine_count = 10;
    */
   engineCount: number;
 
   /**
-   * The pins in force; unset: the same as before in this stream.
+   * The active pins; unset: unchanged in this stream.
    *
    * @generated from field: lmkv.v1.PinList pins = 11;
    */
   pins?: PinList;
 
   /**
-   * What the instance has done; unset: as it last said.
+   * Counters of the instance; unset: unchanged.
    *
    * @generated from field: lmkv.v1.InstanceStats stats = 12;
    */
   stats?: InstanceStats;
 
   /**
-   * Records of operations that it keeps: after the opening snapshot every one, then those that have changed.
+   * Records of operations that it stores: all of them after the snapshot, then those that changed.
    *
    * @generated from field: repeated lmkv.v1.OperationRecord records = 13;
    */
   records: OperationRecord[];
 
   /**
-   * In a stream's first report, without a snapshot: the chunks are told to another coordinator of the same layout map,
-   * and this stream carries all else.
+   * In a stream's first report, without a snapshot: the instance reports its chunks to another coordinator with the same
+   * layout map, and everything else over this stream.
    *
    * @generated from field: bool reported_elsewhere = 14;
    */
   reportedElsewhere: boolean;
 
   /**
-   * In a stream's first report: the secret that the instance registered with.
+   * In a stream's first report: the secret of the registration.
    *
    * @generated from field: bytes secret = 15;
    */
@@ -491,25 +491,25 @@ export const ReportRequestSchema: GenMessage<ReportRequest> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_registry_service, 7);
 
 /**
- * An operation as nodes keep it, so that it outlives the coordinator that booked it and is known at each.
+ * An operation as nodes store it, so that it outlives the coordinator that runs it and every coordinator knows it.
  *
- * Of two records of one operation, that of the higher attempt counts; of the same attempt, the one that is over.
+ * Of two records of one operation, the one with the higher attempt wins; with equal attempts, the one that has ended.
  *
- * A coordinator keeps at most 16 MiB of records that one instance reports, and 64 MiB of operations of a tenant: those
- * that ended give way, the oldest first, and others are not kept.
+ * A coordinator stores at most 16 MiB of records per instance, and 64 MiB of operations per tenant. It evicts ended
+ * operations, the oldest first, and refuses others.
  *
  * @generated from message lmkv.v1.OperationRecord
  */
 export type OperationRecord = Message<"lmkv.v1.OperationRecord"> & {
   /**
-   * What it is, and how it ended if it has.
+   * The operation, with its result if it has ended.
    *
    * @generated from field: google.longrunning.Operation operation = 1;
    */
   operation?: Operation;
 
   /**
-   * What was asked for; unset if that is too long to be kept beside the result.
+   * The request; unset if it is too large for the record.
    *
    * @generated from oneof lmkv.v1.OperationRecord.request
    */
@@ -532,28 +532,28 @@ export type OperationRecord = Message<"lmkv.v1.OperationRecord"> & {
   } | { case: undefined; value?: undefined };
 
   /**
-   * 1 at the coordinator that booked it, one more at each that took it over.
+   * 1 at the coordinator that started it; increased by 1 by each one that takes it over.
    *
    * @generated from field: int32 attempt = 4;
    */
   attempt: number;
 
   /**
-   * Whether somebody wants it to stop; once that is so it stays so.
+   * Whether it was cancelled. Never reset.
    *
    * @generated from field: bool cancelled = 5;
    */
   cancelled: boolean;
 
   /**
-   * When it ends at the latest; once it is over, when it is forgotten.
+   * Deadline of the operation; once it has ended, expiry of the record.
    *
    * @generated from field: google.protobuf.Timestamp expire_time = 6;
    */
   expireTime?: Timestamp;
 
   /**
-   * Set by the node, and told to one coordinator: nobody sees the operation through, so that one shall.
+   * Set by the node towards one coordinator: no coordinator runs the operation, so this one takes it over.
    *
    * @generated from field: bool orphaned = 7;
    */
@@ -568,13 +568,13 @@ export const OperationRecordSchema: GenMessage<OperationRecord> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_registry_service, 8);
 
 /**
- * All pins in force on one instance.
+ * All active pins of one instance.
  *
  * @generated from message lmkv.v1.PinList
  */
 export type PinList = Message<"lmkv.v1.PinList"> & {
   /**
-   * At most 1000.
+   * At most 1,000.
    *
    * @generated from field: repeated lmkv.v1.PinnedChunks pins = 1;
    */
@@ -602,14 +602,14 @@ export type ChunkChange = Message<"lmkv.v1.ChunkChange"> & {
   tier: Tier;
 
   /**
-   * Fingerprint of the spec.
+   * Fingerprint of the spec; may be empty.
    *
    * @generated from field: bytes fingerprint = 2;
    */
   fingerprint: Uint8Array;
 
   /**
-   * Keys now held, 16 bytes each.
+   * Admitted keys, 16 bytes each.
    *
    * @generated from field: bytes admitted_keys = 3;
    */
@@ -623,7 +623,7 @@ export type ChunkChange = Message<"lmkv.v1.ChunkChange"> & {
   partialTokenCounts: { [key: number]: number };
 
   /**
-   * Keys no longer held, 16 bytes each; applied after the admitted ones.
+   * Evicted keys, 16 bytes each; applied after the admitted ones.
    *
    * @generated from field: bytes evicted_keys = 5;
    */
@@ -638,7 +638,7 @@ export const ChunkChangeSchema: GenMessage<ChunkChange> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_registry_service, 10);
 
 /**
- * An order-independent digest of the keys that one tier holds.
+ * Order-independent digest of the keys in one tier.
  *
  * @generated from message lmkv.v1.TierDigest
  */
@@ -673,7 +673,7 @@ export const TierDigestSchema: GenMessage<TierDigest> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_registry_service, 11);
 
 /**
- * How one order ended on the instance.
+ * Outcome of one order.
  *
  * @generated from message lmkv.v1.OrderOutcome
  */
@@ -686,14 +686,14 @@ export type OrderOutcome = Message<"lmkv.v1.OrderOutcome"> & {
   orderId: string;
 
   /**
-   * `OK`, or what went wrong.
+   * `OK`, or the error.
    *
    * @generated from field: google.rpc.Status status = 2;
    */
   status?: Status;
 
   /**
-   * Chunks that the order was carried out for.
+   * Chunks for which the order succeeded.
    *
    * @generated from field: int32 chunk_count = 3;
    */
@@ -714,14 +714,14 @@ export type OrderOutcome = Message<"lmkv.v1.OrderOutcome"> & {
   transferredBytes: bigint;
 
   /**
-   * Chunks it was not carried out for, and why.
+   * Chunks for which it failed, and why.
    *
    * @generated from field: repeated lmkv.v1.ChunkFailure failures = 6;
    */
   failures: ChunkFailure[];
 
   /**
-   * Chunks that an order to drop has left since pins keep them, whether it named them or not.
+   * Pinned chunks that a `DropOrder` selected and did not drop.
    *
    * @generated from field: int32 pinned_chunk_count = 7;
    */
@@ -736,13 +736,13 @@ export const OrderOutcomeSchema: GenMessage<OrderOutcome> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_registry_service, 12);
 
 /**
- * Response for `RegistryService.Report`: acknowledges, and carries orders.
+ * Response for `RegistryService.Report`: acknowledgement and orders.
  *
  * @generated from message lmkv.v1.ReportResponse
  */
 export type ReportResponse = Message<"lmkv.v1.ReportResponse"> & {
   /**
-   * Every report up to this sequence has been applied.
+   * Every report up to this sequence has been applied; 0 if it is not an acknowledgement.
    *
    * @generated from field: int64 acked_sequence = 1;
    */
@@ -756,7 +756,7 @@ export type ReportResponse = Message<"lmkv.v1.ReportResponse"> & {
   revision: bigint;
 
   /**
-   * What the instance shall do; repeats of an order are to be ignored.
+   * Orders for the instance, which ignores repeated ones.
    *
    * @generated from field: repeated lmkv.v1.Order orders = 3;
    */
@@ -771,13 +771,13 @@ export const ReportResponseSchema: GenMessage<ReportResponse> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_registry_service, 13);
 
 /**
- * Something the coordinator wants an instance to do.
+ * An order of the coordinator to an instance.
  *
  * @generated from message lmkv.v1.Order
  */
 export type Order = Message<"lmkv.v1.Order"> & {
   /**
-   * Id to quote in `ReportRequest.outcomes`.
+   * Repeated in `OrderOutcome.order_id`.
    *
    * @generated from field: string order_id = 1;
    */
@@ -791,7 +791,7 @@ export type Order = Message<"lmkv.v1.Order"> & {
   expireTime?: Timestamp;
 
   /**
-   * What to do.
+   * The action.
    *
    * @generated from oneof lmkv.v1.Order.action
    */
@@ -805,7 +805,7 @@ export type Order = Message<"lmkv.v1.Order"> & {
     case: "fetch";
   } | {
     /**
-     * Forget chunks.
+     * Drop chunks.
      *
      * @generated from field: lmkv.v1.DropOrder drop = 4;
      */
@@ -813,7 +813,7 @@ export type Order = Message<"lmkv.v1.Order"> & {
     case: "drop";
   } | {
     /**
-     * Keep chunks for a while.
+     * Pin chunks.
      *
      * @generated from field: lmkv.v1.PinOrder pin = 5;
      */
@@ -821,7 +821,7 @@ export type Order = Message<"lmkv.v1.Order"> & {
     case: "pin";
   } | {
     /**
-     * Stop keeping chunks.
+     * Unpin chunks.
      *
      * @generated from field: lmkv.v1.UnpinOrder unpin = 6;
      */
@@ -829,7 +829,7 @@ export type Order = Message<"lmkv.v1.Order"> & {
     case: "unpin";
   } | {
     /**
-     * Stop working on an earlier order.
+     * Cancel an earlier order, or an operation.
      *
      * @generated from field: lmkv.v1.CancelOrder cancel = 7;
      */
@@ -837,7 +837,7 @@ export type Order = Message<"lmkv.v1.Order"> & {
     case: "cancel";
   } | {
     /**
-     * Keep the record of an operation.
+     * Store the record of an operation.
      *
      * @generated from field: lmkv.v1.RecordOrder record = 9;
      */
@@ -846,21 +846,21 @@ export type Order = Message<"lmkv.v1.Order"> & {
   } | { case: undefined; value?: undefined };
 
   /**
-   * W3C `traceparent` of the coordinator's span for this order; empty if it does not trace.
+   * W3C `traceparent` of the coordinator's span for this order; empty without tracing.
    *
    * @generated from field: string traceparent = 8;
    */
   traceparent: string;
 
   /**
-   * The operation that the order is for; empty if for none.
+   * The operation that the order belongs to; empty for none.
    *
    * @generated from field: string operation_name = 10;
    */
   operationName: string;
 
   /**
-   * Which attempt at it: an order is refused once the instance keeps the record of a later one.
+   * Attempt of the operation: an instance that stores the record of a later attempt refuses the order.
    *
    * @generated from field: int32 attempt = 11;
    */
@@ -931,41 +931,41 @@ export const FetchOrderSchema: GenMessage<FetchOrder> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_registry_service, 15);
 
 /**
- * Order to forget chunks. Pinned chunks stay, and are failures if their keys were given.
+ * Order to drop chunks. Pinned chunks stay, and count as failures if their keys are given.
  *
  * @generated from message lmkv.v1.DropOrder
  */
 export type DropOrder = Message<"lmkv.v1.DropOrder"> & {
   /**
-   * The tier; unset means every one.
+   * The tier; unset means all.
    *
    * @generated from field: lmkv.v1.Tier tier = 1;
    */
   tier: Tier;
 
   /**
-   * Keys of the chunks; empty means all that the other fields select.
+   * Keys of the chunks; empty means all chunks that the other fields select.
    *
    * @generated from field: bytes chunk_keys = 2;
    */
   chunkKeys: Uint8Array;
 
   /**
-   * Only chunks of this spec; empty means every one.
+   * Only chunks of this spec; empty means all.
    *
    * @generated from field: bytes fingerprint = 3;
    */
   fingerprint: Uint8Array;
 
   /**
-   * Forgets everything in the tier; needed when neither keys nor a fingerprint select.
+   * Drops all chunks of the tier; required if neither `chunk_keys` nor `fingerprint` is set.
    *
    * @generated from field: bool all = 5;
    */
   all: boolean;
 
   /**
-   * Only count what would be forgotten.
+   * Only counts the chunks that would be dropped.
    *
    * @generated from field: bool dry_run = 4;
    */
@@ -980,13 +980,13 @@ export const DropOrderSchema: GenMessage<DropOrder> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_registry_service, 16);
 
 /**
- * Order to keep chunks from eviction; those that are not held, from the first gap on, are not kept.
+ * Order to pin chunks: the contiguous prefix of `chunk_keys` that the instance holds.
  *
  * @generated from message lmkv.v1.PinOrder
  */
 export type PinOrder = Message<"lmkv.v1.PinOrder"> & {
   /**
-   * Name of the pin.
+   * Id of the pin.
    *
    * @generated from field: string pin_id = 1;
    */
@@ -1007,7 +1007,7 @@ export type PinOrder = Message<"lmkv.v1.PinOrder"> & {
   chunkKeys: Uint8Array;
 
   /**
-   * How long.
+   * Lifetime of the pin.
    *
    * @generated from field: google.protobuf.Duration ttl = 4;
    */
@@ -1022,13 +1022,13 @@ export const PinOrderSchema: GenMessage<PinOrder> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_registry_service, 17);
 
 /**
- * Order to stop keeping chunks.
+ * Order to unpin chunks.
  *
  * @generated from message lmkv.v1.UnpinOrder
  */
 export type UnpinOrder = Message<"lmkv.v1.UnpinOrder"> & {
   /**
-   * Name of the pin.
+   * Id of the pin.
    *
    * @generated from field: string pin_id = 1;
    */
@@ -1043,21 +1043,21 @@ export const UnpinOrderSchema: GenMessage<UnpinOrder> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_registry_service, 18);
 
 /**
- * Order to stop working on an earlier order, whose outcome says how far it came; or to tell whoever sees an operation
- * through that it shall stop.
+ * Order to cancel an earlier order, whose outcome then contains what was done; or to report an operation as cancelled to
+ * the coordinator that runs it.
  *
  * @generated from message lmkv.v1.CancelOrder
  */
 export type CancelOrder = Message<"lmkv.v1.CancelOrder"> & {
   /**
-   * The order to stop.
+   * The order to cancel.
    *
    * @generated from field: string order_id = 1;
    */
   orderId: string;
 
   /**
-   * The operation whose record is to be told as cancelled.
+   * The operation whose record is to be marked as cancelled.
    *
    * @generated from field: string operation_name = 2;
    */
@@ -1072,9 +1072,9 @@ export const CancelOrderSchema: GenMessage<CancelOrder> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_registry_service, 19);
 
 /**
- * Order to keep the record of an operation, unless a newer one is kept, and to tell it to every coordinator.
+ * Order to store the record of an operation, unless a newer one is stored, and to report it to every coordinator.
  *
- * Who gives it sees the operation through until its reports end.
+ * The coordinator that sends it runs the operation as long as the instance reports to it.
  *
  * @generated from message lmkv.v1.RecordOrder
  */
@@ -1115,7 +1115,7 @@ export type DeregisterRequest = Message<"lmkv.v1.DeregisterRequest"> & {
   epoch: bigint;
 
   /**
-   * The secret that it registered with.
+   * The secret of the registration.
    *
    * @generated from field: bytes secret = 3;
    */
@@ -1172,14 +1172,14 @@ export const LocateInstanceRequestSchema: GenMessage<LocateInstanceRequest> = /*
  */
 export type LocateInstanceResponse = Message<"lmkv.v1.LocateInstanceResponse"> & {
   /**
-   * The epoch that it is registered in.
+   * Its registered epoch.
    *
    * @generated from field: int64 epoch = 1;
    */
   epoch: bigint;
 
   /**
-   * `host:port` where it serves `PeerService`.
+   * `host:port` of its `PeerService`; empty if it has none.
    *
    * @generated from field: string peer_address = 2;
    */
@@ -1200,7 +1200,7 @@ export const LocateInstanceResponseSchema: GenMessage<LocateInstanceResponse> = 
  */
 export type ListInstancesRequest = Message<"lmkv.v1.ListInstancesRequest"> & {
   /**
-   * At most this many; 0 means 100, values above 1000 mean 1000.
+   * Entries per page; 0 means 100, values above 1,000 mean 1,000.
    *
    * @generated from field: int32 page_size = 1;
    */
@@ -1250,7 +1250,7 @@ export const ListInstancesResponseSchema: GenMessage<ListInstancesResponse> = /*
   messageDesc(file_lmkv_v1_registry_service, 26);
 
 /**
- * Who is in the fleet and what they hold. Served by the coordinator; called by nodes.
+ * Registration of instances, and reports of what they hold. Served by the coordinator; called by nodes.
  *
  * Errors of every RPC:
  * * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
@@ -1260,22 +1260,22 @@ export const ListInstancesResponseSchema: GenMessage<ListInstancesResponse> = /*
  */
 export const RegistryService: GenService<{
   /**
-   * Joins the fleet, or rejoins it after a restart of either side. Repeating it is safe.
+   * Registers an instance, also after a restart of either side. Idempotent.
    *
-   * An id belongs to the node that registered it, until that node deregisters or its lease ends: only calls with the same
-   * `secret` register it again, report for it or deregister it. A newer epoch with the same secret replaces an older one
-   * at once. Instances that register without a secret are told apart by their address alone.
+   * An id belongs to the node that registered it, until that node deregisters or its lease expires: only calls with the
+   * same `secret` can register it again, report for it or deregister it. A newer epoch with the same secret replaces an
+   * older one at once. Instances that register without a secret are distinguished by their address only.
    *
    * Errors:
    * * `INVALID_ARGUMENT` (`BAD_INSTANCE`): the id is empty, the peer address does not parse, or a field is too large; the
    *   message names it.
-   * * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): a spec's fingerprint is not the digest of its fields; a served model is of no
-   *   spec of the instance, its name is empty or too long, or there are too many.
-   * * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): another node holds this id; the metadata says where. Its lease ends
-   *   `lease_ttl` after its last report.
-   * * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
+   * * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): a spec's fingerprint is not the digest of its fields; a served model refers
+   *   to no spec of the instance, has an empty or too long name, or there are too many.
+   * * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): another node holds this id; the metadata contains its address. Its lease
+   *   expires `lease_ttl` after its last report.
+   * * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer epoch of this id is registered.
    * * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once, or a model would have more than 64 specs and
-   *   adapters; come back after `retry_seconds`.
+   *   adapters; retry after the delay in `RetryInfo`.
    *
    * @generated from rpc lmkv.v1.RegistryService.Register
    */
@@ -1285,23 +1285,24 @@ export const RegistryService: GenService<{
     output: typeof RegisterResponseSchema;
   },
   /**
-   * Tells what changed on one instance and renews its lease; carries orders back.
+   * Reports changes on one instance and renews its lease; the responses carry orders.
    *
-   * The first reports of a stream are a snapshot, which replaces atomically what was known; then come changes, in
-   * sequence. A stream that says `reported_elsewhere` has neither. A report without content is a heartbeat. The lease ends
-   * `lease_ttl` after the last report. Each is acknowledged at once; one of nothing but changes with the next response.
+   * The first reports of a stream are a snapshot, which replaces the known chunks atomically; changes follow, in
+   * sequence. A stream with `reported_elsewhere` has neither. A report without content is a heartbeat. The lease expires
+   * `lease_ttl` after the last report. A report is acknowledged at once, or with the next response if it contains changes
+   * only.
    *
    * Errors:
    * * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered; register and open a new stream.
-   * * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): the secret is not the one that the instance registered with.
-   * * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
-   * * `FAILED_PRECONDITION` (`RESYNC_REQUIRED`): a report was lost; open a new stream with a snapshot.
+   * * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): the secret differs from the one of the registration.
+   * * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer epoch of this id is registered.
+   * * `FAILED_PRECONDITION` (`RESYNC_REQUIRED`): a report was lost, a digest differs, or the layout map changed;
+   *   register again and open a new stream with a snapshot.
    * * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes.
-   * * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is another instance's, names a tier or an index that is none, or has
-   *   more of something than an instance has: 4,096 changes, 16,384 outcomes, 1,000 records or pins, 16 tiers or digests,
-   *   64 KiB of statistics.
-   * * `RESOURCE_EXHAUSTED` (`FULL`): the map has chunks of as many specs as it can, or what the instances of this tenant
-   *   say of themselves takes too many bytes; come back when some are gone.
+   * * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is of another instance, has an invalid tier or index, or exceeds a
+   *   limit: 4,096 changes, 16,384 outcomes, 1,000 records or pins, 16 tiers or digests, 64 KiB of statistics.
+   * * `RESOURCE_EXHAUSTED` (`FULL`): the map has chunks of too many specs, or the registrations, statistics and pins of this
+   *   tenant's instances are too large; retry after the delay in `RetryInfo`.
    *
    * @generated from rpc lmkv.v1.RegistryService.Report
    */
@@ -1311,12 +1312,12 @@ export const RegistryService: GenService<{
     output: typeof ReportResponseSchema;
   },
   /**
-   * Leaves the fleet: everything the instance held is forgotten at once. Repeating it is safe.
+   * Removes an instance and all its chunks from the layout map.
    *
    * Errors:
    * * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
-   * * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): the secret is not the one that the instance registered with.
-   * * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer process took this id.
+   * * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): the secret differs from the one of the registration.
+   * * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer epoch of this id is registered.
    *
    * @generated from rpc lmkv.v1.RegistryService.Deregister
    */
@@ -1326,7 +1327,7 @@ export const RegistryService: GenService<{
     output: typeof DeregisterResponseSchema;
   },
   /**
-   * Lists the instances that are registered now, ordered by id.
+   * Lists the registered instances, ordered by id.
    *
    * Errors:
    * * `INVALID_ARGUMENT` (`BAD_PAGE_TOKEN`): `page_token` was not made by this call.
@@ -1339,8 +1340,8 @@ export const RegistryService: GenService<{
     output: typeof ListInstancesResponseSchema;
   },
   /**
-   * Finds where one instance serves its peers. Nodes ask this before they hand a prompt to an instance, or read one from
-   * it: no request names an address.
+   * Returns the peer address of an instance. Nodes call it before a handoff to or from that instance, because requests
+   * contain instance ids, not addresses.
    *
    * Errors:
    * * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
