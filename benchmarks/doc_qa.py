@@ -20,7 +20,7 @@ from benchmarks.support.engines import Prompts
 from benchmarks.support.rows import Row, compare
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.completion import Completion
-from lmkv_client.demo.engine import Engine
+from lmkv_client.demo.engine import EngineProcess
 
 QUESTION_TOKENS = 16
 OUTPUT_SHARE = 100
@@ -90,7 +90,7 @@ def measure(run: Run) -> None:
         first, second = cluster.engines.values()
         warm_up(cluster, first, second, prompts.make(2 * engines.CHUNK_SIZE))
 
-        def ask(name: str, engine: Engine, what: Sequence[Sequence[int]]) -> Round:
+        def ask(name: str, engine: EngineProcess, what: Sequence[Sequence[int]]) -> Round:
             round_ = ask_all(engine, what, output_tokens, args.in_flight)
             run.say(f"{name}, {engine.name}: {round_.ttft_seconds:.3f} s mean TTFT, {round_.seconds:.1f} s in all")
             return round_
@@ -108,7 +108,7 @@ def measure(run: Run) -> None:
         engines.check_identical(run, f"{what}, both engines", other.identical_to(one), len(one.completions))
 
 
-def warm_up(cluster: Cluster, first: Engine, second: Engine, prompt: Sequence[int]) -> None:
+def warm_up(cluster: Cluster, first: EngineProcess, second: EngineProcess, prompt: Sequence[int]) -> None:
     """Has both engines answer once, and meet."""
     assert cluster.coordinator is not None
     first.complete(prompt, 2)
@@ -116,7 +116,7 @@ def warm_up(cluster: Cluster, first: Engine, second: Engine, prompt: Sequence[in
     second.complete(prompt, 2)
 
 
-def ask_all(engine: Engine, prompts: Sequence[Sequence[int]], output_tokens: int, in_flight: int) -> Round:
+def ask_all(engine: EngineProcess, prompts: Sequence[Sequence[int]], output_tokens: int, in_flight: int) -> Round:
     """One round, so many requests at a time."""
     started = time.perf_counter()
     with ThreadPoolExecutor(in_flight) as clients:

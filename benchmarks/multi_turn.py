@@ -22,7 +22,7 @@ from benchmarks.systems import chats
 from benchmarks.systems.chats import ALONE, Plan
 from lmkv.errors import LmkvError
 from lmkv_client.demo.completion import Completion
-from lmkv_client.demo.engine import Engine
+from lmkv_client.demo.engine import EngineProcess
 
 ANSWER_TOKENS = 24
 MESSAGE_TOKENS = 200
@@ -121,8 +121,8 @@ def measure(run: Run) -> None:
 
 
 def start(
-    run: Run, stack: ExitStack, systems: Mapping[str, Callable[[], AbstractContextManager[Engine]]]
-) -> dict[str, Engine]:
+    run: Run, stack: ExitStack, systems: Mapping[str, Callable[[], AbstractContextManager[EngineProcess]]]
+) -> dict[str, EngineProcess]:
     """The engines of all systems that come up, started at once; the engine alone and lmkv's must."""
     if run.quick and "lmcache" in systems:  # four engines do not start and talk in three minutes
         run.note("LMCache was not measured: --quick leaves it out")
@@ -144,7 +144,7 @@ def start(
     return ready
 
 
-def talk(run: Run, systems: Mapping[str, Engine], workload: Workload) -> dict[str, list[Turn]]:
+def talk(run: Run, systems: Mapping[str, EngineProcess], workload: Workload) -> dict[str, list[Turn]]:
     """All chats, turn by turn, with every system: each prompt is all that was said before, and a message.
 
     One request is under way at a time, and the systems take turns, in changing order: what else the machine does then

@@ -138,7 +138,7 @@ def ask_all(systems: Mapping[str, System], prompt: Sequence[int], token_count: i
 def step_seconds(system: System, prompt: Sequence[int], answer: Answer) -> float:
     """TTFT at the decode engine of prompt and first token, when it has the whole prompt in its pages."""
     seconds = []
-    with thawed([system.decode.process] if system.is_frozen else []):
+    with thawed([system.decode] if system.is_frozen else []):
         for _ in range(STEP_ROUNDS):
             again = system.decode.complete([*prompt, answer.token_ids[0]], 1)
             engines.check_hit("from the decode's prefix cache", again, len(prompt))

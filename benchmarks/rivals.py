@@ -124,7 +124,7 @@ def ask(pair: Pair, prompt: Sequence[int]) -> dict[str, float]:
     pair.first.reset_prefix_cache()
     own = pair.first.complete(prompt, OUTPUT_TOKENS)
     engines.check_hit("from the own pool", own, held - 1)
-    if not cold.token_ids == own.token_ids == peer.token_ids and "float32" in pair.first.process.command:
+    if not cold.token_ids == own.token_ids == peer.token_ids and "float32" in pair.first.command:
         raise LmkvError("the completions of one prompt differ")
     return {"cold": cold.ttft_seconds, "own": own.ttft_seconds, "peer": peer.ttft_seconds}
 

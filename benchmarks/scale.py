@@ -22,8 +22,8 @@ from lmkv import rpc
 from lmkv.errors import LmkvError
 from lmkv.keys import KEY_BYTES
 from lmkv.v1.cache_service_pb2 import LookupRequest
-from lmkv_client import Coordinator as Client
-from lmkv_client.demo.cluster import Coordinator
+from lmkv_client import CoordinatorProcess as Client
+from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_client.demo.process import ServerProcess
 
 NODE_COUNTS = (250, 500, 1000)
@@ -52,12 +52,12 @@ def measure(run: Run) -> None:
     run.report.settings.update(chunks_of_a_node=CHUNK_COUNT, node_processes=PROCESS_COUNT, lease_ttl=LEASE_SECONDS)
     for count in counts:
         run.say(f"{count} nodes of {CHUNK_COUNT:,} chunks each")
-        with Coordinator(run.logs / str(count), arguments=["--lease-ttl", str(LEASE_SECONDS)]) as coordinator:
+        with CoordinatorProcess(run.logs / str(count), arguments=["--lease-ttl", str(LEASE_SECONDS)]) as coordinator:
             uvloop.run(_measure_fleet(run, coordinator, count))
 
 
-async def _measure_fleet(run: Run, coordinator: Coordinator, count: int) -> None:
-    pid = coordinator.process.pid
+async def _measure_fleet(run: Run, coordinator: CoordinatorProcess, count: int) -> None:
+    pid = coordinator.pid
     empty_bytes = resident_bytes(pid)
     async with Client(coordinator.address) as client:
         with nodes([coordinator.address], count, run.logs / str(count)):
@@ -76,9 +76,9 @@ async def _measure_fleet(run: Run, coordinator: Coordinator, count: int) -> None
             run.add(Row(name=f"scale_whole_s_{count}", value=time.perf_counter() - started, unit="s"))
 
 
-async def _measure_steady(run: Run, coordinator: Coordinator, count: int) -> None:
+async def _measure_steady(run: Run, coordinator: CoordinatorProcess, count: int) -> None:
     """While all nodes beat, store and evict: the coordinator's processor time, then lookups beside that."""
-    pid = coordinator.process.pid
+    pid = coordinator.pid
     before = machine.cpu_seconds([pid])
     await asyncio.sleep(STEADY_SECONDS)
     share = (machine.cpu_seconds([pid]) - before) / STEADY_SECONDS

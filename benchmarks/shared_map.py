@@ -24,8 +24,8 @@ from benchmarks.support.rows import Row, compare
 from lmkv import rpc
 from lmkv.errors import LmkvError
 from lmkv.v1.cache_service_pb2 import LookupRequest
-from lmkv_client import Coordinator as Client
-from lmkv_client.demo.cluster import Coordinator
+from lmkv_client import CoordinatorProcess as Client
+from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_client.demo.process import free_port
 
 COORDINATOR_COUNT = 2
@@ -65,7 +65,7 @@ def measure(run: Run) -> None:
             store = stack.enter_context(redis_server()) if shares else None
             environment = {"LMKV_LEASE_TTL": str(LEASE_SECONDS), "LMKV_LAYOUT_MAP_URL": store.url if store else ""}
             coordinators = [
-                stack.enter_context(Coordinator(run.logs / name / str(index), environment=environment))
+                stack.enter_context(CoordinatorProcess(run.logs / name / str(index), environment=environment))
                 for index in range(COORDINATOR_COUNT)
             ]
             figures[name] = uvloop.run(_measure_fleet(coordinators, store, count, run.logs / name))
@@ -101,7 +101,9 @@ def redis_server() -> Iterator[Store]:
         process.communicate()
 
 
-async def _measure_fleet(coordinators: Sequence[Coordinator], store: Store | None, count: int, logs: Path) -> Figures:
+async def _measure_fleet(
+    coordinators: Sequence[CoordinatorProcess], store: Store | None, count: int, logs: Path
+) -> Figures:
     addresses = [coordinator.address for coordinator in coordinators]
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(Client(address)) for address in addresses]
@@ -109,10 +111,10 @@ async def _measure_fleet(coordinators: Sequence[Coordinator], store: Store | Non
             started = time.perf_counter()
             await asyncio.gather(*(whole(client, count) for client in clients))
             joined = time.perf_counter() - started
-            used = [machine.cpu_seconds([coordinator.process.pid for coordinator in coordinators])]
+            used = [machine.cpu_seconds([coordinator.pid for coordinator in coordinators])]
             stored = [machine.cpu_seconds([store.pid]) if store else 0.0]
             await asyncio.sleep(STEADY_SECONDS)
-            used.append(machine.cpu_seconds([coordinator.process.pid for coordinator in coordinators]))
+            used.append(machine.cpu_seconds([coordinator.pid for coordinator in coordinators]))
             stored.append(machine.cpu_seconds([store.pid]) if store else 0.0)
             news = await _measure_news(addresses, count + 1)
             coordinators[0].kill()

@@ -14,7 +14,7 @@ from benchmarks.support.command import Run
 from benchmarks.support.rows import Row, compare
 from lmkv import rpc
 from lmkv.errors import LmkvError
-from lmkv_client.demo.cluster import Coordinator
+from lmkv_client.demo.cluster import CoordinatorProcess
 
 CHUNK_COUNT = 1_000_000
 """Of the instance that dies, and of those that live together."""
@@ -33,11 +33,11 @@ async def measure(run: Run) -> None:
         SimulatedInstance(number, random_keys(number, CHUNK_COUNT // SURVIVOR_COUNT))
         for number in range(1, SURVIVOR_COUNT + 1)
     ]
-    with Coordinator(run.logs, arguments=("--lease-ttl", str(LEASE_SECONDS))) as coordinator:
+    with CoordinatorProcess(run.logs, arguments=("--lease-ttl", str(LEASE_SECONDS))) as coordinator:
         async with rpc.open_channel(coordinator.address) as channel, asyncio.TaskGroup() as tasks:
             await join_all(survivors, channel)
             beats = [tasks.create_task(_beat(survivor)) for survivor in survivors]
-            await _measure_death(run, channel, coordinator.process.pid, victim)
+            await _measure_death(run, channel, coordinator.pid, victim)
             for beat in beats:
                 beat.cancel()
 

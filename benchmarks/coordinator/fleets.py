@@ -24,7 +24,7 @@ from lmkv.v1.registry_service_pb2 import (
     ReportRequest,
 )
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
-from lmkv_client.demo.cluster import Coordinator
+from lmkv_client.demo.cluster import CoordinatorProcess
 
 LONG_LEASE = ("--lease-ttl", "600")
 """For coordinators whose instances do not go on reporting: nobody dies while something is measured."""
@@ -116,7 +116,7 @@ def make_fleet(instance_count: int, chunk_count: int) -> list[SimulatedInstance]
 async def measure_rebuild(run: Run) -> None:
     """Adds the row for a coordinator that is killed and started again: from its start until it knows everything."""
     fleet = make_fleet(INSTANCE_COUNT, 2_000_000)
-    with Coordinator(run.logs, arguments=LONG_LEASE) as coordinator:
+    with CoordinatorProcess(run.logs, arguments=LONG_LEASE) as coordinator:
         await _fill(coordinator, fleet)
         coordinator.kill()
         started = time.perf_counter()
@@ -129,6 +129,6 @@ async def measure_rebuild(run: Run) -> None:
     run.note(f"rebuild_2m_s: {ready - started:.2f} s of it are the start of the process")
 
 
-async def _fill(coordinator: Coordinator, fleet: Sequence[SimulatedInstance]) -> None:
+async def _fill(coordinator: CoordinatorProcess, fleet: Sequence[SimulatedInstance]) -> None:
     async with rpc.open_channel(coordinator.address) as channel:
         await join_all(fleet, channel)

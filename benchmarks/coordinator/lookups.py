@@ -27,8 +27,8 @@ from lmkv.errors import LmkvError
 from lmkv.keys import KEY_BYTES, chunk_keys, join_keys, root_key, split_keys
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupStreamRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
-from lmkv_client import Coordinator as Client
-from lmkv_client.demo.cluster import Coordinator
+from lmkv_client import CoordinatorProcess as Client
+from lmkv_client.demo.cluster import CoordinatorProcess
 
 CHUNK_COUNT = 1_000_000
 IN_FLIGHT = 16
@@ -42,7 +42,7 @@ Ask = Callable[[Any], Awaitable[object]]
 async def measure(run: Run) -> None:
     """Adds the rows."""
     fleet = make_fleet(INSTANCE_COUNT, CHUNK_COUNT)
-    with Coordinator(run.logs, arguments=LONG_LEASE) as coordinator:
+    with CoordinatorProcess(run.logs, arguments=LONG_LEASE) as coordinator:
         async with rpc.open_channel(coordinator.address) as channel:
             await join_all(fleet, channel)
             questions = Questions(fleet)
@@ -128,7 +128,9 @@ async def _measure_last_of_many(run: Run, channel: grpc.aio.Channel, line: Line,
     )
 
 
-async def _measure_many(run: Run, channel: grpc.aio.Channel, coordinator: Coordinator, questions: Questions) -> None:
+async def _measure_many(
+    run: Run, channel: grpc.aio.Channel, coordinator: CoordinatorProcess, questions: Questions
+) -> None:
     """So many lookups in flight: of one client over one stream, or of as many clients, each over its own."""
     async with Client(coordinator.address) as client, client.lookup_stream() as stream:
 
@@ -136,7 +138,7 @@ async def _measure_many(run: Run, channel: grpc.aio.Channel, coordinator: Coordi
             return await stream.lookup(keys=split_keys(request.chunk_keys))
 
         lines = [Line(channel) for _ in range(IN_FLIGHT)]
-        pid = coordinator.process.pid
+        pid = coordinator.pid
         await _measure_rate(run, "", pid, questions, [ask] * IN_FLIGHT)
         await _measure_rate(run, "_streams", pid, questions, [line.ask for line in lines])
         await asyncio.gather(*(line.aclose() for line in lines))

@@ -29,8 +29,8 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1 import engine_service_pb2_grpc
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
-from lmkv_client.demo.cluster import Coordinator
-from lmkv_client.demo.nodes import Nodes
+from lmkv_client.demo.cluster import CoordinatorProcess
+from lmkv_client.demo.nodes import NodeProcesses
 
 if TYPE_CHECKING:
     from lmkv_client.connector.messages import Attachment
@@ -90,7 +90,7 @@ def measure_keys(run: Run) -> None:
 class Pair:
     """A coordinator and two nodes that an engine may ask."""
 
-    coordinator: Coordinator
+    coordinator: CoordinatorProcess
     first_socket: Path
     """Where engines reach the first node."""
 
@@ -102,8 +102,8 @@ def filled_pair(run: Run) -> Iterator[Pair]:
     runtime_dir.mkdir(mode=0o700, exist_ok=True)
     names = {OWN: "node-1", PEER: "node-2"}
     with (
-        Coordinator(run.logs) as coordinator,
-        Nodes(
+        CoordinatorProcess(run.logs) as coordinator,
+        NodeProcesses(
             list(names.values()),
             coordinator_address=coordinator.address,
             runtime_dir=runtime_dir,

@@ -13,7 +13,7 @@ from benchmarks.support.command import Run
 from benchmarks.support.engines import Prompts
 from benchmarks.support.rows import Row, compare
 from lmkv_client.demo.cluster import Cluster
-from lmkv_client.demo.engine import Engine
+from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.process import session_pids
 
 PROMPT_TOKENS = 1024
@@ -36,7 +36,7 @@ class Burst:
 class Meter:
     """One engine, the processes that belong to it, and their processor time."""
 
-    def __init__(self, engine: Engine, node_pids: Callable[[], list[int]] = list) -> None:
+    def __init__(self, engine: EngineProcess, node_pids: Callable[[], list[int]] = list) -> None:
         self.engine = engine
         self.pids = [*session_pids(engine.pid), *node_pids()]
 
@@ -57,7 +57,7 @@ class Meter:
         return completion.ttft_seconds
 
 
-def measure(run: Run, cluster: Cluster, with_lmkv: Engine, without: Engine) -> None:
+def measure(run: Run, cluster: Cluster, with_lmkv: EngineProcess, without: EngineProcess) -> None:
     """Adds the rows. Both engines are alive and idle but for what is measured, one of them at a time."""
     ours = Meter(with_lmkv, lambda: cluster.node_pids(with_lmkv.name))
     plain = Meter(without)

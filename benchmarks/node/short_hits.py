@@ -10,8 +10,8 @@ from benchmarks.support import engines
 from benchmarks.support.command import Run
 from benchmarks.support.engines import Prompts
 from benchmarks.support.rows import Row, compare
-from lmkv_client.demo.cluster import Coordinator
-from lmkv_client.demo.engine import Engine
+from lmkv_client.demo.cluster import CoordinatorProcess
+from lmkv_client.demo.engine import EngineProcess
 
 LENGTHS = {"own": (10, 64, 272), "peer": (18, 64, 272)}
 """From the shortest hits that are loaded at all (`min_retrieve_tokens`, `min_fetch_tokens`) to a chunk and a little."""
@@ -27,7 +27,9 @@ class Round:
     peer: float
 
 
-def measure(run: Run, coordinator: Coordinator, first: Engine, second: Engine, plain: Engine) -> None:
+def measure(
+    run: Run, coordinator: CoordinatorProcess, first: EngineProcess, second: EngineProcess, plain: EngineProcess
+) -> None:
     """Adds rows for each length. `second` has never seen the prompts when it takes them from `first`."""
     prompts = Prompts(seed=3)
     lengths = sorted({length for lengths in LENGTHS.values() for length in lengths})
@@ -56,7 +58,13 @@ def measure(run: Run, coordinator: Coordinator, first: Engine, second: Engine, p
 
 
 def _measure_round(
-    coordinator: Coordinator, first: Engine, second: Engine, plain: Engine, prompt: Sequence[int], *, is_odd: bool
+    coordinator: CoordinatorProcess,
+    first: EngineProcess,
+    second: EngineProcess,
+    plain: EngineProcess,
+    prompt: Sequence[int],
+    *,
+    is_odd: bool,
 ) -> Round:
     """Asks one prompt of everybody. Raises `LmkvError` if a hit is none."""
     first.complete(prompt, 1)

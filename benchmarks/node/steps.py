@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 from benchmarks.support.rows import Row, compare
 from lmkv_client.demo.completion import Completion
-from lmkv_client.demo.engine import Engine
+from lmkv_client.demo.engine import EngineProcess
 
 COUNTS = {
     "lookup": "lmkv:lookup_seconds_total",
@@ -37,7 +37,7 @@ class Steps:
 class Watch:
     """Reads an engine's counters before and after a request."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineProcess) -> None:
         self._engine = engine
         self._before = engine.metrics()
 

@@ -12,8 +12,8 @@ from benchmarks.support import engines
 from benchmarks.support.command import Run
 from benchmarks.support.engines import Prompts
 from benchmarks.support.rows import Row, compare
-from lmkv_client.demo.cluster import Coordinator
-from lmkv_client.demo.engine import Engine
+from lmkv_client.demo.cluster import CoordinatorProcess
+from lmkv_client.demo.engine import EngineProcess
 
 NAMED_TOKENS = 4000
 """The length that rows without one in their name speak of."""
@@ -38,7 +38,7 @@ class Round:
     """Of the hits."""
 
 
-def measure(run: Run, coordinator: Coordinator, first: Engine, second: Engine) -> None:
+def measure(run: Run, coordinator: CoordinatorProcess, first: EngineProcess, second: EngineProcess) -> None:
     """Adds rows for each length of prompt. `second` has never seen the prompts when it takes them from `first`."""
     prompts = Prompts(seed=1)
     measure_round(coordinator, first, second, prompts.make(4 * engines.CHUNK_SIZE))  # warms up
@@ -53,7 +53,9 @@ def measure(run: Run, coordinator: Coordinator, first: Engine, second: Engine) -
         check_answers(run, rounds, token_count)
 
 
-def measure_round(coordinator: Coordinator, first: Engine, second: Engine, prompt: Sequence[int]) -> Round:
+def measure_round(
+    coordinator: CoordinatorProcess, first: EngineProcess, second: EngineProcess, prompt: Sequence[int]
+) -> Round:
     """Asks one prompt. Raises `LmkvError` if a hit is none, or the cold run is one."""
     cold = first.complete(prompt, OUTPUT_TOKENS)
     engines.check_miss("cold", cold)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from benchmarks.support.rows import Row
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv_client.demo.endpoint import Endpoint
-from lmkv_client.demo.engine import Engine
+from lmkv_client.demo.engine import EngineProcess
 
 SERVICE = pb.DESCRIPTOR.services_by_name["PeerService"]
 GB = 1 << 30
@@ -50,7 +50,7 @@ class Counts:
 class Calls:
     """Where it is counted."""
 
-    prefill: Engine
+    prefill: EngineProcess
     node_ports: tuple[int, ...]
     """Where the nodes show their metrics."""
 

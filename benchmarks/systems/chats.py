@@ -14,7 +14,7 @@ from benchmarks.support import engines
 from benchmarks.support.command import Run
 from benchmarks.systems.pairs import ROOT, lmcache_problem, remove_regions
 from lmkv_client.demo.cluster import Cluster
-from lmkv_client.demo.engine import Engine
+from lmkv_client.demo.engine import EngineProcess
 
 ALONE = "alone"
 """The system that keeps nothing but what the engine's own cache has room for."""
@@ -41,9 +41,9 @@ class Plan:
 
 def systems(
     run: Run, plan: Plan, lmcache_python: Path | None
-) -> dict[str, Callable[[], AbstractContextManager[Engine]]]:
+) -> dict[str, Callable[[], AbstractContextManager[EngineProcess]]]:
     """The systems that can be measured, by the name that their rows begin with; each yields an engine that starts."""
-    found: dict[str, Callable[[], AbstractContextManager[Engine]]] = {
+    found: dict[str, Callable[[], AbstractContextManager[EngineProcess]]] = {
         ALONE: partial(alone, plan),
         "lmkv": partial(lmkv, plan),
         "vllm_offload": partial(offloading, plan),
@@ -56,15 +56,15 @@ def systems(
 
 
 @contextmanager
-def alone(plan: Plan) -> Iterator[Engine]:
+def alone(plan: Plan) -> Iterator[EngineProcess]:
     """vLLM and nothing else."""
-    engine = Engine(plan.model, plan.run.logs, name="alone", transfer_config=None, **plan.options)
+    engine = EngineProcess(plan.model, plan.run.logs, name="alone", transfer_config=None, **plan.options)
     with _running(engine):
         yield engine
 
 
 @contextmanager
-def lmkv(plan: Plan) -> Iterator[Engine]:
+def lmkv(plan: Plan) -> Iterator[EngineProcess]:
     """lmkv's node beside the engine, without a coordinator."""
     settings = engines.PATIENCE | engines.pool_setting(plan.pool_bytes)
     run = plan.run
@@ -75,9 +75,9 @@ def lmkv(plan: Plan) -> Iterator[Engine]:
 
 
 @contextmanager
-def offloading(plan: Plan) -> Iterator[Engine]:
+def offloading(plan: Plan) -> Iterator[EngineProcess]:
     """vLLM's `OffloadingConnector`, its copies by NumPy."""
-    engine = Engine(
+    engine = EngineProcess(
         plan.model,
         plan.run.logs,
         name="offloading",
@@ -101,7 +101,7 @@ def offloading(plan: Plan) -> Iterator[Engine]:
 
 
 @contextmanager
-def lmcache(plan: Plan, python: Path) -> Iterator[Engine]:
+def lmcache(plan: Plan, python: Path) -> Iterator[EngineProcess]:
     """LMCache's in-process connector, its copies between pages by torch."""
     config = plan.run.folder / "lmcache.yaml"
     values = {
@@ -110,7 +110,7 @@ def lmcache(plan: Plan, python: Path) -> Iterator[Engine]:
         "max_local_cpu_size": round(plan.pool_bytes / (1 << 30), 2),
     }
     config.write_text(json.dumps(values))  # JSON is YAML
-    engine = Engine(
+    engine = EngineProcess(
         plan.model,
         plan.run.logs,
         name="lmcache",
@@ -128,13 +128,13 @@ def lmcache(plan: Plan, python: Path) -> Iterator[Engine]:
         },
         **plan.options,
     )
-    engine.process.command[0] = str(python)
+    engine.command[0] = str(python)
     with _running(engine):
         yield engine
 
 
 @contextmanager
-def _running(engine: Engine) -> Iterator[None]:
+def _running(engine: EngineProcess) -> Iterator[None]:
     try:
         engine.start()
         yield

@@ -19,7 +19,7 @@ from benchmarks.support import engines
 from benchmarks.support.command import Run
 from lmkv.errors import LmkvError
 from lmkv_client.demo.cluster import Cluster
-from lmkv_client.demo.engine import Engine
+from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.plain_nixl import plain_nixl
 from lmkv_client.demo.process import ServerProcess, free_port
 
@@ -34,8 +34,8 @@ POLL_SECONDS = 0.05
 class Pair:
     """Two engines. What the first has computed, the second can have."""
 
-    first: Engine
-    second: Engine
+    first: EngineProcess
+    second: EngineProcess
     wait_until_stored: Callable[[Sequence[int]], None]
     """Returns when the second can have a prompt that the first has answered."""
     direction: Callable[[], Mapping[str, object]] = dict
@@ -87,7 +87,7 @@ def offloading_pair(plan: Plan) -> Iterator[Pair]:
     """vLLM's `OffloadingConnector` with its p2p tier, its copies by NumPy."""
     ports = [free_port(), free_port()]
     pair = [
-        Engine(
+        EngineProcess(
             plan.model,
             plan.run.logs,
             name=f"offloading-{number}",
@@ -148,7 +148,7 @@ def lmcache_pair(plan: Plan, python: Path) -> Iterator[Pair]:
     for number in (1, 2):
         config = plan.run.folder / f"lmcache-{number}.yaml"
         config.write_text(json.dumps(_lmcache_config(plan, number, pull, reply)))  # JSON is YAML
-        engine = Engine(
+        engine = EngineProcess(
             plan.model,
             plan.run.logs,
             name=f"lmcache-{number}",
@@ -160,7 +160,7 @@ def lmcache_pair(plan: Plan, python: Path) -> Iterator[Pair]:
             environment=common | {"LMCACHE_CONFIG_FILE": str(config)},
             **plan.options,
         )
-        engine.process.command[0] = str(python)
+        engine.command[0] = str(python)
         pair.append(engine)
 
     def wait(prompt: Sequence[int]) -> None:
@@ -222,7 +222,7 @@ def answers(url: str) -> bool:
 
 
 @contextmanager
-def _running(run: Run, pair: Sequence[Engine]) -> Iterator[None]:
+def _running(run: Run, pair: Sequence[EngineProcess]) -> Iterator[None]:
     """Both engines, started at once and ended at once."""
     try:
         for engine in pair:
@@ -233,12 +233,12 @@ def _running(run: Run, pair: Sequence[Engine]) -> Iterator[None]:
         yield
     finally:
         for engine in pair:
-            engine.process.request_stop()
+            engine.request_stop()
         for engine in pair:
             engine.stop()
 
 
-def remove_regions(pair: Sequence[Engine]) -> None:
+def remove_regions(pair: Sequence[EngineProcess]) -> None:
     """Removes the shared memory that vLLM leaves behind when it is killed; its log names it."""
     for engine in pair:
         for name in set(re.findall(r"/dev/shm/vllm_offload_[\w.-]+\.mmap", engine.log())):

@@ -23,11 +23,11 @@ from benchmarks.systems.calls import Calls
 from benchmarks.systems.pairs import ROOT, Plan
 from lmkv.errors import LmkvError, Unreachable
 from lmkv_client.demo.cluster import Cluster
-from lmkv_client.demo.completion import Token
-from lmkv_client.demo.engine import Engine
+from lmkv_client.demo.completion import CompletionToken
+from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.plain_nixl import plain_nixl
 from lmkv_client.demo.process import ServerProcess, free_port, session_pids
-from lmkv_client.demo.proxy import Proxy
+from lmkv_client.demo.proxy import ProxyProcess
 
 STEP_TOKENS = 2048
 """Most tokens that an engine computes in one step. Longer prompts take several, and can be handed over meanwhile."""
@@ -82,7 +82,7 @@ class System:
 
     ask: Callable[[Sequence[int], int], Answer]
     """Takes a prompt and how many tokens to generate."""
-    decode: Engine
+    decode: EngineProcess
     """The engine that generates all tokens but the first."""
     is_frozen: bool = False
     """Whether the engines burn processor time while idle, and so are stopped while they have nothing to do."""
@@ -115,7 +115,7 @@ def engine_options(plan: Plan) -> dict[str, Any]:
 @contextmanager
 def one_engine(plan: Plan) -> Iterator[System]:
     """One engine without a connector, which does both."""
-    engine = Engine(plan.model, plan.run.logs, name="one", transfer_config=None, **engine_options(plan))
+    engine = EngineProcess(plan.model, plan.run.logs, name="one", transfer_config=None, **engine_options(plan))
 
     def ask(prompt: Sequence[int], token_count: int) -> Answer:
         return whole_answer(engine.stream(prompt, token_count))
@@ -137,7 +137,7 @@ def lmkv_system(plan: Plan) -> Iterator[System]:
             cluster.add_engine(name, settings=own, transfer_config=transfer_config, **engine_options(plan))
         cluster.start_engines(lambda engine: plan.run.say(f"{engine.name} is ready"))
         prefill, decode = cluster.engines.values()
-        with Proxy(plan.run.logs, [prefill], [decode]) as proxy:
+        with ProxyProcess(plan.run.logs, [prefill], [decode]) as proxy:
 
             def ask(prompt: Sequence[int], token_count: int) -> Answer:
                 answer = whole_answer(proxy.stream(prompt, token_count))
@@ -155,7 +155,7 @@ def nixl_system(plan: Plan) -> Iterator[System]:
     the decode has the prompt.
     """
     pair = [
-        Engine(
+        EngineProcess(
             plan.model,
             plan.run.logs,
             name=f"nixl-{name}",
@@ -181,11 +181,11 @@ def nixl_system(plan: Plan) -> Iterator[System]:
 
     def ask(prompt: Sequence[int], token_count: int) -> Answer:
         with ExitStack() as until_decoded:
-            with thawed([prefill.process]):
+            with thawed([prefill]):
                 began = time.perf_counter()
                 params = prefilled(prefill, prompt, to_be_decoded)["kv_transfer_params"]
                 before = time.perf_counter() - began
-                until_decoded.enter_context(thawed([decode.process]))
+                until_decoded.enter_context(thawed([decode]))
                 tokens = decode.stream(prompt, token_count, extra={"kv_transfer_params": params})
                 begun = next(tokens)
             rest = whole_answer(chain([begun], tokens))
@@ -226,8 +226,8 @@ def lmcache_system(plan: Plan, python: Path) -> Iterator[System]:
             "receiver_init_port": [init_port],
             "receiver_alloc_port": [alloc_port],
         }
-        with thawed([decode.process]):
-            with thawed([prefill.process]):
+        with thawed([decode]):
+            with thawed([prefill]):
                 began = time.perf_counter()
                 answer = prefilled(prefill, prompt, {"ret_first_tok": True, "disagg_spec": receiver})
                 before = time.perf_counter() - began
@@ -248,7 +248,7 @@ def lmcache_system(plan: Plan, python: Path) -> Iterator[System]:
         yield System(ask=ask, decode=decode, is_frozen=True)
 
 
-def whole_answer(tokens: Iterator[Token]) -> Answer:
+def whole_answer(tokens: Iterator[CompletionToken]) -> Answer:
     """An answer that came from one server."""
     pairs = [(token_id, token.seconds) for token in tokens for token_id in token.token_ids]
     return Answer(token_ids=tuple(token_id for token_id, _ in pairs), seconds=tuple(seconds for _, seconds in pairs))
@@ -259,7 +259,7 @@ def later(answer: Answer, seconds: float) -> tuple[float, ...]:
     return tuple(seconds + at for at in answer.seconds)
 
 
-def prefilled(prefill: Engine, prompt: Sequence[int], params: Mapping[str, object]) -> dict[str, Any]:
+def prefilled(prefill: EngineProcess, prompt: Sequence[int], params: Mapping[str, object]) -> dict[str, Any]:
     """The answer of a prefill engine to a prompt of which it computes one token. Raises `LmkvError` without one."""
     body = {
         "model": prefill.model_name,
@@ -283,24 +283,24 @@ def prefilled(prefill: Engine, prompt: Sequence[int], params: Mapping[str, objec
 
 
 @contextmanager
-def started_and_frozen(plan: Plan, pair: Sequence[Engine]) -> Iterator[None]:
+def started_and_frozen(plan: Plan, pair: Sequence[EngineProcess]) -> Iterator[None]:
     """Both engines, started one after the other, each frozen as soon as it is ready, and ended; see `thawed`."""
     try:
         for engine in pair:
             engine.start()
             engine.wait_ready()
-            send(signal.SIGSTOP, [engine.process])
+            send(signal.SIGSTOP, [engine])
             plan.run.say(f"{engine.name} is ready")
         yield
     finally:
-        send(signal.SIGCONT, [engine.process for engine in pair])
+        send(signal.SIGCONT, list(pair))
         for engine in pair:
-            engine.process.request_stop()
+            engine.request_stop()
         for engine in pair:
             engine.stop()
 
 
-def _lmcache_engine(plan: Plan, python: Path, name: str, role: str, own: Mapping[str, object]) -> Engine:
+def _lmcache_engine(plan: Plan, python: Path, name: str, role: str, own: Mapping[str, object]) -> EngineProcess:
     config = plan.run.folder / f"lmcache-{name}.yaml"
     common = {
         "chunk_size": engines.CHUNK_SIZE,
@@ -316,7 +316,7 @@ def _lmcache_engine(plan: Plan, python: Path, name: str, role: str, own: Mapping
     extra: dict[str, object] = {"discard_partial_chunks": False, "lmcache_rpc_port": f"pd-{name}-{os.getpid()}"}
     if role == "kv_consumer":
         extra["skip_last_n_tokens"] = 1
-    engine = Engine(
+    engine = EngineProcess(
         plan.model,
         plan.run.logs,
         name=f"lmcache-{name}",
@@ -336,7 +336,7 @@ def _lmcache_engine(plan: Plan, python: Path, name: str, role: str, own: Mapping
         },
         **engine_options(plan),
     )
-    engine.process.command[0] = str(python)
+    engine.command[0] = str(python)
     return engine
 
 

@@ -18,7 +18,7 @@ from benchmarks.systems import prefill_decode
 from benchmarks.systems.calls import SERVICE, Counts
 from benchmarks.systems.prefill_decode import Answer, System
 from lmkv.errors import LmkvError
-from lmkv_client.demo.engine import Engine
+from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.process import ServerProcess, session_pids
 
 
@@ -63,7 +63,7 @@ def test_answers_that_differ_are_counted() -> None:
 
 def test_an_answer_with_too_few_tokens_ends_the_benchmark(tmp_path: Path) -> None:
     answer = Answer(token_ids=(1, 2), seconds=(1.0, 1.1))
-    systems = {"lmkv": System(ask=lambda *_: answer, decode=Engine(tmp_path, tmp_path))}
+    systems = {"lmkv": System(ask=lambda *_: answer, decode=EngineProcess(tmp_path, tmp_path))}
     with pytest.raises(LmkvError, match="2 tokens instead of 3"):
         pd.ask_all(systems, [5, 6], 3)
 

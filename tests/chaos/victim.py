@@ -110,10 +110,10 @@ class Coordinator(Victim):
 
     def __init__(self, name: str, folder: Path, clock: Clock, settings: Mapping[str, str]) -> None:
         (folder / name).mkdir()
-        self.server = cluster.Coordinator(folder / name)
-        self.server.process.environment |= {f"LMKV_{key}": value for key, value in settings.items()}
-        self.server.process.name = name
-        super().__init__(self.server.process, clock)
+        self.server = cluster.CoordinatorProcess(folder / name)
+        self.server.environment |= {f"LMKV_{key}": value for key, value in settings.items()}
+        self.server.name = name
+        super().__init__(self.server, clock)
 
     @property
     def port(self) -> int:

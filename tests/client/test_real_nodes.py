@@ -15,7 +15,7 @@ import pytest
 from lmkv.keys import as_tokens, chunk_keys, root_key
 from lmkv_client import Coordinator
 from lmkv_client.demo import cluster
-from lmkv_client.demo.nodes import Nodes
+from lmkv_client.demo.nodes import NodeProcesses
 from lmkv_kernels import checksum
 from tests.client.conftest import RunCommand
 from tests.server.node.cases import small_spec
@@ -31,9 +31,9 @@ NAMES = ("node-1", "node-2")
 @pytest.fixture
 def address(tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where the coordinator of two nodes is."""
-    with cluster.Coordinator(tmp_path) as coordinator:
+    with cluster.CoordinatorProcess(tmp_path) as coordinator:
         monkeypatch.setenv("LMKV_COORDINATOR_ADDRESS", coordinator.address)
-        with Nodes(
+        with NodeProcesses(
             NAMES,
             coordinator_address=coordinator.address,
             runtime_dir=short_folder,
@@ -103,7 +103,7 @@ async def test_chunks_are_looked_up_copied_pinned_moved_and_cleared_by_the_comma
 async def test_the_command_line_finds_grpc_behind_the_http_port(
     tmp_path: Path, run_command: RunCommand, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with cluster.Coordinator(tmp_path) as coordinator:
+    with cluster.CoordinatorProcess(tmp_path) as coordinator:
         assert await run_command("instances", "--coordinator", coordinator.http_address) == 0
         out, err = capsys.readouterr()
         assert "no instance is registered" in out

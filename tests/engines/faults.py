@@ -16,7 +16,7 @@ from typing import Self
 from lmkv.errors import LmkvError
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.completion import Completion
-from lmkv_client.demo.engine import Engine
+from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.process import POLL_SECONDS, session_pids
 
 PROMPT_TOKENS = 3000
@@ -69,7 +69,7 @@ class Pair:
         self._random = random.Random(seed)
         self._requests = ThreadPoolExecutor(4)
         self._with_coordinator = coordinator
-        self._killed: Engine | None = None
+        self._killed: EngineProcess | None = None
         self.early_tokens: dict[str, float] = {}
         """What became of a prompt that was asked for before the coordinator ran."""
 
@@ -112,7 +112,7 @@ class Pair:
 
     # --- Asking --------------------------------------------------------------------------------------------------
 
-    def prompt(self, token_count: int = PROMPT_TOKENS, oracle: Engine | None = None) -> Prompt:
+    def prompt(self, token_count: int = PROMPT_TOKENS, oracle: EngineProcess | None = None) -> Prompt:
         """A new prompt. An engine answers it under a salt of its own, so that nothing cached can be used."""
         tokens = [self._random.randrange(2, 512) for _ in range(token_count)]
         salted = (oracle or self.second).complete(tokens, extra={"cache_salt": f"oracle {self._random.random()}"})
@@ -126,11 +126,11 @@ class Pair:
         self.coordinator.wait_for_holder(prompt.tokens, "engine-1", HELD_TOKENS, HEAL_SECONDS)
         return prompt
 
-    def ask(self, engine: Engine, prompt: Prompt) -> Future[Completion]:
+    def ask(self, engine: EngineProcess, prompt: Prompt) -> Future[Completion]:
         """Sends a prompt, without waiting for the answer."""
         return self._requests.submit(engine.complete, prompt.tokens, timeout_seconds=REQUEST_TIMEOUT_SECONDS)
 
-    def partly_stored(self, engine: Engine, prompt: Prompt) -> Future[Completion]:
+    def partly_stored(self, engine: EngineProcess, prompt: Prompt) -> Future[Completion]:
         """Has an engine compute a prompt, and freezes it when its node holds some chunks of it, but not all."""
         asked = self.ask(engine, prompt)
         eventually(lambda: self.held(engine, prompt) > 0, "the first chunks are stored")
@@ -140,7 +140,7 @@ class Pair:
         assert self.held(engine, prompt) < HELD_TOKENS, "the engine was faster than this test"
         return asked
 
-    def held(self, engine: Engine, prompt: Prompt) -> int:
+    def held(self, engine: EngineProcess, prompt: Prompt) -> int:
         """Tokens of a prompt that the engine's node holds, as far as is known."""
         return self.coordinator.holders(prompt.tokens).get(engine.name, 0)
 
@@ -157,13 +157,13 @@ class Pair:
 
     def pids(self) -> list[int]:
         """Every process of it that runs."""
-        processes = [self.coordinator.process, *(engine.process for engine in self.engines)]
+        processes = [self.coordinator, *(engine for engine in self.engines)]
         return [pid for one in processes if one.alive for pid in session_pids(one.pid)] + self.cluster.node_pids()
 
     def pid(self, name: str) -> int:
         """Process id of `coordinator`, `node-1` or `node-2`. Raises `ValueError` if the node does not run."""
         if name == "coordinator":
-            return self.coordinator.process.pid
+            return self.coordinator.pid
         (pid,) = self.cluster.node_pids(name.replace("node", "engine"))
         return pid
 
@@ -200,7 +200,7 @@ class Pair:
         if self._killed:
             self._killed.kill()  # waits
             self._killed = None
-        if not self.coordinator.process.alive:
+        if not self.coordinator.alive:
             self.coordinator.start()
             self.coordinator.wait_ready()
         self.cluster.start_engines()
@@ -270,7 +270,7 @@ def check(prompt: Prompt, completion: Completion) -> None:
 
 
 @contextmanager
-def counting(*engines: Engine) -> Iterator[Callable[..., float]]:
+def counting(*engines: EngineProcess) -> Iterator[Callable[..., float]]:
     """Yields what tells, of a counter of the connector, by how much it has grown in here, at all engines together."""
 
     before = [engine.metrics() for engine in engines]

@@ -27,7 +27,7 @@ import numpy as np
 import pytest
 
 from lmkv.errors import LmkvError
-from lmkv_client.demo.cluster import Coordinator
+from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_client.demo.engine import LMKV_TRANSFER_CONFIG
 from lmkv_client.demo.process import (
     POLL_SECONDS,
@@ -390,10 +390,10 @@ class Fleet:
         self._logs = logs
         self._folder = Path(tempfile.mkdtemp(prefix="lmkv-", dir="/tmp"))
         self.engines: dict[str, LlmProcess] = {}
-        self._coordinator = Coordinator(logs) if coordinator else None
+        self._coordinator = CoordinatorProcess(logs) if coordinator else None
 
     @property
-    def coordinator(self) -> Coordinator:
+    def coordinator(self) -> CoordinatorProcess:
         """The coordinator that was asked for."""
         assert self._coordinator is not None
         return self._coordinator

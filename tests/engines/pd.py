@@ -21,7 +21,7 @@ from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.completion import Completion
 from lmkv_client.demo.endpoint import Endpoint
 from lmkv_client.demo.process import free_port
-from lmkv_client.demo.proxy import Proxy
+from lmkv_client.demo.proxy import ProxyProcess
 from tests.engines.faults import eventually, kill, state, thaw
 
 CHUNK_TOKENS = 256
@@ -74,7 +74,7 @@ class Trio:
             )
             for name, role, more in (("prefill", "kv_producer", {}), ("decode", "kv_consumer", decode_connector))
         )
-        self.proxy = Proxy(
+        self.proxy = ProxyProcess(
             logs,
             [self.prefill],
             [self.decode],
@@ -208,7 +208,7 @@ class Trio:
     def heal(self) -> None:
         """Starts what was killed, and waits until a fresh prompt is handed over again, and answered rightly."""
         self.cluster.start_engines()
-        if not self.proxy.process.alive:
+        if not self.proxy.alive:
             self.proxy.start()
         self.proxy.wait_ready()
         eventually(self._hands_over, "prompts are handed over again", 60.0)

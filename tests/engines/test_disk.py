@@ -13,7 +13,7 @@ import pytest
 from lmkv.v1.chunk_pb2 import TIER_DISK
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.completion import Completion
-from lmkv_client.demo.engine import Engine
+from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.process import session_pids
 from tests.engines.faults import CHUNK_TOKENS, HEAL_SECONDS, counting, eventually, kill
 from tests.engines.llm import CALM, make_prompt
@@ -31,7 +31,7 @@ POOL_CHUNKS = 24
 class Disk:
     """An engine, its node, and the disk of both."""
 
-    def __init__(self, cluster: Cluster, engine: Engine) -> None:
+    def __init__(self, cluster: Cluster, engine: EngineProcess) -> None:
         self.cluster = cluster
         self.engine = engine
         assert cluster.coordinator

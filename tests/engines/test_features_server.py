@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lmkv_client.demo.cluster import Cluster
-from lmkv_client.demo.engine import Engine
+from lmkv_client.demo.engine import EngineProcess
 from tests.engines.llm import CALM, READY_TIMEOUT_SECONDS, Fleet, LlmProcess, Nursery, make_prompt
 
 pytestmark = pytest.mark.engine
@@ -98,7 +98,7 @@ def test_a_server_that_is_told_to_end_finishes_its_answers_and_leaves_them_in_th
     (expected,) = bare.compute(prompt, max_tokens=40)
     stream = engine.stream(prompt, 40)
     said = list(next(stream).token_ids)
-    engine.process.request_stop()
+    engine.request_stop()
     said += [token for event in stream for token in event.token_ids]
     assert tuple(said) == expected
     engine.stop()
@@ -108,12 +108,12 @@ def test_a_server_that_is_told_to_end_finishes_its_answers_and_leaves_them_in_th
     assert answers.token_ids == bare.ask(prompt + said).token_ids
 
 
-def ask_all(engine: Engine, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+def ask_all(engine: EngineProcess, prompts: list[list[int]]) -> list[tuple[int, ...]]:
     """What it says to prompts that come at once, so that both ranks have some."""
     with ThreadPoolExecutor(len(prompts)) as clients:
         return [completion.token_ids for completion in clients.map(engine.complete, prompts)]
 
 
-def loaded_tokens(engine: Engine) -> list[float]:
+def loaded_tokens(engine: EngineProcess) -> list[float]:
     """What each rank has loaded so far."""
     return [engine.metrics(engine=rank)["lmkv:loaded_tokens_total"] for rank in RANKS]

@@ -11,7 +11,7 @@ import pytest
 
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.completion import Completion
-from lmkv_client.demo.engine import Engine
+from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.plain_nixl import plain_nixl
 from lmkv_client.demo.process import free_port
 from tests.engines.llm import CALM, make_prompt
@@ -75,7 +75,7 @@ def handed_over(cluster: Cluster, prompt: list[int]) -> Completion:
     return cluster.engines["decode"].complete(prompt, extra={"kv_transfer_params": params})
 
 
-def grown(engine: Engine, before: Mapping[str, float], name: str) -> float:
+def grown(engine: EngineProcess, before: Mapping[str, float], name: str) -> float:
     """By how much a counter has grown."""
     return engine.metrics()[name] - before[name]
 

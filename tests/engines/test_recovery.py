@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lmkv.errors import LmkvError
-from lmkv_client.demo.engine import Engine
+from lmkv_client.demo.engine import EngineProcess
 from tests.engines.faults import (
     HELD_TOKENS,
     REQUEST_TIMEOUT_SECONDS,
@@ -100,7 +100,7 @@ def test_whatever_comes_and_goes_every_answer_is_right(pair: Pair) -> None:
     pair.heal()
 
 
-def keep_asking(engine: Engine, prompts: list[Prompt], answered: list[str], over: threading.Event) -> None:
+def keep_asking(engine: EngineProcess, prompts: list[Prompt], answered: list[str], over: threading.Event) -> None:
     """Asks an engine for one prompt after the other, each without its own prefix cache, and compares."""
     random_ = random.Random(engine.name)
     while not over.is_set():

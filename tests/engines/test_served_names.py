@@ -15,7 +15,7 @@ import pytest
 
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.process import ServerProcess
-from lmkv_client.demo.proxy import Proxy
+from lmkv_client.demo.proxy import ProxyProcess
 from tests.engines.conftest import SETTINGS
 from tests.engines.faults import eventually
 from tests.engines.llm import make_prompt
@@ -25,7 +25,7 @@ STORED = 768
 """Tokens in the whole chunks of a prompt of 1,000."""
 
 
-class RoutingProxy(Proxy):
+class RoutingProxy(ProxyProcess):
     """A proxy before engines that do everything, which it chooses by what they hold."""
 
     def __init__(self, folder: Path, cluster: Cluster) -> None:

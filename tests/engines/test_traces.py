@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from lmkv_client.demo.cluster import Cluster
-from lmkv_client.demo.engine import Engine
+from lmkv_client.demo.engine import EngineProcess
 from tests.engines.llm import CALM, make_prompt
 from tests.lmkv.telemetry.receiver import Received, Receiver, receiving
 
@@ -37,7 +37,7 @@ def cluster(tiny_model: Path, tmp_path: Path, receiver: Receiver) -> Iterator[Cl
     with tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder:
         cluster = Cluster(Path(folder), tiny_model, logs=tmp_path, settings=settings | receiver.environment)
         assert cluster.coordinator is not None
-        cluster.coordinator.process.environment |= receiver.environment
+        cluster.coordinator.environment |= receiver.environment
         with cluster:
             for name in ("engine-1", "engine-2"):
                 cluster.add_engine(
@@ -49,7 +49,7 @@ def cluster(tiny_model: Path, tmp_path: Path, receiver: Receiver) -> Iterator[Cl
             yield cluster
 
 
-def complete(engine: Engine, trace_id: str) -> None:
+def complete(engine: EngineProcess, trace_id: str) -> None:
     """One request of a client that traces."""
     answer = httpx.post(
         f"http://127.0.0.1:{engine.port}/v1/completions",

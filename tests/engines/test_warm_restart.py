@@ -12,7 +12,7 @@ import pytest
 
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.completion import Completion
-from lmkv_client.demo.engine import Engine
+from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.process import session_pids
 from tests.engines.faults import CHUNK_TOKENS, HEAL_SECONDS, counting, eventually
 from tests.engines.llm import CALM, make_prompt
@@ -27,7 +27,7 @@ HELD_TOKENS = PROMPT_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS
 class Warm:
     """An engine and its node."""
 
-    def __init__(self, cluster: Cluster, engine: Engine) -> None:
+    def __init__(self, cluster: Cluster, engine: EngineProcess) -> None:
         self.engine = engine
         self.cluster = cluster
         assert cluster.coordinator

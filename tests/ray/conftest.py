@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmkv_client.demo.cluster import Coordinator
+from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_client.demo.model import TINY, make_model
 from tests.engines.llm import LlmProcess, Nursery
 from tests.ray.hosts import Hosts
@@ -58,14 +58,14 @@ def alone(nursery: Nursery, model: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="session")
-def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
+def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CoordinatorProcess]:
     """One for both machines."""
-    with Coordinator(tmp_path_factory.mktemp("coordinator")) as coordinator:
+    with CoordinatorProcess(tmp_path_factory.mktemp("coordinator")) as coordinator:
         yield coordinator
 
 
 @pytest.fixture(scope="session")
-def hosts(coordinator: Coordinator, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+def hosts(coordinator: CoordinatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     """`host-1`, the head, and `host-2`: each has room for one engine, and a name for its node in its environment."""
     with (
         tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder,

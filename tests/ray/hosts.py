@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from lmkv_client.demo.cluster import Coordinator
+from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_client.demo.endpoint import Endpoint
 from lmkv_client.demo.plain_nixl import plain_nixl
 from lmkv_client.demo.process import (
@@ -102,7 +102,7 @@ class Host:
 class Hosts:
     """A cluster of machines with a coordinator. A context manager that leaves no process and no file behind."""
 
-    def __init__(self, folder: Path, logs: Path, coordinator: Coordinator) -> None:
+    def __init__(self, folder: Path, logs: Path, coordinator: CoordinatorProcess) -> None:
         """`folder` gets sockets; its path must be short. `logs` gets what is logged."""
         self.logs = logs
         self.runtime_dir = folder / "run"

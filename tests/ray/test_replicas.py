@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmkv_client.demo.cluster import Coordinator
+from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_client.demo.endpoint import Endpoint
 from lmkv_client.demo.process import ServerProcess, free_port
 from tests.engines.llm import LlmProcess, make_prompt
@@ -28,7 +28,7 @@ class Served:
 
     process: ServerProcess
     endpoint: Endpoint
-    coordinator: Coordinator
+    coordinator: CoordinatorProcess
     expected: tuple[int, ...]
     """What an engine alone says to the prompt."""
 
@@ -38,7 +38,9 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(hosts: Hosts, page: Page, model: Path, coordinator: Coordinator, alone: LlmProcess) -> Iterator[Served]:
+def served(
+    hosts: Hosts, page: Page, model: Path, coordinator: CoordinatorProcess, alone: LlmProcess
+) -> Iterator[Served]:
     """Two replicas that both have a node, and answer."""
     port = free_port()
     endpoint = Endpoint("serve", port, "qwen-0.5b")

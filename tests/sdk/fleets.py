@@ -13,7 +13,7 @@ from lmkv.keys import as_tokens, chunk_keys, root_key
 from lmkv.v1.registry_service_pb2 import OperationRecord
 from lmkv_client import Coordinator
 from lmkv_client.demo import cluster
-from lmkv_client.demo.nodes import Nodes
+from lmkv_client.demo.nodes import NodeProcesses
 from lmkv_kernels import checksum
 from lmkv_server.coordinator import coordinator as server
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT
@@ -88,13 +88,15 @@ class Fleet:
 
 
 @asynccontextmanager
-async def processes(folder: Path, sockets: Path) -> AsyncIterator[tuple[cluster.Coordinator, dict[str, Any]]]:
+async def processes(folder: Path, sockets: Path) -> AsyncIterator[tuple[cluster.CoordinatorProcess, dict[str, Any]]]:
     """A coordinator and two nodes, the first of which holds a prompt; and what a test on Node.js is told of them."""
     keys = chunk_keys(as_tokens(TOKENS), root_key(SPEC.fingerprint), SPEC.chunk_size)
     async with AsyncExitStack() as stack:
-        coordinator = stack.enter_context(cluster.Coordinator(folder))
+        coordinator = stack.enter_context(cluster.CoordinatorProcess(folder))
         nodes = stack.enter_context(
-            Nodes(NODES, coordinator_address=coordinator.address, runtime_dir=sockets, logs=folder, pool_size="16MiB")
+            NodeProcesses(
+                NODES, coordinator_address=coordinator.address, runtime_dir=sockets, logs=folder, pool_size="16MiB"
+            )
         )
         engines = [await stack.enter_async_context(EngineClient(nodes.socket(name), spec=SPEC)) for name in NODES]
         credits_ = await engines[0].reserve(CHUNK_COUNT)

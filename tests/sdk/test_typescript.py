@@ -69,8 +69,8 @@ async def test_a_coordinator_and_nodes_are_asked_ordered_and_watched(
     async with processes(tmp_path, short_folder) as (coordinator, setting):
 
         def kill() -> None:
-            coordinator.process.kill()
-            coordinator.process.start()
+            coordinator.kill()
+            coordinator.start()
 
         await run_node(compiled / "fleet.test.js", setting, {"kill": kill})
 

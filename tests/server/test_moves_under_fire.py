@@ -20,8 +20,8 @@ from lmkv.keys import ChunkKey, join_keys
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import Position
-from lmkv_client.demo.cluster import Coordinator
-from lmkv_client.demo.nodes import Nodes
+from lmkv_client.demo.cluster import CoordinatorProcess
+from lmkv_client.demo.nodes import NodeProcesses
 from lmkv_kernels import checksum
 from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient
@@ -34,14 +34,16 @@ ROUNDS = 6
 
 
 @pytest.fixture
-def coordinator(tmp_path: Path) -> Coordinator:
-    return Coordinator(tmp_path)
+def coordinator(tmp_path: Path) -> CoordinatorProcess:
+    return CoordinatorProcess(tmp_path)
 
 
 @asynccontextmanager
-async def nodes(coordinator: Coordinator, logs: Path, folder: Path) -> AsyncIterator[dict[str, EngineClient]]:
+async def nodes(coordinator: CoordinatorProcess, logs: Path, folder: Path) -> AsyncIterator[dict[str, EngineClient]]:
     """Both nodes, with an engine at each."""
-    running = Nodes(NAMES, coordinator_address=coordinator.address, runtime_dir=folder, logs=logs, pool_size="64MiB")
+    running = NodeProcesses(
+        NAMES, coordinator_address=coordinator.address, runtime_dir=folder, logs=logs, pool_size="64MiB"
+    )
     with running:
         async with AsyncExitStack() as stack:
             yield {
@@ -71,7 +73,7 @@ async def held(engine: EngineClient) -> set[ChunkKey]:
 
 @pytest.mark.timeout(180)
 async def test_no_chunk_is_lost_whenever_the_coordinator_dies(
-    coordinator: Coordinator, tmp_path: Path, short_folder: Path
+    coordinator: CoordinatorProcess, tmp_path: Path, short_folder: Path
 ) -> None:
     chance = random.Random(20)
     sources: set[str] = set()
@@ -93,7 +95,7 @@ async def test_no_chunk_is_lost_whenever_the_coordinator_dies(
     assert states == {"done"}, "each move was gone on with"
 
 
-async def begin(coordinator: Coordinator, number: int) -> tuple[str, str]:
+async def begin(coordinator: CoordinatorProcess, number: int) -> tuple[str, str]:
     """Begins a move of all that one of the nodes has, as soon as it has told what that is; that node and the move."""
     turns = itertools.cycle(NAMES if number % 2 == 0 else NAMES[::-1])
     async with asyncio.timeout(20), rpc.open_channel(coordinator.address) as channel:
@@ -115,7 +117,7 @@ async def begin(coordinator: Coordinator, number: int) -> tuple[str, str]:
     raise AssertionError("unreachable")
 
 
-async def state_of(coordinator: Coordinator, name: str) -> str:
+async def state_of(coordinator: CoordinatorProcess, name: str) -> str:
     """What becomes of an operation of an earlier coordinator."""
     async with sdk.Coordinator(coordinator.address) as asked, asyncio.timeout(60):
         while True:

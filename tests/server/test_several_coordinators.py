@@ -15,7 +15,7 @@ from lmkv.errors import OperationCancelled, Unreachable
 from lmkv.keys import ChunkKey, as_tokens, chunk_keys, root_key
 from lmkv_client import Coordinator
 from lmkv_client.demo import cluster
-from lmkv_client.demo.nodes import Nodes
+from lmkv_client.demo.nodes import NodeProcesses
 from lmkv_client.demo.process import pids_with_environment
 from lmkv_kernels import checksum
 from tests.server.node.cases import small_spec
@@ -34,7 +34,9 @@ pytestmark = pytest.mark.timeout(180)  # five processes, and leases that have to
 class World:
     """A prompt on the first of two nodes, that two coordinators know of."""
 
-    def __init__(self, coordinators: list[cluster.Coordinator], engines: list[EngineClient], folder: Path) -> None:
+    def __init__(
+        self, coordinators: list[cluster.CoordinatorProcess], engines: list[EngineClient], folder: Path
+    ) -> None:
         self.coordinators = coordinators
         self.addresses = [coordinator.address for coordinator in coordinators]
         self.engines = engines
@@ -96,10 +98,12 @@ async def world(tmp_path: Path, short_folder: Path) -> AsyncIterator[World]:
         coordinators = []
         for name in ("one", "other"):
             (tmp_path / name).mkdir()
-            coordinators.append(stack.enter_context(cluster.Coordinator(tmp_path / name)))
+            coordinators.append(stack.enter_context(cluster.CoordinatorProcess(tmp_path / name)))
         addresses = ",".join(coordinator.address for coordinator in coordinators)
         stack.enter_context(
-            Nodes(NAMES, coordinator_address=addresses, runtime_dir=short_folder, logs=tmp_path, pool_size="16MiB")
+            NodeProcesses(
+                NAMES, coordinator_address=addresses, runtime_dir=short_folder, logs=tmp_path, pool_size="16MiB"
+            )
         )
         engines = [
             await stack.enter_async_context(EngineClient(short_folder / name / "engine.sock", name, SPEC))
@@ -127,7 +131,7 @@ async def until_known(coordinator: Coordinator, name: str) -> None:
             await asyncio.sleep(0.05)
 
 
-async def served(coordinator: cluster.Coordinator) -> None:
+async def served(coordinator: cluster.CoordinatorProcess) -> None:
     """Waits until a coordinator knows that both nodes serve the spec: one that is frozen before cannot tell."""
     async with asyncio.timeout(20):
         while True:

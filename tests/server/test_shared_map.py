@@ -23,7 +23,7 @@ from lmkv.errors import Unreachable
 from lmkv.keys import ChunkKey
 from lmkv_client import Coordinator
 from lmkv_client.demo import cluster
-from lmkv_client.demo.nodes import Nodes
+from lmkv_client.demo.nodes import NodeProcesses
 from lmkv_client.demo.process import pids_with_environment
 from lmkv_server.node.fleet.shard import primaries
 from tests.server.node.cases import chunk_key
@@ -49,7 +49,9 @@ class Host:
         self.last = first
         """Number of the newest chunk."""
         self._folder = folder
-        self._nodes = Nodes((name,), coordinator_address=addresses, runtime_dir=folder, logs=logs, pool_size="128MiB")
+        self._nodes = NodeProcesses(
+            (name,), coordinator_address=addresses, runtime_dir=folder, logs=logs, pool_size="128MiB"
+        )
         self._stack = AsyncExitStack()
         self._resting = asyncio.Event()
         self._task: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -109,7 +111,9 @@ class World:
     def __init__(self, folder: Path, logs: Path) -> None:
         self.server = RedisServer()
         environment = {"LMKV_LAYOUT_MAP_URL": self.server.url}
-        self.coordinators = [cluster.Coordinator(logs / str(number), environment=environment) for number in range(2)]
+        self.coordinators = [
+            cluster.CoordinatorProcess(logs / str(number), environment=environment) for number in range(2)
+        ]
         self.addresses = [coordinator.address for coordinator in self.coordinators]
         known = ",".join(self.addresses)
         self.hosts = [Host(name, 10_000 * number, known, folder, logs) for number, name in enumerate(NAMES)]

@@ -1,4 +1,4 @@
-"""A coordinator and engines that find each other through it, all on this host: what the demo and the tests run."""
+"""A coordinator and engines that use it, on this host: for the demo, the tests and the benchmarks."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lmkv.errors import LmkvError
 from lmkv.rpc.endpoints import CHANNEL_OPTIONS, from_rpc_error
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, registry_service_pb2, registry_service_pb2_grpc
-from lmkv_client.demo.engine import Engine
-from lmkv_client.demo.process import POLL_SECONDS, ServerProcess, end_processes, free_port, pids_with_environment
-from lmkv_client.demo.server import Server
+from lmkv_client.demo.engine import EngineProcess
+from lmkv_client.demo.process import POLL_SECONDS, CheckedServer, end_processes, free_port, pids_with_environment
 
 RPC_TIMEOUT_SECONDS = 20.0
-"""For a question whose answer is what matters: a busy host may stand still for seconds."""
+"""Deadline of an RPC; a busy host may respond only after seconds."""
 HEALTH_TIMEOUT_SECONDS = 2.0
-"""For one of many questions whether a coordinator is up."""
+"""Deadline of one health check."""
 
 
-class Coordinator(Server):
-    """One `lmkv coordinator` process, and questions to it."""
+class CoordinatorProcess(CheckedServer):
+    """An `lmkv coordinator` process with a synchronous client."""
 
     ready_timeout_seconds = 30.0
 
@@ -38,16 +37,16 @@ class Coordinator(Server):
         arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`folder` gets its log, `coordinator.log`. `port` 0 takes a free one; it stays the same over restarts."""
+        """Logs to `coordinator.log` in `folder`. `port` 0 selects a free port, which restarts keep."""
         self.port = port or free_port()
         self.address = f"127.0.0.1:{self.port}"
         self.http_address = f"127.0.0.1:{free_port()}"
         ports = ["--port", str(self.port), "--http-port", self.http_address.rpartition(":")[2]]
         command = [sys.executable, "-m", "lmkv", "coordinator", *ports, *arguments]
-        self.process = ServerProcess("coordinator", command, folder / "coordinator.log", environment)
+        super().__init__("coordinator", command, folder / "coordinator.log", environment)
 
     def holders(self, tokens: Sequence[int]) -> dict[str, int]:
-        """How many tokens of a prompt each instance holds, by its id. Raises what the coordinator answers."""
+        """Number of prompt tokens that each instance holds, by instance id. Raises the coordinator's error."""
         request = cache_service_pb2.LookupRequest(tokens=tokens)
         try:
             with grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
@@ -58,7 +57,7 @@ class Coordinator(Server):
         return {holder.instance_id: holder.matched_token_count for holder in response.holders}
 
     def instances(self) -> dict[str, registry_service_pb2.Instance]:
-        """The instances that are registered now, by id; at most 1000. Raises what the coordinator answers."""
+        """The registered instances by id, at most 1000. Raises the coordinator's error."""
         request = registry_service_pb2.ListInstancesRequest(page_size=1000)
         try:
             with grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
@@ -69,9 +68,9 @@ class Coordinator(Server):
         return {instance.instance_id: instance for instance in response.instances}
 
     def wait_for_holder(self, tokens: Sequence[int], instance_id: str, token_count: int, timeout_seconds: float) -> int:
-        """Waits until an instance is known to hold so many tokens of a prompt; returns how many it then holds.
+        """Waits until an instance holds at least `token_count` tokens of a prompt; returns the number it holds.
 
-        Stores end after the engine has answered. Raises `LmkvError` when time is up.
+        An engine stores chunks after its response. Raises `LmkvError` on timeout.
         """
         deadline = time.monotonic() + timeout_seconds
         while True:
@@ -89,12 +88,12 @@ class Coordinator(Server):
         try:
             return self.holders(tokens).get(instance_id, 0)
         except LmkvError as error:
-            if error.code == "NOT_FOUND":  # no engine has attached to any node yet
+            if error.code == "NOT_FOUND":  # no engine has registered its model yet
                 return 0
             raise
 
     def is_ready(self) -> bool:
-        """Whether its health check says that it serves."""
+        """Whether its health check reports SERVING."""
         request = health_pb2.HealthCheckRequest(service="lmkv.v1.CacheService")
         try:
             with grpc.insecure_channel(self.address) as channel:
@@ -105,9 +104,9 @@ class Coordinator(Server):
 
 
 class Cluster:
-    """A coordinator and engines around one runtime folder. A context manager that leaves no process behind.
+    """A coordinator and engines with one runtime folder. Exiting it ends all their processes.
 
-    Entering it starts the coordinator, if there is one; engines are added and started by its user.
+    Entering it starts the coordinator, if there is one. The caller adds and starts engines.
     """
 
     def __init__(
@@ -121,32 +120,32 @@ class Cluster:
     ) -> None:
         """`settings` are `LMKV_...` variables for every engine.
 
-        `folder` gets sockets, and logs unless `logs` names another; its path must be short, since sockets' paths end
-        at 100 bytes.
+        `folder` has the sockets, and the logs unless `logs` is set. Its path must be short: the limit of a socket's path is
+        100 bytes.
         """
         self.model = model
         self.logs = logs or folder / "logs"
         self.runtime_dir = folder / "run"
         self.runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.coordinator = Coordinator(self.logs) if coordinator else None
+        self.coordinator = CoordinatorProcess(self.logs) if coordinator else None
         self.settings = dict(settings or {})
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, EngineProcess] = {}
 
-    def add_engine(self, name: str, settings: Mapping[str, str] | None = None, **options: Any) -> Engine:
-        """Describes an engine whose node is the instance `name`; nothing runs yet.
+    def add_engine(self, name: str, settings: Mapping[str, str] | None = None, **options: Any) -> EngineProcess:
+        """Adds an engine, not started, whose node is the instance `name`.
 
-        `settings` go before the cluster's; `options` are those of `Engine`.
+        `settings` override those of the cluster; `options` are passed to `EngineProcess`.
         """
         own = {"LMKV_INSTANCE_ID": name, "LMKV_RUNTIME_DIR": str(self.runtime_dir)}
         if self.coordinator:
             own["LMKV_COORDINATOR_ADDRESS"] = self.coordinator.address
         options.setdefault("model", self.model)
         environment = own | self.settings | dict(settings or {}) | options.pop("environment", {})
-        self.engines[name] = Engine(folder=self.logs, name=name, environment=environment, **options)
+        self.engines[name] = EngineProcess(folder=self.logs, name=name, environment=environment, **options)
         return self.engines[name]
 
-    def start_engines(self, ready: Callable[[Engine], None] = lambda _: None) -> None:
-        """Starts every engine that does not run, all at once, and waits for them; `ready` is told of each."""
+    def start_engines(self, ready: Callable[[EngineProcess], None] = lambda _: None) -> None:
+        """Starts all stopped engines concurrently and waits for them; calls `ready` with each."""
         waiting = [engine for engine in self.engines.values() if not engine.alive]
         for engine in waiting:
             engine.start()
@@ -155,21 +154,21 @@ class Cluster:
             ready(engine)
 
     def node_pids(self, instance_id: str = "") -> list[int]:
-        """Nodes that the engines started and that still run: of one instance, or all."""
+        """Process ids of running nodes that engines started: of one instance, or of all."""
         variables = {"LMKV_RUNTIME_DIR": str(self.runtime_dir)}
         if instance_id:
             variables["LMKV_INSTANCE_ID"] = instance_id
         return pids_with_environment(variables, "node")
 
     def kill_node(self, instance_id: str) -> None:
-        """Kills an instance's node as a crash would."""
+        """Kills the node of an instance with SIGKILL."""
         for pid in self.node_pids(instance_id):
             os.kill(pid, 9)
 
     def stop(self) -> None:
-        """Ends engines, nodes and coordinator, whatever state they are in. Idempotent."""
+        """Stops engines, nodes and the coordinator, in any state. Idempotent."""
         for engine in self.engines.values():
-            engine.process.request_stop()  # all at once: each takes seconds
+            engine.request_stop()  # concurrently: each takes seconds
         for engine in self.engines.values():
             engine.stop()
         end_processes(self.node_pids())

@@ -20,7 +20,7 @@ from lmkv.cli import Command
 from lmkv.errors import ConfigError, LmkvError
 from lmkv.runtime.signals import stop_signals
 from lmkv_client.demo.cluster import Cluster
-from lmkv_client.demo.measure import COMPLETION_TOKENS, Result, measure
+from lmkv_client.demo.measure import COMPLETION_TOKENS, DemoResult, measure
 from lmkv_client.demo.model import SHAPES, make_model
 from lmkv_client.demo.process import available_memory_bytes
 from lmkv_client.demo.table import make_table
@@ -89,7 +89,7 @@ class _Progress:
         self._console.print(f"{time.monotonic() - self._begin:5.1f} s  {line}", soft_wrap=True, markup=False)
 
 
-def _demonstrate(args: argparse.Namespace, folder: Path, logs: Path, progress: Callable[[str], None]) -> Result:
+def _demonstrate(args: argparse.Namespace, folder: Path, logs: Path, progress: Callable[[str], None]) -> DemoResult:
     """Runs everything and ends everything, however it goes."""
     shape = SHAPES[args.model_size]
     prompt_bytes = shape.kv_bytes_per_token(FLOAT32_BYTES) * args.prompt_tokens
@@ -163,7 +163,7 @@ def _pool_mib(rounds: int, prompt_bytes: int) -> int:
     return 64 + (rounds + 1) * (prompt_bytes * 5 // 4 >> 20)
 
 
-def _failure(result: Result) -> str | None:
+def _failure(result: DemoResult) -> str | None:
     """Why the result is none to be proud of."""
     if not result.identical:
         return "the engines gave different completions to the same prompt"

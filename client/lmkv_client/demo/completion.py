@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Token:
+class CompletionToken:
     """One step of a streamed completion, as it arrived."""
 
     token_ids: tuple[int, ...]
@@ -35,14 +35,16 @@ class Completion:
     """Logarithm of the probability of each token, where the request asked for `logprobs`."""
 
 
-def read_token(choice: Mapping[str, Any], seconds: float) -> Token:
+def read_token(choice: Mapping[str, Any], seconds: float) -> CompletionToken:
     """The token or tokens in one choice of an answer or of an event."""
     logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or ()
-    return Token(token_ids=tuple(choice["token_ids"]), text=choice["text"], seconds=seconds, logprobs=tuple(logprobs))
+    return CompletionToken(
+        token_ids=tuple(choice["token_ids"]), text=choice["text"], seconds=seconds, logprobs=tuple(logprobs)
+    )
 
 
 def make_completion(
-    tokens: Sequence[Token], last: Mapping[str, Any], usage: Mapping[str, Any], total_seconds: float
+    tokens: Sequence[CompletionToken], last: Mapping[str, Any], usage: Mapping[str, Any], total_seconds: float
 ) -> Completion:
     """What streamed tokens, the last choice and the usage say together."""
     details = usage.get("prompt_tokens_details") or {}

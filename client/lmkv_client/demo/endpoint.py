@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lmkv.errors import LmkvError, Unreachable
-from lmkv_client.demo.completion import Completion, Token, make_completion, read_token
+from lmkv_client.demo.completion import Completion, CompletionToken, make_completion, read_token
 
 REQUEST_TIMEOUT_SECONDS = 300.0
 
@@ -60,7 +60,7 @@ class Endpoint:
         *,
         extra: Mapping[str, object] | None = None,
         timeout_seconds: float = REQUEST_TIMEOUT_SECONDS,
-    ) -> Iterator[Token]:
+    ) -> Iterator[CompletionToken]:
         """Yields the completion as it comes. Closing the iterator closes the connection: the engine aborts the request.
 
         The request is sent when the first token is asked for. Raises as `complete` does.
@@ -118,7 +118,7 @@ class Endpoint:
 
     def _complete_stream(self, body: dict[str, Any], timeout_seconds: float) -> Completion:
         begin = time.perf_counter()
-        tokens: list[Token] = []
+        tokens: list[CompletionToken] = []
         last: dict[str, Any] = {}
         usage: dict[str, Any] = {}
         for event, seconds in self._events(body, timeout_seconds):

@@ -1,4 +1,4 @@
-"""A real vLLM OpenAI server on this host, with what the demo and the tests ask of it."""
+"""A vLLM OpenAI server on this host, with a client: for the demo, the tests and the benchmarks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from pathlib import Path
 
 from lmkv.errors import LmkvError
 from lmkv_client.demo.endpoint import Endpoint
-from lmkv_client.demo.process import ServerProcess, free_port
-from lmkv_client.demo.server import Server
+from lmkv_client.demo.process import CheckedServer, free_port
 
 LMKV_TRANSFER_CONFIG: Mapping[str, object] = {"kv_connector": "LMKVConnector", "kv_role": "kv_both"}
-"""What `--kv-transfer-config` takes to put lmkv into an engine."""
+"""Value of `--kv-transfer-config` that enables lmkv."""
 
 _ENVIRONMENT = {
-    # One compute thread and one process for scheduler and worker: on few cores everything else spins against itself.
+    # One compute thread, and one process for scheduler and worker: on few cores, spinning threads slow each other.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
@@ -31,8 +30,8 @@ _ENVIRONMENT = {
 }
 
 
-class Engine(Endpoint, Server):
-    """One vLLM server. Several may start at once: call `start` on each, then `wait_ready`."""
+class EngineProcess(Endpoint, CheckedServer):
+    """A vLLM server. To start several concurrently, call `start` on each, then `wait_ready` on each."""
 
     ready_timeout_seconds = 180.0
 
@@ -51,12 +50,12 @@ class Engine(Endpoint, Server):
         extra_arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Describes an engine; `transfer_config=None` leaves lmkv out.
+        """`transfer_config=None` disables lmkv.
 
-        `folder` gets its log, `NAME.log`. `port` 0 takes a free one. `kv_cache_bytes` must hold `context_tokens` tokens
-        and is resident from the start. `environment` is added last, `LMKV_...` among it.
+        Logs to `NAME.log` in `folder`. `port` 0 selects a free port. `kv_cache_bytes` must hold `context_tokens` tokens
+        and is resident from the start. `environment` takes precedence and may contain `LMKV_...`.
         """
-        super().__init__(name, port or free_port(), model.name)
+        Endpoint.__init__(self, name, port or free_port(), model.name)
         self.model = model
         arguments = [
             *("--model", str(model), "--served-model-name", model.name),
@@ -70,34 +69,29 @@ class Engine(Endpoint, Server):
             arguments += ["--kv-transfer-config", json.dumps(dict(transfer_config))]
         # Not `vllm serve`: the command fails where vLLM was installed under another distribution name.
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments, *extra_arguments]
-        self.process = ServerProcess(name, command, folder / f"{name}.log", _ENVIRONMENT | dict(environment or {}))
+        CheckedServer.__init__(self, name, command, folder / f"{name}.log", _ENVIRONMENT | dict(environment or {}))
         self._scratch: Path | None = None
 
     def start(self) -> None:
-        """Starts the server without waiting for it; also again after it ended."""
+        """Starts the server without waiting until it is ready, also again after it exited."""
         self._remove_scratch()
         self._scratch = Path(tempfile.mkdtemp(prefix="lmkv-engine-"))  # vLLM never removes its sockets
-        self.process.environment["TMPDIR"] = str(self._scratch)
+        self.environment["TMPDIR"] = str(self._scratch)
         super().start()
 
     def is_ready(self) -> bool:
         """Whether it serves requests."""
         return self.answers("/health")
 
-    def stop(self) -> None:
-        """Ends the server and everything it started but its node. Idempotent."""
-        super().stop()
-        self._remove_scratch()
-
     def kill(self) -> None:
-        """Kills the server's processes as a crash would, without notice; its node lives on. Idempotent."""
+        """Kills the processes of the server, but not its node, as `stop` does in the end. Idempotent."""
         super().kill()
         self._remove_scratch()
 
     def reset_prefix_cache(self, *, external: bool = False, timeout_seconds: float = 10.0) -> None:
-        """Empties vLLM's own prefix cache, and lmkv's through the connector if `external`.
+        """Clears vLLM's prefix cache, and with `external` also lmkv's through the connector.
 
-        vLLM refuses while blocks are in use; this asks again until it agrees. Raises `LmkvError` if it never does.
+        vLLM rejects that while blocks are in use; retries until the timeout, then raises `LmkvError`.
         """
         deadline = time.monotonic() + timeout_seconds
         path = f"/reset_prefix_cache?reset_external={str(external).lower()}"

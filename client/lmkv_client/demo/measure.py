@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from lmkv.units import GB
-from lmkv_client.demo.cluster import Coordinator
+from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_client.demo.completion import Completion
 from lmkv_client.demo.endpoint import Endpoint
-from lmkv_client.demo.engine import Engine
+from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.model import FIRST_BYTE_TOKEN_ID
 from lmkv_client.demo.process import POLL_SECONDS
 
@@ -26,7 +26,7 @@ COUNT_TIMEOUT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Taken:
+class CacheTransfer:
     """What one request took instead of computing it."""
 
     tokens: int
@@ -36,7 +36,7 @@ class Taken:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Round:
+class DemoRound:
     """One prompt, asked three times."""
 
     cold: Completion
@@ -45,8 +45,8 @@ class Round:
     """By engine 2, which has never seen it either."""
     own: Completion
     """By engine 1 again, after its prefix cache was emptied."""
-    from_peer: Taken
-    from_own: Taken
+    from_peer: CacheTransfer
+    from_own: CacheTransfer
 
     @property
     def identical(self) -> bool:
@@ -55,10 +55,10 @@ class Round:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
+class DemoResult:
     """What the rounds say together. There is at least one."""
 
-    rounds: Sequence[Round]
+    rounds: Sequence[DemoRound]
 
     @property
     def cold_ttft_ms(self) -> float:
@@ -81,12 +81,12 @@ class Result:
         return self.rounds[0].cold.prompt_tokens
 
     @property
-    def from_peer(self) -> Taken:
+    def from_peer(self) -> CacheTransfer:
         """What a median round took from the peer, each number for itself."""
         return _median([round_.from_peer for round_ in self.rounds])
 
     @property
-    def from_own(self) -> Taken:
+    def from_own(self) -> CacheTransfer:
         """What a median round took from the own host pool, each number for itself."""
         return _median([round_.from_own for round_ in self.rounds])
 
@@ -115,28 +115,28 @@ class Result:
         }
 
 
-def gb_per_s(taken: Taken) -> float:
+def gb_per_s(taken: CacheTransfer) -> float:
     """Speed in GB (2^30 bytes, as in log lines) a second; 0 where nothing was taken."""
     return taken.size_bytes / taken.seconds / GB if taken.seconds else 0.0
 
 
 def measure(
-    coordinator: Coordinator,
-    engines: tuple[Engine, Engine],
+    coordinator: CoordinatorProcess,
+    engines: tuple[EngineProcess, EngineProcess],
     *,
     prompt_tokens: int,
     vocab_size: int,
     rounds: int,
     seed: int,
     progress: Callable[[str], None],
-) -> Result:
+) -> DemoResult:
     """Measures so many rounds, each with a random prompt of its own, after a short one that is thrown away.
 
     Raises `LmkvError` if an engine fails, or if what engine 1 computes never becomes known to the coordinator.
     """
     random = np.random.default_rng(seed)
 
-    def ask(count: int) -> Round:
+    def ask(count: int) -> DemoRound:
         prompt = random.integers(FIRST_BYTE_TOKEN_ID, vocab_size, count).tolist()
         return measure_round(coordinator, engines, prompt)
 
@@ -146,10 +146,12 @@ def measure(
     for number in range(1, rounds + 1):
         measured.append(ask(prompt_tokens))
         progress(f"round {number} of {rounds}: {_in_words(measured[-1])}")
-    return Result(rounds=measured)
+    return DemoResult(rounds=measured)
 
 
-def measure_round(coordinator: Coordinator, engines: tuple[Engine, Engine], prompt: Sequence[int]) -> Round:
+def measure_round(
+    coordinator: CoordinatorProcess, engines: tuple[EngineProcess, EngineProcess], prompt: Sequence[int]
+) -> DemoRound:
     """One prompt cold, from the peer, and from the own pool. The instances are named as the engines are."""
     first, second = engines
     cold = first.complete(prompt, COMPLETION_TOKENS)
@@ -163,10 +165,10 @@ def measure_round(coordinator: Coordinator, engines: tuple[Engine, Engine], prom
     before = first.metrics()
     own = first.complete(prompt, COMPLETION_TOKENS)
     from_own = taken(first, before, own, "load")
-    return Round(cold=cold, peer=peer, own=own, from_peer=from_peer, from_own=from_own)
+    return DemoRound(cold=cold, peer=peer, own=own, from_peer=from_peer, from_own=from_own)
 
 
-def taken(engine: Endpoint, before: dict[str, float], answer: Completion, act: str) -> Taken:
+def taken(engine: Endpoint, before: dict[str, float], answer: Completion, act: str) -> CacheTransfer:
     """What a request took, by the engine's counters; `before` are those from before it.
 
     Where the answer has cached tokens it waits for the counts of their bytes, and has the engine take a step for them.
@@ -180,28 +182,28 @@ def taken(engine: Endpoint, before: dict[str, float], answer: Completion, act: s
         time.sleep(POLL_SECONDS)
 
 
-def _taken(before: dict[str, float], after: dict[str, float], act: str) -> Taken:
+def _taken(before: dict[str, float], after: dict[str, float], act: str) -> CacheTransfer:
     what, tokens = ("loaded", "loaded_tokens_total") if act == "load" else (act, 'tier_tokens_total{tier="peers"}')
 
     def grown(name: str) -> float:
         return after.get(f"lmkv:{name}", 0.0) - before.get(f"lmkv:{name}", 0.0)
 
-    return Taken(
+    return CacheTransfer(
         tokens=round(grown(tokens)),
         size_bytes=round(grown(f"{what}_bytes_total")),
         seconds=grown(f"{act}_seconds_total"),
     )
 
 
-def _median(parts: Sequence[Taken]) -> Taken:
-    return Taken(
+def _median(parts: Sequence[CacheTransfer]) -> CacheTransfer:
+    return CacheTransfer(
         tokens=round(statistics.median(part.tokens for part in parts)),
         size_bytes=round(statistics.median(part.size_bytes for part in parts)),
         seconds=statistics.median(part.seconds for part in parts),
     )
 
 
-def _in_words(round_: Round) -> str:
+def _in_words(round_: DemoRound) -> str:
     cold, peer, own = (f"{1e3 * part.ttft_seconds:.0f} ms" for part in (round_.cold, round_.peer, round_.own))
     same = "identical completions" if round_.identical else "DIFFERENT COMPLETIONS"
     return f"{cold} cold, {peer} from the peer, {own} from the own host pool; {same}"

@@ -1,4 +1,4 @@
-"""Nodes that no engine has started: processes of `lmkv node` at one coordinator, for tests and benchmarks."""
+"""`lmkv node` processes without engines, registered with one coordinator: for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lmkv_client.demo.process import ServerProcess
 READY_TIMEOUT_SECONDS = 30.0
 
 
-class Nodes:
-    """So many nodes, by name: a context manager that starts all at once, waits for them, and ends them."""
+class NodeProcesses:
+    """One node per name. Entering it starts all nodes and waits for them; exiting it stops them."""
 
     def __init__(
         self, names: Sequence[str], *, coordinator_address: str, runtime_dir: Path, logs: Path, pool_size: str
     ) -> None:
-        """`logs` gets a log of each; `pool_size` is that of each node's memory for chunks, such as `64MiB`."""
+        """Each node logs to `logs`. `pool_size` is the size of its pool, such as `64MiB`."""
         self._runtime_dir = runtime_dir
         self._processes = [
             ServerProcess(
@@ -36,7 +36,7 @@ class Nodes:
         ]
 
     def socket(self, name: str) -> Path:
-        """Where engines reach a node."""
+        """The socket on which a node serves engines."""
         return self._runtime_dir / name / "engine.sock"
 
     def __enter__(self) -> Self:
@@ -52,6 +52,6 @@ class Nodes:
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
-            process.request_stop()  # all at once: each takes a moment
+            process.request_stop()  # concurrently
         for process in self._processes:
             process.stop()

@@ -1,4 +1,4 @@
-"""`nixl` by its plain name, which vLLM's own connector imports and some of NIXL's wheels do not bring."""
+"""Provides the package `nixl`, which vLLM's connector imports and some NIXL wheels do not contain."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def plain_nixl(folder: Path) -> Path:
-    """A folder for `PYTHONPATH` from which `nixl` can be imported."""
+    """Creates a folder for `PYTHONPATH` from which `nixl` can be imported."""
     if importlib.util.find_spec("nixl") is None:
         package = folder / "nixl-alias" / "nixl"
         package.mkdir(parents=True, exist_ok=True)

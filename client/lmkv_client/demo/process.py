@@ -1,6 +1,6 @@
-"""Server processes on this host that the demo and the tests own: started with a log, watched, and ended whole.
+"""Launches server processes on this host: for the demo, the tests and the benchmarks.
 
-Linux only: what belongs to a process is read from /proc.
+Linux only: /proc tells which processes belong to a server.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, ClassVar, Protocol, Self
@@ -21,7 +22,7 @@ from lmkv.errors import LmkvError
 POLL_SECONDS = 0.05
 
 _CAUSE = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception): (?!.*See root cause).+(?:\n +Value error, .+)?")
-"""What a Python traceback ends with, also by pydantic; not vLLM's hint that the cause is further up."""
+"""The last line of a Python traceback, also of pydantic's; not vLLM's reference to an earlier one."""
 
 
 class RunningProcess(Protocol):
@@ -32,17 +33,17 @@ class RunningProcess(Protocol):
         """Process id; also the id of its session."""
 
     def poll(self) -> int | None:
-        """None as long as it runs."""
+        """None while it runs, then its exit status."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end. Raises `subprocess.TimeoutExpired`."""
+        """Waits until it exits. Raises `subprocess.TimeoutExpired`."""
 
     def terminate(self) -> None:
         """Sends SIGTERM."""
 
 
 def launch(command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]) -> RunningProcess:
-    """Starts `command` in a session of its own; its output goes to `log`, `environment` is all that it gets."""
+    """Starts `command` in its own session, with output to `log` and with exactly this environment."""
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -54,32 +55,32 @@ def launch(command: Sequence[str], log: IO[bytes], environment: Mapping[str, str
 
 
 class ServerProcess:
-    """One server: a process in a session of its own, with a log file.
+    """A process in its own session, with a log file.
 
-    Children belong to it as long as they stay in its session; a child that opened a session of its own, as a node
-    started by an engine does, outlives it.
+    `stop` and `kill` end all processes of the session. A child with its own session, such as a node that an engine
+    starts, survives them.
     """
 
     launch: ClassVar[Callable[[Sequence[str], IO[bytes], Mapping[str, str]], RunningProcess]] = staticmethod(launch)
-    """How processes are started."""
+    """Function that starts processes."""
 
     def __init__(
         self, name: str, command: Sequence[str], log_file: Path, environment: Mapping[str, str] | None = None
     ) -> None:
-        """`environment` is added to this process's own, without its `LMKV_...`. Nothing runs before `start`."""
+        """`environment` is added to the environment of this process without `LMKV_...`. `start` starts the process."""
         self.name = name
         self.command = list(command)
         self.log_file = log_file
         self.environment = dict(environment or {})
         self._process: RunningProcess | None = None
-        self._asked_to_stop = False
+        self._stop_requested = False
 
     def start(self) -> None:
-        """Starts the process, also again after it ended; the log is continued."""
-        assert not self.alive, f"{self.name} runs already"
+        """Starts the process, also again after it exited. Appends to the log."""
+        assert not self.alive, f"{self.name} is already running"
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("LMKV_")}
-        self._asked_to_stop = False
+        self._stop_requested = False
         with self.log_file.open("ab") as log:
             self._process = ServerProcess.launch(self.command, log, inherited | self.environment)
 
@@ -91,13 +92,13 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it was started and has not ended."""
+        """Whether it was started and has not exited."""
         return self._process is not None and self._process.poll() is None
 
     def wait_until(self, ready: Callable[[], bool], what: str, timeout_seconds: float) -> None:
-        """Waits until `ready` answers true.
+        """Waits until `ready` returns true.
 
-        Raises `LmkvError` if the process ends or time is up; its message is one line, its note the end of the log.
+        Raises `LmkvError` on timeout and if the process exits, with the end of the log as a note.
         """
         deadline = time.monotonic() + timeout_seconds
         while self.alive:
@@ -106,28 +107,28 @@ class ServerProcess:
             if time.monotonic() > deadline:
                 raise self._failed(f"was not {what} within {timeout_seconds:.0f} s")
             time.sleep(POLL_SECONDS)
-        raise self._failed(f"ended before it was {what}")
+        raise self._failed(f"exited before it was {what}")
 
     def log(self) -> str:
-        """Everything that was logged."""
+        """The content of the log."""
         return self.log_file.read_text(errors="replace") if self.log_file.exists() else ""
 
     def _failed(self, what: str) -> LmkvError:
         log = self.log()
         causes = _CAUSE.findall(log) or log.strip().splitlines()
-        cause = " ".join(causes[-1].split()) if causes else "it logged nothing"
+        cause = " ".join(causes[-1].split()) if causes else "the log is empty"
         error = LmkvError(f"{self.name} {what}: {cause}", log=self.log_file)
         error.add_note("\n".join([f"The end of {self.log_file}:", *log.splitlines()[-30:]]))
         return error
 
     def request_stop(self) -> None:
-        """Asks the process to end (SIGTERM) without waiting for it. Idempotent: a second signal would hurry some."""
-        if self._process is not None and self.alive and not self._asked_to_stop:
-            self._asked_to_stop = True
+        """Sends SIGTERM without waiting. Idempotent, since some servers skip their clean-up at a second signal."""
+        if self._process is not None and self.alive and not self._stop_requested:
+            self._stop_requested = True
             self._process.terminate()
 
     def stop(self, timeout_seconds: float = 20.0) -> None:
-        """Asks the process to end (SIGTERM); kills what is left of its session after that time. Idempotent."""
+        """Sends SIGTERM, and kills the rest of the session after the timeout. Idempotent."""
         if self._process is None:
             return
         self.request_stop()
@@ -138,7 +139,7 @@ class ServerProcess:
         self.kill()
 
     def kill(self) -> None:
-        """Kills everything in the session at once (SIGKILL) and waits until it is gone. Idempotent."""
+        """Kills all processes of the session (SIGKILL) and waits until they have exited. Idempotent."""
         if self._process is None:
             return
         session = self._process.pid
@@ -161,8 +162,32 @@ class ServerProcess:
         self.stop()
 
 
+class CheckedServer(ServerProcess, ABC):
+    """A server with a readiness check. Entering it starts it and waits until it is ready."""
+
+    ready_timeout_seconds = 60.0
+    """Deadline for it to become ready."""
+
+    @abstractmethod
+    def is_ready(self) -> bool:
+        """Whether it serves requests."""
+
+    def wait_ready(self) -> None:
+        """Waits until it is ready. Raises `LmkvError` with the end of its log on timeout and if it exits."""
+        self.wait_until(self.is_ready, "ready", self.ready_timeout_seconds)
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+
 def free_port() -> int:
-    """A TCP port on loopback that is free, and that the system gives to no connection before it is bound."""
+    """A free TCP port on loopback, outside the range that the system assigns to connections."""
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
         port = random.SystemRandom().randrange(10_000, max(lowest, 10_100))
@@ -175,7 +200,7 @@ def free_port() -> int:
 
 
 def available_memory_bytes() -> int:
-    """Memory that new processes can have without swapping."""
+    """Memory that new processes can use without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -183,7 +208,7 @@ def available_memory_bytes() -> int:
 
 
 def session_pids(session: int) -> list[int]:
-    """Living processes of a session, zombies left out."""
+    """Processes of a session, without zombies."""
     members = []
     for pid in _all_pids():
         try:
@@ -197,9 +222,9 @@ def session_pids(session: int) -> list[int]:
 
 
 def pids_with_environment(variables: Mapping[str, str], word: str) -> list[int]:
-    """Processes that were started with these environment variables and have `word` among those of their command.
+    """Processes with these environment variables and with `word` in their command line.
 
-    It is how nodes are found that engines started for themselves.
+    Finds the nodes that engines have started.
     """
     wanted = {f"{name}={value}".encode() for name, value in variables.items()}
     found = []
@@ -215,7 +240,7 @@ def pids_with_environment(variables: Mapping[str, str], word: str) -> list[int]:
 
 
 def end_processes(pids: Sequence[int], timeout_seconds: float = 10.0) -> None:
-    """Asks processes to end (SIGTERM) and kills those that have not after that time. Unknown ids are ignored."""
+    """Sends SIGTERM, and SIGKILL to those that have not exited after the timeout. Ignores unknown ids."""
     for pid in pids:
         _signal(pid, signal.SIGTERM)
     deadline = time.monotonic() + timeout_seconds

@@ -1,4 +1,4 @@
-"""`lmkv proxy` on this host, in front of engines that run here."""
+"""An `lmkv proxy` process on this host, in front of engines on this host."""
 
 from __future__ import annotations
 
@@ -7,30 +7,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lmkv_client.demo.endpoint import Endpoint
-from lmkv_client.demo.engine import Engine
-from lmkv_client.demo.process import ServerProcess, free_port
-from lmkv_client.demo.server import Server
+from lmkv_client.demo.engine import EngineProcess
+from lmkv_client.demo.process import CheckedServer, free_port
 
 
-class Proxy(Endpoint, Server):
-    """One proxy process."""
+class ProxyProcess(Endpoint, CheckedServer):
+    """An `lmkv proxy` process with a client."""
 
     def __init__(
         self,
         folder: Path,
-        prefills: Sequence[Engine],
-        decodes: Sequence[Engine],
+        prefills: Sequence[EngineProcess],
+        decodes: Sequence[EngineProcess],
         *,
         arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`folder` gets its log, `proxy.log`."""
-        super().__init__("proxy", free_port(), (*prefills, *decodes)[0].model_name)
+        """Logs to `proxy.log` in `folder`."""
+        Endpoint.__init__(self, "proxy", free_port(), (*prefills, *decodes)[0].model_name)
         command = [sys.executable, "-m", "lmkv", "proxy", "--port", str(self.port)]
         for side, engines in (("prefiller", prefills), ("decoder", decodes)):
             command += [f"--{side}-port", ",".join(str(engine.port) for engine in engines)]
-        self.process = ServerProcess("proxy", [*command, *arguments], folder / "proxy.log", environment)
+        CheckedServer.__init__(self, "proxy", [*command, *arguments], folder / "proxy.log", environment)
 
     def is_ready(self) -> bool:
-        """Whether it knows an engine of each kind."""
+        """Whether an engine is available."""
         return self.answers("/readyz")

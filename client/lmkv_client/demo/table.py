@@ -6,10 +6,10 @@ from rich import box
 from rich.table import Table
 
 from lmkv.units import format_bytes, format_rate
-from lmkv_client.demo.measure import Result, Taken
+from lmkv_client.demo.measure import CacheTransfer, DemoResult
 
 
-def make_table(result: Result) -> Table:
+def make_table(result: DemoResult) -> Table:
     """Time to the first token, and what was taken instead of computed; fits 80 columns."""
     table = Table(
         title=f"A prompt of {result.prompt_tokens:,} tokens, medians of {len(result.rounds)} rounds",
@@ -36,7 +36,7 @@ def _times(ttft_ms: float, cold_ms: float) -> tuple[str, str]:
     return f"{ttft_ms:,.0f} ms", f"{100 * ttft_ms / cold_ms:.1f} %"
 
 
-def _amounts(taken: Taken) -> tuple[str, str, str]:
+def _amounts(taken: CacheTransfer) -> tuple[str, str, str]:
     if not taken.tokens:
         return "0", "-", "-"
     return f"{taken.tokens:,}", format_bytes(taken.size_bytes), format_rate(taken.size_bytes, taken.seconds)

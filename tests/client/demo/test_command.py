@@ -53,7 +53,7 @@ def test_a_coordinator_that_cannot_start_is_told_in_one_line_with_the_place_of_t
     monkeypatch.setattr("tempfile.tempdir", None)
     assert run("--model-size", "tiny", "--keep-logs", str(tmp_path / "logs")) == 1
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("lmkv demo: coordinator ended before it was ready: PortError: taken; the logs are in ")
+    assert last.startswith("lmkv demo: coordinator exited before it was ready: PortError: taken; the logs are in ")
     assert last.endswith(str(tmp_path / "logs"))
     assert not list(tmp_path.glob("lmkv-demo-*"))
 

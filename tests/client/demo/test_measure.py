@@ -14,10 +14,10 @@ from rich.console import Console
 from lmkv_client.demo.command import _failure
 from lmkv_client.demo.completion import Completion
 from lmkv_client.demo.endpoint import Endpoint
-from lmkv_client.demo.measure import Result, Round, Taken, taken
+from lmkv_client.demo.measure import CacheTransfer, DemoResult, DemoRound, taken
 from lmkv_client.demo.table import make_table
 
-NOTHING = Taken(tokens=0, size_bytes=0, seconds=0.0)
+NOTHING = CacheTransfer(tokens=0, size_bytes=0, seconds=0.0)
 
 
 def answer(ttft_seconds: float, token_ids: tuple[int, ...] = (7, 8)) -> Completion:
@@ -32,9 +32,11 @@ def answer(ttft_seconds: float, token_ids: tuple[int, ...] = (7, 8)) -> Completi
     )
 
 
-def round_of(cold: float, *, peer_tokens: tuple[int, ...] = (7, 8), from_peer: Taken | None = None) -> Round:
-    taken = Taken(tokens=3840, size_bytes=2 << 30, seconds=0.5)
-    return Round(
+def round_of(
+    cold: float, *, peer_tokens: tuple[int, ...] = (7, 8), from_peer: CacheTransfer | None = None
+) -> DemoRound:
+    taken = CacheTransfer(tokens=3840, size_bytes=2 << 30, seconds=0.5)
+    return DemoRound(
         cold=answer(cold),
         peer=answer(cold / 10, peer_tokens),
         own=answer(cold / 20),
@@ -80,14 +82,14 @@ def test_what_was_taken_is_read_once_its_counts_are_there() -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         engine = Endpoint("engine", server.server_port, "model")
         loaded = dataclasses.replace(answer(1.0), cached_tokens=512)
-        assert taken(engine, {}, loaded, "peer") == Taken(tokens=512, size_bytes=4096, seconds=0.25)
+        assert taken(engine, {}, loaded, "peer") == CacheTransfer(tokens=512, size_bytes=4096, seconds=0.25)
         LaggingEngine.steps = 0
         assert taken(engine, {}, answer(1.0), "peer") == NOTHING, "nothing was cached: there is nothing to wait for"
         server.shutdown()
 
 
 def test_the_numbers_are_medians_over_the_rounds() -> None:
-    numbers = Result(rounds=[round_of(2.0), round_of(90.0), round_of(3.0)]).to_json()
+    numbers = DemoResult(rounds=[round_of(2.0), round_of(90.0), round_of(3.0)]).to_json()
     assert numbers["cold_ttft_ms"] == 3000
     assert numbers["peer_ttft_ms"] == 300
     assert numbers["own_ttft_ms"] == 150
@@ -95,7 +97,7 @@ def test_the_numbers_are_medians_over_the_rounds() -> None:
 
 
 def test_the_numbers_go_by_the_names_that_others_rely_on() -> None:
-    numbers = json.loads(json.dumps(Result(rounds=[round_of(2.0)]).to_json()))
+    numbers = json.loads(json.dumps(DemoResult(rounds=[round_of(2.0)]).to_json()))
     assert numbers.keys() >= {"cold_ttft_ms", "peer_ttft_ms", "own_ttft_ms", "prompt_tokens", "peer_tokens"}
     assert numbers.keys() >= {"own_tokens", "peer_gb_per_s", "identical"}
     assert numbers["prompt_tokens"] == 4000
@@ -105,21 +107,21 @@ def test_the_numbers_go_by_the_names_that_others_rely_on() -> None:
 
 
 def test_one_different_token_in_one_round_is_a_failure() -> None:
-    result = Result(rounds=[round_of(2.0), round_of(2.0, peer_tokens=(7, 9))])
+    result = DemoResult(rounds=[round_of(2.0), round_of(2.0, peer_tokens=(7, 9))])
     assert not result.identical
     assert "different completions" in str(_failure(result))
 
 
 def test_taking_nothing_from_the_peer_is_a_failure() -> None:
-    result = Result(rounds=[round_of(2.0), round_of(2.0, from_peer=NOTHING)])
+    result = DemoResult(rounds=[round_of(2.0), round_of(2.0, from_peer=NOTHING)])
     assert _failure(result) == "engine 2 took nothing from engine 1"
-    assert _failure(Result(rounds=[round_of(2.0)])) is None
+    assert _failure(DemoResult(rounds=[round_of(2.0)])) is None
 
 
 @pytest.mark.parametrize("from_peer", [None, NOTHING])
-def test_the_table_fits_80_columns_and_shows_what_was_taken(from_peer: Taken | None) -> None:
+def test_the_table_fits_80_columns_and_shows_what_was_taken(from_peer: CacheTransfer | None) -> None:
     out = StringIO()
-    table = make_table(Result(rounds=[round_of(123.456, peer_tokens=(1,), from_peer=from_peer)]))
+    table = make_table(DemoResult(rounds=[round_of(123.456, peer_tokens=(1,), from_peer=from_peer)]))
     Console(file=out, width=80).print(table)
     text = out.getvalue()
     assert "…" not in text

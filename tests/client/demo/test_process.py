@@ -43,7 +43,7 @@ def test_what_it_prints_is_in_its_log_also_after_a_second_start(tmp_path: Path) 
 def test_a_process_that_ends_early_is_told_with_the_cause_from_its_log(tmp_path: Path) -> None:
     with server("raise ValueError('no such port')", tmp_path) as process:
         process.start()
-        with pytest.raises(LmkvError, match=r"server ended before it was ready: ValueError: no such port") as caught:
+        with pytest.raises(LmkvError, match=r"server exited before it was ready: ValueError: no such port") as caught:
             process.wait_until(lambda: False, "ready", 20)
     assert "Traceback" in caught.value.__notes__[0]
 
@@ -61,7 +61,7 @@ def test_a_process_that_ends_early_is_told_with_the_cause_from_its_log(tmp_path:
             "pydantic_core.ValidationError: 1 validation error for ModelConfig Value error, it is too long",
         ),
         ("lmkv: error: port 9000 is in use", "lmkv: error: port 9000 is in use"),
-        ("", "it logged nothing"),
+        ("", "the log is empty"),
     ],
 )
 def test_the_cause_is_what_a_person_would_pick_from_the_log(log: str, cause: str, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_the_cause_is_what_a_person_would_pick_from_the_log(log: str, cause: str
         process.start()
         with pytest.raises(LmkvError) as caught:
             process.wait_until(lambda: False, "ready", 20)
-    assert str(caught.value) == f"server ended before it was ready: {cause}"
+    assert str(caught.value) == f"server exited before it was ready: {cause}"
 
 
 def test_a_process_that_never_gets_ready_is_told_after_the_timeout(tmp_path: Path) -> None:

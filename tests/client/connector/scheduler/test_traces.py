@@ -27,7 +27,7 @@ from lmkv.v1.chunk_pb2 import TIER_HOST, Position
 from lmkv_client.connector.messages import Loaded, WorkerReport
 from lmkv_client.connector.node.client import NodeClient
 from lmkv_client.connector.scheduler.side import SchedulerSide
-from lmkv_client.demo.cluster import Coordinator
+from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_client.demo.process import ServerProcess
 from lmkv_kernels import checksum
 from tests.client.connector.nodes import until
@@ -56,8 +56,8 @@ class Fleet:
         self._folder = folder
         self._environment = environment
         self._stack = ExitStack()
-        self.coordinator = Coordinator(folder)
-        self.coordinator.process.environment |= environment
+        self.coordinator = CoordinatorProcess(folder)
+        self.coordinator.environment |= environment
 
     def __enter__(self) -> Fleet:
         try:
@@ -71,7 +71,7 @@ class Fleet:
         self._stack.enter_context(self.coordinator)
         self.holder, self.asker = self._config("holder"), self._config("asker")
         nodes = [self._start(config) for config in (self.holder, self.asker)]
-        self.processes = [self.coordinator.process, *nodes]
+        self.processes = [self.coordinator, *nodes]
         until(lambda: len(self.coordinator.instances()) == 2)
         link = NodeClient(self.asker, SPEC, 1)
         link.start()
