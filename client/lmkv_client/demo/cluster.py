@@ -120,8 +120,8 @@ class Cluster:
     ) -> None:
         """`settings` are `LMKV_...` variables for every engine.
 
-        `folder` has the sockets, and the logs unless `logs` is set. Its path must be short: the limit of a socket's path is
-        100 bytes.
+        `folder` has the sockets, and the logs unless `logs` is set. Its path must be short: the path of a socket is
+        limited to 100 bytes.
         """
         self.model = model
         self.logs = logs or folder / "logs"
