@@ -1,8 +1,8 @@
-"""What must be compiled. CPU.
+"""Compiled code for CPUs: copies between KV pages and chunks, checksums, chunk keys, and the chunk table.
 
-Moves KV between an engine's pages and chunks in the pool, and sums chunks, for the connector and the node; `reference`
-is the plain torch twin of every such kernel: it defines what they must do, bit for bit. `ChunkTable` keeps the
-coordinator's layout map; `token_ids` reads what it is asked for, and `chunk_keys` makes the keys of that.
+`gather` and `scatter` copy KV between an engine's pages and chunks in the pool; `reference` is their specification in
+plain torch, bit for bit. `ChunkTable` is the data structure of the coordinator's layout map. `cuda` copies on GPUs.
+Start with `pages.Pages` and `host.gather`.
 """
 
 from lmkv_kernels._chunk_table import ChunkTable

@@ -1,4 +1,4 @@
-"""Which tokens of which chunks go where: what a call of the kernels is asked to copy, and the checks that it can be."""
+"""The arguments of the copy kernels, which tokens of which chunks to copy, and their validation."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lmkv_kernels.pages import WORD_BYTES, Pages
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkCopy:
-    """Some tokens of one chunk: `token_count` of them from `first_token` on.
+    """The tokens of one chunk to copy: `token_count` tokens from `first_token` on.
 
-    The pages have them one after the other in `block_ids`, from token `first_slot` of the first block on. Where tiles
-    are moved whole, they begin with a block; the last one is copied whole though the chunk may end within it.
+    In the pages they are consecutive in `block_ids`, from token `first_slot` of the first block on. Whole tiles begin
+    with a block, and the last one is copied whole even if the chunk ends within it.
     """
 
     offset: int
-    """Where the chunk's extent begins in the pool, in bytes."""
+    """Offset of the chunk's extent in the pool, in bytes."""
     extent_tokens: int
-    """Tokens of the whole chunk."""
+    """Number of tokens of the whole chunk."""
     token_count: int
     block_ids: Sequence[int]
     first_token: int = 0
@@ -31,24 +31,24 @@ class ChunkCopy:
 
 
 def copied_bytes(pages: Pages, copies: Sequence[ChunkCopy]) -> int:
-    """Bytes that the copies move: this rank's heads only."""
+    """Total bytes of the copies, for the heads of this rank."""
     rows = sum(pages.row_count(copy.token_count) for copy in copies)
     return rows * len(pages.layer_addresses) * pages.head_count * len(pages.parts) * pages.row_bytes
 
 
 Rows = NDArray[np.int64]
-"""Per copy: offset, rows of the extent, first row, rows to copy, row of the first block, number of block ids."""
+"""Per copy: offset, rows of the extent, first row, rows to copy, first row in the first block, number of blocks."""
 
 
 def check(pages: Pages, pool_bytes: int, copies: Sequence[ChunkCopy]) -> tuple[Rows, NDArray[np.int64]]:
-    """The copies in rows, and all their block ids. Raises `ValueError` if one does not fit the pages or the pool."""
+    """Converts copies to rows and block ids. Raises `ValueError` if one does not fit the pages or the pool."""
     rows = []
     for index, copy in enumerate(copies):
         row = _row(pages, copy)
         if problem := _problem(pages, pool_bytes, copy, row):
             raise ValueError(f"copies[{index}]: {problem}")
         rows.append(row)
-    # All ids at once, and compared by numpy: there may be thousands.
+    # All ids at once, with numpy: there may be thousands.
     block_ids = np.fromiter(
         chain.from_iterable(copy.block_ids for copy in copies), np.int64, sum(len(copy.block_ids) for copy in copies)
     )
@@ -58,7 +58,7 @@ def check(pages: Pages, pool_bytes: int, copies: Sequence[ChunkCopy]) -> tuple[R
 
 
 def check_written_once(pages: Pages, rows: Rows, block_ids: NDArray[np.int64]) -> None:
-    """Raises `ValueError` if two of the copies would write one row of the pages."""
+    """Raises `ValueError` if two copies write the same row of the pages."""
     ordered = np.sort(block_ids)
     if not (ordered[1:] == ordered[:-1]).any():
         return
@@ -72,7 +72,7 @@ def check_written_once(pages: Pages, rows: Rows, block_ids: NDArray[np.int64]) -
 
 
 def _touched(pages: Pages, rows: Rows, block_ids: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
-    """Each block that is written, and the range of its rows."""
+    """Each written block with the range of its rows."""
     ids = iter(block_ids.tolist())
     for _, _, _, count, slot, id_count in rows.tolist():
         for block in range(id_count):

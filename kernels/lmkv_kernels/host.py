@@ -1,4 +1,4 @@
-"""The CPU kernels' Python side: checks every argument, then makes one native call without the GIL."""
+"""Python wrappers of the CPU kernels: each checks all arguments, then makes one native call without the GIL."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from lmkv_kernels.copies import ChunkCopy, check, check_written_once
 from lmkv_kernels.pages import WORD_BYTES, Pages
 
 Buffer = bytes | bytearray | memoryview | mmap.mmap | NDArray[Any]
-"""Contiguous memory; `lmkv.pool.pool.Pool.buffer` is some."""
+"""Contiguous memory, such as `lmkv.pool.pool.Pool.buffer`."""
 
 
 def gather(
     pages: Pages, pool: Buffer, copies: Sequence[ChunkCopy], *, threads: int = 1, summed: bool = True
 ) -> list[int]:
-    """Copies tokens of the pages into extents of the pool, and sums them in the same pass unless told not to.
+    """Copies tokens from pages into extents of the pool, and computes checksums in the same pass if `summed`.
 
-    Returns per copy what its words add to its chunk's checksum: the checksum itself where one rank has all heads and
-    copies all tokens, else a part; parts of ranks and copies are added modulo 2^64. What was not summed adds 0. Parts
-    of the pool that two copies of one call write must not overlap. Uses up to `threads` threads (0: as many as help)
-    where the bytes are worth it. Raises `ValueError`, before a byte is moved, if a copy does not fit the pages or the
-    pool.
+    Returns per copy what its words add to its chunk's checksum: the checksum itself if one rank has all heads and
+    copies all tokens, else a part; parts are added modulo 2^64. Without `summed` it is 0. The pool ranges of the copies
+    must not overlap. Uses up to `threads` threads (0: the best number) if there are enough bytes. Raises `ValueError`,
+    before any byte is copied, if a copy does not fit the pages or the pool.
     """
     memory = _bytes_of(pool, "pool")
     if not memory.flags.writeable:
@@ -39,9 +38,9 @@ def gather(
 
 
 def scatter(pages: Pages, pool: Buffer, copies: Sequence[ChunkCopy], *, threads: int = 1) -> None:
-    """Copies tokens out of extents of the pool into the pages; the other way of `gather`.
+    """Copies tokens from extents of the pool into pages; the inverse of `gather`.
 
-    Raises `ValueError`, before a byte is moved, if a copy does not fit, or two copies write one row of the pages.
+    Raises `ValueError`, before any byte is copied, if a copy does not fit, or two copies write the same row.
     """
     memory = _bytes_of(pool, "pool")
     _check_call(pages, threads)
@@ -51,9 +50,9 @@ def scatter(pages: Pages, pool: Buffer, copies: Sequence[ChunkCopy], *, threads:
 
 
 def checksum(buffer: Buffer, offset: int = 0, size_bytes: int | None = None, *, threads: int = 1) -> int:
-    """Checksum of the chunk in `buffer[offset : offset + size_bytes]`; to the end if no size is given.
+    """Checksum of the chunk in `buffer[offset : offset + size_bytes]`, by default up to the end of the buffer.
 
-    Raises `ValueError` if that is not inside the buffer or not a multiple of 8 bytes long.
+    Raises `ValueError` if the range is not inside the buffer or its size is not a multiple of 8.
     """
     memory = _bytes_of(buffer, "buffer")
     if size_bytes is None:
@@ -67,10 +66,10 @@ def checksum(buffer: Buffer, offset: int = 0, size_bytes: int | None = None, *, 
 
 
 def summed_copy(target: int, source: int, size_bytes: int, first_word: int) -> int:
-    """Copies a run of bytes of a chunk between two addresses, which the caller vouches for.
+    """Copies bytes of a chunk between two addresses, which the caller must have checked.
 
-    Returns what they add to the chunk's checksum: `first_word` is the index of their first word in it. Raises
-    `ValueError` if the run is not made of words.
+    Returns what they add to the chunk's checksum; `first_word` is the index of the first word in the chunk. Raises
+    `ValueError` if the size is not a multiple of 8.
     """
     if size_bytes < 0 or size_bytes % WORD_BYTES:
         raise ValueError(f"size_bytes must be a multiple of {WORD_BYTES}, not {size_bytes}")
@@ -78,10 +77,10 @@ def summed_copy(target: int, source: int, size_bytes: int, first_word: int) -> i
 
 
 def chunk_keys(tokens: NDArray[np.uint32], root: bytes, chunk_size: int) -> bytes:
-    """Keys of a prompt's full chunks and of what is left after them, 16 bytes each.
+    """Keys of a prompt's full chunks and of the tokens after them, 16 bytes each.
 
-    The chain of `lmkv.keys`, for chunks without extras, at half of what it costs there. Raises `ValueError` if the
-    tokens are no flat contiguous array of u32, the root is no key, or a chunk has no token.
+    The same as `lmkv.keys` for chunks without extras, twice as fast. Raises `ValueError` if the tokens are not a flat
+    contiguous array of u32, the root is not a key, or `chunk_size` is below 1.
     """
     if tokens.dtype != np.dtype("<u4") or tokens.ndim != 1 or not tokens.flags.c_contiguous:
         raise ValueError("tokens must be a flat contiguous array of u32")
@@ -93,15 +92,15 @@ def chunk_keys(tokens: NDArray[np.uint32], root: bytes, chunk_size: int) -> byte
 
 
 def token_ids(json: Buffer) -> NDArray[np.uint32]:
-    """The token ids in a JSON list, read-only, at a tenth of what a list of Python's integers costs.
+    """Parses a JSON list of token ids into a read-only array, at a tenth of the cost of a list of Python integers.
 
-    Raises `ValueError` if it is no list of whole numbers from 0 to 2^32 - 1.
+    Raises `ValueError` if it is not a list of integers from 0 to 2^32 - 1.
     """
     return np.frombuffer(_host.token_ids(_bytes_of(json, "json")), np.uint32)
 
 
 def _bytes_of(buffer: Buffer, name: str) -> NDArray[np.uint8]:
-    """The buffer as bytes. While the array lives, the buffer cannot be unmapped or resized."""
+    """A view of the buffer as bytes. The buffer cannot be unmapped or resized while it exists."""
     try:
         return np.frombuffer(buffer, np.uint8)
     except (BufferError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""Where an engine's KV lies in its paged memory: strides, from tensors of any of vLLM's layouts.
+"""The memory layout of an engine's paged KV, as addresses and strides, from tensors of any of vLLM's layouts.
 
-A *tile* is one block of one head. What it holds is told in *parts* (keys and values, or one latent) of *rows* (one per
-token); or, where its inside is not to be looked into, as one part of one row. docs/kernels.md draws it.
+A *tile* is one block of one head. It consists of *parts* (keys and values, or one latent) of *rows* (one per token); an
+opaque tile is one part of one row. docs/kernels.md has a drawing.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 WORD_BYTES = 8
-"""Checksums are over 8-byte words, so rows are made of them."""
+"""Checksums are computed over 8-byte words, so rows are multiples of it."""
 MAX_PARTS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TilePart:
-    """Where one part's rows begin within a tile, and where their elements lie; in bytes."""
+    """Offset of a part in a tile, and the strides of its rows and elements, in bytes."""
 
     offset: int
     row_stride: int
@@ -30,30 +30,30 @@ class Pages:
 
     Element `e` of row `r` of part `p` in block `b` of the rank's head `h` lies, in each layer, at `layer_address +
     b * block_stride_bytes + h * head_stride_bytes + parts[p].offset + r * parts[p].row_stride +
-    e * parts[p].element_stride`. Whoever makes it vouches for the addresses, and keeps the memory alive while it is
-    used. Raises `ValueError` if the fields contradict each other, or two elements would share memory.
+    e * parts[p].element_stride`. The caller must keep the memory alive. Raises `ValueError` if the fields
+    contradict each other, or two elements would share memory.
     """
 
     layer_addresses: tuple[int, ...]
-    """Address of block 0, head 0 of each layer, in the order of the layers."""
+    """Address of block 0, head 0 of each layer, in layer order."""
     block_count: int
-    """Blocks per layer: block ids are below this."""
+    """Blocks per layer; block ids are below it."""
     block_stride_bytes: int
     head_stride_bytes: int
     rows_per_block: int
     row_tokens: int = 1
-    """Tokens per row: 1, or the block size where tiles are moved whole."""
+    """Tokens per row: 1, or the block size for opaque tiles."""
     row_bytes: int
     element_bytes: int
     parts: tuple[TilePart, ...]
     head_count: int
     """KV heads of this rank."""
     first_head: int
-    """The rank's first head, counted over the whole model."""
+    """Index of the rank's first head in the model."""
     kv_head_count: int
     """KV heads of the whole model."""
     device: str = "cpu"
-    """Whose memory it is, as torch names it."""
+    """Device of the memory, as torch names it."""
 
     def __post_init__(self) -> None:
         if not self.layer_addresses:
@@ -79,16 +79,16 @@ class Pages:
         return self.rows_per_block * self.row_tokens
 
     def row_count(self, token_count: int) -> int:
-        """Rows that so many tokens take."""
+        """Number of rows of `token_count` tokens."""
         return -(-token_count // self.row_tokens)
 
     def extent_bytes(self, token_count: int) -> int:
-        """Bytes of a chunk of so many tokens: all layers, all heads of the model."""
+        """Bytes of a chunk of `token_count` tokens: all layers and heads of the model."""
         rows = self.row_count(token_count)
         return len(self.layer_addresses) * self.kv_head_count * len(self.parts) * rows * self.row_bytes
 
     def geometry(self) -> tuple[int, ...]:
-        """All of `lmkv::Pages` but the count of layers, field by field."""
+        """The fields of `lmkv::Pages` except the number of layers."""
         parts = [(part.offset, part.row_stride, part.element_stride) for part in self.parts]
         parts += [(0, 0, 0)] * (MAX_PARTS - len(parts))
         return (
@@ -105,7 +105,7 @@ class Pages:
         )
 
     def is_contiguous(self, part: TilePart) -> bool:
-        """Whether the part's rows are runs of bytes."""
+        """Whether the rows of the part are contiguous."""
         return part.element_stride == self.element_bytes
 
     def _check_words(self) -> None:
@@ -122,7 +122,7 @@ class Pages:
                 raise ValueError(f"{name} is {value}, not a multiple of {WORD_BYTES} from 0 up")
 
     def _check_apart(self) -> None:
-        """No two elements may share memory, whichever of the dimensions is the outer one."""
+        """Raises `ValueError` if two elements share memory, for any order of the dimensions."""
         elements = self.row_bytes // self.element_bytes
         outer = [
             ("block_stride_bytes", self.block_stride_bytes, self.block_count),
@@ -137,7 +137,7 @@ class Pages:
             between = [("parts[1].offset", other.offset - first.offset, 2) for other in others]
             _span([*inside[0], *between, *outer], self.element_bytes)
             return
-        end = 0  # packed one after the other
+        end = 0  # parts of different strides are packed one after the other
         for part, dimensions in sorted(zip(self.parts, inside, strict=True), key=lambda pair: pair[0].offset):
             if part.offset < end:
                 raise ValueError(f"offset {part.offset} makes parts overlap: it must be at least {end}")
@@ -146,9 +146,9 @@ class Pages:
 
 
 def _span(dimensions: Sequence[tuple[str, int, int]], size_bytes: int) -> int:
-    """Bytes from the first to the last of things of `size_bytes`, by name, stride and count of each dimension.
+    """Bytes that items of `size_bytes` span; each dimension is a name, a stride and a count.
 
-    Raises `ValueError` if two of them overlap.
+    Raises `ValueError` if two items overlap.
     """
     for name, stride, count in sorted(dimensions, key=lambda dimension: dimension[1]):
         if count > 1 and stride < size_bytes:
@@ -163,7 +163,7 @@ class _TensorDevice(Protocol):
 
 
 class PageTensor(Protocol):
-    """What pages are made from; `torch.Tensor` is one."""
+    """The part of `torch.Tensor` that pages are made from."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -175,11 +175,11 @@ class PageTensor(Protocol):
 
 
 def whole_tiles(tensors: Sequence[PageTensor], first_head: int, kv_head_count: int) -> Pages:
-    """Pages whose tiles are moved as they are.
+    """Pages with opaque tiles.
 
-    `tensors` are one per layer, each `[blocks, heads, block size, content]`. Blocks and heads may have any stride; what
-    is in a block of one head must be contiguous. The tensors must outlive the pages. Raises `ValueError` if a tensor
-    cannot be moved so, or is not laid out like the first.
+    `tensors` are one per layer, each `[blocks, heads, block size, content]`. Blocks and heads may have any stride; each
+    tile must be contiguous. The tensors must outlive the pages. Raises `ValueError` if a tile is not contiguous, or a
+    tensor has another layout than the first.
     """
     layout = _layout(tensors)
     if not layout.tiles_are_contiguous:
@@ -195,7 +195,7 @@ def whole_tiles(tensors: Sequence[PageTensor], first_head: int, kv_head_count: i
 
 
 def token_rows(tensors: Sequence[PageTensor], first_head: int, kv_head_count: int, *, part_count: int = 2) -> Pages:
-    """Pages with a token's keys and values side by side: every layout that vLLM has on GPUs.
+    """Pages with the key and value of a token side by side: all layouts of vLLM on GPUs.
 
     `tensors` are one per layer, each `[blocks, heads, block size, content]` with contiguous content: key, then value;
     or with a `part_count` of 1 one latent (MLA). Raises as `whole_tiles` does.
@@ -214,9 +214,9 @@ def token_rows(tensors: Sequence[PageTensor], first_head: int, kv_head_count: in
 
 
 def packed_rows(tensors: Sequence[PageTensor], first_head: int, kv_head_count: int) -> Pages:
-    """Pages of vLLM's CPU attention with the kernels `vec` and `vec16`: keys with the tokens innermost, then values.
+    """Pages of vLLM's CPU attention kernels `vec` and `vec16`: keys with the tokens innermost, then values.
 
-    `tensors` are as for `whole_tiles`, and what is in their tiles is not what the shape says. Raises as it does.
+    `tensors` are as for `whole_tiles`; the content of their tiles does not follow the shape. Raises as it does.
     """
     layout = _layout(tensors)
     if not layout.tiles_are_contiguous or layout.content % 2:
@@ -233,7 +233,7 @@ def packed_rows(tensors: Sequence[PageTensor], first_head: int, kv_head_count: i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Layout:
-    """How the layers' tensors lie; strides in elements."""
+    """The common layout of the layers' tensors; strides in elements."""
 
     addresses: tuple[int, ...]
     shape: tuple[int, ...]
@@ -267,7 +267,7 @@ class _Layout:
         parts: Sequence[tuple[int, int, int]],
         row_tokens: int = 1,
     ) -> Pages:
-        """The pages, with sizes in elements; a part is offset, row stride and element stride."""
+        """Makes pages from sizes in elements; a part is offset, row stride and element stride."""
         size = self.element_bytes
         return Pages(
             layer_addresses=self.addresses,
@@ -297,7 +297,7 @@ def _layout(tensors: Sequence[PageTensor]) -> _Layout:
     ]
     for layer, layout in enumerate(layouts):
         if layout != layouts[0]:
-            raise ValueError(f"tensor {layer} is laid out unlike tensor 0: {layout} and {layouts[0]}")
+            raise ValueError(f"tensor {layer} has another layout than tensor 0: {layout} and {layouts[0]}")
     (shape, strides), element_bytes, device = layouts[0]
     return _Layout(
         addresses=tuple(tensor.data_ptr() for tensor in tensors),
@@ -309,7 +309,7 @@ def _layout(tensors: Sequence[PageTensor]) -> _Layout:
 
 
 def _shape(tensor: PageTensor, layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides. A dimension of one has no stride worth the name (torch lets it be anything): it gets one."""
+    """Shape and strides. A dimension of size 1, whose stride torch leaves undefined, gets a valid one."""
     shape, strides = tuple(tensor.shape), list(tensor.stride())
     if len(shape) != 4:
         raise ValueError(f"tensor {layer} has shape {shape}, not [blocks, heads, block size, content]")

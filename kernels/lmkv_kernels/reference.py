@@ -1,6 +1,6 @@
-"""The plain torch twin of the kernels: slow, obvious, and what they must agree with bit for bit.
+"""The specification of the kernels in plain torch: slow, simple, and equal to them bit for bit.
 
-It speaks of tensors where the kernels speak of addresses.
+It uses tensors where the kernels use addresses.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class ReferencePages:
     """One rank's pages."""
 
     tensors: Sequence[Tensor]
-    """The KV-cache, one per layer, each `[blocks, heads, block size, content]` with whatever strides."""
+    """The KV cache, one per layer, each `[blocks, heads, block size, content]` with any strides."""
     first_head: int
     kv_head_count: int
     inside: Literal["whole", "tokens", "packed"]
-    """A tile is opaque; or each token's content is its parts; or the keys come first as `[element, token]`."""
+    """Content of a tile: opaque, or the parts of each token, or all keys as `[element, token]` and then all values."""
     part_count: int = 2
 
     def gather(self, pool: Tensor, copies: Sequence[ChunkCopy]) -> None:
-        """Pages to pool, `uint8`. The copies are not checked."""
+        """Copies pages to the pool, of `uint8`. Does not check the copies."""
         for copy in copies:
             chunk, first, stop = self._chunk(pool, copy)
             for layer, tensor in enumerate(self.tensors):
@@ -38,7 +38,7 @@ class ReferencePages:
                 chunk[layer] = rows[:, :, first:stop]
 
     def scatter(self, pool: Tensor, copies: Sequence[ChunkCopy]) -> None:
-        """Pool to pages."""
+        """Copies the pool to pages. Does not check the copies."""
         for copy in copies:
             chunk, first, stop = self._chunk(pool, copy)
             for layer, tensor in enumerate(self.tensors):
@@ -59,7 +59,7 @@ class ReferencePages:
         return torch.stack([keys.reshape(heads, -1, tokens).transpose(1, 2), values.reshape(heads, tokens, -1)], 1)
 
     def pack(self, rows: Tensor) -> Tensor:
-        """The other way of `unpack`."""
+        """The inverse of `unpack`."""
         heads, tokens, content = self.tensors[0].shape[1:]
         if self.inside == "packed":
             keys, values = rows.unbind(1)
@@ -69,7 +69,7 @@ class ReferencePages:
         return rows.reshape(heads, tokens, content)
 
     def _chunk(self, pool: Tensor, copy: ChunkCopy) -> tuple[Tensor, int, int]:
-        """The copy's part of its chunk, `[layer, head of this rank, part, row, element]`; its rows in the blocks."""
+        """The copy's part of its chunk, `[layer, rank's head, part, row, element]`, and its rows in the blocks."""
         tile = self.unpack(self.tensors[0][0])
         heads, parts, rows, elements = tile.shape
         row_tokens = self.tensors[0].shape[2] // rows
@@ -83,7 +83,7 @@ class ReferencePages:
 
 
 def checksum(words: NDArray[np.uint8], first_word: int = 0) -> int:
-    """What a run of words, the first of which is word `first_word` of its chunk, adds to the chunk's checksum."""
+    """What words, beginning with word `first_word` of a chunk, add to the chunk's checksum."""
     word = words.view("<u8")
     position = np.arange(first_word + 1, first_word + 1 + word.size, dtype=np.uint64).astype(np.uint32)
     low = word.astype(np.uint32) + position * np.uint32(0x9E3779B1)

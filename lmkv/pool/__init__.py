@@ -1,4 +1,4 @@
-"""The shared-memory pool: one file descriptor that a node owns and its engines' workers map.
+"""The shared-memory pool: memory behind a file descriptor that a node owns and the workers of engines map.
 
 `pool` maps memory, `file` keeps it across restarts, `socket` passes it to workers, `memory` and `numa` choose pages and
 NUMA nodes. Imports `lmkv.fd_passing` and `lmkv.errors`. Start with `pool.Pool`.

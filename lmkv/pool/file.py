@@ -1,4 +1,4 @@
-"""The file of a pool that outlives its node, and who still uses it from an earlier life (docs/warm-restart.md)."""
+"""The file of a pool that survives restarts of its node, and detection of its earlier users (docs/warm-restart.md)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lmkv.errors import ConfigError
 from lmkv.pool.pool import Pool, cannot_be_made, check_fits, room_for_file
 
 STAMP_BYTES = 64
-"""Room for the stamp of a file, where its table begins."""
+"""Size of the stamp at the beginning of the table."""
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, process
 _WHOLE = (os.SEEK_SET, 0, 0, 0)
@@ -23,39 +23,39 @@ _BLOCK_BYTES = 512  # of what `stat` counts
 
 
 class PoolFile:
-    """A file with a pool and, behind it, a table of what is in it. It keeps its name; whoever opens one closes it.
+    """A named file that contains a pool and, behind it, a table of the pool's content. Must be closed.
 
         0 ────────────── pool ────────────── size_bytes ── stamp ── table ──┤
           mapped by the node and its workers    mapped by the node alone
 
-    It is opened twice, for two locks that the kernel lets go of however a process ends. One file description stays
-    with the node, and its lock says that a node runs. The other goes to workers with the pool, and its lock stays for
-    as long as any of them has the pool mapped: so a later life of the node knows whether somebody of an earlier one
-    may still read or write it.
+    It is opened twice, for two locks that the kernel releases when the processes exit. The lock of the first file
+    description shows that a node is running. The second description is passed to workers with the pool, and its lock
+    is held as long as any of them has the pool mapped: after a restart, the node so detects whether processes that got
+    the pool earlier may still access it.
     """
 
     def __init__(
         self, fd: int, size_bytes: int, table_bytes: int, *, numa_node: int | None, replaced_because: str
     ) -> None:
-        """Owns `fd`, the description that stays here. `open` makes one."""
+        """Takes ownership of `fd`, the first description. Use `open`."""
         self._fd = fd
         self.replaced_because = replaced_because
-        """Why nothing can be found in it; empty if its table is that of an earlier life."""
+        """Why the file has no earlier content; empty if its table is from before a restart."""
         self._mapping = mmap.mmap(fd, table_bytes, offset=size_bytes)
         self.table = memoryview(self._mapping)[STAMP_BYTES:]
-        """Memory about the pool, all zeros in a new file. It was taken already: writing to it never fails."""
+        """The table, all zeros in a new file. Its memory is allocated: writing never fails."""
         shared = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         self.pool = Pool.from_file(shared, size_bytes, numa_node)
-        """The pool; it is closed with the file."""
+        """The pool; closed with the file."""
         fcntl.fcntl(shared, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, *_WHOLE))
 
     @classmethod
     def open(cls, path: Path, size_bytes: int, table_bytes: int, *, stamp: bytes, numa_node: int | None = None) -> Self:
-        """The file at `path`: the one that is there if it has this stamp and just this size, else a new one.
+        """Opens the file at `path` if it has this stamp and this exact size, else replaces it.
 
-        On a hugetlbfs sizes are whole huge pages: the pool's is rounded down, the table's up. A file that is replaced
-        stays the memory of those who have it mapped. Raises `ConfigError` if another node has the file, if it may be
-        written by others than this user, or if there is no room.
+        On a hugetlbfs sizes are whole huge pages: the pool's is rounded down, the table's up. Processes that have a
+        replaced file mapped keep its memory. Raises `ConfigError` if another node has the file, if other users can
+        write to it, or if there is not enough memory.
         """
         try:
             size_bytes, _ = room_for_file(path, size_bytes)
@@ -69,7 +69,7 @@ class PoolFile:
                     path.unlink()
                     old, fd = fd, _open_locked(path, os.O_EXCL)
                     os.close(old)
-                _, free_bytes = room_for_file(path, size_bytes)  # now that the old one is gone
+                _, free_bytes = room_for_file(path, size_bytes)  # after the old file was removed
                 free_bytes += os.fstat(fd).st_blocks * _BLOCK_BYTES
                 check_fits(size_bytes + table_bytes, free_bytes, f"at {path.parent}")
                 if replaced_because:
@@ -83,12 +83,12 @@ class PoolFile:
 
     @property
     def has_earlier_users(self) -> bool:
-        """Whether a process still has it mapped that got it from an earlier life of the node."""
-        asked = fcntl.fcntl(self.pool.fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, *_WHOLE))
-        return bool(_FLOCK.unpack(asked)[0] != fcntl.F_UNLCK)
+        """Whether a process that got the pool before the node's restart still has it mapped."""
+        reply = fcntl.fcntl(self.pool.fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, *_WHOLE))
+        return bool(_FLOCK.unpack(reply)[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
-        """Lets go of all of it; the file stays. Idempotent."""
+        """Unmaps and closes everything; the file stays. Idempotent."""
         self.pool.close()
         if self._fd >= 0:
             self.table.release()
@@ -104,7 +104,7 @@ class PoolFile:
 
 
 def remove_unused(path: Path) -> bool:
-    """Removes the file of a pool unless a node has it; whether there was one."""
+    """Removes the file of a pool unless a node uses it; returns whether it was removed."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -122,7 +122,7 @@ def remove_unused(path: Path) -> bool:
 
 
 def _open_locked(path: Path, flags: int = 0) -> int:
-    """The file, made if it is not there, and locked. Raises `ConfigError` if another node has it, or others may."""
+    """Opens or creates the file and locks it. Raises `ConfigError` if another node or other users can access it."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
         try:
@@ -135,10 +135,10 @@ def _open_locked(path: Path, flags: int = 0) -> int:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(
-                    f"pool_path: another node has {path}; give each node its own instance_id, or its own pool_path",
+                    f"pool_path: another node uses {path}; give each node its own instance_id, or its own pool_path",
                     path=path,
                 ) from None
-            if os.fstat(fd).st_nlink:  # else somebody has removed it before the lock was ours
+            if os.fstat(fd).st_nlink:  # else it was removed before it was locked
                 return fd
         except BaseException:
             os.close(fd)
@@ -147,20 +147,20 @@ def _open_locked(path: Path, flags: int = 0) -> int:
 
 
 def _difference(fd: int, size_bytes: int, table_bytes: int, stamp: bytes) -> str:
-    """Why the file cannot be used as it is; empty if it can."""
+    """Why the content of the file cannot be used; empty if it can."""
     found = os.fstat(fd).st_size
     if found == 0:
-        return "there was none"
+        return "there was no file"
     if found != size_bytes + table_bytes:
-        return "the one that was there has another size"
+        return "the existing file has another size"
     with mmap.mmap(fd, table_bytes, prot=mmap.PROT_READ, offset=size_bytes) as table:
         if table[:STAMP_BYTES] != stamp.ljust(STAMP_BYTES, b"\0"):
-            return "the one that was there is damaged, or of another version of lmkv"
+            return "the existing file is damaged, or of another version of lmkv"
     return ""
 
 
 def _fill(fd: int, size_bytes: int, table_bytes: int, stamp: bytes) -> None:
-    """Gives a new file its size, and its table the memory, so that no write to it can fail; the stamp comes last."""
+    """Sets the size of a new file and allocates its table, so that no write to it can fail; writes the stamp last."""
     os.ftruncate(fd, size_bytes + table_bytes)
     try:
         os.posix_fallocate(fd, size_bytes, table_bytes)
@@ -168,5 +168,5 @@ def _fill(fd: int, size_bytes: int, table_bytes: int, stamp: bytes) -> None:
             table[: len(stamp)] = stamp
     except OSError:
         with suppress(OSError):
-            os.ftruncate(fd, 0)  # so that it does not pass for a pool
+            os.ftruncate(fd, 0)  # so that it is not taken for a pool
         raise

@@ -1,4 +1,4 @@
-"""How much memory this process may still take: the machine's and its cgroups'. The pool asks before it is created."""
+"""Memory available to this process, by the machine and its cgroups."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
-# Per version: limit, usage, and the line of memory.stat that counts file pages which the kernel gives up first.
+# Per version: limit, usage, and the line of memory.stat with the file pages that the kernel reclaims first.
 _V2 = ("memory.max", "memory.current", "inactive_file")
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroup_root: Path = _CGROUP_ROOT) -> int:
-    """Bytes that can be had without swapping and without meeting the limit of any cgroup above this process.
+    """Bytes that can be allocated without swapping and within the limits of all cgroups of this process.
 
-    A promise for now only: others may take them first.
+    A snapshot: other processes may allocate them first.
     """
     limits = [_machine_bytes(proc)]
     for directory, files in _cgroups(proc, cgroup_root):
@@ -27,15 +27,15 @@ def available_bytes(proc: Path = Path("/proc"), cgroup_root: Path = _CGROUP_ROOT
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HugePages:
-    """The huge pages that the machine has set apart."""
+    """The reserved huge pages of the machine."""
 
     page_bytes: int
     free_bytes: int
-    """Of those that nobody has, or has a claim on."""
+    """Bytes of pages that are neither used nor reserved."""
 
 
 def huge_pages(proc: Path = Path("/proc")) -> HugePages:
-    """What there is of huge pages of the default size; none where the kernel has none."""
+    """Reserved huge pages of the default size; zero if the kernel has none."""
     numbers = _meminfo(proc)
     page_bytes = numbers.get("Hugepagesize", 0) * 1024
     count = numbers.get("HugePages_Free", 0) - numbers.get("HugePages_Rsvd", 0)
@@ -44,19 +44,19 @@ def huge_pages(proc: Path = Path("/proc")) -> HugePages:
 
 def _machine_bytes(proc: Path) -> int:
     available = _meminfo(proc).get("MemAvailable")
-    return 1 << 62 if available is None else available * 1024  # a kernel that does not say
+    return 1 << 62 if available is None else available * 1024  # not reported by this kernel
 
 
 def _meminfo(proc: Path) -> dict[str, int]:
-    """Numbers by name; those of memory in KiB."""
+    """The numbers of /proc/meminfo by name; memory is in KiB."""
     lines = (line.partition(":") for line in (proc / "meminfo").read_text().splitlines())
     return {name: int(value.split()[0]) for name, _, value in lines if value.split()}
 
 
 def _cgroups(proc: Path, root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Every directory whose limit counts for this process: its own and all above it.
+    """The directories of all cgroups of this process, from its own to the root.
 
-    In a container the path that the kernel names may not be mounted; then the top of the mount is the container's own.
+    In a container the path in /proc may not be mounted; the root of the mount is then the container's cgroup.
     """
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()

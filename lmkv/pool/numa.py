@@ -1,4 +1,4 @@
-"""Which NUMA node the pool's memory should be on, and putting it there. A machine of one node needs neither."""
+"""Selects the NUMA node for the pool's memory, and binds memory to it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 from lmkv.errors import ConfigError
 
 _SYS = Path("/sys")
-_NVIDIA, _DISPLAY = "0x10de", "0x03"  # PCI vendor, and how the class of every kind of GPU begins
+_NVIDIA, _DISPLAY = "0x10de", "0x03"  # PCI vendor, and prefix of the class of GPUs
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _PREFERRED = 1
-_MASK_BITS = 1024  # nodes that a mask names
+_MASK_BITS = 1024  # number of nodes in a mask
 
 
 def node_for(setting: str, sys: Path = _SYS) -> int | None:
-    """The node that `numa_node` asks for: `auto`, `none` or a number. None: wherever the kernel likes.
+    """The node for a value of `numa_node`: `auto`, `none` or a number. None: the kernel decides.
 
-    Raises `ConfigError` if a node is named that is not there.
+    Raises `ConfigError` if the node does not exist.
     """
     if setting == "none":
         return None
@@ -27,12 +27,12 @@ def node_for(setting: str, sys: Path = _SYS) -> int | None:
         return nearest_node(sys) if len(online) > 1 else None
     if int(setting) not in online:
         known = ", ".join(map(str, online))
-        raise ConfigError(f"numa_node: there is no node {setting}, only {known}; name one of those, or auto")
+        raise ConfigError(f"numa_node: node {setting} does not exist, only {known}; set one of those, or auto")
     return int(setting)
 
 
 def nearest_node(sys: Path = _SYS) -> int | None:
-    """The node that all GPUs are on; where there is none, or they are spread, that of all RDMA cards."""
+    """The node of all GPUs; if there are none or they are on several nodes, the node of all RDMA cards."""
     gpus = {
         _node_of(device)
         for device in (sys / "bus/pci/devices").glob("*")
@@ -46,16 +46,16 @@ def nearest_node(sys: Path = _SYS) -> int | None:
 
 
 def node_of_pci(address: str, sys: Path = _SYS) -> int | None:
-    """The node of a device by its PCI address, such as `0000:3b:00.0`; None if the machine does not say."""
+    """The node of a device by its PCI address, such as `0000:3b:00.0`; None if unknown."""
     node = _node_of(sys / "bus/pci/devices" / address)
     return node if node >= 0 else None
 
 
 def prefer(address: int, size_bytes: int, node: int) -> bool:
-    """Has the memory of a shared mapping, whoever touches it first, come from a node as long as that has any.
+    """Makes the kernel prefer a node for the memory of a shared mapping, for all processes that map it.
 
-    `address` is where a page begins. Only memory that was not touched yet moves. False if the kernel does not allow it,
-    as in some containers.
+    `address` must be page-aligned. Affects only memory that is not populated yet. Returns False if the kernel does not
+    allow it, as in some containers.
     """
     number = _MBIND.get(platform.machine())
     if number is None:
@@ -69,7 +69,7 @@ def prefer(address: int, size_bytes: int, node: int) -> bool:
         ctypes.c_size_t(size_bytes),
         ctypes.c_int(_PREFERRED),
         mask,
-        ctypes.c_ulong(_MASK_BITS + 1),  # the kernel takes one off
+        ctypes.c_ulong(_MASK_BITS + 1),  # the kernel subtracts one
         ctypes.c_uint(0),
     )
     return bool(status == 0)
@@ -85,7 +85,7 @@ def _online(sys: Path) -> list[int]:
 
 
 def _node_of(device: Path) -> int:
-    """The node of a PCI device; below 0 if the machine does not say."""
+    """The node of a PCI device; negative if unknown."""
     return int(_read(device / "numa_node") or -1)
 
 

@@ -1,4 +1,4 @@
-"""The shared-memory pool: one run of memory that the node owns and that its engines' workers map (docs/pool.md)."""
+"""The shared-memory pool: memory that the node owns and the workers of its engines map (docs/pool.md)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lmkv.pool.memory import available_bytes, huge_pages
 from lmkv.pool.numa import prefer
 
 POPULATE_STEP_BYTES = 16 << 20
-"""`Pool.populate` can be stopped between steps of this size, some 10 ms each."""
+"""Step of `Pool.populate`, which can be stopped in between; about 10 ms."""
 
 LEFT_BYTES = 256 << 20
-"""Memory that a pool does not take even though it was promised: without it the kernel ends processes."""
+"""Memory that `populate` leaves to other processes, so that the kernel does not kill any."""
 
 _MADV_HUGEPAGE = 14
 _MADV_NOHUGEPAGE = 15
@@ -29,45 +29,43 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Pool:
-    """Shared memory, mapped into this process. Whoever makes one closes it.
+    """Shared memory, mapped into this process. Must be closed.
 
-    The memory lives as long as any process has it mapped, whatever happens to the one that made it, and has no name
-    in any file system. `create` and `attach` make pools.
+    The memory exists as long as any process has it mapped, and has no name in a file system. Use `create` or `attach`.
     """
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        """Maps `fd` and owns it from here on. Raises `OSError` or `ValueError` if it cannot be mapped."""
+        """Maps `fd` and takes ownership of it. Raises `OSError` or `ValueError` if it cannot be mapped."""
         self.fd = fd
         self.size_bytes = size_bytes
-        self._lock = threading.Lock()  # no unmapping while the kernel populates
+        self._lock = threading.Lock()  # held while the kernel populates, so that the memory is not unmapped
         self._mapping = mmap.mmap(fd, size_bytes)
         self.buffer = memoryview(self._mapping)
-        """The memory, to be read and written. What is made from it, such as an array, keeps it mapped after `close`."""
+        """The memory, writable. Objects made from it, such as arrays, keep it mapped after `close`."""
         anchor = ctypes.c_char.from_buffer(self._mapping)
         self.address = ctypes.addressof(anchor)
-        """Where the memory begins. Means nothing once the pool is closed."""
-        del anchor  # it would keep the memory mapped
+        """Address of the memory. Invalid after `close`."""
+        del anchor  # would keep the memory mapped
         self.closed = False
         self.huge_page_bytes = 0
-        """Size of the huge pages that it is made of, set apart for it; 0: of whatever the kernel gives."""
+        """Size of the reserved huge pages of the pool; 0: it does not use reserved ones."""
         self.numa_node: int | None = None
-        """The NUMA node that it prefers, if any."""
-        # A wish: it does nothing where huge pages are off for shared memory.
+        """The preferred NUMA node, if any."""
+        # A hint, without effect if huge pages are disabled for shared memory.
         _libc.madvise(self.address, size_bytes, _MADV_HUGEPAGE)
 
     @classmethod
     def create(
         cls, size_bytes: int, path: Path | None = None, *, huge_pages: str = "auto", numa_node: int | None = None
     ) -> Self:
-        """A new pool, all zeros: anonymous memory, or a file on the tmpfs or hugetlbfs that `path` is on.
+        """Creates a pool of zeros: anonymous memory, or a file on the tmpfs or hugetlbfs of `path`.
 
-        A file that is already at `path` is removed, and the new one loses its name as soon as it is open, so nothing is
-        left behind however this process ends. Memory is taken when it is first touched; see `populate`. It comes from
-        `numa_node` as long as that has any.
+        An existing file at `path` is removed, and the new one is unlinked as soon as it is open, so that nothing stays
+        after this process exits. Memory is allocated on first access, see `populate`, and preferably on `numa_node`.
 
-        Anonymous memory is made of huge pages that the machine has set apart: with `huge_pages` of `auto` if there are
-        enough, with `always` in any case, with `never` not. Then, and on hugetlbfs, the size is rounded down to whole
-        ones. Raises `ConfigError` if it would not fit.
+        Anonymous memory uses reserved huge pages: with `huge_pages` of `auto` if there are enough, with `always` in any
+        case, with `never` not. With huge pages the size is rounded down to whole ones. Raises `ConfigError` if there is
+        not enough memory.
         """
         if size_bytes <= 0:
             raise ConfigError(f"max_local_cpu_size: the pool must have a size, not {size_bytes} bytes", size=size_bytes)
@@ -87,7 +85,7 @@ class Pool:
 
     @classmethod
     def _of_huge_pages(cls, size_bytes: int, wanted: str) -> Self | None:
-        """A pool of huge pages; None if there are too few and it need not be one."""
+        """Creates a pool of huge pages; None if there are too few and `wanted` is `auto`."""
         available = huge_pages()
         size = size_bytes - size_bytes % available.page_bytes if available.page_bytes else 0
         if 0 < size <= available.free_bytes:
@@ -95,32 +93,34 @@ class Pool:
                 pool = cls._sized(os.memfd_create("lmkv-pool", _MEMFD | os.MFD_HUGETLB), size, "max_local_cpu_size")
                 pool.huge_page_bytes = available.page_bytes
                 return pool
-            except (ConfigError, OSError):  # taken by others since, or beyond what this process may have
+            except (ConfigError, OSError):  # taken by others meanwhile, or beyond the limit of this process
                 if wanted == "always":
                     raise
         elif wanted == "always":
             raise ConfigError(
-                f"pool_huge_pages: {gb(available.free_bytes)} of huge pages are free, the pool is to have "
+                f"pool_huge_pages: {gb(available.free_bytes)} of huge pages are free, the pool needs "
                 f"{gb(size_bytes)}; raise vm.nr_hugepages, lower max_local_cpu_size, or set pool_huge_pages to auto"
             )
         return None
 
     @classmethod
     def _sized(cls, fd: int, size_bytes: int, key: str) -> Self:
-        """The pool in a new file, which it owns. Raises `ConfigError` about `key` if it cannot be so large."""
+        """Creates the pool in a new file, of which it takes ownership. Raises `ConfigError` about `key`."""
         try:
             os.ftruncate(fd, size_bytes)
             if key != "pool_path":
-                # Nobody can pull the memory from under those who have it mapped.
+                # The memory cannot be shrunk under the processes that have it mapped.
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             return cls(fd, size_bytes)
         except OSError as error:
             os.close(fd)
-            raise ConfigError(f"{key}: a pool of {gb(size_bytes)} cannot be had: {error.strerror}; {_HINT}") from None
+            raise ConfigError(
+                f"{key}: a pool of {gb(size_bytes)} cannot be created: {error.strerror}; {_HINT}"
+            ) from None
 
     @classmethod
     def from_file(cls, fd: int, size_bytes: int, numa_node: int | None = None) -> Self:
-        """The pool at the beginning of a file that keeps its name; owns `fd`, also when it raises. See `PoolFile`.
+        """Maps the pool at the beginning of a named file; takes ownership of `fd`, also when it raises.
 
         Raises `ConfigError` if it cannot be mapped.
         """
@@ -128,14 +128,14 @@ class Pool:
             pool = cls(fd, size_bytes)
         except OSError as error:
             os.close(fd)
-            raise ConfigError(f"pool_path: a pool of {gb(size_bytes)} cannot be had: {error.strerror}") from None
+            raise ConfigError(f"pool_path: cannot create a pool of {gb(size_bytes)}: {error.strerror}") from None
         if numa_node is not None and prefer(pool.address, pool.size_bytes, numa_node):
             pool.numa_node = numa_node
         return pool
 
     @classmethod
     def attach(cls, fd: int, size_bytes: int) -> Self:
-        """The pool behind a file descriptor that the node handed over; owns `fd`, also when it raises.
+        """Maps the pool of a file descriptor that the node sent; takes ownership of `fd`, also when it raises.
 
         Raises `ValueError` if the file is shorter than `size_bytes`, `OSError` if it cannot be mapped.
         """
@@ -146,35 +146,35 @@ class Pool:
             raise
 
     def populate(self, start: int = 0, stop: int | None = None, *, leave_bytes: int = 0) -> None:
-        """Takes the memory of `[start, stop)` now, so that later stores do not wait for page faults.
+        """Allocates the memory of `[start, stop)` now, so that later stores do not wait for page faults.
 
-        For a thread: it holds no GIL, changes no byte, may run while others use the pool, and ends early when the pool
-        is closed. Page tables belong to a process, so a worker gains from it too.
+        To be called in a thread: it releases the GIL, changes no byte, may run while the pool is used, and ends early
+        when the pool is closed. Page tables are per process, so workers benefit from it too.
 
-        Raises `ConfigError` if the memory is not there after all, or if taking it would leave the machine, or a cgroup
-        of this process, less than `leave_bytes`, so that the kernel would rather kill somebody than give it. Its
-        `populated_bytes` say how far it came; what is before that stays.
+        Raises `ConfigError` if there is not enough memory, or if the machine or a cgroup of this process would be left
+        with less than `leave_bytes`, so that the kernel might kill a process. The error's `populated_bytes` is where it
+        stopped; memory before that stays allocated.
         """
         stop = self.size_bytes if stop is None else min(stop, self.size_bytes)
         start -= start % mmap.PAGESIZE
-        taken_until = 0
+        allocated_until = 0
         for begin in range(start, stop, POPULATE_STEP_BYTES):
             with self._lock:
                 if self.closed:
                     return
                 step = min(POPULATE_STEP_BYTES, stop - begin)
-                if leave_bytes and begin + step > taken_until:
-                    taken_until = self._taken_until(begin)
-                is_new = begin + step > taken_until and not self.huge_page_bytes
+                if leave_bytes and begin + step > allocated_until:
+                    allocated_until = self._allocated_until(begin)
+                is_new = begin + step > allocated_until and not self.huge_page_bytes
                 if leave_bytes and is_new and available_bytes() < step + leave_bytes:
                     raise self._ended(begin, f"less than {gb(leave_bytes)} would be left")
                 self._populate_step(begin, step)
 
-    def _taken_until(self, start: int) -> int:
-        """Where the memory ends that the file has already, from `start` on. It takes time by what there is."""
+    def _allocated_until(self, start: int) -> int:
+        """End of the memory that is allocated already from `start` on. Takes time in proportion to it."""
         try:
             return os.lseek(self.fd, start, os.SEEK_HOLE)
-        except OSError:  # a hugetlbfs cannot tell
+        except OSError:  # not supported by hugetlbfs
             return start
 
     def _ended(self, populated_bytes: int, reason: str | None) -> ConfigError:
@@ -192,15 +192,15 @@ class Pool:
             if error_number != errno.EINVAL:
                 reason = "no more memory" if error_number == errno.EFAULT else os.strerror(error_number)
                 raise OSError(error_number, reason)
-            # An older kernel. Touching each page would undo what another process writes there; this takes only holes.
+            # An older kernel. Writing to each page could overwrite data of another process; this allocates only holes.
             os.posix_fallocate(self.fd, start, size_bytes)
         except OSError as error:
             raise self._ended(start, error.strerror) from None
 
     def close(self) -> None:
-        """Unmaps the memory, unless views of `buffer` still need it, and closes `fd`. Others keep it; idempotent.
+        """Unmaps the memory, unless views of `buffer` exist, and closes `fd`. Idempotent.
 
-        Whoever holds `address` must have stopped using it.
+        `address` must no longer be in use. Other processes keep the memory.
         """
         with self._lock:
             if self.closed:
@@ -209,7 +209,7 @@ class Pool:
             try:
                 self.buffer.release()
                 self._mapping.close()
-            except BufferError:  # the last view will unmap it
+            except BufferError:  # the last view unmaps it
                 self.buffer = memoryview(b"")
                 self.buffer.release()
             del self._mapping
@@ -223,16 +223,16 @@ class Pool:
 
 
 _MEMFD = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-_HINT = "lower max_local_cpu_size, or free some"
+_HINT = "lower max_local_cpu_size, or free memory"
 
 
 def gb(size_bytes: int) -> str:
-    """A size as the messages about pools say it."""
+    """Formats a size for messages about pools."""
     return f"{size_bytes / 2**30:.1f} GB"
 
 
 def check_fits(size_bytes: int, free_bytes: int, where: str) -> None:
-    """Raises `ConfigError` if a pool of this size does not."""
+    """Raises `ConfigError` if `size_bytes` exceed `free_bytes`."""
     if size_bytes > free_bytes:
         raise ConfigError(
             f"max_local_cpu_size: {gb(size_bytes)} do not fit, {gb(free_bytes)} {where} are available; {_HINT}",
@@ -242,13 +242,13 @@ def check_fits(size_bytes: int, free_bytes: int, where: str) -> None:
 
 
 def room_for_file(path: Path, size_bytes: int) -> tuple[int, int]:
-    """The size of a pool in whole pages of the file system that `path` is on, and the bytes that can be had available.
+    """The size of a pool, rounded down to whole pages of the file system of `path`, and the bytes available there.
 
-    Raises `ConfigError` if not even a page fits or `path` is something else than a plain file, `OSError` if there is no
-    such folder.
+    Raises `ConfigError` if the size is less than a page or `path` is not a regular file, `OSError` if there is no such
+    folder.
     """
     file_system = os.statvfs(path.parent)
-    if file_system.f_bsize > mmap.PAGESIZE:  # hugetlbfs: its memory was set apart when the machine was configured
+    if file_system.f_bsize > mmap.PAGESIZE:  # hugetlbfs: its memory is reserved
         if size_bytes < file_system.f_bsize:
             raise ConfigError(
                 f"max_local_cpu_size: {gb(size_bytes)} is less than one page at {path.parent}, "
@@ -258,22 +258,22 @@ def room_for_file(path: Path, size_bytes: int) -> tuple[int, int]:
         free_bytes = 1 << 62
     else:
         free_bytes = available_bytes()
-    if file_system.f_blocks:  # a hugetlbfs without a size does not say
+    if file_system.f_blocks:  # unknown for a hugetlbfs without a size
         free_bytes = min(free_bytes, file_system.f_bavail * file_system.f_frsize)
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise ConfigError(f"pool_path: {path} is not a plain file; name one, it need not exist", path=path)
+        raise ConfigError(f"pool_path: {path} is not a regular file; name one, it need not exist", path=path)
     return size_bytes, free_bytes
 
 
 def cannot_be_made(path: Path, error: OSError) -> ConfigError:
-    """What to say where a pool's file cannot be had."""
+    """The error for a pool file that cannot be created."""
     return ConfigError(
-        f"pool_path: {path} cannot be made: {error.strerror}; name a file on a tmpfs or hugetlbfs", path=path
+        f"pool_path: {path} cannot be created: {error.strerror}; name a file on a tmpfs or hugetlbfs", path=path
     )
 
 
 def _open_nameless(path: Path, size_bytes: int) -> tuple[int, int]:
-    """A new empty file where `path` was, without a name any more, and the size that it shall have."""
+    """Opens a new file at `path` and unlinks it; returns it with the size of the pool."""
     try:
         size_bytes, free_bytes = room_for_file(path, size_bytes)
         check_fits(size_bytes, free_bytes, f"at {path.parent}")

@@ -1,4 +1,4 @@
-"""Hands the pool's memory to workers, and tells the node when a worker is gone (docs/pool.md).
+"""Passes the pool to workers, and notifies the node when a worker has disconnected or exited (docs/pool.md).
 
 The node serves a `PoolSocket`; the worker side of the connector calls `attach`.
 """
@@ -20,13 +20,12 @@ WorkerCallback = Callable[[str, int], None]
 
 
 class PoolSocket(FdServer):
-    """Unix socket that gives the pool to workers. `async with`, or `start` and `aclose`.
+    """A unix socket that passes the pool to workers. `async with`, or `start` and `aclose`.
 
-    `on_worker` is called before a worker gets the pool, and refuses it by raising an `LmkvError`; `on_worker_gone` when
-    the kernel closed its end: from then on the process cannot touch the pool any more, unless the worker closed the
-    connection while it kept the memory mapped.
-    Both are called on the event loop, once per connection; a worker that connects anew may be announced again before
-    its old connection is seen to be gone.
+    `on_worker` is called before a worker gets the pool, and refuses it by raising an `LmkvError`. `on_worker_gone` is
+    called when the worker has disconnected or exited: it can then no longer access the pool, unless it closed the
+    connection while it kept the memory mapped. Both are called on the event loop, once per connection; a worker that
+    reconnects may be announced before its old connection has ended.
     """
 
     def __init__(
@@ -57,14 +56,14 @@ class PoolSocket(FdServer):
 
 
 class AttachedPool:
-    """A worker's hold on the node's pool. It stays valid, though useless, when the node dies. `close` ends it."""
+    """The node's pool, mapped by a worker, and the connection to the node. Stays mapped when the node exits."""
 
     def __init__(self, pool: Pool, connection: socket.socket) -> None:
         self.pool = pool
         self._connection = connection
 
     def close(self) -> None:
-        """Unmaps the pool and tells the node so. The worker must not touch the pool any more. Idempotent."""
+        """Unmaps the pool and disconnects from the node. Idempotent."""
         self.pool.close()
         self._connection.close()
 
@@ -76,9 +75,9 @@ class AttachedPool:
 
 
 def attach(socket_path: Path | str, engine_id: str, rank: int, epoch: int, timeout_seconds: float) -> AttachedPool:
-    """Gets and maps the pool of the node that listens at `socket_path`; blocks for no longer than `timeout_seconds`.
+    """Receives and maps the pool of the node that listens at `socket_path`; blocks for at most `timeout_seconds`.
 
-    Raises `Unreachable` if there is no node, it does not answer in time, refuses, or its pool cannot be mapped.
+    Raises `Unreachable` if no node listens there, it does not answer in time or refuses, or the pool cannot be mapped.
     """
     received = receive_fd(socket_path, {"engine_id": engine_id, "rank": rank, "epoch": epoch}, timeout_seconds)
     try:
@@ -92,7 +91,7 @@ def _map(fd: int, fields: Fields, epoch: int) -> Pool:
     size_bytes = fields.get("size_bytes")
     if fields.get("epoch") != epoch or not isinstance(size_bytes, int):
         os.close(fd)
-        raise ValueError(f"the answer {fields} does not hand over the pool of epoch {epoch}")
+        raise ValueError(f"the answer {fields} is not the pool of epoch {epoch}")
     return Pool.attach(fd, size_bytes)
 
 

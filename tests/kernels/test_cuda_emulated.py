@@ -245,7 +245,7 @@ def test_calls_beyond_the_bound_are_refused_until_earlier_ones_are_done() -> Non
     case = whole_chunks(1)
     with copier_of(case, WAYS[CopyPath.DIRECT]) as copier:
         started = [copier.gather(case.copies, after=0) for _ in range(MAX_BUFFERS)]
-        with pytest.raises(cuda.Busy, match=f"{MAX_BUFFERS} copies are under way"):
+        with pytest.raises(cuda.Busy, match=f"{MAX_BUFFERS} copies are in flight"):
             copier.gather(case.copies, after=0)
         started[0].wait()
         copier.gather(case.copies, after=0).wait()
@@ -293,7 +293,7 @@ def test_pages_that_are_not_on_a_device_or_packed_as_the_cpus_are_refused() -> N
         known = RegisteredMemory(driver, pool.ctypes.data, pool.size)
         with pytest.raises(ValueError, match="on cpu, not on a CUDA device"):
             Copier(device, program, token_rows(tensors, 0, 1), known)
-        with pytest.raises(ValueError, match="packing is the CPU's"):
+        with pytest.raises(ValueError, match="rows of the pages are not contiguous"):
             Copier(device, program, on_device(packed_rows(tensors, 0, 1)), known)
         known.close()
 

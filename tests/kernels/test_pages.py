@@ -93,7 +93,7 @@ def test_tensors_that_cannot_be_moved_are_refused() -> None:
     bad = {
         "its content is not contiguous": good.transpose(2, 3),
         "shape": good[0],
-        "laid out unlike": torch.zeros(4, 2, 8, 32),
+        "another layout than": torch.zeros(4, 2, 8, 32),
         "meta": torch.zeros(4, 2, 8, 16, device="meta"),
     }
     for words, tensor in bad.items():

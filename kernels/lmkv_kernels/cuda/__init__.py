@@ -1,7 +1,7 @@
-"""Copies between KV-cache pages on a CUDA device and chunks in the pool. GPU.
+"""Copies between KV-cache pages on a CUDA device and chunks in the pool (docs/cuda.md).
 
-Nothing here is imported where there is no device to copy from; `driver()` says why there is none. `Copier` does what
-`lmkv_kernels.gather` and `scatter` do, on streams of its own. docs/cuda.md tells how.
+Imported only by processes with a GPU. `driver()` raises `NoCuda` with the reason if there is none. Start with
+`copier.Copier`, which does what `lmkv_kernels.gather` and `scatter` do, on streams of its own.
 """
 
 from lmkv_kernels.cuda.copier import Copier, CopyPath, CopyPaths, PendingCopy

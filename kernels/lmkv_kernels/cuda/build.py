@@ -1,4 +1,4 @@
-"""`python -m lmkv_kernels.cuda.build 80 90 100`: compiles the kernels ahead, for machines without NVRTC."""
+"""`python -m lmkv_kernels.cuda.build 80 90 100`: compiles the kernels ahead of time, for machines without NVRTC."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from lmkv_kernels.cuda import images
 
 
 def main() -> None:
-    """Compiles for each architecture that was named, without a GPU."""
+    """Compiles for each architecture of the command line; needs no GPU."""
     parser = argparse.ArgumentParser(prog="python -m lmkv_kernels.cuda.build", description=__doc__)
-    parser.add_argument("architectures", nargs="+", type=int, metavar="ARCHITECTURE", help="90 for sm_90, and so on")
+    parser.add_argument("architectures", nargs="+", type=int, metavar="ARCHITECTURE", help="such as 90 for sm_90")
     parser.add_argument("--into", type=Path, default=images.BUILT_FOLDER, help="folder (default: the package's own)")
     args = parser.parse_args()
     compiler = images.find_compiler()

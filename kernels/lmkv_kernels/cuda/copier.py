@@ -1,4 +1,4 @@
-"""Copies between one rank's pages on a device and the pool, on streams of their own. docs/cuda.md draws it."""
+"""Copies between one rank's pages on a device and the pool, on streams of its own (docs/cuda.md)."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from lmkv_kernels.cuda.streams import CudaEvent, CudaStream
 from lmkv_kernels.pages import Pages
 
 STAGING_BYTES = 32 << 20
-"""Of each of the two halves of a direction's staging buffer."""
+"""Size of each half of the staging buffer of a direction."""
 DIRECT_BLOCKS = 64
-"""Thread blocks of a launch that reads or writes the pool itself: enough to fill the bus, few enough to leave the model
-its processors."""
+"""Thread blocks of a launch that accesses the pool itself: enough to saturate the bus, and few enough to leave
+multiprocessors to the model."""
 BLOCKS_PER_PROCESSOR = 16
-"""Of a launch that stays within the device: as many as a processor can hold."""
+"""Thread blocks per multiprocessor of a launch that accesses device memory only."""
 
 
 class CopyPath(StrEnum):
-    """How bytes get between pages and pool."""
+    """How bytes are copied between pages and pool."""
 
     DIRECT = "direct"
-    """The kernel reads or writes the pool's pinned memory."""
+    """The kernel accesses the pinned memory of the pool."""
     STAGED = "staged"
-    """The kernel stays on the device, and DMA moves its staging buffer."""
+    """The kernel uses a staging buffer on the device, and DMA copies it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyPaths:
-    """The way of each direction; `lmkv_kernels.cuda.measure` finds the faster ones."""
+    """The path of each direction; `lmkv_kernels.cuda.measure` finds the fastest ones."""
 
     gather: CopyPath = CopyPath.STAGED
     scatter: CopyPath = CopyPath.STAGED
 
 
 class HostMemory(Protocol):
-    """Host memory that the device reaches: a `RegisteredMemory`, or `PinnedMemory`."""
+    """Host memory that the device can access: `RegisteredMemory` or `PinnedMemory`."""
 
     @property
     def host_address(self) -> int: ...
@@ -59,7 +59,7 @@ class HostMemory(Protocol):
 
 
 class PendingCopy:
-    """Copies under way. The calling thread never waits for them unless it asks to."""
+    """Copies in flight. Only `wait` blocks the calling thread."""
 
     def __init__(
         self, copier: Copier, buffer: LaunchBuffer, order: Sequence[int], read: CudaEvent, end: CudaEvent
@@ -71,24 +71,24 @@ class PendingCopy:
         self._sums: list[int] = []
 
     def block_stream(self, stream: int) -> None:
-        """What is put on `stream` from now on waits until all is copied."""
+        """Work submitted to `stream` from now on waits until the copies are done."""
         with self._copier.device.current():
             if self._buffer is not None:
                 self._end.block_stream(stream)
 
     def block_stream_until_read(self, stream: int) -> None:
-        """What is put on `stream` from now on waits until nothing reads the pages any more: they may change then."""
+        """Work submitted to `stream` from now on waits until the copies have read the pages, and so may change them."""
         with self._copier.device.current():
             if self._buffer is not None:
                 self._read.block_stream(stream)
 
     def read(self) -> bool:
-        """Whether the pages may change. Raises `CudaError` if the device failed."""
+        """Whether the copies have read the pages, which may then change. Raises `CudaError` if the device failed."""
         with self._copier.device.current():
             return self._buffer is None or self._read.done()
 
     def done(self) -> bool:
-        """Whether all is copied. Raises `CudaError` if the device failed."""
+        """Whether the copies are done. Raises `CudaError` if the device failed."""
         if self._buffer is None:
             return True
         with self._copier.device.current():
@@ -98,7 +98,7 @@ class PendingCopy:
         return True
 
     def wait(self) -> None:
-        """Waits on the calling thread. Raises `CudaError` if the device failed."""
+        """Blocks the calling thread until the copies are done. Raises `CudaError` if the device failed."""
         if self._buffer is not None:
             with self._copier.device.current():
                 self._end.wait()
@@ -106,8 +106,8 @@ class PendingCopy:
 
     @property
     def checksums(self) -> list[int]:
-        """Of a gather that is done: per copy what its words add to its chunk's checksum, as `lmkv_kernels.gather`."""
-        assert self._buffer is None, "not done yet"
+        """Per copy of a finished gather, what its words add to its chunk's checksum, as of `lmkv_kernels.gather`."""
+        assert self._buffer is None, "the copies are not done"
         return self._sums
 
     def _finish(self, buffer: LaunchBuffer) -> None:
@@ -122,10 +122,10 @@ class PendingCopy:
 
 
 class Copier:
-    """One rank's copies. Whoever makes one closes it, before its pool and its pages.
+    """Starts the copies of one rank. Must be closed before its pool and pages.
 
-    For one thread at a time. Raises `CudaError`, from every call, if the device refuses; `ValueError`, before anything
-    is begun, if a copy does not fit.
+    One thread at a time may use it. All calls raise `CudaError` if the device fails, and `ValueError`, before anything
+    is submitted, if a copy does not fit.
     """
 
     def __init__(
@@ -135,14 +135,14 @@ class Copier:
         pages: Pages,
         pool: HostMemory,
         *,
-        paths: CopyPaths = CopyPaths(),  # a value
+        paths: CopyPaths = CopyPaths(),  # immutable
         staging_bytes: int = STAGING_BYTES,
         direct_blocks: int = DIRECT_BLOCKS,
     ) -> None:
         if not pages.device.startswith("cuda"):
             raise ValueError(f"the pages are on {pages.device}, not on a CUDA device")
         if not all(pages.is_contiguous(part) for part in pages.parts):
-            raise ValueError("the pages' rows are not runs of bytes: that packing is the CPU's")
+            raise ValueError("the rows of the pages are not contiguous, as on CPUs only")
         self.device = device
         self.pages = pages
         self.paths = paths
@@ -160,10 +160,10 @@ class Copier:
             self._stack = stack.pop_all()
 
     def gather(self, copies: Sequence[ChunkCopy], *, after: int, summed: bool = True) -> PendingCopy:
-        """Begins to copy tokens of the pages, as the stream `after` will leave them, into extents of the pool.
+        """Starts to copy tokens from pages into extents of the pool, after the work submitted to the stream `after`.
 
-        In all else as `lmkv_kernels.gather`. The pages must not change before the copying has read them. Raises `Busy`
-        if too much is under way.
+        Otherwise as `lmkv_kernels.gather`. The pages must not change before `PendingCopy.read`. Raises `Busy` if too
+        many copies are in flight.
         """
         rows, block_ids = check(self.pages, self._pool.size_bytes, copies)
         streams = self._gathers
@@ -173,9 +173,9 @@ class Copier:
                 if batch.staging_offsets is None:
                     self._launch("gather_sum" if summed else "gather", arguments, batch, streams, rows)
                     continue
-                half = streams.next()
+                half = streams.next_half()
                 half.free.block_stream(streams.kernels.handle)
-                staged = plan.through(arguments, half)
+                staged = plan.with_staging(arguments, half)
                 self._launch("gather_sum" if summed else "gather", staged, batch, streams, rows)
                 half.filled.record(streams.kernels.handle)
                 half.filled.block_stream(streams.dma.handle)
@@ -183,14 +183,14 @@ class Copier:
                 half.free.record(streams.dma.handle)
             read = streams.kernels.event()
             plan.buffer.download(len(rows), streams.kernels.handle)
-            with _closing(streams.kernels.event()) as added_up:
-                added_up.block_stream(streams.dma.handle)
+            with _closing(streams.kernels.event()) as summed_event:
+                summed_event.block_stream(streams.dma.handle)
             return PendingCopy(self, plan.buffer, plan.order, read, streams.dma.event())
 
     def scatter(self, copies: Sequence[ChunkCopy], *, after: int) -> PendingCopy:
-        """Begins to copy tokens out of extents of the pool into the pages; the other way of `gather`.
+        """Starts to copy tokens from extents of the pool into pages; the inverse of `gather`.
 
-        The pages are written once what is on the stream `after` by now is over. The extents must stay until it is done.
+        The pages are written after the work submitted to the stream `after`. The extents must stay until it is done.
         """
         rows, block_ids = check(self.pages, self._pool.size_bytes, copies)
         check_written_once(self.pages, rows, block_ids)
@@ -201,22 +201,22 @@ class Copier:
                 if batch.staging_offsets is None:
                     self._launch("scatter", arguments, batch, streams, rows)
                     continue
-                half = streams.next()
+                half = streams.next_half()
                 half.free.block_stream(streams.dma.handle)
                 self._move(driver, rows, batch, half, streams.dma, to_host=False)
                 half.filled.record(streams.dma.handle)
                 half.filled.block_stream(streams.kernels.handle)
-                self._launch("scatter", plan.through(arguments, half), batch, streams, rows)
+                self._launch("scatter", plan.with_staging(arguments, half), batch, streams, rows)
                 half.free.record(streams.kernels.handle)
             return PendingCopy(self, plan.buffer, plan.order, streams.kernels.event(), streams.kernels.event())
 
     def close(self) -> None:
-        """Waits for what is under way. Idempotent."""
+        """Waits for the copies in flight and releases all resources. Idempotent."""
         with self.device.current():
             self._stack.close()
 
     def _upload_layer_addresses(self) -> None:
-        """Tells the device where the layers are, once."""
+        """Copies the addresses of the layers to the device, once."""
         addresses = self.pages.layer_addresses
         buffer = self.buffers.acquire(len(addresses))
         buffer.words[: len(addresses)] = np.array(addresses, np.uint64).view(np.int64)
@@ -229,14 +229,14 @@ class Copier:
         self.buffers.release(buffer)
 
     def _begin(self, streams: _DirectionStreams, rows: Rows, block_ids: NDArray[np.int64], after: int) -> _LaunchPlan:
-        """Has the streams wait for a stream, and tells the device of all copies."""
+        """Makes the streams wait for the stream `after`, and uploads the arguments of all launches."""
         batches = make_batches(self.pages, rows, streams.half_bytes)
         parts = [np.zeros(len(rows), np.int64)]  # the sums come first
-        position, places = len(rows), []
+        position, sections = len(rows), []
         for batch in batches:
             copies, ids, copy_of_id = launch_words(rows, block_ids, batch)
             offsets = np.array(batch.staging_offsets or [], np.int64)
-            places.append((position, len(copies), len(ids)))
+            sections.append((position, len(copies), len(ids)))
             parts += [copies.ravel(), ids, copy_of_id, offsets]
             position += sum(part.size for part in parts[-4:])
         buffer = self.buffers.acquire(position)
@@ -245,7 +245,7 @@ class Copier:
             point.block_stream(streams.kernels.handle)
         buffer.upload(position, streams.kernels.handle)
         launches, sums = [], buffer.device.address
-        for batch, (start, copy_count, id_count) in zip(batches, places, strict=True):
+        for batch, (start, copy_count, id_count) in zip(batches, sections, strict=True):
             copies_at = buffer.device.address + 8 * start
             ids_at = copies_at + 8 * 6 * copy_count
             arguments = Arguments(
@@ -283,7 +283,7 @@ class Copier:
     def _move(
         self, driver: Driver, rows: Rows, batch: Batch, half: _StagingHalf, stream: CudaStream, *, to_host: bool
     ) -> None:
-        """DMA between a half of the staging buffer and the pool."""
+        """Submits the DMA between one half of the staging buffer and the pool."""
         for dma_copy in make_dma_copies(self.pages, rows, batch):
             host, device = self._pool.host_address + dma_copy.pool_offset, half.memory.address + dma_copy.staging_offset
             source, target = (device, host) if to_host else (host, device)
@@ -305,20 +305,20 @@ class Copier:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LaunchPlan:
-    """What `gather` and `scatter` have in common: a batch is one launch."""
+    """The launches of one call; each batch is one launch."""
 
     buffer: LaunchBuffer
     launches: list[tuple[Batch, Arguments]]
     order: list[int]
-    """The call's copies in the order of the sums."""
+    """Indices of the copies in the order of their sums."""
 
-    def through(self, arguments: Arguments, half: _StagingHalf) -> Arguments:
-        """The arguments of a launch whose chunks are in a half of the staging buffer."""
+    def with_staging(self, arguments: Arguments, half: _StagingHalf) -> Arguments:
+        """The arguments of a launch whose chunks are in one half of the staging buffer."""
         return replace(arguments, chunks=half.memory.address)
 
 
 class _StagingHalf:
-    """Half of a staging buffer: one is filled while the other is emptied."""
+    """One half of a staging buffer: one is filled while the other is drained."""
 
     def __init__(self, driver: Driver, stack: ExitStack, size_bytes: int, stream: int) -> None:
         self.memory = DeviceMemory(driver, size_bytes)
@@ -330,18 +330,18 @@ class _StagingHalf:
 
 
 class _DirectionStreams:
-    """One direction's streams, one for kernels and one for DMA, and its staging buffer."""
+    """The streams of one direction, one for kernels and one for DMA, and its staging buffer."""
 
     def __init__(self, driver: Driver, stack: ExitStack, half_bytes: int) -> None:
         self.half_bytes = half_bytes
-        """0: nothing is staged."""
+        """Size of a half of the staging buffer; 0: there is none."""
         self.kernels, self.dma = CudaStream(driver), CudaStream(driver)
         self._halves = [_StagingHalf(driver, stack, half_bytes, self.dma.handle) for _ in range(2) if half_bytes]
-        self._turn = 0
-        for stream in (self.kernels, self.dma):  # closed before what they use
+        self._next = 0
+        for stream in (self.kernels, self.dma):  # closed before the memory that they use
             stack.callback(stream.close)
 
-    def next(self) -> _StagingHalf:
-        """The half whose turn it is."""
-        self._turn = 1 - self._turn
-        return self._halves[self._turn]
+    def next_half(self) -> _StagingHalf:
+        """The half to use next."""
+        self._next = 1 - self._next
+        return self._halves[self._next]

@@ -1,4 +1,4 @@
-"""The CUDA driver's library and its devices. Only what copies need of it; nothing has to be installed for it."""
+"""The CUDA driver library and its devices, through ctypes: only the functions that copies need."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HOST, _DEVICE = 1, 2
 
 
 class Rectangle(Structure):
-    """`CUDA_MEMCPY2D`: rows of bytes from one memory to another, each side with a pitch of its own."""
+    """`CUDA_MEMCPY2D`: a copy of rows between two memories, each with its own pitch."""
 
     _fields_ = [
         (f"{side}_{name}", kind)
@@ -74,7 +74,7 @@ _FUNCTIONS = {
 
 
 class Driver:
-    """The library, ready. Raises `NoCuda` with the reason if there is no driver or no device."""
+    """The initialized library. Raises `NoCuda` with the reason if there is no driver or no device."""
 
     def __init__(self, path: str = LIBRARY) -> None:
         try:
@@ -89,42 +89,42 @@ class Driver:
             raise NoCuda(f"no CUDA device: cuInit: {self._reason(status)}")
         number = self.integer("cuDriverGetVersion")
         self.version = (number // 1000, number % 1000 // 10)
-        """Major and minor version of CUDA that it supports."""
+        """Supported version of CUDA, major and minor."""
         self.device_count = self.integer("cuDeviceGetCount")
         if not self.device_count:
-            raise NoCuda("no CUDA device: the driver finds none")
+            raise NoCuda("no CUDA device: the driver reports none")
 
     def call(self, function: str, *arguments: object) -> None:
-        """Raises `CudaError` with the driver's words if it refuses."""
+        """Calls a function. Raises `CudaError` with the driver's message if it fails."""
         if status := getattr(self._library, function)(*arguments):
             raise CudaError(f"{function}: {self._reason(status)}")
 
     def integer(self, function: str, *arguments: object) -> int:
-        """What a function gives through its first parameter, an int."""
+        """The int that a function returns through its first parameter."""
         result = c_int()
         self.call(function, ctypes.byref(result), *arguments)
         return result.value
 
     def address(self, function: str, *arguments: object) -> int:
-        """What a function gives through its first parameter, a device address."""
+        """The device address that a function returns through its first parameter."""
         result = c_uint64()
         self.call(function, ctypes.byref(result), *arguments)
         return result.value
 
     def handle(self, function: str, *arguments: object) -> c_void_p:
-        """What a function gives through its first parameter, a handle or a host address."""
+        """The handle or host address that a function returns through its first parameter."""
         result = c_void_p()
         self.call(function, ctypes.byref(result), *arguments)
         return result
 
     def text(self, function: str, *arguments: object) -> str:
-        """What a function writes through its first parameter, a string."""
+        """The string that a function writes to its first parameter."""
         buffer = ctypes.create_string_buffer(256)
         self.call(function, buffer, len(buffer), *arguments)
         return buffer.value.decode()
 
     def ready(self, event: c_void_p) -> bool:
-        """Whether all before an event is done. Raises `CudaError` if something before it failed."""
+        """Whether an event has completed. Raises `CudaError` if work before it failed."""
         status = self._library.cuEventQuery(event)
         if status not in (0, NOT_READY):
             raise CudaError(f"cuEventQuery: {self._reason(status)}")
@@ -141,14 +141,14 @@ class Driver:
 
 @cache
 def driver() -> Driver:
-    """This machine's driver. Raises `NoCuda`."""
+    """The driver of this machine. Raises `NoCuda`."""
     return Driver()
 
 
 class Device:
-    """One device and its primary context, the one that torch uses; taken when first needed, for it takes memory there.
+    """One device and its primary context, which torch uses too, retained on first use.
 
-    Whoever makes one closes it.
+    Must be closed.
     """
 
     def __init__(self, driver: Driver, ordinal: int = 0) -> None:
@@ -157,11 +157,11 @@ class Device:
         self.name = driver.text("cuDeviceGetName", self.ordinal)
         major, minor = (self._attribute(which) for which in (_COMPUTE_MAJOR, _COMPUTE_MINOR))
         self.architecture = 10 * major + minor
-        """As 90 for sm_90."""
+        """Such as 90 for sm_90."""
         self.processor_count = self._attribute(_PROCESSORS)
-        """Its streaming multiprocessors."""
+        """Number of streaming multiprocessors."""
         self.pci_address = driver.text("cuDeviceGetPCIBusId", self.ordinal).lower()
-        """As /sys/bus/pci/devices names it."""
+        """As in /sys/bus/pci/devices."""
         self._context: c_void_p | None = None
         self._lock = threading.Lock()
 
@@ -170,7 +170,7 @@ class Device:
 
     @contextmanager
     def current(self) -> Iterator[Driver]:
-        """The driver, with this device as the calling thread's own for as long as it lasts."""
+        """Makes this device current on the calling thread; yields the driver."""
         with self._lock:
             if self._context is None:
                 self._context = self.driver.handle("cuDevicePrimaryCtxRetain", self.ordinal)
@@ -181,7 +181,7 @@ class Device:
             self.driver.handle("cuCtxPopCurrent_v2")
 
     def close(self) -> None:
-        """Lets go of the context. Idempotent."""
+        """Releases the context. Idempotent."""
         with self._lock:
             if self._context is not None:
                 self._context = None
@@ -191,7 +191,7 @@ class Device:
 def rectangle(
     *, source: int, source_pitch: int, target: int, target_pitch: int, width: int, height: int, to_host: bool
 ) -> Rectangle:
-    """Rows of `width` bytes between host and device. Addresses are of the first row, pitches of the rows after it."""
+    """A copy of `height` rows of `width` bytes between host and device; addresses are of the first row."""
     host, device = ("target", "source") if to_host else ("source", "target")
     addresses = {"source": source, "target": target}
     return Rectangle(

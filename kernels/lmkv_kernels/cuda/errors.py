@@ -1,30 +1,30 @@
-"""What can be wrong with CUDA. None of it is the caller's fault, and all of it means: copy on the host, or not at all.
+"""Errors of CUDA. The caller falls back to copies on the host, or to none.
 
-CudaError               the driver refused a call
+CudaError               a call of the driver failed
 ├── NoCuda              there is no driver, or no device
 ├── NoCompiler          no NVRTC and no nvcc
 ├── CompileError        the kernels could not be compiled
-└── Busy                too many copies are under way
+└── Busy                too many copies are in flight
 """
 
 from __future__ import annotations
 
 
 class CudaError(RuntimeError):
-    """The driver refused a call."""
+    """A call of the CUDA driver failed."""
 
 
 class NoCuda(CudaError):
-    """There is no CUDA driver, or no device that it knows."""
+    """There is no CUDA driver or no device."""
 
 
 class NoCompiler(CudaError):
-    """Nothing is here that compiles the kernels."""
+    """Neither NVRTC nor nvcc is installed."""
 
 
 class CompileError(CudaError):
-    """The kernels could not be compiled; the message holds the compiler's."""
+    """The kernels could not be compiled; the message contains the compiler's."""
 
 
 class Busy(CudaError):
-    """More copies are under way than may be; these were not begun."""
+    """Too many copies are in flight; these were not started."""

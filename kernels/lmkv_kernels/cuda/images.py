@@ -1,4 +1,4 @@
-"""Compiled kernels: made ahead or at first use, kept per architecture and source, never trusted when damaged."""
+"""Compiled kernels: built ahead of time or on first use, stored per architecture and source with a checksum."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lmkv_kernels.cuda.nvrtc import Compiled
 NAME = "paged_copy.cu"
 HEADERS = ("layout.h",)
 BUILT_FOLDER = Path(__file__).with_name("built")
-"""Where `python -m lmkv_kernels.cuda.build` puts what it compiles."""
+"""Output folder of `python -m lmkv_kernels.cuda.build`."""
 _PACKAGE = Path(__file__).parent.parent
 _DIGEST_BYTES = 32
 
 
 class Compiler(Protocol):
-    """What `Nvrtc` and `Nvcc` have in common."""
+    """A compiler: `Nvrtc` or `Nvcc`."""
 
     path: str
     version: str
@@ -32,26 +32,26 @@ class Compiler(Protocol):
 
 
 def source_folder() -> Path:
-    """Where the sources are: in the package once installed, beside it in a clone."""
+    """Folder of the sources: inside an installed package, beside it in a clone."""
     inside = _PACKAGE / "csrc"
     return inside if inside.exists() else _PACKAGE.parent / "csrc"
 
 
 def compile_kernels(compiler: Compiler, architecture: int) -> Compiled:
-    """The kernels for an architecture, as 90 for sm_90. Raises `CompileError`."""
+    """Compiles for an architecture, such as 90 for sm_90. Raises `CompileError`."""
     folder = source_folder()
     headers = {header: (folder / header).read_text() for header in HEADERS}
     return compiler.compile(NAME, (folder / NAME).read_text(), headers, architecture)
 
 
 def cache_folder() -> Path:
-    """Where kernels compiled at first use are kept, for this user. May not exist yet."""
+    """This user's cache of kernels compiled on first use. May not exist."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(home) if Path(home).is_absolute() else Path.home() / ".cache") / "lmkv" / "kernels"
 
 
 def file_name(architecture: int) -> str:
-    """The name of a compiled image: another source has another one."""
+    """File name of a compiled image; contains a digest of the source."""
     return f"paged_copy-{_source_digest()}-sm_{architecture}.image"
 
 
@@ -65,7 +65,7 @@ def _source_digest() -> str:
 
 
 def read(file: Path) -> bytes | None:
-    """The image in a file; None if there is none, or not the one that was written."""
+    """Reads an image; None if the file does not exist or is damaged."""
     try:
         content = file.read_bytes()
     except OSError:
@@ -75,15 +75,12 @@ def read(file: Path) -> bytes | None:
 
 
 def write(file: Path, image: bytes) -> None:
-    """Puts an image into a file at once: whoever reads it meanwhile finds the old one, or none.
-
-    Raises `OSError` if that cannot be done.
-    """
+    """Writes an image atomically. Raises `OSError` if it cannot."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd, name = tempfile.mkstemp(dir=file.parent, prefix=f"{file.name}.")
     try:
         with os.fdopen(fd, "wb") as new:
-            os.fchmod(fd, 0o644)  # one user may build for another; the cache's folder is closed to others anyway
+            os.fchmod(fd, 0o644)  # other users may read a build; the cache's folder is private
             new.write(hashlib.sha256(image).digest() + image)
         Path(name).replace(file)
     except BaseException:
@@ -92,7 +89,7 @@ def write(file: Path, image: bytes) -> None:
 
 
 def find_compiler(driver_major: int | None = None) -> Compiler:
-    """NVRTC, else nvcc. Raises `NoCompiler` that says what to install."""
+    """NVRTC, else nvcc. Raises `NoCompiler` with what to install."""
     reasons = []
     finders: tuple[Callable[[], Compiler], ...] = (lambda: nvrtc.find(driver_major), nvcc.find)
     for find in finders:
@@ -104,9 +101,9 @@ def find_compiler(driver_major: int | None = None) -> Compiler:
 
 
 def load(architecture: int, driver_major: int | None = None) -> bytes:
-    """The kernels for an architecture: those made ahead, else the cache's, else compiled now (a second) and cached.
+    """The kernels for an architecture: built ahead of time, else cached, else compiled now (in a second) and cached.
 
-    A cache that cannot be written costs the next process that second, no more. Raises `NoCompiler` or `CompileError`.
+    Ignores errors of writing the cache. Raises `NoCompiler` or `CompileError`.
     """
     name = file_name(architecture)
     cached = cache_folder() / name
@@ -121,13 +118,13 @@ def load(architecture: int, driver_major: int | None = None) -> bytes:
 
 
 def can_write(folder: Path) -> bool:
-    """Whether files could be put into a folder, if need be after it was made."""
+    """Whether files can be written to a folder, possibly after creating it."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
 def forget(architecture: int) -> bool:
-    """Drops the cache's image, which the driver would not take. False if there was none."""
+    """Removes an image that the driver rejected from the cache. Returns False if there was none."""
     try:
         (cache_folder() / file_name(architecture)).unlink()
     except OSError:

@@ -1,4 +1,4 @@
-"""Finds the faster path of each direction, on the machine and the pages that it is for."""
+"""Measures the fastest copy path of each direction on this machine, for given pages."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ROUNDS = 3
 def fastest_paths(
     device: Device, program: Program, pages: Pages, clock: Callable[[], float] = time.perf_counter
 ) -> CopyPaths:
-    """Copies some blocks out and back again, both paths, in some 20 ms.
+    """Copies some blocks to the pool and back by each path, in about 20 ms.
 
-    The pages are afterwards as they were before; nobody else may write to them meanwhile, so it is for the time before
-    the first forward. Raises `CudaError` if the device refuses.
+    Leaves the pages unchanged. Nothing else may write to them meanwhile, so it must run before the first forward pass.
+    Raises `CudaError` if the device fails.
     """
     copies = sample(pages)
     extent = copies[-1].offset + pages.extent_bytes(copies[-1].extent_tokens)
@@ -32,7 +32,7 @@ def fastest_paths(
     with device.current() as driver, closing(PinnedMemory(driver, extent)) as memory:
         for path in CopyPath:
             with closing(Copier(device, program, pages, memory, paths=CopyPaths(gather=path, scatter=path))) as copier:
-                for _ in range(1 + ROUNDS):  # the first one warms up
+                for _ in range(1 + ROUNDS):  # the first round is a warm-up
                     started = clock()
                     copier.gather(copies, after=0).wait()
                     between = clock()
@@ -48,7 +48,7 @@ def fastest_paths(
 
 
 def sample(pages: Pages) -> list[ChunkCopy]:
-    """Whole chunks of the first blocks, as many as are worth measuring."""
+    """Copies of whole chunks of the first blocks, up to `SAMPLE_BYTES`."""
     blocks = min(pages.block_count, max(1, CHUNK_TOKENS // pages.block_tokens))
     tokens = blocks * pages.block_tokens
     extent = pages.extent_bytes(tokens)

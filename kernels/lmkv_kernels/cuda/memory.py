@@ -1,4 +1,4 @@
-"""Memory of the device, and host memory that it reaches. Whoever makes one closes it, with the device current."""
+"""Device memory, and host memory that the device can access. Must be closed with the device current."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from lmkv_kernels.cuda.driver import Driver
 
-_PORTABLE, _MAPPED = 1, 2  # the flags of alloc and register mean the same
+_PORTABLE, _MAPPED = 1, 2  # flags of cuMemHostAlloc and cuMemHostRegister
 
 
 class DeviceMemory:
-    """A run of device memory."""
+    """An allocation of device memory."""
 
     def __init__(self, driver: Driver, size_bytes: int) -> None:
         self._driver = driver
@@ -21,14 +21,14 @@ class DeviceMemory:
         self.address = driver.address("cuMemAlloc_v2", size_bytes)
 
     def close(self) -> None:
-        """Idempotent. Nothing on any stream may still use it."""
+        """Frees the memory, which no stream may use any more. Idempotent."""
         if self.address:
             address, self.address = self.address, 0
             self._driver.call("cuMemFree_v2", address)
 
 
 class PinnedMemory:
-    """A run of host memory that the device copies from and to by itself."""
+    """An allocation of pinned host memory, which kernels and DMA can access."""
 
     def __init__(self, driver: Driver, size_bytes: int) -> None:
         self._driver = driver
@@ -36,22 +36,22 @@ class PinnedMemory:
         self.address = driver.handle("cuMemHostAlloc", size_bytes, _PORTABLE | _MAPPED).value or 0
         self.host_address = self.address
         self.device_address = driver.address("cuMemHostGetDevicePointer_v2", self.address, 0)
-        """The same memory by the device's address."""
+        """Address of the memory for the device."""
         self.bytes: NDArray[np.uint8] = np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(self.address))
-        """The memory. Must not be used once this is closed."""
+        """The memory. Must not be used after `close`."""
 
     def close(self) -> None:
-        """Idempotent. Nothing on any stream may still use it."""
+        """Frees the memory, which no stream may use any more. Idempotent."""
         if self.address:
             address, self.address = self.address, 0
             self._driver.call("cuMemFreeHost", address)
 
 
 class RegisteredMemory:
-    """Host memory made known to the device: pinned, and within reach of kernels and DMA.
+    """Host memory registered with the device: pinned, and accessible to kernels and DMA.
 
-    It takes every page that was not taken yet, and holds all in memory; a second for 10 GB or so. A process registers
-    its own mapping: what another process has registered does not help it.
+    Registration populates and pins all pages, in about a second per 10 GB. Each process must register its
+    own mapping.
     """
 
     def __init__(self, driver: Driver, address: int, size_bytes: int) -> None:
@@ -60,10 +60,10 @@ class RegisteredMemory:
         driver.call("cuMemHostRegister_v2", address, size_bytes, _PORTABLE | _MAPPED)
         self.size_bytes = size_bytes
         self.device_address = driver.address("cuMemHostGetDevicePointer_v2", address, 0)
-        """The same memory by the device's address."""
+        """Address of the memory for the device."""
 
     def close(self) -> None:
-        """Idempotent. Nothing on any stream may still use it; do it before the memory is unmapped."""
+        """Unregisters the memory, before it is unmapped; no stream may use it any more. Idempotent."""
         if self.host_address:
             address, self.host_address = self.host_address, 0
             self._driver.call("cuMemHostUnregister", address)

@@ -1,4 +1,4 @@
-"""nvcc, where a CUDA toolkit is installed: compiles ahead of the first use, or instead of NVRTC. Needs no GPU."""
+"""Compiles kernels with nvcc of a CUDA toolkit, ahead of time or instead of NVRTC. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT_HOME = Path("/usr/local/cuda")
 
 
 class Nvcc:
-    """One nvcc. Raises `NoCompiler` if it does not run."""
+    """An nvcc executable. Raises `NoCompiler` if it does not run."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -28,7 +28,7 @@ class Nvcc:
         self.version = found[1]
 
     def compile(self, name: str, source: str, headers: Mapping[str, str], architecture: int) -> Compiled:
-        """Compiles for an architecture, as 90 for sm_90. Raises `CompileError` with the compiler's words."""
+        """Compiles for an architecture, such as 90 for sm_90. Raises `CompileError` with the compiler's output."""
         with tempfile.TemporaryDirectory(prefix="lmkv-nvcc-") as folder:
             for file, text in {name: source, **headers}.items():
                 Path(folder, file).write_text(text)
@@ -39,7 +39,7 @@ class Nvcc:
 
     def _run(self, *arguments: str) -> str:
         try:
-            done = subprocess.run(  # noqa: S603 # the path was found, not given
+            done = subprocess.run(  # noqa: S603 # the path comes from `find`
                 [self.path, *arguments], capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
             )
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -60,4 +60,4 @@ def find() -> Nvcc:
     for folder in folders:
         if path := shutil.which("nvcc", path=folder):
             return Nvcc(path)
-    raise NoCompiler("no nvcc: put it on PATH or set CUDA_HOME; NVRTC does as well")
+    raise NoCompiler("no nvcc: put it on PATH or set CUDA_HOME; or install NVRTC")

@@ -1,4 +1,4 @@
-"""NVRTC, the compiler that comes with CUDA builds of torch: finds the library and compiles with it. Needs no GPU."""
+"""Compiles kernels with NVRTC, which CUDA builds of torch include. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from pathlib import Path
 from lmkv_kernels.cuda.errors import CompileError, NoCompiler
 
 STDINT = "namespace std { using int64_t = long; using uint32_t = unsigned int; using uint64_t = unsigned long; }\n"
-"""What the kernels need of `<cstdint>`: NVRTC has no standard headers."""
+"""Replaces `<cstdint>`: NVRTC has no standard headers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compiled:
-    """What a compiler made."""
+    """The output of a compiler."""
 
     image: bytes
-    """A cubin, or PTX where the compiler does not know the architecture yet; the driver loads either."""
+    """A cubin, or PTX if the compiler does not know the architecture; the driver loads either."""
     log: str
-    """With registers and spills per kernel."""
+    """The compiler's log, with registers and spills per kernel."""
 
 
 class Nvrtc:
-    """One NVRTC library. Raises `NoCompiler` if it cannot be loaded."""
+    """An NVRTC library. Raises `NoCompiler` if it cannot be loaded."""
 
     def __init__(self, path: str) -> None:
         try:
-            # It looks for these by name alone, and finds them where they are loaded already.
+            # NVRTC loads these by name only, and finds them if they are loaded already.
             for builtins in Path(path).parent.glob("libnvrtc-builtins.so.*"):
                 ctypes.CDLL(str(builtins))
             self._library = ctypes.CDLL(path)
@@ -46,7 +46,7 @@ class Nvrtc:
         self.version = f"{major.value}.{minor.value}"
 
     def architectures(self) -> tuple[int, ...]:
-        """What it compiles for, as 90 for sm_90, in rising order."""
+        """Supported architectures in ascending order, such as 90 for sm_90."""
         count = ctypes.c_int()
         self._check("nvrtcGetNumSupportedArchs", ctypes.byref(count))
         numbers = (ctypes.c_int * count.value)()
@@ -56,7 +56,7 @@ class Nvrtc:
     def compile(self, name: str, source: str, headers: Mapping[str, str], architecture: int) -> Compiled:
         """Compiles for an architecture, or PTX for the newest one known if that is newer.
 
-        Raises `CompileError` with the compiler's words.
+        Raises `CompileError` with the compiler's output.
         """
         known = self.architectures()
         if architecture in known:
@@ -111,9 +111,9 @@ def _strings(texts: object) -> ctypes.Array[ctypes.c_char_p]:
 
 @cache
 def find(newest_major: int | None = None) -> Nvrtc:
-    """The NVRTC of this installation, no newer than the driver's major version if that is given.
+    """The installed NVRTC, no newer than the driver's major version if that is given.
 
-    torch's own comes first: what works for the engine works here. Raises `NoCompiler` that says what to install.
+    Prefers torch's own, which works for the engine. Raises `NoCompiler` with what to install.
     """
     tried = []
     for path in _candidates():
@@ -129,14 +129,14 @@ def find(newest_major: int | None = None) -> Nvrtc:
 
 
 def packaged(pattern: str) -> list[Path]:
-    """What NVIDIA's packages from PyPI have, by a pattern below their common folder."""
+    """Paths in NVIDIA's packages from PyPI that match a pattern below their common folder."""
     spec = importlib.util.find_spec("nvidia")
     folders = spec.submodule_search_locations or () if spec else ()
     return [path for folder in folders for path in sorted(Path(folder).glob(pattern), reverse=True)]
 
 
 def _candidates() -> Iterator[str]:
-    """Paths of libraries, newest first within each place."""
+    """Paths of libraries, newest first in each location."""
     yield from _newest(packaged("*/lib/libnvrtc.so.*"))
     for home in filter(None, (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")):
         yield from _newest(Path(home, "lib64").glob("libnvrtc.so*"))

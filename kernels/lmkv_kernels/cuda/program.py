@@ -1,4 +1,4 @@
-"""The compiled kernels on a device, and how they are launched."""
+"""Loads the compiled kernels on a device and launches them."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from lmkv_kernels.pages import Pages
 Operation = Literal["gather", "gather_sum", "scatter"]
 OPERATIONS: tuple[Operation, ...] = ("gather", "gather_sum", "scatter")
 THREADS = 128
-"""Per thread block; the kernels are compiled for no more."""
+"""Threads per block; the kernels are compiled for at most this."""
 WIDTHS = (16, 8)
-"""Bytes that a thread moves at a time."""
+"""Bytes that a thread copies at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arguments:
-    """Device addresses of what one launch is told, and where its chunks are."""
+    """The arguments of one launch, as device addresses."""
 
     layer_addresses: int
     copies: int
     block_ids: int
     copy_of_id: int
     staging_offsets: int
-    """0: `chunks` is the pool."""
+    """0: the launch is not staged, and `chunks` is the pool."""
     chunks: int
     sums: int
     id_count: int
 
 
 class Program:
-    """Kernels that a device has loaded. Whoever makes one closes it, with the device current."""
+    """The kernels, loaded on a device. Must be closed with the device current."""
 
     def __init__(self, driver: Driver, image: bytes) -> None:
         self._driver = driver
@@ -50,7 +50,7 @@ class Program:
 
     @classmethod
     def load(cls, device: Device) -> Program:
-        """The kernels for a device, compiled now if need be. Raises `CudaError`."""
+        """Loads the kernels for a device, and compiles them if necessary. Raises `CudaError`."""
         with device.current() as driver:
             try:
                 return cls(driver, images.load(device.architecture, driver.version[0]))
@@ -62,7 +62,7 @@ class Program:
     def launch(
         self, operation: Operation, pages: Pages, width: int, arguments: Arguments, *, blocks: int, stream: int
     ) -> None:
-        """Puts one launch of at most so many thread blocks on a stream."""
+        """Submits one launch of at most `blocks` thread blocks to a stream."""
         tiles = arguments.id_count * len(pages.layer_addresses) * pages.head_count
         if tiles >= 1 << 31:
             raise ValueError(f"{tiles} tiles are too many for one launch: copy less at a time")
@@ -88,14 +88,14 @@ class Program:
         )
 
     def close(self) -> None:
-        """Idempotent. Nothing on any stream may still run."""
+        """Unloads the kernels, which no stream may run any more. Idempotent."""
         if self._module is not None:
             module, self._module = self._module, None
             self._driver.call("cuModuleUnload", module)
 
 
 def width_of(pages: Pages, *addresses: int) -> int:
-    """The most bytes at a time that pages and these addresses allow: 16, or 8, for rows are made of 8-byte words."""
+    """Bytes per access that the alignment of pages and addresses allows: 16 or 8."""
     numbers = [*pages.layer_addresses, pages.block_stride_bytes, pages.head_stride_bytes, pages.row_bytes, *addresses]
     for part in pages.parts:
         numbers += [part.offset, part.row_stride]

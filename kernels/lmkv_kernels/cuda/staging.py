@@ -1,7 +1,4 @@
-"""What a copy becomes when it goes through a staging buffer: its bytes side by side there, and DMA to or from the pool.
-
-Plain arithmetic, without a device.
-"""
+"""The layout of copies in a staging buffer, and the DMA copies between it and the pool. Pure: needs no device."""
 
 from __future__ import annotations
 
@@ -14,12 +11,12 @@ from lmkv_kernels.copies import Rows
 from lmkv_kernels.pages import Pages
 
 ALIGNMENT = 256
-"""Copies begin at multiples of this in the staging buffer."""
+"""Alignment of copies in the staging buffer, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DmaCopy:
-    """One DMA: `height` rows of `width` bytes, side by side in the staging buffer, `pitch` apart in the pool."""
+    """One DMA copy: `height` rows of `width` bytes, contiguous in the staging buffer, `pitch` apart in the pool."""
 
     pool_offset: int
     staging_offset: int
@@ -30,24 +27,24 @@ class DmaCopy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Copies that are made in one launch, through one filling of the staging buffer or without it."""
+    """Copies of one launch, through one fill of the staging buffer or without it."""
 
     indices: list[int]
-    """Which of the call's copies."""
+    """Indices of the call's copies."""
     staging_offsets: list[int] | None
-    """Where each begins in the staging buffer; None: they go straight to or from the pool."""
+    """Offset of each copy in the staging buffer; None: the launch accesses the pool itself."""
 
 
 def staged_bytes(pages: Pages, row_count: int) -> int:
-    """Bytes of a copy of so many rows: this rank's heads alone."""
+    """Bytes of a copy of `row_count` rows, for the heads of this rank."""
     return len(pages.layer_addresses) * pages.head_count * len(pages.parts) * row_count * pages.row_bytes
 
 
 def make_batches(pages: Pages, rows: Rows, capacity_bytes: int) -> list[Batch]:
-    """The copies in batches, each of which fits the staging buffer; what cannot be staged first, in one batch.
+    """Splits copies into batches that fit the staging buffer. The first batch has the copies that cannot be staged.
 
-    Staged are copies of whole chunks: what they have of a layer is one run of bytes in the pool. Of other copies it
-    would be as many dma_copies as there are heads and parts, and DMA of short dma_copies is slower than the kernel.
+    Only copies of whole chunks are staged: each layer is one contiguous range in the pool. Other copies would need a
+    DMA copy per head and part, and short DMA copies are slower than the kernel.
     """
     direct: list[int] = []
     staged: list[Batch] = []
@@ -69,7 +66,7 @@ def make_batches(pages: Pages, rows: Rows, capacity_bytes: int) -> list[Batch]:
 
 
 def make_dma_copies(pages: Pages, rows: Rows, batch: Batch) -> list[DmaCopy]:
-    """The DMAs of a staged batch. Copies that are neighbours on both sides share one."""
+    """The DMA copies of a staged batch. Copies that are adjacent on both sides are merged."""
     assert batch.staging_offsets is not None
     dma_copies: list[DmaCopy] = []
     for index, staging_offset in zip(batch.indices, batch.staging_offsets, strict=True):
@@ -91,7 +88,7 @@ def make_dma_copies(pages: Pages, rows: Rows, batch: Batch) -> list[DmaCopy]:
 def _dma_copy(pages: Pages, offset: int, extent_rows: int, staging_offset: int) -> DmaCopy:
     per_head = len(pages.parts) * extent_rows * pages.row_bytes
     layers, width, pitch = len(pages.layer_addresses), pages.head_count * per_head, pages.kv_head_count * per_head
-    if width == pitch:  # the layers lie side by side
+    if width == pitch:  # the layers are contiguous
         layers, width, pitch = 1, layers * width, layers * pitch
     return DmaCopy(
         pool_offset=offset + pages.first_head * per_head,
@@ -112,7 +109,7 @@ def _follows(last: DmaCopy, dma_copy: DmaCopy) -> bool:
 def launch_words(
     rows: Rows, block_ids: NDArray[np.int64], batch: Batch
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """A batch as the kernels read it: its copies `[copy, 6]` as `lmkv::ChunkCopy`, its block ids, whose each id is."""
+    """A batch for the kernels: copies `[copy, 6]` as `lmkv::ChunkCopy`, block ids, and the copy of each id."""
     counts = rows[batch.indices, 5]
     firsts = np.concatenate([[0], np.cumsum(rows[:, 5])])[batch.indices]
     ids = np.concatenate([block_ids[first : first + count] for first, count in zip(firsts, counts, strict=True)])

@@ -1,4 +1,4 @@
-"""Streams and events: what a device does after what. Whoever makes one closes it, with the device current."""
+"""CUDA streams and events. Must be closed with the device current."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import cast
 
 from lmkv_kernels.cuda.driver import Driver
 
-_NON_BLOCKING = 1  # a stream that the default stream does not wait for, nor the other way round
+_NON_BLOCKING = 1  # not synchronized with the default stream
 _NO_TIMING = 2
 
 
 class CudaEvent:
-    """A point on a stream; first that at which it was made."""
+    """A point on a stream, initially the current end of it."""
 
     def __init__(self, driver: Driver, stream: int, *, timing: bool = False) -> None:
         self._driver = driver
@@ -20,24 +20,24 @@ class CudaEvent:
         self.record(stream)
 
     def record(self, stream: int) -> None:
-        """From now on it is the point that the stream has reached."""
+        """Records the event at the current end of the stream."""
         self._driver.call("cuEventRecord", self._handle, stream)
 
     def block_stream(self, stream: int) -> None:
-        """What is put on `stream` from now on waits for the event; the calling thread does not."""
+        """Work submitted to `stream` from now on waits for the event. Does not block the calling thread."""
         self._driver.call("cuStreamWaitEvent", stream, self._handle, 0)
 
     def done(self) -> bool:
-        """Whether it has been reached. Raises `CudaError` if something before it failed."""
+        """Whether the event has completed. Raises `CudaError` if work before it failed."""
         return self._handle is None or self._driver.ready(self._handle)
 
     def wait(self) -> None:
-        """Waits on the calling thread. Raises `CudaError` if something before it failed."""
+        """Blocks the calling thread until the event completes. Raises `CudaError` if work before it failed."""
         if self._handle is not None:
             self._driver.call("cuEventSynchronize", self._handle)
 
     def seconds_since(self, earlier: CudaEvent) -> float:
-        """Time between two events that were made with `timing` and are done."""
+        """Time between two completed events that were created with `timing`."""
         from ctypes import byref, c_float
 
         milliseconds = c_float()
@@ -45,14 +45,14 @@ class CudaEvent:
         return milliseconds.value / 1e3
 
     def close(self) -> None:
-        """Idempotent; a closed event counts as done."""
+        """Destroys the event, which then counts as completed. Idempotent."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
             self._driver.call("cuEventDestroy_v2", handle)
 
 
 class CudaStream:
-    """A queue of work on the device, beside those of torch."""
+    """A stream, independent of those of torch."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -60,11 +60,11 @@ class CudaStream:
         self._closed = False
 
     def event(self) -> CudaEvent:
-        """The point that the stream has reached."""
+        """An event at the current end of the stream."""
         return CudaEvent(self._driver, self.handle)
 
     def close(self) -> None:
-        """Waits for what is on it. Idempotent."""
+        """Waits for all submitted work, and destroys the stream. Idempotent."""
         if not self._closed:
             self._closed = True
             self._driver.call("cuStreamSynchronize", self.handle)

@@ -107,7 +107,7 @@ def test_huge_pages_and_nodes_that_are_not_there_fail_with_the_key(tmp_path: Pat
     pages, node = list(check_pool(wanted))
     assert (pages.level, node.level) == ("fail", "fail")
     assert "raise vm.nr_hugepages, lower max_local_cpu_size, or set pool_huge_pages to auto" in pages.text
-    assert node.text.startswith("numa_node: there is no node 1023, only 0")
+    assert node.text.startswith("numa_node: node 1023 does not exist, only 0")
 
 
 def test_nothing_is_said_of_a_pool_that_is_not_wanted(tmp_path: Path) -> None:

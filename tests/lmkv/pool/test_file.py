@@ -46,7 +46,7 @@ def open_files() -> int:
 def test_what_is_in_it_is_found_again(path: Path) -> None:
     files = open_files()
     with opened(path) as file:
-        assert file.replaced_because == "there was none"
+        assert file.replaced_because == "there was no file"
         assert file.pool.size_bytes == len(file.pool.buffer) == MB
         assert bytes(file.table) == bytes(len(file.table))
         assert len(file.table) >= TABLE
@@ -76,8 +76,8 @@ def test_the_memory_of_the_table_is_taken_ahead_and_that_of_the_pool_is_not(path
 
 def test_a_file_of_another_size_or_stamp_is_replaced_with_the_reason(kept: Path) -> None:
     for size_bytes, stamp, news in (
-        (2 * MB, STAMP, "the one that was there has another size"),
-        (2 * MB, b"test 2", "the one that was there is damaged, or of another version of lmkv"),
+        (2 * MB, STAMP, "the existing file has another size"),
+        (2 * MB, b"test 2", "the existing file is damaged, or of another version of lmkv"),
     ):
         with opened(kept, size_bytes, stamp=stamp) as file:
             assert file.replaced_because == news
@@ -107,9 +107,9 @@ def test_a_replaced_file_stays_the_memory_of_those_who_have_it_mapped(kept: Path
 def test_two_cannot_have_it_at_a_time(path: Path) -> None:
     with opened(path) as file:
         files = open_files()
-        with pytest.raises(ConfigError, match=rf"^pool_path: another node has {path}; give each node its own instance"):
+        with pytest.raises(ConfigError, match=rf"^pool_path: another node uses {path}; give each node its own instance"):
             opened(path)
-        with pytest.raises(ConfigError, match=r"^pool_path: another node has "):
+        with pytest.raises(ConfigError, match=r"^pool_path: another node uses "):
             opened(path, 2 * MB)
         assert open_files() == files
         file.pool.buffer[0] = 1
@@ -134,7 +134,7 @@ def test_a_pool_larger_than_memory_is_refused_and_leaves_no_pool(path: Path) -> 
     with pytest.raises(ConfigError, match=r"^max_local_cpu_size: .* do not fit"):
         opened(path, 1 << 50)
     with opened(path) as file:
-        assert file.replaced_because == "there was none"
+        assert file.replaced_because == "there was no file"
 
 
 # ---- who has it mapped
@@ -217,7 +217,7 @@ def test_a_file_that_is_removed_while_a_node_has_it_is_its_memory_still(kept: Pa
         file.pool.populate()
         assert bytes(file.pool.buffer[100:104]) == b"pool"
         with opened(kept) as other:
-            assert other.replaced_because == "there was none"
+            assert other.replaced_because == "there was no file"
 
 
 # ---- full
@@ -254,4 +254,4 @@ def test_a_full_file_system_is_refused_and_leaves_nothing_that_passes_for_a_pool
     *refused, first, second, third = on_small_tmpfs(tmp_path, 4 * MB, FULL).splitlines()
     assert len(refused) == 2
     assert all(line.startswith("max_local_cpu_size: 0.0 GB do not fit, 0.0 GB at ") for line in refused)
-    assert (first, second, third) == ("there was none", "''", "''")
+    assert (first, second, third) == ("there was no file", "''", "''")

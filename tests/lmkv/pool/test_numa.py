@@ -87,7 +87,7 @@ def test_nodes_can_be_named_or_left_alone(tmp_path: Path) -> None:
     machine = Machine(tmp_path, online="0-1,4")
     machine.add_device(NVIDIA, GPU, 1)
     assert [node_for(setting, tmp_path) for setting in ("none", "0", "1", "4")] == [None, 0, 1, 4]
-    with pytest.raises(ConfigError, match=r"^numa_node: there is no node 2, only 0, 1, 4; "):
+    with pytest.raises(ConfigError, match=r"^numa_node: node 2 does not exist, only 0, 1, 4; "):
         node_for("2", tmp_path)
 
 
