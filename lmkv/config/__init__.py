@@ -1,7 +1,8 @@
-"""The configuration of each process: one frozen dataclass, its keys, and how they get their values.
+"""The configuration of each process: a frozen dataclass with its keys, and the sources of their values.
 
-Defaults give way to the YAML file, that to `LMKV_<KEY>` in the environment, that to flags. All processes may share one
-file: a key of another process is passed over, a key of none is refused. `docs/configuration.md` lists the keys.
+Flags override `LMKV_<KEY>` in the environment, which overrides the YAML file. All processes may share one file: keys of
+other processes are ignored, unknown keys are refused. `docs/configuration.md` lists the keys. Imports `lmkv.auth`,
+`lmkv.runtime` and `lmkv.plugins`. Start with `schema.Config`.
 """
 
 from lmkv.config.arguments import add_arguments, from_arguments

@@ -1,4 +1,4 @@
-"""Configuration keys as flags of a command line."""
+"""Command-line flags for configuration keys."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _FILE = "config_file"
 
 
 def add_arguments(parser: argparse.ArgumentParser, cls: type[Config]) -> None:
-    """Adds `--config FILE` and a flag per key of `cls`, but for secrets: a command line is there for all to see."""
+    """Adds `--config FILE` and a flag per key of `cls`, except secrets: command lines are visible to all users."""
     group = parser.add_argument_group(
         "configuration",
-        f"Each key may also stand in the YAML file (max_local_cpu_size: 5) or in the environment "
-        f"({variable('max_local_cpu_size')}=5); flags win over the environment, that over the file.",
+        f"Each key may also be set in the YAML file (max_local_cpu_size: 5) or in the environment "
+        f"({variable('max_local_cpu_size')}=5); flags override the environment, which overrides the file.",
     )
     group.add_argument(
         "--config", dest=_FILE, metavar="FILE", help=f"YAML file with any of these keys (default: ${FILE_VARIABLE})"
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Config]) -> None:
 
 
 def from_arguments(args: argparse.Namespace, cls: type[C], *, env: Mapping[str, str] = os.environ) -> C:
-    """The configuration that a parsed command line, the environment and the file make. Raises as `load` does."""
+    """The configuration from a parsed command line, the environment and the file. Raises as `load` does."""
     flags = {name.removeprefix(_DEST): raw for name, raw in vars(args).items() if name.startswith(_DEST)}
     return load(cls, file=getattr(args, _FILE, None), env=env, flags=flags)
 
@@ -46,19 +46,19 @@ def file_from_arguments(args: argparse.Namespace, env: Mapping[str, str] = os.en
 
 
 def _add(group: Any, name: str, declared: Key) -> None:
-    shown = f"{declared.doc} (default: {declared.default})".replace("%", "%%")
-    _add_spelling(group, name, declared, shown)
+    text = f"{declared.doc} (default: {declared.default})".replace("%", "%%")
+    _add_spelling(group, name, declared, text)
     for alias in declared.aliases:
         _add_spelling(group, alias.name, declared, argparse.SUPPRESS)
 
 
-def _add_spelling(group: Any, name: str, declared: Key, shown: str) -> None:
+def _add_spelling(group: Any, name: str, declared: Key, text: str) -> None:
     is_switch = declared.kind.metavar == "BOOL"  # --enable-p2p alone means true
     group.add_argument(
         flag(name),
         dest=_DEST + name,
         metavar=declared.kind.metavar,
-        help=shown,
+        help=text,
         **({"nargs": "?", "const": "true"} if is_switch else {}),
         **({"action": "append"} if declared.kind.repeatable else {}),
     )

@@ -1,4 +1,4 @@
-"""What the commands that ask a coordinator are told."""
+"""The configuration of commands that call a coordinator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lmkv.config.schema import Config, key
 
 @dataclass(frozen=True, kw_only=True)
 class ClientConfig(Config):
-    """What commands that ask the coordinator are told: `lmkv lookup`, `lmkv instances`."""
+    """Configuration of commands that call the coordinator, such as `lmkv lookup`."""
 
     coordinator_address: tuple[str, ...] = key(
         ADDRESSES, ("127.0.0.1:9000",), "Where the coordinator is, or several are.", *common.COORDINATOR_ALIASES
@@ -26,6 +26,6 @@ class ClientConfig(Config):
 
     @property
     def credentials(self) -> Credentials:
-        """How to speak to the coordinator. Raises `ConfigError` if a file is not what it should be."""
+        """Credentials for the coordinator. Raises `ConfigError` if a file is invalid."""
         token = BearerToken(text=self.auth_token, file=self.auth_token_file)
         return Credentials(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key, token=token)

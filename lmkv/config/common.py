@@ -1,4 +1,4 @@
-"""Keys that several processes have: said once, so that they mean the same everywhere."""
+"""Keys that several processes share."""
 
 from __future__ import annotations
 
@@ -8,54 +8,54 @@ from lmkv.config.kinds import HOST_NAMES, PATH, SECRET, choice, whole
 from lmkv.config.schema import key
 
 COORDINATOR_ALIASES = ("coordinator", "controller_pull_url", "controller_url")
-"""What else `coordinator_address` is called; the latter two by LMCache."""
+"""Aliases of `coordinator_address`; the latter two are of LMCache."""
 LOG_LEVEL = choice("debug", "info", "warning", "error")
 LOG_FORMAT = choice("text", "json")
 
 
 def cluster_secret() -> Any:
-    """The secret in chunk keys, and in proofs of handoffs."""
+    """Declares `cluster_secret`."""
     doc = "Secret that chunk keys and proofs of handoffs are made with, the same in the whole fleet; no flag takes it."
     return key(SECRET, "", doc)
 
 
 def tls_ca() -> Any:
-    """Whom a client of the coordinator trusts."""
+    """Declares `tls_ca`."""
     return key(PATH, "", "PEM file of the issuers that the coordinator's certificate must come from; turns on TLS.")
 
 
 def tls_cert() -> Any:
-    """Who the process is."""
+    """Declares `tls_cert`."""
     return key(PATH, "", "PEM file of this process's certificate.")
 
 
 def tls_key() -> Any:
-    """What proves it."""
+    """Declares `tls_key`."""
     return key(PATH, "", "PEM file of the private key of `tls_cert`.")
 
 
 def tls_client_ca(doc: str) -> Any:
-    """Whom a server lets in."""
+    """Declares `tls_client_ca`; `doc` says what an empty value means."""
     return key(PATH, "", f"PEM file of the issuers that clients' certificates must come from; empty: {doc}.")
 
 
 def auth_token() -> Any:
-    """What a process shows."""
+    """Declares `auth_token`."""
     return key(SECRET, "", "Token to show to whoever is called; no flag takes it.")
 
 
 def auth_token_file() -> Any:
-    """The same, in a file."""
+    """Declares `auth_token_file`."""
     return key(PATH, "", "File that holds the token, in place of `auth_token`; it may be replaced at any time.")
 
 
 def auth_tokens(what: str) -> Any:
-    """Whom a server lets in."""
+    """Declares `auth_tokens`; `what` is what callers may do."""
     return key(PATH, "", f"YAML file of the tokens whose owners may {what}, with their roles; empty: anybody may.")
 
 
 def allowed_hosts(what: str) -> Any:
-    """Names by which an HTTP server is called."""
+    """Declares `allowed_hosts` of the HTTP server `what`."""
     return key(
         HOST_NAMES,
         (),
@@ -66,7 +66,7 @@ def allowed_hosts(what: str) -> Any:
 
 
 def max_connections_per_client(default: int) -> Any:
-    """Connections that one client may have."""
+    """Declares `max_connections_per_client`."""
     return key(
         whole(1, 1 << 20, "a number of connections above 0"),
         default,
@@ -75,10 +75,10 @@ def max_connections_per_client(default: int) -> Any:
 
 
 def log_level() -> Any:
-    """How much is logged."""
+    """Declares `log_level`."""
     return key(LOG_LEVEL, "info", "Least severe messages to log.")
 
 
 def log_format() -> Any:
-    """How it is logged."""
+    """Declares `log_format`."""
     return key(LOG_FORMAT, "text", "How to log: lines to read, or one JSON object a line.")

@@ -1,4 +1,4 @@
-"""What the connector in an engine is told."""
+"""The configuration of the connector in an engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lmkv.config.schema import Alias, key, keys
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectorConfig(NodeConfig):
-    """What the connector in an engine is told, the keys of the node it starts included."""
+    """Configuration of the connector, including the keys of the node that it starts."""
 
     chunk_size: int = key(whole(1, 1 << 20, "a number of tokens above 0"), 256, "Tokens in a chunk.")
     kv_format: str = key(

@@ -1,4 +1,4 @@
-"""What a coordinator is told, and which of its ports speaks what."""
+"""The configuration of a coordinator, and the protocols of its ports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lmkv.config.schema import Alias, Config, key
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorConfig(Config):
-    """What a coordinator is told: `lmkv coordinator`."""
+    """Configuration of `lmkv coordinator`."""
 
     host: str = key(HOST, "127.0.0.1", "Address to bind; 0.0.0.0 for all.")
     port: int = key(PORT, 9000, "Port to serve gRPC on, or HTTP if `monitor_ports` serve gRPC; 0: a free one.")
@@ -62,26 +62,26 @@ class CoordinatorConfig(Config):
 
     @property
     def credentials(self) -> Credentials:
-        """How to serve. Raises `ConfigError` if a file is not what it should be."""
+        """Credentials of the server. Raises `ConfigError` if a file is invalid."""
         return Credentials(cert=self.tls_cert, key=self.tls_key, client_ca=self.tls_client_ca)
 
     @property
     def grpc_ports(self) -> Mapping[str, int]:
-        """The ports that speak gRPC, by the key that sets each."""
+        """gRPC ports by the key that sets each."""
         ports = {f"monitor_ports[{name!r}]": port for name, port in self.monitor_ports.items()}
         return ports if self.port_is_for_http else {"port": self.port, **ports}
 
     @property
     def http_ports(self) -> Mapping[str, int]:
-        """The port that speaks HTTP, by the key that sets it; empty if there is none."""
+        """The HTTP port by the key that sets it; empty if there is none."""
         if self.port_is_for_http:
             return {"port": self.port}
         if self.http_port is None:
-            # Next to `port`; where no port is next to it, as next to 0, a free one.
+            # `port` + 1, or a free one if `port` is 0 or the last one.
             return {"http_port": self.port and (self.port + 1) % 65536}
         return {} if self.http_port == OFF else {"http_port": self.http_port}
 
     @property
     def port_is_for_http(self) -> bool:
-        """Whether the ports mean what they mean to LMCache: monitors for its instances, `port` for HTTP."""
+        """Whether the ports have the meaning of LMCache: `monitor_ports` for gRPC, `port` for HTTP."""
         return bool(self.monitor_ports) and self.http_port is None

@@ -1,6 +1,6 @@
-"""What a configuration value may be: how each kind is read from YAML, environment or flag, and written back.
+"""The kinds of configuration values: parsing from YAML, environment and flags, and formatting.
 
-A kind reads its own values unchanged, and reads back exactly what it wrote.
+A kind parses its own values unchanged, and parses back what it has formatted.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from lmkv.units import GB, parse_gigabytes, parse_seconds
 T = TypeVar("T")
 
 OFF = -1
-"""The port of what is not served."""
+"""Value of a port that is disabled."""
 BUILT_IN_CHANNELS = ("auto", "shm", "nixl", "tcp")
 MAX_NUMA_NODE = 1023
 MAX_SECONDS = 31_536_000.0
-"""A year: every wait has a bound."""
+"""A year: every timeout is bounded."""
 MAX_GIGABYTES = float(1 << 20)
-"""A petabyte: more is a slip of the pen."""
+"""A petabyte: more is a typing error."""
 
 
 class _InvalidValue(ValueError):
-    """A refusal whose message says more than what the kind expects."""
+    """An error with a message of its own, instead of what the kind expects."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,20 +37,20 @@ class Kind(Generic[T]):
     """One kind of configuration value."""
 
     metavar: str
-    """How `--help` calls a value."""
+    """Name of the value in `--help`."""
     expects: str
-    """What a value must be, for people: follows "must be"."""
+    """Description of valid values; follows "must be" in messages."""
     parse: Callable[[object], T]
-    """Makes a value of what was written. Raises `ValueError`, `TypeError` or `OverflowError` if it is none."""
+    """Parses a raw value. Raises `ValueError`, `TypeError` or `OverflowError` if it is invalid."""
     write: Callable[[T], str] = str
-    """A value as text for the environment."""
+    """Formats a value for the environment."""
     secret: bool = False
-    """Whether values stay out of messages, flags and representations."""
+    """Whether values are omitted from messages, flags and `repr`."""
     repeatable: bool = False
     """Whether the flag may be given several times; `parse` then gets a list."""
 
     def read(self, raw: object) -> T:
-        """The value that was written. Raises `ValueError` with a message that follows the key's name."""
+        """Parses a raw value. Raises `ValueError` with a message that follows the key's name."""
         try:
             return self.parse(raw)
         except _InvalidValue:
@@ -60,23 +60,23 @@ class Kind(Generic[T]):
             raise ValueError(f"must be {self.expects}, not {shown}") from None
 
 
-def _refuse() -> NoReturn:
+def _reject() -> NoReturn:
     raise ValueError
 
 
 def _text(raw: object) -> str:
-    return raw if isinstance(raw, str) and "\0" not in raw else _refuse()
+    return raw if isinstance(raw, str) and "\0" not in raw else _reject()
 
 
 def _matching(pattern: str) -> Callable[[object], str]:
     compiled = re.compile(pattern)
-    return lambda raw: text if compiled.fullmatch(text := _text(raw)) else _refuse()
+    return lambda raw: text if compiled.fullmatch(text := _text(raw)) else _reject()
 
 
 def _whole(raw: object, low: int, high: int) -> int:
     if isinstance(raw, str):
         raw = int(raw)
-    return raw if isinstance(raw, int) and not isinstance(raw, bool) and low <= raw <= high else _refuse()
+    return raw if isinstance(raw, int) and not isinstance(raw, bool) and low <= raw <= high else _reject()
 
 
 def _port_if_any(raw: object) -> int | None:
@@ -90,58 +90,58 @@ _FALSE = ("false", "0", "no", "off")
 
 
 def _flag(raw: object) -> bool:
-    word = str(raw).lower() if isinstance(raw, bool | int | str) else _refuse()
-    return word in _TRUE if word in _TRUE + _FALSE else _refuse()
+    word = str(raw).lower() if isinstance(raw, bool | int | str) else _reject()
+    return word in _TRUE if word in _TRUE + _FALSE else _reject()
 
 
 def _gigabytes(raw: object) -> float:
-    return size if 1 / GB <= (size := parse_gigabytes(raw)) <= MAX_GIGABYTES else _refuse()
+    return size if 1 / GB <= (size := parse_gigabytes(raw)) <= MAX_GIGABYTES else _reject()
 
 
 def _gigabytes_or_zero(raw: object) -> float:
-    return size if 0 <= (size := parse_gigabytes(raw)) <= MAX_GIGABYTES else _refuse()
+    return size if 0 <= (size := parse_gigabytes(raw)) <= MAX_GIGABYTES else _reject()
 
 
 def _buffer_bytes(raw: object) -> int:
     text = str(raw).strip()
     size = float(text) if text.replace(".", "", 1).isdigit() else parse_gigabytes(raw) * GB
-    return round(size) if 0 <= size <= MAX_GIGABYTES * GB else _refuse()
+    return round(size) if 0 <= size <= MAX_GIGABYTES * GB else _reject()
 
 
 def _seconds_or_zero(raw: object) -> float:
-    return seconds if 0 <= (seconds := parse_seconds(raw)) <= MAX_SECONDS else _refuse()
+    return seconds if 0 <= (seconds := parse_seconds(raw)) <= MAX_SECONDS else _reject()
 
 
 def _seconds(raw: object) -> float:
-    return _seconds_or_zero(raw) or _refuse()
+    return _seconds_or_zero(raw) or _reject()
 
 
 def _milliseconds(raw: object) -> float:
     if not isinstance(raw, int | float | str) or isinstance(raw, bool):
         raise ValueError
-    return milliseconds if 0 < (milliseconds := float(raw)) <= MAX_SECONDS * 1000 else _refuse()
+    return milliseconds if 0 < (milliseconds := float(raw)) <= MAX_SECONDS * 1000 else _reject()
 
 
 def _address(raw: object) -> str:
     text = _text(raw)
     match = re.fullmatch(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]@]+):([0-9]{1,5})", text)
-    return text if not text or (match and 1 <= int(match[1]) <= 65535) else _refuse()
+    return text if not text or (match and 1 <= int(match[1]) <= 65535) else _reject()
 
 
 def _addresses(raw: object) -> tuple[str, ...]:
-    """Several come as a list, or with commas between."""
+    """Addresses from a list or from comma-separated text."""
     parts = raw.split(",") if isinstance(raw, str) else raw if isinstance(raw, list | tuple) else [raw]
     addresses = tuple(_address(part.strip() if isinstance(part, str) else part) for part in parts if part != "")
-    return addresses if len(set(addresses)) == len(addresses) else _refuse()
+    return addresses if len(set(addresses)) == len(addresses) else _reject()
 
 
 def _host(raw: object) -> str:
-    """A name or an IPv4 address as it is, an IPv6 address in brackets, so that `:port` may follow."""
+    """A name or an IPv4 address unchanged, an IPv6 address in brackets, so that `:port` can follow."""
     text = _text(raw)
     if re.fullmatch(r"[^\s/\[\]@:]+", text):
         return text
     match = re.fullmatch(r"\[?((?=.*:.*:)[0-9A-Fa-f:.]+)\]?", text)
-    return f"[{match[1]}]" if match else _refuse()
+    return f"[{match[1]}]" if match else _reject()
 
 
 def _reachable_host(raw: object) -> str:
@@ -151,15 +151,15 @@ def _reachable_host(raw: object) -> str:
 
 
 def _host_names(raw: object) -> tuple[str, ...]:
-    """Several come as a list, or with commas between."""
+    """Addresses from a list or from comma-separated text."""
     parts = raw.split(",") if isinstance(raw, str) else raw if isinstance(raw, list | tuple) else [raw]
     names = tuple(_host_name(_text(part).strip()) for part in parts if part != "")
-    return names if len(set(names)) == len(names) else _refuse()
+    return names if len(set(names)) == len(names) else _reject()
 
 
 def _host_name(text: str) -> str:
     is_name = re.fullmatch(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?", text)
-    return text.lower().removesuffix(".") if is_name else _refuse()
+    return text.lower().removesuffix(".") if is_name else _reject()
 
 
 def _names(raw: object) -> tuple[str, ...]:
@@ -167,11 +167,11 @@ def _names(raw: object) -> tuple[str, ...]:
         raw = json.loads(raw) if raw.lstrip().startswith("[") else [name.strip() for name in raw.split(",")]
     if not isinstance(raw, list | tuple) or not raw:
         raise ValueError
-    return tuple(_text(name) or _refuse() for name in raw)
+    return tuple(_text(name) or _reject() for name in raw)
 
 
 def _disk_folders(raw: object) -> tuple[str, ...]:
-    """Absolute paths, once each; LMCache writes them as URLs."""
+    """Distinct absolute paths; LMCache writes them as file URLs."""
     if raw in ("", [], ()):
         return ()
     paths = tuple(path.removeprefix("file://") for path in _names(raw))
@@ -189,7 +189,7 @@ def _remote_url(raw: object) -> str:
 
 def _valkey_url(raw: object) -> str:
     text = _remote_url(raw)
-    return text if not text or parse_remote_url(text).host else _refuse()
+    return text if not text or parse_remote_url(text).host else _reject()
 
 
 def _ports(raw: object) -> Mapping[str, int]:
@@ -217,7 +217,7 @@ def _transfer_channel(raw: object) -> str:
 
 
 def one_port(raw: object) -> object:
-    """The port in LMCache's lists of one port per rank. Raises `ValueError` if they are several."""
+    """The port in LMCache's list of one port per rank. Raises `ValueError` if there are several."""
     if not isinstance(raw, list | tuple):
         return raw
     if len(raw) != 1:
@@ -233,16 +233,16 @@ def _numa_node(raw: object) -> str:
 
 
 def choice(*values: str) -> Kind[str]:
-    """One of some lower-case words, written in any case."""
+    """One of several lower-case words, parsed case-insensitively."""
     return Kind(
         metavar="|".join(values),
         expects=f"one of {', '.join(values)}" if len(values) > 1 else f"{values[0]!r}, the only one so far",
-        parse=lambda raw: word if (word := _text(raw).lower()) in values else _refuse(),
+        parse=lambda raw: word if (word := _text(raw).lower()) in values else _reject(),
     )
 
 
 def whole(low: int, high: int, expects: str, metavar: str = "N") -> Kind[int]:
-    """A whole number within bounds, both included."""
+    """An integer between two inclusive bounds."""
     return Kind(metavar=metavar, expects=expects, parse=lambda raw: _whole(raw, low, high))
 
 
@@ -257,7 +257,7 @@ SOCKET_PATH = Kind(
 INSTANCE_ID_IF_ANY = Kind(
     metavar="NAME",
     expects="1 to 64 letters, digits, dots, dashes or underscores (in quotes, if it looks like a number)",
-    parse=_matching(r"(?!\.{1,2}$)[A-Za-z0-9._-]{0,64}"),  # it is a folder's name
+    parse=_matching(r"(?!\.{1,2}$)[A-Za-z0-9._-]{0,64}"),  # also the name of a folder
 )
 HOST = Kind(
     metavar="HOST",

@@ -1,6 +1,6 @@
-"""From LMCache's configuration to lmkv's: what becomes of each key, and why. Pure.
+"""Translates LMCache's configuration to lmkv's. Pure.
 
-`lmkv config import` makes a file of lmkv's own. `load` adopts what `LMCACHE_CONFIG_FILE` and `LMCACHE_*` set.
+`lmkv config import` writes a configuration file of lmkv. `load` adopts `LMCACHE_CONFIG_FILE` and `LMCACHE_*`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lmkv.config.sources import SourceEntry
 from lmkv.config.spellings import REPLACED, spellings
 
 _PROCESSES: tuple[type[Config], ...] = (ConnectorConfig, CoordinatorConfig, ProxyConfig)
-"""Whose keys a file may set. A key of several means the same in each, and so the first is asked."""
+"""Classes whose keys a file may set. Keys of several classes are the same in each."""
 
 RENAMED: Mapping[str, Alias] = {
     "controller_host": Alias(name="host"),
@@ -40,58 +40,58 @@ RENAMED: Mapping[str, Alias] = {
     "nixl_proxy_port": Alias(name="pd_proxy_port"),
     "nixl_role": Alias(name="pd_role"),
 }
-"""Keys that lmkv has by a name that it does not read, with what turns their values into its own."""
+"""LMCache's names of keys of lmkv that lmkv does not read as aliases, with the conversion of their values."""
 
 ABSENT: Mapping[str, str] = {
-    "blocking_timeout_secs": "load_timeout is the most time that a request waits for a load",
-    "enable_blending": "only what prompts begin with alike is shared",
-    "external_lookup_client": "the node looks up, and asks the coordinator where others may have it",
-    "health_check_interval": "the coordinator's lease_ttl decides how long a silent instance counts as alive",
-    "internal_api_server_enabled": "metrics_port serves metrics; `lmkv instances` and `lmkv doctor` tell the rest",
+    "blocking_timeout_secs": "load_timeout limits the time that a request waits for a load",
+    "enable_blending": "only common prefixes of prompts are shared",
+    "external_lookup_client": "the node looks up, and asks the coordinator about other nodes",
+    "health_check_interval": "the coordinator's lease_ttl sets how long a silent instance is considered alive",
+    "internal_api_server_enabled": "metrics_port serves metrics; see also `lmkv instances` and `lmkv doctor`",
     "internal_api_server_host": "metrics are served on p2p_host",
     "internal_api_server_port_start": "metrics_port serves metrics",
-    "lmcache_worker_heartbeat_delay_time": "the coordinator's lease_ttl decides how often nodes report",
+    "lmcache_worker_heartbeat_delay_time": "the coordinator's lease_ttl sets how often nodes report",
     "lmcache_worker_ids": "one node serves all ranks, at p2p_port",
-    "lmcache_worker_timeout": "the coordinator's lease_ttl decides how long a silent instance counts as alive",
-    "numa_mode": "numa_node says where the pool's memory is, and finds it out by itself",
-    "p2p_max_retry_count": "load_timeout is the most time that a fetch takes, however often it is tried",
-    "p2p_socket_recv_timeout_ms": "load_timeout is the most time that a fetch takes",
-    "p2p_socket_send_timeout_ms": "load_timeout is the most time that a fetch takes",
-    "pd_skip_proxy_notification": "nobody tells the proxy",
-    "pin_check_interval_sec": "each pin ends by itself",
-    "pin_timeout_sec": "each pin says how long it lasts",
-    "plugin_locations": "lmkv loads nobody's code",
+    "lmcache_worker_timeout": "the coordinator's lease_ttl sets how long a silent instance is considered alive",
+    "numa_mode": "numa_node sets where the pool's memory is, automatically by default",
+    "p2p_max_retry_count": "load_timeout limits the time of a fetch, including retries",
+    "p2p_socket_recv_timeout_ms": "load_timeout limits the time of a fetch",
+    "p2p_socket_send_timeout_ms": "load_timeout limits the time of a fetch",
+    "pd_skip_proxy_notification": "the proxy needs no notification",
+    "pin_check_interval_sec": "pins expire on their own",
+    "pin_timeout_sec": "each pin has its own TTL",
+    "plugin_locations": "lmkv loads plug-ins by entry points only",
     "pre_caching_hash_algorithm": "chunk keys are SHA-256, the same on every host, whatever PYTHONHASHSEED is",
     "remote_config_url": "each process reads its own file",
-    "remote_storage_plugins": "lmkv loads nobody's code",
-    "run_script_api_enabled": "lmkv runs nobody's scripts",
-    "runtime_plugin_locations": "lmkv loads nobody's code",
-    "s3_region": "AWS_REGION says it, or the host of remote_url",
-    "script_allowed_imports": "lmkv runs nobody's scripts",
+    "remote_storage_plugins": "lmkv loads plug-ins by entry points only",
+    "run_script_api_enabled": "lmkv runs no scripts",
+    "runtime_plugin_locations": "lmkv loads plug-ins by entry points only",
+    "s3_region": "set AWS_REGION, or the host of remote_url",
+    "script_allowed_imports": "lmkv runs no scripts",
 }
-"""Keys of LMCache that lmkv does not read, and what is in their place. The rest of these is only named as unknown."""
+"""Keys of LMCache without a counterpart, and what replaces them. Further ones are reported as unknown."""
 
 
 CONTROLLER_KEYS = ("controller_host", "controller_monitor_ports", "controller_port")
-"""Keys of LMCache's controller: no other process than the coordinator has them."""
+"""Keys of LMCache's controller: only the coordinator reads them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adopted:
-    """What one process takes from LMCache's configuration."""
+    """The values that one process adopts from LMCache's configuration."""
 
     values: Mapping[str, Any]
-    """By key of lmkv."""
+    """Values by lmkv's key."""
     written: Mapping[str, str]
-    """How each of these was written."""
+    """The spelling of each of these keys."""
     notices: list[str]
-    """What was taken, what lmkv's own configuration overrides, and what has no counterpart."""
+    """Messages about adopted, overridden and ignored keys."""
 
 
 def adopt(cls: type[Config], entries: Iterable[SourceEntry], own: Mapping[str, Any]) -> Adopted:
-    """LMCache's values for the keys of `cls` that `own` does not set. Of two entries for a key the last one counts.
+    """LMCache's values for the keys of `cls` that `own` does not set. The last of several entries of a key wins.
 
-    Nothing here stops a process: what lmkv cannot take is named in a notice of its own.
+    Invalid and unknown entries raise nothing; a notice names each.
     """
     taken: dict[str, Imported] = {}
     overridden: dict[str, Imported] = {}
@@ -101,9 +101,9 @@ def adopt(cls: type[Config], entries: Iterable[SourceEntry], own: Mapping[str, A
             ignored.append(f"{one.entry.shown} {one.entry.place} is ignored: {one.reason}")
         elif one.name in keys(cls) and (one.entry.spelling not in CONTROLLER_KEYS or cls is CoordinatorConfig):
             (overridden if one.name in own else taken)[one.name] = one
-    notices = ignored if issubclass(cls, NodeConfig) else []  # all that LMCache's engines read, other processes share
+    notices = ignored if issubclass(cls, NodeConfig) else []  # other processes share these files with engines
     if overridden:
-        notices = [f"lmkv's own configuration wins over LMCache's: {_list(overridden.values())}", *notices]
+        notices = [f"lmkv's own configuration overrides LMCache's: {_list(overridden.values())}", *notices]
     if taken:
         notices = [f"using LMCache's configuration where lmkv's own sets nothing: {_list(taken.values())}", *notices]
     return Adopted(
@@ -123,21 +123,21 @@ def _list(imported: Iterable[Imported]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Imported:
-    """What became of one key."""
+    """The translation of one key."""
 
     entry: SourceEntry
     name: str = ""
-    """The key of lmkv that has its value now; empty if there is none."""
+    """lmkv's key; empty if there is none."""
     value: Any = None
-    """Its value, as YAML has it."""
+    """The value for YAML."""
     reason: str = ""
-    """Why there is none, or what the value has lost."""
+    """Why there is no key, or what part of the value was dropped."""
 
     @property
     def notice(self) -> str:
-        """A line for whoever imports."""
+        """A message about the translation."""
         if not self.name:
-            return f"{as_yaml(self.entry.spelling)}: left out; {self.reason}"
+            return f"{as_yaml(self.entry.spelling)}: ignored; {self.reason}"
         became = f"{self.entry.spelling}: {as_yaml(self.entry.raw)}"
         if self.entry.spelling != self.name or self.entry.raw != self.value:
             became += f" is now {self.name}: {as_yaml(self.value)}"
@@ -147,9 +147,9 @@ class Imported:
 
 
 def translate(entries: Iterable[SourceEntry]) -> list[Imported]:
-    """What becomes of each key of a file, those within `extra_config` included.
+    """Translates all keys of a file, including those in `extra_config`.
 
-    Raises `ConfigError` if what comes out, taken together, is none of a process's configurations.
+    Raises `ConfigError` if the resulting configuration of a process is invalid.
     """
     done: list[Imported] = []
     values: dict[str, Any] = {}
@@ -157,10 +157,10 @@ def translate(entries: Iterable[SourceEntry]) -> list[Imported]:
         one = _translate(entry)
         if one.name in values and values[one.name] != one.value:
             said = as_yaml(values[one.name])
-            one = Imported(entry=entry, reason=f"{one.name} is {said} already, by another key of this file")
+            one = Imported(entry=entry, reason=f"{one.name} is already {said}, by another key of this file")
         if one.name:
             if one.name in values:
-                one = Imported(entry=entry, reason=f"{one.name} says the same already")
+                one = Imported(entry=entry, reason=f"{one.name} already has this value")
             else:
                 values[one.name] = one.value
         done.append(one)
@@ -170,7 +170,7 @@ def translate(entries: Iterable[SourceEntry]) -> list[Imported]:
 
 
 def render(imported: Iterable[Imported], source: str) -> str:
-    """The file of lmkv. What has no counterpart stays in it as a comment, with the reason."""
+    """A configuration file of lmkv. Keys without a counterpart become comments with the reason."""
     lines = [f"# Made of {json.dumps(source)[1:-1]} by `lmkv config import`."]
     for one in imported:
         if not one.name:
@@ -183,7 +183,7 @@ def render(imported: Iterable[Imported], source: str) -> str:
 
 
 def as_yaml(value: object) -> str:
-    """A value on one line."""
+    """A value as YAML on one line."""
     import yaml
 
     text: str = yaml.safe_dump([value], default_flow_style=True, width=1 << 30, allow_unicode=True)
@@ -193,7 +193,7 @@ def as_yaml(value: object) -> str:
 
 
 def _flat(entries: Iterable[SourceEntry]) -> Iterator[SourceEntry]:
-    """The keys that have values, with those of `extra_config` one by one."""
+    """The entries with values, including those inside `extra_config`."""
     for entry in entries:
         if entry.spelling == "extra_config" and isinstance(extra := _mapping(entry.raw), Mapping):
             yield from (entry._replace(spelling=str(name), raw=raw) for name, raw in extra.items())
@@ -202,7 +202,7 @@ def _flat(entries: Iterable[SourceEntry]) -> Iterator[SourceEntry]:
 
 
 def _mapping(raw: object) -> object:
-    """JSON of the environment as what it means; anything else as it is."""
+    """Decodes JSON text; other values are returned unchanged."""
     with suppress(ValueError):
         return json.loads(raw) if isinstance(raw, str) else raw
     return raw
@@ -223,11 +223,11 @@ def _translate(entry: SourceEntry) -> Imported:
             except ValueError as error:
                 return Imported(entry=entry, reason=str(error))
             return Imported(entry=entry, name=name, value=_plain(entry, name, value), reason=lost)
-    return Imported(entry=entry, reason="lmkv knows no such key")
+    return Imported(entry=entry, reason="lmkv has no such key")
 
 
 def _plain(entry: SourceEntry, name: str, value: Any) -> Any:
-    """A value as YAML has it; what is said in lmkv's words already stays as it was written."""
+    """A value for YAML; the raw value if the key already has lmkv's name."""
     if entry.spelling == name:
         return entry.raw
     if isinstance(value, Mapping):

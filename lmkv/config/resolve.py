@@ -1,4 +1,4 @@
-"""From what is written to a configuration, and from a configuration to the environment of a child process."""
+"""Loads a configuration from its sources, and writes it to the environment of a child process."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def load(
     flags: Mapping[str, Any] | None = None,
     flags_place: str = "",
 ) -> C:
-    """The configuration of one process: defaults, then LMCache's, then YAML file, then environment, then flags.
+    """Loads the configuration of a process. Flags override the environment, then the file, LMCache's, the defaults.
 
     The file is `file`, or what `LMKV_CONFIG_FILE` names, or none. `flags` are raw values by key, aliases included; a
     value of None is not set. `flags_place` names them in messages if they are not flags of a command line. LMCache's
     configuration (`LMCACHE_CONFIG_FILE` and `LMCACHE_*`) sets only keys that none of the others sets; notices name it.
 
-    Raises `ConfigError`, one line that names the key and the fix, for a key that no process has, a value that is none
-    of its key's kind, and two spellings of a key that contradict each other in one place.
+    Raises `ConfigError` with the key and the fix for an unknown key, an invalid value, and two spellings of a key with
+    different values in one source.
     """
     places = [read_environment(env), read_flags(flags or {}, flags_place)]
     if path := file or env.get(FILE_VARIABLE):
@@ -67,9 +67,9 @@ def load(
 
 
 def as_written(text: str, written: Mapping[str, str]) -> str:
-    """A message with keys as the user wrote them, where it has their names or their variables.
+    """Replaces names of keys in a message by the spellings of the user.
 
-    A name that is also a word (`port`, `mode`) is replaced only where it begins the message.
+    A name that is also a word (`port`, `mode`) is replaced only at the beginning of the message.
     """
 
     def shown(found: re.Match[str]) -> str:
@@ -87,7 +87,7 @@ def as_written(text: str, written: Mapping[str, str]) -> str:
 def to_environment(config: Config, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment in which a child process loads exactly this configuration.
 
-    It is `inherited` without `LMKV_*` and `LMCACHE_*` variables, plus one per key; `notices` are not passed on.
+    It is `inherited` without `LMKV_*` and `LMCACHE_*` variables, plus one variable per key. It has no `notices`.
     """
     configuring = (PREFIX, LMCACHE_PREFIX)
     environment = {name: value for name, value in (inherited or {}).items() if not name.startswith(configuring)}
@@ -97,7 +97,7 @@ def to_environment(config: Config, inherited: Mapping[str, str] | None = None) -
 
 
 def to_comparison(config: Config) -> dict[str, str]:
-    """What two processes compare to see whether they mean the same: `to_environment`, with digests for secrets."""
+    """`to_environment` with digests instead of secrets, for comparing the configurations of two processes."""
     compared = to_environment(config)
     for name, declared in keys(type(config)).items():
         if declared.kind.secret and (secret := compared[variable(name)]):
@@ -106,7 +106,7 @@ def to_comparison(config: Config) -> dict[str, str]:
 
 
 def _resolve(cls: type[Config], entries: Iterable[SourceEntry]) -> dict[str, tuple[Any, SourceEntry]]:
-    """The values that one place gives to the keys of `cls`, with how they were written."""
+    """The values of the keys of `cls` in one source, with their entries."""
     known, own, declared = known_spellings(), spellings(cls), keys(cls)
     found: dict[str, tuple[Any, SourceEntry]] = {}
     for entry in entries:

@@ -1,4 +1,4 @@
-"""How a configuration class declares its keys, and what all such classes share."""
+"""Declaration of configuration keys, and the base class of configurations."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class Alias:
 
     name: str
     convert: Callable[[object], object] = lambda raw: raw
-    """Turns the alias's value into the key's. Raises `ValueError` with a message that follows the alias's name."""
+    """Converts a value of the alias to one of the key. Raises `ValueError` with a message for the alias."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
-    """One key: metadata of the dataclass field that holds its value."""
+    """The declaration of a key: metadata of its dataclass field."""
 
     doc: str
     kind: Kind[Any]
     default: str
-    """The default, for people."""
+    """The default, for help texts and documentation."""
     aliases: tuple[Alias, ...]
 
 
 def key(kind: Kind[T], default: T | Callable[[], T], doc: str, *aliases: str | Alias, shown_default: str = "") -> Any:
-    """A dataclass field that holds a key. `doc` is what `--help` and `docs/configuration.md` say."""
+    """A dataclass field for a key. `--help` and `docs/configuration.md` show `doc`."""
     make: Callable[[], Any] = default if callable(default) else lambda: default
     spellings = tuple(Alias(name=alias) if isinstance(alias, str) else alias for alias in aliases)
     shown = shown_default or kind.write(make()) or "empty"
@@ -48,16 +48,16 @@ def keys(cls: type[Config]) -> Mapping[str, Key]:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What configurations share. Raises `ConfigError` if a value is none of its key's kind."""
+    """Base of configurations. Raises `ConfigError` if a value is invalid."""
 
     replaced_flags: ClassVar[Sequence[str]] = ()
-    """Keys in `REPLACED` that people give this process as flags."""
+    """Keys in `REPLACED` that this process accepts as flags."""
 
     notices: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    """What whoever wrote the configuration should know; the process logs each on a line of its own."""
+    """Messages about the configuration, which the process logs."""
 
     written: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """Keys that were set, as they were written: `p2p_port`, `LMKV_P2P_PORT`, `--p2p-port`, or a name of LMCache's."""
+    """The spelling of each key that was set: `p2p_port`, `LMKV_P2P_PORT`, `--p2p-port`, or a name of LMCache's."""
 
     def __post_init__(self) -> None:
         for name, declared in keys(type(self)).items():

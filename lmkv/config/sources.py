@@ -1,4 +1,4 @@
-"""Where configuration comes from: a YAML file, the environment, flags. Gathers what is written, judges no key."""
+"""Reads the sources of configuration: YAML file, environment, flags. Does not check keys or values."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://.*")
 
 
 class SourceEntry(NamedTuple):
-    """One key as someone wrote it."""
+    """One key and its value in a source."""
 
     spelling: str
-    """The key, perhaps by another name."""
+    """The name of the key in the source, perhaps an alias."""
     raw: object
-    """The value; None says that the key is not set."""
+    """The value; None: the key is not set."""
     place: str
-    """Where it was written, for people."""
+    """The source, for messages."""
     show: Callable[[str], str] = str
-    """How the place writes a key: `p2p_port`, `LMKV_P2P_PORT`, `--p2p-port`."""
+    """Formats a key as in the source: `p2p_port`, `LMKV_P2P_PORT`, `--p2p-port`."""
 
     @property
     def shown(self) -> str:
-        """The key as it was written."""
+        """The key as written in the source."""
         return self.show(self.spelling)
 
 
@@ -51,14 +51,14 @@ def flag(name: str) -> str:
 
 
 def read_file(path: Path, named_by: str) -> list[SourceEntry]:
-    """What a YAML file says. `named_by` tells who asked for the file. Raises `ConfigError` if it cannot be read."""
-    import yaml  # costs more than everything else here; most tests and many processes have no file
+    """Entries of a YAML file, which `named_by` refers to. Raises `ConfigError` if it cannot be read."""
+    import yaml  # slow to import, and many processes have no file
 
     try:
         content = yaml.load(path.read_bytes(), Loader=_strict_loader())  # noqa: S506 # derived from SafeLoader
     except OSError as error:
         raise ConfigError(
-            f"cannot read the configuration file {path}: {error.strerror}; it was named by {named_by}", path=path
+            f"cannot read the configuration file {path}: {error.strerror}; it is set by {named_by}", path=path
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(f"{path} is not valid YAML: {_one_line(error)}", path=path) from None
@@ -70,12 +70,12 @@ def read_file(path: Path, named_by: str) -> list[SourceEntry]:
 
 
 def read_environment(env: Mapping[str, str]) -> list[SourceEntry]:
-    """The `LMKV_*` variables, but for the one that names the file and those that Kubernetes makes of services."""
+    """Entries of `LMKV_*` variables, except `LMKV_CONFIG_FILE` and those that Kubernetes sets for services."""
     return _read_variables(env, PREFIX, FILE_VARIABLE)
 
 
 def read_lmcache(env: Mapping[str, str]) -> list[SourceEntry]:
-    """What LMCache would read: the file that `LMCACHE_CONFIG_FILE` names, then the `LMCACHE_*` variables, which win.
+    """Entries of LMCache: the file that `LMCACHE_CONFIG_FILE` names, then the `LMCACHE_*` variables, which override it.
 
     Raises `ConfigError` if the file cannot be read.
     """
@@ -96,7 +96,7 @@ def _read_variables(env: Mapping[str, str], prefix: str, file_variable: str) -> 
 
 
 def read_flags(flags: Mapping[str, Any], place: str) -> list[SourceEntry]:
-    """Flags by key. `place` says what they are if not flags of a command, such as `kv_connector_extra_config`."""
+    """Entries of flags by key. `place` is their source if not a command line, such as `kv_connector_extra_config`."""
     if place:
         return [SourceEntry(name, raw, f"in {place}") for name, raw in flags.items()]
     return [SourceEntry(name, raw, "on the command line", flag) for name, raw in flags.items()]
@@ -106,13 +106,13 @@ def _strict_loader() -> type[yaml.SafeLoader]:
     import yaml
 
     class StrictLoader(yaml.SafeLoader):
-        """Refuses a key that stands twice, where YAML would silently take the last."""
+        """Refuses duplicate keys, of which YAML would use the last."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             seen: set[str] = set()
             for name, _ in node.value:
                 if name.value in seen:
-                    raise yaml.MarkedYAMLError(problem=f"{name.value} stands twice", problem_mark=name.start_mark)
+                    raise yaml.MarkedYAMLError(problem=f"{name.value} is set twice", problem_mark=name.start_mark)
                 if isinstance(name.value, str):
                     seen.add(name.value)
             return super().construct_mapping(node, deep)
@@ -121,7 +121,7 @@ def _strict_loader() -> type[yaml.SafeLoader]:
 
 
 def _one_line(error: Exception) -> str:
-    """A YAML error without its excerpt: `line 3: mapping values are not allowed here`."""
+    """A YAML error without the excerpt: `line 3: mapping values are not allowed here`."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or " ".join(str(error).split())
     return f"line {mark.line + 1}: {problem}" if mark else problem

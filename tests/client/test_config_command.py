@@ -66,7 +66,7 @@ def test_import_writes_over_nothing_unless_told_to(source: Path, tmp_path: Path,
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "cannot read the configuration file {file}: No such file or directory; it was named by the command"),
+        (None, "cannot read the configuration file {file}: No such file or directory; it is set by the command"),
         ("chunk_size: [", "{file} is not valid YAML: line 1: "),
         ("- 7", "{file} must hold keys with values"),
     ],

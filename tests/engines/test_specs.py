@@ -152,9 +152,9 @@ def test_an_engine_that_was_configured_for_lmcache_takes_what_lmkvs_own_keys_lea
         assert instances(fleet)["moved-in"], "lmkv's own instance_id wins"
         for notice in (
             "using LMCache's configuration where lmkv's own sets nothing: LMCACHE_CHUNK_SIZE in the environment",
-            f"lmkv's own configuration wins over LMCache's: lmcache_instance_id in {file}",
+            f"lmkv's own configuration overrides LMCache's: lmcache_instance_id in {file}",
             f"lmcache_worker_ports in {file} is ignored: one node serves all ranks, at p2p_port",
-            "LMCACHE_USE_EXPERIMENTAL in the environment is ignored: lmkv knows no such key",
+            "LMCACHE_USE_EXPERIMENTAL in the environment is ignored: lmkv has no such key",
         ):
             assert notice in engine.log()
         node_log = (fleet.runtime_dir / "moved-in" / "node.log").read_text()

@@ -200,8 +200,7 @@ def test_the_extra_config_of_an_engine_works_as_it_stands() -> None:
     config = load(ConnectorConfig, env=EMPTY, flags=extra, flags_place="kv_connector_extra_config")
     assert config.save_partial_chunks
     assert config.notices == (
-        "lmcache_rpc_port in kv_connector_extra_config is ignored: "
-        "engine and node meet at a unix socket in runtime_dir",
+        "lmcache_rpc_port in kv_connector_extra_config is ignored: engine and node use a unix socket in runtime_dir",
     )
 
 
@@ -242,7 +241,7 @@ def test_lmkvs_own_configuration_wins_over_lmcaches_wherever_it_is_written(tmp_p
     assert (config.local_cpu, config.chunk_size, config.max_local_cpu_size, config.p2p_port) == (True, 128, 4.0, 7)
     assert config.notices == (
         "using LMCache's configuration where lmkv's own sets nothing: LMCACHE_MAX_LOCAL_CPU_SIZE in the environment",
-        f"lmkv's own configuration wins over LMCache's: local_cpu, p2p_init_ports in {lmcaches}; LMCACHE_CHUNK_SIZE in "
+        f"lmkv's own configuration overrides LMCache's: local_cpu, p2p_init_ports in {lmcaches}; LMCACHE_CHUNK_SIZE in "
         "the environment",
     )
 
@@ -260,7 +259,7 @@ def test_what_lmkv_cannot_take_of_lmcaches_variables_is_named_and_stops_nothing(
     assert config == ConnectorConfig()
     url, experimental, controller = config.notices
     assert url.startswith("LMCACHE_REMOTE_URL in the environment is ignored: must be valkey://")
-    assert experimental == "LMCACHE_USE_EXPERIMENTAL in the environment is ignored: lmkv knows no such key"
+    assert experimental == "LMCACHE_USE_EXPERIMENTAL in the environment is ignored: lmkv has no such key"
     assert controller == f"LMCACHE_ENABLE_CONTROLLER in the environment is ignored: {REPLACED['enable_controller']}"
     assert load(CoordinatorConfig, env=env).notices == ()
 
@@ -274,7 +273,7 @@ def test_keys_of_lmcaches_controller_are_the_coordinators_alone() -> None:
 def test_a_file_of_lmcaches_that_cannot_be_read_is_refused_with_its_variable(tmp_path: Path) -> None:
     line = refusal(env={"LMCACHE_CONFIG_FILE": str(tmp_path / "none.yaml")})
     assert line.startswith(f"cannot read the configuration file {tmp_path / 'none.yaml'}")
-    assert line.endswith("it was named by LMCACHE_CONFIG_FILE")
+    assert line.endswith("it is set by LMCACHE_CONFIG_FILE")
 
 
 def test_notices_do_not_make_configurations_differ(tmp_path: Path) -> None:
@@ -521,7 +520,7 @@ def test_two_spellings_that_agree_are_fine(tmp_path: Path) -> None:
         ("a: b: c", "{file} is not valid YAML: line 1: mapping values are not allowed here"),
         (
             "chunk_size: 1\nlocal_cpu: true\nchunk_size: 2\n",
-            "{file} is not valid YAML: line 3: chunk_size stands twice",
+            "{file} is not valid YAML: line 3: chunk_size is set twice",
         ),
         ("- chunk_size", "{file} must hold keys with values, such as `chunk_size: 256`"),
         ("chunk_size", "{file} must hold keys with values"),
@@ -544,9 +543,9 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     missing = tmp_path / "none.yaml"
     assert refusal(file=missing) == (
-        f"cannot read the configuration file {missing}: No such file or directory; it was named by --config"
+        f"cannot read the configuration file {missing}: No such file or directory; it is set by --config"
     )
-    assert refusal(env={"LMKV_CONFIG_FILE": str(tmp_path)}).endswith("Is a directory; it was named by LMKV_CONFIG_FILE")
+    assert refusal(env={"LMKV_CONFIG_FILE": str(tmp_path)}).endswith("Is a directory; it is set by LMKV_CONFIG_FILE")
 
 
 def test_a_configuration_made_in_code_is_checked_too() -> None:

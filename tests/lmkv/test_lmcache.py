@@ -120,13 +120,13 @@ def test_the_configuration_of_a_controller_becomes_a_coordinators(tmp_path: Path
         ("discard_partial_chunks", True, "discard_partial_chunks: true is now save_partial_chunks: false"),
         ("nixl_role", "sender", "nixl_role: sender is now pd_role: sender"),
         ("local_cpu_use_hugepages", "yes", "local_cpu_use_hugepages: 'yes' is now pool_huge_pages: always"),
-        ("p2p_lookup_ports", 8201, "p2p_lookup_ports: left out; p2p_port serves lookups too"),
+        ("p2p_lookup_ports", 8201, "p2p_lookup_ports: ignored; p2p_port serves lookups too"),
         ("nixl_buffer_device", "cuda", "nixl_buffer_device: cuda is now pd_buffer_device: cuda"),
-        ("nixl_proxy_port", 7500, f"nixl_proxy_port: left out; {REPLACED['pd_proxy_port']}"),
-        ("pin_timeout_sec", 300, "pin_timeout_sec: left out; each pin says how long it lasts"),
-        ("cache_policy", "LFU", "cache_policy: left out; must be LRU or ARC, not 'LFU': lmkv has no such policy"),
-        ("chunk_size", 0, "chunk_size: left out; must be a number of tokens above 0, not 0"),
-        ("no_such_key", 1, "no_such_key: left out; lmkv knows no such key"),
+        ("nixl_proxy_port", 7500, f"nixl_proxy_port: ignored; {REPLACED['pd_proxy_port']}"),
+        ("pin_timeout_sec", 300, "pin_timeout_sec: ignored; each pin has its own TTL"),
+        ("cache_policy", "LFU", "cache_policy: ignored; must be LRU or ARC, not 'LFU': lmkv has no such policy"),
+        ("chunk_size", 0, "chunk_size: ignored; must be a number of tokens above 0, not 0"),
+        ("no_such_key", 1, "no_such_key: ignored; lmkv has no such key"),
     ],
 )
 def test_the_notice_says_what_became_of_a_key(name: str, value: object, notice: str) -> None:
@@ -144,15 +144,15 @@ def test_what_has_no_counterpart_stays_as_a_comment() -> None:
     assert text == (
         "# Made of a\\nb.yaml by `lmkv config import`.\n"
         f"# enable_controller: true  # {REPLACED['enable_controller']}\n"
-        '# gds_path: "/x\\n# y"  # lmkv knows no such key\n'
+        '# gds_path: "/x\\n# y"  # lmkv has no such key\n'
     )
 
 
 def test_of_two_keys_that_mean_the_same_the_first_counts() -> None:
     first, second, third = translate(entries(p2p_init_ports=1, p2p_port=1, pd_peer_init_port=2))
     assert (first.name, second.name, third.name) == ("p2p_port", "", "")
-    assert second.notice == "p2p_port: left out; p2p_port says the same already"
-    assert third.notice == "pd_peer_init_port: left out; p2p_port is 1 already, by another key of this file"
+    assert second.notice == "p2p_port: ignored; p2p_port already has this value"
+    assert third.notice == "pd_peer_init_port: ignored; p2p_port is already 1, by another key of this file"
 
 
 def test_a_key_without_a_value_is_not_there() -> None:

@@ -107,7 +107,7 @@ def test_a_replaced_file_stays_the_memory_of_those_who_have_it_mapped(kept: Path
 def test_two_cannot_have_it_at_a_time(path: Path) -> None:
     with opened(path) as file:
         files = open_files()
-        with pytest.raises(ConfigError, match=rf"^pool_path: another node uses {path}; give each node its own instance"):
+        with pytest.raises(ConfigError, match=rf"^pool_path: another node uses {path}; give each node its own"):
             opened(path)
         with pytest.raises(ConfigError, match=r"^pool_path: another node uses "):
             opened(path, 2 * MB)

@@ -120,7 +120,7 @@ async def test_without_a_path_the_pool_is_the_instances_own_in_shared_memory(run
         await store(engine, node.pool, 0)
         assert path.exists()
         (runtime_dir / "other").mkdir()
-        with pytest.raises(ConfigError, match=rf"^pool_path: another node has {path}; give each node its own"):
+        with pytest.raises(ConfigError, match=rf"^pool_path: another node uses {path}; give each node its own"):
             async with Node(NodeConfig(**settings(runtime_dir / "other", **values))):
                 pass
     async with a_node(runtime_dir, **values) as (node, engine):
