@@ -188,7 +188,6 @@ class PeerConnection:
         ttl = duration_pb2.Duration()
         ttl.FromNanoseconds(round(ttl_seconds * 1e9))
         request = pb.AcquireRequest(
-            instance_id=self._own_instance_id,
             peer_epoch=self.epoch,
             fingerprint=spec.fingerprint,
             chunk_keys=join_keys(keys),

@@ -76,7 +76,6 @@ async def session_of(owner: Parts, stub: pb_grpc.PeerServiceAsyncStub) -> str:
 
 def acquisition(owner: Parts, session: str, **changes: object) -> pb.AcquireRequest:
     values: dict[str, object] = {
-        "instance_id": "reader",
         "session_id": session,
         "peer_epoch": owner.epoch,
         "fingerprint": SMALL.fingerprint,
