@@ -18,11 +18,6 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
-if sys.version_info >= (3, 13):
-    from warnings import deprecated as _deprecated
-else:
-    from typing_extensions import deprecated as _deprecated
-
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
@@ -43,19 +38,19 @@ class InitRequest(_message.Message):
     epoch: _builtins.int
     """The caller's epoch."""
     peer_instance_id: _builtins.str
-    """Whom the caller means to reach; empty: whoever answers."""
+    """The instance that the caller expects to answer; empty: any."""
     peer_epoch: _builtins.int
-    """The epoch it means to reach; 0: any."""
+    """The epoch that the caller expects. Not checked if this and `peer_instance_id` are not set."""
     session_id: _builtins.str
-    """The session of an earlier `Init` that is to continue; empty, or of another caller: a new one is opened."""
+    """The session of an earlier `Init` to continue. A new one is opened if this is empty or not a session of the caller."""
     @_builtins.property
     def spec(self) -> _chunk_pb2.KvSpec:
-        """What the chunks to be exchanged are compatible with."""
+        """The spec of the chunks to transfer."""
 
     @_builtins.property
     def channels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Transfer channels that the caller could use, best first: `shm`, `nixl`, `tcp`, `ucx`, `mooncake`. None
-        if it will read nothing.
+        """Transfer channels that the caller supports, best first: `shm`, `nixl`, `tcp`, or the name of a plug-in such as `ucx`
+        and `mooncake`. Empty if it will read nothing.
         """
 
     def __init__(
@@ -90,20 +85,22 @@ class InitResponse(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     channel: _builtins.str
-    """The first of the caller's transfer channels that the node has too; empty if it named none."""
+    """The selected transfer channel; empty if the caller named none."""
     channel_metadata: _builtins.bytes
-    """The node's opaque metadata of this channel; a secret of this session. By `tcp` and `ucx` it opens the extents of the
-    session's live grants, by the other channels all of the pool.
+    """The node's metadata for this channel, which only the channel interprets; a secret of this session. With `tcp` and
+    `ucx` it gives access to the extents of the session's live grants, with the other channels to the whole pool.
     """
     instance_id: _builtins.str
-    """Who answers."""
+    """The instance that answers."""
     epoch: _builtins.int
     """Its epoch."""
     session_id: _builtins.str
-    """The session, which other RPCs name; a secret that cannot be guessed. It lasts until the node ends, or needs its room."""
+    """The session, which other RPCs name; an unguessable secret. It is valid until the node ends or drops it, which it does
+    with the least recently used session of an identity that has too many.
+    """
     @_builtins.property
     def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Region]:
-        """Its regions; `Extent.region` is an index into them."""
+        """The node's memory regions; `Extent.region` is an index into them. Empty without a channel."""
 
     def __init__(
         self,
@@ -132,7 +129,7 @@ class Region(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     address: _builtins.int
-    """Address in the node's own address space, as its channel metadata knows it."""
+    """Address in the node's address space, which the channel metadata refers to."""
     size_bytes: _builtins.int
     """Length in bytes."""
     def __init__(
@@ -155,30 +152,26 @@ class AcquireRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    INSTANCE_ID_FIELD_NUMBER: _builtins.int
     PEER_EPOCH_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     CHUNK_KEYS_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
-    instance_id: _builtins.str
-    """The caller, as it calls itself. It is granted what its session may be granted."""
     peer_epoch: _builtins.int
     """The epoch of the node that is called."""
     fingerprint: _builtins.bytes
     """Fingerprint of the chunks' spec."""
     chunk_keys: _builtins.bytes
-    """Keys of the chunks it will read, 16 bytes each, at most 4,096."""
+    """Keys of the chunks to read, 16 bytes each, at most 4,096."""
     session_id: _builtins.str
     """The caller's session."""
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
-        """How long it may take; the node may grant less."""
+        """Duration of the grant; the node may grant less. Not set: as long as the node grants."""
 
     def __init__(
         self,
         *,
-        instance_id: _builtins.str = ...,
         peer_epoch: _builtins.int = ...,
         fingerprint: _builtins.bytes = ...,
         chunk_keys: _builtins.bytes = ...,
@@ -187,7 +180,7 @@ class AcquireRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "fingerprint", b"fingerprint", "instance_id", b"instance_id", "peer_epoch", b"peer_epoch", "session_id", b"session_id", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "fingerprint", b"fingerprint", "peer_epoch", b"peer_epoch", "session_id", b"session_id", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -203,11 +196,11 @@ class AcquireResponse(_message.Message):
     PRESENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def grant(self) -> _chunk_pb2.Grant:
-        """Extents of the chunks in `present`."""
+        """Extents of the chunks in `present`, in that order; not set if there are none."""
 
     @_builtins.property
     def present(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Indices of the keys that are held; a miss is not listed."""
+        """Indices of the keys whose chunks are granted, ascending. A key behind the last one may be present nevertheless."""
 
     def __init__(
         self,
@@ -231,7 +224,6 @@ class AllocateRequest(_message.Message):
 
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
-    PEER_ADDRESS_FIELD_NUMBER: _builtins.int
     PEER_EPOCH_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
@@ -242,26 +234,16 @@ class AllocateRequest(_message.Message):
     """The caller."""
     epoch: _builtins.int
     """The caller's epoch."""
-    @_builtins.property
-    @_deprecated("""This field has been marked as deprecated using proto field options.""")
-    def peer_address(self) -> _builtins.str:
-        """Ignored: the node reads from the address that the fleet's registry has for the caller."""
-
-    @peer_address.setter
-    @_deprecated("""This field has been marked as deprecated using proto field options.""")
-    def peer_address(self, value: _builtins.str) -> None:
-        """Ignored: the node reads from the address that the fleet's registry has for the caller."""
-
     peer_epoch: _builtins.int
     """The epoch of the node that is called."""
     request_id: _builtins.str
-    """Names the handoff to both engines, in at most 256 characters; a repeat returns the first call's answer."""
+    """The handoff's name at both engines: 1 to 256 printable characters. A repeat returns the first call's answer."""
     fingerprint: _builtins.bytes
     """Fingerprint of the chunks' spec."""
     chunk_keys: _builtins.bytes
     """Keys of all chunks of the prompt, 16 bytes each, in prompt order, at most 4,096."""
     token_count: _builtins.int
-    """Tokens of the prompt: all chunks but the last are full."""
+    """Tokens of the chunks; all chunks but the last one are full."""
     session_id: _builtins.str
     """The caller's session."""
     def __init__(
@@ -269,7 +251,6 @@ class AllocateRequest(_message.Message):
         *,
         instance_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
-        peer_address: _builtins.str = ...,
         peer_epoch: _builtins.int = ...,
         request_id: _builtins.str = ...,
         fingerprint: _builtins.bytes = ...,
@@ -279,7 +260,7 @@ class AllocateRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "epoch", b"epoch", "fingerprint", b"fingerprint", "instance_id", b"instance_id", "peer_address", b"peer_address", "peer_epoch", b"peer_epoch", "request_id", b"request_id", "session_id", b"session_id", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "epoch", b"epoch", "fingerprint", b"fingerprint", "instance_id", b"instance_id", "peer_epoch", b"peer_epoch", "request_id", b"request_id", "session_id", b"session_id", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -295,14 +276,14 @@ class AllocateResponse(_message.Message):
     MISSING_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     grant_id: _builtins.str
-    """The grant, by which the caller names the handoff from now on; a secret that cannot be guessed."""
+    """The grant, which names the handoff in `Commit` and `Release`; an unguessable secret."""
     @_builtins.property
     def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Indices of the keys that are not held yet; only these are wanted."""
+        """Indices of the keys whose chunks the node lacks; only these are to be committed."""
 
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
-        """Without a word from the caller for so long the handoff expires."""
+        """The handoff expires if the caller sends no `Commit` for this duration."""
 
     def __init__(
         self,
@@ -331,18 +312,18 @@ class CommitRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     READ_GRANT_ID_FIELD_NUMBER: _builtins.int
     grant_id: _builtins.str
-    """The grant."""
+    """The grant of the handoff."""
     session_id: _builtins.str
     """The caller's session."""
     read_grant_id: _builtins.str
-    """The grant under which the called node may read the extents until the answer; a secret."""
+    """The grant by which the called node may read the extents until the answer; a secret."""
     @_builtins.property
     def indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Indices of the handoff's keys that are computed."""
+        """Indices of the handoff's keys whose chunks are computed."""
 
     @_builtins.property
     def extents(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.Extent]:
-        """Where each of them is in the caller's memory, and its checksum. They stay there until the answer."""
+        """The extent of each of them in the caller's memory, and its checksum. The caller holds them until the answer."""
 
     def __init__(
         self,
@@ -370,7 +351,7 @@ class CommitResponse(_message.Message):
     DAMAGED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def damaged(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Indices whose bytes did not match their checksum and were thrown away."""
+        """Indices of chunks that did not match their checksum and were discarded. They abort the handoff."""
 
     def __init__(
         self,
@@ -396,15 +377,15 @@ class ReleaseRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     grant_id: _builtins.str
-    """The grant; empty if a handoff is withdrawn."""
+    """The grant to release, of `Acquire` or `Allocate`; ignored with `request_id`."""
     session_id: _builtins.str
     """The caller's session."""
     request_id: _builtins.str
-    """The handoff to withdraw, by its name; it may not have been announced."""
+    """The name of the handoff to withdraw, even if it has not been announced."""
     @_builtins.property
     def damaged(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Indices of the grant's extents whose bytes did not match their checksum when they had come. The owner looks for
-        itself, and drops what is damaged in its own memory; indices that cannot be are ignored.
+        """Indices of the grant's extents that did not match their checksum on arrival. The node verifies these chunks itself,
+        and drops those that are damaged in its memory; invalid indices are ignored.
         """
 
     def __init__(

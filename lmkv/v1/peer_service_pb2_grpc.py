@@ -26,11 +26,12 @@ if _version_not_supported:
 
 
 class PeerServiceStub:
-    """How two nodes agree on a transfer. Served by every node; called by other nodes.
+    """The control plane of transfers between two nodes. Served by every node; called by other nodes.
 
-    The bytes never pass through here. Whoever wants bytes reads them from the other's memory, over the channel that `Init`
-    agreed on: chunks that a peer holds (`Acquire`), and chunks that a prefill hands to a decode (`Allocate`, `Commit`). So
-    a node's memory is written to by nobody but itself, and when a transfer has stopped is its own knowledge.
+    The bytes of chunks are not part of these messages. The receiver reads them from the sender's memory, over the channel
+    that `Init` has selected: chunks that a peer holds (`Acquire`), and chunks of a handoff from prefill to decode
+    (`Allocate`, `Commit`). No node writes to the memory of another one, so each node knows when a transfer into its memory
+    has stopped.
 
     `Init` opens a session, which the other RPCs name. A session is bound to the caller's authenticated identity: its
     token, or its client certificate. Grants and handoffs are bound to the session that made them: for every other caller
@@ -75,11 +76,12 @@ class PeerServiceStub:
 
 
 class PeerServiceServicer:
-    """How two nodes agree on a transfer. Served by every node; called by other nodes.
+    """The control plane of transfers between two nodes. Served by every node; called by other nodes.
 
-    The bytes never pass through here. Whoever wants bytes reads them from the other's memory, over the channel that `Init`
-    agreed on: chunks that a peer holds (`Acquire`), and chunks that a prefill hands to a decode (`Allocate`, `Commit`). So
-    a node's memory is written to by nobody but itself, and when a transfer has stopped is its own knowledge.
+    The bytes of chunks are not part of these messages. The receiver reads them from the sender's memory, over the channel
+    that `Init` has selected: chunks that a peer holds (`Acquire`), and chunks of a handoff from prefill to decode
+    (`Allocate`, `Commit`). No node writes to the memory of another one, so each node knows when a transfer into its memory
+    has stopped.
 
     `Init` opens a session, which the other RPCs name. A session is bound to the caller's authenticated identity: its
     token, or its client certificate. Grants and handoffs are bound to the session that made them: for every other caller
@@ -91,35 +93,35 @@ class PeerServiceServicer:
     """
 
     def Init(self, request, context):
-        """Gets to know each other and opens a session; once per pair of nodes and epoch. Repeating it is safe.
+        """Opens a session, compares the specs and selects a transfer channel; once per pair of nodes and epoch. Idempotent.
 
-        The specs are compared first. The node then answers with the first of the caller's channels that it has too; a
-        caller that cannot use it after all, such as shared memory of another host, calls again without it. A caller that
-        will read nothing names no channel, and is told who answers.
+        The node selects the first of the caller's channels that it supports too. A caller that cannot use that one, for
+        example shared memory of another host, calls again without it. A caller that will read nothing names no channel.
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields.
         * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `instance_id` is empty, too long or not printable.
-        * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the node has engines of this model but of another spec; the metadata
-        names the first field that differs.
-        * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): another instance, or another epoch of it, answers at this address.
-        * `FAILED_PRECONDITION` (`CHANNEL_UNSUPPORTED`): the node has none of these transfer channels; the metadata names
-        those of both sides.
+        * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the node has engines of this model, but only with other specs; the
+        metadata names the first field that differs.
+        * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): the node is not `peer_instance_id`, or not of `peer_epoch`.
+        * `FAILED_PRECONDITION` (`CHANNEL_UNSUPPORTED`): the node supports none of `channels`; the metadata names those
+        of both sides.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Acquire(self, request, context):
-        """Holds chunks in place so that the caller can read them.
+        """Grants the right to read chunks, and holds them in place until the grant is released or expires.
 
-        A chunk that is not held is a miss: it is not listed.
+        A chunk that the node does not have in memory or on disk is a miss: it is not listed. The grant covers the first
+        chunks found, as many as the caller's share of the pool and of disk reads allows; call again for those behind it.
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
-        * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): the epoch is not this node's; look up and `Init` again.
+        * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): `peer_epoch` is not this node's; look up and `Init` again.
         * `NOT_FOUND` (`SESSION_NOT_FOUND`): the caller has no such session, or the node has dropped it; `Init` again.
-        * `RESOURCE_EXHAUSTED` (`FULL`): the grants of the caller's session, or of all sessions of its identity, take their
+        * `RESOURCE_EXHAUSTED` (`FULL`): the grants of the caller's session, or of all sessions of its identity, hold their
         share of the pool; retry after the `RetryInfo`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -127,33 +129,38 @@ class PeerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Allocate(self, request, context):
-        """Announces a handoff: the caller computes these chunks, and a request that continues them will come to this node's
-        engine. The node makes room for all of them at once, and reads each as soon as `Commit` says where it is. Idempotent
-        by `request_id`. See `docs/prefill-decode.md` for its states and deadlines.
+        """Announces a handoff: the caller computes these chunks, and a request that continues them will be sent to an engine
+        of this node. The node reserves room for all of them, and reads each when `Commit` says where it is. Idempotent by
+        `request_id`. `docs/prefill-decode.md` has the states and deadlines of handoffs.
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
-        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `token_count` does not fit the keys or the spec.
-        * `RESOURCE_EXHAUSTED` (`NO_FREE_EXTENTS`): no room now; retry after the attached `RetryInfo`.
-        * `FAILED_PRECONDITION` (`REQUEST_TOO_LARGE`): the handoff will never fit.
-        * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): the epoch is not this node's; `Init` again.
-        * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): no engine here shares chunks of this fingerprint.
-        * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the caller is not registered in the fleet in this epoch, so that its address is
-        not known.
-        * `NOT_FOUND` (`GRANT_NOT_FOUND`): the handoff has ended already, perhaps because the decode's request was aborted.
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `token_count` does not match the number of keys; `request_id` is empty, too long, not
+        printable, or names a handoff of another caller or with other keys; or `instance_id` is this node's.
+        * `RESOURCE_EXHAUSTED` (`NO_FREE_EXTENTS`): there is no room now; retry after the `RetryInfo`.
+        * `RESOURCE_EXHAUSTED` (`FULL`): the node has as many handoffs as it may have; retry after the `RetryInfo`.
+        * `FAILED_PRECONDITION` (`REQUEST_TOO_LARGE`): the chunks exceed the buffer for handoffs; do not retry.
+        * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): `peer_epoch` is not this node's; `Init` again.
+        * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): no engine of this node has this `fingerprint`.
+        * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the caller is neither on this host nor registered at a coordinator in this
+        `epoch`, so its address is not known.
+        * `NOT_FOUND` (`GRANT_NOT_FOUND`): the handoff has ended, for example because the decode's request was aborted.
         * `NOT_FOUND` (`SESSION_NOT_FOUND`): the caller has no such session, or the node has dropped it; `Init` again.
+        * `UNAVAILABLE` (`UNREACHABLE`): no coordinator answers, and the caller's address is not known without one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Says which chunks of a handoff are computed, and where. Answers when they have been read, verified and made visible.
-        With no chunks it says only that the caller is still at work. Repeating it is safe.
+        """Names chunks of a handoff that are computed, and where they are. Answers when the node has read, verified and
+        committed them. Without chunks it only renews the handoff's deadline. Idempotent.
 
         Errors:
-        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): an index or extent that cannot be.
-        * `NOT_FOUND` (`GRANT_NOT_FOUND`): the handoff has ended, never was, or is of another session.
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `indices` and `extents` differ in number, or one of them is invalid.
+        * `NOT_FOUND` (`GRANT_NOT_FOUND`): the handoff was aborted, has expired or is closed, or is of another session.
+        * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`, `WRONG_INSTANCE`, `CHANNEL_UNSUPPORTED`): the `Init` that this node sent
+        to the caller failed.
         * `UNAVAILABLE` (`UNREACHABLE`): the node could not read from the caller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -161,15 +168,15 @@ class PeerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Gives a grant back before it expires, or ends a handoff. Without effect if the grant has ended, never was, or is of
-        another session.
+        """Releases a grant before it expires, or ends a handoff. Has no effect if the grant has ended or is of another session,
+        or if there is no such session.
 
-        A handoff that is named by its grant keeps its chunks for the request of the decode. One that is named by its
-        `request_id` is withdrawn: no request will load it, or it was refused. A request of the decode that waits for it
-        stops waiting at once.
+        A handoff that is named by `grant_id` keeps the chunks that have arrived for the decode's request. One that is named
+        by `request_id` is withdrawn, because it was refused or no request will load it: a request of the decode that waits
+        for it stops waiting.
 
         Errors:
-        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `request_id` is too long.
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `request_id` is too long or not printable.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -212,11 +219,12 @@ def add_PeerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PeerService:
-    """How two nodes agree on a transfer. Served by every node; called by other nodes.
+    """The control plane of transfers between two nodes. Served by every node; called by other nodes.
 
-    The bytes never pass through here. Whoever wants bytes reads them from the other's memory, over the channel that `Init`
-    agreed on: chunks that a peer holds (`Acquire`), and chunks that a prefill hands to a decode (`Allocate`, `Commit`). So
-    a node's memory is written to by nobody but itself, and when a transfer has stopped is its own knowledge.
+    The bytes of chunks are not part of these messages. The receiver reads them from the sender's memory, over the channel
+    that `Init` has selected: chunks that a peer holds (`Acquire`), and chunks of a handoff from prefill to decode
+    (`Allocate`, `Commit`). No node writes to the memory of another one, so each node knows when a transfer into its memory
+    has stopped.
 
     `Init` opens a session, which the other RPCs name. A session is bound to the caller's authenticated identity: its
     token, or its client certificate. Grants and handoffs are bound to the session that made them: for every other caller

@@ -264,7 +264,7 @@ async def test_names_that_a_caller_gives_itself_add_nothing_to_its_share(
     for number in range(32):
         introduced = introduction(owner, instance_id=f"reader-{number}", channels=[])
         name = (await stub.Init(introduced, timeout=5)).session_id
-        wanted = acquisition(owner, name, instance_id=f"reader-{number}", chunk_keys=join_keys(keys[granted:]))
+        wanted = acquisition(owner, name, chunk_keys=join_keys(keys[granted:]))
         with suppress(grpc.RpcError):
             granted += len((await stub.Acquire(wanted, timeout=5)).present)
     assert granted == 16, "all of them together may keep half of the pool in place"
