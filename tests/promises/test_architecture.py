@@ -15,6 +15,15 @@ if TYPE_CHECKING:
 SOURCES = ("lmkv", "kernels/lmkv_kernels", "client/lmkv_client", "server/lmkv_server")
 MAX_MODULES = 16
 """In one folder, besides `__init__`, `__main__` and generated stubs."""
+SHARED_NAMES = {
+    "Coordinator": "the server, and its clients with and without an event loop",
+    "DeviceBuffer": "the worker's memory, and the node's account of it",
+    "Handoff": "at the engine, and at the node",
+    "LookupStream": "clients with and without an event loop",
+    "Operation": "at the coordinator, and clients with and without an event loop",
+    "ReportStream": "the two ends of RegistryService.Report",
+}
+"""Class names that stand for one thing on two sides of the wire, or in two forms of one API."""
 
 
 def modules(root: Path) -> Iterator[tuple[Path, ast.Module]]:
@@ -29,6 +38,17 @@ def test_the_drawing_is_what_the_contracts_say_now(root: Path, run: Run, tmp_pat
     run(sys.executable, "scripts/architecture", tmp_path / "architecture.md")
     made, committed = ((folder / "architecture.md").read_text() for folder in (tmp_path, root / "docs"))
     assert made == committed, "run `make fix-floors`: docs/architecture.md is stale"
+
+
+def test_no_two_classes_share_a_name(root: Path) -> None:
+    places = defaultdict(list)
+    for file, tree in modules(root):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(str(file))
+    shared = {name: files for name, files in places.items() if len(files) > 1}
+    assert not {name: files for name, files in shared.items() if name not in SHARED_NAMES}
+    assert shared.keys() >= SHARED_NAMES.keys(), "names that are not shared any more"
 
 
 def test_every_package_says_what_it_is_for(root: Path) -> None:

@@ -13,7 +13,7 @@ MAX_HEALTH_TIMEOUTS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServedModel:
+class EngineModel:
     """A model or adapter that an engine serves."""
 
     name: str
@@ -32,7 +32,7 @@ class Engine:
         self.is_healthy = False
         self.failure = "no health check has completed yet"
         """Why it is unhealthy; empty if it is healthy."""
-        self.models: tuple[ServedModel, ...] = ()
+        self.models: tuple[EngineModel, ...] = ()
         self.instance_id = ""
         """The instance that stores its chunks; empty if the engine does not report one."""
         self.in_flight_count = 0
@@ -40,10 +40,10 @@ class Engine:
         """Number of the pool's last choice that selected it."""
         self._health_timeout_count = 0
 
-    def model(self, name: object) -> ServedModel:
+    def model(self, name: object) -> EngineModel:
         """The model of this name; the engine's first model if `name` is not one of them."""
         found = [model for model in self.models if model.name == name] or list(self.models[:1])
-        return found[0] if found else ServedModel(name=name if isinstance(name, str) else "")
+        return found[0] if found else EngineModel(name=name if isinstance(name, str) else "")
 
     def mark_healthy(self) -> None:
         """Makes it available to requests."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from lmkv_server.coordinator.layout_store.log_entry import READ_ENTRIES, LogEntry, LogPosition, decode
 
 if TYPE_CHECKING:  # it imports valkey, which is optional
-    from lmkv_server.coordinator.layout_store.valkey_store import ValkeyStore
+    from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class LogListener(Protocol):
 class LogReader:
     """Reads one shard's log."""
 
-    def __init__(self, store: ValkeyStore, shard: int, listener: LogListener) -> None:
+    def __init__(self, store: ValkeyClient, shard: int, listener: LogListener) -> None:
         self.position: LogPosition = (0, 0)
         """Of the last entry that was read."""
         self._store = store

@@ -12,7 +12,7 @@ from lmkv_server.coordinator.layout_store.publication import MAX_BATCH_BYTES, Ba
 from lmkv_server.coordinator.layout_store.store_lost import StoreLost, all_of
 
 if TYPE_CHECKING:  # it imports valkey, which is optional
-    from lmkv_server.coordinator.layout_store.valkey_store import ValkeyStore
+    from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient
 
 GATHER_SECONDS = 0.05
 """Pause between two writes, so that each carries many entries: a call costs as much as dozens of changes."""
@@ -27,7 +27,7 @@ class Publisher:
     whose chunks were lost (`lost`).
     """
 
-    def __init__(self, store: ValkeyStore, on_refused: Callable[[ChunkOwner, int, str], None]) -> None:
+    def __init__(self, store: ValkeyClient, on_refused: Callable[[ChunkOwner, int, str], None]) -> None:
         self._store = store
         self._on_refused = on_refused
         self._backlog = Backlog()

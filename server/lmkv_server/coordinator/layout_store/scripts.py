@@ -1,4 +1,4 @@
-"""Lua scripts that Valkey runs atomically. Called by `valkey_store.py`.
+"""Lua scripts that Valkey runs atomically. Called by `valkey_client.py`.
 
 All keys of a script belong to one shard. The first key is the shard's id and the first argument its expected value: a
 server that was emptied or replaced refuses. Scripts that publish refuse terms that are over: a coordinator that was

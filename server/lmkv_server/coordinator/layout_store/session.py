@@ -17,7 +17,7 @@ from lmkv_server.coordinator.layout_store.stats import SharedMapStats
 from lmkv_server.coordinator.layout_store.store_lost import StoreLost, all_of
 
 if TYPE_CHECKING:  # it imports valkey, which is optional
-    from lmkv_server.coordinator.layout_store.valkey_store import ValkeyStore
+    from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class TenantDirectory(Protocol):
 class Session:
     """Publishes and follows through one store. `open` and `run` raise `StoreLost`. It is the listener of its logs."""
 
-    def __init__(self, store: ValkeyStore, tenants: TenantDirectory, held_seconds: float) -> None:
+    def __init__(self, store: ValkeyClient, tenants: TenantDirectory, held_seconds: float) -> None:
         self.map_id = ""
         self.publisher = Publisher(store, self._resync_refused)
         self.loader = SnapshotLoader(store, self._position)

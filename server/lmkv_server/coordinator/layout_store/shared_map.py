@@ -49,10 +49,10 @@ class SharedMap:
                 f"layout_map_url: {parsed.shown} needs valkey, which is not installed; pip install 'lmkv[valkey]'",
                 key="layout_map_url",
             )
-        from lmkv_server.coordinator.layout_store.valkey_store import ValkeyStore
+        from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient
 
         self._held_seconds = max(MIN_HELD_SECONDS, HELD_LEASES * lease_ttl)
-        self._store = ValkeyStore(parsed, held_seconds=self._held_seconds)
+        self._store = ValkeyClient(parsed, held_seconds=self._held_seconds)
         self._session: Session | None = None
         self._past_stats = SharedMapStats()
         self._tenants: TenantDirectory | None = None

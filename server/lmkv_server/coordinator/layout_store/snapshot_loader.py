@@ -10,7 +10,7 @@ from lmkv_server.coordinator.layout_store.follower import InstanceFollower
 from lmkv_server.coordinator.layout_store.log_entry import ChunkOwner, LogPosition
 
 if TYPE_CHECKING:  # it imports valkey, which is optional
-    from lmkv_server.coordinator.layout_store.valkey_store import ValkeyStore
+    from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient
 
 CONCURRENT_LOADS = 8
 RETRY_SECONDS = 1.0
@@ -20,7 +20,7 @@ RETRY_SECONDS = 1.0
 class SnapshotLoader:
     """Loads through one connected store. `position` returns how far a shard's log has been read."""
 
-    def __init__(self, store: ValkeyStore, position: Callable[[int], LogPosition]) -> None:
+    def __init__(self, store: ValkeyClient, position: Callable[[int], LogPosition]) -> None:
         self._store = store
         self._position = position
         self._queue: asyncio.Queue[tuple[ChunkOwner, InstanceFollower]] = asyncio.Queue()  # at most one per instance

@@ -34,7 +34,7 @@ from lmkv_server.coordinator.operations.operations import Operations
 from lmkv_server.coordinator.operations.orders import PendingOrders
 from lmkv_server.coordinator.operations.positions import Position, resolve_position
 from lmkv_server.coordinator.registry.registry import Registry
-from lmkv_server.coordinator.registry.selection import Selection, Selector
+from lmkv_server.coordinator.registry.selection import SelectedChunks, Selector
 
 BATCH_CHUNKS = 1024
 """Chunks per order: progress is updated, and the source drops chunks, after each batch."""
@@ -79,7 +79,7 @@ class Moves:
         move.continue_from(operation.progress)
         return await move.run(operation)
 
-    def _plan(self, request: pb.MoveRequest, selections: Sequence[Selection]) -> _Move:
+    def _plan(self, request: pb.MoveRequest, selections: Sequence[SelectedChunks]) -> _Move:
         source, destination = self._positions(request)
         selection = self._choose(selections, source, destination)
         check_spec(self._registry.instances.named(destination.instance_id, "new_position"), selection)
@@ -96,14 +96,14 @@ class Moves:
             check_p2p(instances.named(destination.instance_id, "new_position"), "new_position")
         return source, destination
 
-    def _choose(self, selections: Sequence[Selection], source: Position, destination: Position) -> Selection:
+    def _choose(self, selections: Sequence[SelectedChunks], source: Position, destination: Position) -> SelectedChunks:
         """If the model name has several specs: the one that the source, then the destination, holds most of."""
         match_at = self._registry.layout.match_at
         chosen = max(selections, key=lambda one: (match_at(*source, one.keys)[0], match_at(*destination, one.keys)[0]))
         if not chosen.fingerprint:
             known = (self._registry.layout.fingerprint_of(key) for key in _keys_of(chosen.keys))
             fingerprint = next((found for found in known if found is not None), b"")
-            chosen = Selection(keys=chosen.keys, fingerprint=fingerprint)
+            chosen = SelectedChunks(keys=chosen.keys, fingerprint=fingerprint)
         return chosen
 
 
@@ -117,7 +117,7 @@ class _Move:
         locks: ChunkLocks,
         source: Position,
         destination: Position,
-        selection: Selection,
+        selection: SelectedChunks,
         request: pb.MoveRequest,
     ) -> None:
         self._layout = registry.layout
@@ -271,7 +271,7 @@ def check_p2p(instance: Instance, field: str) -> None:
         )
 
 
-def check_spec(instance: Instance, selection: Selection) -> None:
+def check_spec(instance: Instance, selection: SelectedChunks) -> None:
     """Raises `KvSpecMismatch` if an instance cannot hold these chunks."""
     fingerprints = {spec.fingerprint for spec in instance.info.specs}
     if selection.fingerprint and selection.fingerprint not in fingerprints:

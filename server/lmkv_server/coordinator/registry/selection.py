@@ -49,7 +49,7 @@ class NamesChunks(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Selection:
+class SelectedChunks:
     """Chunk keys in prompt order."""
 
     keys: bytes
@@ -81,7 +81,7 @@ class Selector:
         self._keys_since_pause = 0
         """Keys that short requests computed since other tasks last ran."""
 
-    async def select(self, request: NamesChunks, *, held_only: bool = False) -> list[Selection]:
+    async def select(self, request: NamesChunks, *, held_only: bool = False) -> list[SelectedChunks]:
         """The keys of a request, or those of its tokens under each spec of its model; empty if it names nothing.
 
         Also empty while no engine has registered. `held_only` omits specs without chunks in the layout map.
@@ -97,9 +97,9 @@ class Selector:
             raise BadTokens("chunks are named by tokens and by chunk_keys; use one of the two")
         if request.model_name:
             self._models.namespaces(request.model_name)
-        return [Selection(keys=check_keys(request.chunk_keys))]
+        return [SelectedChunks(keys=check_keys(request.chunk_keys))]
 
-    async def required(self, request: NamesChunks) -> list[Selection]:
+    async def required(self, request: NamesChunks) -> list[SelectedChunks]:
         """As `select`, but never empty.
 
         Also raises `BadSelection`, or `ModelNotFound` if no engine has registered.
@@ -119,7 +119,7 @@ class Selector:
         lora_name: str = "",
         *,
         held_only: bool = False,
-    ) -> list[Selection]:
+    ) -> list[SelectedChunks]:
         """The keys of a prompt under each possible spec; empty without tokens. Raises as `select`."""
         if not tokens.size:
             return []
@@ -138,7 +138,8 @@ class Selector:
         else:
             keys = await self._compute_long(unsigned, chains)
         return [
-            Selection(keys=own, fingerprint=one.spec.fingerprint) for own, one in zip(keys, namespaces, strict=True)
+            SelectedChunks(keys=own, fingerprint=one.spec.fingerprint)
+            for own, one in zip(keys, namespaces, strict=True)
         ]
 
     def _root(self, namespace: Namespace, cache_salt: str) -> bytes:

@@ -28,7 +28,7 @@ from lmkv_server.coordinator.operations.operation_proto import to_proto
 from lmkv_server.coordinator.operations.pins import FleetPins
 from lmkv_server.coordinator.operations.replicator import OperationReplicator
 from lmkv_server.coordinator.registry.registry import Registry
-from lmkv_server.coordinator.registry.selection import SHORT_KEYS, Selection, Selector
+from lmkv_server.coordinator.registry.selection import SHORT_KEYS, SelectedChunks, Selector
 from lmkv_server.coordinator.services.layout_watch import LayoutWatch
 from lmkv_server.coordinator.services.pages import page_limit, page_token, read_page_token
 
@@ -133,7 +133,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
     async def _answer(
         self,
         begin: float,
-        selections: Sequence[Selection],
+        selections: Sequence[SelectedChunks],
         response: pb.LookupResponse,
         excluded: str = "",
         *,

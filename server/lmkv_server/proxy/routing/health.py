@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from lmkv_server.proxy.engine import MAX_HEALTH_TIMEOUTS, Engine, ServedModel
+from lmkv_server.proxy.engine import MAX_HEALTH_TIMEOUTS, Engine, EngineModel
 from lmkv_server.proxy.upstream.client import EngineClient, EngineFailed, EngineRejected
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def update_instance(engine: Engine, response: Mapping[str, Any]) -> None:
         engine.instance_id = str(lmkv.get("instance_id", ""))
 
 
-def _model(card: Mapping[str, Any]) -> ServedModel:
-    return ServedModel(
+def _model(card: Mapping[str, Any]) -> EngineModel:
+    return EngineModel(
         name=str(card["id"]), parent=str(card.get("parent") or ""), max_token_count=int(card.get("max_model_len") or 0)
     )

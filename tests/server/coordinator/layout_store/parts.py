@@ -15,7 +15,7 @@ from lmkv.remote_url import parse_remote_url
 from lmkv_client.demo.process import free_port
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.layout_store.log_entry import ChunkOwner
-from lmkv_server.coordinator.layout_store.valkey_store import ValkeyStore
+from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient
 from tests.server.node.remote_parts import RedisServer
 from tests.waiting import until as until
 from tests.waiting import wait_until
@@ -52,9 +52,9 @@ def is_partial(coordinator: Coordinator, tenant: str = "") -> bool:
     return coordinator.tenants.of(tenant).core.is_partial(time.monotonic())
 
 
-async def connected(url: str) -> ValkeyStore:
+async def connected(url: str) -> ValkeyClient:
     """A store for a test's own words to it."""
-    store = ValkeyStore(parse_remote_url(url), held_seconds=60)
+    store = ValkeyClient(parse_remote_url(url), held_seconds=60)
     await store.connect()
     return store
 

@@ -8,7 +8,7 @@ import pytest
 
 from lmkv.remote_url import parse_remote_url
 from lmkv.runtime.signals import fast_loop
-from lmkv_server.coordinator.layout_store.valkey_store import ValkeyStore
+from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient
 from tests.server.node.disk_parts import WAIT_SECONDS
 from tests.server.node.remote_parts import RedisServer
 
@@ -22,7 +22,7 @@ def server() -> RedisServer:
     return RedisServer()
 
 
-async def ask_for_ever(store: ValkeyStore) -> None:
+async def ask_for_ever(store: ValkeyClient) -> None:
     """Never ends by itself."""
     while True:
         await store.tail(0)
@@ -30,7 +30,7 @@ async def ask_for_ever(store: ValkeyStore) -> None:
 
 async def end_at_every_step(url: str) -> list[int]:
     """The steps at which somebody was told to end, and did not."""
-    store = ValkeyStore(parse_remote_url(url), held_seconds=60.0)
+    store = ValkeyClient(parse_remote_url(url), held_seconds=60.0)
     await store.connect()
     ignored = []
     for steps in ROUNDS * [*range(STEPS)]:

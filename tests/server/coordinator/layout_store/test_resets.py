@@ -14,7 +14,7 @@ import pytest
 from lmkv.remote_url import parse_remote_url
 from lmkv.runtime.signals import fast_loop
 from lmkv_server.coordinator.layout_store.store_lost import StoreLost
-from lmkv_server.coordinator.layout_store.valkey_store import ValkeyStore
+from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient
 
 TRIES = 500
 """In some of them the reset is noticed between a connection's beginning and the first word over it."""
@@ -42,7 +42,7 @@ def port() -> Iterator[int]:
 def test_a_connection_that_is_reset_is_a_store_that_is_lost(port: int) -> None:
     async def connect() -> None:
         for _ in range(TRIES):
-            store = ValkeyStore(parse_remote_url(f"redis://127.0.0.1:{port}/0"), held_seconds=60.0)
+            store = ValkeyClient(parse_remote_url(f"redis://127.0.0.1:{port}/0"), held_seconds=60.0)
             with pytest.raises(StoreLost):
                 await store.connect()
             await store.aclose()

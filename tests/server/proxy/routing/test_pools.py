@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmkv_server.proxy.engine import BOTH, MAX_HEALTH_TIMEOUTS, Engine, ServedModel
+from lmkv_server.proxy.engine import BOTH, MAX_HEALTH_TIMEOUTS, Engine, EngineModel
 from lmkv_server.proxy.routing.affinity import SessionAffinity
 from lmkv_server.proxy.routing.policies import cost_by
 from lmkv_server.proxy.routing.pools import OVERLOAD, EnginePool, EnginePools
@@ -115,8 +115,8 @@ def test_to_be_excluded_again_for_the_same_reason_is_no_news() -> None:
 
 def test_models_are_known_by_name() -> None:
     engine = Engine("http://e", BOTH)
-    assert engine.model("any") == ServedModel(name="any")
-    base, tuned = ServedModel(name="base", max_token_count=10), ServedModel(name="tuned", parent="base")
+    assert engine.model("any") == EngineModel(name="any")
+    base, tuned = EngineModel(name="base", max_token_count=10), EngineModel(name="tuned", parent="base")
     engine.models = (base, tuned)
     assert [engine.model(name) for name in ("tuned", "base", None, "unknown")] == [tuned, base, base, base]
 

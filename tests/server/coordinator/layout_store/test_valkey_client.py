@@ -13,7 +13,7 @@ from lmkv_server.coordinator.layout_store.chunk_records import MARKER, RECORD_BY
 from lmkv_server.coordinator.layout_store.log_entry import MAX_ENTRY_BYTES, ChunkOwner, EntryKind, decode
 from lmkv_server.coordinator.layout_store.publication import PendingEntry, Publication
 from lmkv_server.coordinator.layout_store.store_lost import StoreLost
-from lmkv_server.coordinator.layout_store.valkey_store import ValkeyStore
+from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient
 from tests.server.coordinator.layout_store.parts import connected
 from tests.server.node.remote_parts import RedisServer, Silent
 
@@ -28,7 +28,7 @@ def server() -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-async def store(server: RedisServer) -> AsyncIterator[ValkeyStore]:
+async def store(server: RedisServer) -> AsyncIterator[ValkeyClient]:
     server.empty()
     made = await connected(server.url)
     yield made
@@ -47,7 +47,7 @@ class Told:
         return taken
 
 
-async def held(store: ValkeyStore, term: int) -> dict[bytes, int]:
+async def held(store: ValkeyClient, term: int) -> dict[bytes, int]:
     """Keys with their tokens."""
     cursor, found = -1, b""
     while cursor:
@@ -66,7 +66,7 @@ def change(admitted: int, evicted: int = 0, partial: dict[int, int] | None = Non
     return Change(2, b"f" * 16, 256, keys[: 16 * admitted], partial or {}, keys[: 16 * evicted])
 
 
-async def test_what_is_published_can_be_loaded_and_followed(store: ValkeyStore) -> None:
+async def test_what_is_published_can_be_loaded_and_followed(store: ValkeyClient) -> None:
     told = Told(await store.next_term(OWNER))
     term = told.publication.term
     before = await store.tail(OWNER.shard)
@@ -88,7 +88,7 @@ async def test_what_is_published_can_be_loaded_and_followed(store: ValkeyStore) 
     assert await store.tail(OWNER.shard) == logged[-1].position
 
 
-async def test_chunks_without_a_spec_and_of_no_tokens_come_back_as_they_went(store: ValkeyStore) -> None:
+async def test_chunks_without_a_spec_and_of_no_tokens_come_back_as_they_went(store: ValkeyClient) -> None:
     told = Told(await store.next_term(OWNER))
     told.publication.publish_changes([Change(1, b"", 0, bytes(16), {}, b"")])
     await store.publish(OWNER.shard, told.take())
@@ -96,7 +96,7 @@ async def test_chunks_without_a_spec_and_of_no_tokens_come_back_as_they_went(sto
     assert list(admissions(records)) == [Change(1, b"", 0, bytes(16), {}, b"")]
 
 
-async def test_a_later_term_fences_an_earlier_one(store: ValkeyStore) -> None:
+async def test_a_later_term_fences_an_earlier_one(store: ValkeyClient) -> None:
     old = Told(await store.next_term(OWNER))
     old.publication.publish_changes([change(3)])
     old.publication.publish_complete()
@@ -116,7 +116,7 @@ async def test_a_later_term_fences_an_earlier_one(store: ValkeyStore) -> None:
     assert await held(store, new.publication.term) == {}
 
 
-async def test_who_leaves_leaves_nothing(store: ValkeyStore, server: RedisServer) -> None:
+async def test_who_leaves_leaves_nothing(store: ValkeyClient, server: RedisServer) -> None:
     told = Told(await store.next_term(OWNER))
     told.publication.publish_changes([change(3)])
     told.publication.publish_complete()
@@ -127,7 +127,7 @@ async def test_who_leaves_leaves_nothing(store: ValkeyStore, server: RedisServer
     assert not [name for name in server.names() if ":held:" in name or ":current:" in name]
 
 
-async def test_nothing_stays_for_ever(store: ValkeyStore, server: RedisServer) -> None:
+async def test_nothing_stays_for_ever(store: ValkeyClient, server: RedisServer) -> None:
     told = Told(await store.next_term(OWNER))
     told.publication.publish_changes([change(3)])
     told.publication.publish_complete()
@@ -137,7 +137,7 @@ async def test_nothing_stays_for_ever(store: ValkeyStore, server: RedisServer) -
         assert {name: client.pttl(name) > 0 for name in server.names()} == dict.fromkeys(server.names(), True)
 
 
-async def test_what_vanished_is_noticed(store: ValkeyStore, server: RedisServer) -> None:
+async def test_what_vanished_is_noticed(store: ValkeyClient, server: RedisServer) -> None:
     told = Told(await store.next_term(OWNER))
     told.publication.publish_complete()
     await store.publish(OWNER.shard, told.take())
@@ -154,7 +154,7 @@ async def test_what_vanished_is_noticed(store: ValkeyStore, server: RedisServer)
 
 @pytest.mark.parametrize("lost", [":term:", "term"])
 async def test_terms_rise_strictly_though_the_last_one_is_forgotten(
-    store: ValkeyStore, server: RedisServer, lost: str
+    store: ValkeyClient, server: RedisServer, lost: str
 ) -> None:
     terms = [await store.next_term(OWNER)]
     names = [name for name in server.names() if lost in name]
@@ -166,7 +166,7 @@ async def test_terms_rise_strictly_though_the_last_one_is_forgotten(
 
 
 async def test_terms_rise_strictly_though_the_clock_was_set_back_and_the_last_one_is_forgotten(
-    store: ValkeyStore, server: RedisServer
+    store: ValkeyClient, server: RedisServer
 ) -> None:
     first = await store.next_term(OWNER)
     with server.client() as client:
@@ -178,7 +178,7 @@ async def test_terms_rise_strictly_though_the_clock_was_set_back_and_the_last_on
     assert await store.next_term(OWNER) > ahead
 
 
-async def test_long_changes_are_loaded_and_not_told(store: ValkeyStore) -> None:
+async def test_long_changes_are_loaded_and_not_told(store: ValkeyClient) -> None:
     told = Told(await store.next_term(OWNER))
     told.publication.publish_complete()
     told.publication.publish_changes([change(MAX_ENTRY_BYTES // 16)])
@@ -188,7 +188,7 @@ async def test_long_changes_are_loaded_and_not_told(store: ValkeyStore) -> None:
     assert len(await held(store, told.publication.term)) == MAX_ENTRY_BYTES // 16
 
 
-async def test_a_server_that_was_emptied_is_another_map(store: ValkeyStore, server: RedisServer) -> None:
+async def test_a_server_that_was_emptied_is_another_map(store: ValkeyClient, server: RedisServer) -> None:
     before = await store.connect()
     assert await store.connect() == before
     await store.check()
@@ -202,14 +202,14 @@ async def test_a_server_that_was_emptied_is_another_map(store: ValkeyStore, serv
 
 async def test_who_does_not_answer_is_lost_in_time() -> None:
     with Silent() as url:
-        store = ValkeyStore(parse_remote_url(url), held_seconds=60)
+        store = ValkeyClient(parse_remote_url(url), held_seconds=60)
         with pytest.raises(StoreLost):
             await store.connect()
         await store.aclose()
 
 
 async def test_a_wrong_password_is_told_without_it(server: RedisServer) -> None:
-    store = ValkeyStore(parse_remote_url(f"redis://:hush@127.0.0.1:{server.port}/0"), held_seconds=60)
+    store = ValkeyClient(parse_remote_url(f"redis://:hush@127.0.0.1:{server.port}/0"), held_seconds=60)
     with pytest.raises(StoreLost) as caught:
         await store.connect()
     await store.aclose()
@@ -218,4 +218,4 @@ async def test_a_wrong_password_is_told_without_it(server: RedisServer) -> None:
 
 def test_unknown_options_of_a_url_are_refused() -> None:
     with pytest.raises(ConfigError, match="layout_map_url"):
-        ValkeyStore(parse_remote_url("redis://127.0.0.1:1/0?nonsense=1"), held_seconds=60)
+        ValkeyClient(parse_remote_url("redis://127.0.0.1:1/0?nonsense=1"), held_seconds=60)

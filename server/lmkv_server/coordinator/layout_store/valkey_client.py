@@ -58,7 +58,7 @@ class Logged(NamedTuple):
     data: bytes
 
 
-class ValkeyStore:
+class ValkeyClient:
     """Connections to the store. Call `connect` first. All methods but `aclose` raise `StoreLost`."""
 
     def __init__(self, url: RemoteUrl, *, held_seconds: float) -> None:
