@@ -41,7 +41,7 @@ Bytes = NDArray[np.uint8]
 
 def measure(run: Run, spec: KvSpec) -> None:
     """Adds rows for the chunks of one prompt, with one thread and with two."""
-    from lmkv_client.connector.identity import Share
+    from lmkv_client.connector.identity import HeadShare
     from lmkv_client.connector.worker.side import WorkerSide
 
     chunk_count = PROMPT_TOKENS // spec.chunk_size
@@ -51,7 +51,7 @@ def measure(run: Run, spec: KvSpec) -> None:
         pool.populate()
         with served(run, pool) as attachment:
             for threads in THREADS:
-                worker = WorkerSide(spec, Share.of_rank(0, 1, spec.kv_head_count), rank=0, threads=threads)
+                worker = WorkerSide(spec, HeadShare.of_rank(0, 1, spec.kv_head_count), rank=0, threads=threads)
                 try:
                     worker.register({str(layer): tensor for layer, tensor in enumerate(tensors)})
                     acts = Acts(worker, attachment, copies)
@@ -64,11 +64,11 @@ class Acts:
     """One worker's store and load of all the chunks, each a whole step's work."""
 
     def __init__(self, worker: WorkerSide, attachment: Attachment, copies: list[ChunkCopy]) -> None:
-        from lmkv_client.connector.messages import Load, StepPlan
+        from lmkv_client.connector.messages import LoadPlan, StepPlan
 
         self._worker = worker
         self._store = StepPlan(attachment=attachment, stores=copies)
-        load = Load(request_id="r", copies=copies, sync=True, final=True, checks=[], failed_blocks=[])
+        load = LoadPlan(request_id="r", copies=copies, sync=True, final=True, checks=[], failed_blocks=[])
         self._load = StepPlan(attachment=attachment, loads=[load])
         worker.load(StepPlan(attachment=attachment))  # maps the pool
 

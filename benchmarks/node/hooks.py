@@ -23,12 +23,12 @@ def measure(run: Run, link: NodeClient) -> None:
     """Adds rows for a scheduler side that is attached to a node, and a worker side beside it."""
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from lmkv_client.connector.identity import Share
+    from lmkv_client.connector.identity import HeadShare
     from lmkv_client.connector.scheduler.side import SchedulerSide
     from lmkv_client.connector.worker.side import WorkerSide
 
     scheduler = SchedulerSide(ConnectorConfig(), SPEC, link, block_size=SPEC.block_size, rank_count=1, step_tokens=8192)
-    worker = WorkerSide(SPEC, Share.of_rank(0, 1, SPEC.kv_head_count), rank=0, threads=1)
+    worker = WorkerSide(SPEC, HeadShare.of_rank(0, 1, SPEC.kv_head_count), rank=0, threads=1)
     nothing = SchedulerOutput.make_empty()
 
     def step() -> None:

@@ -109,7 +109,7 @@ def check_cache_kind(cache: KVCacheSpec, model_name: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class HeadShare:
     """The KV heads that one rank has. Where ranks outnumber heads, or there is one latent for all, several have one."""
 
     first_head: int
@@ -117,7 +117,7 @@ class Share:
     """Whether the rank is the one that stores them."""
 
     @classmethod
-    def of_rank(cls, rank: int, rank_count: int, kv_head_count: int) -> Share:
+    def of_rank(cls, rank: int, rank_count: int, kv_head_count: int) -> HeadShare:
         """The share of one of `rank_count` ranks."""
         per_head = max(1, rank_count // kv_head_count)
         return cls(first_head=rank * kv_head_count // rank_count, is_writer=rank % per_head == 0)

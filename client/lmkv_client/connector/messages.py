@@ -23,7 +23,7 @@ class Attachment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Check:
+class ExtentChecksum:
     """An extent to compare with its checksum before it is used."""
 
     offset: int
@@ -32,7 +32,7 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
+class LoadPlan:
     """Extents to copy into a request's pages."""
 
     request_id: str
@@ -41,7 +41,7 @@ class Load:
     """Whether the step's forward needs the pages."""
     final: bool
     """Whether nothing more comes for this request."""
-    checks: list[Check]
+    checks: list[ExtentChecksum]
     """What of it to verify; empty unless `verify_loads` is on."""
     failed_blocks: list[int]
     """Pages that will never be filled; vLLM computes them instead."""
@@ -54,12 +54,12 @@ class StepPlan(KVConnectorMetadata):
     """Scheduler side to worker side, once a step."""
 
     attachment: Attachment | None = None
-    loads: list[Load] = field(default_factory=list)
+    loads: list[LoadPlan] = field(default_factory=list)
     stores: list[ChunkCopy] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, slots=True)
-class Written:
+class WrittenExtent:
     """How far the ranks have written one extent."""
 
     rank_count: int
@@ -68,7 +68,7 @@ class Written:
 
 
 @dataclass(kw_only=True, slots=True)
-class Loaded:
+class LoadResult:
     """What the ranks copied for one request. They need not be done in the same step."""
 
     rank_count: int = 0
@@ -78,7 +78,7 @@ class Loaded:
     """Longest time that one rank took."""
     failed: bool = False
 
-    def add(self, other: Loaded) -> None:
+    def add(self, other: LoadResult) -> None:
         """Adds what other ranks copied."""
         self.rank_count += other.rank_count
         self.size_bytes += other.size_bytes
@@ -91,23 +91,23 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Worker side to scheduler side, after a step in which something was copied."""
 
     engine_id: str
-    written: dict[int, Written] = field(default_factory=dict)
+    written: dict[int, WrittenExtent] = field(default_factory=dict)
     """By offset of the extent."""
     skipped: set[int] = field(default_factory=set)
     """Offsets of extents that some rank did not write."""
     store_seconds: float = 0.0
-    loaded: dict[str, Loaded] = field(default_factory=dict)
+    loaded: dict[str, LoadResult] = field(default_factory=dict)
     """By request; only those that are done."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Both ranks' reports as one."""
         assert isinstance(other, WorkerReport)
         for request_id, load in other.loaded.items():
-            self.loaded.setdefault(request_id, Loaded()).add(load)
+            self.loaded.setdefault(request_id, LoadResult()).add(load)
         if other.engine_id != self.engine_id:  # a rank lags behind a re-attach: what it wrote is void
             return self
         for offset, theirs in other.written.items():
-            ours = self.written.setdefault(offset, Written(rank_count=0, checksum=0))
+            ours = self.written.setdefault(offset, WrittenExtent(rank_count=0, checksum=0))
             ours.rank_count += theirs.rank_count
             ours.checksum = (ours.checksum + theirs.checksum) & 0xFFFF_FFFF_FFFF_FFFF
         self.skipped |= other.skipped

@@ -42,14 +42,14 @@ SPEC_CONFLICTS = "spec_conflicts"
 
 
 @dataclass
-class Stats(KVConnectorStats):
+class ConnectorStats(KVConnectorStats):
     """Counts since the last time vLLM took them."""
 
     def reset(self) -> None:
         """Starts over."""
         self.data.clear()
 
-    def aggregate(self, other: KVConnectorStats) -> Stats:
+    def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
         """Both together; the latest value of the gauge."""
         for name, amount in other.data.items():
             self.data[name] = amount if name == SPEC_CONFLICTS else self.data.get(name, 0) + amount
@@ -64,7 +64,7 @@ class Stats(KVConnectorStats):
         return not self.data
 
 
-class Counters:
+class ConnectorCounters:
     """What the scheduler side counts; shared by its parts."""
 
     def __init__(self) -> None:
@@ -79,12 +79,12 @@ class Counters:
         """Notes the value of a gauge."""
         self._data[name] = amount
 
-    def take(self) -> Stats | None:
+    def take(self) -> ConnectorStats | None:
         """Everything since the last call; None if nothing was counted."""
         if not self._data:
             return None
         data, self._data = self._data, {}
-        return Stats(data=data)
+        return ConnectorStats(data=data)
 
 
 def tier_tokens(tier: str) -> str:

@@ -18,13 +18,13 @@ from lmkv.config import ConnectorConfig
 from lmkv.errors import LmkvError
 from lmkv.spec import TOKEN_MAJOR
 from lmkv_client import refusal
-from lmkv_client.connector.format import check_packing
-from lmkv_client.connector.identity import Share, attention_isa, kv_spec, served_names
+from lmkv_client.connector.identity import HeadShare, attention_isa, kv_spec, served_names
 from lmkv_client.connector.messages import StepPlan
 from lmkv_client.connector.node.client import NodeClient
 from lmkv_client.connector.scheduler.side import SchedulerSide
 from lmkv_client.connector.served_names import ServedNames
-from lmkv_client.connector.stats import PromMetrics, Stats
+from lmkv_client.connector.stats import ConnectorStats, PromMetrics
+from lmkv_client.connector.worker.format import check_packing
 from lmkv_client.connector.worker.side import WorkerSide
 
 if TYPE_CHECKING:
@@ -88,13 +88,13 @@ class LMKVConnector(KVConnectorBase_V1):
             if spec.format == TOKEN_MAJOR and vllm_config.device_config.device_type == "cpu":
                 check_packing(attention_isa(vllm_config, cache.head_size, cache.block_size), cache)
             rank = get_tensor_model_parallel_rank()
-            share = Share.of_rank(rank, parallel.tensor_parallel_size, spec.kv_head_count)
+            share = HeadShare.of_rank(rank, parallel.tensor_parallel_size, spec.kv_head_count)
             self._worker = WorkerSide(
                 spec,
                 share,
                 rank=rank,
                 threads=config.copy_threads,
-                lends=self._lends(config, vllm_config, rank),
+                lends_buffer=self._lends_buffer(config, vllm_config, rank),
                 nixl_backends=config.nixl_backends,
             )
 
@@ -107,7 +107,7 @@ class LMKVConnector(KVConnectorBase_V1):
             logger.info("kv_load_failure_policy: recompute; lmkv knows no other")
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
 
-    def _lends(self, config: ConnectorConfig, vllm_config: VllmConfig, rank: int) -> bool:
+    def _lends_buffer(self, config: ConnectorConfig, vllm_config: VllmConfig, rank: int) -> bool:
         """Whether what is handed over shall come into a buffer on the device."""
         device = vllm_config.device_config.device_type
         if config.pd_buffer_device == "cuda" and device != "cuda" and rank == 0:
@@ -197,7 +197,7 @@ class LMKVConnector(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """See vLLM."""
-        self.scheduler.reported(connector_output)
+        self.scheduler.handle_report(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See vLLM. Pages are never needed after their request. Who asks for it is told which node is beside us."""
@@ -218,7 +218,7 @@ class LMKVConnector(KVConnectorBase_V1):
 
     # ---- both
 
-    def get_kv_connector_stats(self) -> Stats | None:
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
         """See vLLM. The scheduler side counts for both."""
         return self._scheduler.take_stats() if self._scheduler else None
 
@@ -230,9 +230,9 @@ class LMKVConnector(KVConnectorBase_V1):
             self._worker.close()
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
         """See vLLM."""
-        return Stats(data=data or {})
+        return ConnectorStats(data=data or {})
 
     @classmethod
     def build_prom_metrics(

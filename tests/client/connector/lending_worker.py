@@ -126,26 +126,26 @@ class Rank:
     def __init__(self, rank: int, rank_count: int, attachment: Attachment) -> None:
         import torch
 
-        from lmkv_client.connector.identity import Share
+        from lmkv_client.connector.identity import HeadShare
         from lmkv_client.connector.messages import StepPlan
         from lmkv_client.connector.worker.side import WorkerSide
 
-        share = Share.of_rank(rank, rank_count, SPEC.kv_head_count)
+        share = HeadShare.of_rank(rank, rank_count, SPEC.kv_head_count)
         shape = (BLOCKS, SPEC.kv_head_count // rank_count, BLOCK, 2 * SPEC.head_size)
-        self.worker = WorkerSide(SPEC, share, rank=rank, threads=1, lends=True)
+        self.worker = WorkerSide(SPEC, share, rank=rank, threads=1, lends_buffer=True)
         self.worker.register({str(layer): torch.zeros(shape) for layer in range(SPEC.layer_count)})
         self.worker.load(StepPlan(attachment=attachment))
         self._attachment = attachment
 
     def load(self, extents: Sequence[tuple[int, int, int]]) -> list[int]:
         """Loads chunks by region, offset and tokens; what its words in the pages add to their checksums."""
-        from lmkv_client.connector.messages import Load, StepPlan
+        from lmkv_client.connector.messages import LoadPlan, StepPlan
         from lmkv_kernels import gather
 
         by_region: dict[int, list[ChunkCopy]] = {0: [], 1: []}
         for index, (region, offset, tokens) in enumerate(extents):
             by_region[region].append(whole_chunk(index, offset, tokens))
-        load = Load(
+        load = LoadPlan(
             request_id="r",
             copies=by_region[0],
             buffered=by_region[1],

@@ -17,7 +17,7 @@ from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import Extent
 from lmkv_client.connector.messages import Attachment
-from lmkv_client.connector.node.client import Event, Lost
+from lmkv_client.connector.node.client import Event, NodeLost
 from lmkv_client.connector.served_names import ServedNames
 
 Content = list[list[int]]
@@ -134,7 +134,7 @@ class ScriptedNode:
     def lose(self) -> None:
         """The line is broken."""
         self.attached = False
-        self.inbox.append(Lost())
+        self.inbox.append(NodeLost())
         self.orphans += self.tickets.values()
         self.tickets.clear()
         self.credits_out.clear()

@@ -36,10 +36,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 from lmkv.config import ConnectorConfig
 from lmkv.keys import ChunkKey, KeyChain, as_tokens, root_key
 from lmkv.spec import NATIVE_TILES, KvSpec
-from lmkv_client.connector.messages import Attachment, Load, Loaded, StepPlan, WorkerReport, Written
+from lmkv_client.connector.messages import Attachment, LoadPlan, LoadResult, StepPlan, WorkerReport, WrittenExtent
 from lmkv_client.connector.scheduler.multimodal import multimodal_extras
 from lmkv_client.connector.scheduler.side import SchedulerSide
-from lmkv_client.connector.stats import Stats
+from lmkv_client.connector.stats import ConnectorStats
 from lmkv_client.connector.vllm_connector import LMKVConnector
 from lmkv_kernels import ChunkCopy
 from tests.client.connector.scripted_node import SPOILT, Content, Pool, ScriptedNode, Stored
@@ -104,7 +104,7 @@ class ScriptedConnector(LMKVConnector):
             clock=self.clock,
         )
 
-    def get_kv_connector_stats(self) -> Stats | None:
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
         """See vLLM."""
         stats = super().get_kv_connector_stats()
         for name, amount in stats.data.items() if stats else ():
@@ -210,7 +210,7 @@ class SimulatedWorker:
                 assert load.final, "a synchronous load is complete in its step"
                 self._end(load)
 
-    def _end(self, load: Load) -> None:
+    def _end(self, load: LoadPlan) -> None:
         copying = self._loads.pop(load.request_id)
         self._done(load.request_id, copying)
         self._poisoned |= bool(copying.failed_blocks)
@@ -230,7 +230,7 @@ class SimulatedWorker:
     def _done(self, request_id: str, copying: Copying) -> None:
         self.copy(copying)
         self._failed_blocks |= set(copying.failed_blocks)
-        self._reporting().loaded[request_id] = Loaded(rank_count=1, seconds=0.001, failed=copying.failed)
+        self._reporting().loaded[request_id] = LoadResult(rank_count=1, seconds=0.001, failed=copying.failed)
 
     def store(self, plan: StepPlan) -> None:
         """Copies pages into the pool, before they can change."""
@@ -244,7 +244,7 @@ class SimulatedWorker:
             assert len(copy.block_ids) == -(-copy.token_count // BLOCK)
             content: Content = [list(self.page(block_id)) for block_id in copy.block_ids]
             self._pool[copy.offset][self.rank] = content
-            report.written[copy.offset] = Written(rank_count=1, checksum=sum(map(sum, content)) % 2**64)
+            report.written[copy.offset] = WrittenExtent(rank_count=1, checksum=sum(map(sum, content)) % 2**64)
 
     def result(self) -> KVConnectorOutput:
         """What vLLM collects from the worker after the step."""
@@ -415,7 +415,7 @@ class SimulatedEngine:
             if not self.scheduler.has_requests():
                 break
             self.step()
-        self.side.pump()
+        self.side.drain_events()
 
     def check_answer(self, request_id: str) -> None:
         """The same as without any cache."""
@@ -431,10 +431,10 @@ class SimulatedEngine:
         assert self.free_block_count == self._free_at_start
         assert not any(worker.load_count for worker in self.workers)
         side = self.side
-        assert (len(side._prompts), len(side._searches), len(side._loads), len(side._stores)) == (0, 0, 0, 0)
+        assert (len(side._states), len(side._lookups), len(side._loads), len(side._stores)) == (0, 0, 0, 0)
         assert not side._handoffs._finished
         in_hand = side._stores.credits
-        assert (in_hand.asked_count, in_hand.writing_count) == (0, 0)
+        assert (in_hand.requested_count, in_hand.writing_count) == (0, 0)
         if self.node.attached:
             assert not self.node.tickets, "the node still holds chunks for a request"
             assert not self.node.fetches

@@ -18,10 +18,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from lmkv.config import ConnectorConfig
 from lmkv.errors import BadKvSpec, ConfigError
 from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvSpec
-from lmkv_client.connector.format import check_packing
 from lmkv_client.connector.identity import (
     SAMPLE_BYTES,
-    Share,
+    HeadShare,
     attention_isa,
     folder_digest,
     kv_dtype,
@@ -30,6 +29,7 @@ from lmkv_client.connector.identity import (
     model_identity,
     served_names,
 )
+from lmkv_client.connector.worker.format import check_packing
 from lmkv_client.demo.model import make_model
 from lmkv_kernels import token_rows
 from tests.client.connector.conftest import make_vllm_config
@@ -219,7 +219,7 @@ def test_heads_that_cannot_be_split_are_refused_in_one_line(
 def test_every_rank_has_its_heads_and_each_head_one_rank_that_stores_it(
     ranks: int, heads: int, shares: list[tuple[int, bool]]
 ) -> None:
-    found = [Share.of_rank(rank, ranks, heads) for rank in range(ranks)]
+    found = [HeadShare.of_rank(rank, ranks, heads) for rank in range(ranks)]
     assert [(share.first_head, share.is_writer) for share in found] == shares
 
 
@@ -257,7 +257,7 @@ def test_a_packing_that_is_not_as_expected_is_refused(monkeypatch: pytest.Monkey
     cache = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match=r"kv_format: .*'mmx'.*use kv_format native"):
         check_packing("mmx", cache)
-    monkeypatch.setattr("lmkv_client.connector.format.packed_rows", token_rows)  # as if keys were not turned
+    monkeypatch.setattr("lmkv_client.connector.worker.format.packed_rows", token_rows)  # as if keys were not turned
     with pytest.raises(ConfigError, match=r"not where they should be.*use kv_format native"):
         check_packing("vec", cache)
 

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import pickle
 
-from lmkv_client.connector.messages import Attachment, Check, Load, Loaded, StepPlan, WorkerReport, Written
+from lmkv_client.connector.messages import (
+    Attachment,
+    ExtentChecksum,
+    LoadPlan,
+    LoadResult,
+    StepPlan,
+    WorkerReport,
+    WrittenExtent,
+)
 from lmkv_kernels import ChunkCopy
 
 
 def test_parts_of_the_ranks_are_added_modulo_two_to_the_64() -> None:
-    first = WorkerReport(engine_id="e", written={0: Written(rank_count=1, checksum=2**64 - 1)}, store_seconds=0.5)
-    other = WorkerReport(engine_id="e", written={0: Written(rank_count=1, checksum=3)}, store_seconds=0.25)
+    first = WorkerReport(engine_id="e", written={0: WrittenExtent(rank_count=1, checksum=2**64 - 1)}, store_seconds=0.5)
+    other = WorkerReport(engine_id="e", written={0: WrittenExtent(rank_count=1, checksum=3)}, store_seconds=0.25)
     both = first.aggregate(other)
-    assert both.written == {0: Written(rank_count=2, checksum=2)}
+    assert both.written == {0: WrittenExtent(rank_count=2, checksum=2)}
     assert both.store_seconds == 0.5
 
 
 def test_an_extent_that_one_rank_skipped_is_skipped_and_counts_one_rank_only() -> None:
-    first = WorkerReport(engine_id="e", written={0: Written(rank_count=1, checksum=1)})
+    first = WorkerReport(engine_id="e", written={0: WrittenExtent(rank_count=1, checksum=1)})
     other = WorkerReport(engine_id="e", skipped={0, 4})
     both = first.aggregate(other)
     assert both.skipped == {0, 4}
@@ -26,35 +34,35 @@ def test_an_extent_that_one_rank_skipped_is_skipped_and_counts_one_rank_only() -
 
 def test_an_extent_that_only_the_other_rank_wrote_is_kept() -> None:
     both = WorkerReport(engine_id="e").aggregate(
-        WorkerReport(engine_id="e", written={8: Written(rank_count=1, checksum=5)})
+        WorkerReport(engine_id="e", written={8: WrittenExtent(rank_count=1, checksum=5)})
     )
-    assert both.written == {8: Written(rank_count=1, checksum=5)}
+    assert both.written == {8: WrittenExtent(rank_count=1, checksum=5)}
 
 
 def test_loads_are_added_over_the_ranks_and_one_failure_fails_all() -> None:
-    first = WorkerReport(engine_id="e", loaded={"r": Loaded(rank_count=1, size_bytes=10, seconds=0.1)})
+    first = WorkerReport(engine_id="e", loaded={"r": LoadResult(rank_count=1, size_bytes=10, seconds=0.1)})
     other = WorkerReport(
         engine_id="e",
-        loaded={"r": Loaded(rank_count=1, seconds=0.3, failed=True), "s": Loaded(rank_count=1, size_bytes=7)},
+        loaded={"r": LoadResult(rank_count=1, seconds=0.3, failed=True), "s": LoadResult(rank_count=1, size_bytes=7)},
     )
     both = first.aggregate(other)
-    assert both.loaded["r"] == Loaded(rank_count=2, size_bytes=10, seconds=0.3, failed=True)
-    assert both.loaded["s"] == Loaded(rank_count=1, size_bytes=7)
+    assert both.loaded["r"] == LoadResult(rank_count=2, size_bytes=10, seconds=0.3, failed=True)
+    assert both.loaded["s"] == LoadResult(rank_count=1, size_bytes=7)
 
 
 def test_what_a_rank_wrote_for_another_attachment_is_void_but_its_loads_have_ended() -> None:
-    first = WorkerReport(engine_id="new", written={0: Written(rank_count=1, checksum=1)})
+    first = WorkerReport(engine_id="new", written={0: WrittenExtent(rank_count=1, checksum=1)})
     other = WorkerReport(
         engine_id="old",
-        written={0: Written(rank_count=1, checksum=1)},
+        written={0: WrittenExtent(rank_count=1, checksum=1)},
         skipped={4},
-        loaded={"r": Loaded(rank_count=1)},
+        loaded={"r": LoadResult(rank_count=1)},
     )
     both = first.aggregate(other)
     assert both.engine_id == "new"
     assert both.written[0].rank_count == 1
     assert not both.skipped
-    assert both.loaded == {"r": Loaded(rank_count=1)}
+    assert both.loaded == {"r": LoadResult(rank_count=1)}
 
 
 def test_plans_and_reports_survive_the_way_between_processes() -> None:
@@ -62,17 +70,17 @@ def test_plans_and_reports_survive_the_way_between_processes() -> None:
     plan = StepPlan(
         attachment=Attachment(engine_id="e", pool_socket="/tmp/s", epoch=3),
         loads=[
-            Load(
+            LoadPlan(
                 request_id="r",
                 copies=[copy],
                 sync=True,
                 final=True,
-                checks=[Check(offset=0, size_bytes=8, checksum=1)],
+                checks=[ExtentChecksum(offset=0, size_bytes=8, checksum=1)],
                 failed_blocks=[1],
             )
         ],
         stores=[copy],
     )
-    report = WorkerReport(engine_id="e", written={0: Written(rank_count=1, checksum=2**64 - 1)}, skipped={4})
+    report = WorkerReport(engine_id="e", written={0: WrittenExtent(rank_count=1, checksum=2**64 - 1)}, skipped={4})
     assert pickle.loads(pickle.dumps(plan)) == plan
     assert pickle.loads(pickle.dumps(report)) == report

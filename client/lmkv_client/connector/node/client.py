@@ -22,7 +22,7 @@ from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1 import engine_service_pb2_grpc
 from lmkv_client.connector.messages import Attachment
-from lmkv_client.connector.node.launcher import Launcher
+from lmkv_client.connector.node.launcher import NodeLauncher
 from lmkv_client.connector.served_names import ServedNames
 from lmkv_client.plugin import PROCESSORS
 
@@ -35,11 +35,11 @@ MAX_UNSENT = 4096
 """Messages that may wait for a node that does not read; more of them mean that it is lost."""
 
 
-class Lost:
+class NodeLost:
     """Event: the node is gone, and with it everything it had granted."""
 
 
-Event = Attachment | Lost | pb.AttachResponse
+Event = Attachment | NodeLost | pb.AttachResponse
 
 
 class NodeClient:
@@ -57,7 +57,7 @@ class NodeClient:
         self._config = config
         self._spec = spec
         self._worker_count = worker_count
-        self._launcher = Launcher(config)
+        self._launcher = NodeLauncher(config)
         self._engine = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._attach_count = 0
         self._outboxes: dict[str, deque[pb.AttachRequest]] = {}
@@ -65,8 +65,8 @@ class NodeClient:
         self._filled = asyncio.Event()
         self._wake_pending = False
         self._loop = asyncio.new_event_loop()
-        self._first = threading.Event()
-        self._fatal: LmkvError | None = None
+        self._attached_once = threading.Event()
+        self._config_error: LmkvError | None = None
         self._closing = False
         self._attached = False
         self._call: Any = None
@@ -79,13 +79,13 @@ class NodeClient:
         is merely not there yet is no error: the engine computes until it comes.
         """
         self._thread.start()
-        if not self._first.wait(self._config.node_start_timeout):
+        if not self._attached_once.wait(self._config.node_start_timeout):
             logger.warning(
                 "no node after %.0f s; computing everything until it is there", self._config.node_start_timeout
             )
-            self._first.set()  # nobody waits any more: from now on mistakes are logged
-        if self._fatal:
-            raise self._fatal
+            self._attached_once.set()  # nobody waits any more: from now on mistakes are logged
+        if self._config_error:
+            raise self._config_error
 
     def send(self, attachment: Attachment, message: pb.AttachRequest) -> None:
         """Sends, in order, merged with its neighbours. Called on the scheduler's thread; never blocks.
@@ -97,7 +97,7 @@ class NodeClient:
             return
         outbox.append(message)
         if len(outbox) > MAX_UNSENT:
-            self._overflow()
+            self._fail_overflow()
         elif not self._wake_pending:
             self._wake_pending = True
             with suppress(RuntimeError):  # closed
@@ -111,7 +111,7 @@ class NodeClient:
                 self._loop.call_soon_threadsafe(self._stop)
             self._thread.join(CONNECT_TIMEOUT_SECONDS)
 
-    def _overflow(self) -> None:
+    def _fail_overflow(self) -> None:
         """The node does not read: it is lost. What waits for it is dropped."""
         self._outboxes = {}
         if call := self._call:
@@ -142,9 +142,9 @@ class NodeClient:
                 address = await self._launcher.address()
                 await self._attach(address)
             except ConfigError as error:
-                if not self._first.is_set():
-                    self._fatal = error
-                    self._first.set()
+                if not self._attached_once.is_set():
+                    self._config_error = error
+                    self._attached_once.set()
                     return
                 logger.error("cannot attach to a node: %s", error)
             except LmkvError as error:
@@ -154,7 +154,7 @@ class NodeClient:
             if self._attached:
                 self._attached = False
                 self._outboxes = {}
-                self.inbox.append(Lost())
+                self.inbox.append(NodeLost())
                 backoff = FIRST_BACKOFF_SECONDS
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
@@ -179,14 +179,14 @@ class NodeClient:
                     await call.write(pb.AttachRequest(hello=hello))
                     answer = await call.read()
                 if not isinstance(answer, pb.AttachResponse):
-                    raise await self._ending(call)
+                    raise await self._end_error(call)
                 self._welcome(address, engine_id, answer)
                 sender = asyncio.create_task(self._send_all(call, self._outboxes[engine_id]))
                 while isinstance(message := await call.read(), pb.AttachResponse):
                     self.inbox.append(message)
                     for handed in message.handed:
-                        log_handed(handed)
-                raise await self._ending(call)
+                        log_handoff(handed)
+                raise await self._end_error(call)
             except TimeoutError:
                 raise Unreachable(f"node at {address} does not answer") from None
             except asyncio.CancelledError:  # gRPC raises this too when we have cancelled the call
@@ -194,7 +194,7 @@ class NodeClient:
                     raise
                 raise Unreachable(f"node at {address} does not read") from None
             except grpc.RpcError as error:
-                raise self._meaning(rpc.from_rpc_error(error)) from None
+                raise self._translate(rpc.from_rpc_error(error)) from None
             finally:
                 self._call = None
                 call.cancel()
@@ -218,9 +218,9 @@ class NodeClient:
         logger.info(
             "attached to node %s (pid %d), pool %s", welcome.instance_id, welcome.node_pid, format_pool(welcome)
         )
-        self._first.set()
+        self._attached_once.set()
 
-    async def _ending(self, call: Any) -> LmkvError:
+    async def _end_error(self, call: Any) -> LmkvError:
         """Why the node ended the stream."""
         code = await call.code()
         if code is grpc.StatusCode.OK:
@@ -228,10 +228,10 @@ class NodeClient:
         try:
             await call.read()
         except grpc.RpcError as error:
-            return self._meaning(rpc.from_rpc_error(error))
+            return self._translate(rpc.from_rpc_error(error))
         return Unreachable(f"{code.name}: {await call.details()}")
 
-    def _meaning(self, error: LmkvError) -> LmkvError:
+    def _translate(self, error: LmkvError) -> LmkvError:
         """A conflict with a running node is a mistake in the configuration, unless that node ends now."""
         if isinstance(error, ConfigConflict) and not self._launcher.replaces(error):
             return ConfigError(as_written(str(error), self._config.written))
@@ -261,7 +261,7 @@ def next_message(outbox: deque[pb.AttachRequest]) -> pb.AttachRequest:
     return message
 
 
-def log_handed(handed: pb.HandedChunks) -> None:
+def log_handoff(handed: pb.HandedChunks) -> None:
     """Tells of a handoff as soon as it has ended: an engine that is idle takes nothing in until it has work."""
     if handed.status.code:
         logger.warning("handoff %s failed: %s", handed.request_id, handed.status.message)

@@ -27,7 +27,7 @@ NOT_EXPECTED = ("LMKV_LOG_FORMAT", "LMKV_LOG_LEVEL", "LMKV_METRICS_PORT", "LMKV_
 """What may differ from a running node without meaning another node."""
 
 
-class Launcher:
+class NodeLauncher:
     """Where the engine's node is. The node is a process of its own: it outlives the engine by `node_linger`."""
 
     def __init__(self, config: ConnectorConfig) -> None:

@@ -22,7 +22,7 @@ class HandoffRefused(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Handoff:
+class HandoffParams:
     """One request's part in a handoff."""
 
     request_id: str
@@ -44,7 +44,7 @@ def is_addressed(params: Mapping[str, Any] | None) -> bool:
     return isinstance(params, Mapping) and isinstance(params.get(PARAMS), Mapping)
 
 
-def handoff_of(params: Mapping[str, Any] | None, keys: HandoffKeys) -> Handoff | None:
+def handoff_of(params: Mapping[str, Any] | None, keys: HandoffKeys) -> HandoffParams | None:
     """The handoff that the request names; None if it names none.
 
     Raises `HandoffRefused` if it is malformed, or not proven although there are keys to prove it with.
@@ -58,7 +58,7 @@ def handoff_of(params: Mapping[str, Any] | None, keys: HandoffKeys) -> Handoff |
         raise HandoffRefused("kv_transfer_params.lmkv.prompt_token_count must be a number of tokens")
     if refusal := keys.refusal(name, instance, said.get("expire_time"), said.get("mac")):
         raise HandoffRefused(refusal)
-    return Handoff(request_id=name, decode_instance=instance, prompt_token_count=count)
+    return HandoffParams(request_id=name, decode_instance=instance, prompt_token_count=count)
 
 
 def _name(said: Mapping[str, Any], field: str) -> str:

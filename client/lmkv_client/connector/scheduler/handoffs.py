@@ -12,9 +12,9 @@ from lmkv.auth.handoff import HandoffKeys
 from lmkv.config import ConnectorConfig
 from lmkv.keys import join_keys
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv_client.connector.scheduler.handoff import Handoff, HandoffRefused, handoff_of
+from lmkv_client.connector.scheduler.handoff import HandoffParams, HandoffRefused, handoff_of
 from lmkv_client.connector.scheduler.request_state import RequestState
-from lmkv_client.connector.stats import Counters
+from lmkv_client.connector.stats import ConnectorCounters
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -25,14 +25,14 @@ QUIET_SECONDS = 10.0
 """Between two lines of the log about handoffs that were refused: clients of the API can ask for any number."""
 
 
-class Handoffs:
+class RequestHandoffs:
     """As a prefill the node hands each chunk on as it is committed; the engine only says when no more will be."""
 
     def __init__(
         self,
         config: ConnectorConfig,
         send: Callable[[pb.AttachRequest], None],
-        counters: Counters,
+        counters: ConnectorCounters,
         is_storing: Callable[[RequestState], bool],
     ) -> None:
         """`is_storing` says whether chunks of a prompt are still being written."""
@@ -41,17 +41,17 @@ class Handoffs:
         self._send = send
         self._counters = counters
         self._is_storing = is_storing
-        self._prompts: dict[str, RequestState] = {}
+        self._states: dict[str, RequestState] = {}
         """By handoff, until the node says how it went."""
         self._finished: dict[str, RequestState] = {}
         """Those whose request is over, and chunks of which may still be committed."""
-        self._begun: dict[str, Handoff] = {}
+        self._begun: dict[str, HandoffParams] = {}
         """Those that requests of this engine give away, by the request."""
         self._refusals: dict[str, str] = {}
         """Why the handoffs of requests do not take place, by the request."""
         self._quiet_until = 0.0
 
-    def read(self, request: Request, instance_id: str) -> Handoff | None:
+    def read(self, request: Request, instance_id: str) -> HandoffParams | None:
         """The request's handoff; None if it names none, or if that is refused. `instance_id` is the node's, if any."""
         try:
             handoff = handoff_of(request.kv_transfer_params, self._keys)
@@ -80,36 +80,36 @@ class Handoffs:
         """Why the handoff of a request does not take place, as far as that is known; empty if it does."""
         return self._refusals.get(request_id, "")
 
-    def begin(self, handoff: Handoff, request_id: str, prompt: RequestState | None) -> None:
+    def begin(self, handoff: HandoffParams, request_id: str, state: RequestState | None) -> None:
         """Has the node hand the request's prompt to the decode's node."""
-        if prompt is None or not prompt.keys:
+        if state is None or not state.keys:
             self._refusals[request_id] = "nothing of the prompt can be stored"
             return
-        self._prompts[handoff.request_id] = prompt
-        self._begun[prompt.request_id] = handoff
+        self._states[handoff.request_id] = state
+        self._begun[state.request_id] = handoff
         message = pb.HandChunks(
             request_id=handoff.request_id,
             decode_instance_id=handoff.decode_instance,
-            chunk_keys=join_keys(prompt.keys),
-            token_count=prompt.token_count if prompt.partial_key else prompt.full_count * prompt.chunk_size,
-            traceparent=prompt.traceparent,
+            chunk_keys=join_keys(state.keys),
+            token_count=state.token_count if state.partial_key else state.full_count * state.chunk_size,
+            traceparent=state.traceparent,
         )
         self._send(pb.AttachRequest(handoffs=[message]))
 
-    def drop(self, handoff: Handoff) -> None:
+    def drop(self, handoff: HandoffParams) -> None:
         """No request will load it."""
         instance_id = handoff.decode_instance if handoff.is_prefill else ""
         dropped = pb.DropHandoff(request_id=handoff.request_id, decode_instance_id=instance_id)
         self._send(pb.AttachRequest(dropped_handoffs=[dropped]))
 
-    def finished(self, prompt: RequestState, *, is_aborted: bool) -> None:
+    def finished(self, state: RequestState, *, is_aborted: bool) -> None:
         """The request is over; `settle` ends its handoff once everything is committed, an aborted one ends now."""
-        handoff = self._begun.pop(prompt.request_id, None)
+        handoff = self._begun.pop(state.request_id, None)
         if handoff is not None and is_aborted:
-            self._prompts.pop(handoff.request_id, None)
+            self._states.pop(handoff.request_id, None)
             self.drop(handoff)
             return
-        self._finished.update({name: one for name, one in self._prompts.items() if one is prompt})
+        self._finished.update({name: one for name, one in self._states.items() if one is state})
         self.settle()
 
     def forget(self, request_id: str) -> None:
@@ -118,29 +118,29 @@ class Handoffs:
 
     def settle(self) -> None:
         """Ends the handoffs of which no chunk will be committed any more."""
-        ended = [name for name, prompt in self._finished.items() if not self._is_storing(prompt)]
+        ended = [name for name, state in self._finished.items() if not self._is_storing(state)]
         for name in ended:
             del self._finished[name]
         if ended:
             self._send(pb.AttachRequest(ended_handoffs=ended))
 
-    def ended(self, handed: pb.HandedChunks) -> None:
+    def handle_ended(self, handed: pb.HandedChunks) -> None:
         """The node says how a handoff went."""
-        prompt = self._prompts.pop(handed.request_id, None)
+        state = self._states.pop(handed.request_id, None)
         self._finished.pop(handed.request_id, None)
-        if prompt is None:
+        if state is None:
             return
-        self._counters.add("handed_tokens", prompt.tokens_in(handed.chunk_count))
+        self._counters.add("handed_tokens", state.tokens_in(handed.chunk_count))
         self._counters.add("handed_bytes", handed.transferred_bytes)
         self._counters.add("handed_seconds", handed.transfer_duration.ToNanoseconds() / 1e9)
         self._counters.add("handoff_failures", int(handed.status.code != 0))
-        if handed.status.code and not handed.chunk_count and prompt.request_id in self._begun:
-            self._refusals[prompt.request_id] = handed.status.message  # its request is not over yet
+        if handed.status.code and not handed.chunk_count and state.request_id in self._begun:
+            self._refusals[state.request_id] = handed.status.message  # its request is not over yet
 
-    def lost(self) -> None:
+    def node_lost(self) -> None:
         """The node is gone, and its handoffs with it."""
-        self._counters.add("handoff_failures", len(self._prompts))
+        self._counters.add("handoff_failures", len(self._states))
         self._refusals |= dict.fromkeys(self._begun, "the node of this engine is gone")
         self._begun.clear()
-        self._prompts.clear()
+        self._states.clear()
         self._finished.clear()

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from lmkv.telemetry import NO_SPAN, Span
 from lmkv.v1.chunk_pb2 import Extent
-from lmkv_client.connector.messages import Check, Load, Loaded
-from lmkv_client.connector.scheduler.copies import blocks_of, prompt_copy
+from lmkv_client.connector.messages import ExtentChecksum, LoadPlan, LoadResult
+from lmkv_client.connector.scheduler.block_copies import blocks_of, prompt_copy
 from lmkv_client.connector.scheduler.hit_sources import HitSources
 from lmkv_kernels import ChunkCopy
 
 POOL = 0
 """The region of extents in the pool; others are in the device buffer, and were verified there as they came."""
-NOWHERE = HitSources()
+NO_SOURCES = HitSources()
 
 
 class LoadState:
@@ -29,7 +29,7 @@ class LoadState:
         self,
         *,
         request_id: str,
-        ticket: str,
+        lookup_id: str,
         start: int,
         end: int,
         block_ids: Sequence[int],
@@ -38,12 +38,12 @@ class LoadState:
         sync: bool,
         started_at: float,
         deadline: float,
-        places: HitSources = NOWHERE,
+        sources: HitSources = NO_SOURCES,
         verify: bool = False,
         span: Span = NO_SPAN,
     ) -> None:
         self.request_id = request_id
-        self.ticket = ticket
+        self.lookup_id = lookup_id
         self.start = start
         self.end = end
         self.sync = sync
@@ -56,19 +56,19 @@ class LoadState:
         self.first_chunk = start // chunk_size
         self.stop_chunk = -(-end // chunk_size)
         self.final_sent = False
-        self.copied = Loaded()
+        self.copied = LoadResult()
         """What the ranks that are done have copied."""
         self._block_ids = block_ids
         self._chunk_size = chunk_size
         self._block_size = block_size
-        self._places = places
+        self._sources = sources
         self._missing = set(range(self.first_chunk, self.stop_chunk))
         self._verify = verify
         self._ready: dict[int, tuple[ChunkCopy, Extent]] = {}
         """By chunk: has arrived, and the workers do not know yet."""
         self._closed = False
 
-    def arrived(self, first_chunk: int, extents: Sequence[Extent]) -> None:
+    def add_extents(self, first_chunk: int, extents: Sequence[Extent]) -> None:
         """Chunks from `first_chunk` on lie in these extents."""
         for chunk, extent in enumerate(extents, first_chunk):
             if chunk in self._missing and not self._closed:
@@ -79,13 +79,13 @@ class LoadState:
 
     def tokens_by_tier(self, token_count: int) -> dict[str, int]:
         """Where the load's first `token_count` tokens were at the lookup, by tier. Chunks arrive in prompt order."""
-        return self._places.tokens(self.start, self.start + token_count, self._chunk_size)
+        return self._sources.tokens(self.start, self.start + token_count, self._chunk_size)
 
     def close(self) -> None:
         """Nothing more will arrive: what is missing is lost."""
         self._closed = True
 
-    def lose(self) -> None:
+    def node_lost(self) -> None:
         """The node is gone: as `close`; extents that the workers do not know yet mean nothing in the next pool."""
         self._missing |= self._ready.keys()
         self.arrived_tokens -= sum(self._high(chunk) - self._low(chunk) for chunk in self._ready)
@@ -97,7 +97,7 @@ class LoadState:
         """Whether every wanted chunk has arrived."""
         return not self._missing
 
-    def take(self) -> Load | None:
+    def take(self) -> LoadPlan | None:
         """What the workers shall do next for this load; None if there is nothing new."""
         final = not self.final_sent and (self._closed or self.complete)
         if not self._ready and not final:
@@ -105,7 +105,7 @@ class LoadState:
         ready, self._ready = list(self._ready.values()), {}
         pooled = [one for one in ready if one[1].region == POOL]
         self.final_sent |= final
-        return Load(
+        return LoadPlan(
             request_id=self.request_id,
             copies=[copy for copy, _ in pooled],
             buffered=[copy for copy, extent in ready if extent.region != POOL],
@@ -140,6 +140,6 @@ class LoadState:
         return list(lost)
 
 
-def check(extent: Extent) -> Check:
+def check(extent: Extent) -> ExtentChecksum:
     """What to compare an extent with."""
-    return Check(offset=extent.offset, size_bytes=extent.size_bytes, checksum=extent.checksum)
+    return ExtentChecksum(offset=extent.offset, size_bytes=extent.size_bytes, checksum=extent.checksum)

@@ -34,30 +34,30 @@ class RequestState:
     __slots__ = (
         "absent_count",
         "all_tokens",
-        "asked_at",
-        "asking",
         "chain",
         "computed_count",
         "found_at",
         "handoff_id",
-        "is_kept",
         "keys",
+        "lacked_credit",
+        "load_failed",
         "load_timeout",
+        "looked_up_at",
+        "lookup_id",
+        "lookup_span",
+        "lookup_state",
+        "may_store",
         "own",
         "partial_is_stored",
         "partial_key",
         "peer_id",
-        "places",
         "preemption_count",
         "request_id",
-        "search",
-        "starved",
+        "sources",
         "store_failures",
         "stored_count",
-        "ticket",
         "token_count",
         "traceparent",
-        "useless",
     )
 
     def __init__(
@@ -71,7 +71,7 @@ class RequestState:
         traceparent: str = "",
         handoff_id: str = "",
         load_timeout: float = 1.0,
-        is_kept: bool = True,
+        may_store: bool = True,
     ) -> None:
         """`tokens` are the prompt's, or the first of them if only those are handed over."""
         chain.extend(tokens)
@@ -86,22 +86,22 @@ class RequestState:
         """Keys of the prompt's chunks; decoded ones are only in `chain`."""
         self.traceparent = traceparent
         """What the request's spans belong under; empty if nobody traces it."""
-        self.asking: Span = NO_SPAN
+        self.lookup_span: Span = NO_SPAN
         """The lookup that is under way."""
         self.handoff_id = handoff_id
         """The handoff that brings the prompt, if one does."""
         self.load_timeout = load_timeout
         """Most seconds that the request waits for a load."""
-        self.is_kept = is_kept
+        self.may_store = may_store
         """Whether its chunks are to be stored."""
-        self.search = LookupState.OVER
-        self.ticket = ""
+        self.lookup_state = LookupState.OVER
+        self.lookup_id = ""
         """Names the lookup to the node; empty if the node keeps nothing for us."""
-        self.asked_at = 0.0
+        self.looked_up_at = 0.0
         self.found_at = 0.0
         self.own: list[Extent] = []
         self.absent_count = 0
-        self.places = HitSources()
+        self.sources = HitSources()
         """Where the chunks were that the last answer told of."""
         self.peer_id = ""
         self.computed_count = 0
@@ -113,9 +113,9 @@ class RequestState:
         self.partial_is_stored = self.partial_key is None
         """Whether the partial chunk, if there is one, needs no storing any more."""
         self.store_failures = 0
-        self.starved = False
+        self.lacked_credit = False
         """Whether a chunk was left out for want of a credit."""
-        self.useless = False
+        self.load_failed = False
         """Whether a load has failed: offering the same again would go round in circles."""
 
     @property
@@ -131,9 +131,9 @@ class RequestState:
     @property
     def unstored_count(self) -> int:
         """Chunks of the prompt that may still need storing."""
-        return (max(0, self.full_count - self.stored_count) + (not self.partial_is_stored)) * self.is_kept
+        return (max(0, self.full_count - self.stored_count) + (not self.partial_is_stored)) * self.may_store
 
-    def held(self, chunk_count: int) -> None:
+    def mark_held(self, chunk_count: int) -> None:
         """The node holds the prompt's first so many chunks."""
         self.stored_count = max(self.stored_count, min(chunk_count, self.full_count))
         self.partial_is_stored |= chunk_count == len(self.keys)
@@ -157,18 +157,18 @@ class RequestState:
             hit -= hit % self.chunk_size
         return min(hit, request_tokens - 1) // block_size * block_size
 
-    def found(self, own: Sequence[Extent], places: HitSources, peer_id: str, now: float) -> None:
+    def set_found(self, own: Sequence[Extent], sources: HitSources, peer_id: str, now: float) -> None:
         """The node has answered."""
         self.own = list(own)
-        self.places = places
-        self.absent_count = places.absent_count
+        self.sources = sources
+        self.absent_count = sources.absent_count
         self.peer_id = peer_id
         self.found_at = now
-        self.search = LookupState.FOUND
-        self.held(len(own))
-        self.answered(places)
+        self.lookup_state = LookupState.FOUND
+        self.mark_held(len(own))
+        self.end_lookup_span(sources)
         if not own and not self.absent_count:
-            self.over()
+            self.end_lookup()
 
     def keys_up_to(self, chunk_count: int) -> int:
         """Makes keys of decoded chunks where they are missing; how many of the first `chunk_count` now have one."""
@@ -176,20 +176,20 @@ class RequestState:
             self.chain.extend(as_tokens(self.all_tokens[: chunk_count * self.chunk_size]))
         return min(chunk_count, len(self.chain.keys))
 
-    def answered(self, places: HitSources) -> None:
+    def end_lookup_span(self, sources: HitSources) -> None:
         """The lookup is over, and this is where chunks are."""
-        tokens = places.tokens(0, self.token_count, self.chunk_size)
-        self.asking.set(**{f"{tier}_tokens": count for tier, count in tokens.items()})
-        self.asking.set(peer_instance_id=self.peer_id)
-        self.asking.end()
-        self.asking = NO_SPAN
+        tokens = sources.tokens(0, self.token_count, self.chunk_size)
+        self.lookup_span.set(**{f"{tier}_tokens": count for tier, count in tokens.items()})
+        self.lookup_span.set(peer_instance_id=self.peer_id)
+        self.lookup_span.end()
+        self.lookup_span = NO_SPAN
 
-    def over(self) -> None:
+    def end_lookup(self) -> None:
         """Nothing is held for us any more."""
-        if self.search is LookupState.ASKED:
-            self.asking.fail("unanswered", "the request or the node was gone before the answer came")
-            self.answered(HitSources())
-        self.search = LookupState.OVER
-        self.ticket = ""
+        if self.lookup_state is LookupState.ASKED:
+            self.lookup_span.fail("unanswered", "the request or the node was gone before the answer came")
+            self.end_lookup_span(HitSources())
+        self.lookup_state = LookupState.OVER
+        self.lookup_id = ""
         self.own = []
         self.absent_count = 0

@@ -23,18 +23,18 @@ from lmkv.tiers import DISK, HANDOFF, OWN, PEERS
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.identity import lora_identity
 from lmkv_client.connector.messages import Attachment, StepPlan, WorkerReport
-from lmkv_client.connector.node.client import Lost, NodeClient
-from lmkv_client.connector.scheduler.credits import Credits
+from lmkv_client.connector.node.client import NodeClient, NodeLost
 from lmkv_client.connector.scheduler.events import BlockEvents
-from lmkv_client.connector.scheduler.handoff import PARAMS, Handoff, is_addressed
-from lmkv_client.connector.scheduler.handoffs import Handoffs
+from lmkv_client.connector.scheduler.handoff import PARAMS, HandoffParams, is_addressed
+from lmkv_client.connector.scheduler.handoffs import RequestHandoffs
 from lmkv_client.connector.scheduler.loads import Loads
 from lmkv_client.connector.scheduler.lookups import RequestLookups
 from lmkv_client.connector.scheduler.multimodal import multimodal_extras
 from lmkv_client.connector.scheduler.prefill_rate import PrefillRate
 from lmkv_client.connector.scheduler.request_state import LookupState, RequestState
 from lmkv_client.connector.scheduler.stores import Stores
-from lmkv_client.connector.stats import SPEC_CONFLICTS, Counters, Stats
+from lmkv_client.connector.scheduler.write_credits import WriteCredits
+from lmkv_client.connector.stats import SPEC_CONFLICTS, ConnectorCounters, ConnectorStats
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import BlockStored
@@ -67,7 +67,7 @@ class SchedulerSide:
         self,
         config: ConnectorConfig,
         spec: KvSpec,
-        link: NodeClient,
+        node_client: NodeClient,
         *,
         block_size: int,
         rank_count: int,
@@ -81,15 +81,15 @@ class SchedulerSide:
         self._may_load = may_load
         self._may_store = may_store
         self._spec = spec
-        self._link = link
+        self._node_client = node_client
         self._block_size = block_size
         self._clock = clock
         self._attachment: Attachment | None = None
-        self._prompts: dict[str, RequestState] = {}
-        self._counters = Counters()
+        self._states: dict[str, RequestState] = {}
+        self._counters = ConnectorCounters()
         self._prefill = PrefillRate(spec.chunk_size)
-        self._searches = RequestLookups(config, self._send, self._counters, clock, self._prefill)
-        self._loads = Loads(config, self._searches, self._counters, clock, block_size=block_size, rank_count=rank_count)
+        self._lookups = RequestLookups(config, self._send, self._counters, clock, self._prefill)
+        self._loads = Loads(config, self._lookups, self._counters, clock, block_size=block_size, rank_count=rank_count)
         self._has_events = has_events
         self._events = BlockEvents(block_size=block_size, chunk_size=spec.chunk_size)
         self._stores = Stores(
@@ -102,89 +102,89 @@ class SchedulerSide:
             step_tokens=step_tokens,
             with_decode=config.save_decode_cache,
         )
-        self._handoffs = Handoffs(config, self._send, self._counters, self._stores.is_writing)
+        self._handoffs = RequestHandoffs(config, self._send, self._counters, self._stores.is_writing)
         self._resets_done = 0
-        self._node = pb.Welcome()
+        self._welcome = pb.Welcome()
         """What the node said of itself, last."""
 
     # ---- hooks of vLLM, in the order of a request's life
 
     def on_new_request(self, request: Request) -> None:
         """A request has arrived: make its keys, ask the node."""
-        self.pump()
-        handoff = self._handoffs.read(request, self._node.instance_id if self._attachment else "")
-        prompt = self._follow(request, handoff)
+        self.drain_events()
+        handoff = self._handoffs.read(request, self._welcome.instance_id if self._attachment else "")
+        state = self._track(request, handoff)
         if handoff and handoff.is_prefill:
-            self._handoffs.begin(handoff, request.request_id, prompt)
-        elif handoff and not (prompt and prompt.handoff_id and prompt.ticket):
+            self._handoffs.begin(handoff, request.request_id, state)
+        elif handoff and not (state and state.handoff_id and state.lookup_id):
             self._handoffs.drop(handoff)  # it will be loaded by no lookup
 
-    def _follow(self, request: Request, handoff: Handoff | None) -> RequestState | None:
+    def _track(self, request: Request, handoff: HandoffParams | None) -> RequestState | None:
         """Makes the request's keys and looks it up; None if it cannot be cached."""
         if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
             return None
         try:
-            prompt = self._prompt(request, handoff)
+            state = self._make_state(request, handoff)
         except (LmkvError, OSError, ValueError) as error:  # an adapter's folder may vanish
             logger.warning("[%s] goes without cache: %s", request.request_id, error)
             return None
-        self._prompts[request.request_id] = prompt
+        self._states[request.request_id] = state
         if self._has_events:
             self._events.follow(request)
         if not request.skip_reading_prefix_cache:
-            self._ask(prompt)
-        return prompt
+            self._look_up(state)
+        return state
 
     def matched_tokens(self, request: Request, computed_count: int) -> tuple[int | None, bool]:
         """Tokens that can be had beyond those computed, and whether by an asynchronous load; None: not known yet."""
-        prompt = self._prompts.get(request.request_id)
-        if prompt is None or prompt.useless:
+        state = self._states.get(request.request_id)
+        if state is None or state.load_failed:
             return 0, False
-        self.pump()
-        if self._searches.is_stale(prompt) or request.num_preemptions > prompt.preemption_count:
-            prompt.preemption_count = request.num_preemptions
-            self._searches.release(prompt)
-            self._ask(prompt)
-        while self._searches.is_fresh(prompt, is_alone=len(self._prompts) == 1):
+        self.drain_events()
+        if self._lookups.is_stale(state) or request.num_preemptions > state.preemption_count:
+            state.preemption_count = request.num_preemptions
+            self._lookups.release(state)
+            self._look_up(state)
+        while self._lookups.is_fresh(state, is_alone=len(self._states) == 1):
             time.sleep(GRACE_POLL_SECONDS)
-            self.pump()
-        if self._searches.waits(prompt):
+            self.drain_events()
+        if self._lookups.is_pending(state):
             return None, False
-        if prompt.search is not LookupState.FOUND or not self._may_load:
+        if state.lookup_state is not LookupState.FOUND or not self._may_load:
             return 0, False
         sync = not self._config.enable_async_loading
-        prompt.computed_count = computed_count
-        here = max(computed_count, self._hit(prompt, request, len(prompt.own), sync=sync))
-        hit = self._hit(prompt, request, len(prompt.own) + prompt.absent_count, sync=sync)
+        state.computed_count = computed_count
+        here = max(computed_count, self._hit(state, request, len(state.own), sync=sync))
+        hit = self._hit(state, request, len(state.own) + state.absent_count, sync=sync)
         if hit - here < max(1, self._config.min_fetch_tokens):
             hit = here
         elif sync:
-            self._searches.fetch(prompt)
+            self._lookups.fetch(state)
             return None, False
         if hit - computed_count < max(1, self._config.min_retrieve_tokens):
             return 0, False
         return hit - computed_count, not sync
 
-    def _hit(self, prompt: RequestState, request: Request, chunk_count: int, *, sync: bool) -> int:
-        return prompt.hit_tokens(chunk_count, request.num_tokens, self._block_size, sync=sync)
+    def _hit(self, state: RequestState, request: Request, chunk_count: int, *, sync: bool) -> int:
+        return state.hit_tokens(chunk_count, request.num_tokens, self._block_size, sync=sync)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, extra_count: int) -> None:
         """vLLM has pages for the request, and wants so many tokens of it from us."""
-        prompt = self._prompts.get(request.request_id)
-        if prompt is None:
+        state = self._states.get(request.request_id)
+        if state is None:
             return
         if extra_count > 0:
-            self._loads.begin(prompt, extra_count, blocks.get_block_ids()[0])
+            self._loads.begin(state, extra_count, blocks.get_block_ids()[0])
         elif self._loads.get(request.request_id) is None:
-            self._searches.release(prompt)
+            self._lookups.release(state)
 
     def hit_sources(self, request: Request, extra_count: int) -> dict[CacheHitSource, int]:
         """Where the tokens of the load that was just planned come from."""
-        loading = self._loads.get(request.request_id)
-        if loading is None:
+        load_state = self._loads.get(request.request_id)
+        if load_state is None:
             return {CacheHitSource.HOST: extra_count}
         sources: dict[CacheHitSource, int] = {}
-        for tier, count in loading.tokens_by_tier(extra_count).items():
+        for tier, count in load_state.tokens_by_tier(extra_count).items():
             if count:
                 source = HIT_SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
                 sources[source] = sources.get(source, 0) + count
@@ -192,40 +192,40 @@ class SchedulerSide:
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """What the workers shall do in this step."""
-        self.pump()
+        self.drain_events()
         self._prefill.planned(output.total_num_scheduled_tokens, self._clock())
         plan = StepPlan(attachment=self._attachment)
         if self._loads:
             plan.loads = self._loads.plan()
         if output.num_scheduled_tokens and self._attachment and self._may_store:
-            plan.stores = self._stores.plan(output, self._prompts)
+            plan.stores = self._stores.plan(output, self._states)
         return plan
 
-    def reported(self, output: KVConnectorOutput) -> None:
+    def handle_report(self, output: KVConnectorOutput) -> None:
         """What the workers did in a step."""
         self._prefill.ended(self._clock())
-        self.pump()  # the step may have taken long: what is said now must not go to a node that knows nothing of it
+        self.drain_events()  # the step may have been long: nothing may be sent to a node that was lost meanwhile
         report = output.kv_connector_worker_meta
         if not isinstance(report, WorkerReport):
             return
         if self._attachment and report.engine_id == self._attachment.engine_id:
-            self._stores.written(report)
+            self._stores.handle_report(report)
         self._handoffs.settle()
         for request_id, loaded in report.loaded.items():
-            self._loads.copied(request_id, loaded, self._prompts.get(request_id))
+            self._loads.handle_result(request_id, loaded, self._states.get(request_id))
 
     def finished(self, request: Request) -> None:
         """The request is over, however it ended."""
-        self.pump()
+        self.drain_events()
         self._events.forget(request.request_id)
-        prompt = self._prompts.pop(request.request_id, None)
-        if prompt is None:
+        state = self._states.pop(request.request_id, None)
+        if state is None:
             return
-        if not self._loads.finished(prompt):
-            self._searches.release(prompt)
-        self._stores.finished(prompt)
-        self._handoffs.finished(prompt, is_aborted=request.status in NO_ANSWER)
-        if not self._prompts:
+        if not self._loads.finished(state):
+            self._lookups.release(state)
+        self._stores.finished(state)
+        self._handoffs.finished(state, is_aborted=request.status in NO_ANSWER)
+        if not self._states:
             self._stores.idle()
 
     def identity(self, request: Request) -> dict[str, Any] | None:
@@ -234,7 +234,7 @@ class SchedulerSide:
         self._handoffs.forget(request.request_id)
         if not is_addressed(request.kv_transfer_params):
             return None
-        attached = self._node if self._attachment else pb.Welcome()
+        attached = self._welcome if self._attachment else pb.Welcome()
         refused = {"handoff_refused": refusal} if refusal else {}
         return {PARAMS: {"instance_id": attached.instance_id, **refused}}
 
@@ -245,7 +245,7 @@ class SchedulerSide:
 
     def reset(self) -> bool:
         """Forgets every chunk of this engine's spec on its node. Waits for the answer, for an operator waits for us."""
-        self.pump()
+        self.drain_events()
         if self._attachment is None:
             return False
         done = self._resets_done
@@ -253,47 +253,47 @@ class SchedulerSide:
         deadline = time.monotonic() + RESET_TIMEOUT_SECONDS
         while self._resets_done == done and time.monotonic() < deadline:
             time.sleep(RESET_POLL_SECONDS)
-            self.pump()
+            self.drain_events()
         return self._resets_done > done
 
     def take_events(self) -> list[BlockStored]:
         """What was stored since the last call, if anybody is to know."""
         return self._events.take()
 
-    def take_stats(self) -> Stats | None:
+    def take_stats(self) -> ConnectorStats | None:
         """Counts since the last call."""
         return self._counters.take()
 
     # ---- what the node says
 
-    def pump(self) -> None:
+    def drain_events(self) -> None:
         """Takes in everything the node has said."""
-        inbox = self._link.inbox
+        inbox = self._node_client.inbox
         while inbox:
             event = inbox.popleft()
             if isinstance(event, Attachment):
                 self._attachment = event
-                if self._link.served.has_adapters:  # some may have come since the link said hello
-                    self._send(pb.AttachRequest(served_models=self._link.served.messages))
-            elif isinstance(event, Lost):
-                self._lose_node()
+                if self._node_client.served.has_adapters:  # some may have come since the link said hello
+                    self._send(pb.AttachRequest(served_models=self._node_client.served.messages))
+            elif isinstance(event, NodeLost):
+                self._handle_node_loss()
             else:
-                self._take_in(event)
+                self._handle_answer(event)
 
-    def _take_in(self, message: pb.AttachResponse) -> None:
+    def _handle_answer(self, message: pb.AttachResponse) -> None:
         if message.HasField("welcome"):
-            self._stores.credits = Credits(limit=message.welcome.credit_limit)
-            self._node = message.welcome
+            self._stores.credits = WriteCredits(limit=message.welcome.credit_limit)
+            self._welcome = message.welcome
         self._stores.credits.settle(message.settled_reserve_count, [extent.offset for extent in message.credits])
         for found in message.found:
-            self._searches.found(found)
+            self._lookups.handle_found(found)
         for loaded in message.loaded:
             self._counters.add("peer_bytes", loaded.transferred_bytes)
             self._counters.add("peer_seconds", loaded.transfer_duration.ToNanoseconds() / 1e9)
-            if not self._loads.arrived(loaded):
-                self._searches.arrived(loaded)
+            if not self._loads.handle_loaded(loaded):
+                self._lookups.handle_loaded(loaded)
         for handed in message.handed:
-            self._handoffs.ended(handed)
+            self._handoffs.handle_ended(handed)
         for rejected in message.rejected_commits:
             logger.warning("the node refused chunk %s: %s", rejected.chunk_key.hex(), rejected.status.message)
         self._resets_done += len(message.reset_counts)
@@ -309,42 +309,42 @@ class SchedulerSide:
                 conflict.other_value,
             )
 
-    def _lose_node(self) -> None:
+    def _handle_node_loss(self) -> None:
         """Everything the node had granted is void. What the workers still copy is reported under the old attachment."""
         self._counters.add("node_losses")
         logger.warning("the node is lost; computing everything until it is back")
         self._attachment = None
-        self._searches.lost()
-        self._stores.lost()
-        self._handoffs.lost()
-        self._loads.lost()
-        for prompt in self._prompts.values():
-            prompt.over()
+        self._lookups.node_lost()
+        self._stores.node_lost()
+        self._handoffs.node_lost()
+        self._loads.node_lost()
+        for state in self._states.values():
+            state.end_lookup()
 
     # ---- helpers of the hooks
 
-    def _ask(self, prompt: RequestState) -> None:
+    def _look_up(self, state: RequestState) -> None:
         if self._attachment is None:
-            prompt.over()
+            state.end_lookup()
         else:
-            self._searches.ask(prompt, lambda: self._stores.reserve_count(self._prompts.values()))
+            self._lookups.start(state, lambda: self._stores.reserve_count(self._states.values()))
 
     def _send(self, message: pb.AttachRequest) -> None:
         """Says something to the node, if there is one: what was said to one that is lost means nothing to the next."""
         if self._attachment is not None:
-            self._link.send(self._attachment, message)
+            self._node_client.send(self._attachment, message)
 
     def _lora_identity(self, request: Request) -> str:
         """What chunk keys contain for the request's LoRA adapter; a new one is announced to the node."""
         if request.lora_request is None:
             return ""
         identity = lora_identity(request.lora_request)
-        model = self._link.served.use(request.lora_request.lora_name, identity)
+        model = self._node_client.served.use(request.lora_request.lora_name, identity)
         if model is not None:
             self._send(pb.AttachRequest(served_models=[model]))
         return identity
 
-    def _prompt(self, request: Request, handoff: Handoff | None) -> RequestState:
+    def _make_state(self, request: Request, handoff: HandoffParams | None) -> RequestState:
         root = root_key(
             self._spec.fingerprint,
             cache_salt=request.cache_salt or "",
@@ -363,5 +363,5 @@ class SchedulerSide:
             traceparent=(request.trace_headers or {}).get(TRACEPARENT, ""),
             handoff_id=handoff.request_id if handoff and handed_count else "",
             load_timeout=config.pd_load_timeout if handed_count else config.load_timeout,
-            is_kept=config.local_cpu or (handoff is not None and handoff.prompt_token_count != 0),
+            may_store=config.local_cpu or (handoff is not None and handoff.prompt_token_count != 0),
         )

@@ -14,11 +14,11 @@ from lmkv.spec import KvSpec
 from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.messages import WorkerReport
-from lmkv_client.connector.scheduler.copies import blocks_of, prompt_copy
-from lmkv_client.connector.scheduler.credits import Credits
+from lmkv_client.connector.scheduler.block_copies import blocks_of, prompt_copy
 from lmkv_client.connector.scheduler.events import BlockEvents
 from lmkv_client.connector.scheduler.request_state import RequestState
-from lmkv_client.connector.stats import Counters
+from lmkv_client.connector.scheduler.write_credits import WriteCredits
+from lmkv_client.connector.stats import ConnectorCounters
 from lmkv_kernels import ChunkCopy
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ PARTIAL = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Write:
+class PendingStore:
     """A chunk that the workers are writing."""
 
-    prompt: RequestState
+    state: RequestState
     key: ChunkKey
     parent: bytes
     """Key of the chunk before it; empty for the first."""
@@ -56,7 +56,7 @@ class Stores:
         self,
         spec: KvSpec,
         send: Callable[[pb.AttachRequest], None],
-        counters: Counters,
+        counters: ConnectorCounters,
         events: BlockEvents,
         *,
         block_size: int,
@@ -64,7 +64,7 @@ class Stores:
         step_tokens: int,
         with_decode: bool,
     ) -> None:
-        self.credits = Credits()
+        self.credits = WriteCredits()
         self._spec = spec
         self._send = send
         self._counters = counters
@@ -73,75 +73,75 @@ class Stores:
         self._rank_count = rank_count
         self._step_chunks = -(-step_tokens // spec.chunk_size)
         self._with_decode = with_decode
-        self._starving = False
+        self._lacks_credits = False
         """Whether a chunk found no credit since credits were last asked for."""
-        self._writes: dict[int, Write] = {}
+        self._writes: dict[int, PendingStore] = {}
         """By offset of the extent."""
 
     def __len__(self) -> int:
         return len(self._writes)
 
-    def is_writing(self, prompt: RequestState) -> bool:
+    def is_writing(self, state: RequestState) -> bool:
         """Whether workers have yet to say that chunks of this prompt are stored."""
-        return any(write.prompt is prompt for write in self._writes.values())
+        return any(write.state is state for write in self._writes.values())
 
-    def reserve_count(self, prompts: Collection[RequestState]) -> int:
+    def reserve_count(self, states: Collection[RequestState]) -> int:
         """How many credits to ask for: enough for two steps of these prompts, and for a decoded chunk of each."""
-        wanted = sum(prompt.unstored_count for prompt in prompts)
-        return self.credits.ask(min(wanted, 2 * self._step_chunks) + len(prompts))
+        wanted = sum(state.unstored_count for state in states)
+        return self.credits.request(min(wanted, 2 * self._step_chunks) + len(states))
 
-    def plan(self, output: SchedulerOutput, prompts: dict[str, RequestState]) -> list[ChunkCopy]:
+    def plan(self, output: SchedulerOutput, states: dict[str, RequestState]) -> list[ChunkCopy]:
         """The stores of the chunks that this step completes, and of those that earlier found no credit."""
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         copies: list[ChunkCopy] = []
         for request_id, count in output.num_scheduled_tokens.items():
-            prompt = prompts.get(request_id)
-            if prompt and prompt.is_kept and prompt.store_failures < MAX_FAILURES:
-                self._plan(prompt, computed[request_id] + count, output, copies)
-        if (copies or self._starving) and (wanted := self.reserve_count(prompts.values())):
-            self._starving = False
+            state = states.get(request_id)
+            if state and state.may_store and state.store_failures < MAX_FAILURES:
+                self._plan(state, computed[request_id] + count, output, copies)
+        if (copies or self._lacks_credits) and (wanted := self.reserve_count(states.values())):
+            self._lacks_credits = False
             self._send(pb.AttachRequest(reserve_count=wanted))
         return copies
 
-    def _plan(self, prompt: RequestState, done_count: int, output: SchedulerOutput, copies: list[ChunkCopy]) -> None:
+    def _plan(self, state: RequestState, done_count: int, output: SchedulerOutput, copies: list[ChunkCopy]) -> None:
         size = self._spec.chunk_size
-        prompt_done = done_count >= prompt.token_count
+        prompt_done = done_count >= state.token_count
         if prompt_done and not self._with_decode:
-            done_count = prompt.token_count
-        full = prompt.keys_up_to(done_count // size)
-        partial = prompt_done and not prompt.partial_is_stored
-        if full <= prompt.stored_count and not partial:
+            done_count = state.token_count
+        full = state.keys_up_to(done_count // size)
+        partial = prompt_done and not state.partial_is_stored
+        if full <= state.stored_count and not partial:
             return
-        block_ids = output.kv_connector_block_state.get_block_ids(prompt.request_id)[0]
-        for index in range(prompt.stored_count, full):
-            copy = self._write(prompt, index, prompt.chain.keys[index], size, block_ids)
+        block_ids = output.kv_connector_block_state.get_block_ids(state.request_id)[0]
+        for index in range(state.stored_count, full):
+            copy = self._write(state, index, state.chain.keys[index], size, block_ids)
             if copy is None:
                 return
             copies.append(copy)
-            prompt.stored_count = index + 1
-        if partial and (copy := self._write(prompt, PARTIAL, prompt.keys[-1], prompt.token_count % size, block_ids)):
+            state.stored_count = index + 1
+        if partial and (copy := self._write(state, PARTIAL, state.keys[-1], state.token_count % size, block_ids)):
             copies.append(copy)
-            prompt.partial_is_stored = True
+            state.partial_is_stored = True
 
     def _write(
-        self, prompt: RequestState, index: int, key: ChunkKey, token_count: int, block_ids: Sequence[int]
+        self, state: RequestState, index: int, key: ChunkKey, token_count: int, block_ids: Sequence[int]
     ) -> ChunkCopy | None:
         """The store of one chunk; None if there is no credit for it now, or no KV of it in its pages."""
-        chunk = prompt.full_count if index == PARTIAL else index
+        chunk = state.full_count if index == PARTIAL else index
         start = chunk * self._spec.chunk_size
         if NULL_BLOCK_ID in blocks_of(block_ids, self._block_size, start, start + token_count):
-            self._refuse_null_page(prompt)
+            self._refuse_null_page(state)
             return None
         offset = self.credits.take()
         if offset is None:
-            prompt.starved = self._starving = True
+            state.lacked_credit = self._lacks_credits = True
             return None
-        parent = prompt.chain.keys[chunk - 1] if chunk else b""
-        event = None if index == PARTIAL else self._events.of_chunk(prompt.request_id, index)
-        self._writes[offset] = Write(
-            prompt=prompt, key=key, parent=parent, index=index, token_count=token_count, event=event
+        parent = state.chain.keys[chunk - 1] if chunk else b""
+        event = None if index == PARTIAL else self._events.of_chunk(state.request_id, index)
+        self._writes[offset] = PendingStore(
+            state=state, key=key, parent=parent, index=index, token_count=token_count, event=event
         )
         return prompt_copy(
             block_ids,
@@ -153,16 +153,16 @@ class Stores:
             extent_tokens=token_count,
         )
 
-    def _refuse_null_page(self, prompt: RequestState) -> None:
+    def _refuse_null_page(self, state: RequestState) -> None:
         """Stores nothing more of this request: what follows a chunk that is missing cannot be found."""
-        prompt.store_failures = MAX_FAILURES
+        state.store_failures = MAX_FAILURES
         self._counters.add("null_page_requests")
         logger.error(
             "[%s] not stored: vLLM has freed pages of this running request; please report this model to lmkv",
-            prompt.request_id,
+            state.request_id,
         )
 
-    def written(self, report: WorkerReport) -> None:
+    def handle_report(self, report: WorkerReport) -> None:
         """The workers have written, or not: commits what all ranks have written."""
         commits = []
         stored: dict[RequestState, int] = {}
@@ -170,7 +170,7 @@ class Stores:
             if offset in report.skipped or written.rank_count != self._rank_count:
                 report.skipped.add(offset)
             elif write := self._writes.pop(offset, None):
-                self.credits.written()
+                self.credits.commit()
                 commits.append(
                     pb.CommitChunk(
                         chunk_key=write.key,
@@ -181,55 +181,55 @@ class Stores:
                         parent_key=write.parent,
                     )
                 )
-                stored[write.prompt] = stored.get(write.prompt, 0) + write.token_count
+                stored[write.state] = stored.get(write.state, 0) + write.token_count
                 if write.event:
                     self._events.add(write.event)
         skipped = {offset: write for offset in report.skipped if (write := self._writes.pop(offset, None))}
         for offset in skipped:
-            self.credits.put_back(offset)
+            self.credits.return_unwritten(offset)
         self._undo(skipped.values())
         if commits:
             self._send(pb.AttachRequest(commits=commits))
             self._count(stored, sum(commit.size_bytes for commit in commits), report.store_seconds)
 
-    def finished(self, prompt: RequestState) -> None:
+    def finished(self, state: RequestState) -> None:
         """The request is over."""
-        if prompt.starved or prompt.store_failures:
-            self._counters.add("skipped_chunks", prompt.unstored_count)
+        if state.lacked_credit or state.store_failures:
+            self._counters.add("skipped_chunks", state.unstored_count)
 
     def idle(self) -> None:
         """No request is left: gives back what an idle engine need not have."""
-        if surplus := self.credits.surplus():
-            self._send(pb.AttachRequest(returned_credits=surplus))
+        if take_surplus := self.credits.take_surplus():
+            self._send(pb.AttachRequest(returned_credits=take_surplus))
 
-    def lost(self) -> None:
+    def node_lost(self) -> None:
         """The node is gone, and all credits with it. What the workers still write is void."""
         self._undo(self._writes.values())
         self._writes.clear()
-        self.credits = Credits()
+        self.credits = WriteCredits()
 
-    def _undo(self, writes: Collection[Write]) -> None:
+    def _undo(self, writes: Collection[PendingStore]) -> None:
         """The chunks of a step were not stored after all; they may be tried again."""
         for write in writes:
             if write.index == PARTIAL:
-                write.prompt.partial_is_stored = False
+                write.state.partial_is_stored = False
             else:
-                write.prompt.stored_count = min(write.prompt.stored_count, write.index)
-        for prompt in {write.prompt for write in writes}:
-            prompt.store_failures += 1
+                write.state.stored_count = min(write.state.stored_count, write.index)
+        for state in {write.state for write in writes}:
+            state.store_failures += 1
 
     def _count(self, stored: dict[RequestState, int], size_bytes: int, seconds: float) -> None:
         tokens = sum(stored.values())
         self._counters.add("stored_tokens", tokens)
         self._counters.add("stored_bytes", size_bytes)
         self._counters.add("store_seconds", seconds)
-        for prompt, token_count in stored.items():
-            telemetry.record("lmkv.store", seconds, parent=prompt.traceparent, stored_tokens=token_count)
+        for state, token_count in stored.items():
+            telemetry.record("lmkv.store", seconds, parent=state.traceparent, stored_tokens=token_count)
             logger.info(
                 "[%s] Stored %d of %d tokens, %s, %s, %s",
-                prompt.request_id,
+                state.request_id,
                 token_count,
-                prompt.token_count,
+                state.token_count,
                 format_bytes(size_bytes * token_count // tokens),
                 format_duration(seconds * token_count / tokens),
                 format_rate(size_bytes, seconds),

@@ -17,8 +17,8 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1 import engine_service_pb2_grpc
 from lmkv_client.connector.messages import Attachment
 from lmkv_client.connector.worker.buffer_reads import BufferReads
-from lmkv_client.connector.worker.copies import use_processors
-from lmkv_client.connector.worker.device_buffer import DeviceBuffer
+from lmkv_client.connector.worker.device_buffer_part import DeviceBufferPart
+from lmkv_client.connector.worker.page_copier import use_processors
 from lmkv_kernels import Pages
 
 logger = init_logger("vllm.lmkv")
@@ -43,7 +43,7 @@ class BufferAgent:
         nixl_backends: tuple[str, ...] = ("UCX",),
     ) -> None:
         """`sums` is false for a rank whose heads another one sums."""
-        self.buffer: DeviceBuffer | None = None
+        self.buffer: DeviceBufferPart | None = None
         """The part, once it can be read into. Its bytes stay after the end, for loads that are planned."""
         self._attachment = attachment
         self._rank = rank
@@ -80,7 +80,7 @@ class BufferAgent:
 
     async def _lend(self) -> None:
         """Lasts as long as the stream. Raises why there is none."""
-        buffer = DeviceBuffer(self._pages, self._attachment.device_buffer_bytes)
+        buffer = DeviceBufferPart(self._pages, self._attachment.device_buffer_bytes)
         name = f"{self._attachment.engine_id}/{self._rank}"
         nixl = await asyncio.to_thread(NixlChannel, name, buffer.region, self._nixl_backends, buffer.prepare_thread)
         self.buffer = buffer
@@ -90,19 +90,19 @@ class BufferAgent:
         finally:
             await nixl.aclose()
 
-    async def _serve(self, channel: grpc.aio.Channel, nixl: NixlChannel, buffer: DeviceBuffer) -> None:
+    async def _serve(self, channel: grpc.aio.Channel, nixl: NixlChannel, buffer: DeviceBufferPart) -> None:
         results: asyncio.Queue[pb.BufferReadResult] = asyncio.Queue()  # as many as the node has ordered
         reads = BufferReads(nixl, buffer, results.put_nowait, sums=self._sums)
         call: Any = engine_service_pb2_grpc.EngineServiceStub(channel).Lend()  # type: ignore[call-arg]
         part = pb.BufferPart(
             engine_id=self._attachment.engine_id, rank=self._rank, buffer_size_bytes=buffer.buffer_size_bytes
         )
-        tasks = {asyncio.create_task(tell(call, results))}
+        tasks = {asyncio.create_task(send_results(call, results))}
         try:
             await call.write(pb.LendRequest(part=part))
             while isinstance(message := await call.read(), pb.LendResponse):
                 for order in message.reads:
-                    task = asyncio.create_task(reads.carry_out(order))
+                    task = asyncio.create_task(reads.execute(order))
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
             raise Unreachable(f"the node takes no device buffer any more: {(await call.code()).name}")
@@ -118,7 +118,7 @@ class BufferAgent:
             reads.close()
 
 
-async def tell(call: Any, results: asyncio.Queue[pb.BufferReadResult]) -> None:
+async def send_results(call: Any, results: asyncio.Queue[pb.BufferReadResult]) -> None:
     """Tells the node how reads went, in order."""
     while True:
         await call.write(pb.LendRequest(results=[await results.get()]))

@@ -11,7 +11,7 @@ from lmkv import rpc
 from lmkv.errors import LmkvError
 from lmkv.transfer.channel import Channel
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv_client.connector.worker.device_buffer import DeviceBuffer
+from lmkv_client.connector.worker.device_buffer_part import DeviceBufferPart
 
 MAX_PEERS = 64
 """Peers to stay connected with; beyond these the one that was not read from for longest is left."""
@@ -21,12 +21,17 @@ class BufferReads:
     """Reads of one lending. Each ends by a word to the node, or by two if bytes may still arrive when it has failed."""
 
     def __init__(
-        self, channel: Channel, buffer: DeviceBuffer, tell: Callable[[pb.BufferReadResult], None], *, sums: bool
+        self,
+        channel: Channel,
+        buffer: DeviceBufferPart,
+        report: Callable[[pb.BufferReadResult], None],
+        *,
+        sums: bool,
     ) -> None:
         """`sums` is false for a rank whose heads another one sums."""
         self._channel = channel
         self._buffer = buffer
-        self._tell = tell
+        self._report = report
         self._sums = sums
         self._peers: OrderedDict[str, None] = OrderedDict()  # not read from for longest first
         self._summer = ThreadPoolExecutor(1, "lmkv-sums", initializer=buffer.prepare_thread)
@@ -35,7 +40,7 @@ class BufferReads:
         """Lets go of its thread. Idempotent."""
         self._summer.shutdown()
 
-    async def carry_out(self, order: pb.BufferRead) -> None:
+    async def execute(self, order: pb.BufferRead) -> None:
         """Reads, sums, and tells how it went. Raises nothing."""
         stopped = asyncio.Event()
         try:
@@ -44,16 +49,16 @@ class BufferReads:
             refusal = error if isinstance(error, LmkvError) else LmkvError(f"the device failed: {error}")
             failed = pb.BufferReadResult(read_id=order.read_id, status=rpc.to_status(refusal))
             failed.stopped = stopped.is_set()
-            self._tell(failed)
+            self._report(failed)
             if not failed.stopped:
                 await stopped.wait()  # however long; the end of the lending ends it too
-                self._tell(pb.BufferReadResult(read_id=order.read_id, stopped=True))
+                self._report(pb.BufferReadResult(read_id=order.read_id, stopped=True))
         else:
-            self._tell(pb.BufferReadResult(read_id=order.read_id, checksums=checksums, stopped=True))
+            self._report(pb.BufferReadResult(read_id=order.read_id, checksums=checksums, stopped=True))
 
     async def _read(self, order: pb.BufferRead, stopped: asyncio.Event) -> list[int]:
         try:
-            await self._meet(order.peer_name, order.channel_metadata)
+            await self._connect(order.peer_name, order.channel_metadata)
         except LmkvError:
             stopped.set()  # it has not begun
             raise
@@ -65,7 +70,7 @@ class BufferReads:
             return [0] * len(order.copies)
         return await asyncio.get_running_loop().run_in_executor(self._summer, self._buffer.checksums, order.copies)
 
-    async def _meet(self, peer_name: str, metadata: bytes) -> None:
+    async def _connect(self, peer_name: str, metadata: bytes) -> None:
         await self._channel.add_peer(peer_name, metadata)
         self._peers[peer_name] = None
         self._peers.move_to_end(peer_name)

@@ -10,7 +10,7 @@ from lmkv.errors import LmkvError
 from lmkv.pool.pool import LEFT_BYTES
 from lmkv.pool.socket import AttachedPool, attach
 from lmkv_client.connector.messages import Attachment
-from lmkv_client.connector.worker.copies import use_processors
+from lmkv_client.connector.worker.page_copier import use_processors
 
 logger = init_logger("vllm.lmkv")
 

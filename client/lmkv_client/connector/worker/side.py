@@ -16,12 +16,20 @@ from vllm.logger import init_logger
 
 from lmkv.pool.socket import AttachedPool
 from lmkv.spec import KvSpec
-from lmkv_client.connector.format import make_pages
-from lmkv_client.connector.identity import Share
-from lmkv_client.connector.messages import Attachment, Check, Load, Loaded, StepPlan, WorkerReport, Written
-from lmkv_client.connector.worker.copies import Copies, Copying, HostCopies, Task, use_processors
+from lmkv_client.connector.identity import HeadShare
+from lmkv_client.connector.messages import (
+    Attachment,
+    ExtentChecksum,
+    LoadPlan,
+    LoadResult,
+    StepPlan,
+    WorkerReport,
+    WrittenExtent,
+)
+from lmkv_client.connector.worker.format import make_pages
+from lmkv_client.connector.worker.page_copier import CopyHandle, HostPageCopier, PageCopier, ThreadTask, use_processors
 from lmkv_client.connector.worker.pool_mapping import PoolMapping
-from lmkv_client.connector.worker.running import COPY_ERRORS, Running, Storing
+from lmkv_client.connector.worker.running_copies import COPY_ERRORS, RunningLoad, RunningStore
 from lmkv_kernels import ChunkCopy, Pages, checksum, copied_bytes
 
 if TYPE_CHECKING:
@@ -41,29 +49,29 @@ class WorkerSide:
     def __init__(
         self,
         spec: KvSpec,
-        share: Share,
+        share: HeadShare,
         *,
         rank: int,
         threads: int,
-        lends: bool = False,
+        lends_buffer: bool = False,
         nixl_backends: tuple[str, ...] = ("UCX",),
     ) -> None:
         """`lends`: whether what is handed over shall come into a buffer beside the pages."""
-        self._lends = lends
+        self._lends_buffer = lends_buffer
         self._nixl_backends = nixl_backends
-        self._lender: BufferAgent | None = None
+        self._buffer_agent: BufferAgent | None = None
         self._spec = spec
         self._share = share
         self._rank = rank
         self._threads = threads
-        self._copies: Copies | None = None
+        self._copies: PageCopier | None = None
         self._attachment: Attachment | None = None
         self._mapping: PoolMapping | None = None
         """Of the current attachment, until its pool is taken."""
         self._pool: AttachedPool | None = None
         self._checker = ThreadPoolExecutor(1, "lmkv-check", initializer=use_processors)
-        self._running: dict[str, Running] = {}
-        self._storing: list[Storing] = []
+        self._running: dict[str, RunningLoad] = {}
+        self._storing: list[RunningStore] = []
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._report: WorkerReport | None = None
@@ -82,7 +90,9 @@ class WorkerSide:
             self._copies.begin_step()
         self._step_is_poisoned = False
         for load in plan.loads:
-            running = self._running.setdefault(load.request_id, Running(sync=load.sync, started_at=time.monotonic()))
+            running = self._running.setdefault(
+                load.request_id, RunningLoad(sync=load.sync, started_at=time.monotonic())
+            )
             running.final |= load.final
             running.failed_blocks += load.failed_blocks
             if self._mapping and not self._mapping.tried and not load.sync:
@@ -105,7 +115,7 @@ class WorkerSide:
             self._skip(plan.stores)
             return
         if not self._share.is_writer:
-            nothing = {copy.offset: Written(rank_count=1, checksum=0) for copy in plan.stores}
+            nothing = {copy.offset: WrittenExtent(rank_count=1, checksum=0) for copy in plan.stores}
             self._reporting().written.update(nothing)
             return
         started = time.perf_counter()
@@ -115,7 +125,7 @@ class WorkerSide:
             logger.error("cannot store: %s", error)
             self._skip(plan.stores)
             return
-        self._storing.append(Storing(copies=plan.stores, copying=copying, started_at=started))
+        self._storing.append(RunningStore(copies=plan.stores, copying=copying, started_at=started))
 
     def take_finished(self) -> set[str]:
         """Requests whose asynchronous loads have ended since the last call, well or not."""
@@ -149,10 +159,10 @@ class WorkerSide:
             self._let_go()
             self._copies.close()
 
-    def _begin(self, running: Running, load: Load) -> None:
+    def _begin(self, running: RunningLoad, load: LoadPlan) -> None:
         """Begins the checks and copies of one piece of a load."""
         if load.checks:
-            running.parts.append(Task([self._checker.submit(verify, self._pool, load.checks)]))
+            running.parts.append(ThreadTask([self._checker.submit(verify, self._pool, load.checks)]))
         if load.copies:
             running.copied_blocks += [block for copy in load.copies for block in copy.block_ids]
             running.begin(partial(self._scatter, running, load))
@@ -160,20 +170,20 @@ class WorkerSide:
             running.copied_blocks += [block for copy in load.buffered for block in copy.block_ids]
             running.begin(partial(self._scatter_buffered, running, load))
 
-    def _scatter(self, running: Running, load: Load) -> Copying:
+    def _scatter(self, running: RunningLoad, load: LoadPlan) -> CopyHandle:
         if self._pool is None or self._copies is None:
             raise RuntimeError("the pool is not mapped")
         running.size_bytes += copied_bytes(self._pages, load.copies)
         return self._copies.scatter(load.copies, sync=load.sync)
 
-    def _scatter_buffered(self, running: Running, load: Load) -> Copying:
-        buffer = self._lender.buffer if self._lender else None
+    def _scatter_buffered(self, running: RunningLoad, load: LoadPlan) -> CopyHandle:
+        buffer = self._buffer_agent.buffer if self._buffer_agent else None
         if buffer is None or self._copies is None:
             raise RuntimeError("there is no device buffer")
         running.size_bytes += copied_bytes(self._pages, load.buffered)
         return self._copies.scatter(load.buffered, sync=load.sync, buffer=buffer)
 
-    def _stored(self, storing: Storing) -> bool:
+    def _stored(self, storing: RunningStore) -> bool:
         """Whether a store is over; then it is in the report."""
         try:
             if not storing.copying.done():
@@ -185,19 +195,19 @@ class WorkerSide:
         report = self._reporting()
         report.store_seconds = time.perf_counter() - storing.started_at
         for copy, part in zip(storing.copies, storing.copying.checksums, strict=True):
-            report.written[copy.offset] = Written(rank_count=1, checksum=part)
+            report.written[copy.offset] = WrittenExtent(rank_count=1, checksum=part)
         return True
 
     def _skip(self, copies: Sequence[ChunkCopy]) -> None:
         self._reporting().skipped.update(copy.offset for copy in copies)
 
-    def _finish(self, request_id: str, running: Running) -> None:
+    def _finish(self, request_id: str, running: RunningLoad) -> None:
         """Reports a load that is over."""
         del self._running[request_id]
         self._failed_blocks.update(running.failed_blocks)
         if running.failed:
             self._failed_blocks.update(running.copied_blocks)
-        self._reporting().loaded[request_id] = Loaded(
+        self._reporting().loaded[request_id] = LoadResult(
             rank_count=1,
             size_bytes=0 if running.failed else running.size_bytes,
             seconds=time.monotonic() - running.started_at,
@@ -233,8 +243,8 @@ class WorkerSide:
             self._mapping, self._pool = None, pool
             if self._copies:
                 self._copies.open(pool.pool)
-            if self._lends and self._attachment.device_buffer_bytes:
-                self._lender = self._lend(self._attachment)
+            if self._lends_buffer and self._attachment.device_buffer_bytes:
+                self._buffer_agent = self._lend(self._attachment)
         self._begin_postponed()
 
     def _begin_postponed(self) -> None:
@@ -254,24 +264,24 @@ class WorkerSide:
         """Unmaps the pool, and takes the device buffer back, once nothing is being copied."""
         for running in self._running.values():
             running.wait()
-        lender, self._lender = self._lender, None
-        if lender:
-            lender.close()
+        agent, self._buffer_agent = self._buffer_agent, None
+        if agent:
+            agent.close()
         pool, self._pool = self._pool, None
         if pool and self._copies:
-            self._copies.let_go(pool.close)
+            self._copies.close_pool(pool.close)
 
 
-def make_copies(pages: Pages, threads: int) -> Copies:
+def make_copies(pages: Pages, threads: int) -> PageCopier:
     """Copies for pages where they are. Raises `RuntimeError` if they cannot be made there."""
     if pages.device == "cpu":
-        return HostCopies(pages, threads)
-    from lmkv_client.connector.worker.device import DeviceCopies
+        return HostPageCopier(pages, threads)
+    from lmkv_client.connector.worker.device_copier import DevicePageCopier
 
-    return DeviceCopies(pages, prepare_thread=use_processors)
+    return DevicePageCopier(pages, prepare_thread=use_processors)
 
 
-def verify(pool: AttachedPool | None, checks: Sequence[Check]) -> None:
+def verify(pool: AttachedPool | None, checks: Sequence[ExtentChecksum]) -> None:
     """Compares extents with their checksums. Raises `ValueError` if one is not what it should be."""
     if pool is None:
         raise ValueError("the pool is not mapped")

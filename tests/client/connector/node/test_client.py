@@ -28,7 +28,7 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import ServedModel
 from lmkv_client.connector.messages import Attachment
 from lmkv_client.connector.node import client as link_module
-from lmkv_client.connector.node.client import Lost, NodeClient, next_message
+from lmkv_client.connector.node.client import NodeClient, NodeLost, next_message
 from tests.client.connector.nodes import connector_config, is_running, kill, kill_all, node_pid, until
 
 SPEC = KvSpec(
@@ -123,7 +123,7 @@ def test_a_node_that_is_killed_is_replaced_and_the_engine_attached_anew(make_lin
     link.send(first, pb.AttachRequest(reserve_count=1))
     assert answer(link).credits
     kill(node_pid(connector_config(runtime_dir)))
-    assert isinstance(next_event(link), Lost)
+    assert isinstance(next_event(link), NodeLost)
     second = attachment(link)
     assert second.epoch > first.epoch
     assert second.engine_id != first.engine_id
@@ -135,7 +135,7 @@ def test_what_was_said_to_a_lost_node_is_not_said_to_the_next(make_link: MakeLin
     link = make_link()
     first = attachment(link)
     kill(node_pid(connector_config(runtime_dir)))
-    assert isinstance(next_event(link), Lost)
+    assert isinstance(next_event(link), NodeLost)
     link.send(first, pb.AttachRequest(reserve_count=3))
     second = attachment(link)
     link.send(first, pb.AttachRequest(reserve_count=4))
@@ -150,7 +150,7 @@ def test_losing_a_node_again_and_again_does_not_make_the_next_attach_slower(
     epochs = [attachment(link).epoch]
     for _ in range(2):
         kill(node_pid(connector_config(runtime_dir)))
-        assert isinstance(next_event(link), Lost)
+        assert isinstance(next_event(link), NodeLost)
         epochs.append(attachment(link).epoch)
     assert epochs == sorted(set(epochs))
 
@@ -270,7 +270,7 @@ def test_a_node_that_does_not_read_is_given_up(
     while not link.inbox:
         link.send(line, large)
         time.sleep(0.002)
-    assert isinstance(next_event(link), Lost)
+    assert isinstance(next_event(link), NodeLost)
     os.kill(pid, signal.SIGCONT)
     attachment(link)
     assert link._thread.is_alive()

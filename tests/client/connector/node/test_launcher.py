@@ -13,20 +13,20 @@ import pytest
 
 from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigError, Unreachable
-from lmkv_client.connector.node.launcher import ALREADY_RUN, Launcher, child_environment, last_error, listens
+from lmkv_client.connector.node.launcher import ALREADY_RUN, NodeLauncher, child_environment, last_error, listens
 from tests import waiting
 from tests.client.connector.nodes import connector_config, kill, kill_all, node_pid
 
-MakeLauncher = Callable[..., Launcher]
+MakeLauncher = Callable[..., NodeLauncher]
 
 
 @pytest.fixture
 def make_launcher(runtime_dir: Path) -> Iterator[MakeLauncher]:
     """Makes launchers, and ends the nodes that they started."""
-    made: list[Launcher] = []
+    made: list[NodeLauncher] = []
 
-    def make(config: ConnectorConfig | None = None, **settings: object) -> Launcher:
-        made.append(Launcher(config or connector_config(runtime_dir, **settings)))
+    def make(config: ConnectorConfig | None = None, **settings: object) -> NodeLauncher:
+        made.append(NodeLauncher(config or connector_config(runtime_dir, **settings)))
         return made[-1]
 
     yield make

@@ -14,7 +14,7 @@ from lmkv.auth.handoff import HandoffKeys
 from lmkv.auth.token import NO_TOKEN, BearerToken
 from lmkv.keys import KEY_BYTES
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv_client.connector.scheduler.handoff import Handoff, HandoffRefused, handoff_of, is_addressed
+from lmkv_client.connector.scheduler.handoff import HandoffParams, HandoffRefused, handoff_of, is_addressed
 from tests.client.connector.simulated_engine import BLOCK, CHUNK, SimulatedEngine, answer_of
 
 MakeEngine = Callable[..., SimulatedEngine]
@@ -110,12 +110,12 @@ def test_what_became_of_a_handoff_is_counted(make_engine: MakeEngine) -> None:
     )
     handed.status.code = code_pb2.UNAVAILABLE
     engine.node.inbox.append(pb.AttachResponse(handed=[handed]))
-    engine.side.pump()
+    engine.side.drain_events()
     assert engine.count("handed_tokens") == 3 * CHUNK
     assert engine.count("handed_bytes") == 1000
     assert engine.count("handed_seconds") == pytest.approx(0.005)
     assert engine.count("handoff_failures") == 1
-    assert not engine.side._handoffs._prompts
+    assert not engine.side._handoffs._states
 
 
 def test_a_lost_node_loses_its_handoffs_and_nothing_else(make_engine: MakeEngine) -> None:
@@ -355,5 +355,5 @@ def test_parameters_of_others_say_nothing(params: dict[str, Any] | None) -> None
 
 
 def test_both_parts_are_read() -> None:
-    assert handoff_of(PREFILL, OPEN) == Handoff(request_id="r", decode_instance="decode")
-    assert handoff_of(DECODE, OPEN) == Handoff(request_id="r", decode_instance="node", prompt_token_count=200)
+    assert handoff_of(PREFILL, OPEN) == HandoffParams(request_id="r", decode_instance="decode")
+    assert handoff_of(DECODE, OPEN) == HandoffParams(request_id="r", decode_instance="node", prompt_token_count=200)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmkv.v1.chunk_pb2 import Extent
-from lmkv_client.connector.messages import Check, Load
+from lmkv_client.connector.messages import ExtentChecksum, LoadPlan
 from lmkv_client.connector.scheduler.load_state import LoadState
 
 EXTENT_BYTES = 1 << 20
@@ -31,7 +31,7 @@ class Case:
     def loading(self, *, sync: bool = False, verify: bool = False) -> LoadState:
         return LoadState(
             request_id="r",
-            ticket="1",
+            lookup_id="1",
             start=self.start,
             end=self.end,
             block_ids=self.block_ids,
@@ -87,7 +87,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def filled(loads: list[Load], block_size: int) -> dict[int, Place]:
+def filled(loads: list[LoadPlan], block_size: int) -> dict[int, Place]:
     """For each page that the loads fill: from where. Asserts that none is filled twice."""
     found: dict[int, Place] = {}
     for load in loads:
@@ -106,10 +106,10 @@ def filled(loads: list[Load], block_size: int) -> dict[int, Place]:
 @given(case=cases())
 def test_every_page_is_filled_from_its_place_or_reported_as_lost(case: Case) -> None:
     loading = case.loading()
-    loads: list[Load] = []
+    loads: list[LoadPlan] = []
     arrived: set[int] = set()
     for chunks in case.arrivals:
-        loading.arrived(chunks[0], [case.extent(chunk) for chunk in chunks])
+        loading.add_extents(chunks[0], [case.extent(chunk) for chunk in chunks])
         arrived |= set(chunks)
         assert loading.arrived_tokens == case.tokens(arrived)
         if load := loading.take():
@@ -133,17 +133,17 @@ def test_every_page_is_filled_from_its_place_or_reported_as_lost(case: Case) -> 
 @given(case=cases(), data=st.data())
 def test_when_the_node_is_lost_only_what_the_workers_were_told_counts(case: Case, data: st.DataObject) -> None:
     loading = case.loading()
-    loads: list[Load] = []
+    loads: list[LoadPlan] = []
     told: set[int] = set()
     since: set[int] = set()
     for chunks in case.arrivals:
-        loading.arrived(chunks[0], [case.extent(chunk) for chunk in chunks])
+        loading.add_extents(chunks[0], [case.extent(chunk) for chunk in chunks])
         since |= set(chunks)
         if data.draw(st.booleans()):
             if load := loading.take():
                 loads.append(load)
             told |= since
-    loading.lose()
+    loading.node_lost()
     if load := loading.take():
         loads.append(load)
     assert loads
@@ -167,7 +167,7 @@ SMALL = Case(
 
 def test_a_load_that_is_complete_at_once_says_so_at_once() -> None:
     loading = SMALL.loading(sync=True)
-    loading.arrived(0, [SMALL.extent(0), SMALL.extent(1)])
+    loading.add_extents(0, [SMALL.extent(0), SMALL.extent(1)])
     load = loading.take()
     assert load
     assert (load.sync, load.final, load.failed_blocks) == (True, True, [])
@@ -180,10 +180,10 @@ def test_a_load_that_is_complete_at_once_says_so_at_once() -> None:
 def test_extents_are_to_be_verified_only_where_that_was_asked_for() -> None:
     for verify in (False, True):
         loading = SMALL.loading(verify=verify)
-        loading.arrived(0, [Extent(offset=4096, size_bytes=512, checksum=7, token_count=32)])
+        loading.add_extents(0, [Extent(offset=4096, size_bytes=512, checksum=7, token_count=32)])
         load = loading.take()
         assert load
-        assert load.checks == [Check(offset=4096, size_bytes=512, checksum=7)] * verify
+        assert load.checks == [ExtentChecksum(offset=4096, size_bytes=512, checksum=7)] * verify
 
 
 def test_nothing_is_planned_while_nothing_arrives() -> None:
@@ -195,26 +195,26 @@ def test_nothing_is_planned_while_nothing_arrives() -> None:
 def test_what_arrives_after_the_end_is_ignored() -> None:
     loading = SMALL.loading()
     loading.close()
-    loading.arrived(0, [SMALL.extent(0)])
+    loading.add_extents(0, [SMALL.extent(0)])
     load = loading.take()
     assert load
     assert (load.copies, load.final) == ([], True)
     assert load.failed_blocks == [12, 13, 14, 15, 16]
-    loading.arrived(0, [SMALL.extent(0)])
+    loading.add_extents(0, [SMALL.extent(0)])
     assert loading.take() is None
     assert loading.arrived_tokens == 0
 
 
 def test_chunks_outside_of_the_load_are_ignored() -> None:
     loading = SMALL.loading()
-    loading.arrived(2, [Extent(token_count=32)])
+    loading.add_extents(2, [Extent(token_count=32)])
     assert loading.arrived_tokens == 0
     assert loading.take() is None
 
 
 def test_extents_in_the_device_buffer_are_copied_apart_and_need_no_check() -> None:
     loading = SMALL.loading(verify=True)
-    loading.arrived(0, [Extent(offset=4096, token_count=32), Extent(region=1, offset=8192, token_count=28)])
+    loading.add_extents(0, [Extent(offset=4096, token_count=32), Extent(region=1, offset=8192, token_count=28)])
     load = loading.take()
     assert load
     assert ([copy.offset for copy in load.copies], [copy.offset for copy in load.buffered]) == ([4096], [8192])

@@ -11,7 +11,7 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.scheduler.lookups import MAX_ASKED_KEYS, RequestLookups
 from lmkv_client.connector.scheduler.prefill_rate import PrefillRate
 from lmkv_client.connector.scheduler.request_state import RequestState
-from lmkv_client.connector.stats import Counters
+from lmkv_client.connector.stats import ConnectorCounters
 
 CHUNK = 2
 
@@ -20,8 +20,8 @@ def test_a_lookup_fits_into_a_message_however_long_the_prompt() -> None:
     tokens = [number % 1000 for number in range(CHUNK * (MAX_ASKED_KEYS + 5))]
     prompt = RequestState("r", as_tokens(tokens), tokens, KeyChain(ChunkKey(bytes(16)), CHUNK), partial=False)
     sent: list[pb.AttachRequest] = []
-    searches = RequestLookups(ConnectorConfig(), sent.append, Counters(), time.monotonic, PrefillRate(CHUNK))
-    searches.ask(prompt, lambda: 0)
+    searches = RequestLookups(ConnectorConfig(), sent.append, ConnectorCounters(), time.monotonic, PrefillRate(CHUNK))
+    searches.start(prompt, lambda: 0)
     (message,) = sent
     assert message.ByteSize() < MAX_MESSAGE_BYTES
     assert split_keys(message.lookups[0].chunk_keys) == prompt.keys[:MAX_ASKED_KEYS]

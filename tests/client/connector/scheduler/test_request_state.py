@@ -113,17 +113,17 @@ def test_decoded_tokens_get_keys_once_they_fill_a_chunk() -> None:
 def test_what_the_node_holds_needs_no_storing() -> None:
     prompt = prompt_of(200, partial=True)
     assert prompt.unstored_count == 4
-    prompt.held(2)
+    prompt.mark_held(2)
     assert (prompt.stored_count, prompt.partial_is_stored, prompt.unstored_count) == (2, False, 2)
-    prompt.held(1)
+    prompt.mark_held(1)
     assert prompt.stored_count == 2
-    prompt.held(4)
+    prompt.mark_held(4)
     assert (prompt.stored_count, prompt.partial_is_stored, prompt.unstored_count) == (3, True, 0)
 
 
 def test_decoded_chunks_do_not_count_as_unstored() -> None:
     prompt = prompt_of(64)
-    prompt.held(1)
+    prompt.mark_held(1)
     prompt.stored_count = 3
     assert prompt.unstored_count == 0
 
@@ -131,29 +131,29 @@ def test_decoded_chunks_do_not_count_as_unstored() -> None:
 def test_an_answer_with_anything_in_it_is_found() -> None:
     for own, peer in ((1, 0), (0, 2), (1, 2)):
         prompt = prompt_of(200)
-        prompt.search, prompt.ticket = LookupState.ASKED, "1"
-        prompt.found(
+        prompt.lookup_state, prompt.lookup_id = LookupState.ASKED, "1"
+        prompt.set_found(
             extents(own),
             HitSources(own=own, runs=(Run(tier="peers", chunk_count=peer),) if peer else ()),
             "other",
             now=5.0,
         )
-        assert (prompt.search, prompt.ticket) == (LookupState.FOUND, "1")
+        assert (prompt.lookup_state, prompt.lookup_id) == (LookupState.FOUND, "1")
         assert (len(prompt.own), prompt.absent_count, prompt.peer_id, prompt.found_at) == (own, peer, "other", 5.0)
         assert prompt.stored_count == own
 
 
 def test_an_answer_with_nothing_in_it_is_over() -> None:
     prompt = prompt_of(200)
-    prompt.search, prompt.ticket = LookupState.ASKED, "1"
-    prompt.found([], HitSources(), "", now=5.0)
-    assert (prompt.search, prompt.ticket) == (LookupState.OVER, "")
+    prompt.lookup_state, prompt.lookup_id = LookupState.ASKED, "1"
+    prompt.set_found([], HitSources(), "", now=5.0)
+    assert (prompt.lookup_state, prompt.lookup_id) == (LookupState.OVER, "")
 
 
 def test_over_forgets_what_was_held() -> None:
     prompt = prompt_of(200)
-    prompt.ticket = "1"
-    prompt.found(extents(2), HitSources(own=2, runs=(Run(tier="peers", chunk_count=1),)), "other", now=0.0)
-    prompt.over()
-    assert (prompt.search, prompt.ticket, prompt.own, prompt.absent_count) == (LookupState.OVER, "", [], 0)
+    prompt.lookup_id = "1"
+    prompt.set_found(extents(2), HitSources(own=2, runs=(Run(tier="peers", chunk_count=1),)), "other", now=0.0)
+    prompt.end_lookup()
+    assert (prompt.lookup_state, prompt.lookup_id, prompt.own, prompt.absent_count) == (LookupState.OVER, "", [], 0)
     assert prompt.stored_count == 2, "what was held a moment ago need not be stored again"

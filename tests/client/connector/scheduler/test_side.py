@@ -940,7 +940,7 @@ def test_a_report_about_a_node_that_is_lost_commits_nothing_to_the_next(
     def lose() -> None:
         engine.node.lose()
         engine.node.attach(restarted=restarted)
-        engine.side.pump()
+        engine.side.drain_events()
         engine.during_step = lambda: None
 
     engine.during_step = lose

@@ -24,7 +24,7 @@ from lmkv.keys import KeyChain, as_tokens, root_key
 from lmkv.v1.cache_service_pb2 import MoveRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import TIER_HOST, Position
-from lmkv_client.connector.messages import Loaded, WorkerReport
+from lmkv_client.connector.messages import LoadResult, WorkerReport
 from lmkv_client.connector.node.client import NodeClient
 from lmkv_client.connector.scheduler.side import SchedulerSide
 from lmkv_client.demo.cluster import CoordinatorProcess
@@ -125,7 +125,7 @@ class Fleet:
         params = SamplingParams(max_tokens=1)
         params.update_from_generation_config({}, 1)
         request = Request(request_id, TOKENS, params, None, trace_headers=headers)
-        self.engine.pump()
+        self.engine.drain_events()
         self.engine.on_new_request(request)
         found: tuple[int | None, bool] = (None, False)
 
@@ -140,9 +140,9 @@ class Fleet:
         self.engine.allocated(request, blocks, CHUNKS * SPEC.chunk_size)
         until(lambda: any(load.final for load in self.engine.plan(NOTHING_SCHEDULED).loads))
         assert self.engine._attachment is not None
-        loaded = Loaded(rank_count=1, size_bytes=CHUNKS * SPEC.chunk_bytes, seconds=0.001)
+        loaded = LoadResult(rank_count=1, size_bytes=CHUNKS * SPEC.chunk_bytes, seconds=0.001)
         report = WorkerReport(engine_id=self.engine._attachment.engine_id, loaded={request_id: loaded})
-        self.engine.reported(KVConnectorOutput(kv_connector_worker_meta=report))
+        self.engine.handle_report(KVConnectorOutput(kv_connector_worker_meta=report))
         self.engine.finished(request)
 
 

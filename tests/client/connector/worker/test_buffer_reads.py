@@ -19,7 +19,7 @@ from lmkv import rpc
 from lmkv.transfer.nixl.channel import NixlChannel
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.worker.buffer_reads import BufferReads
-from lmkv_client.connector.worker.device_buffer import DeviceBuffer
+from lmkv_client.connector.worker.device_buffer_part import DeviceBufferPart
 from lmkv_kernels import ChunkCopy, Pages, checksum, scatter, token_rows
 from tests.lmkv.transfer.ends import Owner, content, eventually, in_new_process
 
@@ -75,7 +75,7 @@ class Reading:
     """A buffer beside pages, and the reads into it."""
 
     def __init__(self, pages: Pages) -> None:
-        self.buffer = DeviceBuffer(pages, CHUNKS * pages.extent_bytes(TOKENS))
+        self.buffer = DeviceBufferPart(pages, CHUNKS * pages.extent_bytes(TOKENS))
         self.results: list[pb.BufferReadResult] = []
         self.nixl = NixlChannel("reader:1", self.buffer.region, ("UCX",), self.buffer.prepare_thread)
         self.reads = BufferReads(self.nixl, self.buffer, self.results.append, sums=True)
@@ -89,7 +89,7 @@ async def test_what_is_read_is_summed_and_scattered_on_the_device(device: str, o
     tensors, pages = make_cache(device)
     reading = Reading(pages)
     order = order_of(owner, pages)
-    await reading.reads.carry_out(order)
+    await reading.reads.execute(order)
     (result,) = reading.results
     assert not result.HasField("status"), result.status.message
     size_bytes = pages.extent_bytes(TOKENS)
@@ -111,7 +111,7 @@ async def test_what_is_read_is_summed_and_scattered_on_the_device(device: str, o
     await reading.aclose()
 
 
-def load(pages: Pages, buffer: DeviceBuffer, copies: list[ChunkCopy]) -> None:
+def load(pages: Pages, buffer: DeviceBufferPart, copies: list[ChunkCopy]) -> None:
     """Copies out of the buffer, as the worker does."""
     from lmkv_client.connector.worker.side import make_copies
 
@@ -125,10 +125,10 @@ def load(pages: Pages, buffer: DeviceBuffer, copies: list[ChunkCopy]) -> None:
 async def test_a_read_that_cannot_begin_is_told_at_once_and_has_stopped(owner: Owner) -> None:
     _, pages = make_cache("cpu")
     reading = Reading(pages)
-    await reading.reads.carry_out(order_of(owner, pages, peer_name="somebody:1"))
+    await reading.reads.execute(order_of(owner, pages, peer_name="somebody:1"))
     outside = order_of(owner, pages)
     outside.copies[0].remote_address = owner.address + OWNED_BYTES
-    await reading.reads.carry_out(outside)
+    await reading.reads.execute(outside)
     reasons = [rpc.from_status(result.status).reason for result in reading.results]
     assert reasons == ["WRONG_INSTANCE", "UNREACHABLE"]
     assert all(result.stopped for result in reading.results)
@@ -140,10 +140,10 @@ async def frozen_owner() -> None:
     reading = Reading(pages)
     with tempfile.TemporaryDirectory() as folder, Owner("nixl", "owner:1", Path(folder), size_bytes=OWNED_BYTES) as one:
         order = order_of(one, pages)
-        await reading.reads.carry_out(order)
+        await reading.reads.execute(order)
         one.signal(signal.SIGSTOP)
         order.timeout.FromMilliseconds(300)
-        running = asyncio.create_task(reading.reads.carry_out(order))
+        running = asyncio.create_task(reading.reads.execute(order))
         await eventually(lambda: len(reading.results) == 2)
         assert rpc.from_status(reading.results[1].status).reason == "UNREACHABLE"
         assert not reading.results[1].stopped, "its bytes may still come"

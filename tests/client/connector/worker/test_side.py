@@ -16,10 +16,10 @@ import torch
 from lmkv.pool.pool import Pool
 from lmkv.pool.socket import PoolSocket
 from lmkv.spec import NATIVE_TILES, KvSpec
-from lmkv_client.connector.identity import Share
-from lmkv_client.connector.messages import Attachment, Check, Load, StepPlan
+from lmkv_client.connector.identity import HeadShare
+from lmkv_client.connector.messages import Attachment, ExtentChecksum, LoadPlan, StepPlan
 from lmkv_client.connector.worker import side as worker_module
-from lmkv_client.connector.worker.copies import INLINE_BYTES
+from lmkv_client.connector.worker.page_copier import INLINE_BYTES
 from lmkv_client.connector.worker.side import WorkerSide
 from lmkv_kernels import ChunkCopy, checksum
 from tests.waiting import WAIT_SECONDS, wait_until
@@ -126,7 +126,7 @@ def make_worker() -> Iterator[Callable[..., WorkerSide]]:
     made: list[WorkerSide] = []
 
     def make(caches: Caches, rank: int = 0, ranks: int = 1, threads: int = 1) -> WorkerSide:
-        share = Share.of_rank(rank, ranks, HEADS)
+        share = HeadShare.of_rank(rank, ranks, HEADS)
         made.append(WorkerSide(SPEC, share, rank=rank, threads=threads))
         made[-1].register(caches)
         return made[-1]
@@ -163,10 +163,10 @@ def load_of(
     sync: bool = False,
     final: bool = True,
     failed_blocks: list[int] | None = None,
-    checks: list[Check] | None = None,
+    checks: list[ExtentChecksum] | None = None,
     request_id: str = "r",
-) -> Load:
-    return Load(
+) -> LoadPlan:
+    return LoadPlan(
         request_id=request_id,
         copies=copies,
         sync=sync,
@@ -177,7 +177,10 @@ def load_of(
 
 
 def plan_of(
-    served: ServedPool | Attachment | None, *, loads: list[Load] | None = None, stores: list[ChunkCopy] | None = None
+    served: ServedPool | Attachment | None,
+    *,
+    loads: list[LoadPlan] | None = None,
+    stores: list[ChunkCopy] | None = None,
 ) -> StepPlan:
     attachment = served.attachment() if isinstance(served, ServedPool) else served
     return StepPlan(attachment=attachment, loads=loads or [], stores=stores or [])
@@ -375,7 +378,7 @@ def test_a_chunk_whose_bytes_have_changed_is_not_used_where_loads_are_verified(
     served, source, target = serve(), caches(1), caches(None)
     stored(make_worker(source), served, {0: [3, 17]})
     right = checksum(served.pool.buffer, 0, CHUNK_BYTES)
-    checks = [Check(offset=0, size_bytes=CHUNK_BYTES, checksum=right)]
+    checks = [ExtentChecksum(offset=0, size_bytes=CHUNK_BYTES, checksum=right)]
     worker = make_worker(target)
     load = load_of([chunk_copy(0, [9, 1])], sync=sync, checks=checks)
     for poisoned in (False, True):
@@ -439,7 +442,7 @@ def test_a_load_waits_for_a_node_that_is_slow_to_hand_its_pool_over(
     wait_until(lambda: is_stored(filler, served, {0: [3, 17]}))
     worker = make_worker(target, threads=threads)
     right = checksum(served.pool.buffer, 0, CHUNK_BYTES)
-    checks = [Check(offset=0, size_bytes=CHUNK_BYTES, checksum=right)]
+    checks = [ExtentChecksum(offset=0, size_bytes=CHUNK_BYTES, checksum=right)]
     plan = plan_of(served, loads=[load_of([chunk_copy(0, [9, 1])], checks=checks)], stores=[chunk_copy(1, [5, 6])])
     with served.stalled():
         step(worker, plan)
@@ -513,14 +516,14 @@ def test_a_load_that_runs_while_the_node_changes_reads_the_pool_that_it_began_wi
 
 
 def test_tensors_that_cannot_be_moved_by_whole_tiles_are_refused() -> None:
-    worker = WorkerSide(SPEC, Share.of_rank(0, 1, HEADS), rank=0, threads=1)
+    worker = WorkerSide(SPEC, HeadShare.of_rank(0, 1, HEADS), rank=0, threads=1)
     with pytest.raises(ValueError, match="not contiguous"):
         worker.register({"layer": torch.zeros(BLOCKS, HEADS, CONTENT, BLOCK).transpose(2, 3)})
     worker.close()
 
 
 def test_pages_of_another_size_than_the_specs_are_refused() -> None:
-    worker = WorkerSide(SPEC, Share.of_rank(0, 1, HEADS), rank=0, threads=1)
+    worker = WorkerSide(SPEC, HeadShare.of_rank(0, 1, HEADS), rank=0, threads=1)
     with pytest.raises(ValueError, match="its KvSpec says"):
         worker.register({"layer": torch.zeros(BLOCKS, HEADS, BLOCK, CONTENT)})  # one layer of three
     worker.close()

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from lmkv_client.connector.identity import Share
-from lmkv_client.connector.messages import Attachment, Load, StepPlan, WorkerReport
+from lmkv_client.connector.identity import HeadShare
+from lmkv_client.connector.messages import Attachment, LoadPlan, StepPlan, WorkerReport
 from lmkv_client.connector.worker import side as worker_module
-from lmkv_client.connector.worker.device import DeviceCopies
+from lmkv_client.connector.worker.device_copier import DevicePageCopier
 from lmkv_client.connector.worker.side import WorkerSide
 from lmkv_kernels import checksum
-from tests.client.connector.worker.test_device import Model, open_emulated
+from tests.client.connector.worker.test_device_copier import Model, open_emulated
 from tests.client.connector.worker.test_side import SPEC, ServedPool, serve
 from tests.kernels.layouts import Case, random_bytes
 from tests.kernels.test_cuda_emulated import on_device, whole_chunks
@@ -34,12 +34,12 @@ class OnDevice:
         self.case = case
         self.later = random_bytes(1, case.memory.size)
         self.model = Model(case, self.later)
-        copies = DeviceCopies(
+        copies = DevicePageCopier(
             on_device(case.pages), model_stream=lambda: self.model.stream.handle, open_device=open_emulated
         )
         monkeypatch.setattr(worker_module, "make_pages", lambda *_, **__: on_device(case.pages))
         monkeypatch.setattr(worker_module, "make_copies", lambda *_: copies)
-        self.worker = WorkerSide(SPEC, Share.of_rank(0, 1, SPEC.kv_head_count), rank=0, threads=1)
+        self.worker = WorkerSide(SPEC, HeadShare.of_rank(0, 1, SPEC.kv_head_count), rank=0, threads=1)
         self.worker.register({"layer": torch.zeros(1)})
 
     def attach(self, served: ServedPool) -> Attachment:
@@ -47,7 +47,7 @@ class OnDevice:
         attachment = served.attachment()
         self.worker.load(StepPlan(attachment=attachment))
         copies = self.worker._copies
-        assert isinstance(copies, DeviceCopies)
+        assert isinstance(copies, DevicePageCopier)
         assert copies._opening is not None
         copies._opening.result(WAIT_SECONDS)
         return attachment
@@ -73,8 +73,8 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnDevice]:
     made.close()
 
 
-def load_of(case: Case, *, sync: bool) -> Load:
-    return Load(request_id="r", copies=case.copies, sync=sync, final=True, checks=[], failed_blocks=[])
+def load_of(case: Case, *, sync: bool) -> LoadPlan:
+    return LoadPlan(request_id="r", copies=case.copies, sync=sync, final=True, checks=[], failed_blocks=[])
 
 
 def test_a_store_is_reported_when_the_device_is_done_with_it(on: OnDevice, serve: Serve) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from vllm.logger import init_logger
 
-from lmkv_client.connector.messages import Load
-from lmkv_client.connector.worker.copies import Copying
+from lmkv_client.connector.messages import LoadPlan
+from lmkv_client.connector.worker.page_copier import CopyHandle
 from lmkv_kernels import ChunkCopy
 
 logger = init_logger("vllm.lmkv")
@@ -19,14 +19,14 @@ COPY_ERRORS = (ValueError, RuntimeError)
 
 
 @dataclass(kw_only=True, slots=True)
-class Running:
+class RunningLoad:
     """A load in progress."""
 
     sync: bool
     """Whether the forward of its step needed it; vLLM asks nothing about it afterwards."""
     started_at: float
-    parts: list[Copying] = field(default_factory=list)
-    postponed: list[Load] = field(default_factory=list)
+    parts: list[CopyHandle] = field(default_factory=list)
+    postponed: list[LoadPlan] = field(default_factory=list)
     """Pieces that wait until the pool is mapped."""
     size_bytes: int = 0
     failed_blocks: list[int] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Running:
     final: bool = False
     failed: bool = False
 
-    def begin(self, act: Callable[[], Copying]) -> None:
+    def begin(self, act: Callable[[], CopyHandle]) -> None:
         """Begins a part."""
         try:
             self.parts.append(act())
@@ -57,7 +57,7 @@ class Running:
         logger.error("cannot load: %s", error)
         self.failed = True
 
-    def _part_is_over(self, part: Copying) -> bool:
+    def _part_is_over(self, part: CopyHandle) -> bool:
         try:
             return part.done()
         except COPY_ERRORS as error:
@@ -66,9 +66,9 @@ class Running:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Storing:
+class RunningStore:
     """A store in progress."""
 
     copies: Sequence[ChunkCopy]
-    copying: Copying
+    copying: CopyHandle
     started_at: float

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lmkv.pool.pool import LEFT_BYTES, Pool
-from lmkv_client.connector.worker.device import DeviceCopies, PoolNotReady
+from lmkv_client.connector.worker.device_copier import DevicePageCopier, PoolNotReady
 from lmkv_kernels.cuda import CudaError, CudaStream, Device, Program, RegisteredMemory
 from tests.kernels.emulation import IMAGE, emulated_driver
 from tests.kernels.layouts import Bytes, Case, random_bytes
@@ -53,9 +53,11 @@ def open_emulated(_ordinal: int) -> tuple[Device, Program]:
 
 
 @contextmanager
-def running(case: Case, *buffers: Bytes) -> Iterator[tuple[Model, DeviceCopies]]:
+def running(case: Case, *buffers: Bytes) -> Iterator[tuple[Model, DevicePageCopier]]:
     model = Model(case, *buffers)
-    copies = DeviceCopies(on_device(case.pages), model_stream=lambda: model.stream.handle, open_device=open_emulated)
+    copies = DevicePageCopier(
+        on_device(case.pages), model_stream=lambda: model.stream.handle, open_device=open_emulated
+    )
     try:
         yield model, copies
     finally:
@@ -63,17 +65,17 @@ def running(case: Case, *buffers: Bytes) -> Iterator[tuple[Model, DeviceCopies]]
         model.close()
 
 
-def opened(copies: DeviceCopies, pool: Pool) -> None:
+def opened(copies: DevicePageCopier, pool: Pool) -> None:
     """Opens a pool and waits until it is registered."""
     copies.open(pool)
     assert copies._opening is not None
     copies._opening.result(10.0)
 
 
-def let_go(copies: DeviceCopies) -> None:
+def close_pool(copies: DevicePageCopier) -> None:
     """Lets go of the pool and waits until it may be unmapped."""
     gone = threading.Event()
-    copies.let_go(gone.set)
+    copies.close_pool(gone.set)
     assert gone.wait(10.0)
 
 
@@ -90,7 +92,7 @@ def test_a_store_reads_what_the_forward_wrote_and_the_next_forward_does_not_dist
         model.run()
         storing.wait()
         stored = np.frombuffer(pool.buffer, np.uint8).copy()
-        let_go(copies)
+        close_pool(copies)
     assert np.array_equal(case.memory, later)
     case.memory[:] = now
     case.twin.gather(case.pool_tensor, case.copies)
@@ -113,7 +115,7 @@ def test_a_load_waits_for_the_forward_before_it_and_a_forward_that_needs_it_wait
         model.run()
         assert loading.done() == sync  # else the forward has not waited
         loading.wait()
-        let_go(copies)
+        close_pool(copies)
     case.memory[:] = before
     case.twin.scatter(case.pool_tensor, case.copies)
     assert np.array_equal(read, before)
@@ -128,7 +130,7 @@ def test_without_a_registered_pool_copies_are_refused() -> None:
         with Pool.create(case.pool.size) as pool:
             opened(copies, pool)
             copies.gather(case.copies).wait()
-            let_go(copies)
+            close_pool(copies)
             with pytest.raises(PoolNotReady):
                 copies.scatter(case.copies, sync=False)
 
@@ -143,7 +145,7 @@ def test_a_pool_that_cannot_be_registered_is_said_and_let_go_of() -> None:
         assert isinstance(copies._opening.exception(10.0), CudaError)
         with pytest.raises(PoolNotReady, match=r"cuMemHostRegister_v2: INVALID_VALUE"):
             copies.gather(case.copies)
-        let_go(copies)
+        close_pool(copies)
         with model.device.current():
             taken.close()
 
@@ -166,12 +168,12 @@ def test_of_a_pool_whose_memory_ended_only_the_rest_is_used() -> None:
         copies.gather(case.copies[:2]).wait()
         with pytest.raises(ValueError, match="ends behind the pool"):
             copies.gather(case.copies[2:])
-        let_go(copies)
+        close_pool(copies)
         pool.there_bytes = 0
         copies.open(pool)
         assert copies._opening is not None
         assert isinstance(copies._opening.exception(10.0), PoolNotReady)
-        let_go(copies)
+        close_pool(copies)
 
 
 def test_a_pool_can_be_let_go_of_before_it_is_registered() -> None:
@@ -182,7 +184,7 @@ def test_a_pool_can_be_let_go_of_before_it_is_registered() -> None:
         copies.open(pool)
         opening = copies._opening
         gone = threading.Event()
-        copies.let_go(gone.set)
+        copies.close_pool(gone.set)
         busy.set()
         assert gone.wait(10.0)
         assert opening is not None
@@ -194,12 +196,12 @@ def test_another_pool_can_be_opened_while_copies_from_the_old_one_run() -> None:
     with running(case) as (_, copies), Pool.create(case.pool.size) as old, Pool.create(case.pool.size) as new:
         opened(copies, old)
         storing = copies.gather(case.copies)
-        let_go(copies)
+        close_pool(copies)
         assert storing.done()
         opened(copies, new)
         copies.gather(case.copies).wait()
         stored = [bytes(pool.buffer) for pool in (old, new)]
-        let_go(copies)
+        close_pool(copies)
     case.twin.gather(case.pool_tensor, case.copies)
     assert stored == [case.pool.tobytes()] * 2
 
@@ -207,13 +209,13 @@ def test_another_pool_can_be_opened_while_copies_from_the_old_one_run() -> None:
 def test_the_pages_must_be_on_a_device_and_as_they_are_there() -> None:
     case = whole_chunks(1)
     with pytest.raises(ValueError, match="on cpu"):
-        DeviceCopies(case.pages, model_stream=lambda: 0, open_device=open_emulated)
+        DevicePageCopier(case.pages, model_stream=lambda: 0, open_device=open_emulated)
     packed = dataclasses.replace(
         on_device(case.pages),
         parts=tuple(dataclasses.replace(part, row_stride=2, element_stride=8) for part in case.pages.parts[:1]),
     )
     with pytest.raises(ValueError, match="packing is the CPU's"):
-        DeviceCopies(packed, model_stream=lambda: 0, open_device=open_emulated)
+        DevicePageCopier(packed, model_stream=lambda: 0, open_device=open_emulated)
 
 
 def test_closing_twice_is_fine() -> None:

@@ -31,7 +31,7 @@ from lmkv_kernels.cuda.copier import BLOCKS_PER_PROCESSOR
 from lmkv_kernels.cuda.measure import fastest_paths
 
 if TYPE_CHECKING:
-    from lmkv_client.connector.worker.device_buffer import DeviceBuffer
+    from lmkv_client.connector.worker.device_buffer_part import DeviceBufferPart
 
 logger = init_logger("vllm.lmkv")
 
@@ -44,7 +44,7 @@ class PoolNotReady(CudaError):
     """The pool is not registered with CUDA: not yet, or it could not be."""
 
 
-class DeviceCopies:
+class DevicePageCopier:
     """Copies between the pages and whichever pool is open. For the worker's main thread.
 
     Making one takes some 20 ms, and a second where the kernels must be compiled; it must be before the first forward.
@@ -66,12 +66,12 @@ class DeviceCopies:
         self._running: list[PendingCopy] = []
         self._reading: list[PendingCopy] = []
         self._opening: Future[_Open] | None = None
-        self._buffered: tuple[DeviceBuffer, Copier] | None = None
+        self._buffered: tuple[DeviceBufferPart, Copier] | None = None
         self._closed = False
         # Registering a pool takes seconds: one thread, for a pool must be let go of before the next comes.
         self._thread = ThreadPoolExecutor(1, "lmkv-cuda", initializer=prepare_thread)
         try:
-            self._ways = fastest_paths(self._device, self._program, pages)
+            self._paths = fastest_paths(self._device, self._program, pages)
         except BaseException:
             self.close()
             raise
@@ -79,8 +79,8 @@ class DeviceCopies:
             "KV cache on %s (%s): stores go %s, loads go %s",
             pages.device,
             self._device.name,
-            self._ways.gather,
-            self._ways.scatter,
+            self._paths.gather,
+            self._paths.scatter,
         )
 
     def open(self, pool: Pool) -> None:
@@ -89,21 +89,21 @@ class DeviceCopies:
         The pool must not be closed before `let_go` says so.
         """
         assert self._opening is None, "let go of the old pool first"
-        self._unwanted = threading.Event()
-        self._opening = self._thread.submit(self._open, pool, self._unwanted)
+        self._abandoned = threading.Event()
+        self._opening = self._thread.submit(self._open, pool, self._abandoned)
 
-    def let_go(self, then: Callable[[], object]) -> None:
+    def close_pool(self, then: Callable[[], object]) -> None:
         """Waits for the copies under way, and calls `then` once the pool may be unmapped, from another thread.
 
         Without a pool it calls it at once.
         """
         self._settle()
-        self._leave_buffer()
+        self._close_buffer()
         opening, self._opening = self._opening, None
         if opening is None:
             then()
         else:
-            self._unwanted.set()
+            self._abandoned.set()
             self._thread.submit(_close, opening, then)
 
     def begin_step(self) -> None:
@@ -127,7 +127,9 @@ class DeviceCopies:
         self._reading.append(copying)
         return copying
 
-    def scatter(self, copies: Sequence[ChunkCopy], *, sync: bool, buffer: DeviceBuffer | None = None) -> PendingCopy:
+    def scatter(
+        self, copies: Sequence[ChunkCopy], *, sync: bool, buffer: DeviceBufferPart | None = None
+    ) -> PendingCopy:
         """Begins to copy into pages, which those forwards may still read that are on the model's stream by now.
 
         With `sync` the next forward waits for it, on the device. Out of a device buffer the kernels read as they are:
@@ -148,7 +150,7 @@ class DeviceCopies:
         if self._closed:
             return
         self._closed = True
-        self.let_go(lambda: None)
+        self.close_pool(lambda: None)
         self._thread.shutdown()
         with self._device.current():
             self._program.close()
@@ -162,11 +164,11 @@ class DeviceCopies:
             raise PoolNotReady(f"the pool is not registered with CUDA: {error}")
         return self._opening.result().copier
 
-    def _copier_of(self, buffer: DeviceBuffer) -> Copier:
+    def _copier_of(self, buffer: DeviceBufferPart) -> Copier:
         self._running = [copying for copying in self._running if not copying.done()]
         if self._buffered is None or self._buffered[0] is not buffer:
             self._settle()
-            self._leave_buffer()
+            self._close_buffer()
             copier = Copier(
                 self._device,
                 self._program,
@@ -178,7 +180,7 @@ class DeviceCopies:
             self._buffered = buffer, copier
         return self._buffered[1]
 
-    def _leave_buffer(self) -> None:
+    def _close_buffer(self) -> None:
         """Lets go of what copies out of the device buffer; nothing of it may be under way."""
         if self._buffered:
             self._buffered[1].close()
@@ -194,14 +196,14 @@ class DeviceCopies:
         self._running.clear()
         self._reading.clear()
 
-    def _open(self, pool: Pool, unwanted: threading.Event) -> _Open:
+    def _open(self, pool: Pool, abandoned: threading.Event) -> _Open:
         with ExitStack() as stack:
             try:
-                size_bytes = populate(pool, unwanted)
+                size_bytes = populate(pool, abandoned)
                 with self._device.current() as cuda:
                     registration = RegisteredMemory(cuda, pool.address, size_bytes)
                 stack.callback(self._unregister, registration)
-                copier = Copier(self._device, self._program, self._pages, registration, paths=self._ways)
+                copier = Copier(self._device, self._program, self._pages, registration, paths=self._paths)
                 stack.callback(copier.close)
             except CudaError as error:
                 logger.warning("cannot register the node's pool with CUDA, so nothing is loaded or stored: %s", error)
@@ -221,14 +223,14 @@ class _Open:
         self.stack = stack
 
 
-def populate(pool: Pool, unwanted: threading.Event) -> int:
+def populate(pool: Pool, abandoned: threading.Event) -> int:
     """Takes the pool, and returns how much of it there is: the node uses no more either, once memory has ended.
 
     Raises `PoolNotReady` if that is nothing, or if the pool is unwanted meanwhile.
     """
     try:
         for start in range(0, pool.size_bytes, POPULATE_BYTES):
-            if unwanted.is_set():
+            if abandoned.is_set():
                 raise PoolNotReady("it was let go of before")
             pool.populate(start, start + POPULATE_BYTES, leave_bytes=LEFT_BYTES)
     except ConfigError as error:

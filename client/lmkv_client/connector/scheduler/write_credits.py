@@ -9,27 +9,27 @@ KEPT_WHEN_IDLE = 4
 
 
 @dataclass(kw_only=True, slots=True)
-class Credits:
+class WriteCredits:
     """What one engine may write into. `limit` bounds those in hand, asked for, and being written together."""
 
     limit: int = 0
-    asked_count: int = 0
+    requested_count: int = 0
     writing_count: int = 0
     _offsets: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def ask(self, wanted_count: int) -> int:
+    def request(self, wanted_count: int) -> int:
         """How many more to ask for, so that in the end `wanted_count` are in hand; they count as asked for."""
-        room = self.limit - len(self._offsets) - self.asked_count - self.writing_count
-        count = max(0, min(wanted_count - len(self._offsets) - self.asked_count, room))
-        self.asked_count += count
+        room = self.limit - len(self._offsets) - self.requested_count - self.writing_count
+        count = max(0, min(wanted_count - len(self._offsets) - self.requested_count, room))
+        self.requested_count += count
         return count
 
     def settle(self, count: int, granted: list[int]) -> None:
         """The node has answered for so many that were asked for, and granted these."""
-        self.asked_count -= count
+        self.requested_count -= count
         self._offsets.extend(granted)
 
     def take(self) -> int | None:
@@ -39,16 +39,16 @@ class Credits:
         self.writing_count += 1
         return self._offsets.pop()
 
-    def written(self) -> None:
+    def commit(self) -> None:
         """One that was taken is committed: it is the node's again."""
         self.writing_count -= 1
 
-    def put_back(self, offset: int) -> None:
+    def return_unwritten(self, offset: int) -> None:
         """One that was taken was not written."""
         self.writing_count -= 1
         self._offsets.append(offset)
 
-    def surplus(self) -> list[int]:
+    def take_surplus(self) -> list[int]:
         """What an idle engine should give back; no longer in hand."""
         extra = self._offsets[KEPT_WHEN_IDLE:]
         del self._offsets[KEPT_WHEN_IDLE:]

@@ -14,7 +14,7 @@ from lmkv_client.plugin import PROCESSORS
 from lmkv_kernels import ChunkCopy, Pages, copied_bytes, gather, scatter
 
 if TYPE_CHECKING:
-    from lmkv_client.connector.worker.device_buffer import DeviceBuffer
+    from lmkv_client.connector.worker.device_buffer_part import DeviceBufferPart
 
 INLINE_BYTES = 4 << 20
 """A copy of at most so many bytes takes well below a millisecond: less than handing it to another thread."""
@@ -22,7 +22,7 @@ PART_BLOCKS = 64
 """Blocks that a thread fills at the most between looks at its queue."""
 
 
-class Copying(Protocol):
+class CopyHandle(Protocol):
     """Something under way."""
 
     def done(self) -> bool:
@@ -36,25 +36,25 @@ class Copying(Protocol):
         """Of a gather that is done: per copy what its words add to its chunk's checksum."""
 
 
-class Copies(Protocol):
+class PageCopier(Protocol):
     """One rank's copies between its pages and whichever pool is open. For the worker's main thread."""
 
     def open(self, pool: Pool) -> None:
         """Takes a pool; it must not be closed before `let_go` says so."""
 
-    def let_go(self, then: Callable[[], object]) -> None:
+    def close_pool(self, then: Callable[[], object]) -> None:
         """Waits for what is under way and calls `then` once the pool may be closed, perhaps from another thread."""
 
     def begin_step(self) -> None:
         """Before a step's loads and its forward, both of which change pages."""
 
-    def gather(self, copies: Sequence[ChunkCopy]) -> Copying:
+    def gather(self, copies: Sequence[ChunkCopy]) -> CopyHandle:
         """Begins to copy pages into the pool, as the last forward leaves them.
 
         Raises `ValueError` if a copy does not fit, `RuntimeError` if it cannot be made now.
         """
 
-    def scatter(self, copies: Sequence[ChunkCopy], *, sync: bool, buffer: DeviceBuffer | None = None) -> Copying:
+    def scatter(self, copies: Sequence[ChunkCopy], *, sync: bool, buffer: DeviceBufferPart | None = None) -> CopyHandle:
         """Begins to copy into pages, before the next forward reads them if `sync`. Raises as `gather` does.
 
         The copies are out of the pool, or out of a device buffer, which must then stay until they are done.
@@ -64,7 +64,7 @@ class Copies(Protocol):
         """Waits for what is under way, and lets go of everything. Idempotent."""
 
 
-class Task:
+class ThreadTask:
     """What threads of this process do, or have done."""
 
     def __init__(self, futures: Sequence[Future[None]] = (), checksums: Sequence[int] = ()) -> None:
@@ -84,7 +84,7 @@ class Task:
             future.result()
 
 
-class HostCopies:
+class HostPageCopier:
     """See `Copies`. What the forward does not wait for is copied on a thread beside it."""
 
     def __init__(self, pages: Pages, threads: int) -> None:
@@ -97,7 +97,7 @@ class HostCopies:
         """See `Copies`."""
         self._pool = pool
 
-    def let_go(self, then: Callable[[], object]) -> None:
+    def close_pool(self, then: Callable[[], object]) -> None:
         """See `Copies`."""
         self._loader.submit(int).result()  # comes after all the others; each takes milliseconds
         self._pool = None
@@ -106,19 +106,19 @@ class HostCopies:
     def begin_step(self) -> None:
         """See `Copies`. What was gathered is in the pool already."""
 
-    def gather(self, copies: Sequence[ChunkCopy]) -> Copying:
+    def gather(self, copies: Sequence[ChunkCopy]) -> CopyHandle:
         """See `Copies`. Copies now: the pages may change as soon as the step is over."""
-        return Task(checksums=gather(self._pages, self._opened().buffer, copies, threads=self._threads))
+        return ThreadTask(checksums=gather(self._pages, self._opened().buffer, copies, threads=self._threads))
 
-    def scatter(self, copies: Sequence[ChunkCopy], *, sync: bool, buffer: DeviceBuffer | None = None) -> Copying:
+    def scatter(self, copies: Sequence[ChunkCopy], *, sync: bool, buffer: DeviceBufferPart | None = None) -> CopyHandle:
         """See `Copies`. Copies here if that must be, or is quicker than waking up another thread."""
         pages, memory = (buffer.pages, buffer.bytes) if buffer else (self._pages, self._opened().buffer)
         copies = buffer.shrunk(copies) if buffer else copies
         begin = partial(scatter, pages, memory, threads=self._threads)
         if sync or copied_bytes(pages, copies) <= INLINE_BYTES:
             begin(copies)
-            return Task()
-        return Task([self._loader.submit(begin, part) for part in split(copies)])
+            return ThreadTask()
+        return ThreadTask([self._loader.submit(begin, part) for part in split(copies)])
 
     def close(self) -> None:
         """See `Copies`."""

@@ -29,7 +29,7 @@ PIECE_BYTES = 16
 WORD_BYTES = 8
 
 
-class DeviceBuffer:
+class DeviceBufferPart:
     """The part: memory of the device that the pages are on, or of the host where they are there.
 
     Raises `ValueError` if the buffer cannot be shrunk so, and `RuntimeError` if there is no memory for it.

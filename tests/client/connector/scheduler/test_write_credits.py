@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lmkv_client.connector.scheduler.credits import KEPT_WHEN_IDLE, Credits
+from lmkv_client.connector.scheduler.write_credits import KEPT_WHEN_IDLE, WriteCredits
 
 LIMIT = 12
 
@@ -16,27 +16,27 @@ class CreditsAgainstCounts(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.credits = Credits(limit=LIMIT)
+        self.credits = WriteCredits(limit=LIMIT)
         self.free = list(range(100, 100 + 2 * LIMIT))
         self.in_hand: set[int] = set()
         self.writing: set[int] = set()
-        self.asked_count = 0
+        self.requested_count = 0
 
     @rule(wanted=st.integers(0, 3 * LIMIT))
     def ask(self, wanted: int) -> None:
-        room = LIMIT - len(self.in_hand) - len(self.writing) - self.asked_count
-        expected = max(0, min(wanted - len(self.in_hand) - self.asked_count, room))
-        assert self.credits.ask(wanted) == expected
-        self.asked_count += expected
+        room = LIMIT - len(self.in_hand) - len(self.writing) - self.requested_count
+        expected = max(0, min(wanted - len(self.in_hand) - self.requested_count, room))
+        assert self.credits.request(wanted) == expected
+        self.requested_count += expected
 
-    @precondition(lambda self: self.asked_count)
+    @precondition(lambda self: self.requested_count)
     @rule(data=st.data())
     def settle(self, data: st.DataObject) -> None:
-        count = data.draw(st.integers(1, self.asked_count))
+        count = data.draw(st.integers(1, self.requested_count))
         granted = self.free[: data.draw(st.integers(0, count))]
         self.free = self.free[len(granted) :]
         self.credits.settle(count, granted)
-        self.asked_count -= count
+        self.requested_count -= count
         self.in_hand |= set(granted)
 
     @rule()
@@ -52,18 +52,18 @@ class CreditsAgainstCounts(RuleBasedStateMachine):
     @rule()
     def written(self) -> None:
         self.free.append(self.writing.pop())
-        self.credits.written()
+        self.credits.commit()
 
     @precondition(lambda self: self.writing)
     @rule()
-    def put_back(self) -> None:
+    def return_unwritten(self) -> None:
         offset = self.writing.pop()
         self.in_hand.add(offset)
-        self.credits.put_back(offset)
+        self.credits.return_unwritten(offset)
 
     @rule()
-    def surplus(self) -> None:
-        given = self.credits.surplus()
+    def take_surplus(self) -> None:
+        given = self.credits.take_surplus()
         assert len(given) == max(0, len(self.in_hand) - KEPT_WHEN_IDLE)
         assert set(given) <= self.in_hand
         self.in_hand -= set(given)
@@ -72,9 +72,9 @@ class CreditsAgainstCounts(RuleBasedStateMachine):
     @invariant()
     def adds_up(self) -> None:
         assert len(self.credits) == len(self.in_hand)
-        assert self.credits.asked_count == self.asked_count
+        assert self.credits.requested_count == self.requested_count
         assert self.credits.writing_count == len(self.writing)
-        assert len(self.in_hand) + len(self.writing) + self.asked_count <= LIMIT
+        assert len(self.in_hand) + len(self.writing) + self.requested_count <= LIMIT
         assert len(self.free) + len(self.in_hand) + len(self.writing) == 2 * LIMIT
 
 
@@ -83,15 +83,15 @@ TestCreditsAgainstCounts.settings = settings(max_examples=100, stateful_step_cou
 
 
 def test_without_a_node_nothing_is_asked_for_and_nothing_can_be_taken() -> None:
-    none = Credits()
-    assert none.ask(10) == 0
+    none = WriteCredits()
+    assert none.request(10) == 0
     assert none.take() is None
-    assert none.surplus() == []
+    assert none.take_surplus() == []
 
 
 def test_asking_twice_does_not_ask_for_the_same_again() -> None:
-    few = Credits(limit=10)
-    assert few.ask(4) == 4
-    assert few.ask(4) == 0
+    few = WriteCredits(limit=10)
+    assert few.request(4) == 4
+    assert few.request(4) == 0
     few.settle(4, [0, 1])
-    assert few.ask(4) == 2
+    assert few.request(4) == 2
