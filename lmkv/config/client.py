@@ -16,7 +16,7 @@ class ClientConfig(Config):
     """Configuration of commands that call the coordinator, such as `lmkv lookup`."""
 
     coordinator_address: tuple[str, ...] = key(
-        ADDRESSES, ("127.0.0.1:9000",), "Where the coordinator is, or several are.", *common.COORDINATOR_ALIASES
+        ADDRESSES, ("127.0.0.1:9000",), "Address of the coordinator, or of several.", *common.COORDINATOR_ALIASES
     )
     tls_ca: str = common.tls_ca()
     tls_cert: str = common.tls_cert()

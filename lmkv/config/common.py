@@ -15,13 +15,13 @@ LOG_FORMAT = choice("text", "json")
 
 def cluster_secret() -> Any:
     """Declares `cluster_secret`."""
-    doc = "Secret that chunk keys and proofs of handoffs are made with, the same in the whole fleet; no flag takes it."
+    doc = "Secret for chunk keys and proofs of handoffs, the same in the whole fleet; no flag takes it."
     return key(SECRET, "", doc)
 
 
 def tls_ca() -> Any:
     """Declares `tls_ca`."""
-    return key(PATH, "", "PEM file of the issuers that the coordinator's certificate must come from; turns on TLS.")
+    return key(PATH, "", "PEM file of the CAs of the coordinator's certificate; enables TLS.")
 
 
 def tls_cert() -> Any:
@@ -36,22 +36,22 @@ def tls_key() -> Any:
 
 def tls_client_ca(doc: str) -> Any:
     """Declares `tls_client_ca`; `doc` says what an empty value means."""
-    return key(PATH, "", f"PEM file of the issuers that clients' certificates must come from; empty: {doc}.")
+    return key(PATH, "", f"PEM file of the CAs of clients' certificates; empty: {doc}.")
 
 
 def auth_token() -> Any:
     """Declares `auth_token`."""
-    return key(SECRET, "", "Token to show to whoever is called; no flag takes it.")
+    return key(SECRET, "", "Token to send with all calls; no flag takes it.")
 
 
 def auth_token_file() -> Any:
     """Declares `auth_token_file`."""
-    return key(PATH, "", "File that holds the token, in place of `auth_token`; it may be replaced at any time.")
+    return key(PATH, "", "File that contains the token, instead of `auth_token`; it may be replaced at any time.")
 
 
 def auth_tokens(what: str) -> Any:
     """Declares `auth_tokens`; `what` is what callers may do."""
-    return key(PATH, "", f"YAML file of the tokens whose owners may {what}, with their roles; empty: anybody may.")
+    return key(PATH, "", f"YAML file of the tokens whose owners may {what}, with their roles; empty: any client may.")
 
 
 def allowed_hosts(what: str) -> Any:
@@ -59,8 +59,8 @@ def allowed_hosts(what: str) -> Any:
     return key(
         HOST_NAMES,
         (),
-        f"Names by which clients call {what} over HTTP, besides addresses and localhost, such as lmkv.example.com or "
-        "*.svc.cluster.local; others are refused.",
+        f"Host names by which clients may call {what} over HTTP, besides addresses and localhost, such as "
+        "lmkv.example.com or *.svc.cluster.local; others are refused.",
         shown_default="every name, or none on a loopback address",
     )
 
@@ -70,15 +70,15 @@ def max_connections_per_client(default: int) -> Any:
     return key(
         whole(1, 1 << 20, "a number of connections above 0"),
         default,
-        "Most HTTP connections of one client address: more close its idle ones first, then its requests get 429.",
+        "Maximum HTTP connections of one client address; beyond it idle ones are closed first, then requests get 429.",
     )
 
 
 def log_level() -> Any:
     """Declares `log_level`."""
-    return key(LOG_LEVEL, "info", "Least severe messages to log.")
+    return key(LOG_LEVEL, "info", "Minimum severity of messages to log.")
 
 
 def log_format() -> Any:
     """Declares `log_format`."""
-    return key(LOG_FORMAT, "text", "How to log: lines to read, or one JSON object a line.")
+    return key(LOG_FORMAT, "text", "Log format: text, or one JSON object per line.")

@@ -18,46 +18,50 @@ class ConnectorConfig(NodeConfig):
     kv_format: str = key(
         choice("auto", "native", "token_major"),
         "auto",
-        "How chunks are kept: token_major is for engines of any block size, native is quicker on CPUs; auto: native "
-        "there, token_major on GPUs.",
+        "Format of chunks: token_major works with engines of any block size, native is faster on CPUs; auto: "
+        "native on CPUs, token_major on GPUs.",
     )
     save_partial_chunks: bool = key(
         FLAG,
         True,
-        "Whether the last chunk of a prompt is stored though it is not full.",
+        "Whether the last chunk of a prompt is stored if it is not full.",
         "save_unfull_chunk",
         Alias(name="discard_partial_chunks", convert=lambda raw: not FLAG.read(raw)),
     )
-    save_decode_cache: bool = key(FLAG, True, "Whether chunks that generated tokens fill are stored.")
+    save_decode_cache: bool = key(FLAG, True, "Whether chunks of generated tokens are stored.")
     min_retrieve_tokens: int = key(
         whole(0, 1 << 20, "a number of tokens"),
         8,
-        "Fewest tokens worth loading: fewer are computed, which is as quick.",
+        "Minimum number of tokens to load; fewer are computed, which is as fast.",
     )
     min_fetch_tokens: int = key(
         whole(0, 1 << 20, "a number of tokens"),
         16,
-        "Fewest tokens worth fetching from a peer, beyond those that are here.",
+        "Minimum number of tokens to fetch from a peer, beyond those on this node.",
     )
     refuse_slow_fetches: bool = key(
-        FLAG, True, "Whether a prompt is computed where fetching it should take longer, by what both were measured."
+        FLAG, True, "Whether a prompt is computed if fetching is expected to take longer, by measured speeds."
     )
     enable_async_loading: bool = key(FLAG, True, "Whether other requests run while one loads.")
     lookup_timeout: float = key(
         SECONDS,
         0.1,
-        "Most time a request waits for a lookup, in seconds.",
+        "Maximum time that a request waits for a lookup, in seconds.",
         Alias(name="lookup_timeout_ms", convert=lambda raw: MILLISECONDS.read(raw) / 1000),
     )
-    load_timeout: float = key(SECONDS, 1.0, "Most time a request waits for a load, in seconds; then it computes.")
+    load_timeout: float = key(
+        SECONDS, 1.0, "Maximum time that a request waits for a load, in seconds; then it computes."
+    )
     pd_load_timeout: float = key(
-        SECONDS, 30.0, "Most time a request waits for a prompt that is handed to it, in seconds; then it computes."
+        SECONDS,
+        30.0,
+        "Maximum time that a request waits for a prompt that is handed off to it, in seconds; then it computes.",
     )
     pd_buffer_device: str = key(
         choice("cpu", "cuda"),
         "cpu",
-        "Where prompts that are handed here wait for their load: cpu, the pool; cuda, a buffer of `pd_buffer_size` on "
-        "the engine's GPUs.",
+        "Where prompts that are handed off to this engine wait for their load: cpu, in the pool; cuda, in a "
+        "buffer of `pd_buffer_size` on the engine's GPUs.",
     )
     node_address: str = key(
         SOCKET_PATH,
@@ -65,17 +69,19 @@ class ConnectorConfig(NodeConfig):
         "Socket of a node that engines share; empty: the connector starts its own.",
         shown_default="empty",
     )
-    node_start_timeout: float = key(SECONDS, 20.0, "Most time the connector's own node may take to start, in seconds.")
+    node_start_timeout: float = key(
+        SECONDS, 20.0, "Maximum time for the start of the connector's own node, in seconds."
+    )
     cluster_secret: str = common.cluster_secret()
     model_id: str = key(
-        TEXT, "", "Identity of the weights, where the model's files do not tell it.", shown_default="from the model"
+        TEXT, "", "Identity of the weights, if the model's files do not identify them.", shown_default="from the model"
     )
     copy_threads: int = key(
         whole(0, 1024, "a number of threads from 0 to 1024 (0: lmkv decides)"),
         0,
-        "Threads that copy between the engine's memory and the pool; 0: lmkv decides.",
+        "Threads that copy between the engine's memory and the pool; 0: automatic.",
     )
-    verify_loads: bool = key(FLAG, False, "Whether each chunk's checksum is compared again when it is loaded.")
+    verify_loads: bool = key(FLAG, False, "Whether the checksum of each chunk is verified again when it is loaded.")
 
     def node_config(self) -> NodeConfig:
         """The configuration of the node that the connector starts."""

@@ -16,22 +16,21 @@ class CoordinatorConfig(Config):
     """Configuration of `lmkv coordinator`."""
 
     host: str = key(HOST, "127.0.0.1", "Address to bind; 0.0.0.0 for all.")
-    port: int = key(PORT, 9000, "Port to serve gRPC on, or HTTP if `monitor_ports` serve gRPC; 0: a free one.")
+    port: int = key(PORT, 9000, "Port for gRPC, or for HTTP if `monitor_ports` serve gRPC; 0: a free one.")
     http_port: int | None = key(
         PORT_IF_ANY,
         None,
-        "Port to serve HTTP on; 0: a free one; off: none.",
+        "Port for HTTP; 0: a free one; off: none.",
         shown_default="`port` + 1, or `port` itself if `monitor_ports` serve gRPC",
     )
     monitor_ports: Mapping[str, int] = key(
         PORTS,
         dict,
-        "Ports to serve gRPC on, by any name, as LMCache has them: `port` is then left to HTTP, unless `http_port` is "
-        "set.",
+        "Ports for gRPC, by any name, as in LMCache: `port` then serves HTTP, unless `http_port` is set.",
         Alias(name="monitor_port", convert=lambda raw: {"pull": PORT.read(raw)}),
     )
-    lease_ttl: float = key(SECONDS, 3.0, "How long a node counts as alive after its last report, in seconds.")
-    operation_ttl: float = key(SECONDS, 3600.0, "How long operations that ended can be asked about, in seconds.")
+    lease_ttl: float = key(SECONDS, 3.0, "Time that a node is considered alive after its last report, in seconds.")
+    operation_ttl: float = key(SECONDS, 3600.0, "Time that finished operations can be queried, in seconds.")
     layout_map_url: str = key(
         VALKEY_URL,
         "",
@@ -43,7 +42,7 @@ class CoordinatorConfig(Config):
     tokenizers: Mapping[str, str] = key(
         FOLDERS,
         dict,
-        "Folders of the models whose text `/tokenize` and the page take, by the names they are served as.",
+        "Folders of the models whose text `/tokenize` and the page accept, by the names they are served as.",
     )
     tls_cert: str = common.tls_cert()
     tls_key: str = common.tls_key()
@@ -54,7 +53,7 @@ class CoordinatorConfig(Config):
     audit_log: str = key(
         PATH,
         "",
-        "File that each move, copy, clear, pin and unpin is told to, a line of JSON each.",
+        "File to which each move, copy, clear, pin and unpin is logged, one line of JSON each.",
         shown_default="empty: the process's own log",
     )
     log_level: str = common.log_level()

@@ -94,16 +94,16 @@ class NodeConfig(Config):
     coordinator_address: tuple[str, ...] = key(
         ADDRESSES,
         (),
-        "Where the coordinator is, or several are; empty: none, the node serves only its own host.",
+        "Address of the coordinator, or of several; empty: none, the node serves only its own host.",
         *common.COORDINATOR_ALIASES,
     )
     enable_p2p: bool = key(
-        FLAG, True, "Whether nodes fetch chunks from each other; the node is in the fleet either way."
+        FLAG, True, "Whether nodes fetch chunks from each other; the node joins the fleet in either case."
     )
     p2p_host: str = key(
         REACHABLE_HOST,
         "127.0.0.1",
-        "Address of this machine that the node binds, and tells its peers.",
+        "Address of this machine that the node binds and announces to peers.",
         "pd_peer_host",
     )
     p2p_port: int = key(
@@ -116,8 +116,8 @@ class NodeConfig(Config):
     transfer_channel: str = key(
         TRANSFER_CHANNEL,
         "auto",
-        "What moves bytes between nodes: auto (shm, else nixl, else tcp), shm, nixl, tcp, or a plug-in: ucx, mooncake, "
-        "or one of another package.",
+        "Transfer channel between nodes: auto (shm, else nixl, else tcp), shm, nixl, tcp, or a plug-in: ucx, "
+        "mooncake, or one of another package.",
     )
     transfer_options: Mapping[str, str] = key(
         OPTIONS,
@@ -128,54 +128,61 @@ class NodeConfig(Config):
     transfer_port: int = key(PORT, 0, "Port that tcp or ucx listens on; 0: a free one.")
     nixl_backends: tuple[str, ...] = key(NAMES, ("UCX",), "NIXL backends, best first.")
     local_cpu: bool = key(FLAG, True, "Whether chunks are kept in host memory.")
-    max_local_cpu_size: float = key(GIGABYTES, 5.0, "Host memory for chunks, in GB unless it says its unit.")
+    max_local_cpu_size: float = key(GIGABYTES, 5.0, "Host memory for chunks, in GB by default.")
     local_disk: tuple[str, ...] = key(
-        DISK_FOLDERS, (), "Folder that chunks are kept in, too, or several; in each the node has one of its own."
+        DISK_FOLDERS, (), "Folder for chunks on disk, or several; the node uses a subfolder of its own in each."
     )
     max_local_disk_size: float = key(
-        GIGABYTES_OR_ZERO, 0.0, "Disk for chunks in all folders of `local_disk`, in GB unless it says its unit."
+        GIGABYTES_OR_ZERO, 0.0, "Disk space for chunks in all folders of `local_disk`, in GB by default."
     )
     local_disk_io: str = key(
         choice("plain", "nixl", "gds"),
         "plain",
-        "What moves bytes between disk and pool: plain system calls, NIXL's POSIX plugin, or its GDS plugin.",
+        "How bytes are copied between disk and pool: plain system calls, NIXL's POSIX plugin, or its GDS plugin.",
     )
     remote_url: str = key(
         REMOTE_URL,
         "",
-        "Store that chunks are kept in, too, and that nodes share: valkey://, redis://, rediss:// or s3://.",
+        "Store for chunks that nodes share: valkey://, redis://, rediss:// or s3://.",
     )
     remote_endpoint_url: str = key(
-        HTTP_URL, "", "Where the buckets of an `s3://` are, if not at AWS.", shown_default="empty"
+        HTTP_URL, "", "Endpoint of the buckets of an `s3://` URL, if not AWS.", shown_default="empty"
     )
     remote_lookup_timeout: float = key(
-        SECONDS, 0.04, "Most time that a lookup waits for the store of `remote_url`, in seconds."
+        SECONDS, 0.04, "Maximum time that a lookup waits for the store of `remote_url`, in seconds."
     )
-    remote_timeout: float = key(SECONDS, 5.0, "Most time that the store may take for one chunk, in seconds.")
+    remote_timeout: float = key(SECONDS, 5.0, "Timeout of the store for one chunk, in seconds.")
     remote_ttl: float = key(
-        SECONDS_OR_ZERO, 0.0, "After so long Valkey or Redis drops a chunk, in seconds; 0: when it has no more room."
+        SECONDS_OR_ZERO,
+        0.0,
+        "Time after which Valkey or Redis drops a chunk, in seconds; 0: when it runs out of memory.",
     )
     pool_path: str = key(
         PATH,
         "",
-        "File on tmpfs or hugetlbfs that holds the pool; empty: none, or one in /dev/shm with `persist_pool`.",
+        "File on tmpfs or hugetlbfs for the pool; empty: none, or one in /dev/shm with `persist_pool`.",
         shown_default="empty",
     )
     persist_pool: bool = key(
-        FLAG, False, "Whether the pool's file stays when the node ends, however it does, so that the next one finds it."
+        FLAG,
+        False,
+        "Whether the pool's file stays after the node exits, even by a crash, and is reused by the next node.",
     )
     pool_huge_pages: str = key(
         choice("auto", "always", "never"),
         "auto",
-        "Whether anonymous memory is made of huge pages that the machine has set apart; auto: if there are enough.",
+        "Whether anonymous memory uses reserved huge pages of the machine; auto: if there are enough.",
     )
     numa_node: str = key(
-        NUMA_NODE, "auto", "NUMA node whose memory the pool prefers; auto: that of the GPUs, else of the RDMA cards."
+        NUMA_NODE,
+        "auto",
+        "Preferred NUMA node of the pool's memory; auto: the node of the GPUs, else of the RDMA cards.",
     )
     eviction_policy: str = key(
         choice("lru", "arc"),
         "lru",
-        "Who makes room when a tier is full: lru (least recently used), or arc, which keeps longer what is used again.",
+        "Eviction policy of all tiers: lru (least recently used), or arc, which keeps chunks longer that are used "
+        "again.",
         Alias(name="cache_policy", convert=_eviction_policy),
     )
     runtime_dir: str = key(
@@ -184,40 +191,45 @@ class NodeConfig(Config):
         "Folder of the node's sockets and lock.",
         shown_default="$XDG_RUNTIME_DIR/lmkv, else /tmp/lmkv-UID",
     )
-    node_linger: float = key(SECONDS_OR_ZERO, 60.0, "How long a node outlives its last engine, in seconds.")
-    grant_ttl: float = key(SECONDS, 30.0, "How long a grant on extents lasts, in seconds.")
+    node_linger: float = key(
+        SECONDS_OR_ZERO, 60.0, "Time that a node keeps running after its last engine has left, in seconds."
+    )
+    grant_ttl: float = key(SECONDS, 30.0, "Lifetime of a grant on extents, in seconds.")
     enable_pd: bool = key(
         FLAG,
         True,
-        "Whether prompts are handed from prefill to decode engines where a request says so; needs enable_p2p.",
+        "Whether prompts are handed off from prefill to decode engines if a request asks for it; needs enable_p2p.",
     )
     pd_role: str = key(
         choice("both", "sender", "receiver"),
         "both",
-        "Which side of handoffs the node takes: sender (of a prefill), receiver (of a decode), or both.",
+        "Side of handoffs that the node takes: sender (of a prefill), receiver (of a decode), or both.",
     )
     pd_buffer_size: int = key(
         BUFFER_BYTES,
         0,
-        "Most bytes of the pool that prompts take which are handed here and not loaded yet; 0: half of the pool.",
+        "Maximum bytes of the pool for prompts that were handed off to this node and are not loaded yet; 0: half "
+        "of the pool.",
         shown_default="0",
     )
     pd_timeout: float = key(
-        SECONDS, 5.0, "How long the receiver of a handoff waits for a word from its sender, in seconds."
+        SECONDS, 5.0, "Maximum time that the receiver of a handoff waits for a message of its sender, in seconds."
     )
     pd_abandon_timeout: float = key(
-        SECONDS, 60.0, "How long a handed prompt is kept for a request that does not come, in seconds."
+        SECONDS, 60.0, "Time that a handed-off prompt is kept for a request that does not arrive, in seconds."
     )
     verify_transfers: bool = key(
-        FLAG, True, "Whether the checksum of each chunk that comes from a peer is compared before it is of use."
+        FLAG, True, "Whether the checksum of each chunk from a peer is verified before the chunk is used."
     )
-    coordinator_timeout: float = key(SECONDS, 0.05, "Most time to wait for the coordinator in a lookup, in seconds.")
+    coordinator_timeout: float = key(SECONDS, 0.05, "Maximum time that a lookup waits for the coordinator, in seconds.")
     tls_ca: str = common.tls_ca()
     tls_cert: str = common.tls_cert()
     tls_key: str = common.tls_key()
-    tls_client_ca: str = common.tls_client_ca("peers' from those of `tls_ca`, and who reads metrics needs none")
+    tls_client_ca: str = common.tls_client_ca("`tls_ca` for peers, and none for readers of metrics")
     tls_peer_name: str = key(
-        TEXT, "", "Name that peers' certificates must be for, where one stands for all nodes; empty: their address."
+        TEXT,
+        "",
+        "Name that peers' certificates must be issued for, if one name is used for all nodes; empty: their address.",
     )
     auth_token: str = common.auth_token()
     auth_token_file: str = common.auth_token_file()

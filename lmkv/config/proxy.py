@@ -105,22 +105,22 @@ class ProxyConfig(Config):
     replaced_flags: ClassVar[Sequence[str]] = ("proxy_host", "proxy_port", "decoder_init_port", "decoder_alloc_port")
 
     host: str = key(HOST, "127.0.0.1", "Address to bind; 0.0.0.0 for all.")
-    port: int = key(PORT, 9100, "Port to serve the OpenAI API on; 0: a free one.")
+    port: int = key(PORT, 9100, "Port of the OpenAI API; 0: a free one.")
     mode: str = key(
         choice("pd", "route"),
         "pd",
-        "What stands behind the proxy: pd (prefill engines and decode engines), or route (engines that do both).",
+        "Kind of engines behind the proxy: pd (prefill engines and decode engines), or route (engines that do both).",
     )
     prefiller_host: tuple[str, ...] = key(HOSTS, ("127.0.0.1",), "Hosts of the prefill engines.")
     prefiller_port: tuple[int, ...] = key(
-        PORTS, (7100,), "Ports of the prefill engines; one for several on one host: the first of consecutive ones."
+        PORTS, (7100,), "Ports of the prefill engines; one for several on one host: the first of consecutive ports."
     )
     num_prefillers: int = key(
         ENGINE_COUNT, 0, "Number of prefill engines.", shown_default="as many as hosts or ports are named"
     )
     decoder_host: tuple[str, ...] = key(HOSTS, ("127.0.0.1",), "Hosts of the decode engines.")
     decoder_port: tuple[int, ...] = key(
-        PORTS, (7200,), "Ports of the decode engines; one for several on one host: the first of consecutive ones."
+        PORTS, (7200,), "Ports of the decode engines; one for several on one host: the first of consecutive ports."
     )
     num_decoders: int = key(
         ENGINE_COUNT, 0, "Number of decode engines.", shown_default="as many as hosts or ports are named"
@@ -129,53 +129,56 @@ class ProxyConfig(Config):
     policy: str = key(
         POLICY,
         "least_loaded",
-        "Which engine takes a request: round_robin, least_loaded, or kv_aware (who holds most of the prompt).",
+        "How the engine of a request is selected: round_robin, least_loaded, or kv_aware (the engine that holds "
+        "most of the prompt).",
     )
     coordinator_address: tuple[str, ...] = key(
         ADDRESSES,
         (),
-        "Where the coordinator is, or several are, for kv_aware; empty: none.",
+        "Address of the coordinator, or of several, for kv_aware; empty: none.",
         *common.COORDINATOR_ALIASES,
     )
     lookup_timeout: float = key(
         SECONDS,
         0.1,
-        "Most time a request waits for a lookup, in seconds.",
+        "Maximum time that a request waits for a lookup, in seconds.",
         Alias(name="lookup_timeout_ms", convert=lambda raw: MILLISECONDS.read(raw) / 1000),
     )
     load_tokens: int = key(
         whole(0, 1 << 20, "a number of tokens"),
         512,
-        "Tokens of the prompt that an engine must hold to make up for one more request it has in flight; for kv_aware.",
+        "Tokens of the prompt that an engine must hold to outweigh one more request in flight; for kv_aware.",
     )
     session_header: str = key(
         Kind(metavar="NAME", expects="the name of a header", parse=_header),
         "x-session-id",
-        "Header whose requests with the same value go to the same engine; without it OpenAI's `user` counts.",
+        "Header whose requests with the same value go to the same engine; without it OpenAI's `user` is used.",
     )
     session_ttl: float = key(
-        SECONDS_OR_ZERO, 600.0, "How long a session stays with its engine without a request, in seconds; 0: not at all."
+        SECONDS_OR_ZERO, 600.0, "Time that a session stays with its engine without a request, in seconds; 0: none."
     )
-    request_timeout: float = key(SECONDS, 600.0, "Most time for one request, its whole answer included, in seconds.")
-    health_interval: float = key(SECONDS, 1.0, "Time between two looks at an engine's health, in seconds.")
+    request_timeout: float = key(
+        SECONDS, 600.0, "Maximum time for one request, including its whole answer, in seconds."
+    )
+    health_interval: float = key(SECONDS, 1.0, "Time between two health checks of an engine, in seconds.")
     health_timeout: float = key(
-        SECONDS, 2.0, "Most time for an engine to say that it is well; after three silences it is out, in seconds."
+        SECONDS, 2.0, "Timeout of a health check; an engine is unhealthy after three of them, in seconds."
     )
     max_concurrent_requests: int = key(
-        whole(1, 1 << 20, "a number of requests above 0"), 1024, "Most requests at a time; more are answered 503."
+        whole(1, 1 << 20, "a number of requests above 0"),
+        1024,
+        "Maximum number of concurrent requests; further ones are answered 503.",
     )
-    max_body_size: float = key(GIGABYTES, 32 / 1024, "Largest request, in GB unless it says its unit.")
+    max_body_size: float = key(GIGABYTES, 32 / 1024, "Maximum size of a request, in GB by default.")
     allowed_hosts: tuple[str, ...] = common.allowed_hosts("the proxy")
     max_connections_per_client: int = common.max_connections_per_client(1024)
     stop_timeout: float = key(
-        SECONDS_OR_ZERO, 5.0, "How long requests under way may go on when the proxy is stopped, in seconds."
+        SECONDS_OR_ZERO, 5.0, "Time that requests in flight have to finish when the proxy is stopped, in seconds."
     )
     stats_interval: float = key(
-        SECONDS, 5.0, "Time between two tables of latencies on the log while there is traffic, in seconds."
+        SECONDS, 5.0, "Time between two tables of latencies in the log while there is traffic, in seconds."
     )
-    engine_api_key: str = key(
-        SECRET, "", "Key that the engines ask for, for the proxy's own questions to them; no flag takes it."
-    )
+    engine_api_key: str = key(SECRET, "", "API key for the proxy's own requests to engines; no flag takes it.")
     tls_ca: str = common.tls_ca()
     tls_cert: str = common.tls_cert()
     tls_key: str = common.tls_key()
@@ -183,8 +186,7 @@ class ProxyConfig(Config):
     engine_tls_ca: str = key(
         PATH,
         "",
-        "PEM file of the issuers that engines' certificates must come from; set, prefill and decode engines are spoken "
-        "to over HTTPS.",
+        "PEM file of the CAs of engines' certificates; if set, prefill and decode engines are called over HTTPS.",
         shown_default="empty: those that the system trusts",
     )
     cluster_secret: str = common.cluster_secret()
