@@ -1,12 +1,12 @@
-"""What speaks to lmkv's services: an SDK for the coordinator, the commands, and vLLM's connector.
+"""Clients of lmkv: an SDK for the coordinator, the commands, and vLLM's connector.
 
     from lmkv_client import Coordinator
 
     async with Coordinator("head:9000") as coordinator:
         answer = await coordinator.lookup(tokens)
 
-`lmkv_client.sync` has the same for code without an event loop. Nothing is imported before it is used: vLLM loads this
-package in each of its processes.
+`lmkv_client.sync` has the same API for code without an event loop. Modules are imported at first use, since vLLM loads
+this package in each of its processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
     "Operation",
 ]
 
-_HOMES = {
+_MODULES = {
     "Chunks": "lmkv_client.chunks",
     "ClearOperation": "lmkv_client.operation",
     "Coordinator": "lmkv_client.coordinator",
@@ -46,6 +46,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

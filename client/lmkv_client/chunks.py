@@ -1,4 +1,4 @@
-"""How callers name chunks: by a prompt's tokens or by keys, the same in every request. For the SDK and the commands."""
+"""Names chunks in requests: by a prompt's tokens or by keys. For the SDK and the commands."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 Request = TypeVar("Request", bound=Message)
 
 MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 64
-"""Most that a request may have: a stream wraps it into a message of its own."""
+"""Maximum size of a request, with room for the message that wraps it in a stream."""
 
 
 class Chunks(TypedDict, total=False):
-    """What names chunks besides tokens; all of it may be left out."""
+    """Names chunks besides tokens. All fields are optional."""
 
     keys: Iterable[ChunkKey]
     """Keys of the chunks in prompt order, instead of tokens."""
     model_name: str
     """Model whose tokens these are, or a LoRA adapter of it, as served; needed only if the fleet serves several."""
     cache_salt: str
-    """Cache salt that the prompt was sent with."""
+    """Cache salt of the prompt."""
     lora_name: str
-    """LoRA adapter that the prompt was sent with: its served name, or its identity `name@digest`."""
+    """LoRA adapter of the prompt: its served name, or its identity `name@digest`."""
 
 
 def make_request(kind: Callable[..., Request], tokens: Sequence[int], chunks: Chunks, **fields: Any) -> Request:
-    """A request about these chunks. Raises `BadTokens` if the tokens are none.
+    """Creates a request for these chunks. Raises `BadTokens` if the tokens are invalid.
 
-    Raises `BadTokens`, `BadChunkKey` or `BadRequest`, by the field that takes most, if it is too long to be sent: gRPC
-    would end the call, and with it a stream that others ask on, too.
+    Raises `BadTokens`, `BadChunkKey` or `BadRequest`, by the largest field, if the request is too large: gRPC would end
+    the call, and with it a stream that other lookups share.
     """
     try:
         request = kind(
@@ -45,7 +45,7 @@ def make_request(kind: Callable[..., Request], tokens: Sequence[int], chunks: Ch
             lora_name=chunks.get("lora_name", ""),
             **fields,
         )
-    except (ValueError, TypeError) as error:  # they do not fit into int32
+    except (ValueError, TypeError) as error:  # not in the range of int32
         raise BadTokens(f"tokens must be integers from 0 to 2^31-1: {error}") from None
     if request.ByteSize() > MAX_REQUEST_BYTES:
         raise _too_long(kind, request)
@@ -58,7 +58,7 @@ def _too_long(kind: Callable[..., Request], request: Request) -> BadRequest:
     field = max(names, key=lambda name: sizes[name])
     wrong = {"tokens": BadTokens, "chunk_keys": BadChunkKey}.get(field, BadRequest)
     return wrong(
-        f"{field} takes {sizes[field]:,} bytes, and a request may have {MAX_REQUEST_BYTES:,}: ask for the first part",
+        f"{field} has {sizes[field]:,} bytes; the limit of a request is {MAX_REQUEST_BYTES:,}: use a prefix",
         field=field,
         size_bytes=sizes[field],
         limit_bytes=MAX_REQUEST_BYTES,

@@ -1,10 +1,10 @@
-"""The line to one coordinator: its services, how to call them, and how long to put up with silence. For the SDK."""
+"""gRPC connections to coordinators: calls, failover between coordinators, and the deadline of retries. For the SDK."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -13,52 +13,54 @@ from google.longrunning import operations_pb2_grpc
 from lmkv.auth.credentials import Credentials
 from lmkv.errors import LmkvError, Unreachable
 from lmkv.rpc.endpoints import PLAINTEXT, from_rpc_error, open_channel
+from lmkv.rpc.failover import Failover
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 
 Response = TypeVar("Response")
+Method = Callable[..., Awaitable[Response]]
 
-PATIENCE_SECONDS = 30.0
-"""A coordinator that restarts is back long before."""
+RETRY_TIMEOUT_SECONDS = 30.0
+"""Much longer than the restart of a coordinator takes."""
 RETRY_SECONDS = 0.2
 PAGE_SIZE = 1000
 MAX_PAGES = 100
-"""A coordinator that never ends its list is broken."""
+"""Bounds a list whose pages never end."""
 
 _NO_ANSWER = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
-"""What gRPC says where the coordinator itself says nothing; the last, when it stops in the middle of a call."""
+"""gRPC codes that mean that the coordinator did not respond; the last one, that it stopped during the call."""
 
 
-class Connection:
-    """A channel to one coordinator, which connects when first used and again after a loss."""
+class CoordinatorConnection:
+    """A channel to one coordinator. Connects at the first call and reconnects after a failure."""
 
     def __init__(self, address: str, timeout_seconds: float, credentials: Credentials = PLAINTEXT) -> None:
         self.address = address
         self.timeout_seconds = timeout_seconds
-        """Most time that an answer may take."""
+        """Deadline of a call."""
         self.channel = open_channel(address, credentials)
         self.cache = CacheServiceStub(self.channel)
         self.registry = RegistryServiceStub(self.channel)
         self.operations = operations_pb2_grpc.OperationsStub(self.channel)
 
     async def aclose(self) -> None:
-        """Closes it; calls still running are cancelled. Repeating it is safe."""
+        """Closes the channel and cancels calls in flight. Idempotent."""
         await self.channel.close(None)
 
     async def call(
         self, method: Callable[..., Awaitable[Response]], request: object, extra_seconds: float = 0.0
     ) -> Response:
-        """The answer to one call. Raises the coordinator's own errors, and `Unreachable` if there is no answer.
+        """Makes one call. Raises the coordinator's error, and `Unreachable` if it does not respond.
 
-        `extra_seconds` is how long the coordinator was asked to hold the answer back.
+        `extra_seconds` extends the deadline, for a request that the coordinator holds.
         """
         try:
             return await method(request, timeout=self.timeout_seconds + extra_seconds)
         except grpc.RpcError as error:
-            raise self.meaning_of(error) from None
+            raise self.to_error(error) from None
 
     async def pages(self, method: Callable[..., Awaitable[Any]], kind: Callable[..., Any], field: str) -> list[Any]:
-        """What a List call answers, all pages of it, for requests of a `kind`. Raises as `call` does."""
+        """All pages of a List call with requests of type `kind`. Raises as `call`."""
         entries: list[Any] = []
         token = ""
         for _ in range(MAX_PAGES):
@@ -67,29 +69,77 @@ class Connection:
             token = page.next_page_token
             if not token:
                 return entries
-        raise LmkvError(f"the coordinator at {self.address} lists {field} without end", address=self.address)
+        raise LmkvError(
+            f"the coordinator at {self.address} returns more than {MAX_PAGES} pages of {field}", address=self.address
+        )
 
-    def meaning_of(self, rpc_error: grpc.RpcError) -> LmkvError:
-        """The error in a failed call, which says where the coordinator was looked for if it did not answer."""
+    def to_error(self, rpc_error: grpc.RpcError) -> LmkvError:
+        """The error of a failed call; `Unreachable` with the address if the coordinator did not respond."""
         error = from_rpc_error(rpc_error)
         if error.metadata.get("grpc_code") in _NO_ANSWER:
-            return Unreachable(f"no coordinator answers at {self.address}: {error}", address=self.address)
+            return Unreachable(f"no coordinator responds at {self.address}: {error}", address=self.address)
         return error
 
 
-class Patience:
-    """How long something that goes on by itself may be without an answer before it gives up."""
+class CoordinatorConnections:
+    """One `CoordinatorConnection` per address, with failover: all coordinators have the same state.
 
-    def __init__(self, seconds: float = PATIENCE_SECONDS) -> None:
+    A stream keeps the `CoordinatorConnection` on which it was opened.
+    """
+
+    def __init__(self, addresses: Sequence[str], timeout_seconds: float, credentials: Credentials) -> None:
+        self._all = [CoordinatorConnection(address, timeout_seconds, credentials) for address in addresses]
+        self._failover = Failover(self._all)
+
+    async def aclose(self) -> None:
+        """Closes all connections and cancels calls in flight. Idempotent."""
+        await asyncio.gather(*(connection.aclose() for connection in self._all))
+
+    @property
+    def current(self) -> CoordinatorConnection:
+        """The connection for the next call."""
+        return self._failover.current
+
+    def report_failure(self, connection: CoordinatorConnection) -> None:
+        """Selects the next coordinator for later calls, since this one did not respond."""
+        self._failover.report_failure(connection)
+
+    async def call(self, method: Callable[[CoordinatorConnection], Method[Response]], request: object) -> Response:
+        """Makes a call, with failover. Raises as `CoordinatorConnection.call`."""
+        return await self.run(lambda connection: connection.call(method(connection), request))
+
+    async def pages(
+        self, method: Callable[[CoordinatorConnection], Method[Any]], kind: Callable[..., Any], field: str
+    ) -> list[Any]:
+        """All pages of a list, with failover. Raises as `CoordinatorConnection.pages`."""
+        return await self.run(lambda connection: connection.pages(method(connection), kind, field))
+
+    async def run(self, operation: Callable[[CoordinatorConnection], Awaitable[Response]]) -> Response:
+        """Runs `operation` on the current coordinator; if that is unreachable, once on each of the others."""
+        for _ in self._all[1:]:
+            connection = self.current
+            try:
+                return await operation(connection)
+            except Unreachable as error:
+                if error.metadata.get("address") != connection.address:  # another process is unreachable
+                    raise
+                self.report_failure(connection)
+        return await operation(self.current)
+
+
+class RetryDeadline:
+    """Bounds the time of retries after the last response."""
+
+    def __init__(self, seconds: float = RETRY_TIMEOUT_SECONDS) -> None:
         self._seconds = seconds
-        self.renew()
+        self.extend()
 
-    def renew(self) -> None:
-        """Begins anew: there was an answer."""
+    def extend(self) -> None:
+        """Restarts the time, after a response."""
         self._end = time.monotonic() + self._seconds
 
-    async def endure(self, error: Unreachable) -> None:
-        """Waits a moment before another try. Raises the error once patience is over."""
+    async def wait_to_retry(self, error: Unreachable) -> None:
+        """Waits before the next attempt. Raises `error` if the time is over."""
         if time.monotonic() > self._end:
             raise error
         await asyncio.sleep(RETRY_SECONDS)

@@ -1,12 +1,12 @@
-"""The coordinator as plain Python: what the commands, and tools of your own, ask and order with.
+"""Client of the coordinator, for the commands and for programs.
 
     async with Coordinator("head:9000") as coordinator:
         answer = await coordinator.lookup(tokens)
         move = await coordinator.move(tokens, source="lmkv-1", destination="lmkv-2")
         result = await move.wait()
 
-Answers are the messages of `lmkv.v1` themselves; `protos/lmkv/v1` says what they hold. Chunks are named by a prompt's
-tokens, or by what `Chunks` lists; positions as `INSTANCE` or `INSTANCE/TIER`.
+Responses are messages of `lmkv.v1`, documented in `protos/lmkv/v1`. Chunks are named by a prompt's tokens, or by what
+`Chunks` lists; positions by `INSTANCE` or `INSTANCE/TIER`.
 """
 
 from __future__ import annotations
@@ -37,21 +37,20 @@ from lmkv.v1.cache_service_pb2 import (
 from lmkv.v1.chunk_pb2 import TIER_UNSPECIFIED, PinnedChunks, Position, Tier
 from lmkv.v1.registry_service_pb2 import Instance, ListInstancesRequest
 from lmkv_client.chunks import Chunks, make_request
-from lmkv_client.connection import PATIENCE_SECONDS, Connection, Patience
-from lmkv_client.connections import Connections
+from lmkv_client.connection import RETRY_TIMEOUT_SECONDS, CoordinatorConnection, CoordinatorConnections, RetryDeadline
 from lmkv_client.lookup_stream import LookupStream
 from lmkv_client.operation import ClearOperation, MoveOperation, Operation
 from lmkv_client.watch import LayoutUpdate, watch
 
 
 class Coordinator:
-    """A connection to the coordinator at `host:port`, or to several. It connects when first used, again after a loss.
+    """Client of the coordinator at `host:port`, or of several. Connects at the first call, and again after a failure.
 
-    Of several, one is asked; the next takes its place when there is no answer, and the call is made again.
+    With several, a call to one that does not respond is repeated on the next one.
 
-    Every call ends within `timeout_seconds`. Calls raise the coordinator's own errors (`lmkv.errors`), each with its
-    `reason`, and `Unreachable` if it does not answer. Orders may be repeated: those with the same `request_id`, which
-    is made up if none is given, are carried out once. Closing is final and may be repeated.
+    Every call ends within `timeout_seconds`. Calls raise the coordinator's errors (`lmkv.errors`), each with its
+    `reason`, and `Unreachable` if it does not respond. Operations with the same `request_id`, by default a random one,
+    are carried out once. Closing is final and idempotent.
     """
 
     def __init__(
@@ -62,14 +61,14 @@ class Coordinator:
         credentials: Credentials = PLAINTEXT,
         token: str = "",
     ) -> None:
-        """`token` is shown with every call, where the coordinator asks for one; a file's goes into `credentials`."""
+        """`token` authenticates every call; a token in a file belongs into `credentials`."""
         if token:
             credentials = replace(credentials, token=BearerToken(text=token))
-        self._connections = Connections((address, *other_addresses), timeout_seconds, credentials)
+        self._connections = CoordinatorConnections((address, *other_addresses), timeout_seconds, credentials)
 
     @property
     def address(self) -> str:
-        """`host:port` of the coordinator that is asked now."""
+        """`host:port` of the coordinator that receives the next call."""
         return self._connections.current.address
 
     async def __aenter__(self) -> Self:
@@ -81,18 +80,18 @@ class Coordinator:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Closes the connection; calls still running are cancelled."""
+        """Closes the connections and cancels calls in flight."""
         await self._connections.aclose()
 
     async def lookup(self, tokens: Sequence[int] = (), **chunks: Unpack[Chunks]) -> LookupResponse:
-        """Who holds how much of a prompt; nobody is an empty answer.
+        """The instances that hold a prefix of a prompt, and how much; empty on a miss.
 
         Raises `BadTokens`, `BadChunkKey`, `ModelAmbiguous`, `ModelNotFound`.
         """
         return await self._connections.call(lambda to: to.cache.Lookup, make_request(LookupRequest, tokens, chunks))
 
     def lookup_stream(self) -> LookupStream:
-        """A standing call for many lookups, which cost less over it. An async context manager."""
+        """A stream for many lookups, which cost less than unary calls. An async context manager."""
         return LookupStream(self._connections)
 
     async def move(
@@ -105,7 +104,7 @@ class Coordinator:
         request_id: str = "",
         **chunks: Unpack[Chunks],
     ) -> MoveOperation:
-        """Has chunks fetched by the destination and then, unless it is a copy, dropped by the source.
+        """Starts an operation: the destination fetches the chunks, then the source drops them, unless it is a copy.
 
         Raises what `lookup` raises, `InstanceNotFound`, `TierUnsupported`, `KvSpecMismatch`, `BadSelection`, `Full`.
         """
@@ -118,7 +117,7 @@ class Coordinator:
             copy=copy,
             request_id=request_id or str(uuid.uuid4()),
         )
-        return await self._booked(lambda to: to.cache.Move, request)
+        return await self._start_operation(lambda to: to.cache.Move, request)
 
     async def copy(
         self,
@@ -129,7 +128,7 @@ class Coordinator:
         request_id: str = "",
         **chunks: Unpack[Chunks],
     ) -> MoveOperation:
-        """As `move`, and the source keeps what it has."""
+        """As `move`, but the source keeps its chunks."""
         return await self.move(
             tokens, source=source, destination=destination, copy=True, request_id=request_id, **chunks
         )
@@ -143,7 +142,7 @@ class Coordinator:
         request_id: str = "",
         **chunks: Unpack[Chunks],
     ) -> PinnedChunks:
-        """Keeps chunks from eviction for a while; answers which are really held, and kept.
+        """Protects chunks from eviction until the TTL ends; returns the chunks that are held and pinned.
 
         Raises what `lookup` raises, `InstanceNotFound`, `TierUnsupported`, `BadSelection`, `Full`.
         """
@@ -160,11 +159,11 @@ class Coordinator:
         return (await self._connections.call(lambda to: to.cache.Pin, request)).pin
 
     async def unpin(self, pin_id: str) -> None:
-        """Ends a pin early; one that is gone is no error."""
+        """Releases a pin before its TTL. Idempotent."""
         await self._connections.call(lambda to: to.cache.Unpin, UnpinRequest(pin_id=pin_id))
 
     async def pins(self) -> list[PinnedChunks]:
-        """Every pin in force, ordered by id."""
+        """All active pins, ordered by id."""
         return await self._connections.pages(lambda to: to.cache.ListPins, ListPinsRequest, "pins")
 
     async def clear(
@@ -178,9 +177,9 @@ class Coordinator:
         request_id: str = "",
         **chunks: Unpack[Chunks],
     ) -> ClearOperation:
-        """Has instances, or one, forget chunks: those named, a model's, or everything. Pinned chunks stay.
+        """Starts an operation: instances drop the named chunks, those of a model, or all. Pinned chunks stay.
 
-        With `dry_run` the result only says what would be dropped. Raises what `lookup` raises, `InstanceNotFound`,
+        `dry_run` only reports what would be dropped. Raises what `lookup` raises, `InstanceNotFound`,
         `BadSelection`, `Full`.
         """
         request = make_request(
@@ -193,42 +192,44 @@ class Coordinator:
             dry_run=dry_run,
             request_id=request_id or str(uuid.uuid4()),
         )
-        return await self._booked(lambda to: to.cache.Clear, request)
+        return await self._start_operation(lambda to: to.cache.Clear, request)
 
     async def operations(self, *, running: bool = False) -> list[Operation[Any, Any]]:
-        """Every operation that runs or, unless only those are asked for, ended not too long ago; newest first."""
+        """Running operations and, unless `running`, recently completed ones; newest first."""
         request = partial(ListOperationsRequest, filter="done=false" if running else "")
 
         messages = await self._connections.pages(lambda to: to.operations.ListOperations, request, "operations")
         return [Operation(self._connections, message) for message in messages]
 
     async def operation(self, name: str) -> Operation[Any, Any]:
-        """The operation of this name, whoever began it. Raises `OperationNotFound`."""
+        """The operation of this name, of any client. Raises `OperationNotFound`."""
         request = GetOperationRequest(name=name)
         message = await self._connections.call(lambda to: to.operations.GetOperation, request)
         return Operation(self._connections, message)
 
     async def instances(self) -> list[Instance]:
-        """Every registered instance, ordered by id."""
+        """All registered instances, ordered by id."""
         return await self._connections.pages(lambda to: to.registry.ListInstances, ListInstancesRequest, "instances")
 
     def watch(
-        self, start_revision: int = 0, *, fingerprint: bytes = b"", patience_seconds: float = PATIENCE_SECONDS
+        self, start_revision: int = 0, *, fingerprint: bytes = b"", retry_seconds: float = RETRY_TIMEOUT_SECONDS
     ) -> AsyncGenerator[LayoutUpdate, None]:
-        """Yields what changes in the layout map, for ever: what is held now first, or what changed after a revision.
+        """Watches the layout map: yields a snapshot, or the changes after `start_revision`, then every later change.
 
-        After a loss it goes on from where it was; where that cannot be, because changes were missed, it begins anew
-        with an update that says `reset`. `fingerprint` leaves out the chunks of all specs but one.
+        Resumes after a failure. If changes were missed, it starts with a new snapshot, whose first update has `reset`.
+        `fingerprint` selects the chunks of one spec.
 
-        Raises `Unreachable` if the coordinator stays away longer than `patience_seconds`.
+        Raises `Unreachable` if the coordinator does not respond for `retry_seconds`.
         """
-        return watch(self._connections, start_revision, fingerprint, Patience(patience_seconds))
+        return watch(self._connections, start_revision, fingerprint, RetryDeadline(retry_seconds))
 
-    async def _booked(self, method: Callable[[Connection], Any], request: object) -> Operation[Any, Any]:
-        """The operation that a call begins."""
+    async def _start_operation(
+        self, method: Callable[[CoordinatorConnection], Any], request: object
+    ) -> Operation[Any, Any]:
+        """The operation that a call starts."""
         return Operation(self._connections, await self._connections.call(method, request))
 
 
 def _position(position: str | Position) -> Position:
-    """Raises `BadRequest` if the text names none."""
+    """Raises `BadRequest` if the text is not a position."""
     return parse_position(position) if isinstance(position, str) else position

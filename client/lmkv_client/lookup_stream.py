@@ -1,7 +1,6 @@
-"""Lookups over one standing call, for who asks often: they cost less than calls of their own.
+"""Lookups over one stream, which cost less than unary calls. For clients that look up often.
 
-What is asked while a message is on its way goes out together with the next one, so that many in flight cost little more
-than a few.
+Lookups that arrive while a message is being sent are batched into the next message.
 """
 
 from __future__ import annotations
@@ -18,28 +17,27 @@ from lmkv.errors import LmkvError, Unreachable
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES, from_status
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupResult, LookupStreamRequest
 from lmkv_client.chunks import Chunks, make_request
-from lmkv_client.connection import Connection
-from lmkv_client.connections import Connections
+from lmkv_client.connection import CoordinatorConnection, CoordinatorConnections
 
 MAX_IN_FLIGHT = 256
-"""Lookups that may wait for their answers; more wait for their turn."""
+"""Maximum number of lookups in flight; further ones wait."""
 
-MERGED_BYTES = MAX_MESSAGE_BYTES // 2
-"""Questions are merged into messages of at most this size."""
+BATCH_BYTES = MAX_MESSAGE_BYTES // 2
+"""Maximum size of a batch."""
 
-Answer = asyncio.Future[LookupResponse]
+Pending = asyncio.Future[LookupResponse]
 
 
 class LookupStream:
-    """A standing call to look prompts up with. It opens when first used, and after a loss again where somebody answers.
+    """Looks prompts up over a stream. Opens it at the first lookup, and again after a failure, with failover.
 
-    `Coordinator.lookup_stream` makes it.
+    Created by `Coordinator.lookup_stream`.
     """
 
-    def __init__(self, connections: Connections) -> None:
+    def __init__(self, connections: CoordinatorConnections) -> None:
         self._connections = connections
-        self._room = asyncio.Semaphore(MAX_IN_FLIGHT)
-        self._line: _Line | None = None
+        self._in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
+        self._call: _LookupCall | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -50,51 +48,51 @@ class LookupStream:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Ends the call; lookups still waiting raise `Unreachable`. Repeating it is safe."""
-        line, self._line = self._line, None
-        if line is not None:
-            await line.aclose()
+        """Ends the stream; lookups in flight raise `Unreachable`. Idempotent."""
+        call, self._call = self._call, None
+        if call is not None:
+            await call.aclose()
 
     async def lookup(self, tokens: Sequence[int] = (), **chunks: Unpack[Chunks]) -> LookupResponse:
-        """As `Coordinator.lookup`. Several may wait at a time; cancelling one leaves the others alone.
+        """As `Coordinator.lookup`. Several may be in flight; cancelling one does not affect the others.
 
-        A question that is longer than a message may be is refused here, before it is sent: a coordinator would end the
-        call, and with it the lookups of all who share the stream.
+        Rejects a request that is larger than a message may be: the coordinator would end the stream, and with it all
+        other lookups.
         """
         request = make_request(LookupRequest, tokens, chunks)
         connection = self._connections.current
         try:
-            async with asyncio.timeout(connection.timeout_seconds), self._room:
+            async with asyncio.timeout(connection.timeout_seconds), self._in_flight:
                 connection = self._connections.current
-                line = self._line
-                if line is None or line.ended or line.connection is not connection:
-                    ended, line = line, _Line(connection, self._connections.failed)
-                    self._line = line
+                call = self._call
+                if call is None or call.ended or call.connection is not connection:
+                    ended, call = call, _LookupCall(connection, self._connections.report_failure)
+                    self._call = call
                     if ended is not None:
                         await ended.aclose()
-                return await line.ask(request)
+                return await call.lookup(request)
         except TimeoutError:
-            self._connections.failed(connection)
+            self._connections.report_failure(connection)
             address = connection.address
-            raise Unreachable(f"no coordinator answers at {address}: no answer in time", address=address) from None
+            raise Unreachable(f"no coordinator responds at {address}: deadline exceeded", address=address) from None
 
 
-class _Line:
-    """One call, from its opening to its end, and who waits for an answer: they come in the order of the questions."""
+class _LookupCall:
+    """One stream and its pending lookups. Responses arrive in the order of requests."""
 
-    def __init__(self, connection: Connection, on_loss: Callable[[Connection], None]) -> None:
+    def __init__(self, connection: CoordinatorConnection, on_failure: Callable[[CoordinatorConnection], None]) -> None:
         self.ended = False
         self.connection = connection
-        self._on_loss = on_loss
-        self._questions: deque[tuple[LookupRequest, Answer]] = deque()  # bounded by the room
-        self._asked = asyncio.Event()
-        self._waiting: deque[Answer] = deque()
+        self._on_failure = on_failure
+        self._requests: deque[tuple[LookupRequest, Pending]] = deque()  # bounded by MAX_IN_FLIGHT
+        self._has_requests = asyncio.Event()
+        self._pending: deque[Pending] = deque()
         self._reader = asyncio.create_task(self._read(), name="lmkv-lookup-stream")
 
-    async def ask(self, request: LookupRequest) -> LookupResponse:
-        answer: Answer = asyncio.get_running_loop().create_future()
-        self._questions.append((request, answer))
-        self._asked.set()
+    async def lookup(self, request: LookupRequest) -> LookupResponse:
+        answer: Pending = asyncio.get_running_loop().create_future()
+        self._requests.append((request, answer))
+        self._has_requests.set()
         return await answer
 
     async def aclose(self) -> None:
@@ -102,46 +100,46 @@ class _Line:
         await asyncio.gather(self._reader, return_exceptions=True)
 
     async def _messages(self) -> AsyncIterator[LookupStreamRequest]:
-        """Each has all that is asked by then: gRPC takes the next one when it has sent the last."""
+        """Yields batches. gRPC takes the next one after it has sent the previous one."""
         while True:
-            await self._asked.wait()
+            await self._has_requests.wait()
             message, size_bytes = LookupStreamRequest(), 0
-            while self._questions:
-                request, answer = self._questions[0]
-                if message.requests and size_bytes + request.ByteSize() > MERGED_BYTES:
+            while self._requests:
+                request, answer = self._requests[0]
+                if message.requests and size_bytes + request.ByteSize() > BATCH_BYTES:
                     break
-                self._questions.popleft()
-                if answer.done():  # nobody waits for it any more
+                self._requests.popleft()
+                if answer.done():  # the caller was cancelled
                     continue
                 message.requests.append(request)
                 size_bytes += request.ByteSize()
-                self._waiting.append(answer)
-            if not self._questions:
-                self._asked.clear()
+                self._pending.append(answer)
+            if not self._requests:
+                self._has_requests.clear()
             if message.requests:
                 yield message
 
     async def _read(self) -> None:
         address = self.connection.address
-        end: LmkvError = Unreachable(f"the coordinator at {address} ended the stream of lookups", address=address)
+        end: LmkvError = Unreachable(f"the coordinator at {address} ended the lookup stream", address=address)
         call = self.connection.cache.LookupStream(self._messages())
         try:
             async for message in call:
                 for result in message.results:
-                    self._answered(result)
+                    self._complete(result)
         except grpc.RpcError as error:
-            end = self.connection.meaning_of(error)
+            end = self.connection.to_error(error)
         finally:
             self.ended = True
             call.cancel()
             if isinstance(end, Unreachable):
-                self._on_loss(self.connection)
-            for answer in (*self._waiting, *(answer for _, answer in self._questions)):
+                self._on_failure(self.connection)
+            for answer in (*self._pending, *(answer for _, answer in self._requests)):
                 if not answer.done():
                     answer.set_exception(end)
 
-    def _answered(self, result: LookupResult) -> None:
-        answer = self._waiting.popleft()
+    def _complete(self, result: LookupResult) -> None:
+        answer = self._pending.popleft()
         if answer.done():
             return
         if result.HasField("error"):

@@ -1,4 +1,4 @@
-"""Work that the coordinator does in the background, a move or a clear, as its caller sees it."""
+"""A long-running operation of the coordinator, a move or a clear, as its client sees it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from google.protobuf.duration_pb2 import Duration
 from lmkv.errors import LmkvError, Unreachable
 from lmkv.rpc.endpoints import from_status
 from lmkv.v1.cache_service_pb2 import ClearProgress, ClearResult, MoveProgress, MoveResult
-from lmkv_client.connection import Patience
-from lmkv_client.connections import Connections
+from lmkv_client.connection import CoordinatorConnections, RetryDeadline
 
 Progress = TypeVar("Progress")
 Result = TypeVar("Result")
 
 WAIT_SECONDS = 900.0
-"""More than the coordinator gives any operation."""
+"""Longer than the coordinator's deadline of any operation."""
 POLL_SECONDS = 0.5
-"""How often progress is told, if there is any."""
+"""Interval of progress updates."""
 HOLD_SECONDS = 20.0
-"""How long the coordinator is asked to hold back an answer until there is something to tell."""
+"""How long the coordinator holds a request until the operation completes."""
 
 _KINDS = (MoveProgress, MoveResult, ClearProgress, ClearResult)
 
 
 class OperationState(Generic[Progress, Result]):
-    """What is known of an operation, from its message."""
+    """The state of an operation, read from its message."""
 
     message: Any
     """`google.longrunning.Operation`."""
@@ -42,28 +41,28 @@ class OperationState(Generic[Progress, Result]):
 
     @property
     def kind(self) -> str:
-        """`move`, `copy` or `clear`: names begin with it."""
+        """`move`, `copy` or `clear`, the prefix of the name."""
         return self.name.partition("-")[0]
 
     @property
     def done(self) -> bool:
-        """Whether it is over, one way or the other."""
+        """Whether it has completed, failed or been cancelled."""
         return bool(self.message.done)
 
     @property
     def progress(self) -> Progress:
-        """How far it is."""
+        """Its progress."""
         progress: Progress = _unpack(self.message.metadata)
         return progress
 
     @property
     def result(self) -> Result | None:
-        """What it did; None while it runs, and if it failed."""
+        """Its result; None while it runs and if it failed."""
         return _unpack(self.message.response) if self.message.HasField("response") else None
 
     @property
     def error(self) -> LmkvError | None:
-        """Why it failed, with `OperationCancelled` if somebody wanted it to; None while it runs, and if it did not."""
+        """Why it failed, `OperationCancelled` if it was cancelled; None while it runs and if it succeeded."""
         return from_status(self.message.error) if self.message.HasField("error") else None
 
     @property
@@ -80,74 +79,74 @@ class OperationState(Generic[Progress, Result]):
 
 
 class Operation(OperationState[Progress, Result]):
-    """An operation, in the state that it was last heard of: `wait`, `refresh` and iteration ask anew.
+    """An operation in its last received state, which `wait`, `refresh` and iteration update.
 
-    It goes on whether or not anybody waits, and is known by its name for some time after its end. Every method raises
-    `OperationNotFound` once it is not, and `Unreachable`.
+    It runs whether or not a client waits. The coordinator keeps it for some time after its end; after that every method
+    raises `OperationNotFound`. Every method may raise `Unreachable`.
 
-    Every coordinator knows it. If the one that sees it through is lost, another one does.
+    All coordinators know the operation. If the one that executes it fails, another one continues.
     """
 
-    def __init__(self, connections: Connections, message: Any) -> None:
+    def __init__(self, connections: CoordinatorConnections, message: Any) -> None:
         self._connections = connections
         self.message = message
 
     async def refresh(self) -> None:
-        """Asks what has become of it."""
+        """Updates the state."""
         request = GetOperationRequest(name=self.name)
         self.message = await self._connections.call(lambda to: to.operations.GetOperation, request)
 
     async def cancel(self) -> None:
-        """Asks for it to stop, which takes a moment: `wait` tells. What it has done so far stays done."""
+        """Requests cancellation, without waiting for it. What the operation has done is not undone."""
         request = CancelOperationRequest(name=self.name)
         await self._connections.call(lambda to: to.operations.CancelOperation, request)
 
     async def wait(self, timeout_seconds: float = WAIT_SECONDS) -> Result:
-        """Waits for its end, also through the loss of its coordinator, and returns what it did.
+        """Waits until it completes, also across the failure of its coordinator, and returns the result.
 
-        A result may list chunks that it failed for. Raises the error that the operation ended with, and `TimeoutError`
-        if it does not end in time; it then still runs.
+        A result may list chunks that failed. Raises the operation's error, and `TimeoutError` on timeout, after which
+        the operation still runs.
         """
         deadline = time.monotonic() + timeout_seconds
-        patience = Patience()
+        retry_deadline = RetryDeadline()
         while not self.done:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise TimeoutError(f"{self.name} still runs after {timeout_seconds:g} s")
-            await self._poll(min(left, HOLD_SECONDS), patience)
+                raise TimeoutError(f"{self.name} is still running after {timeout_seconds:g} s")
+            await self._poll(min(left, HOLD_SECONDS), retry_deadline)
         if self.error:
             raise self.error
         result = self.result
-        assert result is not None, "what is done has a result or an error"
+        assert result is not None, "a completed operation has a result or an error"
         return result
 
     async def updates(self) -> AsyncGenerator[Progress, None]:
-        """Yields how far it is, now and whenever that has changed, until it is over."""
-        patience = Patience()
-        told = self.progress
-        yield told
+        """Yields the progress, now and after each change, until it completes."""
+        deadline = RetryDeadline()
+        latest = self.progress
+        yield latest
         while not self.done:
-            await self._poll(POLL_SECONDS, patience)
-            if self.progress != told:
-                told = self.progress
-                yield told
+            await self._poll(POLL_SECONDS, deadline)
+            if self.progress != latest:
+                latest = self.progress
+                yield latest
 
     def __aiter__(self) -> AsyncGenerator[Progress, None]:
         """As `updates`."""
         return self.updates()
 
-    async def _poll(self, seconds: float, patience: Patience) -> None:
-        """Hears of it once it is over, or after so many seconds."""
+    async def _poll(self, seconds: float, deadline: RetryDeadline) -> None:
+        """Updates the state once the operation completes, at the latest after `seconds`."""
         request = WaitOperationRequest(
             name=self.name, timeout=Duration(nanos=round(seconds % 1 * 1e9), seconds=int(seconds))
         )
         try:
-            self.message = await self._connections.ask(
+            self.message = await self._connections.run(
                 lambda to: to.call(to.operations.WaitOperation, request, seconds)
             )
-            patience.renew()
+            deadline.extend()
         except Unreachable as error:
-            await patience.endure(error)
+            await deadline.wait_to_retry(error)
 
 
 MoveOperation: TypeAlias = Operation[MoveProgress, MoveResult]
@@ -161,4 +160,4 @@ def _unpack(packed: AnyMessage) -> Any:
             message = kind()
             packed.Unpack(message)
             return message
-    raise LmkvError(f"this version of lmkv does not know what {packed.type_url!r} is", type_url=packed.type_url)
+    raise LmkvError(f"this version of lmkv does not know the type {packed.type_url!r}", type_url=packed.type_url)

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from lmkv_client.refusal import repeat_at_exit
+from lmkv_client.startup_error import print_at_exit
 
 PROCESSORS = frozenset(os.sched_getaffinity(0))
 """Processors this process may use, read before vLLM pins its threads to some of them."""
@@ -24,7 +24,7 @@ def register() -> None:
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, "lmkv_client.connector.vllm_connector", NAME)
     _keep_served_names()
-    repeat_at_exit()
+    print_at_exit()
 
 
 def _keep_served_names() -> None:

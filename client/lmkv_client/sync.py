@@ -1,10 +1,10 @@
-"""The SDK for code without an event loop: `Coordinator` and what it hands out, under the same names.
+"""The SDK for code without an event loop: `Coordinator` and the objects it returns, with the same names.
 
     with Coordinator("head:9000") as coordinator:
         answer = coordinator.lookup(tokens)
 
-Nothing is done twice: each method runs its asynchronous namesake on an event loop in a thread of its own, and so may be
-called from anywhere, also where another loop is running, from several threads at a time.
+Each method runs the asynchronous method of the same name on an event loop in a separate thread. It may be called from
+several threads, and also where another event loop is running.
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ CLOSE_SECONDS = 10.0
 
 
 class _LoopThread:
-    """An event loop in a thread, from making it to closing it."""
+    """An event loop in a thread."""
 
     def __init__(self) -> None:
         self.closed = False
         self._lock = threading.Lock()
-        """Held to submit work and to close: nothing is submitted that nobody would do."""
+        """Held to submit work and to close, so that no work is submitted to a closed loop."""
         started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
         self._thread = threading.Thread(target=_run_loop, args=(started,), name="lmkv-client", daemon=True)
         self._thread.start()
         self._loop, self._stop = started.result(CLOSE_SECONDS)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Has the thread do something, and waits for it; an interrupted wait cancels it.
+        """Runs `work` on the loop and waits for its result. An interrupted wait cancels the work.
 
-        Raises `RuntimeError` if the thread was, or meanwhile is, closed.
+        Raises `RuntimeError` if the thread is closed, before or during the call.
         """
         with self._lock:
             if self.closed:
                 work.close()
-                raise RuntimeError("this coordinator was closed; make another one")
+                raise RuntimeError("this coordinator was closed; create another one")
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except CancelledError:
-            raise RuntimeError("this coordinator was closed meanwhile") from None
+            raise RuntimeError("this coordinator was closed during the call") from None
         except BaseException:
             future.cancel()
             raise
 
     def close(self) -> None:
-        """Ends all that still runs, and the thread. Repeating it is safe."""
+        """Cancels all work and ends the thread. Idempotent."""
         with self._lock:
             if self.closed:
                 return
@@ -78,7 +78,7 @@ class _LoopThread:
 
 
 def _run_loop(started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
-    """A loop for as long as nobody stops it; then it cancels what is left of its tasks."""
+    """Runs the loop until it is stopped, then cancels its tasks."""
 
     async def serve() -> None:
         stop = asyncio.Event()
@@ -88,8 +88,8 @@ def _run_loop(started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) 
     asyncio.run(serve())
 
 
-class _Twin(Generic[Inner]):
-    """The synchronous face of an object that lives on the thread's loop."""
+class _SyncWrapper(Generic[Inner]):
+    """Synchronous wrapper of an object of the thread's loop."""
 
     def __init__(self, thread: _LoopThread, inner: Inner) -> None:
         self._thread = thread
@@ -98,11 +98,11 @@ class _Twin(Generic[Inner]):
 
 def _blocking(
     method: Callable[Concatenate[Inner, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[_Twin[Inner], P], T]:
-    """The method, waited for."""
+) -> Callable[Concatenate[_SyncWrapper[Inner], P], T]:
+    """A method that waits for the asynchronous `method`."""
 
     @functools.wraps(method)
-    def call(self: _Twin[Inner], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: _SyncWrapper[Inner], /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._thread.run(method(self._inner, *args, **kwargs))
 
     return call
@@ -110,11 +110,11 @@ def _blocking(
 
 def _wrapping(
     method: Callable[Concatenate[Inner, P], Coroutine[Any, Any, T]], wrap: Callable[[_LoopThread, T], Outer]
-) -> Callable[Concatenate[_Twin[Inner], P], Outer]:
-    """The method, waited for, and what it answers as a twin."""
+) -> Callable[Concatenate[_SyncWrapper[Inner], P], Outer]:
+    """A method that waits for the asynchronous `method` and wraps its result."""
 
     @functools.wraps(method)
-    def call(self: _Twin[Inner], /, *args: P.args, **kwargs: P.kwargs) -> Outer:
+    def call(self: _SyncWrapper[Inner], /, *args: P.args, **kwargs: P.kwargs) -> Outer:
         return wrap(self._thread, self._thread.run(method(self._inner, *args, **kwargs)))
 
     return call
@@ -122,11 +122,11 @@ def _wrapping(
 
 def _iterating(
     method: Callable[Concatenate[Inner, P], AsyncGenerator[T, None]],
-) -> Callable[Concatenate[_Twin[Inner], P], Iterator[T]]:
+) -> Callable[Concatenate[_SyncWrapper[Inner], P], Iterator[T]]:
     """The asynchronous iterator, as a plain one."""
 
     @functools.wraps(method)
-    def call(self: _Twin[Inner], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+    def call(self: _SyncWrapper[Inner], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
         steps = method(self._inner, *args, **kwargs)
         try:
             while True:
@@ -145,7 +145,7 @@ async def _next(steps: AsyncGenerator[T, None]) -> T:
     return await anext(steps)
 
 
-class Operation(OperationState[Progress, Result], _Twin[aio.Operation[Progress, Result]]):
+class Operation(OperationState[Progress, Result], _SyncWrapper[aio.Operation[Progress, Result]]):
     """As `lmkv_client.Operation`; `for progress in operation` waits for its end."""
 
     refresh = _blocking(aio.Operation[Progress, Result].refresh)
@@ -160,7 +160,7 @@ class Operation(OperationState[Progress, Result], _Twin[aio.Operation[Progress, 
         return self._inner.message
 
 
-class LookupStream(_Twin[aio.LookupStream]):
+class LookupStream(_SyncWrapper[aio.LookupStream]):
     """As `lmkv_client.LookupStream`; its calls may come from several threads."""
 
     lookup = _blocking(aio.LookupStream.lookup)
@@ -183,7 +183,7 @@ def _operations(thread: _LoopThread, inner: list[aio.Operation[Any, Any]]) -> li
     return [Operation(thread, operation) for operation in inner]
 
 
-class Coordinator(_Twin[aio.Coordinator]):
+class Coordinator(_SyncWrapper[aio.Coordinator]):
     """As `lmkv_client.Coordinator`. Iterators, such as that of `watch`, end with it."""
 
     def __init__(

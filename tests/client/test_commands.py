@@ -126,7 +126,7 @@ async def test_the_sdk_refuses_what_is_no_token(coordinator: CannedCoordinator, 
 
 async def test_the_sdk_says_whom_it_did_not_reach() -> None:
     async with Coordinator("127.0.0.1:1", timeout_seconds=5) as client:
-        with pytest.raises(Unreachable, match=r"no coordinator answers at 127\.0\.0\.1:1") as raised:
+        with pytest.raises(Unreachable, match=r"no coordinator responds at 127\.0\.0\.1:1") as raised:
             await client.instances()
         assert raised.value.metadata == {"address": "127.0.0.1:1"}
         await client.aclose()  # closing twice is fine
@@ -292,7 +292,7 @@ async def test_whom_the_coordinator_did_not_reach_is_told_in_its_words(
 async def test_nobody_there_is_one_line_with_what_to_do(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert await asyncio.to_thread(cli.main, (*command, "--coordinator", "127.0.0.1:1")) == 1
     assert capsys.readouterr().err == (
-        "lmkv: error: no coordinator answers at 127.0.0.1:1; start one with `lmkv coordinator`, or name another with "
+        "lmkv: error: no coordinator responds at 127.0.0.1:1; start one with `lmkv coordinator`, or name another with "
         "--coordinator HOST:PORT\n"
     )
 

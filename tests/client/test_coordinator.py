@@ -86,7 +86,7 @@ async def start_paused(coordinator: Coordinator, fleet: Fleet) -> MoveOperation:
 
 async def test_waiting_too_long_leaves_the_operation_running(coordinator: Coordinator, fleet: Fleet) -> None:
     move = await start_paused(coordinator, fleet)
-    with pytest.raises(TimeoutError, match=f"{move.name} still runs after 0.05 s"):
+    with pytest.raises(TimeoutError, match=f"{move.name} is still running after 0.05 s"):
         await move.wait(0.05)
     assert (move.done, move.state, move.result) == (False, "running", None)
     fleet.resume()
@@ -202,7 +202,7 @@ async def test_a_question_that_is_longer_than_a_message_is_refused_alone(
     async with coordinator.lookup_stream() as stream:
         asked = asyncio.ensure_future(stream.lookup(PROMPT))
         for lookup in (stream.lookup, coordinator.lookup):
-            with pytest.raises(kind, match=f"{field} takes 1,048,.* a request may have 1,048,512") as raised:
+            with pytest.raises(kind, match=f"{field} has 1,048,.* limit of a request is 1,048,512") as raised:
                 await lookup(**question)
             assert raised.value.metadata["field"] == field
         assert (await asked).holders[0].matched_token_count == 40
@@ -229,7 +229,7 @@ async def test_a_lookup_that_is_cancelled_leaves_the_stream_to_others(coordinato
 async def test_a_closed_stream_of_lookups_tells_those_who_wait(fleet: Fleet) -> None:
     async with Coordinator("127.0.0.1:1", timeout_seconds=5) as coordinator:
         stream = coordinator.lookup_stream()
-        with pytest.raises(Unreachable, match=r"no coordinator answers at 127\.0\.0\.1:1"):
+        with pytest.raises(Unreachable, match=r"no coordinator responds at 127\.0\.0\.1:1"):
             await stream.lookup(PROMPT)
         await stream.aclose()
         await stream.aclose()  # closing twice is fine

@@ -46,7 +46,7 @@ async def test_the_first_is_asked_until_it_is_gone_and_then_the_second(two: Two)
         assert await coordinator.pins() == []
         assert await coordinator.operations() == []
         await two.second.aclose()
-        with pytest.raises(Unreachable, match="no coordinator answers"):
+        with pytest.raises(Unreachable, match="no coordinator responds"):
             await coordinator.instances()
 
 
@@ -59,7 +59,7 @@ async def test_an_answer_is_an_answer_also_one_that_somebody_is_not_there(two: T
 
 async def test_a_watch_begins_anew_at_the_other(two: Two) -> None:
     async with Coordinator(*two.addresses) as coordinator:
-        updates = coordinator.watch(patience_seconds=20)
+        updates = coordinator.watch(retry_seconds=20)
         first = await anext(updates)
         await two.first.aclose()
         second = await anext(updates)
@@ -71,7 +71,7 @@ async def test_a_stream_of_lookups_goes_on_at_the_other(two: Two) -> None:
     async with Coordinator(*two.addresses) as coordinator, coordinator.lookup_stream() as stream:
         assert not (await stream.lookup([1] * 256)).holders
         await two.first.aclose()
-        await until(lambda: stream._line is None or stream._line.ended)
+        await until(lambda: stream._call is None or stream._call.ended)
         assert not (await stream.lookup([1] * 256)).holders
 
 

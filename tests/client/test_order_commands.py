@@ -74,7 +74,7 @@ async def test_a_wait_that_runs_out_says_how_to_go_on(fleet: Fleet, run_command:
     fleet.pause()
     assert await run_command("move", "--from", "a", "--to", "b", "--tokens", TOKENS, "--timeout", "100ms") == 1
     assert re.fullmatch(
-        r"lmkv: error: (move-[0-9a-f]{16}) still runs after 0\.1 s; `lmkv ops wait \1` follows it, "
+        r"lmkv: error: (move-[0-9a-f]{16}) is still running after 0\.1 s; `lmkv ops wait \1` follows it, "
         r"`lmkv ops cancel \1` ends it\n",
         capsys.readouterr().err,
     )

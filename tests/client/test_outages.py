@@ -121,13 +121,13 @@ async def test_a_watch_goes_on_or_begins_anew(
 
 async def test_a_watch_gives_up_once_its_patience_is_over() -> None:
     async with Coordinator("127.0.0.1:1") as coordinator:
-        with pytest.raises(Unreachable, match=r"no coordinator answers at 127\.0\.0\.1:1"):
-            await anext(coordinator.watch(patience_seconds=0))
+        with pytest.raises(Unreachable, match=r"no coordinator responds at 127\.0\.0\.1:1"):
+            await anext(coordinator.watch(retry_seconds=0))
 
 
 async def test_a_stream_of_lookups_opens_again_after_its_end(stumbling: Stumbling) -> None:
     async with Coordinator(stumbling.address) as coordinator, coordinator.lookup_stream() as stream:
-        with pytest.raises(Unreachable, match="ended the stream of lookups"):
+        with pytest.raises(Unreachable, match="ended the lookup stream"):
             await stream.lookup(PROMPT)
         stumbling.lookups_until_end = 3
         assert [(await stream.lookup(PROMPT)).revision for _ in range(3)] == [2, 1, 0]

@@ -82,7 +82,7 @@ async def test_several_threads_share_one_coordinator(fleet: Fleet) -> None:
 def test_errors_are_the_coordinators_own() -> None:
     with (
         sync.Coordinator("127.0.0.1:1") as coordinator,
-        pytest.raises(errors.Unreachable, match=r"no coordinator answers at 127\.0\.0\.1:1"),
+        pytest.raises(errors.Unreachable, match=r"no coordinator responds at 127\.0\.0\.1:1"),
     ):
         coordinator.lookup(PROMPT)
 

@@ -61,7 +61,7 @@ def ask(args: argparse.Namespace, question: Callable[[Coordinator], Awaitable[An
         behind = [found for address in addresses if (found := find_grpc(address, config.credentials))]
         if not behind:
             raise Unreachable(
-                f"no coordinator answers at {' or '.join(addresses)}; start one with `lmkv coordinator`, or name "
+                f"no coordinator responds at {' or '.join(addresses)}; start one with `lmkv coordinator`, or name "
                 "another with --coordinator HOST:PORT",
                 address=error.metadata["address"],
             ) from error

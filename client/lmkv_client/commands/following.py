@@ -64,7 +64,7 @@ async def wait_for(operation: AnyOperation, timeout_seconds: float) -> None:
                 async for progress in operation:
                     show(progress)
     except TimeoutError:
-        raise LmkvError(f"{operation.name} still runs after {timeout_seconds:g} s; {hints}") from None
+        raise LmkvError(f"{operation.name} is still running after {timeout_seconds:g} s; {hints}") from None
     except asyncio.CancelledError:  # Ctrl-C
         print(f"{operation.name} goes on; {hints}", file=sys.stderr)
         raise

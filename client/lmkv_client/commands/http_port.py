@@ -13,7 +13,7 @@ MAX_ANSWER_BYTES = 4096
 
 
 def find_grpc(address: str, credentials: Credentials) -> str:
-    """`host:port` of the gRPC service behind a coordinator's HTTP address; empty if no coordinator answers there."""
+    """`host:port` of the gRPC service behind a coordinator's HTTP address; empty if no coordinator responds there."""
     host, _, port = address.rpartition(":")
     with suppress(OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
         connection: http.client.HTTPConnection

@@ -17,7 +17,7 @@ from lmkv import telemetry
 from lmkv.config import ConnectorConfig
 from lmkv.errors import LmkvError
 from lmkv.spec import TOKEN_MAJOR
-from lmkv_client import refusal
+from lmkv_client import startup_error
 from lmkv_client.connector.identity import HeadShare, attention_isa, kv_spec, served_names
 from lmkv_client.connector.messages import StepPlan
 from lmkv_client.connector.node.client import NodeClient
@@ -51,7 +51,7 @@ class LMKVConnector(KVConnectorBase_V1):
         try:
             self._start(vllm_config, role, kv_cache_config)
         except LmkvError as error:
-            refusal.note(error)
+            startup_error.record(error)
             raise
 
     def _start(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:

@@ -55,7 +55,7 @@ function refuseTooLong(sizes: [string, number][]): void {
   if (sizes.reduce((sum, [, bytes]) => sum + bytes, 0) <= MAX_CHUNKS_BYTES) return;
   const [field, bytes] = sizes.reduce((longest, one) => (one[1] > longest[1] ? one : longest));
   const reason = { tokens: "BAD_TOKENS", chunk_keys: "BAD_CHUNK_KEY" }[field] ?? "BAD_REQUEST";
-  const message = `${field} takes ${bytes} bytes, and a request may have ${MAX_CHUNKS_BYTES}: ask for the first part`;
+  const message = `${field} has ${bytes} bytes; the limit of a request is ${MAX_CHUNKS_BYTES}: use a prefix`;
   const metadata = { field, size_bytes: String(bytes), limit_bytes: String(MAX_CHUNKS_BYTES) };
   throw new LmkvError(message, "INVALID_ARGUMENT", reason, metadata);
 }

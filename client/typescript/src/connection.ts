@@ -117,9 +117,9 @@ export class Connection {
     return error instanceof LmkvError && error.reason === "UNREACHABLE" && error.metadata.address === this.address;
   }
 
-  /** The error that says that no coordinator answers. */
+  /** The error that says that no coordinator responds. */
   unreachable(why: string): LmkvError {
-    const message = `no coordinator answers at ${this.address}: ${why}`;
+    const message = `no coordinator responds at ${this.address}: ${why}`;
     return new LmkvError(message, "UNAVAILABLE", "UNREACHABLE", { address: this.address });
   }
 }

@@ -211,7 +211,7 @@ export class Coordinator implements Disposable {
    * Tells what changes in the layout map, for ever: what is held now first, or what changed after a revision.
    *
    * After a loss it goes on from where it was; where that cannot be, because changes were missed, it begins anew with an
-   * update that says `reset`. Throws `UNREACHABLE` if the coordinator stays away longer than `patienceSeconds`.
+   * update that says `reset`. Throws `UNREACHABLE` if the coordinator does not respond for `retrySeconds`.
    */
   watch(options: WatchOptions = {}): AsyncGenerator<LayoutUpdate, void, void> {
     return watch(this.connections, options);

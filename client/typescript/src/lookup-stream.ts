@@ -152,7 +152,7 @@ class Line {
   }
 
   private async read(): Promise<void> {
-    let end = this.connection.unreachable("it ended the stream of lookups");
+    let end = this.connection.unreachable("it ended the lookup stream");
     try {
       const options = this.connection.until(this.ending.signal);
       for await (const message of this.connection.cache.lookupStream(this.messages(), options)) {

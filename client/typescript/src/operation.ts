@@ -16,7 +16,7 @@ import {
   type MoveResult,
   MoveResultSchema,
 } from "./gen/lmkv/v1/cache_service_pb.js";
-import { Patience } from "./patience.js";
+import { RetryDeadline } from "./retry-deadline.js";
 
 /** More than the coordinator gives any operation. */
 const WAIT_SECONDS = 900;
@@ -109,13 +109,13 @@ export class Operation<
    */
   async wait(timeoutSeconds = WAIT_SECONDS): Promise<Result> {
     const deadline = performance.now() + timeoutSeconds * 1000;
-    const patience = new Patience();
+    const retryDeadline = new RetryDeadline();
     while (!this.done) {
       const left = (deadline - performance.now()) / 1000;
       if (left <= 0) {
-        throw new DOMException(`${this.name} still runs after ${timeoutSeconds} s`, "TimeoutError");
+        throw new DOMException(`${this.name} is still running after ${timeoutSeconds} s`, "TimeoutError");
       }
-      await this.poll(Math.min(left, HOLD_SECONDS), patience);
+      await this.poll(Math.min(left, HOLD_SECONDS), retryDeadline);
     }
     if (this.result) return this.result;
     throw this.error ?? new LmkvError(`${this.name} has neither a result nor an error`, "INTERNAL", "INTERNAL");
@@ -123,11 +123,11 @@ export class Operation<
 
   /** Tells how far it is, now and whenever that has changed, until it is over. */
   async *[Symbol.asyncIterator](): AsyncGenerator<Progress, void, void> {
-    const patience = new Patience();
+    const deadline = new RetryDeadline();
     let told = this.progress;
     yield told;
     while (!this.done) {
-      await this.poll(POLL_SECONDS, patience);
+      await this.poll(POLL_SECONDS, deadline);
       if (!areEqual(this.progress, told)) {
         told = this.progress;
         yield told;
@@ -136,16 +136,16 @@ export class Operation<
   }
 
   /** Hears of it once it is over, or after so many seconds. */
-  private async poll(seconds: number, patience: Patience): Promise<void> {
+  private async poll(seconds: number, deadline: RetryDeadline): Promise<void> {
     const request = { name: this.name, timeout: durationFromMs(Math.ceil(seconds * 1000)) };
     try {
       this.message = await this.connections.ask((to) =>
         to.call((options) => to.operations.waitOperation(request, options), seconds),
       );
-      patience.renew();
+      deadline.extend();
     } catch (error) {
       if (!(error instanceof LmkvError && error.reason === "UNREACHABLE")) throw error;
-      await patience.endure(error);
+      await deadline.waitToRetry(error);
     }
   }
 }

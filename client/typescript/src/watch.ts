@@ -2,7 +2,7 @@
 
 import type { Connections } from "./connections.js";
 import type { LayoutChange } from "./gen/lmkv/v1/cache_service_pb.js";
-import { Patience } from "./patience.js";
+import { RetryDeadline } from "./retry-deadline.js";
 
 /** What a watcher learns at once. Without changes it is a bookmark: nothing happened up to `revision`. */
 export interface LayoutUpdate {
@@ -22,7 +22,7 @@ export interface WatchOptions {
   /** Fingerprint of a spec, 16 bytes: leaves out the chunks of all others. */
   fingerprint?: Uint8Array;
   /** How long the coordinator may stay away. */
-  patienceSeconds?: number;
+  retrySeconds?: number;
   /** Ends the watch, quietly. */
   signal?: AbortSignal;
 }
@@ -30,9 +30,9 @@ export interface WatchOptions {
 /** See `Coordinator.watch`. */
 export async function* watch(
   connections: Connections,
-  { startRevision = 0n, fingerprint = new Uint8Array(), patienceSeconds, signal }: WatchOptions,
+  { startRevision = 0n, fingerprint = new Uint8Array(), retrySeconds, signal }: WatchOptions,
 ): AsyncGenerator<LayoutUpdate, void, void> {
-  const patience = new Patience(patienceSeconds);
+  const deadline = new RetryDeadline(retrySeconds);
   const ending = new AbortController();
   const end = signal ? AbortSignal.any([ending.signal, signal]) : ending.signal;
   let revision = startRevision;
@@ -48,7 +48,7 @@ export async function* watch(
       try {
         const request = { startRevision: revision, fingerprint };
         for await (const response of connection.cache.watch(request, connection.until(end))) {
-          patience.renew();
+          deadline.extend();
           yield { revision: response.revision, reset, snapshot: response.snapshot, changes: response.changes };
           reset = false;
           if (!response.snapshot) revision = response.revision; // a snapshot that breaks off is worth nothing
@@ -62,11 +62,11 @@ export async function* watch(
         }
         if (error.reason !== "UNREACHABLE") throw error;
         connections.failed(connection);
-        await patience.endure(error);
+        await deadline.waitToRetry(error);
         continue;
       }
       connections.failed(connection);
-      await patience.endure(connection.unreachable("it ended the watch"));
+      await deadline.waitToRetry(connection.unreachable("it ended the watch"));
     }
   } finally {
     ending.abort();

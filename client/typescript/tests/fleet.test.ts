@@ -246,5 +246,5 @@ test("where nobody is, calls and watches say that nobody answers", async () => {
   using nobody = new Coordinator("127.0.0.1:1");
   await assert.rejects(nobody.instances(), refusal("UNREACHABLE", { address: "127.0.0.1:1" }));
   await assert.rejects(nobody.lookupStream().lookup({ keys }), refusal("UNREACHABLE"));
-  await assert.rejects(nobody.watch({ patienceSeconds: 0 }).next(), refusal("UNREACHABLE"));
+  await assert.rejects(nobody.watch({ retrySeconds: 0 }).next(), refusal("UNREACHABLE"));
 });

@@ -33,7 +33,7 @@ from lmkv.v1.registry_service_pb2 import (
 from lmkv_client import Coordinator
 from lmkv_client.commands.doctor.finding import Finding, fail, ok, warn
 from lmkv_client.commands.doctor.host import node_runs
-from lmkv_client.connection import Connection
+from lmkv_client.connection import CoordinatorConnection
 
 CLOCK_SECONDS = 1.0
 """Orders and pins end by the clock; a second is much to them."""
@@ -153,7 +153,7 @@ async def _visit(
 class _Visitor:
     """An instance for a moment, with at most one chunk, which exists by name only."""
 
-    def __init__(self, config: ConnectorConfig, connection: Connection, instance: Instance) -> None:
+    def __init__(self, config: ConnectorConfig, connection: CoordinatorConnection, instance: Instance) -> None:
         self._config = config
         self._connection = connection
         self._instance = instance
@@ -164,7 +164,7 @@ class _Visitor:
     @asynccontextmanager
     async def register(cls, address: str, config: ConnectorConfig, specs: Sequence[KvSpec]) -> AsyncIterator[_Visitor]:
         """Joins, and leaves in the end. Raises `LmkvError`."""
-        connection = Connection(address, ANSWER_SECONDS, config.credentials)
+        connection = CoordinatorConnection(address, ANSWER_SECONDS, config.credentials)
         instance = Instance(
             instance_id=f"doctor-{socket.gethostname()[:32]}-{os.getpid()}",
             epoch=time.time_ns(),
@@ -227,6 +227,6 @@ class _Visitor:
             await stream.write(report)
             await stream.read()
         except grpc.RpcError as error:
-            raise self._connection.meaning_of(error) from None
+            raise self._connection.to_error(error) from None
         finally:
             stream.cancel()
