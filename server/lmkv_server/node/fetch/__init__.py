@@ -1,4 +1,4 @@
-"""Fetches of chunks from peers: which holder is asked for which chunk, reads, verification and commit.
+"""Transfers of chunks from peers into this node: fetches, and the pipeline that handoffs use too.
 
-Imports `peers` and `cache`. Start with `fetcher.Peers`.
+Imports `tiers`, `peers` and `cache`. Start with `pipeline.TransferPipeline`, then `fetcher.PeerFetcher`.
 """

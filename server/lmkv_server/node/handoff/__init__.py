@@ -1,4 +1,4 @@
-"""Handoffs from prefill to decode: a node announces chunks as they are computed, another one reads them.
+"""Handoffs from prefill to decode: a node announces chunks as they are computed, another node reads them.
 
-Imports `fetch`, `peers`, `sessions` and `cache`. Start with `table.HandoffTable`, then `sender` and `receiver`.
+Imports `fetch`, `peers`, `sessions` and `cache`. Start with `table.HandoffTable`, then `receiver` and `sender`.
 """

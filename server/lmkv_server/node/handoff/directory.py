@@ -1,7 +1,7 @@
-"""Where the node of an instance serves its peers, as the fleet knows it. For both sides of handoffs.
+"""Finds the node of an instance. For both sides of handoffs.
 
-An instance is known if its node runs on this host under the same user and `runtime_dir`, or if a coordinator has it
-registered. Requests never name addresses: a node connects, and shows its token, only to nodes that the fleet knows.
+An instance is found if its node runs on this host under the same user and `runtime_dir`, or if it is registered at a
+coordinator. Requests do not name addresses: a node connects, and sends its token, only to nodes that are found here.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from lmkv.v1.cache_service_pb2 import Holder
 logger = logging.getLogger(__name__)
 
 FILE = "peer.json"
-"""In an instance's folder: its epoch and address. Its node keeps it locked while it runs."""
+"""In an instance's folder: its epoch and address. The node keeps the file locked while it runs."""
 MAX_FILE_BYTES = 1024
 LOCK_TRIES = 100
 MAX_KNOWN = 256
-"""Instances whose registration is remembered."""
+"""Instances whose registration is cached."""
 FRESH_SECONDS = 5.0
-"""How long a registration is used without asking again; while no coordinator answers it is used for longer."""
+"""How long a cached registration is used; while no coordinator answers it is used for longer."""
 
 Locate = Callable[[str], Awaitable[Holder | None]]
-"""Asks the coordinators for an instance; None if it is not registered. Raises `Unreachable` if none answers."""
+"""Finds an instance at the coordinators; None if it is not registered. Raises `Unreachable` if none answers."""
 
 
 async def _no_coordinator(_: str) -> Holder | None:
@@ -39,7 +39,7 @@ async def _no_coordinator(_: str) -> Holder | None:
 
 
 class Directory:
-    """Finds instances. `publish` makes this node known to the others of its host for as long as it lives."""
+    """Finds instances. `publish` makes this node findable on its host until it ends."""
 
     def __init__(self, runtime_path: Path, locate: Locate = _no_coordinator) -> None:
         self.locate = locate
@@ -48,14 +48,14 @@ class Directory:
         self._file: TextIO | None = None
 
     def publish(self, instance_id: str, epoch: int, peer_address: str) -> None:
-        """Makes this node known on its host."""
+        """Makes this node findable on its host."""
         path = self._runtime_path / instance_id / FILE
         file = path.open("a+")
         for _ in range(LOCK_TRIES):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except BlockingIOError:  # others hold it for a moment, to see whether the last node is gone
+            except BlockingIOError:  # other nodes lock it for a moment, to find out whether the last node has ended
                 time.sleep(0.01)
         file.truncate(0)
         file.write(json.dumps({"epoch": epoch, "peer_address": peer_address}))
@@ -63,7 +63,7 @@ class Directory:
         self._file = file
 
     def close(self) -> None:
-        """This node is known no more. Idempotent."""
+        """Makes this node not findable. Idempotent."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -101,7 +101,7 @@ class Directory:
     async def find_epoch(self, instance_id: str, epoch: int) -> Holder:
         """The instance's node, if it is of this epoch. Raises as `find`."""
         holder = await self.find(instance_id)
-        if holder.epoch != epoch:  # perhaps it was started again a moment ago
+        if holder.epoch != epoch:  # it may have restarted a moment ago
             self.forget(instance_id)
             holder = await self.find(instance_id)
         if holder.epoch != epoch:
@@ -111,7 +111,7 @@ class Directory:
         return holder
 
     def forget(self, instance_id: str) -> None:
-        """Another node may be this instance by now."""
+        """Drops a cached registration: another node may be this instance by now."""
         self._known.pop(instance_id, None)
 
     def _on_this_host(self, instance_id: str) -> Holder | None:
@@ -121,7 +121,7 @@ class Directory:
         try:
             status = folder.lstat()
             if status.st_uid != os.getuid() or status.st_mode & 0o077:
-                return None  # another user's: runtime_dir may be shared on purpose
+                return None  # the node of another user: users may share a runtime_dir
             with (folder / FILE).open() as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -130,5 +130,5 @@ class Directory:
                     return Holder(instance_id=instance_id, epoch=content["epoch"], peer_address=content["peer_address"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             if not isinstance(error, FileNotFoundError | NotADirectoryError):
-                logger.debug("the node of %s is not known on this host: %s", folder, error)
-        return None  # the file is missing, or not locked: that node is gone
+                logger.debug("cannot read %s: %s", folder, error)
+        return None  # the file is missing, or not locked: its node has ended

@@ -1,4 +1,4 @@
-"""The client side of `PeerService`: connections to other nodes.
+"""The client side of `PeerService`: connections to other nodes, and the checks of what these offer.
 
-Start with `connection_pool.PeerConnectionPool`.
+Imports no other package of the node. Start with `connection.PeerConnection`.
 """

@@ -1,4 +1,4 @@
-"""The server side of `PeerService`: other nodes acquire grants here and read this node's pool.
+"""The server side of `PeerService`: what other nodes may read of this one.
 
-Start with `service.PeerService`.
+Imports `handoff`, `fetch` and what is below. Start with `service.PeerService`; `server.PeerServer` composes all.
 """

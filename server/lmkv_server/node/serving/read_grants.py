@@ -1,6 +1,6 @@
-"""Sessions of peers, and the grants by which they read: which chunks stay in place for whom, and until when.
+"""Sessions of peers, and the grants by which they read chunks of this node. Pure.
 
-Pure; for `PeerService`. A grant ends exactly once, and its holds and the permission to read with it:
+A grant ends exactly once, and with it its holds and the permission to read:
 
     acquire ──► granted ──┬── release ──► ended
                           └── expire  ──► ended
@@ -22,34 +22,34 @@ MAX_SESSIONS = 4096
 MAX_GRANTS = 64
 """Most grants that one session may have at a time."""
 SHARE = 4
-"""The grants of one session keep at most 1/4 of the tier in place."""
+"""The grants of one session hold at most 1/4 of the tier."""
 IDENTITY_SHARE = 2
-"""The grants of all sessions of one identity keep at most 1/2 of the tier in place, but always one chunk."""
+"""The grants of all sessions of one identity hold at most 1/2 of the tier, but always one chunk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PeerSession:
-    """What `Init` opened for one caller."""
+    """A session that `Init` opened for one caller."""
 
     session_id: str
     identity: str
     """The caller's authenticated identity; empty where the fleet has no authentication."""
     instance_id: str
-    """What the caller calls itself."""
+    """The instance that the caller claims to be."""
     epoch: int
     reader: PeerReader
     """The caller as a reader of this node's memory."""
 
 
 class PeerSessions:
-    """All sessions of a node. Ids cannot be guessed, and are good for the identity that opened them alone."""
+    """All sessions of a node. Ids are unguessable, and valid only for the identity that opened them."""
 
     def __init__(self, access: ReadAccess) -> None:
         self._access = access
         self._by_identity: dict[str, OrderedDict[str, PeerSession]] = defaultdict(OrderedDict)
 
     def open(self, identity: str, instance_id: str, epoch: int, session_id: str = "") -> PeerSession:
-        """The caller's session of this id if it has it, else a new one."""
+        """The caller's session of this id, or a new one."""
         known = self.find(identity, session_id)
         if known and (known.instance_id, known.epoch) == (instance_id, epoch):
             return known
@@ -67,7 +67,7 @@ class PeerSessions:
         return session
 
     def find(self, identity: str, session_id: str) -> PeerSession | None:
-        """The session of this id, if this caller has it."""
+        """The session of this id, if it is one of this identity."""
         own = self._by_identity.get(identity)
         session = own.get(session_id) if own else None
         if own and session:
@@ -75,7 +75,7 @@ class PeerSessions:
         return session
 
     def get(self, identity: str, session_id: str) -> PeerSession:
-        """The same; raises `SessionNotFound` if the caller has no such session."""
+        """The session of this id. Raises `SessionNotFound` if the identity has no such session."""
         session = self.find(identity, session_id)
         if session is None:
             raise SessionNotFound("the caller has no such session here; Init again")
@@ -84,21 +84,21 @@ class PeerSessions:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ReadGrant:
-    """Permission to read some chunks for a while."""
+    """Permission to read some chunks until a time."""
 
     grant_id: str
     session: PeerSession
     chunks: tuple[Chunk, ...]
     expire_at: float
-    """On the clock that `acquire` was given the time of."""
+    """On the clock of the `now` that `acquire` was called with."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Usage:
-    """What the grants of one session, or of all sessions of one identity, keep in place."""
+    """The chunks that the grants of one session, or of all sessions of one identity, hold."""
 
     counts: dict[Chunk, int] = field(default_factory=dict)
-    """How many of the grants keep each chunk in place."""
+    """By chunk: the number of the grants that hold it."""
     size_bytes: int = 0
     """Bytes of these chunks, each counted once."""
     grant_count: int = 0
@@ -119,12 +119,11 @@ class _Usage:
 
 
 class ReadGrants:
-    """All grants that are in force. Every hold it takes on a chunk is its own, and ended by it."""
+    """All grants that have not ended. Each has its own hold on each of its chunks."""
 
     def __init__(self, tier: HostTier, access: ReadAccess, region_address: int) -> None:
-        """`region_address` is where the tier's memory begins in this process."""
-        self.expired_count = 0
-        """Grants that were not released in time, since the start."""
+        """`region_address` is the start of the tier's memory in this process."""
+        self._expired_count = 0
         self._tier = tier
         self._access = access
         self._region_address = region_address
@@ -132,15 +131,20 @@ class ReadGrants:
         self._sessions: dict[str, _Usage] = {}  # by session id, of those that have grants
         self._identities: dict[str, _Usage] = {}
 
+    @property
+    def expired_count(self) -> int:
+        """Grants that were not released in time, since the start."""
+        return self._expired_count
+
     def __len__(self) -> int:
         return len(self._grants)
 
     def acquire(
         self, session: PeerSession, chunks: Iterable[Chunk], now: float, ttl_seconds: float
     ) -> ReadGrant | None:
-        """Grants the first of `chunks`, as many as the shares allow; None if there are no chunks.
+        """Grants the first of `chunks`, as many as the limits allow; None if there are no chunks.
 
-        Raises `Full` if the earlier grants of the session, or of its identity, take all of their share.
+        Raises `Full` if the earlier grants of the session, or of its identity, have reached their limit.
         """
         wanted = list(chunks)
         if not wanted:
@@ -159,7 +163,7 @@ class ReadGrants:
             for usage in usages:
                 usage.add(chunk)
         if not taken:
-            raise Full("the caller's earlier grants take all it may have; release some", retry_seconds=0.02)
+            raise Full("the caller's earlier grants have reached its limit; release some", retry_seconds=0.02)
         grant = ReadGrant(grant_id=new_grant_id(), session=session, chunks=tuple(taken), expire_at=now + ttl_seconds)
         self._tier.hold(taken)
         self._grants[grant.grant_id] = grant
@@ -170,16 +174,16 @@ class ReadGrants:
         return grant
 
     def runs(self, chunks: Iterable[Chunk]) -> list[ByteRange]:
-        """Where chunks of the tier are in this process."""
+        """The memory of chunks of the tier, in this process."""
         return [(self._region_address + chunk.offset, chunk.size_bytes) for chunk in chunks]
 
     def get(self, grant_id: str, session: PeerSession | None) -> ReadGrant | None:
-        """The grant, if it is in force and of this session."""
+        """The grant, if it has not ended and is of this session."""
         grant = self._grants.get(grant_id)
         return grant if grant and grant.session is session else None
 
     def release(self, grant: ReadGrant) -> None:
-        """Ends a grant that is in force."""
+        """Ends a grant that has not ended."""
         del self._grants[grant.grant_id]
         self._access.close(grant.grant_id)
         self._tier.unhold(grant.chunks)
@@ -193,15 +197,15 @@ class ReadGrants:
             del self._identities[grant.session.identity]
 
     def expire(self, now: float) -> int:
-        """Ends the grants whose time is up; their count."""
+        """Ends the grants that have expired; returns their number."""
         due = [grant for grant in self._grants.values() if grant.expire_at <= now]
         for grant in due:
             self.release(grant)
-        self.expired_count += len(due)
+        self._expired_count += len(due)
         return len(due)
 
     def next_expiry(self) -> float | None:
-        """When the next grant expires; None if there is none."""
+        """The time when the next grant expires; None if there is none."""
         return min((grant.expire_at for grant in self._grants.values()), default=None)
 
     def clear(self) -> None:
@@ -210,14 +214,14 @@ class ReadGrants:
             self.release(grant)
 
     def _usages(self, session: PeerSession) -> tuple[_Usage, _Usage]:
-        """What the session, and what its identity, keeps in place."""
+        """The usage of the session, and of its identity."""
         return (
             self._sessions.get(session.session_id) or _Usage(),
             self._identities.get(session.identity) or _Usage(),
         )
 
     def check(self) -> None:
-        """Asserts that shares add up and that every granted chunk is held at least as often as it is granted."""
+        """Asserts that usages add up and that every granted chunk has a hold for each grant."""
         grants = list(self._grants.values())
         sessions = {grant.session.session_id for grant in grants}
         identities = {grant.session.identity for grant in grants}

@@ -1,4 +1,4 @@
-"""What of a node peers have to do with, put together: channels, `PeerService`, fetching, and both sides of handoffs."""
+"""Composes the peer side of a node: channels, connections, fetches, both sides of handoffs, and `PeerService`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STOP_GRACE_SECONDS = 0.5
 class PeerServer:
     """To be used as an async context manager. Raises `ConfigError` from `__aenter__` if it cannot start as configured.
 
-    Without `enable_pd`, or in the other role, handoffs are refused: there is no room for one.
+    Without `enable_pd`, or in the other role, every handoff is refused.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class PeerServer:
             ),
         )
         self.directory = Directory(config.runtime_path)
-        """Where the other nodes of the fleet are; asks the coordinators once `locate` is set."""
+        """Finds the other nodes of the fleet; `locate` is set when there are coordinators to ask."""
         self.inspector = Inspector(tier, pool)
         self.connections = PeerConnectionPool(
             instance_id=config.instance_id,
@@ -118,7 +118,7 @@ class PeerServer:
                 connections=self.connections,
                 directory=self.directory,
                 grant_reads=self.service.lending,
-                inspect=self.inspector.suspect,
+                inspect=self.inspector.inspect,
             ),
             limit=MAX_SENDERS if config.enable_pd and config.pd_role != "receiver" else 0,
         )
@@ -147,10 +147,10 @@ class PeerServer:
         stack.push_async_callback(self.connections.aclose)
         await stack.enter_async_context(self.receiver)
         await stack.enter_async_context(self.service)
-        gate = Authenticator(config.auth_tokens, config.credentials.token)
-        if warning := exposure(config.p2p_host, gate, config.peer_tls):
+        authenticator = Authenticator(config.auth_tokens, config.credentials.token)
+        if warning := exposure(config.p2p_host, authenticator, config.peer_tls):
             logger.warning(warning)
-        server = await rpc.make_server([PEER_SERVICE], self._calls, gate)
+        server = await rpc.make_server([PEER_SERVICE], self._calls, authenticator)
         peer_service_pb2_grpc.add_PeerServiceServicer_to_server(self.service, server)
         port = bind(server, f"{config.p2p_host}:{config.p2p_port}", "p2p_port", config.peer_tls, config.runtime_path)
         await server.start()
@@ -168,9 +168,9 @@ def bind(
     credentials: Credentials = rpc.PLAINTEXT,
     runtime_dir: Path | None = None,
 ) -> int:
-    """The port that the server now listens on. Raises `ConfigError` naming `key` if it is taken.
+    """Binds the server to an address; the port. Raises `ConfigError` that names `key` if the port is taken.
 
-    The error names the node that has the port if it is one of those in `runtime_dir`.
+    The error also names the node that has the port, if it is one of those in `runtime_dir`.
     """
     try:
         return rpc.add_port(server, address, credentials)

@@ -1,6 +1,6 @@
-"""PeerService: translates between peers and this node's tier, grants and channels. Every node serves it.
+"""The handlers of `PeerService`, on the node's tier, read grants, channels and handoffs. Every node serves it.
 
-While a peer has a grant, and for a while before and after, the channels make progress for it.
+The channels make progress while a peer has a grant, and for `LINGER_SECONDS` before and after.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ MAX_ACQUIRE_KEYS = 4096
 MAX_ID_BYTES = 256
 MAX_PROMOTED_BYTES = 64 << 20
 PROMOTED_SHARE = 8
-"""What a peer asks for is read from disk first: so much at a time, and at most one part in so many of the pool."""
+"""Chunks on disk are read into the pool for a peer: `MAX_PROMOTED_BYTES` per call, and at most 1/8 of the pool."""
 PROMOTE_SECONDS = 2.0
 LINGER_SECONDS = 1.0
-"""So long after `Init` the channels make progress for the caller's connection, and after a grant for what it may have
-left behind: a reader that gave up on a frozen owner is still owed the bytes, and keeps room for them."""
+"""How long the channels make progress after `Init`, for the caller to connect, and after a grant, for reads that the
+reader has given up: it keeps their memory in quarantine until they have stopped."""
 
 
 class PeerService(pb_grpc.PeerServiceServicer):
-    """The handlers. One event loop runs them all; the tier is its alone. To be used as an async context manager."""
+    """The handlers, as `peer_service.proto` specifies them. An async context manager; one event loop owns it."""
 
     def __init__(
         self,
@@ -73,12 +73,12 @@ class PeerService(pb_grpc.PeerServiceServicer):
         self._inspector = inspector
         self._receiver = receiver
         self._disk = disk
-        self._lent_count = 0
+        self._lending_count = 0
         self._serve_until = 0.0
-        self._alarm = DeadlineTimer(self._expire)
+        self._timer = DeadlineTimer(self._expire)
 
     async def __aenter__(self) -> PeerService:
-        await self._alarm.__aenter__()
+        await self._timer.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -86,13 +86,12 @@ class PeerService(pb_grpc.PeerServiceServicer):
 
     async def aclose(self) -> None:
         """Ends every grant. Idempotent."""
-        await self._alarm.aclose()
+        await self._timer.aclose()
         self.grants.clear()
         self._serve_until = 0.0
         self._serve()
 
     async def Init(self, request: pb.InitRequest, context: Any) -> pb.InitResponse:
-        """See the proto."""
         if request.peer_instance_id or request.peer_epoch:
             self._check_epoch(request.peer_epoch, request.peer_instance_id)
         if not 0 < len(request.instance_id.encode()) <= MAX_ID_BYTES or not request.instance_id.isprintable():
@@ -108,7 +107,6 @@ class PeerService(pb_grpc.PeerServiceServicer):
         return response
 
     async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.AcquireResponse:
-        """See the proto."""
         self._check_epoch(request.peer_epoch)
         session = self.sessions.get(caller_identity(context), request.session_id)
         keys = split_keys(request.chunk_keys, limit=MAX_ACQUIRE_KEYS)
@@ -132,45 +130,42 @@ class PeerService(pb_grpc.PeerServiceServicer):
 
     @asynccontextmanager
     async def _promoted(self, fingerprint: bytes, keys: Sequence[ChunkKey]) -> AsyncIterator[None]:
-        """Reads the first of those chunks from disk that are not in the pool, and holds them while this lasts.
+        """Reads chunks that are on disk and not in the pool, up to the limits, and holds them in this context.
 
-        A peer asks again for what comes after all that it is granted.
+        A peer calls again for the chunks behind those that it is granted.
         """
-        brought: list[Chunk] = []
-        wanted: list[ChunkKey] = []
+        promoted: list[Chunk] = []
+        on_disk: list[ChunkKey] = []
         room = min(MAX_PROMOTED_BYTES, self._tier.size_bytes // PROMOTED_SHARE)
         for key in keys if self._disk else ():
             assert self._disk
             if self._tier.get(key) is None and (chunk := self._disk.get(key)):
                 room -= chunk.size_bytes
-                if room < 0 and wanted:
+                if room < 0 and on_disk:
                     break
-                wanted.append(key)
+                on_disk.append(key)
 
         def on_read(_: int, chunk: Chunk) -> None:
             self._tier.hold([chunk])
-            brought.append(chunk)
+            promoted.append(chunk)
 
         try:
-            if self._disk and wanted:
-                await self._disk.reader.read(fingerprint, wanted, PROMOTE_SECONDS, on_read)
+            if self._disk and on_disk:
+                await self._disk.reader.read(fingerprint, on_disk, PROMOTE_SECONDS, on_read)
             yield
         finally:
-            self._tier.unhold(brought)
+            self._tier.unhold(promoted)
 
     async def Allocate(self, request: pb.AllocateRequest, context: Any) -> pb.AllocateResponse:
-        """See the proto."""
         self._check_epoch(request.peer_epoch)
         session = self.sessions.get(caller_identity(context), request.session_id)
         return await self._receiver.allocate(request, session.session_id)
 
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
-        """See the proto."""
         session = self.sessions.find(caller_identity(context), request.session_id)
         return await self._receiver.commit(request, session.session_id if session else "")
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
-        """See the proto."""
         session = self.sessions.find(caller_identity(context), request.session_id)
         if session is None:
             return pb.ReleaseResponse()
@@ -179,7 +174,7 @@ class PeerService(pb_grpc.PeerServiceServicer):
             return pb.ReleaseResponse()
         if grant := self.grants.get(request.grant_id, session):
             places = {place for place in request.damaged if 0 <= place < len(grant.chunks)}
-            self._inspector.suspect([grant.chunks[place] for place in sorted(places)], session.instance_id)
+            self._inspector.inspect([grant.chunks[place] for place in sorted(places)], session.instance_id)
             self.grants.release(grant)
             self._linger()
         else:
@@ -188,19 +183,19 @@ class PeerService(pb_grpc.PeerServiceServicer):
 
     @contextmanager
     def lending(self, peer_name: str, chunks: Sequence[Chunk]) -> Iterator[str]:
-        """While this lasts a peer may read these chunks, which the caller holds, under the grant that this yields.
+        """Lets a peer read these chunks, which the caller holds, in this context; yields the id of the grant.
 
-        The grant's id is the proof of the right to read: it is to be sent to that peer alone.
+        The id is a secret that gives the right to read: send it to that peer only.
         """
         grant_id = new_grant_id()
         self._channels.access.open(grant_id, self.grants.runs(chunks), peer_name=peer_name)
-        self._lent_count += 1
+        self._lending_count += 1
         self._serve()
         try:
             yield grant_id
         finally:
             self._channels.access.close(grant_id)
-            self._lent_count -= 1
+            self._lending_count -= 1
             self._linger()
 
     def _check_epoch(self, epoch: int, instance_id: str | None = None) -> None:
@@ -212,14 +207,14 @@ class PeerService(pb_grpc.PeerServiceServicer):
             )
 
     def _check_spec(self, other: KvSpec) -> None:
-        """Raises `KvSpecMismatch` if engines of the same model are here, but none that shares the other's chunks."""
+        """Raises `KvSpecMismatch` if the node has engines of the same model, but none with this spec."""
         specs = list(self._engines.specs)
         if any(own.fingerprint == other.fingerprint for own in specs):
             return
         for own in specs:
             if own.model_name == other.model_name and (field := own.first_difference(other)):
                 own_value, other_value = getattr(own, field), getattr(other, field)
-                logger.warning("a peer shares nothing: %s is %s here, %s there", field, own_value, other_value)
+                logger.warning("a peer has another spec: %s is %s here, %s there", field, own_value, other_value)
                 raise KvSpecMismatch(
                     f"{self._instance_id} serves {own.model_name!r} with {field} {own_value!r}, not {other_value!r}",
                     model_name=own.model_name,
@@ -229,21 +224,21 @@ class PeerService(pb_grpc.PeerServiceServicer):
                 )
 
     def _linger(self) -> None:
-        """Has the channels make progress for a while whoever needs it."""
+        """Has the channels make progress for `LINGER_SECONDS`."""
         self._serve_until = time.monotonic() + LINGER_SECONDS
         self._serve()
 
     def _serve(self) -> None:
-        """Has the channels make progress exactly while somebody may need it."""
-        is_needed = len(self.grants) > 0 or self._lent_count > 0 or time.monotonic() < self._serve_until
+        """Has the channels make progress exactly while a reader may need it."""
+        is_needed = len(self.grants) > 0 or self._lending_count > 0 or time.monotonic() < self._serve_until
         self._channels.serve(is_needed)
-        self._alarm.changed()
+        self._timer.changed()
 
     def _expire(self) -> float | None:
-        """Ends what its time has come for; when the next time is."""
+        """Ends the grants that have expired; returns the next deadline."""
         now = time.monotonic()
         if count := self.grants.expire(now):
-            logger.warning("%d read grants expired: their readers are gone, or too slow", count)
+            logger.warning("%d read grants expired: their readers have ended, or are too slow", count)
             self._linger()
         self._serve()
         times = [self._serve_until] if now < self._serve_until else []

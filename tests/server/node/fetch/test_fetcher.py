@@ -337,7 +337,7 @@ async def test_a_damaged_chunk_behind_one_that_the_owner_lacks_is_the_one_that_t
         caplog.text.count(f"chunk {KEYS[5].hex()} from peer owner does not match its checksum and was discarded") == 1
     )
     assert caplog.text.count(f"chunk {KEYS[5].hex()} is damaged in this node's memory and was dropped") == 1
-    assert "is whole here" not in caplog.text, "another chunk was looked at"
+    assert "is intact here" not in caplog.text, "another chunk was looked at"
     taken.let_go()
 
 

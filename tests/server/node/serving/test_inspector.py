@@ -93,7 +93,7 @@ async def test_an_owner_that_ends_looks_no_further_and_holds_nothing() -> None:
     async with Parts("owner") as owner:
         chunks = [owner.put(key) for key in KEYS]
         owner.damage(KEYS[7])
-        owner.inspector.suspect(chunks, "reader")
+        owner.inspector.inspect(chunks, "reader")
         await asyncio.sleep(0)
         await owner.inspector.aclose()
         assert not any(chunk.holds for chunk in chunks)
