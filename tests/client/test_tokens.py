@@ -22,7 +22,7 @@ from tests.lmkv.auth.tokens import entry, write
 async def address(tmp_path: Path) -> AsyncIterator[str]:
     """Where a coordinator is that asks for tokens."""
     authenticator = Authenticator(write(tmp_path / "tokens.yaml", *map(entry, ("engine", "reader", "operator"))))
-    async with server.Coordinator(port=0, gate=authenticator) as serving:
+    async with server.Coordinator(port=0, authenticator=authenticator) as serving:
         yield serving.address
 
 

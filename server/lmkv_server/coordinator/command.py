@@ -1,4 +1,4 @@
-"""`lmkv coordinator`: runs a coordinator until it is told to stop."""
+"""`lmkv coordinator`: runs a coordinator until a stop signal."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lmkv.runtime.signals import fast_loop, first_of, hold_stop_signals, raise_f
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "lmkv-coordinator"
-"""What it is called where it exports to, unless `OTEL_SERVICE_NAME` says otherwise."""
+"""Service name of its telemetry unless `OTEL_SERVICE_NAME` is set."""
 LARGE_REQUEST_BYTES = 4 << 20
-"""Buffers of requests are smaller. What the largest takes is kept for the next one."""
+"""Upper limit of request buffers, up to which freed memory is kept for the next request."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _keep_freed_memory() -> None:
-    """Has malloc keep what one large request needs, where it is glibc's: by default each would get its pages anew."""
+    """Makes glibc's malloc keep freed memory of one large request; by default each request maps its pages again."""
     m_trim_threshold, m_mmap_threshold = -1, -3  # malloc.h
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -64,15 +64,15 @@ def _set_up_logging(config: CoordinatorConfig) -> None:
 
 
 async def serve(config: CoordinatorConfig, args: argparse.Namespace) -> None:
-    """Serves until SIGTERM, SIGINT or SIGHUP. Raises `ConfigError` if a port cannot be had."""
+    """Serves until SIGTERM, SIGINT or SIGHUP. Raises `ConfigError` if a port cannot be bound."""
     # Imported late: threads of libraries, such as NumPy's, inherit the mask of hold_stop_signals.
     from lmkv_server.coordinator.coordinator import Coordinator
     from lmkv_server.coordinator.operations.audit import write_audit_to
 
     stop = stop_on_signals()
-    gate = Authenticator(config.auth_tokens)
+    authenticator = Authenticator(config.auth_tokens)
     write_audit_to(config.audit_log)
-    if warning := exposure(config.host, gate, config.credentials):
+    if warning := exposure(config.host, authenticator, config.credentials):
         logger.warning(warning)
     coordinator = Coordinator(
         host=config.host,
@@ -83,7 +83,7 @@ async def serve(config: CoordinatorConfig, args: argparse.Namespace) -> None:
         cluster_secret=config.cluster_secret,
         tokenizers=config.tokenizers,
         credentials=config.credentials,
-        gate=gate,
+        authenticator=authenticator,
         layout_map_url=config.layout_map_url,
         allowed_hosts=config.allowed_hosts,
         max_connections_per_client=config.max_connections_per_client,
@@ -98,7 +98,7 @@ async def serve(config: CoordinatorConfig, args: argparse.Namespace) -> None:
 
 command = Command(
     name="coordinator",
-    help="serve the layout map: who is in the fleet and holds what",
+    help="serve the layout map: which instance holds which chunks",
     add_arguments=_add_arguments,
     run=_run,
     examples=(

@@ -1,4 +1,4 @@
-"""The coordinator: a gRPC and an HTTP server over the registry, and the sweeper that ends leases."""
+"""The coordinator: a gRPC and an HTTP server over the registry, and the task that expires leases."""
 
 from __future__ import annotations
 
@@ -35,26 +35,25 @@ from lmkv_server.http.server import MAX_CONNECTIONS_PER_CLIENT, HttpServer
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 5.0
-"""Most time that calls in flight get to end when the coordinator stops."""
+"""Time that calls in flight get to end when the coordinator stops."""
 STOP_POLL_SECONDS = 0.01
 STOP_GRACE_SECONDS = 0.1
-"""Time for answers that are being sent when it stops."""
+"""Time to send the last responses when it stops."""
 SWEEP_STEP = 20_000
-"""Chunks that are swept between two looks at what else there is to do: about a millisecond."""
+"""Chunks that are swept before other tasks run: about a millisecond."""
 SWEEP_SECONDS = 0.5
-"""Longest time until what was given up is swept."""
+"""Longest time until retired slots are swept."""
 
 
 class Coordinator:
     """Serves `CacheService`, `RegistryService` and `Operations` while it is entered.
 
-    It speaks gRPC on `port`, or on `grpc_ports` if they are given, and HTTP on `http_ports`. Ports are given by the
-    configuration key that sets them; 0 takes a free one. All speak TLS if `credentials` have a certificate, and let in
-    whom `gate` knows, each to its tenant. Leases last `lease_ttl` seconds, operations that ended are kept for
-    `operation_ttl`. It makes tokens of text for the models whose folders `tokenizers` names, and shares its layout map
-    at `layout_map_url`, if there is one. Making it raises `ConfigError` if that cannot be used, entering it if a port
-    or a tokenizer cannot be had. `HostGuard` has the meaning of `allowed_hosts`, `Connections` of
-    `max_connections_per_client`.
+    It serves gRPC on `port`, or on `grpc_ports` if given, and HTTP on `http_ports`. Ports are mapped from the
+    configuration key that sets them; 0 takes a free port. All use TLS if `credentials` have a certificate;
+    `authenticator` admits callers and maps them to tenants. Leases last `lease_ttl` seconds; ended operations are kept
+    for `operation_ttl`. `tokenizers` maps models to folders. The layout map is shared at `layout_map_url`, if set. The
+    constructor raises `ConfigError` if that URL is invalid, entering if a port or a tokenizer is unavailable. For
+    `allowed_hosts` see `HostGuard`, for `max_connections_per_client` see `Connections`.
     """
 
     def __init__(
@@ -69,29 +68,29 @@ class Coordinator:
         cluster_secret: str = "",
         tokenizers: Mapping[str, str] | None = None,
         credentials: Credentials = rpc.PLAINTEXT,
-        gate: Authenticator = OPEN_AUTHENTICATOR,
+        authenticator: Authenticator = OPEN_AUTHENTICATOR,
         layout_map_url: str = "",
         allowed_hosts: Sequence[str] = (),
         max_connections_per_client: int = MAX_CONNECTIONS_PER_CLIENT,
     ) -> None:
         self.host = host
         self.grpc_ports = dict(grpc_ports or {"port": port})
-        """The ports that speak gRPC, by the key that set each; the real ones once it is entered."""
+        """The gRPC ports by configuration key; the bound ones once it is entered."""
         self.http_ports = dict(http_ports or {})
-        """The ports that speak HTTP, likewise."""
+        """The HTTP ports by configuration key; the bound ones once it is entered."""
         self._lease_ttl = lease_ttl
         self._operation_ttl = operation_ttl
         self._secret = cluster_secret.encode()
         self._tokenizers = tokenizers or {}
         self._credentials = credentials
-        self._gate = gate
+        self._authenticator = authenticator
         self._guard = HostGuard(bound=host, allowed=allowed_hosts)
         self._max_connections_per_client = max_connections_per_client
         self._admission = JoinAdmission()
         self.shared = SharedMap(layout_map_url, lease_ttl=lease_ttl) if layout_map_url else None
-        """The layout map that it shares with others, if it is to."""
+        """The shared layout map, if there is one."""
         self.metrics = CollectorRegistry()
-        """What it knows and has done, once it is entered."""
+        """Its metrics, once it is entered."""
         self._calls = ServerCalls()
         self._tenants: Tenants | None = None
         self._server: grpc.aio.Server | None = None
@@ -100,12 +99,12 @@ class Coordinator:
 
     @property
     def port(self) -> int:
-        """The first port that speaks gRPC."""
+        """The first gRPC port."""
         return next(iter(self.grpc_ports.values()))
 
     @property
     def address(self) -> str:
-        """`host:port` to call it at."""
+        """`host:port` of its first gRPC port."""
         return address(self.host, self.port)
 
     @property
@@ -121,22 +120,22 @@ class Coordinator:
 
     @property
     def tenants(self) -> Tenants:
-        """What it knows, by tenant, once it is entered."""
+        """The services by tenant, once it is entered."""
         assert self._tenants is not None, "the coordinator has not been entered"
         return self._tenants
 
     async def __aenter__(self) -> Self:
         tenants = self._tenants = Tenants(self._make_services)
         calls = self._calls
-        for tenant in self._gate.callers.tenants:
+        for tenant in self._authenticator.callers.tenants:
             tenants.of(tenant)
-        server = await rpc.make_server(SERVICE_NAMES, calls, self._gate)
+        server = await rpc.make_server(SERVICE_NAMES, calls, self._authenticator)
         tenants.add_to(server)
         own: tuple[Collector, ...] = (calls, CertificateEnd(self._credentials.cert))
         if self.shared is not None:
             own = (*own, SharedMapMetrics(self.shared))
         tokenizers = Tokenizers(self._tokenizers)
-        app = make_app(tenants, tokenizers, self._guard, self._gate, *own, grpc_port=lambda: self.port)
+        app = make_app(tenants, tokenizers, self._guard, self._authenticator, *own, grpc_port=lambda: self.port)
         self.metrics = app.metrics
         try:
             for key, port in self.grpc_ports.items():
@@ -172,12 +171,12 @@ class Coordinator:
         await self.aclose()
 
     async def wait(self) -> None:
-        """Lasts as long as the coordinator serves. Raises whatever, against all expectation, stopped its sweeper."""
+        """Waits until the coordinator stops serving. Raises an unexpected error of the sweeper."""
         if self._sweeper is not None:
             await asyncio.shield(self._sweeper)
 
     async def aclose(self) -> None:
-        """Stops serving: refuses new calls, waits up to `STOP_SECONDS` for those in flight, then ends streams.
+        """Stops serving: refuses new calls, waits up to `STOP_SECONDS` for calls in flight, then ends streams.
 
         Idempotent.
         """
@@ -197,7 +196,7 @@ class Coordinator:
             lease_ttl=self._lease_ttl,
             operation_ttl=self._operation_ttl,
             cluster_secret=self._secret,
-            quota=lambda: self._gate.quota(tenant),
+            quota=lambda: self._authenticator.quota(tenant),
             admission=self._admission,
             layout_store=self.shared.of(tenant) if self.shared else None,
         )
@@ -208,17 +207,17 @@ class Coordinator:
 
     async def _stop_serving(self, server: grpc.aio.Server) -> None:
         http, self._http = self._http, []
-        refusing = asyncio.create_task(server.stop(STOP_SECONDS))  # would wait for streams, too, which never end
+        refusing = asyncio.create_task(server.stop(STOP_SECONDS))  # also waits for streams, which never end
         async with asyncio.TaskGroup() as group:
             for each in http:
                 group.create_task(each.aclose())
             await self._calls_end()
         refusing.cancel()
         await asyncio.gather(refusing, return_exceptions=True)
-        await server.stop(STOP_GRACE_SECONDS)  # time to send the last answers
+        await server.stop(STOP_GRACE_SECONDS)  # sends the last responses
 
     async def _calls_end(self) -> None:
-        """Waits until no unary call is in flight, at most `STOP_SECONDS`. Streams stay open: calls may need nodes."""
+        """Waits up to `STOP_SECONDS` until no unary call is in flight. Streams stay open: calls may need nodes."""
         with suppress(TimeoutError):
             async with asyncio.timeout(STOP_SECONDS):
                 while self._calls.in_flight_count:  # noqa: ASYNC110 # a few times a second, once in its life
@@ -226,15 +225,15 @@ class Coordinator:
 
 
 async def _sweep(tenants: Tenants) -> None:
-    """Ends leases on time and cleans up behind those who left, for ever."""
+    """Expires leases and sweeps retired slots until cancelled."""
     lease_ttl = tenants.unnamed.core.instances.lease_ttl
     woken = time.monotonic()
     while True:
         now = time.monotonic()
         late_seconds = now - woken
         if late_seconds > lease_ttl / 3:
-            # This process stood still, and so could not hear anybody: that time is not the nodes' silence.
-            logger.warning("stood still for %.1f s; leases are longer by that", late_seconds)
+            # This process was paused and could not receive reports in that time.
+            logger.warning("the process was paused for %.1f s; extending leases by that", late_seconds)
             for services in tenants:
                 services.core.instances.postpone(late_seconds)
         pause = min(_sweep_once(services.core, now) for services in tenants)
@@ -243,10 +242,10 @@ async def _sweep(tenants: Tenants) -> None:
 
 
 def _sweep_once(registry: Registry, now: float) -> float:
-    """Does what is due, or a step of it; returns the seconds until it should be done again."""
+    """Expires leases and sweeps one step; returns the seconds until the next call."""
     for instance in registry.expire(now):
         info = instance.info
-        logger.warning("instance %s at %s is gone: its lease ran out", info.instance_id, info.peer_address)
+        logger.warning("instance %s at %s is gone: its lease expired", info.instance_id, info.peer_address)
     if registry.layout.sweep(SWEEP_STEP):
         return 0.0
     expiry = registry.instances.next_expiry()
@@ -255,10 +254,10 @@ def _sweep_once(registry: Registry, now: float) -> float:
 
 def _bind(server: grpc.aio.Server, host: str, port: int, key: str, credentials: Credentials) -> int:
     """Binds one port of the server and returns it. Raises `ConfigError` that names the key and the fix."""
-    listen(host, port, key).close()  # says why a port cannot be had, which gRPC does not: it only logs
+    listen(host, port, key).close()  # raises the reason, which gRPC only logs
     try:
         return rpc.add_port(server, address(host, port), credentials)
     except RuntimeError as error:
         raise ConfigError(
-            f"{key} {port} on {host} cannot be had ({error}); set {key} to a free port", key=key
+            f"{key} {port} on {host} cannot be bound ({error}); set {key} to a free port", key=key
         ) from None

@@ -1,7 +1,7 @@
-"""Tenants: each has a coordinator's services of its own, and so a layout map, operations and pins of its own.
+"""Tenants: each has its own services, and so its own layout map, operations and pins.
 
-Nothing has to be filtered: another tenant's chunks are not there, however they are asked for, and a lookup of them
-takes the same steps as one of chunks that nobody has.
+No request needs filtering: the chunks of other tenants are not in the tenant's map, and a lookup of them takes the same
+steps as a lookup of unknown chunks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNNAMED = ""
 
 
 class Tenants:
-    """The services of all tenants. `make` makes those of one, by its name."""
+    """The services of all tenants. `make` creates those of one tenant."""
 
     def __init__(self, make: Callable[[str], Services]) -> None:
         self._make = make
@@ -31,31 +31,31 @@ class Tenants:
         return iter(list(self._services.values()))
 
     def by_name(self) -> list[tuple[str, Services]]:
-        """The name of each tenant, and what serves it."""
+        """The name and the services of each tenant."""
         return list(self._services.items())
 
     def find(self, tenant: str) -> Services | None:
-        """What serves a tenant; None if nobody has called for it."""
+        """The services of a tenant; None if no call has named it."""
         return self._services.get(tenant)
 
     def of(self, tenant: str) -> Services:
-        """What serves a tenant, made when it is first called for. The gate lets in none that nobody has named."""
+        """The services of a tenant, created at its first call. The authenticator admits configured tenants only."""
         if tenant not in self._services:
             self._services[tenant] = self._make(tenant)
         return self._services[tenant]
 
     @property
     def unnamed(self) -> Services:
-        """What serves the tenant without a name."""
+        """The services of the tenant without a name."""
         return self._services[UNNAMED]
 
     @property
     def current(self) -> Services:
-        """What serves the tenant of the call that is being answered."""
+        """The services of the current call's tenant."""
         return self.of(current_caller().tenant)
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Serves them over gRPC."""
+        """Adds the services to a gRPC server."""
         cache_service_pb2_grpc.add_CacheServiceServicer_to_server(self._servicer("cache"), server)
         registry_service_pb2_grpc.add_RegistryServiceServicer_to_server(self._servicer("registry"), server)
         operations_pb2_grpc.add_OperationsServicer_to_server(self._servicer("operations"), server)
@@ -64,13 +64,13 @@ class Tenants:
         return _Servicer(lambda: getattr(self.current, service))
 
     async def aclose(self) -> None:
-        """Ends what runs behind the handlers."""
+        """Stops the operations of all tenants."""
         for services in self:
             await services.aclose()
 
 
 class _Servicer:
-    """Has each handler of the current tenant's called by its name."""
+    """Dispatches each call to the handler of the current tenant."""
 
     def __init__(self, servicer: Callable[[], Any]) -> None:
         self._servicer = servicer

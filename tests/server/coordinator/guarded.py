@@ -76,7 +76,9 @@ async def guarded(
     path = folder / "tokens.yaml"
     gate = Authenticator(write(path, *entries, **(quotas or {})))
     async with (
-        Coordinator(port=0, http_ports={"http_port": 0}, lease_ttl=30.0, cluster_secret="hush", gate=gate) as serving,
+        Coordinator(
+            port=0, http_ports={"http_port": 0}, lease_ttl=30.0, cluster_secret="hush", authenticator=gate
+        ) as serving,
         AsyncExitStack() as stack,
     ):
         yield Guarded(serving, path, stack)

@@ -1,4 +1,4 @@
-"""Who is in the fleet: registrations, their leases and epochs, and what they serve. Pure; time is passed in."""
+"""Registered instances, their leases and epochs, and the models that they serve. Time is passed in."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lmkv_server.coordinator.core.instance_info import MAX_SHOWN, InstanceInfo
 from lmkv_server.coordinator.core.models import Models
 
 NO_ADDRESS = "no address (enable_p2p is false)"
-"""How errors name the address of an instance that has none."""
+"""Replaces the address of an instance without one in errors."""
 MAX_OWNER_BYTES = 2 << 20
-"""What one instance may have kept of itself: its registration, tiers, statistics and pins."""
+"""Size limit of one instance's registration, tiers, statistics and pins."""
 MAX_TOTAL_BYTES = 256 << 20
-"""What all instances of a tenant may have kept of themselves."""
+"""Size limit of the same over all instances of a tenant."""
 
 
 class Instance:
-    """A registered node. Times are in seconds of the clock that `now` comes from."""
+    """A registered node. Times are in seconds of the clock of `now`."""
 
     def __init__(self, info: InstanceInfo, now: float, expire_time: float, secret: bytes = b"") -> None:
         self.info = info
@@ -29,26 +29,26 @@ class Instance:
         self.register_time = now
         self.expire_time = expire_time
         self.stream: object | None = None
-        """The `Report` stream that is open now."""
+        """The open `Report` stream."""
         self.synced = False
-        """Whether the opening snapshot of the stream is in."""
+        """Whether the snapshot of the stream is complete."""
         self.layout_map_id = ""
-        """Which shared layout map it was last told of."""
+        """Id of the shared layout map at its registration."""
         self.tiers: Sequence[registry_service_pb2.TierUsage] = ()
         """How full its tiers are, as it last info."""
         self.pins: dict[str, chunk_pb2.PinnedChunks] = {}
-        """Its pins by id, as it last told."""
+        """Its pins by id, as last reported."""
         self.engine_count = 0
         """Engines attached to it, as it last info."""
         self.stats = registry_service_pb2.InstanceStats()
         """What it has done, as it last info."""
 
-    def is_proven(self, secret: bytes) -> bool:
-        """Whether this is the secret that it registered with."""
+    def has_secret(self, secret: bytes) -> bool:
+        """Whether this is the secret of its registration."""
         return hmac.compare_digest(self._secret_digest, sha256(secret).digest() if secret else b"")
 
     def chunk_size(self, fingerprint: bytes) -> int:
-        """Tokens in a full chunk of one of its specs; of its first spec if it has not named this one."""
+        """Tokens in a full chunk of one of its specs; of its first spec if the fingerprint is unknown."""
         for spec in self.info.specs:
             if spec.fingerprint == fingerprint:
                 return spec.chunk_size
@@ -57,15 +57,15 @@ class Instance:
 
 class Instances:
     """The registered instances, by id. An instance leaves when it deregisters, or `lease_ttl` seconds after its last
-    sign of life."""
+    report."""
 
     def __init__(self, lease_ttl: float) -> None:
         self.lease_ttl = lease_ttl
         self._by_id: dict[str, Instance] = {}
         self.budget = Budget(owner_bytes=MAX_OWNER_BYTES, total_bytes=MAX_TOTAL_BYTES)
-        """What they have this coordinator keep besides chunks and operations."""
+        """The memory that they use besides chunks and operations."""
         self.models = Models()
-        """The names under which they serve."""
+        """The models that they serve, by name."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -74,14 +74,14 @@ class Instances:
         """In order of registration."""
         return iter(self._by_id.values())
 
-    # --- Coming and going ----------------------------------------------------------------------------------------
+    # --- Membership ----------------------------------------------------------------------------------------------
 
     def register(self, info: InstanceInfo, now: float, secret: bytes = b"") -> Instance:
-        """Takes an instance in, or notes what it now says of itself; either renews its lease.
+        """Registers an instance, or updates its registration; both renew its lease.
 
         A newer epoch replaces an older one. Raises `StaleEpoch` if the registered epoch is newer, `InstanceIdInUse`
-        if the id is registered with another secret; without secrets, if it lives at another address: it has a stream
-        open and its lease has not run out. `Full` if a model has too many specs.
+        if the id is registered with another secret; without secrets, if it is alive at another address: it has an open
+        stream and its lease has not expired. `Full` if a model has too many specs.
         """
         self.check_secret(info.instance_id, secret)
         known = self._by_id.get(info.instance_id)
@@ -102,11 +102,11 @@ class Instances:
         return known
 
     def find(self, instance_id: str) -> Instance | None:
-        """The instance of this id, whatever its epoch."""
+        """The instance of this id, in any epoch."""
         return self._by_id.get(instance_id)
 
     def get(self, instance_id: str, epoch: int) -> Instance:
-        """The instance of this id and epoch. Raises `InstanceNotFound`, or `StaleEpoch` if a newer one is there."""
+        """The instance of this id and epoch. Raises `InstanceNotFound`, or `StaleEpoch` if a newer one is known."""
         known = self._by_id.get(instance_id)
         if known is not None and known.info.epoch > epoch:
             raise self._stale(known, epoch)
@@ -118,13 +118,13 @@ class Instances:
         return known
 
     def check_secret(self, instance_id: str, secret: bytes) -> None:
-        """Raises `InstanceIdInUse` if the id is registered with another secret, until `expire` finds its lease over."""
+        """Raises `InstanceIdInUse` if the id is registered with another secret, until `expire` removes it."""
         known = self._by_id.get(instance_id)
-        if known is not None and not known.is_proven(secret):
+        if known is not None and not known.has_secret(secret):
             raise self._in_use(known)
 
     def named(self, instance_id: str, field: str) -> Instance:
-        """The instance that a request's field names. Raises `InstanceNotFound`, with those that there are."""
+        """The instance that a request's field names. Raises `InstanceNotFound`, which lists the registered ones."""
         known = self._by_id.get(instance_id)
         if known is None:
             shown = instance_id[:MAX_SHOWN]
@@ -135,40 +135,40 @@ class Instances:
         return known
 
     def renew(self, instance: Instance, now: float) -> None:
-        """Notes a sign of life."""
+        """Extends the lease."""
         instance.expire_time = now + self.lease_ttl
 
     def charge_report(self, report: registry_service_pb2.ReportRequest) -> None:
-        """Charges the instance for what a report has this coordinator keep. Raises `Full`."""
+        """Charges the budget for what a report makes this coordinator store. Raises `Full`."""
         sizes = {"tiers": sum(tier.ByteSize() for tier in report.tiers)} if report.tiers else {}
         sizes |= {name: getattr(report, name).ByteSize() for name in ("stats", "pins") if report.HasField(name)}
         for item, size_bytes in sizes.items():
             self.budget.charge(report.instance_id, item, size_bytes)
 
     def deregister(self, instance_id: str, epoch: int) -> Instance:
-        """Lets an instance leave. Raises what `get` raises."""
+        """Removes an instance. Raises as `get`."""
         instance = self.get(instance_id, epoch)
         self._drop(instance)
         return instance
 
     def expire(self, now: float) -> list[Instance]:
-        """Drops the instances whose lease has run out, and returns them."""
+        """Removes the instances whose lease expired, and returns them."""
         gone = [instance for instance in self if instance.expire_time <= now]
         for instance in gone:
             self._drop(instance)
         return gone
 
     def next_expiry(self) -> float | None:
-        """When the next lease runs out unless it is renewed; None without instances."""
+        """When the next lease expires unless it is renewed; None without instances."""
         return min((instance.expire_time for instance in self), default=None)
 
     def postpone(self, seconds: float) -> None:
-        """Lengthens every lease: for time in which nobody could have been heard."""
+        """Extends every lease, for a time in which no report could be received."""
         for instance in self:
             instance.expire_time += seconds
 
     def check(self) -> None:
-        """Asserts what must hold between any two calls. Reads everything: for tests."""
+        """Asserts the invariants. Reads everything: for tests."""
         self.budget.check()
         self.models.check(instance.info for instance in self)
 

@@ -1,7 +1,7 @@
-"""How many instances join at a time. Pure; time is passed in.
+"""Limits how many instances join at a time. Pure; time is passed in.
 
-An instance that joins tells all that it holds, which takes the coordinator milliseconds. A thousand at once take longer
-than nodes wait for an answer: they would give up one after the other and begin again, and none would ever be in.
+A joining instance reports all its chunks, which takes the coordinator milliseconds. A thousand at once take longer than
+the timeout of nodes: they would all time out and retry, and none would ever complete.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from lmkv_server.coordinator.core.instances import Instance
 
 MAX_JOINING = 32
 GUESSED_PACE_SECONDS = 0.02
-"""What a snapshot of ten thousand chunks takes, about."""
+"""Approximate duration of a snapshot of ten thousand chunks."""
 GUESS_WEIGHT = 8
-"""Joins that have to be seen until they count as much as the guess."""
+"""Weight of the guess, in observed joins."""
 REMEMBERED_JOINS = 64
-"""What was before these counts less and less."""
+"""Older joins lose weight."""
 TURNS_PER_JOIN = 2
-"""Turns come faster than joins: else these could never come faster than turns, and would be found as slow for good."""
+"""Turns per join: with one, joins could never be faster than turns, and would be measured as slow for ever."""
 
 
 class JoinAdmission:
-    """Lets in `limit` instances at a time, of all tenants together, and tells the others when to come back."""
+    """Admits `limit` joining instances at a time, over all tenants, and refuses others with a retry delay."""
 
     def __init__(self, limit: int = MAX_JOINING) -> None:
         self._limit = limit
@@ -29,10 +29,10 @@ class JoinAdmission:
         self._last_turn = 0.0
         self._rush_since: float | None = None
         self._joined_count = 0.0
-        """In this rush."""
+        """Joins in this rush."""
 
     def check(self, now: float) -> None:
-        """Raises `Full` if nobody more may join now. How far turns are apart follows how long joins take at present."""
+        """Raises `Full` if no further instance may join now. Retry delays follow the current duration of joins."""
         if len(self._joining) >= self._limit:
             self._forget_joined(now)
         if len(self._joining) < self._limit:
@@ -43,24 +43,24 @@ class JoinAdmission:
         pace_seconds = seconds / (GUESS_WEIGHT + self._joined_count)
         self._last_turn = max(self._last_turn, now) + pace_seconds / TURNS_PER_JOIN
         raise Full(
-            f"{self._limit} instances are telling what they hold; others have their turn later",
+            f"{self._limit} instances are joining; retry after the delay",
             retry_seconds=round(self._last_turn - now, 3),
         )
 
     def admit(self, instance: Instance) -> None:
-        """Notes somebody who joins, and is not `synced` until it has."""
+        """Adds a joining instance; it has joined once it is `synced`."""
         self._joining.add(instance)
 
     def leave(self, instance: Instance) -> None:
-        """Makes the room of somebody who tells nothing here after all."""
+        """Removes an instance that reports its chunks elsewhere. Idempotent."""
         self._joining.discard(instance)
 
     def _forget_joined(self, now: float) -> None:
-        """Whoever has joined makes room, and whoever gave up when its lease is over."""
+        """Removes instances that have joined, or whose lease expired."""
         before = len(self._joining)
         self._joining = {one for one in self._joining if not one.synced and one.expire_time > now}
         self._joined_count += before - len(self._joining)
-        if len(self._joining) < self._limit // 2:  # nobody came for a while
+        if len(self._joining) < self._limit // 2:  # the rush is over
             self._rush_since = None
         elif self._rush_since is not None and self._joined_count > REMEMBERED_JOINS:
             self._joined_count /= 2

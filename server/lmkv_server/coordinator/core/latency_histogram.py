@@ -1,4 +1,4 @@
-"""How often something was done, how often with success, and how long it took. Cheap enough for every lookup."""
+"""Counts events, their hits and their latency. Cheap enough for every lookup."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ BOUNDS_SECONDS = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.
 
 
 class LatencyHistogram:
-    """Counts since the start of the process."""
+    """Counts since the process started."""
 
     def __init__(self) -> None:
         self.hits = 0
         self.seconds = 0.0
-        """Time that all of it took."""
+        """Total time of all events."""
         self._buckets = [0] * (len(BOUNDS_SECONDS) + 1)
 
     def add(self, seconds: float, hit: bool) -> None:
-        """Counts one."""
+        """Counts an event."""
         self.hits += hit
         self.seconds += seconds
         self._buckets[bisect_left(BOUNDS_SECONDS, seconds)] += 1
 
-    def at_most(self) -> list[int]:
-        """How many took at most each of `BOUNDS_SECONDS`; the last number counts them all."""
+    def cumulative(self) -> list[int]:
+        """For each of `BOUNDS_SECONDS`, the number of events up to it; the last number counts all."""
         return list(accumulate(self._buckets))

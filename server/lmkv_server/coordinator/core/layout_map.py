@@ -1,11 +1,10 @@
 """The layout map: which instance holds which chunk in which tier. Pure; written by report streams, read by lookups.
 
-`lmkv_kernels.ChunkTable` keeps it, with a slot for each instance; here slots get names and changes get revisions. What
-an instance says in its opening snapshot goes into a slot of its own that nobody can see, and that takes the place of
-the instance's slot when it is complete, whatever its size. Slots that are given up are masked out at once and swept
-clean later, a few thousand chunks at a time.
+`lmkv_kernels.ChunkTable` stores it, with a slot per instance; this module maps slots to instances and counts revisions.
+The snapshot of an instance is staged in a slot that lookups do not see, and replaces the instance's slot when it is
+complete, whatever its size. Retired slots are masked out at once and swept later, a few thousand chunks at a time.
 
-Keys come and go as one string of bytes, 16 for each, so that nothing here works key by key.
+Keys are passed as one string of bytes, 16 for each, so that no code here handles single keys.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from lmkv_kernels import ChunkTable
 TIER_COUNT = ChunkTable.TIER_COUNT
 """Tiers are numbered from 1, fastest first, as in `lmkv.v1.Tier`."""
 MAX_TOKENS = ChunkTable.MAX_TOKENS
-"""Most tokens that a chunk can have."""
+"""Largest token count of a chunk."""
 
 MIN_FINGERPRINTS = 256
-"""Fingerprints that are noted before those without chunks are forgotten."""
+"""Fingerprints that are stored before those without chunks are removed."""
 
 _NO_PARTIALS: Mapping[int, int] = {}
 
 
-class MatchRun(NamedTuple):  # a fifth of what a frozen dataclass takes to make, and every lookup makes some
-    """Neighbouring chunks of a match in the same tier."""
+class MatchRun(NamedTuple):  # five times faster than a dataclass; every lookup creates some
+    """Consecutive chunks of a match in the same tier."""
 
     tier: int
     chunk_count: int
@@ -41,49 +40,46 @@ class MatchRun(NamedTuple):  # a fifth of what a frozen dataclass takes to make,
 
 
 class Match(NamedTuple):
-    """How much of a prompt one instance holds, from the first chunk without a gap."""
+    """The contiguous prefix of a prompt that one instance holds."""
 
     instance_id: str
     chunk_count: int
     token_count: int
     runs: tuple[MatchRun, ...]
-    """In prompt order; together they are the whole match."""
+    """In prompt order; they cover the match."""
 
 
 class LayoutListener(Protocol):
-    """Who wants to hear of every visible change. It is called before the method that made the change returns."""
+    """Receives every visible change, before the method that made it returns."""
 
     def changed(
         self, revision: int, instance_id: str, tier: int, fingerprint: bytes, gained: bytes, lost: bytes
     ) -> None:
-        """An instance gained and lost chunks in one tier; the keys are those that really changed."""
+        """An instance gained and lost chunks in one tier; the keys are those that changed."""
 
     def replaced(self, revision: int, instance_id: str, content: Sequence[tuple[int, bytes, bytes]]) -> None:
-        """All that an instance holds is new: tiers, fingerprints and keys, in as many parts as they were told.
-
-        Each key is there once per tier.
-        """
+        """An instance's chunks were replaced; `content` has tiers, fingerprints and keys, each key once per tier."""
 
     def gone(self, revision: int, instance_id: str) -> None:
-        """An instance and all it held are gone."""
+        """An instance and its chunks were removed."""
 
 
 class Snapshot:
-    """What one instance says it holds, while it is still saying so. `LayoutMap.stage` makes it."""
+    """The chunks of one instance, while it reports its snapshot. Created by `LayoutMap.stage`."""
 
     def __init__(self, instance_id: str, slot: int, *, kept: bool) -> None:
         self.instance_id = instance_id
         self.slot = slot
         self.content: list[tuple[int, bytes, bytes]] | None = [] if kept else None
-        """Tiers, fingerprints and keys, while somebody listens who will want them."""
+        """Tiers, fingerprints and keys, if there is a listener."""
 
-    def note(self, tier: int, fingerprint: bytes, gained: bytes, lost: bytes) -> None:
-        """Keeps up its content."""
+    def record(self, tier: int, fingerprint: bytes, gained: bytes, lost: bytes) -> None:
+        """Updates `content`."""
         if self.content is None:
             return
         if gained:
             self.content.append((tier, fingerprint, gained))
-        if lost:  # hardly ever: nodes tell what they hold, not what they held meanwhile
+        if lost:  # rare: nodes report what they hold, not what they held meanwhile
             dropped = set(split_keys(lost))
             self.content = [
                 (at, of, join_keys(key for key in split_keys(keys) if key not in dropped) if at == tier else keys)
@@ -99,19 +95,19 @@ class LayoutMap:
 
     def __init__(self, revision: int = 0) -> None:
         self.revision = revision
-        """Rises with each change that a lookup could see."""
+        """Increases with each change that a lookup can see."""
         self.listener: LayoutListener | None = None
         self._table = ChunkTable()
         self._live: dict[str, int] = {}
         self._instance_ids: dict[int, str] = {}
-        """The same, by slot."""
+        """The inverse of `_live`."""
         self._staged: set[Snapshot] = set()
         self._fingerprints: set[bytes] = set()
-        """Specs that chunks were reported under; some may hold none any more."""
+        """Fingerprints of reported chunks; some may have no chunks any more."""
         self._fingerprint_limit = MIN_FINGERPRINTS
 
     def __len__(self) -> int:
-        """Chunks that somebody holds, or held until lately."""
+        """Chunk keys in the map, including those that have yet to be swept."""
         return len(self._table)
 
     # --- Writing -------------------------------------------------------------------------------------------------
@@ -127,12 +123,12 @@ class LayoutMap:
         chunk_size: int,
         fingerprint: bytes = b"",
     ) -> int:
-        """Notes what an instance gained, then what it lost, in one tier; returns the revision after it.
+        """Adds, then removes chunks of an instance in one tier; returns the revision afterwards.
 
         `partial_token_counts` maps an index into `admitted` to the chunk's tokens; every other one has `chunk_size`.
-        Keys that are already noted, or are not there to be lost, change nothing. A chunk's tokens and spec are those
-        that its first holder told. Raises `Full` if there are chunks of too many specs, `ValueError` if a chunk has
-        more than `MAX_TOKENS`.
+        Known keys that are admitted, and unknown ones that are evicted, change nothing. A chunk's tokens and spec are
+        those that its first holder reported. Raises `Full` if there are chunks of too many specs, `ValueError` if a
+        chunk has more than `MAX_TOKENS`.
         """
         slot = self._live.get(instance_id)
         if slot is None:
@@ -148,7 +144,7 @@ class LayoutMap:
         return self.revision
 
     def stage(self, instance_id: str) -> Snapshot:
-        """Opens a snapshot of what an instance holds. Nobody sees it until `install`; end it by that or `discard`."""
+        """Opens a snapshot of an instance. Lookups do not see it until `install`; end it by `install` or `discard`."""
         staged = Snapshot(instance_id, self._table.open_slot(), kept=self.listener is not None)
         self._staged.add(staged)
         return staged
@@ -167,10 +163,10 @@ class LayoutMap:
         """As `apply`, into an open snapshot."""
         assert staged in self._staged, "the snapshot has ended"
         gained, lost = self._write(staged.slot, tier, admitted, evicted, partial_token_counts, chunk_size, fingerprint)
-        staged.note(tier, fingerprint, gained, lost)
+        staged.record(tier, fingerprint, gained, lost)
 
     def install(self, staged: Snapshot) -> int:
-        """Makes a snapshot what the instance holds, all at once; returns the revision after it."""
+        """Replaces the instance's chunks by the snapshot atomically; returns the revision afterwards."""
         self._staged.remove(staged)
         self._hide(staged.instance_id)
         self._show(staged.instance_id, staged.slot)
@@ -180,28 +176,28 @@ class LayoutMap:
         return self.revision
 
     def discard(self, staged: Snapshot) -> None:
-        """Forgets an open snapshot; one that has ended already is no error."""
+        """Discards an open snapshot. Idempotent."""
         if staged in self._staged:
             self._staged.remove(staged)
             self._table.retire(staged.slot)
 
     def drop_instance(self, instance_id: str) -> None:
-        """Forgets everything that an instance holds; one that holds nothing is no error."""
+        """Removes all chunks of an instance. Idempotent."""
         if self._hide(instance_id):
             self.revision += 1
             if self.listener is not None:
                 self.listener.gone(self.revision, instance_id)
 
     def sweep(self, limit: int) -> bool:
-        """Cleans about `limit` chunks of slots that were given up; returns whether more are left to clean."""
+        """Sweeps about `limit` chunks of retired slots; returns whether more are left."""
         return self._table.sweep(limit)
 
     # --- Reading -------------------------------------------------------------------------------------------------
 
     def lookup(self, chunk_keys: bytes, excluded: str = "") -> list[Match]:
-        """Everyone but `excluded` who holds the first chunk, with the contiguous prefix they hold.
+        """All instances but `excluded` that hold the first chunk, with their contiguous prefix.
 
-        Longest first, then by instance id. Where a chunk is in several tiers, the fastest counts.
+        Longest first, then by instance id. For a chunk in several tiers, the fastest counts.
         """
         matches = [
             Match(self._instance_ids[slot], chunk_count, token_count, tuple(MatchRun(*run) for run in runs))
@@ -212,7 +208,7 @@ class LayoutMap:
         return matches
 
     def may_hold(self, fingerprint: bytes) -> bool:
-        """Whether there may be chunks of a spec. Chunks that were reported without a spec may be of any."""
+        """Whether there may be chunks of a spec; chunks reported without a spec may be of any."""
         return fingerprint in self._fingerprints or b"" in self._fingerprints
 
     def match_at(self, instance_id: str, tier: int, chunk_keys: bytes) -> tuple[int, int]:
@@ -228,20 +224,20 @@ class LayoutMap:
         return np.frombuffer(self._table.held(slot, tier, chunk_keys), np.bool_)
 
     def fingerprint_of(self, chunk_key: bytes) -> bytes | None:
-        """The spec that a chunk which somebody holds was reported under; None if nobody does."""
+        """The spec under which a chunk was reported; None if no instance holds it."""
         return self._table.fingerprint_of(chunk_key)
 
     def scan(self, cursor: int, limit: int) -> tuple[int, list[tuple[str, int, bytes, bytes]]]:
-        """A step of a walk over everything that is held, about `limit` keys of it, and where the next step begins.
+        """A step of a scan of all chunks: the next cursor, and about `limit` keys by instance, tier and fingerprint.
 
-        Begin with 0; the walk ends when 0 comes back. Parts are instance, tier, fingerprint and keys. The map may
-        change between steps: what is held throughout is seen, the rest may be.
+        Start with cursor 0; the scan ends when 0 is returned. The map may change between steps: chunks that are held
+        throughout are returned, others may be.
         """
         cursor, parts = self._table.scan(cursor, limit)
         return cursor, [(self._instance_ids[slot], tier, fingerprint, keys) for slot, tier, fingerprint, keys in parts]
 
     def digest(self, instance_id: str, tier: int) -> Digest:
-        """The digest of what an instance holds in one tier, over all specs."""
+        """The digest of an instance's chunks in one tier, over all specs."""
         total = EMPTY_DIGEST
         for of_tier, _, chunk_count, key_sum in self._holdings(instance_id):
             if of_tier == tier:
@@ -249,11 +245,11 @@ class LayoutMap:
         return total
 
     def chunk_counts(self, instance_id: str) -> dict[tuple[int, bytes], int]:
-        """Chunks that an instance holds, by tier and by the fingerprint they were reported under."""
+        """Number of chunks of an instance, by tier and fingerprint."""
         return {(tier, fingerprint): count for tier, fingerprint, count, _ in self._holdings(instance_id)}
 
     def check(self) -> None:
-        """Asserts what must hold between any two calls. Reads everything: for tests."""
+        """Asserts the invariants. Reads everything: for tests."""
         self._table.check()
         assert self._instance_ids == {slot: instance_id for instance_id, slot in self._live.items()}
         assert self._instance_ids.keys().isdisjoint(staged.slot for staged in self._staged)
@@ -293,13 +289,13 @@ class LayoutMap:
                 slot, tier, fingerprint, chunk_size, admitted, sorted(partial_token_counts.items())
             )
         except OverflowError:
-            raise Full("there are chunks of too many specs; wait until some are gone", retry_seconds=1.0) from None
+            raise Full("there are chunks of too many specs; retry when some are removed", retry_seconds=1.0) from None
         if gained:
-            self._note_fingerprint(fingerprint)
+            self._add_fingerprint(fingerprint)
         return gained, self._table.evict(slot, tier, evicted)
 
-    def _note_fingerprint(self, fingerprint: bytes) -> None:
-        """Notes that there are chunks of a spec, and forgets specs without chunks once there are many."""
+    def _add_fingerprint(self, fingerprint: bytes) -> None:
+        """Stores the fingerprint of admitted chunks; removes those without chunks once there are many."""
         self._fingerprints.add(fingerprint)
         if len(self._fingerprints) > self._fingerprint_limit:
             slots = [*self._live.values(), *(staged.slot for staged in self._staged)]

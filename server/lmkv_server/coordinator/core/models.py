@@ -1,4 +1,4 @@
-"""The names under which registered instances serve their specs: models, further names of them, LoRA adapters. Pure."""
+"""Index of the served names of registered instances: models, their further names, and LoRA adapters."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lmkv.v1 import chunk_pb2
 from lmkv_server.coordinator.core.instance_info import MAX_SHOWN, InstanceInfo
 
 MAX_KINDS = 64
-"""Most specs and adapters that one name stands for: each costs a key per chunk of a prompt."""
+"""Specs and adapters of one name: each costs a key per chunk of a prompt."""
 MAX_NAMES = 4096
-"""Most names of models and adapters in a fleet."""
+"""Names of models and adapters in a fleet."""
 RETRY_SECONDS = 5.0
-"""When an instance may register again that has one too many."""
+"""Retry delay of an instance that exceeds a limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpecConflict:
-    """Why an instance shares nothing with another one of the same model; as `lmkv.v1.SpecConflict`."""
+    """Why two instances of a model cannot share chunks; the fields are those of `lmkv.v1.SpecConflict`."""
 
     instance_id: str
     model_name: str
@@ -32,7 +32,7 @@ class SpecConflict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Namespace:
-    """What the keys of a prompt are made under, besides its cache salt."""
+    """The inputs of chunk keys besides tokens and cache salt."""
 
     spec: KvSpec
     lora_identity: str = ""
@@ -43,14 +43,14 @@ _Kind = tuple[bytes, str]
 
 
 class Models:
-    """Specs by the names under which instances serve them."""
+    """Specs by served name."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, dict[_Kind, dict[str, KvSpec]]] = {}
-        """Name to fingerprint and LoRA identity to instance id to the spec as that instance sent it."""
+        """Name to fingerprint and LoRA identity to instance id to the spec that this instance sent."""
 
     def check_room(self, info: InstanceInfo) -> None:
-        """Raises `Full` if a name would stand for more than `MAX_KINDS` specs and adapters with this registration."""
+        """Raises `Full` if this registration would exceed `MAX_KINDS` for a name, or `MAX_NAMES`."""
         kinds: dict[str, set[_Kind]] = {}
         for name, kind, _ in _served(info):
             kinds.setdefault(name, set()).add(kind)
@@ -58,7 +58,7 @@ class Models:
         if new_count and len(self._by_name) + new_count > MAX_NAMES:
             raise Full(
                 f"served_models: {len(self._by_name)} names of models and adapters are in this fleet, at most "
-                f"{MAX_NAMES} are allowed; stop engines that serve under names which no request uses",
+                f"{MAX_NAMES} are allowed; stop engines with served names that no request uses",
                 retry_seconds=RETRY_SECONDS,
             )
         for name, own in kinds.items():
@@ -72,12 +72,12 @@ class Models:
                 )
 
     def add(self, info: InstanceInfo) -> None:
-        """Adds what an instance serves."""
+        """Adds the names of an instance."""
         for name, kind, spec in _served(info):
             self._by_name.setdefault(name, {}).setdefault(kind, {})[info.instance_id] = spec
 
     def remove(self, info: InstanceInfo) -> None:
-        """Removes what an instance serves; idempotent."""
+        """Removes the names of an instance. Idempotent."""
         for name, kind, _ in _served(info):
             by_kind = self._by_name.get(name, {})
             holders = by_kind.get(kind, {})
@@ -97,15 +97,15 @@ class Models:
             found = [one.spec for one in self._named(model_name) if not one.lora_identity]
             if not found:
                 raise BadSelection(
-                    f"model_name: {model_name[:MAX_SHOWN]!r} is a LoRA adapter, and its chunks are known by the tokens "
-                    "of prompts only: add tokens, or name the model itself to select all that belongs to it",
+                    f"model_name: {model_name[:MAX_SHOWN]!r} is a LoRA adapter, whose chunks can be selected by tokens "
+                    "only: add tokens, or name the model itself to select all its chunks",
                     model_name=model_name[:MAX_SHOWN],
                 )
             return found
         return self._only()
 
     def namespaces(self, model_name: str = "", lora_name: str = "") -> list[Namespace]:
-        """What the keys of a prompt may be made under; `lora_name` is a served name, or an identity `name@digest`.
+        """The possible namespaces of a prompt; `lora_name` is a served name, or an identity `name@digest`.
 
         Empty if nothing is registered and no name is given. Raises `ModelNotFound`, `ModelAmbiguous`.
         """
@@ -121,7 +121,7 @@ class Models:
         if not adapters:
             known = self._names(adapters=True)
             raise ModelNotFound(
-                f"no engine has registered a LoRA adapter {lora_name[:MAX_SHOWN]!r}, which it does with the adapter's "
+                f"no engine has registered a LoRA adapter {lora_name[:MAX_SHOWN]!r}, which happens with the adapter's "
                 f"first request; registered are: {known or 'none'}",
                 lora_name=lora_name[:MAX_SHOWN],
                 known_models=known,
@@ -129,7 +129,7 @@ class Models:
         return adapters
 
     def other_names(self, model_name: str) -> list[str]:
-        """The other names of the specs that this name stands for, sorted; none if it is unknown."""
+        """The other names of the specs of this name, sorted; empty if it is unknown."""
         fingerprints = {one.spec.fingerprint for one in self._find(model_name)}
         return sorted(
             name
@@ -138,9 +138,9 @@ class Models:
         )
 
     def conflicts(self, info: InstanceInfo, limit: int) -> list[SpecConflict]:
-        """Instances of the same models whose chunks this one cannot share, and the first field that keeps them apart.
+        """Instances of the same models whose chunks this one cannot share, with the first field that differs.
 
-        At most `limit` of them, by model and id.
+        At most `limit`, by model and id.
         """
         found: list[SpecConflict] = []
         for model_name in dict.fromkeys(spec.model_name for spec in info.specs):
@@ -153,7 +153,7 @@ class Models:
             if others.keys() <= own.keys():
                 continue
             sharing = {instance_id for fingerprint in own for instance_id in others[fingerprint]}
-            strangers = {
+            others_by_id = {
                 instance_id: spec
                 for fingerprint, holders in others.items()
                 if fingerprint not in own
@@ -163,12 +163,12 @@ class Models:
             first = next(iter(own.values()))
             found += [
                 _conflict(first, spec, instance_id)
-                for instance_id, spec in sorted(strangers.items(), key=itemgetter(0))[:limit]
+                for instance_id, spec in sorted(others_by_id.items(), key=itemgetter(0))[:limit]
             ]
         return found[:limit]
 
     def check(self, info: Iterable[InstanceInfo]) -> None:
-        """Asserts that exactly these registrations are indexed. Reads everything: for tests."""
+        """Asserts that exactly these instances are indexed. Reads everything: for tests."""
         indexed = {
             (name, kind, instance_id)
             for name, by_kind in self._by_name.items()
@@ -176,7 +176,7 @@ class Models:
             for instance_id in holders
         }
         expected = {(name, kind, one.instance_id) for one in info for name, kind, _ in _served(one)}
-        assert indexed == expected, "the index by name is that of the instances"
+        assert indexed == expected, "the index differs from the instances"
         assert all(by_kind for by_kind in self._by_name.values())
         assert all(holders for by_kind in self._by_name.values() for holders in by_kind.values())
 
@@ -223,7 +223,7 @@ class Models:
 
 
 def _served(info: InstanceInfo) -> Iterator[tuple[str, _Kind, KvSpec]]:
-    """Every name of an instance, with what it stands for; perhaps the same more than once."""
+    """Every name of an instance, with fingerprint, LoRA identity and spec; may contain duplicates."""
     specs = {spec.fingerprint: spec for spec in info.specs}
     for spec in info.specs:
         yield spec.model_name, (spec.fingerprint, ""), spec

@@ -1,4 +1,4 @@
-"""Which RPC each path stands for. Who may ask for a path is who may call that: `lmkv.auth.roles` has the only table."""
+"""The RPC that each path corresponds to. A path needs the role of that RPC, from the table in `lmkv.auth.roles`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lmkv_server.http.access import VIEW_RPC
 _PROBE = "grpc.health.v1.Health/Check"
 _LOOKUP = "lmkv.v1.CacheService/Lookup"
 
-STANDS_FOR: Mapping[str, str] = {
+RPC_BY_PATH: Mapping[str, str] = {
     "/healthz": _PROBE,
     "/readyz": _PROBE,
     "/grpc_port": _PROBE,
@@ -30,9 +30,9 @@ STANDS_FOR: Mapping[str, str] = {
     "/": VIEW_RPC,
     "/docs": VIEW_RPC,
 }
-"""By path; RPCs have paths of their own."""
+"""By path. RPCs have their own paths."""
 
 
 def rpc_of(path: str) -> str:
-    """The RPC that a path stands for. Who may look may also see what pages are made of, and that a path is unknown."""
-    return STANDS_FOR.get(path) or (path[1:] if path[1:] in ROLES else VIEW_RPC)
+    """The RPC that a path corresponds to; static files and unknown paths need the role of `LOOK`."""
+    return RPC_BY_PATH.get(path) or (path[1:] if path[1:] in ROLES else VIEW_RPC)

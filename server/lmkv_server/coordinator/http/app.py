@@ -1,4 +1,4 @@
-"""All that the HTTP port serves, put together."""
+"""The application of the HTTP port."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lmkv_server.http.guard import HostGuard
 
 STATIC = Path(__file__).parent / "static"
 ONLY = {"lmkv.v1.RegistryService": ("ListInstances",)}
-"""Services of which HTTP does not serve all: nodes register and report over gRPC."""
+"""Services of which HTTP serves only these methods: nodes register and report over gRPC."""
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'none'; "
@@ -46,31 +46,31 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-"""Sent with every answer: pages load nothing from elsewhere, run no inline scripts, and nobody frames them. Browsers
-ask each time whether a file has changed, so that none outlives an upgrade."""
+"""Sent with every response: pages load nothing from other origins, run no inline scripts, and cannot be framed.
+Browsers revalidate files at each load, so that an upgrade takes effect at once."""
 
 
 def make_app(
     tenants: Tenants,
     tokenizers: Tokenizers,
     guard: HostGuard,
-    gate: Authenticator,
+    authenticator: Authenticator,
     *own: Collector,
     grpc_port: Callable[[], int] = lambda: 0,
 ) -> CoordinatorApp:
-    """The application of a coordinator that `guard` and `gate` protect; its process measures its `own` besides."""
+    """The application of a coordinator, protected by `guard` and `authenticator`; `own` are metrics of the process."""
 
     def probes() -> list[Route]:
-        return health.routes(lambda: (services.core for services in tenants), grpc_port, names=gate.is_open)
+        return health.routes(lambda: (services.core for services in tenants), grpc_port, names=authenticator.is_open)
 
     def make(services: Services) -> TenantApp:
         return _tenant_app(services, tokenizers, probes(), own if services is tenants.unnamed else ())
 
-    return CoordinatorApp(tenants, make, guard, gate)
+    return CoordinatorApp(tenants, make, guard, authenticator)
 
 
 class TenantApp(NamedTuple):
-    """What a tenant is shown, and what is counted of it."""
+    """The application and the metrics of one tenant."""
 
     app: Starlette
     metrics: CoordinatorMetrics
@@ -104,23 +104,23 @@ def _tenant_app(services: Services, tokenizers: Tokenizers, probes: list[Route],
 
 
 class CoordinatorApp:
-    """An application that answers only its own pages and programs, and only those whom the gate knows; counted.
+    """Checks host, origin and caller of each request, and passes it to the application of the caller's tenant.
 
-    Each tenant has its own, made by `make`. Headers keep browsers strict.
+    `make` creates the application of a tenant. Adds security headers, and counts requests.
     """
 
     def __init__(
-        self, tenants: Tenants, make: Callable[[Services], TenantApp], guard: HostGuard, gate: Authenticator
+        self, tenants: Tenants, make: Callable[[Services], TenantApp], guard: HostGuard, authenticator: Authenticator
     ) -> None:
         self._tenants = tenants
         self._make = make
         self._guard = guard
-        self._gate = gate
+        self._authenticator = authenticator
         self._apps: dict[Services, TenantApp] = {}
         self.metrics = TenantMetrics(self._sources).registry
-        """Of all tenants."""
+        """The metrics of all tenants."""
         self.paths = self._app(tenants.unnamed).paths
-        """What is served, but for files."""
+        """The served paths, except static files."""
 
     def _app(self, services: Services) -> TenantApp:
         if services not in self._apps:
@@ -130,7 +130,7 @@ class CoordinatorApp:
     def _sources(self) -> Iterator[MetricSource]:
         for tenant, services in self._tenants.by_name():
             metrics = self._app(services).metrics
-            # The process's own, and its calls, are counted once: with the tenant that has no name.
+            # Metrics of the process are counted once: with the tenant without a name.
             yield tenant, metrics.collect if tenant else metrics.registry.collect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -138,7 +138,7 @@ class CoordinatorApp:
         try:
             if refusal := self._guard.refusal(request.headers.get("host", ""), request.headers.get("origin")):
                 raise HttpError(403, "PERMISSION_DENIED", refusal)
-            with self._gate.authorized_call(rpc_of(scope["path"]), credentials_of(request)):
+            with self._authenticator.authorized_call(rpc_of(scope["path"]), credentials_of(request)):
                 tenant = self._app(self._tenants.current)
                 await self._serve(tenant, tenant.app, request, receive, send)
         except (HttpError, Unauthenticated, PermissionDenied, TooManyRequests) as error:
@@ -148,9 +148,9 @@ class CoordinatorApp:
             await self._serve(self._app(self._tenants.unnamed), answer, request, receive, send)
 
     async def _serve(self, tenant: TenantApp, app: ASGIApp, request: Request, receive: Receive, send: Send) -> None:
-        """Has a tenant's application answer, or a refusal."""
+        """Answers with a tenant's application, or with a refusal."""
         scope = request.scope
-        # Paths that are not known are one label: whoever calls must not make up metrics.
+        # Unknown paths share one label: clients must not be able to create metrics.
         path = scope["path"] if scope["path"] in tenant.paths else "other"
         span = telemetry.serve_http(request.method, path, request.headers.get(TRACEPARENT, ""))
 
@@ -158,7 +158,7 @@ class CoordinatorApp:
             if message["type"] == "http.response.start":
                 tenant.metrics.count_http(path, message["status"])
                 span.set_http_status(message["status"])
-                span.end()  # the answer to a watch may never end
+                span.end()  # the response of a watch may never end
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
                     headers.setdefault(name, value)
@@ -186,7 +186,7 @@ async def _refusal(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         error = _no_route(request, error)
     known = status_of(error)
-    assert known is not None, "only what status_of knows comes here"
+    assert known is not None, "handlers are registered for errors that status_of knows"
     http_status, status = known
     return _error(request, http_status, status, getattr(error, "headers", None))
 
@@ -202,13 +202,13 @@ def _no_route(request: Request, error: HTTPException) -> HttpError:
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         return HttpError(405, "UNIMPLEMENTED", f"{path} takes {allowed}, not {request.method}", {"Allow": allowed})
-    return HttpError(error.status_code, "NOT_FOUND", f"there is no {path} here; /docs lists what there is")
+    return HttpError(error.status_code, "NOT_FOUND", f"{path} does not exist; /docs lists the paths")
 
 
 def _error(
     request: Request, http_status: int, status: status_pb2.Status, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """A refusal: over an RPC's path the bare `google.rpc.Status`, elsewhere LMCache's `detail` with the status."""
+    """An error response: `google.rpc.Status` on an RPC's path, elsewhere LMCache's `detail` with the status."""
     content = to_json(status)
     if "." not in request.url.path.split("/")[1]:
         content = {"detail": status.message, "error": content}

@@ -1,4 +1,4 @@
-"""Reading the JSON of a request, within bounds."""
+"""Reads the JSON body of a request, with limits of size and time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _decoder = msgspec.json.Decoder()
 
 
 async def read_body(request: Request) -> bytes:
-    """The body of a request that says it is JSON, or has none. Raises `HttpError` 400, 408, 413 or 415."""
+    """The body of a request, which must be JSON or empty. Raises `HttpError` 400, 408, 413 or 415."""
     length = request.headers.get("content-length", "0")
     is_too_large = length.isdecimal() and int(length) > MAX_BODY_BYTES
     if is_too_large and "expect" in request.headers:  # the client waits before it sends the body
@@ -38,13 +38,13 @@ async def read_body(request: Request) -> bytes:
     except TimeoutError:
         raise HttpError(408, "DEADLINE_EXCEEDED", f"no body within {BODY_TIMEOUT_SECONDS:g} s") from None
     except ClientDisconnect:
-        raise HttpError(400, "CANCELLED", "the connection broke within the body") from None
+        raise HttpError(400, "CANCELLED", "the connection closed during the body") from None
     body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if body and media_type != "application/json":
-        given = f"not {media_type}" if media_type else "which it does not say"
+        given = f"not {media_type}" if media_type else "without a media type"
         raise HttpError(
-            415, "INVALID_ARGUMENT", f"the body must be JSON, {given}; send the header Content-Type: application/json"
+            415, "INVALID_ARGUMENT", f"the body must be JSON ({given}); send the header Content-Type: application/json"
         )
     return body
 
@@ -56,11 +56,11 @@ async def read_json(request: Request) -> dict[str, Any]:
 
 
 def decode(body: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
-    """What a decoder makes of a body. Raises `HttpError` 400 that says where it is wrong."""
+    """Decodes a body. Raises `HttpError` 400, which contains the position of the error."""
     try:
         content = decoder.decode(body if body.strip() else b"{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise HttpError(400, "INVALID_ARGUMENT", f"the body is not what it must be: {error}") from None
+        raise HttpError(400, "INVALID_ARGUMENT", f"the body is invalid: {error}") from None
     if isinstance(content, list | str | int | float | None):
         raise HttpError(400, "INVALID_ARGUMENT", "the body must be a JSON object, such as {}")
     return content

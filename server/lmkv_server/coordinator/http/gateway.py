@@ -1,7 +1,7 @@
 """The coordinator's RPCs as HTTP: `POST /lmkv.v1.CacheService/Lookup` with the request as JSON.
 
-Answers come from the handlers that gRPC calls. What a handler streams comes as one JSON object a line, or as
-server-sent events to those who ask for `text/event-stream`, such as a browser's `EventSource`.
+Calls the same handlers as gRPC. A stream is sent as one JSON object per line, or as server-sent events to clients that
+accept `text/event-stream`, such as a browser's `EventSource`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from lmkv_server.http.server import ENDLESS
 logger = logging.getLogger(__name__)
 
 RPC_TIMEOUT_SECONDS = 60.0
-"""Most time that an RPC gets. Only `WaitOperation` may use it up; it answers in time by itself."""
+"""Timeout of an RPC. Only `WaitOperation` may take that long, and it returns before the deadline."""
 
 
 class HttpContext:
-    """What a handler may ask of its call, as grpc's own context answers it."""
+    """The part of grpc's servicer context that the handlers use."""
 
     def __init__(self, timeout_seconds: float | None, peer: str = "") -> None:
         self._peer = peer
@@ -47,15 +47,15 @@ class HttpContext:
         self._callbacks: list[Callable[[HttpContext], None]] = []
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
-        """Ends the call."""
+        """Ends the call with a status."""
         raise CallAborted(status_pb2.Status(code=getattr(code_pb2, code.name), message=details))
 
     def time_remaining(self) -> float | None:
-        """Seconds that are left; None if there is no end."""
+        """Seconds until the deadline; None without one."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        """Nothing: HTTP headers are not the handlers' concern."""
+        """Empty: handlers do not read HTTP headers."""
         return ()
 
     def auth_context(self) -> Mapping[str, list[bytes]]:
@@ -67,18 +67,18 @@ class HttpContext:
         return self._peer
 
     def add_done_callback(self, callback: Callable[[HttpContext], None]) -> None:
-        """Has `callback` called once, when the call is over."""
+        """Registers a callback for the end of the call."""
         self._callbacks.append(callback)
 
     def finish(self) -> None:
-        """Calls who wanted to know that the call is over. Repeating it is safe."""
+        """Calls the callbacks. Idempotent."""
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback(self)
 
 
 def methods(services: Mapping[str, object], only: Mapping[str, tuple[str, ...]]) -> Iterator[MethodDescriptor]:
-    """The RPCs that HTTP can carry, of services by full name; of those in `only` just the ones named there."""
+    """The RPCs that HTTP can serve, of services by full name; for a service in `only` just the methods named there."""
     for name in services:
         for method in Default().FindServiceByName(name).methods:
             if not method.client_streaming and method.name in only.get(name, (method.name,)):
@@ -94,7 +94,7 @@ def routes(services: Mapping[str, object], only: Mapping[str, tuple[str, ...]]) 
 
 
 def path_of(method: MethodDescriptor) -> str:
-    """Where an RPC is served: the path that it has in gRPC."""
+    """The path of an RPC, which is the same as in gRPC."""
     return f"/{method.containing_service.full_name}/{method.name}"
 
 
@@ -113,7 +113,7 @@ def _route(method: MethodDescriptor, handler: Callable[[Any, Any], Any]) -> Rout
         is_events = "text/event-stream" in request.headers.get("accept", "")
         frame = _as_event if is_events else _as_line
         responses = _responses(handler, message, _peer_of(request))
-        # The first answer is awaited here, so that a refusal can still be a status.
+        # The first response is awaited here, so that an error can still set the HTTP status.
         first = await anext(responses, None)
         return StreamingResponse(
             _frames(first, responses, frame),
@@ -127,7 +127,7 @@ def _route(method: MethodDescriptor, handler: Callable[[Any, Any], Any]) -> Rout
 
 
 async def call(handler: Callable[[Any, Any], Any], message: Message) -> Any:
-    """What a unary handler answers. Raises what it raises, and `CallAborted`."""
+    """Calls a unary handler. Raises its errors, and `CallAborted`."""
     context = HttpContext(RPC_TIMEOUT_SECONDS)
     try:
         async with asyncio.timeout(RPC_TIMEOUT_SECONDS):
@@ -141,7 +141,7 @@ async def call(handler: Callable[[Any, Any], Any], message: Message) -> Any:
 
 
 def parse(message: Message, fields: dict[str, Any]) -> Message:
-    """Fills a request from its JSON. Raises `BadRequest` that names what is wrong."""
+    """Fills a request from its JSON. Raises `BadRequest`."""
     rest = dict(fields)
     for descriptor in message.DESCRIPTOR.fields:
         values = rest.get(descriptor.name)
@@ -156,13 +156,13 @@ def parse(message: Message, fields: dict[str, Any]) -> Message:
     try:
         json_format.ParseDict(rest, message)
     except (json_format.ParseError, TypeError, ValueError) as error:
-        raise BadRequest(f"the body is no {message.DESCRIPTOR.full_name}: {' '.join(str(error).split())}") from None
+        raise BadRequest(f"the body is not a {message.DESCRIPTOR.full_name}: {' '.join(str(error).split())}") from None
     check_times(message)
     return message
 
 
 def _peer_of(request: Request) -> str:
-    """As gRPC writes it."""
+    """The client's address in gRPC's format."""
     if request.client is None:
         return ""
     host, port = request.client
@@ -183,7 +183,7 @@ async def _responses(handler: Callable[[Any, Any], Any], message: Message, peer:
 async def _frames(
     first: dict[str, Any] | None, rest: AsyncIterator[dict[str, Any]], frame: Callable[[Any, bool], bytes]
 ) -> AsyncIterator[bytes]:
-    """The stream's body. An error that comes later ends it with one more frame, for the status is long gone."""
+    """The body of a stream. An error ends it with one more frame, because the HTTP status was sent before."""
     async with aclosing(rest):  # type: ignore[type-var]  # it is a generator
         try:
             if first is not None:

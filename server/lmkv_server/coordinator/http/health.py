@@ -1,4 +1,4 @@
-"""`/healthz` and `/readyz`, for probes; and `/grpc_port`, for clients of gRPC that were given the HTTP port."""
+"""`/healthz` and `/readyz` for probes, and `/grpc_port` for gRPC clients that know the HTTP port only."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from lmkv_server.coordinator.registry.registry import Registry
 
 
 def routes(cores: Callable[[], Iterable[Registry]], grpc_port: Callable[[], int], *, names: bool) -> list[Route]:
-    """The paths; that they answer says that the event loop runs and the ports are open.
-
-    They need no token: `names` is whether instances are named to every client.
-    """
+    """The routes. They need no token; `names` is whether responses may contain instance ids."""
 
     async def alive(_: Request) -> Response:
         return json_response({"status": "ok"})
@@ -28,8 +25,8 @@ def routes(cores: Callable[[], Iterable[Registry]], grpc_port: Callable[[], int]
                 continue
             if not names:
                 return json_response({"status": "not ready", "detail": "the layout map is being rebuilt"}, 503)
-            waiting = [instance.info.instance_id for instance in core.instances if not instance.synced]
-            on = f"on {', '.join(waiting[:10])}" if waiting else "whether more instances come"
+            unsynced = [instance.info.instance_id for instance in core.instances if not instance.synced]
+            on = f"for {', '.join(unsynced[:10])}" if unsynced else "for more instances"
             return json_response(
                 {"status": "not ready", "detail": f"the layout map is being rebuilt: waiting {on}"}, 503
             )

@@ -1,15 +1,14 @@
-"""LMCache's HTTP paths, with the shapes that its users know, over the handlers that gRPC calls.
+"""LMCache's HTTP paths, with its request and response formats, over the handlers of the gRPC services.
 
-Nothing is decided here: each path turns its body into a request of an RPC, and the answer back.
+Each path translates its body into the request of an RPC, and the response back.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 from google.longrunning import operations_pb2
 from google.protobuf import duration_pb2
 from google.protobuf.message import Message
@@ -21,108 +20,32 @@ from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as registry_pb
 from lmkv_server.coordinator.http.gateway import call
-from lmkv_server.coordinator.http.paths import Body, Path
+from lmkv_server.coordinator.http.lmcache_bodies import (
+    AddressBody,
+    ClearBody,
+    EventBody,
+    InstanceBody,
+    LookupBody,
+    MoveBody,
+    PinBody,
+    UnpinBody,
+    WorkersBody,
+)
+from lmkv_server.coordinator.http.paths import Path
 from lmkv_server.coordinator.http.replies import CallAborted, to_json
 from lmkv_server.coordinator.http.tokens import token_array
 from lmkv_server.coordinator.services.services import Services
 
 CLEAR_WAIT_SECONDS = 10.0
-"""Most time that `/clear` waits, so as to say how much was cleared; the operation goes on after that."""
+"""Longest time that `/clear` waits for the result; the operation continues afterwards."""
 MAX_PAGE = 1_000
-HEALTHY, SILENT = 0, -1
-"""Error codes of `/health`: the node reports, or is registered and has yet to report what it holds."""
-
-TokenIds = Annotated[
-    msgspec.Raw, msgspec.Meta(extra_json_schema={"type": "array", "items": {"type": "integer", "minimum": 0}})
-]
-"""Left as text, for `token_array` to read."""
-
-
-class Prompt(Body):
-    """Names a prompt's chunks; all but `tokens` is for fleets of several models or tenants."""
-
-    tokens: TokenIds = msgspec.field(default_factory=lambda: msgspec.Raw(b"[]"))
-    model_name: str = ""
-    cache_salt: str = ""
-    lora_name: str = ""
-
-    def named(self) -> dict[str, Any]:
-        """The fields by which requests name chunks."""
-        return {
-            "tokens": token_array(self.tokens).tolist(),
-            "model_name": self.model_name,
-            "cache_salt": self.cache_salt,
-            "lora_name": self.lora_name,
-        }
-
-
-class LookupBody(Prompt, kw_only=True):
-    """Body of `/lookup`."""
-
-    tokens: TokenIds
-
-
-class MoveBody(Prompt, kw_only=True):
-    """Body of `/move`. A position is `[instance_id, location]`. LMCache says `should_copy`, its manual `copy`."""
-
-    old_position: tuple[str, str]
-    new_position: tuple[str, str]
-    copy: bool | None = None
-    should_copy: bool | None = None
-    request_id: str = ""
-
-
-class ClearBody(Prompt, kw_only=True):
-    """Body of `/clear`. Without a location every tier is cleared, without tokens all that it holds."""
-
-    instance_id: str
-    location: str = ""
-
-
-class PinBody(Prompt, kw_only=True):
-    """Body of `/pin`. `ttl` is in seconds."""
-
-    instance_id: str
-    location: str = "LocalCPUBackend"
-    ttl: float | None = None
-
-
-class UnpinBody(Body):
-    """Body of `/unpin`: the `event_id` that `/pin` answered."""
-
-    event_id: str = ""
-    pin_id: str = ""
-
-
-class EventBody(Body):
-    """Body of `/check_finish`."""
-
-    event_id: str
-
-
-class InstanceBody(Body):
-    """Body of `/health`."""
-
-    instance_id: str
-
-
-class AddressBody(Body):
-    """Body of `/query_instance`; an `event_id` is echoed."""
-
-    ip: str
-    event_id: str = ""
-
-
-class WorkersBody(Body):
-    """Body of `/query_worker_info`; `all` stands for every instance."""
-
-    instance_id: str = "all"
-    worker_ids: list[int] | None = None
+HEALTHY, UNSYNCED = 0, -1
+"""Error codes of `/health`: the instance is synced, or has yet to report its snapshot."""
 
 
 def paths(services: Services) -> dict[str, Path[Any]]:
-    """LMCache's paths by name."""
-    acts = _Acts(services)
+    """LMCache's paths."""
+    handlers = _Handlers(services)
     layout = {"node-1": ["LocalCPUBackend", 12]}
     move = "move-18af3c5d2e9b7f01"
     pin = "node-1/4f1d0c2b9a7e6835"
@@ -130,57 +53,57 @@ def paths(services: Services) -> dict[str, Path[Any]]:
         "/lookup": Path(
             LookupBody,
             "Find how much of a prompt each instance holds.",
-            acts.lookup,
+            handlers.lookup,
             {**layout, "event_id": "lookup-7d9f...", "layout_info": layout},
         ),
         "/move": Path(
             MoveBody,
             "Move or copy a prompt's chunks; /check_finish follows it.",
-            acts.move,
+            handlers.move,
             {"event_id": move, "num_tokens": 12},
         ),
         "/clear": Path(
             ClearBody,
-            "Make an instance forget chunks.",
-            acts.clear,
+            "Drop chunks of an instance.",
+            handlers.clear,
             {"event_id": "clear-18af3c5d2e9b7f01", "num_tokens": 12},
         ),
         "/pin": Path(
             PinBody,
-            "Keep a prompt's chunks from eviction for a while.",
-            acts.pin,
+            "Protect a prompt's chunks from eviction for a time.",
+            handlers.pin,
             {"event_id": pin, "num_tokens": 12, "expire_time": "2030-01-01T00:05:00Z"},
         ),
-        "/unpin": Path(UnpinBody, "End a pin early.", acts.unpin, {"event_id": pin}),
+        "/unpin": Path(UnpinBody, "End a pin early.", handlers.unpin, {"event_id": pin}),
         "/health": Path(
             InstanceBody,
-            "Ask whether an instance reports.",
-            acts.health,
+            "Check whether an instance reports.",
+            handlers.health,
             {"event_id": "health-7d9f...", "error_codes": {"0": 0}},
         ),
         "/check_finish": Path(
             EventBody,
-            "Ask how far an event is: running, done, failed or cancelled.",
-            acts.event,
+            "State of an event: running, done, failed or cancelled.",
+            handlers.event,
             {"status": "done", "num_tokens": 12},
         ),
         "/query_instance": Path(
             AddressBody,
             "Find the instance at an address.",
-            acts.instance_at,
+            handlers.instance_at,
             {"event_id": "query-7d9f...", "res": "node-1"},
         ),
         "/query_worker_info": Path(
             WorkersBody,
             "List the workers of one instance, or of all.",
-            acts.workers,
+            handlers.workers,
             {"event_id": "query-7d9f...", "worker_infos": []},
         ),
     }
 
 
-class _Acts:
-    """What each path does."""
+class _Handlers:
+    """The handler of each path."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -192,23 +115,23 @@ class _Acts:
             cache_salt=body.cache_salt,
             lora_name=body.lora_name,
         )
-        # As LMCache has it: where the matched prefix ends, and its length.
+        # LMCache's format: location of the end of the matched prefix, and its length.
         layout = {
             holder.instance_id: [holder.runs[-1].location, holder.matched_token_count] for holder in response.holders
         }
-        # LMCache's code nests the layout, its manual does not; an instance cannot take the place of another field.
+        # LMCache's code nests the layout, its manual does not; the fixed fields override instances of the same name.
         return {**layout, "event_id": _event_id("lookup"), "layout_info": layout}
 
     async def move(self, body: MoveBody) -> dict[str, Any]:
-        wishes = {wish for wish in (body.copy, body.should_copy) if wish is not None}
-        if len(wishes) > 1:
+        values = {value for value in (body.copy, body.should_copy) if value is not None}
+        if len(values) > 1:
             raise BadSelection("copy and should_copy contradict each other; set one of the two")
         operation = await self._call(
             self._services.cache.Move,
             pb.MoveRequest(
                 old_position=_position(*body.old_position),
                 new_position=_position(*body.new_position),
-                copy=wishes == {True},
+                copy=values == {True},
                 request_id=body.request_id,
                 **body.named(),
             ),
@@ -217,7 +140,7 @@ class _Acts:
 
     async def clear(self, body: ClearBody) -> dict[str, Any]:
         if not body.instance_id:
-            raise BadSelection("instance_id is empty; name the instance that shall forget")
+            raise BadSelection("instance_id is empty; name the instance to clear")
         named = body.named()
         request = pb.ClearRequest(
             instance_id=body.instance_id,
@@ -250,14 +173,14 @@ class _Acts:
     async def unpin(self, body: UnpinBody) -> dict[str, Any]:
         pin_ids = {pin_id for pin_id in (body.event_id, body.pin_id) if pin_id}
         if len(pin_ids) != 1:
-            raise BadSelection("name one pin: event_id is what /pin answered")
+            raise BadSelection("name one pin: event_id is the one that /pin returned")
         (pin_id,) = pin_ids
         await self._call(self._services.cache.Unpin, pb.UnpinRequest(pin_id=pin_id))
         return {"event_id": pin_id}
 
     async def health(self, body: InstanceBody) -> dict[str, Any]:
         (instance,) = await self._instances(body.instance_id)
-        return {"event_id": _event_id("health"), "error_codes": {"0": HEALTHY if instance.synced else SILENT}}
+        return {"event_id": _event_id("health"), "error_codes": {"0": HEALTHY if instance.synced else UNSYNCED}}
 
     async def event(self, body: EventBody) -> dict[str, Any]:
         event_id = body.event_id
@@ -281,7 +204,7 @@ class _Acts:
         raise InstanceNotFound(f"no instance is at {body.ip[:100]!r}; /query_worker_info lists them", ip=body.ip[:100])
 
     async def workers(self, body: WorkersBody) -> dict[str, Any]:
-        """One worker an instance: one node serves all ranks."""
+        """One worker per instance: a node serves all ranks."""
         instances = await self._instances("" if body.instance_id == "all" else body.instance_id)
         is_wanted = body.worker_ids is None or 0 in body.worker_ids
         lease_ttl = self._services.core.instances.lease_ttl
@@ -294,7 +217,7 @@ class _Acts:
         return await call(handler, request)
 
     async def _instances(self, instance_id: str = "") -> list[registry_pb.Instance]:
-        """All instances, or the one with this id. Raises `InstanceNotFound` that names those there are."""
+        """All instances, or the one with this id. Raises `InstanceNotFound`."""
         if instance_id:
             self._services.core.instances.named(instance_id, "instance_id")
         found: list[registry_pb.Instance] = []
@@ -308,14 +231,14 @@ class _Acts:
         return [instance for instance in found if instance_id in ("", instance.instance_id)]
 
     async def _is_pin(self, event_id: str) -> bool:
-        """Whether it is a pin in force. Raises `OperationNotFound` if it has a pin's form but is gone."""
+        """Whether it is an active pin. Raises `OperationNotFound` if it has the form of a pin id but is not active."""
         instance_id, slash, _ = event_id.rpartition("/")
         if not slash:
             return False
         request = pb.ListPinsRequest(instance_id=instance_id, page_size=MAX_PAGE)
         pins = (await self._call(self._services.cache.ListPins, request)).pins
         if event_id not in {pin.pin_id for pin in pins}:
-            raise OperationNotFound(f"no pin {event_id[:100]!r} is in force", name=event_id[:100])
+            raise OperationNotFound(f"no pin {event_id[:100]!r} is active", name=event_id[:100])
         return True
 
 
@@ -323,7 +246,7 @@ _INSTANT = ("lookup", "health", "query")
 
 
 def _event_id(kind: str) -> str:
-    """A label for what is over once it is answered."""
+    """An id for an event that is done when it is answered."""
     return f"{kind}-{uuid.uuid4().hex}"
 
 
@@ -337,13 +260,13 @@ def _position(instance_id: str, location: str) -> chunk_pb2.Position:
 
 
 def _set_seconds(duration: duration_pb2.Duration, seconds: float) -> None:
-    if not abs(seconds) <= 315_576_000_000:  # what a Duration holds
-        raise BadSelection(f"ttl {seconds} is no time in seconds")
+    if not abs(seconds) <= 315_576_000_000:  # the range of Duration
+        raise BadSelection(f"ttl {seconds} is not a valid number of seconds")
     duration.FromNanoseconds(round(seconds * 1e9))
 
 
 def _details(operation: operations_pb2.Operation) -> Message | None:
-    """What an operation has done, or how far it is."""
+    """The result of an operation, or its progress."""
     for packed, kinds in (
         (operation.response, (pb.MoveResult, pb.ClearResult)),
         (operation.metadata, (pb.MoveProgress, pb.ClearProgress)),
@@ -356,12 +279,12 @@ def _details(operation: operations_pb2.Operation) -> Message | None:
 
 
 def _token_count(operation: operations_pb2.Operation) -> int:
-    """Tokens that it has moved or cleared; those that it shall move while it has not ended."""
+    """Tokens that it moved or cleared; while it runs, tokens to move."""
     return int(getattr(_details(operation), "token_count", 0))
 
 
 def _failures(operation: operations_pb2.Operation) -> dict[str, Any]:
-    """What it left undone and why, if anything."""
+    """Its failures, if any."""
     failures = getattr(_details(operation), "failures", ())
     return {"failures": [to_json(failure) for failure in failures]} if failures else {}
 

@@ -101,7 +101,7 @@ class CoordinatorMetrics(Collector):
 
     def _work(self) -> Iterator[Metric]:
         lookups = self._services.cache.lookups
-        counts = lookups.at_most()
+        counts = lookups.cumulative()
         seconds = HistogramMetricFamily(f"{PREFIX}lookup_seconds", "Time that answered lookups took in the handler.")
         bounds = [*map(str, BOUNDS_SECONDS), "+Inf"]
         seconds.add_metric([], list(zip(bounds, counts, strict=True)), lookups.seconds)

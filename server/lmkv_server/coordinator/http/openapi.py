@@ -1,4 +1,4 @@
-"""The HTTP port's own description, as OpenAPI 3.1: made from the protos' descriptors and the bodies of the paths."""
+"""The OpenAPI 3.1 description of the HTTP port, generated from the protos' descriptors and the bodies of the paths."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from lmkv_server.coordinator.http.gateway import path_of
 from lmkv_server.coordinator.http.paths import Path
 
 SUMMARIES = {
-    "lmkv.v1.CacheService.Lookup": "Find how much of a prompt is held, and by whom.",
+    "lmkv.v1.CacheService.Lookup": "Find the instances that hold the beginning of a prompt.",
     "lmkv.v1.CacheService.Move": "Copy or move chunks from one position to another, as an operation.",
-    "lmkv.v1.CacheService.Pin": "Keep chunks from eviction for a while.",
+    "lmkv.v1.CacheService.Pin": "Protect chunks from eviction for a time.",
     "lmkv.v1.CacheService.Unpin": "End a pin early.",
-    "lmkv.v1.CacheService.ListPins": "List the pins that are in force.",
-    "lmkv.v1.CacheService.Clear": "Make instances forget chunks, as an operation.",
-    "lmkv.v1.CacheService.Watch": "Stream changes of the layout map, one JSON object a line or as events.",
-    "lmkv.v1.RegistryService.ListInstances": "List the instances that are registered now.",
+    "lmkv.v1.CacheService.ListPins": "List the active pins.",
+    "lmkv.v1.CacheService.Clear": "Drop chunks from instances, as an operation.",
+    "lmkv.v1.CacheService.Watch": "Stream changes of the layout map, one JSON object per line or as events.",
+    "lmkv.v1.RegistryService.ListInstances": "List the registered instances.",
     "google.longrunning.Operations.ListOperations": "List operations, newest first.",
-    "google.longrunning.Operations.GetOperation": "Ask how far an operation is.",
-    "google.longrunning.Operations.WaitOperation": "Wait until an operation is over, or the timeout is.",
-    "google.longrunning.Operations.CancelOperation": "Ask an operation to stop.",
-    "google.longrunning.Operations.DeleteOperation": "Forget an operation that is over.",
+    "google.longrunning.Operations.GetOperation": "Get the state of an operation.",
+    "google.longrunning.Operations.WaitOperation": "Wait until an operation ends, or until the timeout.",
+    "google.longrunning.Operations.CancelOperation": "Cancel an operation.",
+    "google.longrunning.Operations.DeleteOperation": "Delete an operation that has ended.",
 }
-"""What each RPC does, in a line."""
+"""Summary of each RPC."""
 READS = {
-    "/metrics": ("probes", "Metrics in Prometheus's text.", "text/plain"),
+    "/metrics": ("probes", "Metrics in Prometheus's text format.", "text/plain"),
     "/healthz": ("probes", "200 while the process is alive.", "application/json"),
-    "/readyz": ("probes", "200 once the layout map is whole, else 503 and why.", "application/json"),
+    "/readyz": ("probes", "200 once the layout map is complete, otherwise 503 with the reason.", "application/json"),
     "/grpc_port": (
         "probes",
         "The port of the gRPC services.",
@@ -40,7 +40,7 @@ READS = {
     ),
     "/tokenizers": ("as in vLLM", "The models whose text /tokenize takes.", "application/json"),
 }
-"""What is asked with GET: whose it is, what it answers, and as what."""
+"""Paths for GET: tag, summary and media type."""
 
 _INTEGER_AS_TEXT = {"type": "string", "pattern": "^-?[0-9]+$"}
 _SCALARS: Mapping[int, dict[str, Any]] = {
@@ -69,7 +69,7 @@ _WELL_KNOWN: Mapping[str, dict[str, Any]] = {
 
 
 def document(methods: Iterable[MethodDescriptor], paths: Mapping[str, Path[Any]]) -> dict[str, Any]:
-    """The description of these RPCs, these paths, and of what is read."""
+    """The description of RPCs, paths and `READS`."""
     schemas = _Schemas()
     described: dict[str, Any] = {path_of(method): _of_method(method, schemas) for method in methods}
     status = schemas.of_message(status_pb2.Status.DESCRIPTOR)
@@ -90,15 +90,15 @@ def document(methods: Iterable[MethodDescriptor], paths: Mapping[str, Path[Any]]
         "components": {
             "schemas": {**schemas.by_name, **bodies, "Refusal": refusal},
             "responses": {
-                "Status": _answer("A refusal; the ErrorInfo in its details names the reason.", status),
-                "Refusal": _answer("A refusal, with the reason.", {"$ref": "#/components/schemas/Refusal"}),
+                "Status": _answer("An error; the ErrorInfo in its details contains the reason.", status),
+                "Refusal": _answer("An error, with the reason.", {"$ref": "#/components/schemas/Refusal"}),
             },
         },
     }
 
 
 class _Schemas:
-    """Schemas of messages and enums, each made once."""
+    """Schemas of messages and enums, one each."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, dict[str, Any]] = {}
@@ -109,7 +109,7 @@ class _Schemas:
             return _WELL_KNOWN[message.full_name]
         if message.full_name not in self.by_name:
             schema: dict[str, Any] = {"type": "object"}
-            self.by_name[message.full_name] = schema  # first, for messages that hold themselves
+            self.by_name[message.full_name] = schema  # first, for recursive messages
             schema["properties"] = {field.json_name: self._of_field(field) for field in message.fields}
         return {"$ref": f"#/components/schemas/{message.full_name}"}
 
@@ -141,7 +141,7 @@ def _of_method(method: MethodDescriptor, schemas: _Schemas) -> dict[str, Any]:
     if method.server_streaming:
         kinds = {"application/x-ndjson": {"schema": answer}, "text/event-stream": {"schema": {"type": "string"}}}
         operation["responses"] = {
-            "200": {"description": "One message a line, or one an event.", "content": kinds},
+            "200": {"description": "One message per line or event.", "content": kinds},
             "default": {"$ref": "#/components/responses/Status"},
         }
     return {"post": operation}

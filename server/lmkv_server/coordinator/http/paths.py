@@ -1,4 +1,4 @@
-"""A path that takes one kind of JSON body by POST and answers JSON: how it is read, served and described."""
+"""A path that takes a JSON body by POST and returns JSON."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ B = TypeVar("B", bound="Body")
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
-    """What a path takes. An unknown field is refused: a misspelt `copy` would make a move of it."""
+    """Body of a path. Unknown fields are refused: a misspelt `copy` would turn a copy into a move."""
 
 
 class Path(Generic[B]):
-    """One path: the body it takes, what it does with it, and an answer for example; `tag` says whose it is."""
+    """A path: type of its body, handler, and an example of the response; `tag` groups it in the documentation."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class Path(Generic[B]):
         self._decoder = msgspec.json.Decoder(body)
 
     async def serve(self, request: Request) -> Response:
-        """Answers a request. Raises what `decode` and the handlers raise."""
+        """Answers a request. Raises the errors of `decode` and of the handler."""
         rest, tokens = lift_tokens(await read_body(request))
         body: Any = decode(rest, self._decoder)
-        if tokens is not None and bytes(body.tokens) == b"[]":  # the last one counts, should tokens stand there twice
+        if tokens is not None and bytes(body.tokens) == b"[]":  # the last one wins if the body has tokens twice
             body.tokens = tokens
         return json_response(await self.answer(body))
 

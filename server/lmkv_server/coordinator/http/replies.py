@@ -1,4 +1,4 @@
-"""How an answer, or a refusal, looks over HTTP."""
+"""JSON responses and errors over HTTP."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ HTTP_STATUS = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }
-"""HTTP status by gRPC code, as `google/rpc/code.proto` maps them; every other code is 500."""
+"""HTTP status by gRPC code, as `google/rpc/code.proto` maps them; other codes are 500."""
 
 
 class HttpError(Exception):
-    """A request that is refused before any handler sees it. `code` names the gRPC code that comes nearest."""
+    """A request that is refused before a handler is called. `code` is the closest gRPC code."""
 
     def __init__(self, http_status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -52,18 +52,18 @@ class CallAborted(Exception):
 
 
 def to_json(message: Message) -> dict[str, Any]:
-    """A message in proto3's JSON: names in lowerCamelCase, 64-bit integers as text, what is not set left out."""
+    """A message in proto3's JSON: names in lowerCamelCase, 64-bit integers as text, unset fields omitted."""
     return MessageToDict(message)
 
 
 def json_response(content: Any, http_status: int = 200) -> Response:
-    """A JSON body."""
+    """A response with a JSON body."""
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     return Response(text, http_status, media_type="application/json")
 
 
 def status_of(error: Exception) -> tuple[int, status_pb2.Status] | None:
-    """HTTP status and `google.rpc.Status` of what was raised on purpose; None if it was not."""
+    """HTTP status and `google.rpc.Status` of an expected error; None for any other one."""
     if isinstance(error, HttpError):
         return error.http_status, error.status
     if isinstance(error, LmkvError):

@@ -1,4 +1,4 @@
-"""Token ids out of JSON: a hundred thousand of them are read in one pass over the body, and copied once."""
+"""Reads token ids from JSON: in one pass over the body, with one copy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OPENING = re.compile(rb'\s*\{\s*"tokens"\s*:\s*(?=\[)')
 
 
 def token_array(text: msgspec.Raw | memoryview) -> NDArray[np.uint32]:
-    """The token ids in a JSON list. Raises `BadTokens` if it is none."""
+    """The token ids of a JSON list. Raises `BadTokens` if it is invalid."""
     try:
         return token_ids(memoryview(text))
     except ValueError as error:
@@ -23,9 +23,9 @@ def token_array(text: msgspec.Raw | memoryview) -> NDArray[np.uint32]:
 
 
 def lift_tokens(body: bytes) -> tuple[bytes, memoryview | None]:
-    """A body that begins with its `tokens`, with an empty list in their place, and their text.
+    """Splits a body that begins with `tokens` into the body with an empty list instead, and the text of the list.
 
-    So that whoever reads the rest need not go through them too. None if the body begins otherwise.
+    The decoder of the rest then does not parse the tokens. The second value is None if the body begins otherwise.
     """
     opening = _OPENING.match(body)
     end = body.find(b"]", opening.end()) if opening else -1

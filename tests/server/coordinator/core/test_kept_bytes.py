@@ -243,11 +243,11 @@ def test_a_budget_bounds_each_owner_and_all_of_them() -> None:
     budget = Budget(owner_bytes=10, total_bytes=25)
     budget.charge("a", "pins", 10)
     budget.charge("a", "pins", 5)  # instead
-    with pytest.raises(Full, match="one instance may have 10 bytes"):
+    with pytest.raises(Full, match="the limit of one instance is 10 bytes"):
         budget.charge("a", "stats", 6)
     budget.charge("b", "pins", 10)
     budget.charge("", "pins", 10)  # the coordinator's own
-    with pytest.raises(Full, match="all instances may have 25 bytes"):
+    with pytest.raises(Full, match="the limit of all instances is 25 bytes"):
         budget.charge("c", "pins", 1)
     budget.drop_owner("b")
     budget.drop_owner("b")

@@ -42,7 +42,7 @@ async def test_it_names_whom_it_waits_for(http: httpx.AsyncClient, registry: Any
     await registry.Register(registry_service_pb2.RegisterRequest(instance=said), timeout=5)
     response = await http.get("/readyz")
     assert response.status_code == 503
-    assert response.json()["detail"] == "the layout map is being rebuilt: waiting on late"
+    assert response.json()["detail"] == "the layout map is being rebuilt: waiting for late"
 
 
 async def test_metrics_tell_of_fleet_and_work(http: httpx.AsyncClient, make: Make) -> None:

@@ -417,8 +417,8 @@ async def test_tenants_with_instances_of_one_name_do_not_mix(server: RedisServer
     path = write(tmp_path / "tokens", entry("engine", "red"), entry("engine", "blue"), entry("admin"))
     assert read_callers(path)
     async with (
-        Coordinator(port=0, layout_map_url=server.url, gate=Authenticator(path)) as home,
-        Coordinator(port=0, layout_map_url=server.url, gate=Authenticator(path)) as other,
+        Coordinator(port=0, layout_map_url=server.url, authenticator=Authenticator(path)) as home,
+        Coordinator(port=0, layout_map_url=server.url, authenticator=Authenticator(path)) as other,
         ScriptedNode("a", addresses(home, other), chunks_of("r", 30), token="engine-of-red-token") as red,
         ScriptedNode("a", addresses(other, home), chunks_of("b", 40), token="engine-of-blue-token") as blue,
     ):

@@ -25,7 +25,7 @@ from lmkv.telemetry.calls import ServerCalls
 from lmkv.v1 import chunk_pb2, registry_service_pb2
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupStreamRequest, MoveRequest, WatchRequest
 from lmkv_server.coordinator.coordinator import Coordinator
-from lmkv_server.coordinator.http.access import STANDS_FOR, rpc_of
+from lmkv_server.coordinator.http.access import RPC_BY_PATH, rpc_of
 from lmkv_server.coordinator.http.app import make_app
 from lmkv_server.coordinator.http.tokenizers import Tokenizers
 from lmkv_server.coordinator.services.layout_watch import MAX_WATCHERS_PER_CLIENT
@@ -85,7 +85,7 @@ async def test_each_role_calls_what_the_table_says_and_nothing_else(fleet: Guard
 @pytest.mark.parametrize("role", ["", *Role])
 async def test_the_same_holds_over_http(fleet: Guarded, role: str) -> None:
     async with fleet.http(token_of(role) if role else "") as http:
-        for path in [*STANDS_FOR, *PATHS, "/static/page.js"]:
+        for path in [*RPC_BY_PATH, *PATHS, "/static/page.js"]:
             response = await http.post(path, json={"startRevision": "-1"})  # which ends a watch
             method = rpc_of(path)
             if method not in ROLES:  # probes
@@ -126,7 +126,7 @@ async def test_every_path_is_in_the_table() -> None:
         ServerCalls(),
     )
     paths = app.paths
-    assert paths == STANDS_FOR.keys() | {path for path in paths if path[1:] in ROLES}
+    assert paths == RPC_BY_PATH.keys() | {path for path in paths if path[1:] in ROLES}
     assert len(paths) > 25
 
 

@@ -39,7 +39,7 @@ def tokens(tmp_path: Path) -> str:
 
 @pytest.fixture
 async def coordinator(tokens: str) -> AsyncIterator[Coordinator]:
-    async with Coordinator(port=0, gate=Authenticator(tokens)) as coordinator:
+    async with Coordinator(port=0, authenticator=Authenticator(tokens)) as coordinator:
         yield coordinator
 
 

@@ -137,7 +137,7 @@ async def test_a_node_whose_tenant_is_full_joins_once_there_is_room(
     monkeypatch.setattr(registry_service, "QUOTA_RETRY_SECONDS", 0.1)
     tokens = [entry("engine", "a"), entry("reader", "a")]
     quota = write(tmp_path / "coordinator.yaml", *tokens, a={"max_instances": 1})
-    async with Coordinator(port=0, gate=Authenticator(quota)) as coordinator, AsyncExitStack() as stack:
+    async with Coordinator(port=0, authenticator=Authenticator(quota)) as coordinator, AsyncExitStack() as stack:
         for name in ("first", "second"):
             config = NodeConfig(
                 instance_id=name,
