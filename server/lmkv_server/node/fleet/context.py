@@ -1,4 +1,4 @@
-"""What every coordinator session of a node has in common: the node itself, its orders, and the intervals."""
+"""What every coordinator session of a node has in common: the node, its orders, the intervals, the other sessions."""
 
 from __future__ import annotations
 
@@ -40,3 +40,23 @@ class FleetContext:
     """Between two resolutions of the coordinators' names."""
     max_pending_changes: int = 200_000
     """Unreported chunk changes beyond which a snapshot replaces them."""
+
+
+class SessionHooks(Protocol):
+    """What a session needs to know about, and reports to, the sessions at the other coordinators."""
+
+    def reports_chunks(self, address: str) -> bool:
+        """Whether a new stream to this coordinator is to carry chunks."""
+
+    def state_changed(self) -> None:
+        """The session's `state` has changed."""
+
+    def conflicts_changed(self) -> None:
+        """The session's `conflicts` have changed."""
+
+    async def settled(self) -> None:
+        """Returns once the first attempt to register at each coordinator has ended.
+
+        A first snapshot waits for it: it would be wasted on a coordinator that is the primary only until another one
+        answers.
+        """

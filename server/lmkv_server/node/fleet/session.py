@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import grpc
 
@@ -39,7 +39,7 @@ from lmkv_server.node.fleet.backoff import (
     REFUSED_DELAY_SECONDS,
     RegisterBackoff,
 )
-from lmkv_server.node.fleet.context import FleetContext
+from lmkv_server.node.fleet.context import FleetContext, SessionHooks
 from lmkv_server.node.fleet.lookup import CoordinatorLookup
 from lmkv_server.node.fleet.registration import REGISTER_TIMEOUT_SECONDS, InstanceLease, Registrar
 from lmkv_server.node.fleet.report_stream import ReportStream
@@ -50,26 +50,6 @@ logger = logging.getLogger(__name__)
 DEREGISTER_TIMEOUT_SECONDS = 0.5
 MIN_ROLE_SECONDS = 1.0
 """Between two changes of a session's role: each costs a registration, and perhaps a snapshot."""
-
-
-class SessionHooks(Protocol):
-    """What a session needs to know about, and reports to, the sessions at the other coordinators."""
-
-    def reports_chunks(self, address: str) -> bool:
-        """Whether a new stream to this coordinator is to carry chunks."""
-
-    def state_changed(self) -> None:
-        """The session's `state` has changed."""
-
-    def conflicts_changed(self) -> None:
-        """The session's `conflicts` have changed."""
-
-    async def settled(self) -> None:
-        """Returns once the first attempt to register at each coordinator has ended.
-
-        A first snapshot waits for it: it would be wasted on a coordinator that is the primary only until another one
-        answers.
-        """
 
 
 class CoordinatorSession:
