@@ -17,8 +17,6 @@ MAX_MODULES = 16
 """In one folder, besides `__init__`, `__main__` and generated stubs."""
 SHARED_NAMES = {
     "Coordinator": "the server, and its clients with and without an event loop",
-    "DeviceBuffer": "the worker's memory, and the node's account of it",
-    "Handoff": "at the engine, and at the node",
     "LookupStream": "clients with and without an event loop",
     "Operation": "at the coordinator, and clients with and without an event loop",
     "ReportStream": "the two ends of RegistryService.Report",
