@@ -55,9 +55,7 @@ def test_import_writes_over_nothing_unless_told_to(source: Path, tmp_path: Path,
     target = tmp_path / "lmkv.yaml"
     target.write_text("mine", encoding="utf-8")
     assert cli.main(["config", "import", str(source), "--output", str(target)]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        f"lmkv: error: {target} is there already; --force writes over it"
-    )
+    assert capsys.readouterr().err.splitlines()[-1] == (f"lmkv: error: {target} exists; --force overwrites it")
     assert target.read_text(encoding="utf-8") == "mine"
     assert cli.main(["config", "import", str(source), "--output", str(target), "--force"]) == 0
     assert load(NodeConfig, file=target, env={}).p2p_port == 8200

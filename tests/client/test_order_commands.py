@@ -74,8 +74,8 @@ async def test_a_wait_that_runs_out_says_how_to_go_on(fleet: Fleet, run_command:
     fleet.pause()
     assert await run_command("move", "--from", "a", "--to", "b", "--tokens", TOKENS, "--timeout", "100ms") == 1
     assert re.fullmatch(
-        r"lmkv: error: (move-[0-9a-f]{16}) is still running after 0\.1 s; `lmkv ops wait \1` follows it, "
-        r"`lmkv ops cancel \1` ends it\n",
+        r"lmkv: error: (move-[0-9a-f]{16}) is still running after 0\.1 s; `lmkv ops wait \1` waits for it, "
+        r"`lmkv ops cancel \1` cancels it\n",
         capsys.readouterr().err,
     )
 
@@ -359,9 +359,9 @@ async def test_ctrl_c_while_waiting_leaves_the_operation_running(fleet: Fleet, m
             await until(lambda: b"0/3 chunks" in b"".join(shown))
             process.send_signal(signal.SIGINT)
             assert await asyncio.wait_for(process.wait(), 20) == 130
-        await until(lambda: b"ends it" in b"".join(shown))
+        await until(lambda: b"cancels it" in b"".join(shown))
     said = re.search(
-        r"(move-[0-9a-f]{16}) goes on; `lmkv ops wait \1` follows it, `lmkv ops cancel \1` ends it",
+        r"(move-[0-9a-f]{16}) continues; `lmkv ops wait \1` waits for it, `lmkv ops cancel \1` cancels it",
         b"".join(shown).decode(),
     )
     assert said
@@ -388,4 +388,4 @@ async def test_ctrl_c_before_the_answer_says_that_the_order_may_have_been_heard(
             process.send_signal(signal.SIGINT)
             _, error = await asyncio.wait_for(process.communicate(), 20)
     assert process.returncode == 130
-    assert error.decode() == "the coordinator had not answered yet; `lmkv ops` says whether it was booked\n"
+    assert error.decode() == "the coordinator has not responded yet; `lmkv ops` shows whether the operation was started\n"

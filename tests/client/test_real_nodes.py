@@ -107,7 +107,7 @@ async def test_the_command_line_finds_grpc_behind_the_http_port(
         assert await run_command("instances", "--coordinator", coordinator.http_address) == 0
         out, err = capsys.readouterr()
         assert "no instance is registered" in out
-        assert f"{coordinator.http_address} speaks HTTP" in err
+        assert f"{coordinator.http_address} is an HTTP port" in err
         assert coordinator.address in err
 
 

@@ -1,6 +1,6 @@
-"""Commands that ask the coordinator, and what they share: where it is, how to ask, how answers are shown.
+"""The commands of the coordinator's clients, and what they share: connection, arguments, output.
 
-Exit codes: 0 done, 1 refused or failed, 2 bad usage or configuration, 3 done in part, 130 interrupted.
+Exit codes: 0 done, 1 rejected or failed, 2 bad usage or configuration, 3 partly done, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from lmkv.v1.chunk_pb2 import Position, Tier
 from lmkv_client.commands.http_port import find_grpc
 from lmkv_client.coordinator import Coordinator
 
-Answer = TypeVar("Answer")
+Response = TypeVar("Response")
 
 DONE, FAILED, PARTLY_DONE = 0, 1, 3
-"""Exit codes of commands that give orders."""
+"""Exit codes of commands that start operations."""
 MAX_CELL_CHARACTERS = 1_000
-"""Longest text in a cell of a table: names of models are what nodes say they are."""
+"""Maximum length of a table cell: nodes choose the names of models."""
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds where the coordinator is and how the answer is shown."""
+    """Adds the coordinator's address and the output format."""
     parser.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
         help="the coordinator (default: coordinator_address of the configuration, else 127.0.0.1:9000)",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file to read (default: $LMKV_CONFIG_FILE)")
-    parser.add_argument("--json", action="store_true", help="print the answer as JSON, in the words of the API")
+    parser.add_argument("--json", action="store_true", help="print JSON with the field names of the API")
 
 
-def ask(args: argparse.Namespace, question: Callable[[Coordinator], Awaitable[Answer]]) -> Answer:
-    """The coordinator's answer. Raises its errors, and `Unreachable` with what to do if there is none."""
+def call(args: argparse.Namespace, request: Callable[[Coordinator], Awaitable[Response]]) -> Response:
+    """The coordinator's response. Raises its errors, and `Unreachable` with the fix if it does not respond."""
     config = load(ClientConfig, file=args.config, flags={"coordinator": args.coordinator})
     for notice in config.notices:
         print(f"lmkv: notice: {notice}", file=sys.stderr)
     addresses = config.coordinator_address or ClientConfig().coordinator_address
 
     try:
-        return _ask_at(addresses, config.credentials, question)
+        return _call_at(addresses, config.credentials, request)
     except Unreachable as error:
         if error.metadata.get("address") not in addresses:  # the coordinator could not reach an instance
             raise
@@ -65,20 +65,20 @@ def ask(args: argparse.Namespace, question: Callable[[Coordinator], Awaitable[An
                 "another with --coordinator HOST:PORT",
                 address=error.metadata["address"],
             ) from error
-    notice = f"{', '.join(addresses)} speaks HTTP; using the coordinator's gRPC port, {', '.join(behind)}"
+    notice = f"{', '.join(addresses)} is an HTTP port; using the coordinator's gRPC port, {', '.join(behind)}"
     print(f"lmkv: notice: {notice}", file=sys.stderr)
-    return _ask_at(behind, config.credentials, question)
+    return _call_at(behind, config.credentials, request)
 
 
-def _ask_at(
-    addresses: Sequence[str], credentials: Credentials, question: Callable[[Coordinator], Awaitable[Answer]]
-) -> Answer:
-    async def connect_and_ask() -> Answer:
+def _call_at(
+    addresses: Sequence[str], credentials: Credentials, request: Callable[[Coordinator], Awaitable[Response]]
+) -> Response:
+    async def connect_and_call() -> Response:
         async with Coordinator(*addresses, credentials=credentials) as coordinator:
-            return await question(coordinator)
+            return await request(coordinator)
 
     try:
-        return asyncio.run(connect_and_ask())
+        return asyncio.run(connect_and_call())
     except Unreachable:
         raise
     except LmkvError as error:
@@ -86,13 +86,13 @@ def _ask_at(
 
 
 FLAGS = {"old_position": "--from", "new_position": "--to", "position": "--at"}
-"""Flags whose name is not that of the request's field, where it begins a message."""
+"""Flags by request field, replaced at the start of an error message."""
 ANYWHERE = {"model_name": "--model", "lora_name": "--lora", "cache_salt": "--cache-salt", "chunk_keys": "--keys"}
-"""The same, for names that are no words of a sentence."""
+"""Flags by request field, replaced anywhere in an error message."""
 
 
 def in_flags(error: LmkvError) -> LmkvError:
-    """The error, naming the flags that were typed instead of the fields that they went into."""
+    """The error with the names of flags in place of request fields."""
     field, colon, rest = str(error).partition(":")
     text = f"{FLAGS[field]}{colon}{rest}" if field in FLAGS else str(error)
     text = re.sub(rf"\b({'|'.join(ANYWHERE)})\b", lambda found: ANYWHERE[found[0]], text)
@@ -100,7 +100,7 @@ def in_flags(error: LmkvError) -> LmkvError:
 
 
 def read_position(text: str) -> Position:
-    """`INSTANCE` or `INSTANCE/TIER`, as the type of an argument."""
+    """Argument type: `INSTANCE` or `INSTANCE/TIER`."""
     try:
         return tiers.parse_position(text)
     except BadRequest as error:
@@ -108,7 +108,7 @@ def read_position(text: str) -> Position:
 
 
 def read_tier(text: str) -> Tier.ValueType:
-    """A tier, as the type of an argument."""
+    """Argument type: a tier."""
     try:
         return tiers.parse_tier(text)
     except BadRequest as error:
@@ -116,7 +116,7 @@ def read_tier(text: str) -> Tier.ValueType:
 
 
 def read_seconds(text: str) -> float:
-    """A time above 0, as the type of an argument."""
+    """Argument type: a duration above 0."""
     try:
         seconds = parse_seconds(text)
     except ValueError:
@@ -127,7 +127,7 @@ def read_seconds(text: str) -> float:
 
 
 def seconds_until(moment: Timestamp) -> float:
-    """Seconds from now until then; below 0 if it is past."""
+    """Seconds until `moment`; negative if it has passed."""
     return moment.ToNanoseconds() / 1e9 - time.time()
 
 
@@ -137,12 +137,12 @@ def count(number: int, noun: str) -> str:
 
 
 def print_json(message: Message) -> None:
-    """Prints a message with the field names of its proto, empty fields included."""
+    """Prints a message with the field names of its proto, including empty fields."""
     print(MessageToJson(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table: framed on a terminal, plain aligned columns that other tools can read elsewhere."""
+    """Prints a table: with a frame on a terminal, else as aligned columns for other programs."""
     rows = [[safe_text(cell, MAX_CELL_CHARACTERS) for cell in row] for row in rows]
     if sys.stdout.isatty():
         from rich.console import Console

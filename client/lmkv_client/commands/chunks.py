@@ -1,4 +1,4 @@
-"""How a command line names chunks: token ids, a file of them, keys, or the prompt itself with its tokenizer."""
+"""Flags that name chunks: token ids, a file with token ids, keys, or a prompt with its tokenizer."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ def add_chunk_arguments(parser: argparse.ArgumentParser, *, required: bool = Tru
         "--tokens-file", metavar="FILE", help="file with the token ids as a JSON list; -: standard input"
     )
     prompt.add_argument("--keys", metavar="HEX,HEX,...", help="keys of the prompt's chunks, 32 hex digits each")
-    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt itself; needs the model's folder")
+    prompt.add_argument("--prompt", metavar="TEXT", help="text of the prompt; requires the model's folder")
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help="model or LoRA adapter, by a name under which an engine serves it; with --prompt the model's folder",
+        help="model or LoRA adapter, by its served name; with --prompt the model's folder",
     )
     parser.add_argument("--tokenizer", metavar="FOLDER", help="folder with tokenizer.json, if --model is only a name")
-    parser.add_argument("--cache-salt", metavar="SALT", default="", help="cache salt that the prompt was sent with")
+    parser.add_argument("--cache-salt", metavar="SALT", default="", help="cache salt of the prompt")
     parser.add_argument("--lora", metavar="NAME", default="", help="LoRA adapter of the prompt, by name or name@digest")
 
 
 def names_chunks(args: argparse.Namespace) -> bool:
-    """Whether any chunks are named."""
+    """Whether the flags name chunks."""
     return any(given is not None for given in (args.tokens, args.tokens_file, args.keys, args.prompt))
 
 
 def read_chunks(args: argparse.Namespace) -> tuple[Sequence[int], Chunks]:
-    """Tokens, and what else names the chunks. Raises `ConfigError`."""
+    """The tokens and other fields that name the chunks. Raises `ConfigError`."""
     keys = parse_keys(args.keys) if args.keys is not None else []
     tokens = _read_tokens(args) if names_chunks(args) and args.keys is None else []
     # A folder that only says which tokenizer to use need not be the name under which the model is served.
@@ -57,7 +57,7 @@ def _read_tokens(args: argparse.Namespace) -> Sequence[int]:
 
 
 def parse_tokens(text: str) -> list[int]:
-    """Token ids between commas, with or without the brackets of a list. Raises `ConfigError`."""
+    """Parses comma-separated token ids, with or without brackets. Raises `ConfigError`."""
     try:
         return [int(token) for token in text.strip().removeprefix("[").removesuffix("]").split(",")]
     except ValueError:
@@ -65,7 +65,7 @@ def parse_tokens(text: str) -> list[int]:
 
 
 def read_tokens_file(name: str) -> list[int]:
-    """The JSON list of token ids in a file, or in what standard input brings. Raises `ConfigError`."""
+    """Reads a JSON list of token ids from a file or standard input. Raises `ConfigError`."""
     try:
         tokens = json.loads(sys.stdin.read() if name == "-" else Path(name).read_text())
     except OSError as error:
@@ -78,7 +78,7 @@ def read_tokens_file(name: str) -> list[int]:
 
 
 def parse_keys(text: str) -> list[ChunkKey]:
-    """Chunk keys in hex between commas. Raises `ConfigError`."""
+    """Parses comma-separated chunk keys in hex. Raises `ConfigError`."""
     try:
         keys = [ChunkKey(bytes.fromhex(key)) for key in text.split(",")]
     except ValueError:
@@ -89,7 +89,7 @@ def parse_keys(text: str) -> list[ChunkKey]:
 
 
 def tokenize(prompt: str, folder: str | None) -> list[int]:
-    """The token ids that vLLM makes of a prompt. Raises `ConfigError` if the tokenizer is not there."""
+    """Tokenizes a prompt as vLLM does. Raises `ConfigError` if there is no tokenizer."""
     if folder is None:
         raise ConfigError("--prompt needs the model's folder: add --model FOLDER")
     try:

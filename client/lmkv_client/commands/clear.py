@@ -1,4 +1,4 @@
-"""`lmkv clear`: instances forget chunks."""
+"""`lmkv clear`: has instances drop chunks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lmkv.errors import ConfigError
 from lmkv.v1.cache_service_pb2 import ClearResult
 from lmkv.v1.chunk_pb2 import TIER_UNSPECIFIED
 from lmkv_client import Coordinator
-from lmkv_client.commands import FAILED, add_common_arguments, ask, count, read_tier
+from lmkv_client.commands import FAILED, add_common_arguments, call, count, read_tier
 from lmkv_client.commands.chunks import add_chunk_arguments, names_chunks, read_chunks
 from lmkv_client.commands.following import (
     EXIT_CODES,
     AnyOperation,
     add_waiting_arguments,
-    book,
     show_operation,
+    start,
     wait_for,
 )
 
@@ -37,24 +37,24 @@ stay.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `lmkv clear`."""
-    parser.add_argument("--instance", metavar="INSTANCE", default="", help="only this instance (default: every one)")
+    parser.add_argument("--instance", metavar="INSTANCE", default="", help="only this instance (default: all)")
     parser.add_argument(
-        "--tier", metavar="TIER", type=read_tier, default=TIER_UNSPECIFIED, help="only this tier (default: every one)"
+        "--tier", metavar="TIER", type=read_tier, default=TIER_UNSPECIFIED, help="only this tier (default: all)"
     )
     add_chunk_arguments(parser, required=False)
-    parser.add_argument("--all", action="store_true", help="everything there, whatever model it is of")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be dropped")
+    parser.add_argument("--all", action="store_true", help="all chunks, of any model")
+    parser.add_argument("--dry-run", action="store_true", help="only report what would be dropped")
     parser.add_argument(
         "--yes",
         action="store_true",
-        help="do not ask; required for more than one prompt's chunks where there is no terminal",
+        help="do not ask for confirmation; required without a terminal to clear more than one prompt's chunks",
     )
     add_waiting_arguments(parser)
     add_common_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Asks for confirmation if more than named chunks are cleared; then sends the order and follows it to its end.
+    """Asks for confirmation unless the chunks are named; then starts the operation and waits for it.
 
     Raises `ConfigError` if it cannot ask.
     """
@@ -82,12 +82,12 @@ def run(args: argparse.Namespace) -> int:
             would = await (await clear(dry_run=True)).wait(args.timeout)
             if not await asyncio.to_thread(_confirm, would):
                 return None
-        operation = await book(clear(dry_run=args.dry_run))
+        operation = await start(clear(dry_run=args.dry_run))
         if not args.no_wait:
             await wait_for(operation, args.timeout)
         return operation
 
-    operation = ask(args, order)
+    operation = call(args, order)
     if operation is None:
         print("nothing was dropped", file=sys.stderr)
         return FAILED
@@ -102,7 +102,7 @@ def _confirm(would: ClearResult) -> bool:
 
 command = Command(
     name="clear",
-    help="have instances forget chunks: a prompt's, a model's, or all",
+    help="drop chunks: of a prompt, of a model, or all",
     add_arguments=add_arguments,
     run=run,
     examples=EXAMPLES,

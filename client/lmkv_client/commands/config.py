@@ -1,4 +1,4 @@
-"""`lmkv config`: turns LMCache's configuration into lmkv's, and shows what a process makes of its own."""
+"""`lmkv config`: converts LMCache's configuration to lmkv's, and prints the configuration of a process."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ EXAMPLES = """\
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `lmkv config`."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    importing = actions.add_parser("import", help="turn LMCache's YAML into lmkv's", allow_abbrev=False)
+    importing = actions.add_parser("import", help="convert LMCache's YAML to lmkv's", allow_abbrev=False)
     importing.add_argument("file", metavar="FILE", type=Path, help="LMCache's configuration")
-    importing.add_argument("--output", metavar="FILE", type=Path, help="write it there (default: print it)")
-    importing.add_argument("--force", action="store_true", help="also if there is such a file")
+    importing.add_argument("--output", metavar="FILE", type=Path, help="output file (default: standard output)")
+    importing.add_argument("--force", action="store_true", help="overwrite the output file")
     checking = actions.add_parser("check", help="load a configuration and print all its keys", allow_abbrev=False)
-    checking.add_argument("file", metavar="FILE", type=Path, nargs="?", help="lmkv's (default: $LMKV_CONFIG_FILE)")
-    checking.add_argument("--process", choices=PROCESSES, default="connector", help="whose (default: connector)")
+    checking.add_argument("file", metavar="FILE", type=Path, nargs="?", help="lmkv's YAML (default: $LMKV_CONFIG_FILE)")
+    checking.add_argument("--process", choices=PROCESSES, default="connector", help="its process (default: connector)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Imports or checks."""
+    """Runs the action."""
     return _check(args.file, PROCESSES[args.process]) if args.action == "check" else _import(args)
 
 
 def _import(args: argparse.Namespace) -> int:
-    """Writes the file, and on standard error what became of each key. Raises `ConfigError` if nothing sensible can."""
+    """Writes the file, and on standard error what happened to each key. Raises `ConfigError` if it is not valid."""
     imported = lmcache.translate(read_file(args.file, "the command line"))
     text = lmcache.render(imported, args.file.name)
     for one in imported:
@@ -68,14 +68,14 @@ def _import(args: argparse.Namespace) -> int:
         with args.output.open("w" if args.force else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise ConfigError(f"{args.output} is there already; --force writes over it", path=args.output) from None
+        raise ConfigError(f"{args.output} exists; --force overwrites it", path=args.output) from None
     except OSError as error:
         raise ConfigError(f"cannot write {args.output}: {error.strerror}", path=args.output) from None
     return 0
 
 
 def _check(file: Path | None, cls: type[Config]) -> int:
-    """Prints the keys of a process with their values, from file and environment. Raises `ConfigError` as it would."""
+    """Prints a process's keys and values, from file and environment. Raises `ConfigError` as the process would."""
     config = load(cls, file=file)
     for notice in config.notices:
         print(notice, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""How commands follow an operation to its end, show what it did, and what exit code that is."""
+"""Waits for an operation, prints its result, and maps it to an exit code."""
 
 from __future__ import annotations
 
@@ -25,39 +25,41 @@ Progress = MoveProgress | ClearProgress
 
 EXIT_CODES = """\
 exit codes:
-  0  done                1  refused or failed      2  bad usage or configuration
-  3  done for some of the chunks only             130  interrupted; the operation goes on"""
+  0  done                1  rejected or failed     2  bad usage or configuration
+  3  done for some of the chunks only             130  interrupted; the operation continues"""
 
 
 def add_waiting_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds how long to wait for the operation."""
-    parser.add_argument("--no-wait", action="store_true", help="return as soon as the operation is booked")
+    """Adds whether and how long to wait for the operation."""
+    parser.add_argument("--no-wait", action="store_true", help="return as soon as the operation is started")
     add_timeout_argument(parser)
 
 
 def add_timeout_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds how long to wait at most."""
+    """Adds the deadline."""
     parser.add_argument(
         "--timeout",
         metavar="TIME",
         type=read_seconds,
         default=WAIT_SECONDS,
-        help="most time to wait, such as 30s; the operation goes on after it (default: 15m)",
+        help="deadline, such as 30s, after which the operation continues (default: 15m)",
     )
 
 
-async def book(order: Awaitable[AnyOperation]) -> AnyOperation:
-    """Gives an order; one that is interrupted may or may not have been heard."""
+async def start(request: Awaitable[AnyOperation]) -> AnyOperation:
+    """Starts an operation. After an interrupt it is unknown whether the coordinator has started it."""
     try:
-        return await order
+        return await request
     except asyncio.CancelledError:  # Ctrl-C
-        print("the coordinator had not answered yet; `lmkv ops` says whether it was booked", file=sys.stderr)
+        print(
+            "the coordinator has not responded yet; `lmkv ops` shows whether the operation was started", file=sys.stderr
+        )
         raise
 
 
 async def wait_for(operation: AnyOperation, timeout_seconds: float) -> None:
-    """Waits for the end with a progress bar, if there is a terminal. Raises `LmkvError` if time is up."""
-    hints = f"`lmkv ops wait {operation.name}` follows it, `lmkv ops cancel {operation.name}` ends it"
+    """Waits until the operation completes, with a progress bar on a terminal. Raises `LmkvError` on timeout."""
+    hints = f"`lmkv ops wait {operation.name}` waits for it, `lmkv ops cancel {operation.name}` cancels it"
     try:
         with _progress_bar(operation) as show:
             async with asyncio.timeout(timeout_seconds):
@@ -66,12 +68,12 @@ async def wait_for(operation: AnyOperation, timeout_seconds: float) -> None:
     except TimeoutError:
         raise LmkvError(f"{operation.name} is still running after {timeout_seconds:g} s; {hints}") from None
     except asyncio.CancelledError:  # Ctrl-C
-        print(f"{operation.name} goes on; {hints}", file=sys.stderr)
+        print(f"{operation.name} continues; {hints}", file=sys.stderr)
         raise
 
 
 def show_operation(operation: AnyOperation, *, as_json: bool) -> int:
-    """Prints what is known of it; returns the exit code."""
+    """Prints the state of the operation; returns the exit code."""
     if as_json:
         print_json(operation.message)
     elif not operation.done:
@@ -92,7 +94,7 @@ def describe_progress(progress: Progress) -> str:
 
 
 def describe_subject(progress: Progress) -> str:
-    """What it is about: `lmkv-1/host to lmkv-2/host`, `lmkv-1`, `everywhere`; `-` if that is not known any more."""
+    """Its subject: `lmkv-1/host to lmkv-2/host`, `lmkv-1`, `everywhere`; `-` if it is no longer known."""
     if not progress.HasField("create_time"):
         return "-"
     if isinstance(progress, MoveProgress):
@@ -102,7 +104,7 @@ def describe_subject(progress: Progress) -> str:
 
 
 def age_seconds(operation: AnyOperation) -> float | None:
-    """How long ago it began; None if that is not known, since it was another coordinator's."""
+    """Time since its start; None if another coordinator started it."""
     progress: Progress = operation.progress
     return time.time() - progress.create_time.ToNanoseconds() / 1e9 if progress.HasField("create_time") else None
 
@@ -135,7 +137,7 @@ def _describe_failures(failures: Sequence[ChunkFailure], where: str = "") -> Ite
 
 @contextmanager
 def _progress_bar(operation: AnyOperation) -> Iterator[Callable[[Progress], None]]:
-    """A bar on standard error while it runs; nothing where that is no terminal."""
+    """A progress bar on standard error; nothing if that is not a terminal."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

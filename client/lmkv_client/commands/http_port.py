@@ -1,4 +1,4 @@
-"""Finds the gRPC port of a coordinator whose HTTP port was named instead."""
+"""Finds the gRPC port of a coordinator from its HTTP port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lmkv instances`: who is in the fleet, what they hold, and who cannot share with whom."""
+"""`lmkv instances`: the registered instances, what they hold, and which pairs cannot share chunks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lmkv.cli import Command
 from lmkv.safe_text import safe_text
 from lmkv.units import format_bytes
 from lmkv.v1.registry_service_pb2 import Instance, ListInstancesResponse
-from lmkv_client.commands import MAX_CELL_CHARACTERS, add_common_arguments, ask, print_json, print_table
+from lmkv_client.commands import MAX_CELL_CHARACTERS, add_common_arguments, call, print_json, print_table
 
 EXAMPLES = """\
   lmkv instances
@@ -18,8 +18,8 @@ EXAMPLES = """\
 
 
 def run(args: argparse.Namespace) -> int:
-    """Asks and prints; a fleet without instances is an answer, not a failure."""
-    instances = ask(args, lambda coordinator: coordinator.instances())
+    """Prints the instances; succeeds also without instances."""
+    instances = call(args, lambda coordinator: coordinator.instances())
     if args.json:
         print_json(ListInstancesResponse(instances=instances))
         return 0
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def row(instance: Instance) -> tuple[str, ...]:
-    """One instance as a line of the table."""
+    """The table row of an instance."""
     models = dict.fromkeys(f"{spec.model_name} ({spec.kv_dtype})" for spec in instance.specs)
     used = sum(tier.used_bytes for tier in instance.tiers)
     capacity = sum(tier.capacity_bytes for tier in instance.tiers)
@@ -49,7 +49,7 @@ def row(instance: Instance) -> tuple[str, ...]:
 
 
 def conflicts(instances: Iterable[Instance]) -> Iterator[str]:
-    """A line per pair that serves the same model but cannot share, told once though both ends report it."""
+    """One line per pair that serves the same model but cannot share chunks. Both ends report it; it is printed once."""
     told = set()
     for instance in instances:
         for conflict in instance.conflicts:
@@ -64,7 +64,7 @@ def conflicts(instances: Iterable[Instance]) -> Iterator[str]:
 
 command = Command(
     name="instances",
-    help="list who is in the fleet, what they hold and who cannot share with whom",
+    help="list instances, what they hold, and pairs that cannot share chunks",
     add_arguments=add_common_arguments,
     run=run,
     examples=EXAMPLES,

@@ -1,4 +1,4 @@
-"""`lmkv lookup`: who holds how much of a prompt."""
+"""`lmkv lookup`: which instances hold how much of a prompt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lmkv.cli import Command
 from lmkv.errors import LmkvError
 from lmkv.v1.cache_service_pb2 import LookupResponse
 from lmkv_client import Coordinator
-from lmkv_client.commands import add_common_arguments, ask, print_json, print_table
+from lmkv_client.commands import add_common_arguments, call, print_json, print_table
 from lmkv_client.commands.chunks import add_chunk_arguments, read_chunks
 
 EXAMPLES = """\
@@ -26,18 +26,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Asks and prints; a prompt that nobody holds is an answer, not a failure."""
+    """Prints the holders; succeeds also on a miss."""
     tokens, chunks = read_chunks(args)
 
     async def look_up(coordinator: Coordinator) -> tuple[LookupResponse, bool]:
-        """The answer, and whether any engine has registered."""
+        """The response, and whether any engine has registered."""
         response = await coordinator.lookup(tokens, **chunks)
         if not (response.holders or response.partial or args.json):
             with suppress(LmkvError):  # a token may be good for lookups only
                 return response, any(instance.specs for instance in await coordinator.instances())
         return response, True
 
-    response, has_engines = ask(args, look_up)
+    response, has_engines = call(args, look_up)
     if args.json:
         print_json(response)
     elif not has_engines:
@@ -64,7 +64,7 @@ def print_holders(response: LookupResponse) -> None:
 
 command = Command(
     name="lookup",
-    help="ask the coordinator who holds how much of a prompt",
+    help="look up which instances hold how much of a prompt",
     add_arguments=add_arguments,
     run=run,
     examples=EXAMPLES,

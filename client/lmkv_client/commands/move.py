@@ -1,4 +1,4 @@
-"""`lmkv move` and `lmkv copy`: chunks go from one position to another."""
+"""`lmkv move` and `lmkv copy`: transfer chunks from one position to another."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from functools import partial
 
 from lmkv.cli import Command
 from lmkv_client import Coordinator
-from lmkv_client.commands import add_common_arguments, ask, read_position
+from lmkv_client.commands import add_common_arguments, call, read_position
 from lmkv_client.commands.chunks import add_chunk_arguments, read_chunks
 from lmkv_client.commands.following import (
     EXIT_CODES,
     AnyOperation,
     add_waiting_arguments,
-    book,
     show_operation,
+    start,
     wait_for,
 )
 
@@ -27,13 +27,13 @@ EXAMPLES = f"""\
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of both."""
+    """Arguments of both commands."""
     position = "instance, and perhaps its tier: host (default), disk, remote, gpu, or LMCache's names"
     parser.add_argument(
         "--from", dest="source", metavar="INSTANCE[/TIER]", type=read_position, required=True, help=position
     )
     parser.add_argument(
-        "--to", dest="destination", metavar="INSTANCE[/TIER]", type=read_position, required=True, help="likewise"
+        "--to", dest="destination", metavar="INSTANCE[/TIER]", type=read_position, required=True, help="as --from"
     )
     add_chunk_arguments(parser)
     add_waiting_arguments(parser)
@@ -41,18 +41,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, *, copy: bool) -> int:
-    """Orders, waits unless told not to, and shows."""
+    """Starts the operation, waits for it unless `--no-wait`, and prints it."""
     tokens, chunks = read_chunks(args)
 
     async def order(coordinator: Coordinator) -> AnyOperation:
-        operation = await book(
+        operation = await start(
             coordinator.move(tokens, source=args.source, destination=args.destination, copy=copy, **chunks)
         )
         if not args.no_wait:
             await wait_for(operation, args.timeout)
         return operation
 
-    return show_operation(ask(args, order), as_json=args.json)
+    return show_operation(call(args, order), as_json=args.json)
 
 
 move_command = Command(

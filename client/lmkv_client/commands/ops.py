@@ -1,4 +1,4 @@
-"""`lmkv ops`: the operations that moves, copies and clears are; to list, look at, wait for and cancel."""
+"""`lmkv ops`: lists, shows, waits for and cancels operations (moves, copies and clears)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lmkv.cli import Command
 from lmkv.errors import ConfigError
 from lmkv.units import format_duration
 from lmkv_client import Coordinator
-from lmkv_client.commands import DONE, add_common_arguments, ask, print_json, print_table
+from lmkv_client.commands import DONE, add_common_arguments, call, print_json, print_table
 from lmkv_client.commands.following import (
     EXIT_CODES,
     AnyOperation,
@@ -40,18 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action", nargs="?", choices=("list", "show", "wait", "cancel"), default="list", help="(default: list)"
     )
-    parser.add_argument("operation", nargs="?", metavar="ID", help="the operation; list takes none")
-    parser.add_argument("--running", action="store_true", help="list only those that run")
+    parser.add_argument("operation", nargs="?", metavar="ID", help="the operation; not for list")
+    parser.add_argument("--running", action="store_true", help="list only running operations")
     add_timeout_argument(parser)
     add_common_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Does what is asked for. Raises `ConfigError` if the operation is not named, or must not be."""
+    """Runs the action. Raises `ConfigError` if the operation is missing or not allowed."""
     if args.action == "list":
         if args.operation:
             raise ConfigError(f"`lmkv ops list` takes no ID; `lmkv ops show {args.operation}` shows one")
-        return print_list(ask(args, lambda coordinator: coordinator.operations(running=args.running)), args.json)
+        return print_list(call(args, lambda coordinator: coordinator.operations(running=args.running)), args.json)
     if not args.operation:
         raise ConfigError(f"`lmkv ops {args.action}` needs the ID of an operation; `lmkv ops` lists them")
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
             await wait_for(operation, args.timeout)
         return operation
 
-    operation = ask(args, act)
+    operation = call(args, act)
     if args.action == "cancel" and operation.state == "cancelled" and not args.json:
         print(f"{operation.name}: {operation.error}")  # that is no failure now
         return DONE
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_list(operations: list[AnyOperation], as_json: bool) -> int:
-    """Prints a line each; none are an answer."""
+    """Prints one line per operation; succeeds also without operations."""
     if as_json:
         print_json(ListOperationsResponse(operations=[operation.message for operation in operations]))
     elif operations:
@@ -82,7 +82,7 @@ def print_list(operations: list[AnyOperation], as_json: bool) -> int:
 
 
 def row(operation: AnyOperation) -> tuple[str, ...]:
-    """One operation as a line of the table."""
+    """The table row of an operation."""
     age = age_seconds(operation)
     return (
         operation.name,

@@ -1,4 +1,4 @@
-"""`lmkv pin`, `lmkv pins` and `lmkv unpin`: chunks are kept from eviction for a while."""
+"""`lmkv pin`, `lmkv pins` and `lmkv unpin`: protect chunks from eviction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lmkv.v1.cache_service_pb2 import ListPinsResponse, PinResponse, UnpinRespon
 from lmkv.v1.chunk_pb2 import PinnedChunks
 from lmkv_client.commands import (
     add_common_arguments,
-    ask,
+    call,
     count,
     print_json,
     print_table,
@@ -29,19 +29,19 @@ def add_pin_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="INSTANCE[/TIER]",
         type=read_position,
         required=True,
-        help="instance that holds the chunks, and perhaps the tier: host (default), disk, or LMCache's names",
+        help="instance that holds the chunks, and optionally the tier: host (default), disk, or LMCache's names",
     )
     parser.add_argument(
-        "--ttl", metavar="TIME", type=read_seconds, default=300.0, help="how long, such as 10m (default: 5m)"
+        "--ttl", metavar="TIME", type=read_seconds, default=300.0, help="duration, such as 10m (default: 5m)"
     )
     add_chunk_arguments(parser)
     add_common_arguments(parser)
 
 
 def run_pin(args: argparse.Namespace) -> int:
-    """Pins, and shows what is really held and kept."""
+    """Pins the chunks, and prints those that are held and pinned."""
     tokens, chunks = read_chunks(args)
-    pin = ask(args, lambda coordinator: coordinator.pin(tokens, position=args.at, ttl_seconds=args.ttl, **chunks))
+    pin = call(args, lambda coordinator: coordinator.pin(tokens, position=args.at, ttl_seconds=args.ttl, **chunks))
     if args.json:
         print_json(PinResponse(pin=pin))
     else:
@@ -51,8 +51,8 @@ def run_pin(args: argparse.Namespace) -> int:
 
 
 def run_pins(args: argparse.Namespace) -> int:
-    """Lists; no pins are an answer."""
-    pins = ask(args, lambda coordinator: coordinator.pins())
+    """Lists the pins; succeeds also without pins."""
+    pins = call(args, lambda coordinator: coordinator.pins())
     if args.json:
         print_json(ListPinsResponse(pins=pins))
     elif pins:
@@ -68,13 +68,13 @@ def run_pins(args: argparse.Namespace) -> int:
 
 def add_unpin_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `lmkv unpin`."""
-    parser.add_argument("pin_id", metavar="PIN", help="the pin, as `lmkv pin` and `lmkv pins` name it")
+    parser.add_argument("pin_id", metavar="PIN", help="id of the pin, as `lmkv pin` and `lmkv pins` print it")
     add_common_arguments(parser)
 
 
 def run_unpin(args: argparse.Namespace) -> int:
-    """Ends the pin; one that is gone is no failure."""
-    ask(args, lambda coordinator: coordinator.unpin(args.pin_id))
+    """Releases the pin. Idempotent."""
+    call(args, lambda coordinator: coordinator.unpin(args.pin_id))
     if args.json:
         print_json(UnpinResponse())
     else:
@@ -88,7 +88,7 @@ def _rest(pin: PinnedChunks) -> str:
 
 pin_command = Command(
     name="pin",
-    help="keep chunks from eviction for a while",
+    help="protect chunks from eviction for a time",
     add_arguments=add_pin_arguments,
     run=run_pin,
     examples="""\
@@ -98,14 +98,14 @@ pin_command = Command(
 )
 pins_command = Command(
     name="pins",
-    help="list what is pinned, where and for how long",
+    help="list pins with their position and remaining time",
     add_arguments=add_common_arguments,
     run=run_pins,
     examples="  lmkv pins\n  lmkv pins --json | jq -r '.pins[].pin_id'",
 )
 unpin_command = Command(
     name="unpin",
-    help="end a pin early",
+    help="release a pin",
     add_arguments=add_unpin_arguments,
     run=run_unpin,
     examples="  lmkv unpin lmkv-1/0123456789abcdef",

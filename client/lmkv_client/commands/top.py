@@ -1,4 +1,4 @@
-"""`lmkv top`: the fleet at a glance, again and again."""
+"""`lmkv top`: a live view of the fleet."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lmkv.tiers import tier_name
 from lmkv.units import format_bytes, format_duration
 from lmkv.v1.registry_service_pb2 import Instance
 from lmkv_client import Coordinator
-from lmkv_client.commands import add_common_arguments, ask, ops, print_table, read_seconds, seconds_until
+from lmkv_client.commands import add_common_arguments, call, ops, print_table, read_seconds, seconds_until
 from lmkv_client.commands.following import AnyOperation
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\
   lmkv top                    until Ctrl-C
   lmkv top --interval 5s
-  lmkv top --once             one frame, as where there is no terminal"""
+  lmkv top --once             one frame, as without a terminal"""
 
 INSTANCE_COLUMNS = ("INSTANCE", "TIER", "FILL", "USED/CAPACITY", "CHUNKS", "HITS", "ENGINES", "LEASE")
 BAR_CELLS = 10
@@ -37,18 +37,18 @@ BAR_CELLS = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """What is shown at a time."""
+    """The content of one frame."""
 
     instances: Sequence[Instance]
     operations: Sequence[AnyOperation]
-    """Those that run, newest first."""
+    """Running operations, newest first."""
 
     def instance_rows(self) -> list[tuple[str, ...]]:
-        """A line per tier of each instance."""
+        """One row per tier of each instance."""
         return [row for instance in self.instances for row in _rows(instance)]
 
     def operation_rows(self) -> list[tuple[str, ...]]:
-        """A line per operation that runs."""
+        """One row per running operation."""
         return [ops.row(operation) for operation in self.operations]
 
 
@@ -57,21 +57,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interval", metavar="TIME", type=read_seconds, default=1.0, help="time between frames (default: 1s)"
     )
-    parser.add_argument("--once", action="store_true", help="show one frame and end")
+    parser.add_argument("--once", action="store_true", help="show one frame and exit")
     add_common_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows one frame, or one after the other."""
+    """Shows one frame, or frames until interrupted."""
     if args.once or args.json or not sys.stdout.isatty():
-        frame = ask(args, look)
+        frame = call(args, look)
         print_frame_json(frame) if args.json else print_frame(frame)
         return 0
-    return ask(args, lambda coordinator: show(coordinator, args.interval))
+    return call(args, lambda coordinator: show(coordinator, args.interval))
 
 
 async def look(coordinator: Coordinator) -> Frame:
-    """The fleet as it is now."""
+    """The current state of the fleet."""
     instances = await coordinator.instances()
     return Frame(instances=instances, operations=await coordinator.operations(running=True))
 
@@ -88,7 +88,7 @@ def print_frame(frame: Frame) -> None:
 
 
 def print_frame_json(frame: Frame) -> None:
-    """Prints instances and operations in the words of the API."""
+    """Prints instances and operations with the field names of the API."""
 
     def as_dict(message: Message) -> object:
         return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
@@ -101,7 +101,7 @@ def print_frame_json(frame: Frame) -> None:
 
 
 async def show(coordinator: Coordinator, interval_seconds: float) -> int:
-    """Draws frames until it is interrupted. Raises `Unreachable` if there is no first one; later losses are shown."""
+    """Draws frames until interrupted. Raises `Unreachable` if the first one fails; shows later failures."""
     from rich.live import Live
 
     frame = await look(coordinator)
@@ -128,7 +128,7 @@ def _draw(frame: Frame, trouble: str) -> RenderableType:
         return drawn
 
     parts: list[RenderableType] = [
-        Text(f"lmkv top  {time.strftime('%H:%M:%S')}  {len(frame.instances)} instances  Ctrl-C ends it", style="dim"),
+        Text(f"lmkv top  {time.strftime('%H:%M:%S')}  {len(frame.instances)} instances  Ctrl-C stops", style="dim"),
         table(INSTANCE_COLUMNS, frame.instance_rows()),
         Text(""),
         table(ops.COLUMNS, frame.operation_rows()) if frame.operations else Text("no operation runs", "dim"),
@@ -157,7 +157,7 @@ def _rows(instance: Instance) -> Iterator[tuple[str, ...]]:
 
 
 def _hits(instance: Instance) -> str:
-    """Share of the chunks that engines looked up and found, at the node itself and at peers."""
+    """Hit rates of lookups: chunks found at the node, and at peers."""
     asked = instance.stats.asked_chunks
     if not asked:
         return "-"
@@ -166,7 +166,7 @@ def _hits(instance: Instance) -> str:
 
 command = Command(
     name="top",
-    help="show the fleet at a glance: tiers, fill, engines, running operations",
+    help="show a live view of the fleet: tiers, usage, engines, running operations",
     add_arguments=add_arguments,
     run=run,
     examples=EXAMPLES,

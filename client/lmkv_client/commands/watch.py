@@ -1,4 +1,4 @@
-"""`lmkv watch`: the changes of the layout map, as they happen."""
+"""`lmkv watch`: prints changes of the layout map as they occur."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lmkv.keys import KEY_BYTES
 from lmkv.tiers import tier_name
 from lmkv.v1.cache_service_pb2 import LayoutChange
 from lmkv_client import Coordinator, LayoutUpdate
-from lmkv_client.commands import add_common_arguments, ask
+from lmkv_client.commands import add_common_arguments, call
 
 EXAMPLES = """\
-  lmkv watch                          what is held now, then every change; Ctrl-C ends it
+  lmkv watch                          current chunks, then every change; Ctrl-C stops
   lmkv watch --model llama            of one model only
   lmkv watch --json | jq -c '.changes[] | select(.instance_gone)'
   lmkv watch --from-revision 1793254412345678 --json
@@ -29,15 +29,13 @@ that is held; in JSON that update has `reset`."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `lmkv watch`."""
-    parser.add_argument(
-        "--from-revision", metavar="N", type=int, default=0, help="only what changed after this revision"
-    )
-    parser.add_argument("--model", metavar="NAME", help="only chunks of this model (default: every one)")
+    parser.add_argument("--from-revision", metavar="N", type=int, default=0, help="only changes after this revision")
+    parser.add_argument("--model", metavar="NAME", help="only chunks of this model (default: all)")
     add_common_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints until it is interrupted."""
+    """Prints changes until interrupted."""
 
     async def follow(coordinator: Coordinator) -> int:
         fingerprint = await find_fingerprint(coordinator, args.model) if args.model else b""
@@ -53,11 +51,11 @@ def run(args: argparse.Namespace) -> int:
             began = True
         return 0
 
-    return ask(args, follow)
+    return call(args, follow)
 
 
 async def find_fingerprint(coordinator: Coordinator, model_name: str) -> bytes:
-    """The spec under which a model is served, by any name. Raises `ModelNotFound`; of several the first counts."""
+    """The first spec of a model, by any of its names. Raises `ModelNotFound`."""
     fingerprints: dict[str, bytes] = {}
     for instance in await coordinator.instances():
         for spec in instance.specs:
@@ -71,7 +69,7 @@ async def find_fingerprint(coordinator: Coordinator, model_name: str) -> bytes:
 
 
 def to_json(update: LayoutUpdate) -> str:
-    """One line, in the words of the API."""
+    """One JSON line with the field names of the API."""
     changes = [
         MessageToDict(change, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
         for change in update.changes
@@ -82,7 +80,7 @@ def to_json(update: LayoutUpdate) -> str:
 
 
 def describe(update: LayoutUpdate) -> Iterator[str]:
-    """A line per change; none for a bookmark."""
+    """One line per change; none for a bookmark."""
     now = time.strftime("%H:%M:%S")
     what = "held" if update.snapshot else "changed"
     for change in update.changes:
@@ -101,7 +99,7 @@ def _describe_keys(change: LayoutChange) -> str:
 
 command = Command(
     name="watch",
-    help="print what changes in the layout map, as it happens",
+    help="print changes of the layout map as they occur",
     add_arguments=add_arguments,
     run=run,
     examples=EXAMPLES,
