@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ import valkey
 from botocore.config import Config
 from botocore.session import get_session
 
+from benchmarks.support.redis import RedisProcess
 from lmkv.keys import ChunkKey
 from lmkv.pool.pool import Pool
 from lmkv.remote_url import parse_remote_url
@@ -142,26 +144,17 @@ def bare(bench: Bench, put: Callable[[str, memoryview], object], get: Callable[[
 
 
 def of_redis(bench: Bench) -> None:
-    """Against `redis-server`."""
-    port = free_port()
-    command = ["redis-server", "--port", str(port), "--save", "", "--appendonly", "no"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout
-        next(line for line in process.stdout if "Ready to accept" in line)
-        client: Any = valkey.Valkey(port=port)
+    """Measures `redis-server`."""
+    with tempfile.TemporaryDirectory() as folder, RedisProcess(Path(folder)) as redis:
+        client: Any = valkey.Valkey(port=redis.port)
         bare(bench, client.set, client.get)
         client.flushall()
-        url = parse_remote_url(f"redis://127.0.0.1:{port}")
-        asyncio.run(through_tier(bench, ValkeyStore(url, timeout_seconds=TIMEOUT_SECONDS)))
+        asyncio.run(through_tier(bench, ValkeyStore(parse_remote_url(redis.url), timeout_seconds=TIMEOUT_SECONDS)))
         client.close()
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def of_s3(bench: Bench) -> None:
-    """Against moto's server."""
+    """Measures moto's S3 server."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.server.node.s3_server"],
         stdout=subprocess.PIPE,
@@ -192,12 +185,6 @@ def of_s3(bench: Bench) -> None:
     finally:
         process.kill()
         process.communicate()
-
-
-def free_port() -> int:
-    """A port that nobody uses now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def main() -> None:

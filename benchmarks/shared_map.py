@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,13 +19,13 @@ from benchmarks.coordinator.nodes import SPEC, ScaledNode
 from benchmarks.scale import CHUNK_COUNT, LEASE_SECONDS, STEADY_SECONDS, nodes, whole
 from benchmarks.support import machine
 from benchmarks.support.command import Benchmark, Run
+from benchmarks.support.redis import RedisProcess
 from benchmarks.support.rows import Row, compare
 from lmkv import rpc
 from lmkv.errors import LmkvError
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv_client import CoordinatorProcess as Client
 from lmkv_client.demo.cluster import CoordinatorProcess
-from lmkv_client.demo.process import free_port
 
 COORDINATOR_COUNT = 2
 NODE_COUNT = 300
@@ -62,7 +61,7 @@ def measure(run: Run) -> None:
     for name, shares in (("own", False), ("shared", True)):
         run.say(f"{count} nodes, {COORDINATOR_COUNT} coordinators, {'one map' if shares else BASELINE}")
         with ExitStack() as stack:
-            store = stack.enter_context(redis_server()) if shares else None
+            store = stack.enter_context(RedisProcess(run.logs / name)) if shares else None
             environment = {"LMKV_LEASE_TTL": str(LEASE_SECONDS), "LMKV_LAYOUT_MAP_URL": store.url if store else ""}
             coordinators = [
                 stack.enter_context(CoordinatorProcess(run.logs / name / str(index), environment=environment))
@@ -79,30 +78,8 @@ def measure(run: Run) -> None:
     run.add(compare("shared_whole_s", shared.whole_seconds, "s", BASELINE, own.whole_seconds))
 
 
-class Store(NamedTuple):
-    """A running `redis-server`."""
-
-    url: str
-    pid: int
-
-
-@contextmanager
-def redis_server() -> Iterator[Store]:
-    """One that keeps nothing on disk."""
-    port = free_port()
-    command = ["redis-server", "--port", str(port), "--save", "", "--appendonly", "no"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/")
-    try:
-        assert process.stdout
-        next(line for line in process.stdout if "Ready to accept" in line)
-        yield Store(f"redis://127.0.0.1:{port}", process.pid)
-    finally:
-        process.kill()
-        process.communicate()
-
-
 async def _measure_fleet(
-    coordinators: Sequence[CoordinatorProcess], store: Store | None, count: int, logs: Path
+    coordinators: Sequence[CoordinatorProcess], store: RedisProcess | None, count: int, logs: Path
 ) -> Figures:
     addresses = [coordinator.address for coordinator in coordinators]
     async with AsyncExitStack() as stack:
