@@ -1,8 +1,9 @@
-"""The tree is as its rules say: packages are described, drawn, and of bounded size."""
+"""The tree is as its rules say: packages are described and of bounded size, names are unique, pure is pure."""
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ SHARED_NAMES = {
     "ReportStream": "the two ends of RegistryService.Report",
 }
 """Class names that stand for one thing on two sides of the wire, or in two forms of one API."""
+IMPURE = ("asyncio", "grpc", "google", "opentelemetry", "prometheus_client", "lmkv.v1", "lmkv.telemetry", "lmkv.rpc")
+"""What a module that calls itself pure does not import: I/O, protos, telemetry."""
 
 
 def modules(root: Path) -> Iterator[tuple[Path, ast.Module]]:
@@ -61,3 +64,25 @@ def test_no_folder_has_too_many_modules(root: Path) -> None:
         if file.name not in ("__init__.py", "__main__.py"):
             counts[str(file.parent)] += 1
     assert not {folder: count for folder, count in counts.items() if count > MAX_MODULES}
+
+
+def test_modules_that_are_called_pure_are(root: Path) -> None:
+    found = {}
+    for file, tree in modules(root):
+        if re.search(r"\bPure\b", ast.get_docstring(tree) or ""):
+            found[str(file)] = sorted(impurities(tree))
+    assert len(found) > 10
+    assert not {file: names for file, names in found.items() if names}
+
+
+def impurities(tree: ast.Module) -> Iterator[str]:
+    """Modules for I/O, protos and telemetry that a module imports."""
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            if f"{name}.".startswith(tuple(f"{impure}." for impure in IMPURE)):
+                yield name

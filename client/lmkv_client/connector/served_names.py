@@ -1,4 +1,4 @@
-"""The names under which an engine serves its model and LoRA adapters, with what chunk keys contain for each. Pure."""
+"""The names under which an engine serves its model and LoRA adapters, with what chunk keys contain for each."""
 
 from __future__ import annotations
 

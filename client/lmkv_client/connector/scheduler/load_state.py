@@ -1,4 +1,4 @@
-"""One running load: from extents in the pool to the pages of one request. Pure."""
+"""One running load: from extents in the pool to the pages of one request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request as the connector's scheduler side sees it: its keys, what was found of it, what of it is stored. Pure."""
+"""One request as the connector's scheduler side sees it: its keys, what was found of it, what of it is stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one engine is to be told, until its stream takes it. Pure but for the waiting; for `EngineStream`."""
+"""The messages that wait to be sent to one engine. Used by `EngineStream`."""
 
 from __future__ import annotations
 
