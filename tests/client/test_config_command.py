@@ -10,7 +10,7 @@ import yaml
 from lmkv import cli
 from lmkv.config import ConnectorConfig, NodeConfig, keys, load
 from lmkv_client.commands.config import PROCESSES
-from tests.lmkv.test_config import SEED_P2P
+from tests.lmkv.config.files import LMCACHE_P2P
 
 Capture = pytest.CaptureFixture[str]
 
@@ -18,7 +18,7 @@ Capture = pytest.CaptureFixture[str]
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     file = tmp_path / "lmcache.yaml"
-    file.write_text(SEED_P2P, encoding="utf-8")
+    file.write_text(LMCACHE_P2P, encoding="utf-8")
     return file
 
 
@@ -37,7 +37,7 @@ def test_import_prints_the_file_and_says_on_the_other_stream_what_became_of_each
     assert made["coordinator_address"] == ["localhost:8300"]
     assert "# p2p_lookup_ports: 8201  # p2p_port serves lookups too" in shown.out.splitlines()
     notices = shown.err.splitlines()
-    assert len(notices) == len([line for line in SEED_P2P.splitlines() if ": " in line])
+    assert len(notices) == len([line for line in LMCACHE_P2P.splitlines() if ": " in line])
     assert "p2p_init_ports: 8200 is now p2p_port: 8200" in notices
     assert "chunk_size: 256 stays" in notices
 

@@ -16,9 +16,9 @@ from lmkv.config.lmcache import ABSENT, RENAMED, as_yaml, render, translate
 from lmkv.config.sources import SourceEntry, read_file
 from lmkv.config.spellings import REPLACED, known_spellings
 from lmkv.errors import ConfigError
-from tests.lmkv.test_config import EMPTY, SEED_DECODE, SEED_LOOKUP, SEED_P2P, SEED_PREFILL
+from tests.lmkv.config.files import EMPTY, LMCACHE_DECODE, LMCACHE_LOOKUP, LMCACHE_P2P, LMCACHE_PREFILL
 
-SEEDS = {"p2p": SEED_P2P, "prefill": SEED_PREFILL, "decode": SEED_DECODE, "lookup": SEED_LOOKUP}
+SEEDS = {"p2p": LMCACHE_P2P, "prefill": LMCACHE_PREFILL, "decode": LMCACHE_DECODE, "lookup": LMCACHE_LOOKUP}
 LMCACHE_DEFAULTS: Mapping[str, Any] = {
     "chunk_size": 256,
     "local_cpu": True,
@@ -166,7 +166,7 @@ def test_what_the_importer_explains_is_nothing_that_lmkv_reads() -> None:
 
 
 def test_the_documentation_lists_every_key_that_is_explained() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "migrating.md").read_text(encoding="utf-8")
     for name, alias in RENAMED.items():
         assert f"| `{name}` | `{alias.name}` |" in page
     for name, instead in ABSENT.items():
