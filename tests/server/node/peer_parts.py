@@ -33,6 +33,7 @@ from lmkv_server.node.handoff.sender import HandoffResult
 from lmkv_server.node.serving.server import PeerServer
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.progress import OnChunks, Progress
+from tests.waiting import until
 
 SERVICE = "lmkv.v1.PeerService"
 RUNTIME_VARIABLE = "LMKV_TESTS_RUNTIME_DIR"
@@ -337,3 +338,14 @@ def _obey(node: Parts, order: Sequence[str]) -> Any:
 
 def _say(what: Any) -> None:
     print(json.dumps(what), flush=True)
+
+
+async def no_grants(owner: Parts) -> None:
+    """Waits until the last grants are given back, and nothing is held for them."""
+    await until(lambda: len(owner.service.grants) == 0)
+    assert not any(chunk.holds for chunk in owner.tier)
+
+
+async def lets_go(owner: Remote) -> None:
+    """Waits until an owner grants and holds nothing."""
+    await until(lambda: owner.ask("grants") == owner.ask("holds") == 0)

@@ -1,24 +1,19 @@
-"""What a fetch keeps book of: order and holds of what arrives, who brings what, extents, and what a peer may offer."""
+"""The chunks of a fetch, chunks that two fetches need, and the extents of a batch."""
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmkv.errors import BadMessage
 from lmkv.keys import ChunkKey
-from lmkv.v1 import chunk_pb2
-from lmkv.v1 import peer_service_pb2 as pb
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.fetch.inflight import InflightFetches
 from lmkv_server.node.fetch.pending_writes import PendingWrites
-from lmkv_server.node.peers.extents import PeerChunk, granted_chunks
+from lmkv_server.node.peers.extents import PeerChunk
 from lmkv_server.node.tiers.progress import Progress
 from tests.server.node.peer_parts import SMALL, keys_of
 
 KEYS = keys_of(8)
-REGION = pb.Region(address=1 << 40, size_bytes=8 * SMALL.chunk_bytes)
 
 
 def new_tier(chunk_count: int = 8) -> HostTier:
@@ -131,59 +126,6 @@ def test_a_chunk_that_somebody_else_committed_first_is_taken_and_the_extent_give
     assert put(tier, KEYS[0]) is first
     tier.check()
     assert tier.reserved_count == 0
-
-
-def offer(**changes: int) -> pb.AcquireResponse:
-    values = {"region": 0, "offset": SMALL.chunk_bytes, "size_bytes": SMALL.chunk_bytes, "token_count": 256}
-    grant = chunk_pb2.Grant(grant_id="r1", extents=[chunk_pb2.Extent(**{**values, **changes})])
-    return pb.AcquireResponse(grant=grant, present=[2])
-
-
-def test_a_sound_offer_is_an_index_and_an_address_for_each_extent() -> None:
-    response = offer()
-    chunk = PeerChunk(
-        index=7,
-        address=REGION.address + SMALL.chunk_bytes,
-        checksum=response.grant.extents[0].checksum,
-        token_count=256,
-        size_bytes=SMALL.chunk_bytes,
-    )
-    assert granted_chunks(response, [5, 6, 7], SMALL, [REGION]) == [chunk]
-    assert granted_chunks(pb.AcquireResponse(), [5, 6, 7], SMALL, [REGION]) == []
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"region": 1},
-        {"region": -1},
-        {"offset": -8},
-        {"offset": REGION.size_bytes - SMALL.chunk_bytes + 8},
-        {"size_bytes": SMALL.chunk_bytes - 8},
-        {"size_bytes": 0, "token_count": 0},
-        {"size_bytes": SMALL.size_bytes(257), "token_count": 257},
-        {"token_count": -1},
-    ],
-)
-def test_an_extent_that_cannot_be_is_refused(changes: dict[str, int]) -> None:
-    with pytest.raises(BadMessage):
-        granted_chunks(offer(**changes), range(3), SMALL, [REGION])
-
-
-@pytest.mark.parametrize("present", [[], [3], [-1], [1, 2]])
-def test_a_grant_that_does_not_match_its_indices_is_refused(present: list[int]) -> None:
-    response = offer()
-    response.present[:] = present
-    with pytest.raises(BadMessage):
-        granted_chunks(response, range(3), SMALL, [REGION])
-
-
-def test_no_chunk_is_offered_twice() -> None:
-    response = offer()
-    response.grant.extents.append(response.grant.extents[0])
-    response.present[:] = [2, 2]
-    with pytest.raises(BadMessage):
-        granted_chunks(response, range(3), SMALL, [REGION])
 
 
 def test_a_chunk_that_arrived_keeps_the_one_before_it() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from lmkv.keys import ChunkKey
 from lmkv_server.node.cache.events import CachedChunk
-from tests.server.node.fetch.test_fetcher import no_grants, until
-from tests.server.node.peer_parts import SMALL, Parts, Taken, keys_of
+from tests.server.node.peer_parts import SMALL, Parts, Taken, keys_of, no_grants
+from tests.waiting import until
 
 KEYS = keys_of(8)
 

@@ -1,0 +1,66 @@
+"""What a peer may offer: extents inside its regions, of the size of a chunk, for keys that were sent."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmkv.errors import BadMessage
+from lmkv.v1 import chunk_pb2
+from lmkv.v1 import peer_service_pb2 as pb
+from lmkv_server.node.peers.extents import PeerChunk, granted_chunks
+from tests.server.node.peer_parts import SMALL
+
+REGION = pb.Region(address=1 << 40, size_bytes=8 * SMALL.chunk_bytes)
+
+
+def offer(**changes: int) -> pb.AcquireResponse:
+    values = {"region": 0, "offset": SMALL.chunk_bytes, "size_bytes": SMALL.chunk_bytes, "token_count": 256}
+    grant = chunk_pb2.Grant(grant_id="r1", extents=[chunk_pb2.Extent(**{**values, **changes})])
+    return pb.AcquireResponse(grant=grant, present=[2])
+
+
+def test_a_sound_offer_is_an_index_and_an_address_for_each_extent() -> None:
+    response = offer()
+    chunk = PeerChunk(
+        index=7,
+        address=REGION.address + SMALL.chunk_bytes,
+        checksum=response.grant.extents[0].checksum,
+        token_count=256,
+        size_bytes=SMALL.chunk_bytes,
+    )
+    assert granted_chunks(response, [5, 6, 7], SMALL, [REGION]) == [chunk]
+    assert granted_chunks(pb.AcquireResponse(), [5, 6, 7], SMALL, [REGION]) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"region": 1},
+        {"region": -1},
+        {"offset": -8},
+        {"offset": REGION.size_bytes - SMALL.chunk_bytes + 8},
+        {"size_bytes": SMALL.chunk_bytes - 8},
+        {"size_bytes": 0, "token_count": 0},
+        {"size_bytes": SMALL.size_bytes(257), "token_count": 257},
+        {"token_count": -1},
+    ],
+)
+def test_an_extent_that_cannot_be_is_refused(changes: dict[str, int]) -> None:
+    with pytest.raises(BadMessage):
+        granted_chunks(offer(**changes), range(3), SMALL, [REGION])
+
+
+@pytest.mark.parametrize("present", [[], [3], [-1], [1, 2]])
+def test_a_grant_that_does_not_match_its_indices_is_refused(present: list[int]) -> None:
+    response = offer()
+    response.present[:] = present
+    with pytest.raises(BadMessage):
+        granted_chunks(response, range(3), SMALL, [REGION])
+
+
+def test_no_chunk_is_offered_twice() -> None:
+    response = offer()
+    response.grant.extents.append(response.grant.extents[0])
+    response.present[:] = [2, 2]
+    with pytest.raises(BadMessage):
+        granted_chunks(response, range(3), SMALL, [REGION])
