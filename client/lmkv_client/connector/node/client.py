@@ -1,4 +1,4 @@
-"""The engine's line to its node: one thread with one event loop; the scheduler side only appends and pops."""
+"""The engine's connection to its node: one thread with one event loop; the scheduler side only appends and pops."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ CONNECT_TIMEOUT_SECONDS = 2.0
 FIRST_BACKOFF_SECONDS = 0.05
 LAST_BACKOFF_SECONDS = 1.0
 MAX_UNSENT = 4096
-"""Messages that may wait for a node that does not read; more of them mean that it is lost."""
+"""Most messages that wait for a node that does not read; with more of them the node counts as lost."""
 
 
 class NodeLost:
-    """Event: the node is gone, and with it everything it had granted."""
+    """Event: the connection to the node is lost, and with it everything that it had granted."""
 
 
 Event = Attachment | NodeLost | pb.AttachResponse
 
 
 class NodeClient:
-    """Keeps the engine attached to its node: finds or starts it, and again whenever it is lost.
+    """Keeps the engine attached to its node: finds or starts it, and does so again whenever it is lost.
 
-    `inbox` fills from the link's thread; the scheduler side pops. Appending to and popping from a deque is atomic.
+    `inbox` is filled by the client's thread and emptied by the scheduler side: both are atomic on a deque.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class NodeClient:
         self._engine = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._attach_count = 0
         self._outboxes: dict[str, deque[pb.AttachRequest]] = {}
-        """What is to be sent, by the engine id of the attachment; that of the present one only."""
+        """Messages to send, by the engine id of the attachment; only the current attachment has an entry."""
         self._filled = asyncio.Event()
         self._wake_pending = False
         self._loop = asyncio.new_event_loop()
@@ -70,27 +70,27 @@ class NodeClient:
         self._closing = False
         self._attached = False
         self._call: Any = None
-        self._thread = threading.Thread(target=self._run, name="lmkv-link", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="lmkv-node-client", daemon=True)
 
     def start(self) -> None:
         """Starts the thread and waits, up to `node_start_timeout`, until the engine is attached.
 
-        Raises `ConfigError` if the node cannot start as configured: that is a mistake to be told at once. A node that
-        is merely not there yet is no error: the engine computes until it comes.
+        Raises `ConfigError` if the node cannot start as configured. A node that is not available yet is not an error:
+        the engine computes until it is.
         """
         self._thread.start()
         if not self._attached_once.wait(self._config.node_start_timeout):
             logger.warning(
-                "no node after %.0f s; computing everything until it is there", self._config.node_start_timeout
+                "no node after %.0f s; computing everything until one is available", self._config.node_start_timeout
             )
-            self._attached_once.set()  # nobody waits any more: from now on mistakes are logged
+            self._attached_once.set()  # no caller waits any more: from now on mistakes are logged
         if self._config_error:
             raise self._config_error
 
     def send(self, attachment: Attachment, message: pb.AttachRequest) -> None:
-        """Sends, in order, merged with its neighbours. Called on the scheduler's thread; never blocks.
+        """Queues a message; messages are sent in order, and merged. Called on the scheduler's thread; never blocks.
 
-        What is meant for an attachment that has ended since is dropped: offsets and tickets mean nothing to the next.
+        Drops the message if the attachment has ended: its offsets and lookup ids are not valid for the next one.
         """
         outbox = self._outboxes.get(attachment.engine_id)
         if outbox is None:
@@ -104,7 +104,7 @@ class NodeClient:
                 self._loop.call_soon_threadsafe(self._wake)
 
     def close(self) -> None:
-        """Ends the line. A node that this link started stays for `node_linger`, for the engine may come back."""
+        """Closes the connection. A node that this client started stays for `node_linger`: the engine may restart."""
         self._closing = True
         if self._thread.is_alive():
             with suppress(RuntimeError):  # the thread ends by itself after a mistake, and closes its loop
@@ -112,7 +112,7 @@ class NodeClient:
             self._thread.join(CONNECT_TIMEOUT_SECONDS)
 
     def _fail_overflow(self) -> None:
-        """The node does not read: it is lost. What waits for it is dropped."""
+        """Treats a node that does not read as lost, and drops the messages that wait for it."""
         self._outboxes = {}
         if call := self._call:
             with suppress(RuntimeError):  # closed
@@ -128,7 +128,7 @@ class NodeClient:
 
     def _run(self) -> None:
         with suppress(OSError):
-            os.sched_setaffinity(0, PROCESSORS)  # this thread only: vLLM has pinned the one that made it
+            os.sched_setaffinity(0, PROCESSORS)  # this thread only: vLLM has pinned the one that started it
         asyncio.set_event_loop(self._loop)
         with suppress(asyncio.CancelledError):
             self._loop.run_until_complete(self._keep_attached())
@@ -149,8 +149,8 @@ class NodeClient:
                 logger.error("cannot attach to a node: %s", error)
             except LmkvError as error:
                 logger.debug("node not reachable: %s", error)
-            except Exception:  # whatever it is, the engine must get its node back
-                logger.exception("the line to the node broke unexpectedly")
+            except Exception:  # the engine must be attached again, whatever the error is
+                logger.exception("the connection to the node failed unexpectedly")
             if self._attached:
                 self._attached = False
                 self._outboxes = {}
@@ -160,7 +160,7 @@ class NodeClient:
             backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
 
     async def _attach(self, address: str) -> None:
-        """Attaches and relays until the stream ends. Raises what the node says, or `Unreachable`."""
+        """Attaches and relays messages until the stream ends. Raises the node's error, or `Unreachable`."""
         self._attach_count += 1
         engine_id = f"{self._engine}-{self._attach_count}"
         hello = pb.Hello(
@@ -200,7 +200,7 @@ class NodeClient:
                 call.cancel()
                 if sender:
                     sender.cancel()
-                    await asyncio.gather(sender, return_exceptions=True)  # that it could not write is no news
+                    await asyncio.gather(sender, return_exceptions=True)  # its error is the one that is raised here
 
     def _welcome(self, address: str, engine_id: str, answer: pb.AttachResponse) -> None:
         welcome = answer.welcome
@@ -232,7 +232,7 @@ class NodeClient:
         return Unreachable(f"{code.name}: {await call.details()}")
 
     def _translate(self, error: LmkvError) -> LmkvError:
-        """A conflict with a running node is a mistake in the configuration, unless that node ends now."""
+        """The error to raise: a conflict with a running node is a `ConfigError`, unless that node ends now."""
         if isinstance(error, ConfigConflict) and not self._launcher.replaces(error):
             return ConfigError(as_written(str(error), self._config.written))
         if error.code == "INVALID_ARGUMENT":
@@ -262,14 +262,14 @@ def next_message(outbox: deque[pb.AttachRequest]) -> pb.AttachRequest:
 
 
 def log_handoff(handed: pb.HandedChunks) -> None:
-    """Tells of a handoff as soon as it has ended: an engine that is idle takes nothing in until it has work."""
+    """Logs a handoff when it has ended; an idle engine would do so only with its next request."""
     if handed.status.code:
         logger.warning("handoff %s failed: %s", handed.request_id, handed.status.message)
     seconds = handed.transfer_duration.ToNanoseconds() / 1e9
     logger.info(
-        "Handed over %d chunks (%s), %s, %s, %s",
-        handed.chunk_count,
+        "Handoff %s: %d chunks sent, %s, %s, %s",
         handed.request_id,
+        handed.chunk_count,
         format_bytes(handed.transferred_bytes),
         format_duration(seconds),
         format_rate(handed.transferred_bytes, seconds),
@@ -277,5 +277,5 @@ def log_handoff(handed: pb.HandedChunks) -> None:
 
 
 def format_pool(welcome: pb.Welcome) -> str:
-    """The pool for people."""
+    """The size of the pool for the log."""
     return f"{welcome.pool_size_bytes / 2**30:.2f} GB"

@@ -1,4 +1,4 @@
-"""Finds the node of an engine, and starts one where none is configured. Used by the link's thread."""
+"""Finds the node of an engine, and starts one where none is configured. Used by the thread of `NodeClient`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ READY_POLL_SECONDS = 0.02
 RESTART_SECONDS = 0.2
 ERROR_PREFIX = "lmkv: error: "
 ALREADY_RUN = "is already run by process"
-"""What a node says that finds another one of its instance id on the host."""
+"""Part of the error of a node that finds another one of its instance id on the host."""
 NODE_FLAGS = ("--linger", "--started-by-connector")
 NOT_EXPECTED = ("LMKV_LOG_FORMAT", "LMKV_LOG_LEVEL", "LMKV_METRICS_PORT", "LMKV_NODE_LINGER")
-"""What may differ from a running node without meaning another node."""
+"""Settings in which a running node may differ from the expected one."""
 
 
 class NodeLauncher:
-    """Where the engine's node is. The node is a process of its own: it outlives the engine by `node_linger`."""
+    """Finds or starts the engine's node: a process of its own that outlives the engine by `node_linger`."""
 
     def __init__(self, config: ConnectorConfig) -> None:
         self._config = config
@@ -36,7 +36,7 @@ class NodeLauncher:
 
     @property
     def expected_config(self) -> dict[str, str]:
-        """What a node must be like to be ours; nothing if the operator named one by `node_address`."""
+        """Settings that the engine's node must have; empty if the operator named a node by `node_address`."""
         if self._config.node_address:
             return {}
         environment = configuration.to_comparison(self._config.node_config())
@@ -45,7 +45,7 @@ class NodeLauncher:
     async def address(self) -> str:
         """gRPC address of a node that listens, started if need be.
 
-        Raises `ConfigError` if it cannot start as configured, `Unreachable` if it is not there in time.
+        Raises `ConfigError` if it cannot start as configured, `Unreachable` if it does not listen in time.
         """
         if self._config.node_address:
             return f"unix:{self._config.node_address.removeprefix('unix:')}"
@@ -78,10 +78,10 @@ class NodeLauncher:
             if not running:
                 reason = last_error(log, mark)
                 if not reason:
-                    raise Unreachable(f"the node ended without a word; see {log}")
+                    raise Unreachable(f"the node ended without an error message; see {log}")
                 if ALREADY_RUN not in reason:
                     raise ConfigError(configuration.as_written(reason, self._config.written))
-                # Another engine is starting the same node, or one that was told to end is not done yet.
+                # Another engine is starting the same node, or one that is to end has not ended yet.
                 await asyncio.sleep(RESTART_SECONDS)
                 mark = log.stat().st_size
                 self._node = self._spawn(log)
@@ -95,16 +95,16 @@ class NodeLauncher:
 
 
 ENGINES_OWN = ("LD_PRELOAD", "OTEL_SERVICE_NAME")
-"""Variables that are meant for the engine alone."""
+"""Variables that apply to the engine alone."""
 
 
 def child_environment() -> dict[str, str]:
-    """This process's environment without what is meant for the engine alone."""
+    """This process's environment without variables that apply to the engine alone."""
     return {key: value for key, value in os.environ.items() if key not in ENGINES_OWN}
 
 
 async def listens(socket: Path) -> bool:
-    """Whether somebody accepts connections there. A socket file alone may be a dead node's."""
+    """Whether a process accepts connections there. The socket file alone may be a dead node's."""
     try:
         _, writer = await asyncio.wait_for(asyncio.open_unix_connection(str(socket)), 0.5)
     except (OSError, TimeoutError):
@@ -114,9 +114,9 @@ async def listens(socket: Path) -> bool:
 
 
 def last_error(log: Path, mark: int) -> str:
-    """Why the node could not start: its last error since the log was `mark` bytes long, empty if it told none.
+    """The last error in the log since it was `mark` bytes long; empty if there is none.
 
-    Others may write there too.
+    Other processes may write there too.
     """
     lines = log.read_bytes()[mark:].decode(errors="replace").splitlines()
     errors = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]

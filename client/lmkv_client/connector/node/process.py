@@ -1,4 +1,4 @@
-"""A node that an engine has started, and that no end of the engine may end. Used by the launcher."""
+"""A node process that outlives the engine that started it. Used by the launcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Self
 
 _STARTER = '"$@" >&2 & echo $!'
-"""Starts a command behind its back, tells its process id and ends: so the command is nobody's child."""
+"""Starts a command in the background, prints its process id and ends: the command is then no child of this process."""
 
 
 class NodeProcess:

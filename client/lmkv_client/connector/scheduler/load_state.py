@@ -12,7 +12,7 @@ from lmkv_client.connector.scheduler.hit_sources import HitSources
 from lmkv_kernels import ChunkCopy
 
 POOL = 0
-"""The region of extents in the pool; others are in the device buffer, and were verified there as they came."""
+"""The region of extents in the pool; other regions are in the device buffer, where chunks were verified on arrival."""
 NO_SOURCES = HitSources()
 
 
@@ -50,14 +50,14 @@ class LoadState:
         self.started_at = started_at
         self.deadline = deadline
         self.span = span
-        """The load in its request's trace; whoever ends the load ends it."""
+        """The span of the load; `Loads` ends it."""
         self.peer_id = ""
         self.arrived_tokens = 0
         self.first_chunk = start // chunk_size
         self.stop_chunk = -(-end // chunk_size)
         self.final_sent = False
         self.copied = LoadResult()
-        """What the ranks that are done have copied."""
+        """The summed results of the ranks that are done."""
         self._block_ids = block_ids
         self._chunk_size = chunk_size
         self._block_size = block_size
@@ -65,11 +65,11 @@ class LoadState:
         self._missing = set(range(self.first_chunk, self.stop_chunk))
         self._verify = verify
         self._ready: dict[int, tuple[ChunkCopy, Extent]] = {}
-        """By chunk: has arrived, and the workers do not know yet."""
+        """By chunk: arrived and not yet in a plan."""
         self._closed = False
 
     def add_extents(self, first_chunk: int, extents: Sequence[Extent]) -> None:
-        """Chunks from `first_chunk` on lie in these extents."""
+        """Adds arrived chunks, from `first_chunk` on, with their extents."""
         for chunk, extent in enumerate(extents, first_chunk):
             if chunk in self._missing and not self._closed:
                 self._missing.discard(chunk)
@@ -82,11 +82,11 @@ class LoadState:
         return self._sources.tokens(self.start, self.start + token_count, self._chunk_size)
 
     def close(self) -> None:
-        """Nothing more will arrive: what is missing is lost."""
+        """Ends the wait: chunks that have not arrived count as lost."""
         self._closed = True
 
     def node_lost(self) -> None:
-        """The node is gone: as `close`; extents that the workers do not know yet mean nothing in the next pool."""
+        """Ends the wait, and discards extents that are not yet in a plan: they are not valid in the next pool."""
         self._missing |= self._ready.keys()
         self.arrived_tokens -= sum(self._high(chunk) - self._low(chunk) for chunk in self._ready)
         self._ready.clear()
@@ -98,7 +98,7 @@ class LoadState:
         return not self._missing
 
     def take(self) -> LoadPlan | None:
-        """What the workers shall do next for this load; None if there is nothing new."""
+        """The next plan for the workers; None if there is nothing new."""
         final = not self.final_sent and (self._closed or self.complete)
         if not self._ready and not final:
             return None
@@ -134,12 +134,12 @@ class LoadState:
         )
 
     def _lost_blocks(self) -> list[int]:
-        lost: dict[int, None] = {}  # two chunks may meet within a block
+        lost: dict[int, None] = {}  # two chunks may share a block
         for chunk in sorted(self._missing):
             lost |= dict.fromkeys(blocks_of(self._block_ids, self._block_size, self._low(chunk), self._high(chunk)))
         return list(lost)
 
 
 def check(extent: Extent) -> ExtentChecksum:
-    """What to compare an extent with."""
+    """The checksum to compare an extent with."""
     return ExtentChecksum(offset=extent.offset, size_bytes=extent.size_bytes, checksum=extent.checksum)

@@ -1,4 +1,4 @@
-"""Loads: which extents go into which pages, and what became of them."""
+"""Loads: plans the copies of extents into pages, and accounts for their results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = init_logger("vllm.lmkv")
 
 
 class Loads:
-    """The loads of one engine. Every load that was begun ends by a report of the workers, however it went."""
+    """The loads of one engine. Every load ends with a report of the workers, successful or not."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Loads:
         return self._load_states.get(request_id)
 
     def begin(self, state: RequestState, token_count: int, block_ids: Sequence[int]) -> None:
-        """Loads so many tokens, after those that vLLM has, into the pages of the prompt."""
+        """Begins to load `token_count` tokens, behind those that vLLM has computed, into the pages of the request."""
         now = self._clock()
         load_state = LoadState(
             request_id=state.request_id,
@@ -71,14 +71,14 @@ class Loads:
         self._load_states[state.request_id] = load_state
         load_state.peer_id = state.peer_id
         load_state.add_extents(0, state.own)
-        if state.lookup_state is not LookupState.FOUND:  # the node was lost between the match and now
+        if state.lookup_state is not LookupState.FOUND:  # the node was lost since the match
             load_state.close()
         elif not load_state.complete:
             first = max(len(state.own), load_state.first_chunk)
             self._lookups.request_load(state, first, load_state.stop_chunk - first, load_state.span.traceparent)
 
     def handle_loaded(self, loaded: pb.LoadedChunks) -> bool:
-        """Chunks have been brought in; False if no load waits for them."""
+        """Handles chunks that have arrived in the pool; returns False if no load waits for them."""
         load_state = next((one for one in self._load_states.values() if one.lookup_id == loaded.request_id), None)
         if load_state is None:
             return False
@@ -89,7 +89,7 @@ class Loads:
         return True
 
     def plan(self) -> list[LoadPlan]:
-        """What the workers shall copy in this step. Ends loads whose time is over."""
+        """The copies of this step for the workers. Ends loads that have reached their deadline."""
         now = self._clock()
         for load_state in self._load_states.values():
             if now > load_state.deadline:
@@ -97,7 +97,7 @@ class Loads:
         return [load for load_state in self._load_states.values() if (load := load_state.take())]
 
     def handle_result(self, request_id: str, loaded: LoadResult, state: RequestState | None) -> None:
-        """Workers are done with a load; until all of them are, the extents must stay where they are."""
+        """Handles the results of workers; the extents are released when all of them are done."""
         load_state = self._load_states.get(request_id)
         if load_state is None:
             return
@@ -118,7 +118,7 @@ class Loads:
         self._count(load_state, loaded, complete=complete)
 
     def finished(self, state: RequestState) -> bool:
-        """The request is over; True if its load is still running: then its pages stay until the workers are done."""
+        """Ends the load of a finished request; True if it still runs: its pages stay until the workers are done."""
         load_state = self._load_states.get(state.request_id)
         if load_state is None:
             return False
@@ -126,7 +126,7 @@ class Loads:
         return True
 
     def node_lost(self) -> None:
-        """The node is gone: nothing more will arrive. What the workers know of stays readable and is copied."""
+        """Ends the wait for chunks: the node is lost. Copies that the workers were given are still made."""
         for load_state in self._load_states.values():
             load_state.node_lost()
 
@@ -148,7 +148,7 @@ class Loads:
             **{f"{tier}_tokens": count for tier, count in brought.items()},
         )
         if not complete:
-            load_state.span.fail("incomplete", "less came than was found; the rest is computed")
+            load_state.span.fail("incomplete", "fewer chunks arrived than were found; the others are computed")
         load_state.span.end()
         logger.info(
             "[%s] Retrieved %d of %d tokens from %s, %s, %s, %s",

@@ -1,4 +1,4 @@
-"""Lookups: asking the node what it has of each prompt, and giving back what it holds in place for us."""
+"""Lookups of requests at the node, and the release of the chunks that the node holds for them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from lmkv_client.connector.scheduler.request_state import LookupState, RequestSt
 from lmkv_client.connector.stats import ConnectorCounters
 
 HOLD_SECONDS = 10.0
-"""A request that waits longer for pages gives up what the node holds for it, and asks again."""
+"""A request that waits longer for pages releases its chunks at the node, and is looked up again."""
 GRACE_SECONDS = 0.001
-"""So long after its lookup a prompt is worth waiting for inside the step: another step may come much later."""
+"""Time that a step waits for the answer of a lookup: another step may be much later."""
 LONE_GRACE_SECONDS = 0.005
-"""The same for a prompt that is the only one: the step has nothing else to do, and another would sleep as well."""
+"""The same where the request is the only one: the step has nothing else to do."""
 MAX_ASKED_KEYS = MAX_MESSAGE_BYTES // 2 // KEY_BYTES
-"""Chunks of a prompt that a lookup asks for at most, so that it fits into a message; the rest is computed."""
+"""Most chunks of a prompt in one lookup, so that it fits into a message; the others are computed."""
 TIMEOUTS_UNTIL_SUSPECT = 3
 SUSPECT_SECONDS = 1.0
-"""After so many lookups in a row without answer the node is left alone for a while."""
+"""After `TIMEOUTS_UNTIL_SUSPECT` lookups in a row without an answer, no lookups are sent for this time."""
 
 
 class RequestLookups:
-    """The lookups of one engine. Each has a ticket, which names it to the node and all that follows from it."""
+    """The lookups of one engine. Each has an id, under which the node holds its chunks."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class RequestLookups:
         self._clock = clock
         self._prefill = prefill
         self._states: dict[str, RequestState] = {}
-        """By ticket, for as long as the node may say something about it."""
+        """By lookup id, as long as an answer may arrive."""
         self._lookup_number = 0
         self._timeouts = 0
         self._suspect_until = 0.0
@@ -55,7 +55,7 @@ class RequestLookups:
         return len(self._states)
 
     def start(self, state: RequestState, reserve_count: Callable[[], int]) -> None:
-        """Looks a prompt up, and asks for write credits for what nobody holds; not while the node seems stuck."""
+        """Looks a request up, and asks for write credits for absent chunks. Sends nothing while the node is suspect."""
         now = self._clock()
         if not state.keys or now < self._suspect_until:
             state.end_lookup()
@@ -69,7 +69,9 @@ class RequestLookups:
         state.lookup_span = telemetry.begin(
             "lmkv.lookup", parent=state.traceparent, kind=SpanKind.CLIENT, asked_tokens=state.token_count
         )
-        state.traceparent = state.traceparent or state.lookup_span.traceparent  # the first of its spans is their root
+        state.traceparent = (
+            state.traceparent or state.lookup_span.traceparent
+        )  # the first span of a request is the root of the others
         lookup = pb.LookupChunks(
             request_id=state.lookup_id,
             chunk_keys=join_keys(state.keys[:MAX_ASKED_KEYS]),
@@ -81,12 +83,12 @@ class RequestLookups:
         self._send(pb.AttachRequest(lookups=[lookup]))
 
     def handle_found(self, found: pb.FoundChunks) -> None:
-        """The node has answered a lookup."""
+        """Handles the answer to a lookup; one that arrives too late is released."""
         self._timeouts = 0
         self._suspect_until = 0.0
         state = self._states.pop(found.request_id, None)
         if state is None or state.lookup_state is not LookupState.ASKED or state.lookup_id != found.request_id:
-            if state:  # too late: the request went on without us; but what is held need not be stored
+            if state:  # too late: the request was computed; chunks that are held need not be stored
                 state.mark_held(len(found.own))
             self.release_lookup(found.request_id)
             return
@@ -95,7 +97,7 @@ class RequestLookups:
         state.set_found(found.own, _sources(found), found.peer_instance_id, self._clock())
 
     def is_pending(self, state: RequestState) -> bool:
-        """Whether the prompt should go on waiting, for its answer or for chunks that are brought in."""
+        """Whether the request is to wait for its answer or for chunks that are fetched. Ends waits that time out."""
         if state.lookup_state is LookupState.ASKED:
             if self._clock() < state.looked_up_at + self._config.lookup_timeout:
                 return True
@@ -106,7 +108,7 @@ class RequestLookups:
                 self._suspect_until = self._clock() + SUSPECT_SECONDS
             state.lookup_span.fail("timeout", f"no answer within lookup_timeout ({self._config.lookup_timeout:g} s)")
             state.end_lookup_span(HitSources())
-            state.lookup_state = LookupState.OVER  # its ticket stays known, for the answer may still come
+            state.lookup_state = LookupState.OVER  # its id stays known: the answer may still arrive
         elif state.lookup_state is LookupState.FETCHING:
             if self._clock() < state.found_at + state.load_timeout:
                 return True
@@ -115,23 +117,23 @@ class RequestLookups:
         return False
 
     def is_fresh(self, state: RequestState, *, is_alone: bool) -> bool:
-        """Whether the prompt was looked up so lately that its answer may come any moment."""
+        """Whether the request was looked up so recently that its answer is worth waiting for in this step."""
         grace = LONE_GRACE_SECONDS if is_alone else GRACE_SECONDS
         return state.lookup_state is LookupState.ASKED and self._clock() < state.looked_up_at + grace
 
     def is_stale(self, state: RequestState) -> bool:
-        """Whether the node has held chunks for this prompt for too long already."""
+        """Whether the node has held chunks for this request for too long."""
         return state.lookup_state is LookupState.FOUND and self._clock() > state.found_at + HOLD_SECONDS
 
     def fetch(self, state: RequestState) -> None:
-        """Brings what is not there yet into the pool before any pages are asked for."""
+        """Brings absent chunks into the pool before the request is given pages."""
         state.lookup_state = LookupState.FETCHING
         state.found_at = self._clock()
         self._states[state.lookup_id] = state
         self.request_load(state, len(state.own), state.absent_count, state.traceparent)
 
     def handle_loaded(self, loaded: pb.LoadedChunks) -> None:
-        """Chunks of a fetch are in the pool."""
+        """Handles chunks of a fetch that have arrived in the pool."""
         state = self._states.get(loaded.request_id)
         if state is None or state.lookup_state is not LookupState.FETCHING:
             return
@@ -142,7 +144,7 @@ class RequestLookups:
             self._fetched(state)
 
     def request_load(self, state: RequestState, first_chunk: int, chunk_count: int, traceparent: str) -> None:
-        """Has the node bring chunks of a prompt into its pool."""
+        """Asks the node to bring chunks of a request into its pool."""
         load = pb.LoadChunks(
             request_id=state.lookup_id, first_chunk=first_chunk, chunk_count=chunk_count, traceparent=traceparent
         )
@@ -150,22 +152,22 @@ class RequestLookups:
         self._send(pb.AttachRequest(loads=[load]))
 
     def report_damaged(self, keys: Sequence[ChunkKey]) -> None:
-        """Has the node forget chunks of which at least one did not match its checksum."""
+        """Asks the node to drop chunks, at least one of which did not match its checksum."""
         self._send(pb.AttachRequest(damaged_keys=keys))
 
     def release(self, state: RequestState) -> None:
-        """Ends what the node holds for the prompt; an answer that is still to come is ended when it comes."""
+        """Releases the chunks that the node holds for the request; a pending answer is released when it arrives."""
         if state.lookup_state in (LookupState.FOUND, LookupState.FETCHING):
             self._states.pop(state.lookup_id, None)
             self.release_lookup(state.lookup_id)
         state.end_lookup()
 
     def release_lookup(self, lookup_id: str) -> None:
-        """Ends what the node holds under a ticket."""
+        """Releases the chunks that the node holds for a lookup."""
         self._send(pb.AttachRequest(releases=[pb.ReleaseChunks(request_id=lookup_id)]))
 
     def node_lost(self) -> None:
-        """The node is gone: no answer will come."""
+        """Ends all lookups: the node is lost and answers none."""
         for state in self._states.values():
             state.end_lookup()
         self._states.clear()

@@ -1,4 +1,4 @@
-"""One request as the connector's scheduler side sees it: its keys, what was found of it, what of it is stored."""
+"""One request: the keys of its chunks, the state of its lookup, and how much of it is stored."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from lmkv_client.connector.scheduler.hit_sources import HitSources
 
 
 class LookupState(Enum):
-    """How far the lookup of a prompt is.
+    """The state of a request's lookup.
 
-    ASKED ──answer──► FOUND ──sync load from a peer──► FETCHING ──► FOUND
-      └──time out, link lost──► OVER ◄──nothing held, load failed, loaded──┘
+    ASKED ──answer──► FOUND ──synchronous load of absent chunks──► FETCHING ──► FOUND
+      └──timeout, node lost──► OVER ◄──nothing found, load failed, loaded──┘
     """
 
     ASKED = auto()
     """The node has not answered yet."""
     FOUND = auto()
-    """The node holds `own` in place for us; `absent_count` more can be brought in."""
+    """The node holds `own` for the request; `absent_count` more can be brought in."""
     FETCHING = auto()
     """Chunks are on their way into the pool, and the request waits for them."""
     OVER = auto()
-    """Nothing is held for us and nothing is to be expected."""
+    """The node holds nothing for the request, and no answer is expected."""
 
 
 class RequestState:
@@ -73,7 +73,7 @@ class RequestState:
         load_timeout: float = 1.0,
         may_store: bool = True,
     ) -> None:
-        """`tokens` are the prompt's, or the first of them if only those are handed over."""
+        """`tokens` are the prompt's; of a handoff only those that it covers."""
         chain.extend(tokens)
         self.all_tokens = all_tokens
         """Prompt and output, a view that grows with the request."""
@@ -85,38 +85,38 @@ class RequestState:
         self.keys: list[ChunkKey] = [*chain.keys, self.partial_key] if self.partial_key else list(chain.keys)
         """Keys of the prompt's chunks; decoded ones are only in `chain`."""
         self.traceparent = traceparent
-        """What the request's spans belong under; empty if nobody traces it."""
+        """W3C `traceparent` of the request's spans; empty if it is not traced."""
         self.lookup_span: Span = NO_SPAN
         """The lookup that is under way."""
         self.handoff_id = handoff_id
         """The handoff that brings the prompt, if one does."""
         self.load_timeout = load_timeout
-        """Most seconds that the request waits for a load."""
+        """Longest wait for a load, in seconds."""
         self.may_store = may_store
         """Whether its chunks are to be stored."""
         self.lookup_state = LookupState.OVER
         self.lookup_id = ""
-        """Names the lookup to the node; empty if the node keeps nothing for us."""
+        """Id of the lookup at the node; empty if there is none."""
         self.looked_up_at = 0.0
         self.found_at = 0.0
         self.own: list[Extent] = []
         self.absent_count = 0
         self.sources = HitSources()
-        """Where the chunks were that the last answer told of."""
+        """Where the chunks of the last answer were."""
         self.peer_id = ""
         self.computed_count = 0
         """Tokens that vLLM had itself when it last asked."""
         self.preemption_count = 0
-        """How often vLLM had taken the request's pages away when it was last looked up."""
+        """Number of the request's preemptions when it was last looked up."""
         self.stored_count = 0
-        """Full chunks from the first that need no storing any more."""
+        """Number of the first full chunks that need not be stored any more."""
         self.partial_is_stored = self.partial_key is None
         """Whether the partial chunk, if there is one, needs no storing any more."""
         self.store_failures = 0
         self.lacked_credit = False
-        """Whether a chunk was left out for want of a credit."""
+        """Whether a chunk was not stored because there was no write credit."""
         self.load_failed = False
-        """Whether a load has failed: offering the same again would go round in circles."""
+        """Whether a load has failed: the same is not offered to vLLM again."""
 
     @property
     def chunk_size(self) -> int:
@@ -134,19 +134,19 @@ class RequestState:
         return (max(0, self.full_count - self.stored_count) + (not self.partial_is_stored)) * self.may_store
 
     def mark_held(self, chunk_count: int) -> None:
-        """The node holds the prompt's first so many chunks."""
+        """Marks the prompt's first `chunk_count` chunks as held by the node: they need not be stored."""
         self.stored_count = max(self.stored_count, min(chunk_count, self.full_count))
         self.partial_is_stored |= chunk_count == len(self.keys)
 
     def tokens_in(self, chunk_count: int) -> int:
-        """Tokens in the first so many chunks of the prompt."""
+        """Tokens in the prompt's first `chunk_count` chunks."""
         return min(chunk_count * self.chunk_size, self.token_count)
 
     def hit_tokens(self, chunk_count: int, request_tokens: int, block_size: int, *, sync: bool) -> int:
-        """How many tokens to offer to vLLM when so many chunks can be had.
+        """Tokens to offer to vLLM when `chunk_count` chunks can be loaded.
 
-        Whole blocks, unless all of the request is covered, or all that was handed to it, which only an asynchronous
-        load may do: vLLM must compute at least one token in a step that needs the pages at once.
+        Whole blocks, unless the whole request or its whole handoff is covered, which only an asynchronous load can use:
+        in a step that needs the pages vLLM must compute at least one token.
         """
         hit = self.tokens_in(chunk_count)
         if hit >= request_tokens and not sync:
@@ -158,7 +158,7 @@ class RequestState:
         return min(hit, request_tokens - 1) // block_size * block_size
 
     def set_found(self, own: Sequence[Extent], sources: HitSources, peer_id: str, now: float) -> None:
-        """The node has answered."""
+        """Records the answer of the node; a lookup that found nothing is over."""
         self.own = list(own)
         self.sources = sources
         self.absent_count = sources.absent_count
@@ -171,13 +171,13 @@ class RequestState:
             self.end_lookup()
 
     def keys_up_to(self, chunk_count: int) -> int:
-        """Makes keys of decoded chunks where they are missing; how many of the first `chunk_count` now have one."""
+        """Computes missing keys of decoded chunks; returns how many of the first `chunk_count` chunks have a key."""
         if chunk_count > len(self.chain.keys):
             self.chain.extend(as_tokens(self.all_tokens[: chunk_count * self.chunk_size]))
         return min(chunk_count, len(self.chain.keys))
 
     def end_lookup_span(self, sources: HitSources) -> None:
-        """The lookup is over, and this is where chunks are."""
+        """Ends the span of the lookup with what was found."""
         tokens = sources.tokens(0, self.token_count, self.chunk_size)
         self.lookup_span.set(**{f"{tier}_tokens": count for tier, count in tokens.items()})
         self.lookup_span.set(peer_instance_id=self.peer_id)
@@ -185,7 +185,7 @@ class RequestState:
         self.lookup_span = NO_SPAN
 
     def end_lookup(self) -> None:
-        """Nothing is held for us any more."""
+        """Ends the lookup: the node holds nothing for the request any more."""
         if self.lookup_state is LookupState.ASKED:
             self.lookup_span.fail("unanswered", "the request or the node was gone before the answer came")
             self.end_lookup_span(HitSources())

@@ -1,4 +1,4 @@
-"""Stores: which finished chunks go where in the pool, and what became of them."""
+"""Stores: plans the copies of completed chunks into the pool, and commits what was written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmkv")
 
 MAX_FAILURES = 2
-"""A request whose stores failed in so many steps stores no more."""
+"""Failed steps after which a request stores no more."""
 NULL_BLOCK_ID = 0
 """vLLM's null page: it stands for pages that were freed while their request runs, and holds no request's KV."""
 PARTIAL = -1
@@ -37,7 +37,7 @@ PARTIAL = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PendingStore:
-    """A chunk that the workers are writing."""
+    """A chunk that the workers write."""
 
     state: RequestState
     key: ChunkKey
@@ -46,7 +46,7 @@ class PendingStore:
     index: int
     token_count: int
     event: BlockStored | None
-    """What vLLM's subscribers are told once the chunk is committed."""
+    """The KV event for vLLM's subscribers, published when the chunk is committed."""
 
 
 class Stores:
@@ -74,7 +74,7 @@ class Stores:
         self._step_chunks = -(-step_tokens // spec.chunk_size)
         self._with_decode = with_decode
         self._lacks_credits = False
-        """Whether a chunk found no credit since credits were last asked for."""
+        """Whether a chunk found no credit since credits were last requested."""
         self._writes: dict[int, PendingStore] = {}
         """By offset of the extent."""
 
@@ -82,16 +82,16 @@ class Stores:
         return len(self._writes)
 
     def is_writing(self, state: RequestState) -> bool:
-        """Whether workers have yet to say that chunks of this prompt are stored."""
+        """Whether workers still write chunks of this request."""
         return any(write.state is state for write in self._writes.values())
 
     def reserve_count(self, states: Collection[RequestState]) -> int:
-        """How many credits to ask for: enough for two steps of these prompts, and for a decoded chunk of each."""
+        """Credits to request: enough for two steps of these requests, and for a decoded chunk of each."""
         wanted = sum(state.unstored_count for state in states)
         return self.credits.request(min(wanted, 2 * self._step_chunks) + len(states))
 
     def plan(self, output: SchedulerOutput, states: dict[str, RequestState]) -> list[ChunkCopy]:
-        """The stores of the chunks that this step completes, and of those that earlier found no credit."""
+        """The copies of chunks that this step completes, and of those that found no credit before."""
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -154,7 +154,7 @@ class Stores:
         )
 
     def _refuse_null_page(self, state: RequestState) -> None:
-        """Stores nothing more of this request: what follows a chunk that is missing cannot be found."""
+        """Stores nothing more of this request: chunks behind a missing one cannot be found."""
         state.store_failures = MAX_FAILURES
         self._counters.add("null_page_requests")
         logger.error(
@@ -163,7 +163,7 @@ class Stores:
         )
 
     def handle_report(self, report: WorkerReport) -> None:
-        """The workers have written, or not: commits what all ranks have written."""
+        """Commits the chunks that all ranks have written; the others may be tried again."""
         commits = []
         stored: dict[RequestState, int] = {}
         for offset, written in report.written.items():
@@ -193,23 +193,23 @@ class Stores:
             self._count(stored, sum(commit.size_bytes for commit in commits), report.store_seconds)
 
     def finished(self, state: RequestState) -> None:
-        """The request is over."""
+        """Counts chunks of a finished request that were not stored."""
         if state.lacked_credit or state.store_failures:
             self._counters.add("skipped_chunks", state.unstored_count)
 
     def idle(self) -> None:
-        """No request is left: gives back what an idle engine need not have."""
+        """Returns the credits that an engine without requests does not need."""
         if take_surplus := self.credits.take_surplus():
             self._send(pb.AttachRequest(returned_credits=take_surplus))
 
     def node_lost(self) -> None:
-        """The node is gone, and all credits with it. What the workers still write is void."""
+        """Drops all credits: the node is lost. What the workers still write is not committed."""
         self._undo(self._writes.values())
         self._writes.clear()
         self.credits = WriteCredits()
 
     def _undo(self, writes: Collection[PendingStore]) -> None:
-        """The chunks of a step were not stored after all; they may be tried again."""
+        """Marks chunks as not stored, so that they are tried again."""
         for write in writes:
             if write.index == PARTIAL:
                 write.state.partial_is_stored = False

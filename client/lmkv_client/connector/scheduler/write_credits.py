@@ -10,7 +10,7 @@ KEPT_WHEN_IDLE = 4
 
 @dataclass(kw_only=True, slots=True)
 class WriteCredits:
-    """What one engine may write into. `limit` bounds those in hand, asked for, and being written together."""
+    """The write credits of one engine. `limit` bounds those available, requested and being written together."""
 
     limit: int = 0
     requested_count: int = 0
@@ -21,35 +21,35 @@ class WriteCredits:
         return len(self._offsets)
 
     def request(self, wanted_count: int) -> int:
-        """How many more to ask for, so that in the end `wanted_count` are in hand; they count as asked for."""
+        """The number to request so that `wanted_count` become available; they count as requested."""
         room = self.limit - len(self._offsets) - self.requested_count - self.writing_count
         count = max(0, min(wanted_count - len(self._offsets) - self.requested_count, room))
         self.requested_count += count
         return count
 
     def settle(self, count: int, granted: list[int]) -> None:
-        """The node has answered for so many that were asked for, and granted these."""
+        """Records the node's answer to `count` requested credits, and the offsets that it granted."""
         self.requested_count -= count
         self._offsets.extend(granted)
 
     def take(self) -> int | None:
-        """Offset of an extent to write into now; None if none is in hand."""
+        """Takes a credit: the offset of an extent to write into; None if none is available."""
         if not self._offsets:
             return None
         self.writing_count += 1
         return self._offsets.pop()
 
     def commit(self) -> None:
-        """One that was taken is committed: it is the node's again."""
+        """Records that a taken credit was committed."""
         self.writing_count -= 1
 
     def return_unwritten(self, offset: int) -> None:
-        """One that was taken was not written."""
+        """Makes a taken credit available again that was not written."""
         self.writing_count -= 1
         self._offsets.append(offset)
 
     def take_surplus(self) -> list[int]:
-        """What an idle engine should give back; no longer in hand."""
+        """Removes and returns the credits that an idle engine returns to its node."""
         extra = self._offsets[KEPT_WHEN_IDLE:]
         del self._offsets[KEPT_WHEN_IDLE:]
         return extra

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import Awaitable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -29,52 +24,14 @@ from lmkv.errors import (
     ModelNotFound,
 )
 from lmkv.keys import join_keys
-from lmkv.pool.socket import attach
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.registry_service_pb2 import SpecConflict
 from lmkv_server.node.engines import service as engine_service
-from lmkv_server.node.engines.outbox import MERGED_BYTES, Outbox
 from lmkv_server.node.node import Node
-from lmkv_server.node.sessions.session import HOLD_SHARE
-from lmkv_server.node.sessions.sessions import CREDIT_SHARE
 from tests.server.node.cases import chunk_key, chunk_keys, small_spec
 from tests.server.node.engine_client import ANSWER_SECONDS, EngineClient, absent_count
+from tests.server.node.engines.pool_checks import CAPACITY, LIMIT, SPEC, is_clean
 from tests.waiting import until
-
-SPEC = small_spec()
-CAPACITY = 30
-LIMIT = CAPACITY // CREDIT_SHARE
-
-
-@pytest.fixture
-def config(runtime_dir: Path) -> NodeConfig:
-    return NodeConfig(
-        instance_id="test-node",
-        runtime_dir=str(runtime_dir),
-        enable_p2p=False,
-        max_local_cpu_size=f"{CAPACITY * SPEC.chunk_bytes}B",  # type: ignore[arg-type]  # what people write
-    )
-
-
-@pytest.fixture
-async def node(config: NodeConfig) -> AsyncIterator[Node]:
-    async with Node(config) as node:
-        yield node
-
-
-@pytest.fixture
-async def engine(node: Node) -> AsyncIterator[EngineClient]:
-    async with EngineClient(node) as engine:
-        yield engine
-
-
-def is_clean(node: Node) -> bool:
-    """Whether nobody holds or has reserved anything."""
-    node.tier.check()
-    return not node.tier.reserved_count and not any(chunk.holds for chunk in node.tier)
-
-
-# ---- what a well-behaved engine gets
 
 
 async def test_an_engine_is_welcomed_with_what_it_needs_to_know(node: Node) -> None:
@@ -499,172 +456,3 @@ async def test_a_call_over_the_limit_is_refused_and_the_node_serves_on(node: Nod
 
 
 # ---- the end of an engine
-
-
-async def granted(engine: EngineClient) -> None:
-    await engine.store(chunk_keys(0, 1))
-    await engine.lookup("1", chunk_keys(0, 1))
-    assert len(await engine.reserve(3)) == 3
-
-
-async def test_when_the_stream_is_gone_and_no_worker_is_left_everything_is_back(node: Node) -> None:
-    async with EngineClient(node) as engine:
-        await granted(engine)
-        assert not is_clean(node)
-    await until(lambda: is_clean(node))
-    assert node.engines.mapped_count == 0
-
-
-async def test_an_engine_that_ends_its_side_politely_is_gone_too(node: Node) -> None:
-    engine = EngineClient(node)
-    async with engine:
-        await granted(engine)
-        await engine.call.done_writing()
-        assert await engine.ending() is None
-        await until(lambda: is_clean(node))
-
-
-WORKER = """
-import sys
-from lmkv.pool.socket import attach
-pool = attach(sys.argv[1], sys.argv[2], 0, int(sys.argv[3]), 10.0)
-print("mapped", flush=True)
-sys.stdin.read()
-"""
-
-
-def start_worker(node: Node, engine_id: str = "engine") -> subprocess.Popen[str]:
-    """A process that has the pool mapped until it is killed."""
-    return start(WORKER, str(node.config.pool_socket), engine_id, str(node.epoch))
-
-
-def start(script: str, *arguments: str) -> subprocess.Popen[str]:
-    """A process with pipes, started where it can import the tests."""
-    return subprocess.Popen(
-        [sys.executable, "-c", script, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[4],
-    )
-
-
-async def test_nothing_is_taken_back_before_the_kernel_says_that_the_worker_is_gone(node: Node) -> None:
-    async with EngineClient(node) as engine:
-        await granted(engine)
-        worker = start_worker(node)
-        try:
-            assert worker.stdout
-            assert await asyncio.to_thread(worker.stdout.readline) == "mapped\n"
-            await engine.aclose()
-            await until(lambda: node.engines.attached_count == 0)
-            await asyncio.sleep(0.2)
-            assert node.engines.mapped_count == 1
-            assert not is_clean(node), "the worker may still write"
-            os.kill(worker.pid, signal.SIGKILL)
-            await until(lambda: is_clean(node))
-            assert node.engines.mapped_count == 0
-            assert len(node.tier) == 2, "what was committed stays"
-        finally:
-            worker.kill()
-            worker.communicate()
-
-
-ENGINE = """
-import asyncio, sys
-from lmkv import rpc
-from lmkv.pool.socket import attach
-from lmkv.v1 import engine_service_pb2 as pb
-from lmkv.v1.engine_service_pb2_grpc import EngineServiceStub
-from tests.server.node.cases import chunk_keys, small_spec
-from lmkv.keys import join_keys
-
-async def main():
-    async with rpc.open_channel("unix:" + sys.argv[1]) as channel:
-        call = EngineServiceStub(channel).Attach()
-        hello = pb.Hello(engine_id="killed", spec=small_spec().to_proto(), worker_count=1)
-        lookup = pb.LookupChunks(request_id="1", chunk_keys=join_keys(chunk_keys(0, 1)))
-        await call.write(pb.AttachRequest(hello=hello, lookups=[lookup], reserve_count=3))
-        welcome = (await call.read()).welcome
-        pool = attach(welcome.pool_socket, "killed", 0, welcome.epoch, 10.0)
-        credits = 0
-        while not credits:
-            credits = len((await call.read()).credits)
-        print("granted", credits, flush=True)
-        await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
-
-
-async def test_an_engine_that_is_killed_gives_everything_back(node: Node, engine: EngineClient) -> None:
-    await engine.store(chunk_keys(0, 1))
-    await engine.lookup("other", chunk_keys(9))
-    killed = start(ENGINE, str(node.config.engine_socket))
-    try:
-        assert killed.stdout
-        assert await asyncio.to_thread(killed.stdout.readline) == "granted 3\n"
-        assert [chunk.holds for chunk in node.tier] == [1, 1]
-        os.kill(killed.pid, signal.SIGKILL)
-        await until(lambda: is_clean(node))
-        assert node.engines.mapped_count == 1
-        assert len((await engine.lookup("1", chunk_keys(0, 1))).own) == 2
-    finally:
-        killed.kill()
-        killed.communicate()
-
-
-async def test_a_worker_that_comes_after_its_engine_is_turned_away(node: Node) -> None:
-    with pytest.raises(LmkvError, match="not attached"):
-        await asyncio.to_thread(attach, node.config.pool_socket, "nobody", 0, node.epoch, 5.0)
-
-
-async def test_holds_of_one_engine_take_at_most_its_share_of_the_pool(node: Node) -> None:
-    numbers = list(range(CAPACITY))
-    async with EngineClient(node) as engine:
-        for start in range(0, CAPACITY, LIMIT):
-            await engine.store(chunk_keys(*numbers[start : start + LIMIT]))
-        found = await engine.lookup("1", chunk_keys(*numbers))
-        assert len(found.own) == CAPACITY // HOLD_SHARE
-
-
-# ---- what waits to be said
-
-
-async def test_answers_that_wait_are_merged_as_far_as_a_message_may_grow() -> None:
-    outbox = Outbox()
-    for number in range(40):
-        found = pb.FoundChunks(request_id=str(number), peer_instance_id="x" * 100_000)
-        outbox.put(pb.AttachResponse(found=[found], settled_reserve_count=1))
-    outbox.end()
-    messages = []
-    while message := await outbox.take():
-        messages.append(message)
-    assert 1 < len(messages) <= 40 // (MERGED_BYTES // 110_000)
-    assert all(message.ByteSize() < rpc.MAX_MESSAGE_BYTES for message in messages)
-    assert [found.request_id for message in messages for found in message.found] == [str(n) for n in range(40)]
-    assert sum(message.settled_reserve_count for message in messages) == 40
-    assert await outbox.take() is None
-
-
-async def test_conflicts_are_always_told_whole() -> None:
-    outbox = Outbox()
-    for names in (["a", "b"], ["c"]):
-        outbox.put(
-            pb.AttachResponse(conflicts=pb.SpecConflicts(conflicts=[SpecConflict(instance_id=name) for name in names]))
-        )
-    message = await outbox.take()
-    assert message
-    assert [conflict.instance_id for conflict in message.conflicts.conflicts] == ["c"]
-
-
-async def test_taking_waits_for_something_to_say() -> None:
-    outbox = Outbox()
-    taking = asyncio.create_task(outbox.take())
-    await asyncio.sleep(0)
-    assert not taking.done()
-    outbox.put(pb.AttachResponse(reset_counts=[3]))
-    message = await taking
-    assert message
-    assert list(message.reset_counts) == [3]
-    assert outbox._pending == type(outbox._pending)()

@@ -1,0 +1,53 @@
+"""Prompts, and engines that have stored them, for tests of the scheduler side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.client.connector.simulated_engine import CHUNK, SimulatedEngine
+
+MakeEngine = Callable[..., SimulatedEngine]
+
+PROMPT = list(range(3, 203))
+"""200 tokens: three chunks and 8 tokens."""
+REST = len(PROMPT) % CHUNK
+OUTPUT = 2
+DECODED = OUTPUT - 1
+"""The last token of an answer is never computed."""
+COLD = len(PROMPT) + DECODED
+"""Tokens computed where nothing is loaded."""
+HIT = REST + DECODED
+"""Tokens computed where every chunk is loaded."""
+FOREVER = 10_000.0
+
+
+def filled(engine: SimulatedEngine, prompt: list[int] = PROMPT) -> SimulatedEngine:
+    """The engine, once it has stored the prompt and forgotten its own pages of it."""
+    engine.serve("filler", prompt)
+    forget_pages(engine)
+    return engine
+
+
+def forget_pages(engine: SimulatedEngine) -> None:
+    assert engine.scheduler.reset_prefix_cache()
+
+
+def until(engine: SimulatedEngine, condition: Callable[[], bool]) -> None:
+    """Steps until something is so."""
+    for _ in range(50):
+        if condition():
+            return
+        engine.step()
+    raise AssertionError("it never came to that")
+
+
+def with_peer(engine: SimulatedEngine, own_chunks: int = 0) -> SimulatedEngine:
+    """The engine, after its node has moved all but the first chunks of the prompt to a peer."""
+    filled(engine)
+    engine.node.move_to_peer()
+    if own_chunks:
+        engine.node.peer_chunks, kept = {}, engine.node.peer_chunks
+        engine.serve("own", PROMPT[: own_chunks * CHUNK])
+        forget_pages(engine)
+        engine.node.peer_chunks = kept
+    return engine

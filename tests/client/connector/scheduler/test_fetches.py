@@ -1,0 +1,220 @@
+"""The scheduler side with chunks outside the pool, and loads that fail."""
+
+from __future__ import annotations
+
+import pytest
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from lmkv_client.connector.stats import tier_tokens
+from tests.client.connector.scheduler.serving import (
+    COLD,
+    HIT,
+    PROMPT,
+    MakeEngine,
+    filled,
+    forget_pages,
+    until,
+    with_peer,
+)
+from tests.client.connector.simulated_engine import CHUNK
+
+# ---- chunks that peers have
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("own_chunks", [0, 1, 2])
+def test_chunks_that_a_peer_has_are_fetched_and_loaded(
+    make_engine: MakeEngine, asynchronous: bool, own_chunks: int
+) -> None:
+    engine = with_peer(make_engine(enable_async_loading=asynchronous), own_chunks)
+    commits = len(engine.node.commits)
+    assert engine.serve("a", PROMPT) == HIT
+    assert engine.count("loaded_tokens") == 3 * CHUNK
+    assert engine.count("peer_bytes") > 0
+    assert len(engine.node.commits) == commits, "what was fetched is not stored again"
+    engine.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_what_is_loaded_is_counted_by_where_it_was(make_engine: MakeEngine, asynchronous: bool) -> None:
+    engine = with_peer(make_engine(enable_async_loading=asynchronous), own_chunks=1)
+    engine.node.on_disk = engine.node.in_remote = 1
+    assert engine.serve("a", PROMPT) == HIT
+    assert engine.count("loaded_tokens") == 3 * CHUNK
+    assert [engine.count(tier_tokens(tier)) for tier in ("disk", "peers", "remote")] == [CHUNK, 0, CHUNK]
+    engine.check_nothing_is_left()
+
+
+def test_vllm_is_told_where_the_tokens_of_a_load_come_from(make_engine: MakeEngine) -> None:
+    engine = with_peer(make_engine(), own_chunks=1)
+    engine.node.on_disk = 1
+    engine.node.fetches_at_once = False
+    request = engine.add("a", PROMPT)
+    until(engine, lambda: bool(engine.node.fetches))
+    sources = dict.fromkeys((CacheHitSource.HOST, CacheHitSource.DISK, CacheHitSource.P2P), CHUNK)
+    assert engine.side.hit_sources(request, 3 * CHUNK) == sources
+    engine.node.deliver()
+    engine.run("a")
+    engine.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_what_is_too_little_to_fetch_is_computed_behind_what_is_here(
+    make_engine: MakeEngine, asynchronous: bool
+) -> None:
+    engine = with_peer(make_engine(min_fetch_tokens=CHUNK + 1, enable_async_loading=asynchronous), own_chunks=2)
+    assert engine.serve("a", PROMPT) == CHUNK + HIT
+    assert (engine.count("loaded_tokens"), engine.count("peer_bytes")) == (2 * CHUNK, 0)
+    engine.check_nothing_is_left()
+
+
+def test_the_node_is_told_how_fast_prompts_are_computed_once_that_is_known(make_engine: MakeEngine) -> None:
+    engine = filled(make_engine())
+    engine.serve("a", PROMPT)
+    first, second = engine.node.lookups
+    assert first.prefill_tokens_per_second == 0
+    assert second.prefill_tokens_per_second > 0
+
+
+def test_a_node_that_shall_refuse_nothing_is_not_told(make_engine: MakeEngine) -> None:
+    engine = filled(make_engine(refuse_slow_fetches=False))
+    engine.serve("a", PROMPT)
+    assert [lookup.prefill_tokens_per_second for lookup in engine.node.lookups] == [0, 0]
+
+
+def test_what_the_node_does_not_offer_is_computed_and_stored_and_counted(make_engine: MakeEngine) -> None:
+    engine = with_peer(make_engine())
+    engine.node.refuses_fetches = True
+    assert engine.serve("a", PROMPT) == COLD
+    assert len(engine.node.chunks) == 3
+    assert engine.count("refused_fetch_tokens") == 3 * CHUNK
+    assert engine.count(tier_tokens("peers")) == 0
+    engine.check_nothing_is_left()
+
+
+def test_chunks_of_a_peer_are_loaded_as_they_arrive(make_engine: MakeEngine) -> None:
+    engine = with_peer(make_engine())
+    engine.node.fetches_at_once = False
+    engine.add("a", PROMPT)
+    engine.step()
+    (worker,) = engine.workers
+    for count in (1, 2):
+        engine.node.deliver(1)
+        engine.step()
+        assert len(worker._loads["a"].copies) == count
+    engine.node.deliver(1)
+    engine.run("a")
+    assert engine.scheduled_tokens["a"] == HIT
+    assert engine.count(tier_tokens("peers")) == 3 * CHUNK
+    engine.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_where_a_peer_gives_less_than_it_said_the_rest_is_computed(make_engine: MakeEngine, asynchronous: bool) -> None:
+    engine = with_peer(make_engine(enable_async_loading=asynchronous), own_chunks=1)
+    engine.node.fetches_at_once = False
+    engine.add("a", PROMPT)
+    until(engine, lambda: bool(engine.node.fetches))
+    engine.node.deliver(1)
+    engine.step()
+    engine.node.fail()
+    engine.run("a")
+    engine.check_answer("a")
+    assert engine.scheduled_tokens["a"] == COLD - 2 * CHUNK
+    engine.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("arrived", [0, 1, 2])
+def test_when_time_is_over_what_has_not_arrived_is_computed(
+    make_engine: MakeEngine, asynchronous: bool, arrived: int
+) -> None:
+    engine = with_peer(make_engine(enable_async_loading=asynchronous))
+    engine.node.fetches_at_once = False
+    engine.add("a", PROMPT)
+    until(engine, lambda: bool(engine.node.fetches))
+    if arrived:
+        engine.node.deliver(arrived)
+    for _ in range(3):
+        engine.step()
+    engine.clock.now += engine.side._config.load_timeout
+    steps = engine.steps
+    engine.run("a")
+    assert engine.steps - steps < 10, "no livelock"
+    engine.check_answer("a")
+    assert engine.scheduled_tokens["a"] == COLD - arrived * CHUNK
+    assert engine.count("load_failures") == 1
+    engine.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_chunks_that_arrive_after_the_end_of_their_load_do_no_harm(make_engine: MakeEngine, asynchronous: bool) -> None:
+    engine = with_peer(make_engine(enable_async_loading=asynchronous))
+    engine.node.fetches_at_once = False
+    engine.add("a", PROMPT, output=20)
+    until(engine, lambda: bool(engine.node.fetches))
+    engine.node.prompt = False  # what the engine says about its end is still on the way
+    engine.clock.now += engine.side._config.load_timeout
+    until(engine, lambda: bool(engine.said["a"]))
+    engine.node.deliver()
+    engine.run("a")
+    engine.check_answer("a")
+    engine.check_nothing_is_left()
+
+
+def test_a_failed_load_is_not_offered_again_to_the_same_request(make_engine: MakeEngine) -> None:
+    engine = with_peer(make_engine())
+    engine.node.fetches_at_once = False
+    lookups = len(engine.node.lookups)
+    engine.add("a", PROMPT)
+    engine.step()
+    engine.node.fail()
+    engine.run("a")
+    assert engine.scheduled_tokens["a"] == COLD
+    assert len(engine.node.lookups) == lookups + 1
+    engine.check_nothing_is_left()
+
+
+# ---- loads that the workers cannot make
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("rank_count", [1, 2])
+def test_a_copy_that_fails_is_computed_and_the_next_request_may_try_again(
+    make_engine: MakeEngine, asynchronous: bool, rank_count: int
+) -> None:
+    engine = filled(make_engine(enable_async_loading=asynchronous, rank_count=rank_count))
+    engine.workers[-1].fails_loads = True
+    engine.add("a", PROMPT)
+    engine.run("a")
+    engine.check_answer("a")
+    assert engine.count("load_failures") == 1
+    engine.workers[-1].fails_loads = False
+    forget_pages(engine)
+    assert engine.serve("b", PROMPT) == HIT
+    engine.check_nothing_is_left()
+
+
+def test_a_step_that_read_unfilled_pages_stores_nothing(make_engine: MakeEngine) -> None:
+    engine = filled(make_engine(enable_async_loading=False))
+    engine.workers[0].fails_loads = True
+    engine.add("a", PROMPT + list(range(200)))
+    engine.step()
+    assert len(engine.node.commits) == 3
+    engine.workers[0].fails_loads = False
+    engine.run("a")  # whatever is committed now is checked
+    engine.check_answer("a")
+    assert len(engine.node.chunks) == 400 // CHUNK
+    engine.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("order", [(0, 3), (3, 0)])
+def test_the_node_keeps_a_chunk_until_the_slowest_rank_has_read_it(
+    make_engine: MakeEngine, order: tuple[int, int]
+) -> None:
+    engine = filled(make_engine(rank_count=2))
+    for worker, steps in zip(engine.workers, order, strict=True):
+        worker.steps_per_load = steps
+    engine.during_step = engine.node.evict  # spoils whatever nobody holds
+    assert engine.serve("a", PROMPT) == HIT
+    engine.check_nothing_is_left()

@@ -1,0 +1,49 @@
+"""Answers that wait for their stream."""
+
+from __future__ import annotations
+
+import asyncio
+
+from lmkv import rpc
+from lmkv.v1 import engine_service_pb2 as pb
+from lmkv.v1.registry_service_pb2 import SpecConflict
+from lmkv_server.node.engines.outbox import MERGED_BYTES, Outbox
+
+
+async def test_answers_that_wait_are_merged_as_far_as_a_message_may_grow() -> None:
+    outbox = Outbox()
+    for number in range(40):
+        found = pb.FoundChunks(request_id=str(number), peer_instance_id="x" * 100_000)
+        outbox.put(pb.AttachResponse(found=[found], settled_reserve_count=1))
+    outbox.end()
+    messages = []
+    while message := await outbox.take():
+        messages.append(message)
+    assert 1 < len(messages) <= 40 // (MERGED_BYTES // 110_000)
+    assert all(message.ByteSize() < rpc.MAX_MESSAGE_BYTES for message in messages)
+    assert [found.request_id for message in messages for found in message.found] == [str(n) for n in range(40)]
+    assert sum(message.settled_reserve_count for message in messages) == 40
+    assert await outbox.take() is None
+
+
+async def test_conflicts_are_always_told_whole() -> None:
+    outbox = Outbox()
+    for names in (["a", "b"], ["c"]):
+        outbox.put(
+            pb.AttachResponse(conflicts=pb.SpecConflicts(conflicts=[SpecConflict(instance_id=name) for name in names]))
+        )
+    message = await outbox.take()
+    assert message
+    assert [conflict.instance_id for conflict in message.conflicts.conflicts] == ["c"]
+
+
+async def test_taking_waits_for_something_to_say() -> None:
+    outbox = Outbox()
+    taking = asyncio.create_task(outbox.take())
+    await asyncio.sleep(0)
+    assert not taking.done()
+    outbox.put(pb.AttachResponse(reset_counts=[3]))
+    message = await taking
+    assert message
+    assert list(message.reset_counts) == [3]
+    assert outbox._pending == type(outbox._pending)()
