@@ -1,4 +1,4 @@
-"""`lmkv demo`: a coordinator and two real engines on this machine, and what sharing a prompt between them saves."""
+"""`lmkv demo`: measures how much two engines on this machine save by sharing a prompt."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ CHUNK_SIZE = 256
 BLOCK_SIZE = 128
 FLOAT32_BYTES = 4
 ENGINE_BYTES = 1300 << 20
-"""What an engine takes besides its model and its KV cache."""
+"""Memory of an engine besides its model and its KV cache."""
 FEWEST_PROMPT_TOKENS = 2 * CHUNK_SIZE
 MOST_PROMPT_TOKENS = 16_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `lmkv demo`."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     parser.add_argument("--model-size", choices=("mid", "tiny"), default="mid", help="size of the model (mid)")
     parser.add_argument("--prompt-tokens", type=int, default=4000, metavar="N", help="length of each prompt (4000)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="prompts to measure (3)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the model and the prompts (0)")
-    parser.add_argument("--keep-logs", type=Path, metavar="DIR", help="keep the logs of all processes there")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the model and the prompts (0)")
+    parser.add_argument("--keep-logs", type=Path, metavar="DIR", help="keep the logs of all processes in this folder")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 if engine 2 took the prompts from engine 1 and all completions are the same, otherwise 1.
+    """Returns 0 if engine 2 loaded the prompts from engine 1 and all completions are identical, otherwise 1.
 
-    Raises `ConfigError` if the flags make no sense here.
+    Raises `ConfigError` if the flags are invalid.
     """
     _check(args)
     console = Console(highlight=False)
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):  # the terminal may be closed
-            console.print("lmkv demo: interrupted; everything it started has ended")
+            console.print("lmkv demo: interrupted; all its processes have exited")
         return 130
     finally:
         for number, handler in handlers.items():
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Progress:
-    """Prints what the demo is doing, with the seconds since it began."""
+    """Prints the progress of the demo, with the time since its start."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -90,26 +90,25 @@ class _Progress:
 
 
 def _demonstrate(args: argparse.Namespace, folder: Path, logs: Path, progress: Callable[[str], None]) -> DemoResult:
-    """Runs everything and ends everything, however it goes."""
+    """Runs the demo. Ends all processes, also after an error."""
     shape = SHAPES[args.model_size]
     prompt_bytes = shape.kv_bytes_per_token(FLOAT32_BYTES) * args.prompt_tokens
     context_tokens = -(-(args.prompt_tokens + COMPLETION_TOKENS) // BLOCK_SIZE) * BLOCK_SIZE
     model = make_model(folder / "model", shape, args.seed)
-    progress(
-        f"made a Llama model with random weights, {shape.kv_bytes_per_token(FLOAT32_BYTES) // 1024} KiB of KV a token"
-    )
+    token_kib = shape.kv_bytes_per_token(FLOAT32_BYTES) // 1024
+    progress(f"created a Llama model with random weights, {token_kib} KiB of KV cache per token")
     settings = {
         "LMKV_CHUNK_SIZE": str(CHUNK_SIZE),
         "LMKV_MAX_LOCAL_CPU_SIZE": f"{_pool_mib(args.rounds, prompt_bytes)}MiB",
         "LMKV_NODE_LINGER": "5",
-        # A busy machine makes the demo slow, not wrong.
+        # A busy machine makes the demo slow, but must not make it fail.
         "LMKV_LOAD_TIMEOUT": "10",
     }
     with Cluster(folder, model, logs=logs, settings=settings) as cluster:
         assert cluster.coordinator is not None
         progress(
             f"coordinator ready at {cluster.coordinator.address}, its page at "
-            f"http://{cluster.coordinator.http_address}; starting two vLLM engines, half a minute or more"
+            f"http://{cluster.coordinator.http_address}; starting two vLLM engines, which takes half a minute or more"
         )
         first, second = (
             cluster.add_engine(
@@ -145,7 +144,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.seed < 0:
         raise ConfigError(f"--seed must not be negative: {args.seed}")
     if args.json and not args.json.absolute().parent.is_dir():
-        raise ConfigError(f"--json: there is no folder {args.json.absolute().parent}")
+        raise ConfigError(f"--json: the folder does not exist: {args.json.absolute().parent}")
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError("the demo needs vLLM; install it with: pip install 'lmkv[cpu]' (or 'lmkv[vllm]' with a GPU)")
     token_bytes = SHAPES[args.model_size].kv_bytes_per_token(FLOAT32_BYTES)
@@ -159,23 +158,23 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _pool_mib(rounds: int, prompt_bytes: int) -> int:
-    """Size of each node's pool: every prompt stays, with what it generates and the one that warms up."""
+    """Size of each node's pool: all prompts, including the warm-up, with their completions."""
     return 64 + (rounds + 1) * (prompt_bytes * 5 // 4 >> 20)
 
 
 def _failure(result: DemoResult) -> str | None:
-    """Why the result is none to be proud of."""
+    """Why the demo has failed; None if it has not."""
     if not result.identical:
-        return "the engines gave different completions to the same prompt"
+        return "the engines returned different completions of the same prompt"
     if not all(round_.from_peer.tokens for round_ in result.rounds):
-        return "engine 2 took nothing from engine 1"
+        return "engine 2 loaded nothing from engine 1"
     if not all(round_.from_own.tokens for round_ in result.rounds):
-        return "engine 1 took nothing from its own host pool"
+        return "engine 1 loaded nothing from its own host pool"
     return None
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    """Ends the demo in good order; a second signal does not disturb that."""
+    """Ends the demo; ignores further signals."""
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
@@ -183,7 +182,7 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 command = Command(
     name="demo",
-    help="start a coordinator and two engines here and measure a shared prompt",
+    help="start a coordinator and two engines on this host and measure a shared prompt",
     add_arguments=add_arguments,
     run=run,
 )

@@ -1,4 +1,4 @@
-"""What an engine answers to a completion request, read from its OpenAI API."""
+"""Responses of an engine to completion requests, parsed from its OpenAI API."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionToken:
-    """One step of a streamed completion, as it arrived."""
+    """One event of a streamed completion."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -20,23 +20,23 @@ class CompletionToken:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """What an engine answered to one prompt."""
+    """The completion of one prompt."""
 
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str
-    """`length`, `stop`, or `error` for a request that the engine gave up."""
+    """`length`, `stop`, or `error` for a request that the engine aborted."""
     ttft_seconds: float
     total_seconds: float
     prompt_tokens: int
     cached_tokens: int
-    """Tokens of the prompt that the engine did not compute: from its own prefix cache or from lmkv."""
+    """Prompt tokens that the engine did not compute: from its prefix cache or from lmkv."""
     logprobs: tuple[float, ...] = ()
-    """Logarithm of the probability of each token, where the request asked for `logprobs`."""
+    """Log probability of each token, if the request has `logprobs`."""
 
 
 def read_token(choice: Mapping[str, Any], seconds: float) -> CompletionToken:
-    """The token or tokens in one choice of an answer or of an event."""
+    """The tokens in one choice of a response or an event."""
     logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or ()
     return CompletionToken(
         token_ids=tuple(choice["token_ids"]), text=choice["text"], seconds=seconds, logprobs=tuple(logprobs)
@@ -46,7 +46,7 @@ def read_token(choice: Mapping[str, Any], seconds: float) -> CompletionToken:
 def make_completion(
     tokens: Sequence[CompletionToken], last: Mapping[str, Any], usage: Mapping[str, Any], total_seconds: float
 ) -> Completion:
-    """What streamed tokens, the last choice and the usage say together."""
+    """Combines streamed tokens, the last choice and the usage."""
     details = usage.get("prompt_tokens_details") or {}
     return Completion(
         token_ids=tuple(token_id for token in tokens for token_id in token.token_ids),

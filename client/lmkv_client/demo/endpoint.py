@@ -1,4 +1,4 @@
-"""A server of the OpenAI API on this host, be it an engine or the proxy: what the demo and the tests ask of it."""
+"""A client of an OpenAI API on this host, of an engine or the proxy: for the demo, the tests and the benchmarks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REQUEST_TIMEOUT_SECONDS = 300.0
 
 
 class Endpoint:
-    """Questions to one server. Synchronous and safe to ask from several threads, each on a connection of its own."""
+    """A synchronous client of one server. Thread-safe: each request has its own connection."""
 
     def __init__(self, name: str, port: int, model_name: str) -> None:
         self.name = name
@@ -32,7 +32,7 @@ class Endpoint:
         extra: Mapping[str, object] | None = None,
         timeout_seconds: float = REQUEST_TIMEOUT_SECONDS,
     ) -> Completion:
-        """Completes a prompt greedily, `max_tokens` tokens whatever they are.
+        """Completes a prompt greedily with exactly `max_tokens` tokens.
 
         `extra` goes into the request's body (`cache_salt`, `kv_transfer_params`, ...). Without `stream` the time to
         the first token is the total time. Raises `Unreachable` if the engine is gone or does not answer in time,
@@ -42,13 +42,13 @@ class Endpoint:
         return self._complete_stream(body, timeout_seconds) if stream else self._complete_whole(body, timeout_seconds)
 
     def answer(self, prompt: Sequence[int], max_tokens: int, **extra: object) -> dict[str, Any]:
-        """All that it answers to a completion which is not streamed, as it came. Raises as `complete` does."""
+        """The response to a completion request that is not streamed, as JSON. Raises as `complete`."""
         body = self._body(prompt, max_tokens, False, extra)
         answer: dict[str, Any] = json.loads(self._request("POST", "/v1/completions", body, REQUEST_TIMEOUT_SECONDS))
         return answer
 
     def chat(self, **body: object) -> str:
-        """What it says to a chat of `messages`, `max_tokens` and what else the API takes. Raises as `complete` does."""
+        """The text of a chat completion with these parameters. Raises as `complete`."""
         body = {"model": self.model_name, "temperature": 0, "ignore_eos": True} | body
         answer = json.loads(self._request("POST", "/v1/chat/completions", body, REQUEST_TIMEOUT_SECONDS))
         return str(answer["choices"][0]["message"]["content"])
@@ -61,9 +61,9 @@ class Endpoint:
         extra: Mapping[str, object] | None = None,
         timeout_seconds: float = REQUEST_TIMEOUT_SECONDS,
     ) -> Iterator[CompletionToken]:
-        """Yields the completion as it comes. Closing the iterator closes the connection: the engine aborts the request.
+        """Yields the tokens of a completion as they arrive. Sends the request when the first token is requested.
 
-        The request is sent when the first token is asked for. Raises as `complete` does.
+        Closing the iterator closes the connection, and the engine aborts the request. Raises as `complete`.
         """
         for event, seconds in self._events(self._body(prompt, max_tokens, False, extra), timeout_seconds):
             for choice in event["choices"]:
@@ -71,7 +71,7 @@ class Endpoint:
                     yield read_token(choice, seconds)
 
     def metrics(self, **labels: str) -> dict[str, float]:
-        """Current values at /metrics by sample name, summed over all samples that carry these labels.
+        """Current values at /metrics by sample name, summed over all samples with these labels.
 
         Samples with the label `tier` are also summed by tier, under `NAME{tier="TIER"}`.
         """
@@ -87,7 +87,7 @@ class Endpoint:
         return values
 
     def answers(self, path: str) -> bool:
-        """Whether a GET of this path is answered with 200 right now."""
+        """Whether a GET of this path returns 200."""
         try:
             self._request("GET", path, timeout_seconds=2.0)
         except LmkvError:
@@ -150,11 +150,11 @@ class Endpoint:
                         raise self._refused("/v1/completions", 200, line)
                     yield event, seconds
         except (OSError, http.client.HTTPException) as error:
-            raise Unreachable(f"{self.name} did not answer: {error!r}", address=f"127.0.0.1:{self.port}") from error
+            raise Unreachable(f"{self.name} did not respond: {error!r}", address=f"127.0.0.1:{self.port}") from error
         finally:
             connection.close()
         if not finished:
-            raise Unreachable(f"{self.name} broke off its answer", address=f"127.0.0.1:{self.port}")
+            raise Unreachable(f"{self.name} ended its response early", address=f"127.0.0.1:{self.port}")
 
     def _request(
         self, method: str, path: str, body: Mapping[str, object] | None = None, timeout_seconds: float = 30.0
@@ -167,7 +167,7 @@ class Endpoint:
             response = connection.getresponse()
             answer = response.read()
         except (OSError, http.client.HTTPException) as error:
-            raise Unreachable(f"{self.name} did not answer: {error!r}", address=f"127.0.0.1:{self.port}") from error
+            raise Unreachable(f"{self.name} did not respond: {error!r}", address=f"127.0.0.1:{self.port}") from error
         finally:
             connection.close()
         if response.status != 200:
@@ -176,5 +176,5 @@ class Endpoint:
 
     def _refused(self, path: str, status: int, answer: bytes) -> LmkvError:
         return LmkvError(
-            f"{self.name} refused {path} with HTTP {status}: {answer.decode(errors='replace').strip()}", status=status
+            f"{self.name} rejected {path} with HTTP {status}: {answer.decode(errors='replace').strip()}", status=status
         )

@@ -1,4 +1,4 @@
-"""What `lmkv demo` measures: one prompt, computed by one engine, then taken from it by another and by itself."""
+"""Measures a prompt for `lmkv demo`: computed by one engine, loaded from it by another, and loaded by itself."""
 
 from __future__ import annotations
 
@@ -22,81 +22,81 @@ COMPLETION_TOKENS = 16
 WARM_UP_TOKENS = 1024
 STORE_TIMEOUT_SECONDS = 10.0
 COUNT_TIMEOUT_SECONDS = 10.0
-"""An engine publishes counts with its steps: those of a request may follow its answer, some with the next step only."""
+"""Deadline for metrics: an engine exports those of a request after its response, some only with its next step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheTransfer:
-    """What one request took instead of computing it."""
+    """What one request loaded instead of computing it."""
 
     tokens: int
     size_bytes: int
     seconds: float
-    """Time that the bytes were under way: from the peer, or from the node's own pool into the engine."""
+    """Duration of the transfer: from the peer, or from the node's own pool into the engine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoRound:
-    """One prompt, asked three times."""
+    """One prompt, completed three times."""
 
     cold: Completion
-    """By engine 1, which has never seen it."""
+    """By engine 1, without a cache hit."""
     peer: Completion
-    """By engine 2, which has never seen it either."""
+    """By engine 2, with a hit at its peer."""
     own: Completion
-    """By engine 1 again, after its prefix cache was emptied."""
+    """By engine 1 again, with a hit in its host pool after its prefix cache was reset."""
     from_peer: CacheTransfer
     from_own: CacheTransfer
 
     @property
     def identical(self) -> bool:
-        """Whether all three completions are the same, token by token."""
+        """Whether all three completions have the same tokens."""
         return self.cold.token_ids == self.peer.token_ids == self.own.token_ids
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoResult:
-    """What the rounds say together. There is at least one."""
+    """Medians of the rounds. There is at least one round."""
 
     rounds: Sequence[DemoRound]
 
     @property
     def cold_ttft_ms(self) -> float:
-        """Median time to the first token of a prompt that nobody holds."""
+        """Median TTFT without a cache hit."""
         return 1e3 * statistics.median(round_.cold.ttft_seconds for round_ in self.rounds)
 
     @property
     def peer_ttft_ms(self) -> float:
-        """Median time to the first token of a prompt that a peer holds."""
+        """Median TTFT with a hit at a peer."""
         return 1e3 * statistics.median(round_.peer.ttft_seconds for round_ in self.rounds)
 
     @property
     def own_ttft_ms(self) -> float:
-        """Median time to the first token of a prompt that the own host pool holds."""
+        """Median TTFT with a hit in the own host pool."""
         return 1e3 * statistics.median(round_.own.ttft_seconds for round_ in self.rounds)
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of each prompt."""
+        """Number of tokens of each prompt."""
         return self.rounds[0].cold.prompt_tokens
 
     @property
     def from_peer(self) -> CacheTransfer:
-        """What a median round took from the peer, each number for itself."""
+        """Medians of what was loaded from the peer, one per field."""
         return _median([round_.from_peer for round_ in self.rounds])
 
     @property
     def from_own(self) -> CacheTransfer:
-        """What a median round took from the own host pool, each number for itself."""
+        """Medians of what was loaded from the own host pool, one per field."""
         return _median([round_.from_own for round_ in self.rounds])
 
     @property
     def identical(self) -> bool:
-        """Whether the completions of every round are the same."""
+        """Whether the completions are identical in every round."""
         return all(round_.identical for round_ in self.rounds)
 
     def to_json(self) -> dict[str, Any]:
-        """The numbers under the names that others compare by, and every round as it was."""
+        """The medians and all rounds. Other programs read these names."""
         return {
             "cold_ttft_ms": round(self.cold_ttft_ms, 3),
             "peer_ttft_ms": round(self.peer_ttft_ms, 3),
@@ -116,7 +116,7 @@ class DemoResult:
 
 
 def gb_per_s(taken: CacheTransfer) -> float:
-    """Speed in GB (2^30 bytes, as in log lines) a second; 0 where nothing was taken."""
+    """Throughput in GB (2^30 bytes, as in log lines) per second; 0 if nothing was loaded."""
     return taken.size_bytes / taken.seconds / GB if taken.seconds else 0.0
 
 
@@ -130,21 +130,21 @@ def measure(
     seed: int,
     progress: Callable[[str], None],
 ) -> DemoResult:
-    """Measures so many rounds, each with a random prompt of its own, after a short one that is thrown away.
+    """Measures `rounds` rounds, each with a new random prompt, after a short warm-up round.
 
-    Raises `LmkvError` if an engine fails, or if what engine 1 computes never becomes known to the coordinator.
+    Raises `LmkvError` if an engine fails, or if the coordinator does not learn what engine 1 stored.
     """
     random = np.random.default_rng(seed)
 
-    def ask(count: int) -> DemoRound:
+    def measure_prompt(count: int) -> DemoRound:
         prompt = random.integers(FIRST_BYTE_TOKEN_ID, vocab_size, count).tolist()
         return measure_round(coordinator, engines, prompt)
 
-    ask(min(prompt_tokens, WARM_UP_TOKENS))
-    progress("warmed up; engine 2 has met engine 1's node")
+    measure_prompt(min(prompt_tokens, WARM_UP_TOKENS))
+    progress("warmed up; engine 2 is connected to engine 1's node")
     measured = []
     for number in range(1, rounds + 1):
-        measured.append(ask(prompt_tokens))
+        measured.append(measure_prompt(prompt_tokens))
         progress(f"round {number} of {rounds}: {_in_words(measured[-1])}")
     return DemoResult(rounds=measured)
 
@@ -152,7 +152,7 @@ def measure(
 def measure_round(
     coordinator: CoordinatorProcess, engines: tuple[EngineProcess, EngineProcess], prompt: Sequence[int]
 ) -> DemoRound:
-    """One prompt cold, from the peer, and from the own pool. The instances are named as the engines are."""
+    """Measures one prompt cold, from the peer, and from the own pool. Instances have the names of engines."""
     first, second = engines
     cold = first.complete(prompt, COMPLETION_TOKENS)
     coordinator.wait_for_holder(prompt, first.name, len(prompt), STORE_TIMEOUT_SECONDS)
@@ -169,9 +169,9 @@ def measure_round(
 
 
 def taken(engine: Endpoint, before: dict[str, float], answer: Completion, act: str) -> CacheTransfer:
-    """What a request took, by the engine's counters; `before` are those from before it.
+    """What a request loaded, by the engine's metrics; `before` has those from before the request.
 
-    Where the answer has cached tokens it waits for the counts of their bytes, and has the engine take a step for them.
+    If the response has cached tokens, waits for the metrics of their bytes, and triggers steps of the engine for them.
     """
     deadline = time.monotonic() + COUNT_TIMEOUT_SECONDS
     while True:

@@ -1,4 +1,4 @@
-"""Small Llama models with random weights, made on the spot: what `lmkv demo` and the tests give their engines.
+"""Small Llama models with random weights, generated for the engines of `lmkv demo`, the tests and the benchmarks.
 
 They need no network and no weights of anyone. The scale of the weights makes every greedy token depend on the whole
 prompt, so that one wrong byte of KV cache changes what the model says.
@@ -17,7 +17,7 @@ import numpy as np
 BOS_TOKEN_ID = 0
 EOS_TOKEN_ID = 1
 FIRST_BYTE_TOKEN_ID = 2
-"""Tokens 2 to 257 are the bytes of text, in order; those above are words of their own."""
+"""Tokens 2 to 257 are the bytes of text, in order; larger ids are separate words."""
 FIRST_WORD_TOKEN_ID = FIRST_BYTE_TOKEN_ID + 256
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
@@ -41,7 +41,7 @@ class ModelShape:
             raise ValueError(f"vocab_size must be at least {FIRST_WORD_TOKEN_ID}, not {self.vocab_size}")
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
-        """Bytes of KV cache that one token takes in all layers, with elements of so many bytes."""
+        """Bytes of KV cache that one token takes in all layers, with elements of this size."""
         return 2 * self.layer_count * self.kv_head_count * self.head_size * element_bytes
 
 
@@ -96,7 +96,7 @@ def make_model(folder: Path, shape: ModelShape = TINY, seed: int = 0) -> Path:
     config_file.unlink(missing_ok=True)
     _write_weights(folder / "model.safetensors", shape, seed)
     _write_tokenizer(folder, shape)
-    config_file.write_text(json.dumps(config, indent=2) + "\n")  # last: it says that the folder is complete
+    config_file.write_text(json.dumps(config, indent=2) + "\n")  # last: marks the folder as complete
     return folder
 
 
@@ -126,7 +126,7 @@ def _config(shape: ModelShape, seed: int) -> dict[str, object]:
 
 
 def _parameters(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], float | None]]:
-    """Name, dimensions and standard deviation of each tensor; None for those that are all ones."""
+    """Name, dimensions and standard deviation of each tensor; None for a tensor of ones."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
     query, key_value = shape.head_count * shape.head_size, shape.kv_head_count * shape.head_size
     yield "model.embed_tokens.weight", (shape.vocab_size, hidden), 1.0
@@ -157,7 +157,7 @@ def _write_weights(file: Path, shape: ModelShape, seed: int) -> None:
         header[name] = {"dtype": "BF16", "shape": dimensions, "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)  # the format wants the tensors aligned
+    encoded += b" " * (-len(encoded) % 8)  # tensors must be aligned
     random = np.random.default_rng(seed)
     with file.open("wb") as out:
         out.write(len(encoded).to_bytes(8, "little") + encoded)
@@ -175,7 +175,7 @@ def _to_bfloat16(values: np.ndarray) -> np.ndarray:
 
 
 def _write_tokenizer(folder: Path, shape: ModelShape) -> None:
-    """A tokenizer that takes any text, a token for each byte, and gives every token id a text of its own.
+    """A tokenizer with one token per byte, and a distinct text for every token id.
 
     The text of a token above the bytes, `<300>`, is that token again when it is encoded.
     """
@@ -206,7 +206,7 @@ def _write_tokenizer(folder: Path, shape: ModelShape) -> None:
 
 
 def _byte_letters() -> list[str]:
-    """The letter by which byte-level tokenizers write each byte: printable ones as they are, others moved up."""
+    """The character for each byte in byte-level tokenizers: printable ones unchanged, others shifted."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     moved = iter(range(256, 512))
     return [chr(byte if byte in printable else next(moved)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""The table that `lmkv demo` ends with."""
+"""The table of results that `lmkv demo` prints."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lmkv_client.demo.measure import CacheTransfer, DemoResult
 
 
 def make_table(result: DemoResult) -> Table:
-    """Time to the first token, and what was taken instead of computed; fits 80 columns."""
+    """TTFT, and what was loaded instead of computed; fits into 80 columns."""
     table = Table(
         title=f"A prompt of {result.prompt_tokens:,} tokens, medians of {len(result.rounds)} rounds",
-        caption="cold: engine 1 computes it · from peer: engine 2 takes it from engine 1\n"
-        "own host pool: engine 1 again, its prefix cache emptied",
+        caption="cold: engine 1 computes it · from peer: engine 2 loads it from engine 1\n"
+        "own host pool: engine 1 again, after a reset of its prefix cache",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )

@@ -34,7 +34,7 @@ def run(*arguments: str) -> int:
         (["--prompt-tokens", "100"], "--prompt-tokens must be 512 to 16000, not 100"),
         (["--rounds", "0"], "--rounds must be 1 to 100, not 0"),
         (["--seed", "-1"], "--seed must not be negative"),
-        (["--json", "/nowhere/at/all.json"], "--json: there is no folder /nowhere/at"),
+        (["--json", "/nowhere/at/all.json"], "--json: the folder does not exist: /nowhere/at"),
         (["--prompt-tokens", "16000", "--rounds", "100"], "GB of memory"),
     ],
 )
@@ -64,7 +64,7 @@ def test_a_signal_ends_everything_that_was_started(tmp_path: Path, number: signa
         demo.send_signal(number)
         output = read_all(terminal)
         assert demo.wait(60) == 130
-    assert output.endswith("lmkv demo: interrupted; everything it started has ended\r\n")
+    assert output.endswith("lmkv demo: interrupted; all its processes have exited\r\n")
     assert left(tmp_path) == [[]] * 4
     assert not list(tmp_path.iterdir())
 

@@ -114,7 +114,7 @@ def test_one_different_token_in_one_round_is_a_failure() -> None:
 
 def test_taking_nothing_from_the_peer_is_a_failure() -> None:
     result = DemoResult(rounds=[round_of(2.0), round_of(2.0, from_peer=NOTHING)])
-    assert _failure(result) == "engine 2 took nothing from engine 1"
+    assert _failure(result) == "engine 2 loaded nothing from engine 1"
     assert _failure(DemoResult(rounds=[round_of(2.0)])) is None
 
 

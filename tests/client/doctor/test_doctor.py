@@ -85,12 +85,12 @@ def test_the_pool_that_an_earlier_life_has_left_is_there_for_the_next(
 
 
 def test_the_memory_and_the_port_of_the_own_node_are_its_own(running_node: NodeConfig) -> None:
-    assert the_only(check_memory(running_node)) == ("ok", "the node lmkv-1 runs, and has its 10.2 MB")
-    assert the_only(check_peer_port(running_node)) == ("ok", "the node lmkv-1 runs, and has it")
+    assert the_only(check_memory(running_node)) == ("ok", "the node lmkv-1 is running and has 10.2 MB")
+    assert the_only(check_peer_port(running_node)) == ("ok", "the node lmkv-1 is running and has it")
 
 
 def test_a_folder_that_cannot_hold_sockets_fails(tmp_path: Path, node: NodeConfig) -> None:
-    assert the_only(check_folder(node)) == ("ok", f"engine and node meet at {node.runtime_dir}/lmkv-1/engine.sock")
+    assert the_only(check_folder(node)) == ("ok", f"engine and node connect in {node.runtime_dir}/lmkv-1/engine.sock")
     level, text = the_only(check_folder(NodeConfig(runtime_dir=str(tmp_path / ("x" * 100)))))
     assert level == "fail"
     assert "set a shorter runtime_dir or instance_id" in text
@@ -105,10 +105,12 @@ def taken_port() -> Iterator[int]:
 
 
 def test_a_port_that_is_taken_fails_with_the_key(node: NodeConfig, taken_port: int) -> None:
-    assert the_only(check_peer_port(node)) == ("ok", "a free port on 127.0.0.1 will be taken")
+    assert the_only(check_peer_port(node)) == ("ok", "a free port on 127.0.0.1 will be selected")
     level, text = the_only(check_peer_port(NodeConfig(p2p_port=taken_port)))
     assert level == "fail"
-    assert text.startswith(f"{taken_port} on 127.0.0.1 cannot be had (Address already in use); set p2p_port to a free")
+    assert text.startswith(
+        f"{taken_port} on 127.0.0.1 cannot be bound (Address already in use); set p2p_port to a free"
+    )
 
 
 def test_an_address_of_another_machine_fails_with_the_key() -> None:
@@ -136,7 +138,7 @@ def test_what_is_not_wanted_is_not_checked() -> None:
     for check in (check_memory, check_peer_port, check_transfer):
         level, text = the_only(check(config))
         assert level == "ok"
-        assert text.startswith("none is ")
+        assert text.startswith("not needed")
 
 
 def test_this_host_makes_the_golden_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +163,7 @@ def test_every_channel_that_may_be_chosen_starts(monkeypatch: pytest.MonkeyPatch
 def test_what_does_not_start_is_no_failure_where_others_do() -> None:
     _, nixl, _ = check_transfer(NodeConfig(nixl_backends=("NONE",)))
     assert nixl.level == "warn"
-    assert nixl.text.endswith("; without it bytes travel by shm or tcp")
+    assert nixl.text.endswith("; without it chunks are transferred by shm or tcp")
 
 
 @pytest.mark.parametrize(
@@ -199,7 +201,7 @@ def certificate(folder: Path, days: float) -> CoordinatorConfig:
     [
         (20, "ok", "is valid until 20"),
         (5, "warn", "; renew it"),
-        (-1, "fail", "has been out of date since 20"),
+        (-1, "fail", "has expired on 20"),
         (31, "fail", "; check this host's clock"),
     ],
 )
@@ -217,7 +219,7 @@ def test_certificates_of_the_far_future_and_of_authorities_are_read(tmp_path: Pa
 
 
 def test_no_tls_is_said_and_files_that_are_none_fail(tmp_path: Path) -> None:
-    assert the_only(check_tls(ConnectorConfig())) == ("ok", "not configured: words travel in the clear")
+    assert the_only(check_tls(ConnectorConfig())) == ("ok", "not configured: the control plane is not encrypted")
     level, text = the_only(check_tls(ConnectorConfig(tls_ca=str(tmp_path / "nowhere.pem"))))
     assert level == "fail"
     assert text.startswith("tls_ca: cannot read ")
@@ -238,7 +240,7 @@ async def test_a_fleet_that_is_fit_passes_every_check(fleet: Fleet) -> None:
         "agreement": "ok",
     }
     assert "; 2 instances" in found["coordinator"][1]
-    assert found["agreement"][1] == "coordinator and host make the same keys for llama"
+    assert found["agreement"][1] == "coordinator and host compute the same keys for llama"
     async with Coordinator(fleet.address) as coordinator:  # the visitor has left
         assert [instance.instance_id for instance in await coordinator.instances()] == ["a", "b"]
 
@@ -254,7 +256,7 @@ async def test_a_name_that_another_process_has_fails(fleet: Fleet, short_folder:
     config = ConnectorConfig(instance_id="a", runtime_dir=str(short_folder), coordinator_address=(fleet.address,))
     level, text = (await of_fleet(config))["instance_id"]
     assert level == "fail"
-    assert text == "a is taken by a living process at 127.0.0.1:7000; set another instance_id"
+    assert text == "a is in use by a running process at 127.0.0.1:7000; set another instance_id"
     config.make_instance_dir()
     with config.lock_path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -64,7 +64,7 @@ def test_it_says_where_compiled_kernels_are(tmp_path: Path) -> None:
     images.write(images.cache_folder() / images.file_name(90), b"image")
     assert cuda_lines(tmp_path)[1] == ("ok", f"kernels for sm_90 are compiled, in {tmp_path}/lmkv/kernels")
     images.write(images.BUILT_FOLDER / images.file_name(90), b"image")
-    assert cuda_lines(tmp_path)[1] == ("ok", f"kernels for sm_90 were built ahead, in {tmp_path}/built")
+    assert cuda_lines(tmp_path)[1] == ("ok", f"kernels for sm_90 are prebuilt, in {tmp_path}/built")
 
 
 @pytest.mark.usefixtures("gpu")
@@ -96,7 +96,7 @@ def test_it_says_what_the_pools_memory_will_be(tmp_path: Path) -> None:
     assert "NUMA node" in node.text
     assert "pool_path" in next(check_pool(config(tmp_path, pool_path="/dev/shm/pool"))).text
     assert "pool_path, /dev/shm/lmkv-" in next(check_pool(config(tmp_path, persist_pool=True))).text
-    assert next(check_pool(config(tmp_path, pool_huge_pages="never"))).text.startswith("no huge pages are wanted")
+    assert next(check_pool(config(tmp_path, pool_huge_pages="never"))).text.startswith("uses small pages")
 
 
 def test_huge_pages_and_nodes_that_are_not_there_fail_with_the_key(tmp_path: Path) -> None:

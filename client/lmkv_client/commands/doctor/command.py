@@ -1,4 +1,4 @@
-"""The command: which checks are made for which role, and how their findings are shown."""
+"""`lmkv doctor`: runs the checks of a role and prints their findings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXAMPLES = """\
 Nothing is changed, but the fleet sees an instance doctor-... come and go: it tries clock and keys.
 
 exit codes:
-  0  fit, perhaps with warnings     1  some check failed     2  bad usage     130  interrupted"""
+  0  passed, possibly with warnings  1  a check failed     2  bad usage     130  interrupted"""
 
 _STYLES: dict[Level, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Checks, and prints a line per finding as soon as it is there."""
+    """Runs the checks and prints each finding immediately."""
     findings = []
     for finding in examine(args):
         findings.append(finding)
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(args: argparse.Namespace) -> Iterator[Finding]:
-    """Every finding for the role. Where the configuration cannot be read there is only that."""
+    """Yields the findings of the role; only one if the configuration is invalid."""
     kind: type[Config] = CoordinatorConfig if args.role == "coordinator" else ConnectorConfig
     flags = {"coordinator": args.coordinator} if kind is ConnectorConfig else {}
     try:

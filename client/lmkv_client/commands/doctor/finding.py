@@ -1,4 +1,4 @@
-"""What a check finds: one line, with the fix where there is something to fix."""
+"""The finding of a check: one line, with the fix if there is a problem."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Finding:
 
 
 def ok(check: str, text: str) -> Finding:
-    """All is well."""
+    """The check passed."""
     return Finding(check=check, level="ok", text=text)
 
 
 def warn(check: str, text: str) -> Finding:
-    """It works, but perhaps not as meant."""
+    """The check passed, but the configuration may be unintended."""
     return Finding(check=check, level="warn", text=text)
 
 
 def fail(check: str, text: str) -> Finding:
-    """It will not work."""
+    """The check failed."""
     return Finding(check=check, level="fail", text=text)

@@ -1,4 +1,4 @@
-"""Checks that need the coordinator: whether it answers, its clock, who else is there, and whether keys agree.
+"""Checks of the coordinator: whether it responds, its clock, the other instances, and whether keys agree.
 
 Clock and keys are tried by a visit: the doctor registers as an instance for a moment, and leaves at once.
 """
@@ -36,7 +36,7 @@ from lmkv_client.commands.doctor.host import node_runs
 from lmkv_client.connection import CoordinatorConnection
 
 CLOCK_SECONDS = 1.0
-"""Orders and pins end by the clock; a second is much to them."""
+"""Operations and pins expire by the clock; an offset of a second matters."""
 ANSWER_SECONDS = 5.0
 
 GOLDEN_TOKENS = (128000, 849, 21435, 279, 26431, 315, 85748, 6636)
@@ -45,18 +45,18 @@ GOLDEN_KEYS = ("141c847a97a7cd9cab0be34688a0c2ee", "008228d2386eb5d269de25baacc0
 
 
 def check_keys() -> Iterator[Finding]:
-    """Whether this host makes the keys that every other one makes."""
+    """Whether this host computes the same keys as every other host."""
     keys = chunk_keys(as_tokens(GOLDEN_TOKENS), root_key(bytes(range(16))), 4)
     if [key.hex() for key in keys] == list(GOLDEN_KEYS):
-        yield ok("keys", "this host makes the keys that it should")
+        yield ok("keys", "this host computes the expected keys")
     else:
-        yield fail("keys", "this host makes other keys than it should, and would share nothing; reinstall lmkv")
+        yield fail("keys", "this host computes unexpected keys and cannot share chunks; reinstall lmkv")
 
 
 async def check_fleet(config: ConnectorConfig) -> AsyncIterator[Finding]:
-    """Everything that a coordinator has a part in, for each that there is."""
+    """The checks that need a coordinator, for each coordinator."""
     if not config.coordinator_address:
-        yield warn("coordinator", "none is configured, so that nothing is shared; set coordinator_address")
+        yield warn("coordinator", "not configured: instances share nothing; set coordinator_address")
     for address in config.coordinator_address:
         async for finding in _check_at(address, config):
             yield finding
@@ -76,7 +76,7 @@ async def _check_at(address: str, config: ConnectorConfig) -> AsyncIterator[Find
             return
         took = format_duration(time.monotonic() - begin)
         if instances is None:
-            yield ok("coordinator", f"{address} answered in {took}")
+            yield ok("coordinator", f"{address} responded in {took}")
             yield warn(
                 "instances",
                 "tokens of engines do not list instances, so that names, versions and keys are not compared; set "
@@ -84,7 +84,7 @@ async def _check_at(address: str, config: ConnectorConfig) -> AsyncIterator[Find
             )
         else:
             count = len(instances)
-            yield ok("coordinator", f"{address} answered in {took}; {count} instance{'' if count == 1 else 's'}")
+            yield ok("coordinator", f"{address} responded in {took}; {count} instance{'' if count == 1 else 's'}")
             yield check_instance_id(config, instances)
             yield check_versions(instances)
         async for finding in _visit(config, coordinator, instances):
@@ -100,7 +100,7 @@ async def _listed(coordinator: Coordinator) -> Sequence[Instance] | None:
 
 
 def check_instance_id(config: ConnectorConfig, instances: Sequence[Instance]) -> Finding:
-    """Whether this host's name in the fleet is its alone."""
+    """Whether no other host uses this instance id."""
     name = config.instance_id
     namesake = next((instance for instance in instances if instance.instance_id == name), None)
     if namesake is None:
@@ -108,7 +108,7 @@ def check_instance_id(config: ConnectorConfig, instances: Sequence[Instance]) ->
     if node_runs(config):
         return ok("instance_id", f"{name} is this host's node, at {namesake.peer_address}")
     return fail(
-        "instance_id", f"{name} is taken by a living process at {namesake.peer_address}; set another instance_id"
+        "instance_id", f"{name} is in use by a running process at {namesake.peer_address}; set another instance_id"
     )
 
 
@@ -116,13 +116,13 @@ def check_versions(instances: Sequence[Instance]) -> Finding:
     """Whether all nodes run this version."""
     others = {instance.instance_id: instance.version for instance in instances if instance.version != __version__}
     if not others:
-        return ok("versions", f"all run {__version__}")
+        return ok("versions", f"all nodes run {__version__}")
     said = ", ".join(f"{name} {version or 'an unknown one'}" for name, version in sorted(others.items())[:5])
     return warn("versions", f"this is {__version__}, but others run another version ({said}); update all to one")
 
 
 def check_specs(instances: Sequence[Instance]) -> tuple[list[KvSpec], Finding | None]:
-    """The specs of the fleet, and whether this host understands each as its own instance does."""
+    """The specs of the fleet, and whether this host derives the same fingerprints."""
     specs: dict[bytes, KvSpec] = {}
     for instance in instances:
         for message in instance.specs:
@@ -145,13 +145,13 @@ async def _visit(
             if specs:
                 yield await visitor.check_keys(coordinator, specs[0])
             elif instances is not None and not misunderstood:
-                yield ok("agreement", "no engine has registered a model yet, so that there are no keys to compare")
+                yield ok("agreement", "no engine has registered a model yet: there are no keys to compare")
     except LmkvError as error:
-        yield fail("visit", f"a visiting instance was refused: {error}")
+        yield fail("visit", f"a temporary instance was rejected: {error}")
 
 
 class _Visitor:
-    """An instance for a moment, with at most one chunk, which exists by name only."""
+    """A temporary instance with at most one chunk, which has no bytes."""
 
     def __init__(self, config: ConnectorConfig, connection: CoordinatorConnection, instance: Instance) -> None:
         self._config = config
@@ -163,7 +163,7 @@ class _Visitor:
     @classmethod
     @asynccontextmanager
     async def register(cls, address: str, config: ConnectorConfig, specs: Sequence[KvSpec]) -> AsyncIterator[_Visitor]:
-        """Joins, and leaves in the end. Raises `LmkvError`."""
+        """Registers, and deregisters at the end. Raises `LmkvError`."""
         connection = CoordinatorConnection(address, ANSWER_SECONDS, config.credentials)
         instance = Instance(
             instance_id=f"doctor-{socket.gethostname()[:32]}-{os.getpid()}",
@@ -197,21 +197,21 @@ class _Visitor:
         return ok("clock", said)
 
     async def check_keys(self, coordinator: Coordinator, spec: KvSpec) -> Finding:
-        """Whether a prompt's key, made here, is found by the prompt's tokens, made into keys there."""
+        """Whether the coordinator computes the same key of a prompt as this host."""
         tokens = [random.randrange(spec.vocab_size or 1000) for _ in range(spec.chunk_size)]  # noqa: S311
         secret = self._config.cluster_secret.encode()
         (key,) = chunk_keys(as_tokens(tokens), root_key(spec.fingerprint, secret=secret), spec.chunk_size)
         await self._report(spec, key)
         answer = await coordinator.lookup(tokens, model_name=spec.model_name)
         if any(holder.instance_id == self._instance.instance_id for holder in answer.holders):
-            return ok("agreement", f"coordinator and host make the same keys for {spec.model_name}")
+            return ok("agreement", f"coordinator and host compute the same keys for {spec.model_name}")
         return fail(
             "agreement",
-            f"coordinator and host make different keys for {spec.model_name}; set the same cluster_secret on both",
+            f"coordinator and host compute different keys for {spec.model_name}; set the same cluster_secret on both",
         )
 
     async def _report(self, spec: KvSpec, key: ChunkKey) -> None:
-        """Tells of the one chunk, and waits until that is known."""
+        """Reports the chunk, and waits until the coordinator has applied the report."""
         change = ChunkChange(tier=TIER_HOST, fingerprint=spec.fingerprint, admitted_keys=key)
         report = ReportRequest(
             instance_id=self._instance.instance_id,

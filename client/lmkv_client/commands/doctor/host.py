@@ -16,7 +16,7 @@ from lmkv_client.commands.doctor.finding import Finding, fail, ok, warn
 
 
 def node_runs(config: NodeConfig) -> bool:
-    """Whether the node of this instance runs on this host: it holds its lock."""
+    """Whether the node of this instance runs on this host and holds its lock."""
     try:
         with config.lock_path.open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -28,13 +28,13 @@ def node_runs(config: NodeConfig) -> bool:
 
 
 def check_memory(config: NodeConfig) -> Iterator[Finding]:
-    """Whether the pool fits."""
+    """Whether the pool fits into memory."""
     wanted = config.pool_bytes
     if not config.local_cpu:
-        yield ok("memory", "none is wanted: local_cpu is false")
+        yield ok("memory", "not needed: local_cpu is false")
         return
     if node_runs(config):
-        yield ok("memory", f"the node {config.instance_id} runs, and has its {format_bytes(wanted)}")
+        yield ok("memory", f"the node {config.instance_id} is running and has {format_bytes(wanted)}")
         return
     available, where = available_bytes(), "this machine and its cgroup"
     if config.pool_file:
@@ -55,7 +55,7 @@ def check_memory(config: NodeConfig) -> Iterator[Finding]:
 
 
 def check_folder(config: NodeConfig) -> Iterator[Finding]:
-    """Whether sockets can be made where engine and node meet."""
+    """Whether sockets can be created in the runtime folder."""
     try:
         path = config.engine_socket
     except ConfigError as error:
@@ -63,7 +63,7 @@ def check_folder(config: NodeConfig) -> Iterator[Finding]:
         return
     folder = _existing(config.instance_dir)
     if os.access(folder, os.W_OK | os.X_OK):
-        yield ok("runtime_dir", f"engine and node meet at {path}")
+        yield ok("runtime_dir", f"engine and node connect in {path}")
     else:
         yield fail(
             "runtime_dir", f"this user may not write to {folder}; set runtime_dir to a folder that this user may write"
@@ -71,20 +71,20 @@ def check_folder(config: NodeConfig) -> Iterator[Finding]:
 
 
 def check_peer_port(config: NodeConfig) -> Iterator[Finding]:
-    """Whether the port for peers can be had, if one is named, and whether they can reach it."""
+    """Whether the port for peers can be bound, if it is set, and whether peers can reach it."""
     if not config.enable_p2p:
-        yield ok("p2p_port", "none is needed: enable_p2p is false")
+        yield ok("p2p_port", "not needed: enable_p2p is false")
         return
     if not node_runs(config):
         yield from _try_port(config.p2p_host, config.p2p_port, "p2p_host", "p2p_port")
     else:
-        yield ok("p2p_port", f"the node {config.instance_id} runs, and has it")
+        yield ok("p2p_port", f"the node {config.instance_id} is running and has it")
     if config.p2p_host == "127.0.0.1" and not all(map(_is_loopback, config.coordinator_address)):
-        yield warn("p2p_host", "is 127.0.0.1, where no other host can reach it; set p2p_host to this host's address")
+        yield warn("p2p_host", "is 127.0.0.1, which other hosts cannot reach; set p2p_host to this host's address")
 
 
 def check_coordinator_ports(config: CoordinatorConfig) -> Iterator[Finding]:
-    """Whether a coordinator could serve on its ports."""
+    """Whether a coordinator can bind its ports."""
     for key, port in {**config.grpc_ports, **config.http_ports}.items():
         yield from _try_port(config.host, port, "host", key)
 
@@ -101,9 +101,9 @@ def _try_port(host: str, port: int, host_key: str, port_key: str) -> Iterator[Fi
     except OSError as error:
         stop = f"set {port_key} to a free port, or stop the process that uses it"
         fix = f"{stop}; set {host_key} to an address of this machine"
-        yield fail(port_key, f"{port} on {host} cannot be had ({error.strerror}); {fix}")
+        yield fail(port_key, f"{port} on {host} cannot be bound ({error.strerror}); {fix}")
     else:
-        yield ok(port_key, f"{port} on {host} can be had" if port else f"a free port on {host} will be taken")
+        yield ok(port_key, f"{port} on {host} can be bound" if port else f"a free port on {host} will be selected")
 
 
 def _existing(path: Path) -> Path:

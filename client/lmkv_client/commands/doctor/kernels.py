@@ -1,4 +1,4 @@
-"""What copies are made with: the processor's instructions, a GPU and its compiler, and the pool's kind of memory."""
+"""Checks the resources of copies: instruction set, GPU and compiler, and the memory of the pool."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lmkv_client.commands.doctor.host import node_runs
 
 
 def check_kernels(config: ConnectorConfig) -> Iterator[Finding]:
-    """What copies on the processor use, and what copies on a GPU would."""
+    """The resources of copies on the CPU and on a GPU."""
     from lmkv_kernels import _host
     from lmkv_kernels.cuda import Device, NoCuda, driver
 
     processors = len(os.sched_getaffinity(0))
-    threads = f"up to {config.copy_threads}" if config.copy_threads else "as many as help"
+    threads = f"up to {config.copy_threads}" if config.copy_threads else "automatic"
     yield ok("kernels", f"host copies use {_host.isa()}, threads: {threads}, on {processors} processors")
     try:
         cuda = driver()
@@ -40,12 +40,12 @@ def check_kernels(config: ConnectorConfig) -> Iterator[Finding]:
 
 
 def _check_compiler(architecture: int, driver_major: int) -> Finding:
-    """Where the kernels for an architecture would come from."""
+    """Where the kernels for an architecture come from."""
     from lmkv_kernels.cuda import CudaError, images
 
     name, folder = images.file_name(architecture), images.cache_folder()
     if images.read(images.BUILT_FOLDER / name):
-        return ok("cuda", f"kernels for sm_{architecture} were built ahead, in {images.BUILT_FOLDER}")
+        return ok("cuda", f"kernels for sm_{architecture} are prebuilt, in {images.BUILT_FOLDER}")
     if images.read(folder / name):
         return ok("cuda", f"kernels for sm_{architecture} are compiled, in {folder}")
     try:
@@ -59,7 +59,7 @@ def _check_compiler(architecture: int, driver_major: int) -> Finding:
 
 
 def check_pool(config: NodeConfig) -> Iterator[Finding]:
-    """What memory the pool will be of: its pages and its NUMA node."""
+    """The page size and the NUMA node of the pool."""
     if not config.local_cpu or node_runs(config):
         return
     there = huge_pages()
@@ -69,9 +69,9 @@ def check_pool(config: NodeConfig) -> Iterator[Finding]:
     if config.pool_file:
         yield ok("pool", f"its pages are those of the file system of pool_path, {config.pool_file}")
     elif config.pool_huge_pages == "never":
-        yield ok("pool", "no huge pages are wanted (pool_huge_pages: never)")
+        yield ok("pool", "uses small pages (pool_huge_pages: never)")
     elif enough:
-        yield ok("pool", f"it will be of huge pages of {format_bytes(there.page_bytes)}: {free}")
+        yield ok("pool", f"uses huge pages of {format_bytes(there.page_bytes)}: {free}")
     elif config.pool_huge_pages == "always":
         yield fail(
             "pool",
@@ -79,7 +79,7 @@ def check_pool(config: NodeConfig) -> Iterator[Finding]:
             "or set pool_huge_pages to auto",
         )
     else:
-        yield ok("pool", f"it will be of small pages: {free}; vm.nr_hugepages sets some apart")
+        yield ok("pool", f"uses small pages: {free}; vm.nr_hugepages sets some apart")
     try:
         node = numa.node_for(config.numa_node)
     except ConfigError as error:

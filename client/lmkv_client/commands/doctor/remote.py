@@ -1,4 +1,4 @@
-"""Whether this host can reach the store that nodes share. It is not logged in to: the node says whether that works."""
+"""Whether this host can reach the remote store. Does not authenticate: the node logs whether that succeeds."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def check_remote(config: NodeConfig) -> Iterator[Finding]:
         socket.create_connection((host, port), CONNECT_SECONDS).close()
     except OSError as error:
         fix = "start it, or set remote_url" + (" and remote_endpoint_url" if url.bucket else "")
-        yield fail("remote_url", f"{host}:{port} of {url.shown} does not answer ({error.strerror or error}); {fix}")
+        yield fail("remote_url", f"{host}:{port} of {url.shown} does not respond ({error.strerror or error}); {fix}")
     else:
-        yield ok("remote_url", f"{url.shown} answers at {host}:{port}; the node's log says whether it lets it in")
+        yield ok("remote_url", f"{url.shown} responds at {host}:{port}; the node logs whether authentication succeeds")

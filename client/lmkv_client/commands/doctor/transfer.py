@@ -28,16 +28,16 @@ _MARK = "lmkv: error: "
 
 
 def check_transfer(config: NodeConfig) -> Iterator[Finding]:
-    """Whether bytes could move between nodes, and by which channels."""
+    """Which channels can transfer chunks between nodes."""
     if not config.enable_p2p:
-        yield ok("transfer", "none is needed: enable_p2p is false")
+        yield ok("transfer", "not needed: enable_p2p is false")
         return
     names = names_of(config.transfer_channel)
     for name in names:
         finding = _check(name, config.nixl_backends)
         others = [other for other in names if other != name]
         if finding.level == "fail" and others:
-            finding = warn("transfer", f"{finding.text}; without it bytes travel by {' or '.join(others)}")
+            finding = warn("transfer", f"{finding.text}; without it chunks are transferred by {' or '.join(others)}")
         yield finding
 
 
@@ -60,7 +60,7 @@ def _check(name: str, backends: Sequence[str]) -> Finding:
 
 
 async def try_channel(name: str, backends: Sequence[str]) -> None:
-    """Opens the channel over a little memory, and closes it. Raises `LmkvError` if it does not start."""
+    """Opens the channel with a small pool and closes it. Raises `LmkvError` if it does not start."""
     with Pool.create(MEMORY_BYTES) as pool, tempfile.TemporaryDirectory(prefix="lmkv-") as folder:
         end = End(
             name=f"doctor-{uuid.uuid4().hex}",
