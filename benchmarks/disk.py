@@ -92,7 +92,7 @@ async def through_tier(bench: Bench, folder: Path, io_name: str) -> None:
     began = time.perf_counter()
     async with DiskTier([folder], size_bytes, tier=bench.tier, pool=bench.pool, events=bench.events) as again:
         print(f"{again.chunk_count} chunks found again in {1000 * (time.perf_counter() - began):.1f} ms")
-        again.drop(bench.keys)
+        again.forget(bench.keys)
         await again.settle()
 
 

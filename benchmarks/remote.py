@@ -34,9 +34,10 @@ from lmkv.units import GB
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.tiers.remote.backend import RemoteStore
-from lmkv_server.node.tiers.remote.health import READ_THREADS, WRITE_THREADS
+from lmkv_server.node.tiers.base import Needs, Selection
+from lmkv_server.node.tiers.remote.backend import READ_THREADS, WRITE_THREADS
 from lmkv_server.node.tiers.remote.s3 import S3Store
+from lmkv_server.node.tiers.remote.store import RemoteStore
 from lmkv_server.node.tiers.remote.tier import RemoteTier
 from lmkv_server.node.tiers.remote.valkey import ValkeyStore
 
@@ -112,7 +113,7 @@ async def through_tier(bench: Bench, store: RemoteStore) -> None:
     """Puts and reads by a remote tier."""
     remote = RemoteTier(store, tier=bench.tier, pool=bench.pool, events=CacheEvents(), lookup_seconds=TIMEOUT_SECONDS)
     async with remote:
-        await remote.link.attempted.wait()
+        await remote.backend.health.attempted.wait()
         bench.fill()
         with timed("tier: write-behind", bench.size_bytes):
             for chunk in bench.tier:
@@ -120,15 +121,16 @@ async def through_tier(bench: Bench, store: RemoteStore) -> None:
             await remote.writer.flush()
         assert remote.writer.written_chunks == len(bench.keys), "not all were put"
         bench.tier.drop(bench.keys)
+        needs = Needs(spec=bench.spec, keys=bench.keys, indices=range(len(bench.keys)))
         began = time.perf_counter()
-        assert await remote.count(bench.spec, bench.keys) == len(bench.keys)
+        assert (await remote.lookup(needs)).run_from(0) == len(bench.keys)
         print(f"tier: looked up                      {1000 * (time.perf_counter() - began):6.1f} ms")
         came: list[int] = []
         with timed("tier: read, verify, commit", bench.size_bytes):
             await remote.reader.read(bench.spec.fingerprint, bench.keys, TIMEOUT_SECONDS, lambda at, _: came.append(at))
         assert len(came) == len(bench.keys), "not all came"
         bench.tier.drop(bench.keys)
-        await remote.clear()
+        await remote.drop(Selection())
 
 
 def bare(bench: Bench, put: Callable[[str, memoryview], object], get: Callable[[str], bytes]) -> None:

@@ -24,6 +24,7 @@ from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.warm_start import WarmStart
 from lmkv_server.node.commands.runner import OrderRunner
 from lmkv_server.node.engines.service import EngineService
+from lmkv_server.node.fetch.tier import PeerTier
 from lmkv_server.node.fleet import holdings
 from lmkv_server.node.fleet.context import FleetContext
 from lmkv_server.node.fleet.membership import FleetMembership
@@ -34,7 +35,8 @@ from lmkv_server.node.metrics.collector import NodeMetrics
 from lmkv_server.node.serving.server import STOP_GRACE_SECONDS, PeerServer, bind
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.stack import TierStack
-from lmkv_server.node.tiers.build import open_disk, open_remote
+from lmkv_server.node.tiers.base import SecondaryTier
+from lmkv_server.node.tiers.build import ConfiguredTier, TierContext, make_tiers
 from lmkv_server.node.tiers.disk.tier import DiskTier
 from lmkv_server.node.tiers.remote.tier import RemoteTier
 
@@ -68,6 +70,8 @@ class Node:
         """The remote tier, if there is one."""
         self.warm: WarmStart | None = None
         """What an earlier process has left in the pool, if `persist_pool` is on."""
+        self.stores: list[ConfiguredTier] = []
+        """The secondary tiers that keep chunks for this node."""
         self._peer_side: PeerServer | None = None
         self._stack = AsyncExitStack()
         self.events = CacheEvents()
@@ -100,8 +104,10 @@ class Node:
         cache = await open_host_cache(config, self.events, stack)
         self.pool, self.tier, self.warm = cache.pool, cache.tier, cache.warm
         self.engines = EngineSessions(self.tier)
-        self.disk = await open_disk(config, self.tier, self.pool, self.events, stack)
-        self.remote = await open_remote(config, self.tier, self.pool, self.events, stack)
+        context = TierContext(config=config, tier=self.tier, pool=self.pool, events=self.events)
+        self.stores = [await stack.enter_async_context(tier) for tier in make_tiers(context)]
+        self.disk = next((tier for tier in self.stores if isinstance(tier, DiskTier)), None)
+        self.remote = next((tier for tier in self.stores if isinstance(tier, RemoteTier)), None)
         self._peer_side = await self._open_peer_side()
         self.orders = await stack.enter_async_context(self._make_orders())
         self.fleet = FleetMembership(
@@ -151,9 +157,15 @@ class Node:
             tier=self.tier,
             engines=self.engines,
             fetcher=self._peer_side.fetcher if self._peer_side else None,
-            disk=self.disk,
-            remote=self.remote,
+            tiers=self.stores,
         )
+
+    def _tiers(self) -> list[SecondaryTier]:
+        """In the order in which they are asked: on this host, at peers, elsewhere."""
+        tiers: list[SecondaryTier] = [tier for tier in self.stores if tier.is_local]
+        if side := self._peer_side:
+            tiers.append(PeerTier(side.fetcher, self.fleet, self.config.coordinator_timeout))
+        return tiers + [tier for tier in self.stores if not tier.is_local]
 
     def _make_pool_socket(self) -> PoolSocket:
         return PoolSocket(
@@ -169,15 +181,7 @@ class Node:
         return EngineService(
             tier=self.tier,
             sessions=self.engines,
-            stack=TierStack(
-                self.tier,
-                self.fleet,
-                fetcher=side.fetcher if side else None,
-                receiver=side.receiver if side else None,
-                disk=self.disk,
-                remote=self.remote,
-                locate_timeout_seconds=config.coordinator_timeout,
-            ),
+            stack=TierStack(self.tier, self._tiers(), side.receiver if side else None),
             senders=side.senders if side else None,
             welcome=engine_service_pb2.Welcome(
                 instance_id=config.instance_id,
@@ -192,6 +196,7 @@ class Node:
             on_detach=self._engines_changed,
             on_replace=self._replace if self._started_by_connector else None,
             on_served=self._served_changed,
+            conflicts=lambda: self.fleet.conflicts,
         )
 
     def _make_metrics(self) -> NodeMetrics:

@@ -1,213 +1,222 @@
-"""Where else chunks come from: a handoff, the own disk, peers that the coordinator names, the store that all share."""
+"""All that the host tier is filled from: a handoff first, then secondary tiers in their order."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
 from lmkv.tiers import Run
-from lmkv.v1.cache_service_pb2 import Holder
-from lmkv.v1.registry_service_pb2 import SpecConflict
-from lmkv_server.node.cache.host import Chunk, HostTier
-from lmkv_server.node.fetch.fetcher import FetchResult, PeerFetcher
-from lmkv_server.node.fleet.membership import FleetMembership
+from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.handoff.device_buffers import DeviceBuffers
 from lmkv_server.node.handoff.receiver import Receiver
-from lmkv_server.node.tiers.disk.tier import DiskTier
-from lmkv_server.node.tiers.progress import Progress
-from lmkv_server.node.tiers.reader import TierReader
-from lmkv_server.node.tiers.remote.tier import RemoteTier
+from lmkv_server.node.tiers.base import Needs, Presence, SecondaryTier, Selection
+from lmkv_server.node.tiers.progress import OnChunks, Progress
+
+logger = logging.getLogger(__name__)
 
 REST_SECONDS = 1.0
-"""Most time to fetch from peers what a handoff did not bring."""
+"""Most time to fetch from other instances what a handoff did not send."""
 
-OnChunks = Callable[[list[tuple[int, Chunk]]], None]
-"""Told which chunks, by index, have just been committed; they are held for the callee."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hit:
+    """What a lookup found behind host memory: consecutive runs, and what each tier that was asked said."""
+
+    runs: tuple[Run, ...] = ()
+    presences: Mapping[str, Presence] = field(default_factory=dict)
+    """By the tier's name."""
+
+    @property
+    def chunk_count(self) -> int:
+        """Chunks of all runs."""
+        return sum(run.chunk_count for run in self.runs)
+
+    @property
+    def source(self) -> str:
+        """The first other instance that holds a run; empty if none does."""
+        return next((source for run in self.runs if (source := self.presences[run.tier].source)), "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """The result of a load."""
+
+    chunk_count: int
+    """Chunks delivered."""
+    size_bytes: int
+    """Bytes of those that came from peers."""
+    seconds: float
+    instance_ids: tuple[str, ...]
+    """Peers that sent any, in order of first use."""
+    error: LmkvError | None
+    """Why chunks are missing, if there was an error."""
 
 
 class TierStack:
-    """All that one node's tier can be filled from. Who is not there, such as a coordinator or a disk, has nothing."""
+    """The sources of one node's host tier. One event loop owns it."""
 
-    def __init__(
-        self,
-        tier: HostTier,
-        fleet: FleetMembership,
-        *,
-        fetcher: PeerFetcher | None,
-        receiver: Receiver | None,
-        disk: DiskTier | None,
-        remote: RemoteTier | None = None,
-        locate_timeout_seconds: float,
-    ) -> None:
+    def __init__(self, tier: HostTier, tiers: Sequence[SecondaryTier], receiver: Receiver | None = None) -> None:
+        """`tiers` in the order in which they are asked; `receiver` has the handoffs of a node with peers."""
         self._tier = tier
-        self._disk = disk
-        self._remote = remote
-        self._fleet = fleet
-        self._fetcher = fetcher
+        self._tiers = tiers
         self._receiver = receiver
-        self._locate_timeout_seconds = locate_timeout_seconds
+        self._clearing: Counter[bytes] = Counter()
+        self._background: set[asyncio.Task[None]] = set()
 
-    @property
-    def connected(self) -> bool:
-        """Whether asking the coordinator makes sense at all."""
-        return self._fetcher is not None and self._fleet.connected
-
-    @property
-    def asks(self) -> bool:
-        """Whether there is anybody to ask about chunks that are not here."""
-        return self.connected or (self._remote is not None and self._remote.is_usable)
-
-    @property
-    def conflicts(self) -> Sequence[SpecConflict]:
-        """Instances of the same models that share nothing with this one, and why."""
-        return self._fleet.conflicts
+    # --- Handoffs ------------------------------------------------------------------------------------------------
 
     @property
     def buffers(self) -> DeviceBuffers | None:
         """The device buffers that engines have lent; None if the node has no peers."""
         return self._receiver.buffers if self._receiver else None
 
-    def on_disk(self, fingerprint: bytes, keys: Sequence[ChunkKey], after: int) -> int:
-        """How many chunks of a prompt the own disk has, from `keys[after]` on; those before are in the tier."""
-        return self._disk.count(fingerprint, keys, after) if self._disk else 0
-
-    async def in_remote(self, spec: KvSpec, keys: Sequence[ChunkKey], after: int) -> int:
-        """How many chunks of a prompt the shared store has, from `keys[after]` on. Bounded; a failure is a miss."""
-        return await self._remote.count(spec, keys, after) if self._remote else 0
-
-    async def locate(self, keys: Sequence[ChunkKey], after: int = 0) -> Sequence[Holder]:
-        """Peers that hold the chunks from `keys[after]` on, longest run first. Bounded; a failure is a miss.
-
-        What they may hold is counted from `keys[0]`.
-        """
-        if len(keys) <= after or not self.connected:
-            return ()
-        holders = await self._fleet.lookup(keys[after:], self._locate_timeout_seconds)
-        return [shifted(holder, -after) for holder in holders] if after else holders
-
     def claim(self, handoff_id: str, engine_id: str) -> Callable[[], None] | None:
-        """A request has come to an engine for a handoff; the result, if any, is to be called when it lets go."""
+        """Notes that a request waits for a handoff; the result, if any, is to be called when it is released."""
         return self._receiver.claim(handoff_id, engine_id) if handoff_id and self._receiver else None
 
     def drop_handoff(self, handoff_id: str) -> None:
-        """No request of an engine here will load this handoff."""
+        """Ends a handoff that no request of an engine here will load."""
         if self._receiver:
             self._receiver.drop(handoff_id)
 
     def promised(self, handoff_id: str, first: int, total: int) -> tuple[int, str]:
-        """Of a prompt of `total` chunks, those from `first` on that a handoff may bring, and whose they are."""
+        """How many chunks from `first` on, of a prompt of `total`, a handoff may send, and the instance that does."""
         return self._receiver.promised(handoff_id, first, total) if handoff_id and self._receiver else (0, "")
 
-    def fetch_seconds(self, holders: Sequence[Holder], size_bytes: int) -> float | None:
-        """How long it should take to bring so many bytes from the best of these; None if that is not known."""
-        return self._fetcher.expected_seconds(holders, size_bytes) if self._fetcher else None
+    # --- Tiers ---------------------------------------------------------------------------------------------------
 
-    def read_seconds(self, size_bytes: int) -> float | None:
-        """How long it should take to read so many bytes from disk; None if that is not known."""
-        return self._disk.reader.expected_seconds(size_bytes) if self._disk else None
+    @property
+    def usable(self) -> bool:
+        """Whether any tier can be asked."""
+        return any(tier.usable for tier in self._tiers)
 
-    def remote_seconds(self, size_bytes: int) -> float | None:
-        """How long it should take to read so many bytes from the shared store; None if that is not known."""
-        return self._remote.reader.expected_seconds(size_bytes) if self._remote else None
+    async def lookup(self, spec: KvSpec, keys: Sequence[ChunkKey], first: int, limit: int | None = None) -> Hit:
+        """Which tiers hold the chunks of a prompt from `first` on without a gap, at most `limit` of them.
 
-    async def fetch(
+        Each tier is asked for what those before it do not hold, within a time of its own. Raises nothing.
+        """
+        runs: list[Run] = []
+        presences: dict[str, Presence] = {}
+        end = len(keys) if limit is None else min(len(keys), first + limit)
+        if self._clearing[spec.fingerprint]:
+            return Hit()
+        for tier in self._tiers:
+            if first >= end:
+                break
+            if not tier.usable:
+                continue
+            presence = await tier.lookup(Needs(spec=spec, keys=keys, indices=range(first, len(keys))))
+            presences[tier.name] = presence
+            if count := min(presence.run_from(first), end - first):
+                runs.append(Run(tier=tier.name, chunk_count=count))
+                first += count
+        return Hit(runs=tuple(runs), presences=presences)
+
+    def without_slow(self, hit: Hit, spec: KvSpec, tokens_per_second: float) -> tuple[Hit, int]:
+        """The runs before the first that takes longer to load than to compute, and how many chunks the others have.
+
+        A run whose time is not known is kept, and so are all if the engine's prefill rate is not known.
+        """
+        for at, run in enumerate(hit.runs if tokens_per_second > 0 else ()):
+            presence = hit.presences[run.tier]
+            seconds = self._named(run.tier).expected_seconds(presence, run.chunk_count * spec.chunk_bytes)
+            if seconds is not None and seconds > run.chunk_count * spec.chunk_size / tokens_per_second:
+                dropped = [late.tier for late in hit.runs[at:]]
+                known = {
+                    name: Presence(asked=presence.asked) if name in dropped else presence
+                    for name, presence in hit.presences.items()
+                }
+                return Hit(runs=hit.runs[:at], presences=known), sum(late.chunk_count for late in hit.runs[at:])
+        return hit, 0
+
+    async def load(
         self,
+        hit: Hit,
         spec: KvSpec,
         keys: Sequence[ChunkKey],
-        holders: Sequence[Holder],
+        first: int,
         timeout_seconds: float,
         on_chunks: OnChunks,
         handoff_id: str = "",
-    ) -> FetchResult:
-        """Brings chunks into the own tier: what a handoff brings, what is on disk, what peers hold, what all share.
+    ) -> Loaded:
+        """Loads `keys[first:]` into host memory; `hit` is what a lookup of the prompt, or a part of it, found.
 
-        Never raises but for cancellation; what did not come is in the result.
+        `on_chunks` gets the chunks in their order, by index in `keys`, each with a hold that the callee ends. A tier is
+        asked again only about chunks that the lookup did not ask it for. Raises nothing but for cancellation.
         """
         began = time.monotonic()
-        fetched = await self._fetch(spec, keys, holders, timeout_seconds, on_chunks, handoff_id)
-        rest_seconds = timeout_seconds - (time.monotonic() - began)
-        if self._remote is None or fetched.chunk_count == len(keys) or rest_seconds <= 0:
-            return fetched
-        progress = Progress(self._tier, spec, keys, fetched.chunk_count, on_chunks)
-        try:
-            await self._remote.count(spec, keys, fetched.chunk_count)  # most likely known from the lookup
-            await self._read(self._remote.reader, progress, rest_seconds)
-        finally:
-            progress.close()
-        return replace(
-            fetched,
-            chunk_count=fetched.chunk_count + progress.handed_count,
-            seconds=time.monotonic() - began,
-            error=fetched.error if progress.missing else None,
-        )
-
-    async def _fetch(
-        self,
-        spec: KvSpec,
-        keys: Sequence[ChunkKey],
-        holders: Sequence[Holder],
-        timeout_seconds: float,
-        on_chunks: OnChunks,
-        handoff_id: str,
-    ) -> FetchResult:
-        """The same, without what all share."""
-        began = time.monotonic()
-        progress = Progress(self._tier, spec, keys, 0, on_chunks)
+        progress = Progress(self._tier, spec, keys, first, on_chunks)
+        error: LmkvError | None = None
         try:
             if handoff_id and self._receiver:
                 await self._receiver.follow(handoff_id, progress, timeout_seconds)
-            if self._disk:
-                await self._read(self._disk.reader, progress, timeout_seconds - (time.monotonic() - began))
-            rest_seconds = timeout_seconds - (time.monotonic() - began)
-            if progress.missing and rest_seconds > 0 and self._fetcher:
-                if handoff_id:
-                    holders, rest_seconds = await self.locate(keys), min(rest_seconds, REST_SECONDS)
-                if self._remote and self._remote.is_usable:  # which is asked after them: not all the time
-                    rest_seconds /= 2
-                if handoff_id or holders:
-                    return await self._fetcher.fetch(progress, holders, rest_seconds)
+            for at, tier in enumerate(self._tiers):
+                progress.find_own()
+                seconds = timeout_seconds - (time.monotonic() - began)
+                if not progress.missing or seconds <= 0:
+                    break
+                presence = await self._presence(tier, hit, progress)
+                if not presence.indices:
+                    continue
+                if handoff_id and presence.source:
+                    seconds = min(seconds, REST_SECONDS)
+                if not tier.is_local and any(later.usable for later in self._tiers[at + 1 :]):
+                    seconds /= 2
+                error = await tier.read(progress, presence, seconds) or error
         finally:
             progress.close()
-        return FetchResult(chunk_count=progress.handed_count, seconds=time.monotonic() - began)
-
-    async def _read(self, reader: TierReader[Any], progress: Progress, timeout_seconds: float) -> None:
-        """Brings what is missing and in a deeper tier."""
-        if timeout_seconds <= 0:
-            return
-        progress.find_own()
-        missing = sorted(progress.missing)
-        await reader.read(
-            progress.spec.fingerprint,
-            [progress.keys[index] for index in missing],
-            timeout_seconds,
-            lambda at, chunk: progress.add([(missing[at], chunk)]),
+        return Loaded(
+            chunk_count=progress.handed_count,
+            size_bytes=progress.size_bytes,
+            seconds=time.monotonic() - began,
+            instance_ids=tuple(progress.instance_ids),
+            error=error if progress.missing else None,
         )
 
-    def clear(self, fingerprint: bytes) -> int:
-        """Forgets every chunk of one spec that is not pinned, in deeper tiers, too; how many the node itself had."""
-        keys = {chunk.key for chunk in self._tier if chunk.fingerprint == fingerprint and not chunk.pins}
-        if self._disk:
-            kept = {chunk.key for chunk in self._tier if chunk.pins}
-            keys |= {chunk.key for chunk in self._disk if chunk.fingerprint == fingerprint and chunk.key not in kept}
-            self._disk.drop(keys)
-        if self._remote:
-            self._remote.forget(fingerprint)
-        self._tier.drop(keys)
-        return len(keys)
+    def clear(self, fingerprint: bytes) -> Awaitable[int]:
+        """Drops every chunk of one spec that is not pinned. From the call on none is found.
 
+        The result is the number of chunks that the node itself held; it is known once its own tiers have dropped them.
+        """
+        dropped = {chunk.key for chunk in self._tier if chunk.fingerprint == fingerprint and not chunk.pins}
+        kept = {chunk.key for chunk in self._tier if chunk.pins}
+        self._tier.drop(dropped)
+        self._clearing[fingerprint] += 1
+        return self._clear_tiers(Selection(fingerprint=fingerprint, kept=kept, counted=dropped), len(dropped))
 
-def found_runs(**chunk_counts: int) -> tuple[Run, ...]:
-    """What a lookup found behind the node's pool, by tier; tiers without chunks are left out."""
-    return tuple(Run(tier=tier, chunk_count=count) for tier, count in chunk_counts.items() if count > 0)
+    async def _clear_tiers(self, selection: Selection, chunk_count: int) -> int:
+        try:
+            for tier in self._tiers:
+                if tier.is_local:
+                    chunk_count += (await tier.drop(selection)).chunk_count
+                else:
+                    task = asyncio.create_task(self._drop(tier, selection))
+                    self._background.add(task)
+                    task.add_done_callback(self._background.discard)
+        finally:
+            self._clearing[selection.fingerprint] -= 1
+        return chunk_count
 
+    async def _drop(self, tier: SecondaryTier, selection: Selection) -> None:
+        try:
+            await tier.drop(selection)
+        except LmkvError as error:
+            logger.warning("%s: %s", tier.name, error)
 
-def shifted(holder: Holder, chunk_count: int) -> Holder:
-    """The holder as seen from so many chunks further into the prompt."""
-    copy = Holder()
-    copy.CopyFrom(holder)
-    copy.matched_chunk_count -= chunk_count
-    return copy
+    async def _presence(self, tier: SecondaryTier, hit: Hit, progress: Progress) -> Presence:
+        """What the tier holds of the missing chunks: as the lookup found, or asked now if that was about others."""
+        missing = sorted(progress.missing)
+        known = hit.presences.get(tier.name)
+        if known is not None and missing[0] in known.asked:
+            return known
+        return await tier.lookup(Needs(spec=progress.spec, keys=progress.keys, indices=missing))
+
+    def _named(self, name: str) -> SecondaryTier:
+        return next(tier for tier in self._tiers if tier.name == name)

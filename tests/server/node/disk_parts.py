@@ -12,18 +12,21 @@ from numpy.typing import NDArray
 
 from lmkv.keys import ChunkKey
 from lmkv.pool.pool import Pool
+from lmkv.spec import KvSpec
 from lmkv.transfer.channel import Region
 from lmkv.transfer.nixl.files import NixlFiles
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.events import CachedChunk, CacheEvents
 from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.tiers.base import Needs
 from lmkv_server.node.tiers.disk.tier import DiskTier
-from tests.server.node.cases import chunk_key, chunk_keys
+from tests.server.node.cases import chunk_key, chunk_keys, small_spec
 from tests.waiting import WAIT_SECONDS as WAIT_SECONDS
 from tests.waiting import until as until
 
 CHUNK_BYTES = 8192
-FINGERPRINT = b"f" * 16
+SPEC = small_spec()
+FINGERPRINT = SPEC.fingerprint
 
 
 class Host:
@@ -80,6 +83,11 @@ class Host:
         """Forgets chunks in host memory."""
         self.tier.drop(chunk_keys(*numbers))
 
+    async def count(self, *numbers: int, spec: KvSpec = SPEC) -> int:
+        """How many of the chunks can be read from disk, from the first on without a gap."""
+        keys = chunk_keys(*numbers)
+        return (await self.disk.lookup(Needs(spec=spec, keys=keys, indices=range(len(keys))))).run_from(0)
+
     async def read(self, *numbers: int, seconds: float = WAIT_SECONDS) -> dict[int, Chunk]:
         """Reads chunks from disk; those that came, each looked at byte by byte."""
         came: dict[int, Chunk] = {}
@@ -97,8 +105,8 @@ class Host:
         self.tier.check()
         assert not self.tier.reserved_count
         assert not any(chunk.holds for chunk in self.tier)
-        for shelf in self.disk.shelves:
-            shelf.index.check()
+        for volume in self.disk.volumes:
+            volume.index.check()
         assert {chunk.key for chunk in self.disk} == self.on_disk
 
 

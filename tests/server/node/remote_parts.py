@@ -23,9 +23,10 @@ from lmkv_client.demo.process import free_port as find_free_port
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import Chunk, HostTier
-from lmkv_server.node.tiers.remote.backend import RemoteStore
+from lmkv_server.node.tiers.base import Needs, Selection
 from lmkv_server.node.tiers.remote.chunk import object_name
 from lmkv_server.node.tiers.remote.s3 import S3Store
+from lmkv_server.node.tiers.remote.store import RemoteStore
 from lmkv_server.node.tiers.remote.tier import RemoteTier
 from lmkv_server.node.tiers.remote.valkey import ValkeyStore
 from tests.server.node.cases import chunk_key, chunk_keys, small_spec
@@ -218,7 +219,16 @@ class Host:
 
     async def count(self, *numbers: int) -> int:
         """How many of the chunks the store has, from the first on."""
-        return await self.remote.count(SPEC, chunk_keys(*numbers))
+        keys = chunk_keys(*numbers)
+        return (await self.remote.lookup(Needs(spec=SPEC, keys=keys, indices=range(len(keys))))).run_from(0)
+
+    async def clear(self, fingerprint: bytes = b"", *, dry_run: bool = False) -> int:
+        """Removes all chunks of a spec, or of all; returns how many there were."""
+        return (await self.remote.drop(Selection(fingerprint=fingerprint, dry_run=dry_run))).chunk_count
+
+    async def remove(self, *numbers: int) -> int:
+        """Removes chunks from the store; returns how many there were."""
+        return (await self.remote.drop(Selection(keys=chunk_keys(*numbers), specs=[SPEC.fingerprint]))).chunk_count
 
     async def read(self, *numbers: int, seconds: float = WAIT_SECONDS) -> list[int]:
         """Reads chunks that are known to be there; those that came, each looked at byte by byte."""
@@ -236,7 +246,7 @@ class Host:
 
     async def open(self) -> None:
         """Waits until the store can be used."""
-        await until(lambda: self.remote.is_usable)
+        await until(lambda: self.remote.usable)
 
     def check(self) -> None:
         """Nothing is left over."""

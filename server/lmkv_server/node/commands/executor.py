@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from lmkv.errors import BadMessage, ChunkNotFound, ChunkPinned, KvSpecMismatch, TierUnsupported, Unreachable
 from lmkv.keys import ChunkKey, split_keys
+from lmkv.tiers import NAMES
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
@@ -20,9 +21,8 @@ from lmkv_server.node.cache.pins import Pins
 from lmkv_server.node.commands.progress import OrderProgress
 from lmkv_server.node.fetch.fetcher import PeerFetcher
 from lmkv_server.node.sessions.sessions import EngineSessions
-from lmkv_server.node.tiers.disk.tier import DiskTier
+from lmkv_server.node.tiers.base import SecondaryTier, Selection
 from lmkv_server.node.tiers.progress import Progress
-from lmkv_server.node.tiers.remote.tier import RemoteTier
 
 MAX_ORDER_KEYS = 32_768
 """Most chunks that one order may name: 512 KiB, so that its outcome always fits into one report."""
@@ -42,12 +42,10 @@ class OrderExecutor:
         engines: EngineSessions,
         fetcher: PeerFetcher | None,
         pins: Pins,
-        disk: DiskTier | None = None,
-        remote: RemoteTier | None = None,
+        tiers: Sequence[SecondaryTier] = (),
     ) -> None:
         self._tier = tier
-        self._disk = disk
-        self._remote = remote
+        self._tiers = tiers
         self._engines = engines
         self._fetcher = fetcher
         self._pins = pins
@@ -99,18 +97,34 @@ class OrderExecutor:
         """
         if not (order.chunk_keys or order.fingerprint or order.all):
             raise BadMessage("an order to drop selects by chunk_keys, by fingerprint, or all")
-        on_disk = self._disk is not None and order.tier in (chunk_pb2.TIER_UNSPECIFIED, chunk_pb2.TIER_DISK)
-        in_remote = self._remote is not None and order.tier in (chunk_pb2.TIER_UNSPECIFIED, chunk_pb2.TIER_REMOTE)
-        in_memory = order.tier == chunk_pb2.TIER_UNSPECIFIED or not (on_disk or in_remote)
+        everywhere = order.tier == chunk_pb2.TIER_UNSPECIFIED
+        tiers = [tier for tier in self._tiers if everywhere or tier.name == NAMES.get(order.tier)]
+        in_memory = everywhere or not tiers
         if in_memory:
             check_tier(order.tier)
         named = list(dict.fromkeys(order_keys(order.chunk_keys)))
-        if on_disk:
-            await self._drop_from_disk(order, named, progress)
+        for tier in tiers:
+            if tier.is_local:
+                dropped = await tier.drop(self._selection(order, named, everywhere=everywhere))
+                progress.chunk_count += dropped.chunk_count
+                progress.token_count += dropped.token_count
         if in_memory:
             await self._drop_from_memory(order, named, progress)
-        if in_remote:
-            await self._drop_from_remote(order, named, progress)
+        for tier in tiers:
+            if not tier.is_local:  # counted only if the order names the tier: it is not this instance's alone
+                dropped = await tier.drop(self._selection(order, named))
+                progress.chunk_count += 0 if everywhere else dropped.chunk_count
+
+    def _selection(self, order: pb.DropOrder, named: Sequence[ChunkKey], *, everywhere: bool = False) -> Selection:
+        """What a tier drops; `everywhere`: chunks in memory are counted there, and pinned ones stay."""
+        return Selection(
+            keys=named,
+            fingerprint=order.fingerprint,
+            specs=[spec.fingerprint for spec in self._engines.specs],
+            kept={chunk.key for chunk in self._tier if chunk.pins} if everywhere else (),
+            counted={chunk.key for chunk in self._tier} if everywhere else (),
+            dry_run=order.dry_run,
+        )
 
     async def _drop_from_memory(self, order: pb.DropOrder, named: Sequence[ChunkKey], progress: OrderProgress) -> None:
         chunks = [self._tier.get(key) for key in named] if named else list(self._tier)
@@ -130,41 +144,6 @@ class OrderExecutor:
                 self._tier.drop([chunk.key for chunk in free])
             progress.count(free)
             progress.pinned_count += len(selected) - len(free)
-
-    async def _drop_from_disk(self, order: pb.DropOrder, named: Sequence[ChunkKey], progress: OrderProgress) -> None:
-        """Returns once the files are deleted. Chunks that are dropped from memory, too, are counted there."""
-        assert self._disk
-        chunks = [self._disk.get(key) for key in named] if named else list(self._disk)
-        for start in range(0, len(chunks), DROP_BATCH_CHUNKS):
-            if start:
-                await asyncio.sleep(0)
-            selected = [
-                (chunk, self._tier.get(chunk.key))
-                for chunk in chunks[start : start + DROP_BATCH_CHUNKS]
-                if chunk and order.fingerprint in (b"", chunk.fingerprint)
-            ]
-            if order.tier == chunk_pb2.TIER_UNSPECIFIED:
-                selected = [(chunk, in_memory) for chunk, in_memory in selected if not (in_memory and in_memory.pins)]
-                progress.count(chunk for chunk, in_memory in selected if not in_memory)
-            else:
-                progress.count(chunk for chunk, _ in selected)
-            if not order.dry_run:
-                self._disk.drop([chunk.key for chunk, _ in selected])
-        await self._disk.settle()
-
-    async def _drop_from_remote(self, order: pb.DropOrder, named: Sequence[ChunkKey], progress: OrderProgress) -> None:
-        """Returns once the store has deleted them. They are counted only if the order names this tier."""
-        assert self._remote
-        fingerprints = [order.fingerprint] if order.fingerprint else [spec.fingerprint for spec in self._engines.specs]
-        try:
-            if named:
-                count = await self._remote.drop(fingerprints, named, dry_run=order.dry_run)
-            else:
-                count = await self._remote.clear(order.fingerprint, dry_run=order.dry_run)
-        except OSError as error:
-            raise Unreachable(f"{self._remote.link} did not delete them: {error}") from None
-        if order.tier == chunk_pb2.TIER_REMOTE:
-            progress.chunk_count += count
 
     def pin(self, order: pb.PinOrder, progress: OrderProgress) -> None:
         """Pins the head of the order's chunks. Raises `TierUnsupported`, `BadChunkKey`, and what `Pins.pin` raises."""

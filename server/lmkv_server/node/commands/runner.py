@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from lmkv import rpc, telemetry
 from lmkv.errors import BadMessage, Full, LmkvError, OperationCancelled, Unreachable
@@ -31,8 +31,7 @@ from lmkv_server.node.commands.progress import OrderProgress
 from lmkv_server.node.commands.stats import OrderStats
 from lmkv_server.node.fetch.fetcher import PeerFetcher
 from lmkv_server.node.sessions.sessions import EngineSessions
-from lmkv_server.node.tiers.disk.tier import DiskTier
-from lmkv_server.node.tiers.remote.tier import RemoteTier
+from lmkv_server.node.tiers.base import SecondaryTier
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +57,7 @@ class OrderRunner:
         tier: HostTier,
         engines: EngineSessions,
         fetcher: PeerFetcher | None,
-        disk: DiskTier | None = None,
-        remote: RemoteTier | None = None,
+        tiers: Sequence[SecondaryTier] = (),
     ) -> None:
         self.pins = Pins(tier)
         self.records = OperationLog()
@@ -72,9 +70,7 @@ class OrderRunner:
         self._fetching_count = 0
         self._instance_id = instance_id
         self._tier = tier
-        self._executor = OrderExecutor(
-            tier=tier, engines=engines, fetcher=fetcher, pins=self.pins, disk=disk, remote=remote
-        )
+        self._executor = OrderExecutor(tier=tier, engines=engines, fetcher=fetcher, pins=self.pins, tiers=tiers)
         self._journal: OrderJournal[pb.OrderOutcome] = OrderJournal()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._fetch_slots = asyncio.Semaphore(MAX_FETCHES)

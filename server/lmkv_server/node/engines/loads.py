@@ -11,19 +11,23 @@ from lmkv.errors import BadMessage, LmkvError, Unreachable
 from lmkv.telemetry import Span
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.cache.host import Chunk
+from lmkv_server.node.engines.lookups import EngineLookups
 from lmkv_server.node.engines.outbox import Outbox
 from lmkv_server.node.engines.request_tasks import RequestTasks
 from lmkv_server.node.sessions.extents import MAX_EXTENTS, extent
 from lmkv_server.node.sessions.session import EngineSession
-from lmkv_server.node.stack import TierStack, shifted
+from lmkv_server.node.stack import TierStack
 
 
 class EngineLoads:
     """Reports chunks as they arrive, then the end of each load. A release cancels it."""
 
-    def __init__(self, session: EngineSession, stack: TierStack, outbox: Outbox, tasks: RequestTasks) -> None:
+    def __init__(
+        self, session: EngineSession, stack: TierStack, lookups: EngineLookups, outbox: Outbox, tasks: RequestTasks
+    ) -> None:
         self._session = session
         self._stack = stack
+        self._lookups = lookups
         self._outbox = outbox
         self._tasks = tasks
 
@@ -43,7 +47,6 @@ class EngineLoads:
             span.fail(refusal.reason, str(refusal))
             self._end(load, error=refusal)
             return
-        offset = wanted.start - lease.own_count
         arrived_count = 0
 
         def on_chunks(chunks: list[tuple[int, Chunk]]) -> None:
@@ -51,14 +54,14 @@ class EngineLoads:
             arrived_count += len(chunks)
             arrived = [chunk for _, chunk in chunks]
             if self._session.hold(load.request_id, arrived):
-                self._report(load, wanted.start + chunks[0][0], arrived)
+                self._report(load, chunks[0][0], arrived)
 
-        holders = [shifted(holder, offset) for holder in lease.holders]
         try:
-            fetched = await self._stack.fetch(
+            fetched = await self._stack.load(
+                self._lookups.hit(load.request_id),
                 self._session.spec,
-                lease.keys[wanted],
-                [holder for holder in holders if holder.matched_chunk_count > 0],
+                lease.keys[: wanted.stop],
+                wanted.start,
                 load.timeout.ToNanoseconds() / 1e9,
                 on_chunks,
                 lease.handoff_id,

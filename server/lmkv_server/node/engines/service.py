@@ -19,7 +19,7 @@ from lmkv_server.node.engines.stream import EngineStream
 from lmkv_server.node.handoff.senders import Senders
 from lmkv_server.node.sessions.session import EngineSession
 from lmkv_server.node.sessions.sessions import EngineSessions
-from lmkv_server.node.stack import TierStack, found_runs
+from lmkv_server.node.stack import TierStack
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,12 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         on_detach: Callable[[], None],
         on_replace: Callable[[str], None] | None = None,
         on_served: Callable[[], None] = lambda: None,
+        conflicts: Callable[[], Sequence[registry_service_pb2.SpecConflict]] = tuple,
     ) -> None:
-        """`on_replace` ends the node in favor of one that an engine starts; None if engines may not replace it."""
+        """`conflicts` returns the instances of the same models that share nothing with this one.
+
+        `on_replace` ends the node in favor of one that an engine starts; None if engines may not replace it.
+        """
         self.lookups = LookupCounters()
         self._tier = tier
         self._sessions = sessions
@@ -58,6 +62,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         self._on_detach = on_detach
         self._on_replace = on_replace
         self._on_served = on_served
+        self._conflicts = conflicts
         self._buffers = stack.buffers
         self._streams: set[EngineStream] = set()
 
@@ -92,7 +97,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             welcome.CopyFrom(self._welcome)
             welcome.credit_limit = session.credit_limit
             welcome.device_buffer_bytes = self._buffers.size_bytes if self._buffers else 0
-            yield pb.AttachResponse(welcome=welcome, conflicts=pb.SpecConflicts(conflicts=self._stack.conflicts))
+            yield pb.AttachResponse(welcome=welcome, conflicts=pb.SpecConflicts(conflicts=self._conflicts()))
             while message := await stream.outbox.take():
                 yield message
             await reader  # raises what ended it
@@ -163,27 +168,23 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         spec = self._spec(request.fingerprint)
         keys = split_keys(request.chunk_keys)
         own = len(self._tier.find(keys))
-        on_disk = self._stack.on_disk(request.fingerprint, keys, own)
-        holders = await self._stack.locate(keys[own:], after=on_disk)
-        elsewhere = holders[0].matched_chunk_count if holders else on_disk
-        shared = await self._stack.in_remote(spec, keys, own + elsewhere)
-        runs = found_runs(disk=on_disk, peers=elsewhere - on_disk, remote=shared)
+        hit = await self._stack.lookup(spec, keys, own)
         return pb.EngineServiceLookupResponse(
             own_chunk_count=own,
-            runs=[pb.Run(tier=run.tier, chunk_count=run.chunk_count) for run in runs],
-            peer_instance_id=holders[0].instance_id if holders else "",
+            runs=[pb.Run(tier=run.tier, chunk_count=run.chunk_count) for run in hit.runs],
+            peer_instance_id=hit.source,
         )
 
     async def Load(self, request: pb.LoadRequest, context: Any) -> pb.LoadResponse:
-        """Brings chunks into the pool. Holds nothing."""
+        """See the proto."""
         spec = self._spec(request.fingerprint)
         keys = split_keys(request.chunk_keys)
         own = len(self._tier.find(keys))
-        rest, on_disk = keys[own:], self._stack.on_disk(request.fingerprint, keys, own)
-        fetched = await self._stack.fetch(
+        fetched = await self._stack.load(
+            await self._stack.lookup(spec, keys, own),
             spec,
-            rest,
-            await self._stack.locate(rest, after=on_disk),
+            keys,
+            own,
             UNARY_LOAD_TIMEOUT_SECONDS,
             lambda chunks: self._tier.unhold(chunk for _, chunk in chunks),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from lmkv import rpc
@@ -46,7 +46,7 @@ class EngineStream:
         self._stack = stack
         self._tasks = RequestTasks()
         self._lookups = EngineLookups(session, stack, counters, self.outbox, self._tasks)
-        self._loads = EngineLoads(session, stack, self.outbox, self._tasks)
+        self._loads = EngineLoads(session, stack, self._lookups, self.outbox, self._tasks)
         self._handoffs = EngineHandoffs(session.spec, senders, self.outbox.put, stack.drop_handoff)
         self._handlers: dict[str, Callable[[Any], object]] = {
             "served_models": on_served,
@@ -89,6 +89,7 @@ class EngineStream:
 
     def _release(self, release: pb.ReleaseChunks) -> None:
         self._tasks.cancel(release.request_id)
+        self._lookups.release(release.request_id)
         self._session.release(release.request_id)
 
     def _commit(self, commit: pb.CommitChunk) -> None:
@@ -117,7 +118,10 @@ class EngineStream:
             self._lookups.reserve(count, settled=count)
 
     def _reset(self, _: bool) -> None:
-        self.outbox.put(pb.AttachResponse(reset_counts=[self._stack.clear(self._session.spec.fingerprint)]))
+        self._tasks.start("", self._report_reset(self._stack.clear(self._session.spec.fingerprint)))
+
+    async def _report_reset(self, cleared: Awaitable[int]) -> None:
+        self.outbox.put(pb.AttachResponse(reset_counts=[await cleared]))
 
 
 def each(act: Callable[[Any], object]) -> Callable[[Iterable[Any]], None]:

@@ -93,8 +93,8 @@ class NodeMetrics(Collector):
         yield _gauge("disk_capacity_bytes", "Bytes that files may take now.", disk.capacity_bytes)
         yield _gauge("disk_used_bytes", "Bytes that they take.", disk.used_bytes)
         yield _gauge("disk_chunks", "Chunks on disk.", disk.chunk_count)
-        yield _gauge("disk_folders_down", "Folders that cannot be used now.", len(disk.shelves) - disk.open_count)
-        yield _counter("disk_failures", "Times that a folder could not be opened or written.", disk.failure_count)
+        yield _gauge("disk_folders_down", "Folders that cannot be used now.", disk.stats().down_backends)
+        yield _counter("disk_failures", "Times that a folder could not be opened or written.", disk.stats().failures)
         yield _gauge("disk_waiting_chunks", "Chunks that wait to be written.", writer.waiting_count)
         yield _counter("disk_written_chunks", "Chunks written.", writer.written_chunks)
         yield _counter("disk_written_bytes", "Bytes of these.", writer.written_bytes)
@@ -102,13 +102,13 @@ class NodeMetrics(Collector):
         yield _counter("disk_read_chunks", "Chunks read into the pool.", reader.read_chunks)
         yield _counter("disk_read_bytes", "Bytes of these.", reader.read_bytes)
         yield _counter("disk_damaged_chunks", "Chunks dropped as damaged or gone.", reader.damaged_count)
-        yield _counter("disk_evicted_chunks", "Chunks evicted from disk to make room.", disk.evicted_count)
+        yield _counter("disk_evicted_chunks", "Chunks evicted from disk to make room.", disk.stats().evicted_chunks)
 
     def _in_remote(self, remote: RemoteTier) -> Iterator[Metric]:
-        link, writer, reader = remote.link, remote.writer, remote.reader
-        yield _gauge("remote_down", "1 while the shared store cannot be used.", int(not remote.is_usable))
-        yield _counter("remote_failures", "Times that it could not be reached, or refused a chunk.", link.failure_count)
-        yield _counter("remote_late_lookups", "Lookups that it did not answer in time.", link.late_count)
+        stats, writer, reader = remote.stats(), remote.writer, remote.reader
+        yield _gauge("remote_down", "1 while the shared store cannot be used.", int(not remote.usable))
+        yield _counter("remote_failures", "Times that it could not be reached, or refused a chunk.", stats.failures)
+        yield _counter("remote_late_lookups", "Lookups that it did not answer in time.", stats.late_lookups)
         yield _gauge("remote_waiting_chunks", "Chunks that wait to be put there.", writer.waiting_count)
         yield _counter("remote_written_chunks", "Chunks put there.", writer.written_chunks)
         yield _counter("remote_written_bytes", "Bytes of these.", writer.written_bytes)

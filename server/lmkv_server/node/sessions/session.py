@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from lmkv.errors import BadMessage, GrantNotFound
 from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
-from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.host import Chunk, HostTier, Reserved
 from lmkv_server.node.sessions.extents import MAX_EXTENTS
 
@@ -19,26 +18,15 @@ HOLD_SHARE = 2
 
 @dataclass(kw_only=True, slots=True)
 class LookupLease:
-    """One lookup: its keys, the chunks that are held in the pool for it, and where the others are."""
+    """One lookup: its keys, and the chunks that are held in the pool for it."""
 
     keys: list[ChunkKey]
     chunks: list[Chunk] = field(default_factory=list)
-    holders: Sequence[Holder] = ()
-    """Peers that hold chunks from `own_count` on."""
     own_count: int = 0
-    disk_count: int = 0
-    """Number of chunks from `own_count` on that are on the node's disk."""
-    remote_count: int = 0
-    """Number of chunks after those on disk and at peers that are in the shared store."""
     handoff_id: str = ""
     """The handoff that brings the other chunks; empty if none does."""
     on_release: Callable[[], None] | None = None
     """Called when the lease is released."""
-
-    @property
-    def peer_count(self) -> int:
-        """Number of chunks after those on disk that a peer holds."""
-        return max(0, self.holders[0].matched_chunk_count - self.disk_count) if self.holders else 0
 
 
 class EngineSession:

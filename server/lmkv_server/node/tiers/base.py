@@ -53,16 +53,22 @@ class Presence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """Chunks to drop: those of `keys` and `fingerprint`, where an empty one selects all."""
+    """Chunks to drop: those of `keys` and of the spec `fingerprint`; an empty one of these selects all."""
 
-    fingerprints: Sequence[bytes] = ()
     keys: Sequence[ChunkKey] = ()
+    fingerprint: bytes = b""
+    specs: Sequence[bytes] = ()
+    """Fingerprints of the known specs, for a tier that finds a chunk only by key and spec."""
     kept: Container[ChunkKey] = ()
     """Pinned chunks, which a tier that belongs to this node alone does not drop."""
     counted: Container[ChunkKey] = ()
     """Chunks that the caller counts itself: they are dropped and not part of the result."""
     dry_run: bool = False
     """Whether chunks are only counted."""
+
+    def has_spec(self, fingerprint: bytes) -> bool:
+        """Whether chunks of this spec are selected."""
+        return self.fingerprint in (b"", fingerprint)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +135,7 @@ class SecondaryTier(Protocol):
         Counts as a use of those and of the prompt's chunks before them. Raises nothing but for cancellation.
         """
 
-    async def read(self, progress: Progress, presence: Presence, timeout_seconds: float) -> LmkvError | None:
+    async def read(self, progress: Progress, presence: Presence, timeout_seconds: float, /) -> LmkvError | None:
         """Commits missing chunks to the host tier and adds them to `progress`; returns by the timeout.
 
         `presence` is a lookup's answer about the same keys. Returns why chunks did not come, if there was an error.
@@ -137,10 +143,10 @@ class SecondaryTier(Protocol):
         reservation except of memory that may still be written to.
         """
 
-    def expected_seconds(self, presence: Presence, size_bytes: int) -> float | None:
+    def expected_seconds(self, presence: Presence, size_bytes: int, /) -> float | None:
         """How long a read of `size_bytes` is expected to take; None if that is not known."""
 
-    async def drop(self, selection: Selection) -> Dropped:
+    async def drop(self, selection: Selection, /) -> Dropped:
         """Removes chunks; a read of them that runs does not commit them. Raises `Unreachable` if a backend fails."""
 
     def usage(self) -> TierUsage | None:

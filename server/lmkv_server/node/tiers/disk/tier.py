@@ -1,6 +1,6 @@
-"""The disk tier: chunks of the host tier that are in files, too, and stay there when the host tier evicts them.
+"""The disk tier: chunks of the host tier in files, which stay when the host tier evicts them.
 
-Nothing waits for a disk but who asks for a chunk that is only there. Whatever happens to a folder, the node goes on.
+Only a load of chunks that are nowhere else waits for a disk. A folder that fails costs its chunks, not the node.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -16,22 +16,23 @@ from lmkv.keys import ChunkKey
 from lmkv.pool.pool import Pool
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.tiers.backend_tier import BackendTier
+from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Selection, TierStats, TierUsage
 from lmkv_server.node.tiers.disk.chunk import DiskChunk
 from lmkv_server.node.tiers.disk.folder import DiskFolder, FileIo
 from lmkv_server.node.tiers.disk.volume import WRITE_THREADS, DiskVolume
-from lmkv_server.node.tiers.disk.writer import DiskWriter
-from lmkv_server.node.tiers.reader import TierReader
 
 NAME = "disk"
-"""Name of the tier."""
 OPEN_SECONDS = 5.0
-"""A node that starts waits so long for what its folders hold; a longer list comes in later."""
-FLUSH_SECONDS = 3.0
-"""A node that ends writes for so long what waits to be written."""
+"""How long a node that starts waits for its folders to be indexed; the rest is indexed later."""
+DROPPED_AT_ONCE = 4096
+"""Chunks that a drop looks at before other tasks run: a few milliseconds."""
 
 
-class DiskTier:
-    """Chunks in folders. To be used as an async context manager, inside that of the pool; one loop owns it."""
+class DiskTier(BackendTier[DiskChunk]):
+    """Chunks in folders, each a `DiskVolume`. One event loop owns it."""
+
+    is_local = True
 
     def __init__(
         self,
@@ -44,174 +45,146 @@ class DiskTier:
         io: FileIo | None = None,
         **seconds: float,
     ) -> None:
-        """Each of the folders may hold the same part of `capacity_bytes`; `seconds` are for each `DiskVolume`."""
-        self.writer = DiskWriter(self, tier, pool)
-        self.reader: TierReader[DiskChunk] = TierReader(self, tier, pool)
-        self.evicted_count = 0
-        """Chunks that had to go for others."""
-        self.shelves = [
+        """Each of the folders may hold an equal part of `capacity_bytes`; `seconds` are for each `DiskVolume`."""
+        self.volumes = [
             DiskVolume(
                 DiskFolder(path, io),
                 capacity_bytes // len(paths),
+                has=self.has,
                 on_open=self._opened,
+                on_stored=self._stored,
+                on_evicted=self._evicted,
                 on_lost=self._lost,
                 **seconds,
             )
             for path in paths
         ]
-        self._tier = tier
+        super().__init__(
+            NAME,
+            self.volumes,
+            tier=tier,
+            pool=pool,
+            events=events,
+            write_threads=WRITE_THREADS,
+            open_seconds=OPEN_SECONDS,
+        )
         self._events = events
-        events.subscribe(self.writer)
-        self._keepers: list[asyncio.Task[None]] = []
-        self._removals: set[asyncio.Task[None]] = set()
-
-    async def __aenter__(self) -> DiskTier:
-        for shelf in self.shelves:
-            self._keepers.append(asyncio.create_task(shelf.keep()))
-            self._keepers += [asyncio.create_task(self.writer.run(shelf)) for _ in range(WRITE_THREADS)]
-        opening = [asyncio.ensure_future(shelf.attempted.wait()) for shelf in self.shelves]
-        _, late = await asyncio.wait(opening, timeout=OPEN_SECONDS)
-        for wait in late:
-            wait.cancel()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """Writes what waits, as far as that is done soon, and lets go of the folders. Idempotent."""
-        if self._keepers and self.is_usable:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(FLUSH_SECONDS):
-                    await self.writer.flush()
-        keepers, self._keepers = self._keepers, []
-        for keeper in keepers:
-            keeper.cancel()
-        if keepers:
-            await asyncio.wait(keepers)
-        await asyncio.gather(*(shelf.aclose() for shelf in self.shelves))
-        await self.reader.aclose()
-        await self.settle()
-
-    # --- What is there -------------------------------------------------------------------------------------------
+        self._evicted_count = 0
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes that files may take: none in a folder that cannot be used, less in one on a full disk."""
-        return sum(shelf.index.limit_bytes for shelf in self.shelves if shelf.is_open)
+        """Bytes that files may take now: none in a closed folder, fewer where the file system is full."""
+        return sum(volume.index.limit_bytes for volume in self.volumes if volume.health.is_open)
 
     @property
     def used_bytes(self) -> int:
         """Bytes that files take."""
-        return sum(shelf.index.used_bytes for shelf in self.shelves)
-
-    @property
-    def open_count(self) -> int:
-        """Folders that can be used."""
-        return sum(shelf.is_usable for shelf in self.shelves)
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether there is a folder that can be used."""
-        return any(shelf.is_usable for shelf in self.shelves)
-
-    @property
-    def failure_count(self) -> int:
-        """Times that a folder could not be opened or written."""
-        return sum(shelf.failure_count for shelf in self.shelves)
+        return sum(volume.index.used_bytes for volume in self.volumes)
 
     @property
     def chunk_count(self) -> int:
         """Chunks on disk."""
-        return sum(len(shelf.index) for shelf in self.shelves)
+        return sum(len(volume.index) for volume in self.volumes)
 
     def __iter__(self) -> Iterator[DiskChunk]:
-        return chain.from_iterable(shelf.index for shelf in self.shelves)
-
-    def find(self, key: ChunkKey) -> tuple[DiskVolume, DiskChunk] | None:
-        """The chunk and where it is, if it is on disk. Does not count as a use."""
-        for shelf in self.shelves:
-            if chunk := shelf.index.get(key):
-                return shelf, chunk
-        return None
+        return chain.from_iterable(volume.index for volume in self.volumes)
 
     def get(self, key: ChunkKey) -> DiskChunk | None:
         """The chunk, if it is on disk. Does not count as a use."""
-        return found[1] if (found := self.find(key)) else None
+        for volume in self.volumes:
+            if chunk := volume.find(key):
+                return chunk
+        return None
 
-    def count(self, fingerprint: bytes, keys: Sequence[ChunkKey], after: int = 0) -> int:
-        """How many chunks can be read without a gap, from `keys[after]` on. Counts as a use of these and those before.
+    async def lookup(self, needs: Needs) -> Presence:
+        """Which of the chunks are in folders that can be read. Answers at once.
 
-        What stands before is in the host tier: were it not kept here too, what is used most would be the first to go.
+        Chunks of the prompt that are in host memory count as used here, too: otherwise the chunks that are used most
+        would be evicted from disk first.
         """
-        stop = after
-        for key in keys[after:]:
-            found = self.find(key)
-            if found is None or found[1].fingerprint != fingerprint or not found[0].is_usable:
+        found: list[int] = []
+        for index in needs.indices:
+            if self._readable(needs.keys[index], needs.spec.fingerprint):
+                found.append(index)
+            elif needs.in_order:
                 break
-            stop += 1
-        for shelf in self.shelves:
-            shelf.index.use(keys[:stop])
-        return stop - after
+        used = needs.keys[: found[-1] + 1 if found else needs.indices[0] if needs.indices else 0]
+        for volume in self.volumes:
+            volume.index.use(used)
+        return Presence(asked=needs.indices, indices=found)
 
-    def is_wanted(self, shelf: DiskVolume, chunk: DiskChunk) -> bool:
-        """Whether the chunk that was found there has not been dropped since."""
-        return shelf.index.get(chunk.key) is chunk
+    async def drop(self, selection: Selection) -> Dropped:
+        """Removes chunks that are not pinned in memory; returns when their files are gone."""
+        chunks = [self.get(key) for key in selection.keys] if selection.keys else list(self)
+        chunk_count = token_count = 0
+        for start in range(0, len(chunks), DROPPED_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
+            selected = [
+                chunk
+                for chunk in chunks[start : start + DROPPED_AT_ONCE]
+                if chunk and chunk.key not in selection.kept and selection.has_spec(chunk.fingerprint)
+            ]
+            counted = [chunk for chunk in selected if chunk.key not in selection.counted]
+            chunk_count += len(counted)
+            token_count += sum(chunk.token_count for chunk in counted)
+            if not selection.dry_run:
+                self.forget([chunk.key for chunk in selected])
+        await self.settle()
+        return Dropped(chunk_count=chunk_count, token_count=token_count)
 
-    # --- What changes --------------------------------------------------------------------------------------------
-
-    def stored(self, shelf: DiskVolume, chunk: DiskChunk) -> None:
-        """A chunk that room was reserved for has been written."""
-        shelf.index.admit(chunk)
-        self._events.stored(NAME, chunk)
-
-    def evicted(self, chunks: Collection[DiskChunk]) -> None:
-        """Chunks have left an index, to make room for another."""
-        self.evicted_count += len(chunks)
-        self._lost(chunks)
-
-    def drop(self, keys: Collection[ChunkKey]) -> list[DiskChunk]:
-        """Forgets the chunks, also those that are about to be written; those that were there. `settle` sees it done."""
-        self.writer.forget(keys)
+    def forget(self, keys: Collection[ChunkKey]) -> list[DiskChunk]:
+        """Drops chunks, also those that are about to be written; their files are removed in the background."""
+        named = set(keys)
+        self.writer.forget(lambda chunk: chunk.key in named)
         dropped: defaultdict[DiskVolume, list[DiskChunk]] = defaultdict(list)
-        for key in keys:
-            if found := self.find(key):
-                dropped[found[0]].append(found[1])
-        for shelf, chunks in dropped.items():
-            self.discard(shelf, chunks)
+        for key in named:
+            for volume in self.volumes:
+                if chunk := volume.find(key):
+                    dropped[volume].append(chunk)
+        for volume, chunks in dropped.items():
+            volume.discard(chunks)
         return list(chain.from_iterable(dropped.values()))
 
-    def discard(self, shelf: DiskVolume, chunks: Sequence[DiskChunk]) -> None:
-        """Forgets chunks of one folder, and removes their files."""
-        for chunk in chunks:
-            shelf.index.remove(chunk.key)
-        self._lost(chunks)
-        self.remove(shelf, chunks)
-
-    def remove(self, shelf: DiskVolume, chunks: Sequence[DiskChunk]) -> None:
-        """Removes the files of chunks that are in no index; soon done."""
-        task = asyncio.create_task(shelf.remove(chunks))
-        self._removals.add(task)
-        task.add_done_callback(self._removals.discard)
-
     async def settle(self) -> None:
-        """Returns once the files of what was dropped are gone."""
-        if self._removals:
-            await asyncio.wait(self._removals)
+        """Returns once the files of dropped chunks are gone."""
+        await super().settle()
+        await asyncio.gather(*(volume.settle() for volume in self.volumes))
 
-    def _opened(self, shelf: DiskVolume) -> None:
-        others = [other for other in self.shelves if other is not shelf]
-        twice = [chunk for chunk in shelf.index if any(other.index.get(chunk.key) for other in others)]
-        for chunk in twice:
-            shelf.index.remove(chunk.key)
-        self.remove(shelf, twice)
-        for chunk in shelf.index:
-            self._events.stored(NAME, chunk)
-        for unwritten in self._tier:  # perhaps since there was nowhere to write it
+    def usage(self) -> TierUsage:
+        """How full the folders are."""
+        return TierUsage(capacity_bytes=self.capacity_bytes, used_bytes=self.used_bytes, chunk_count=self.chunk_count)
+
+    def stats(self) -> TierStats:
+        """What the tier has done since the start."""
+        return replace(super().stats(), evicted_chunks=self._evicted_count)
+
+    def _readable(self, key: ChunkKey, fingerprint: bytes) -> bool:
+        for volume in self.volumes:
+            if chunk := volume.find(key):
+                return volume.usable and chunk.fingerprint == fingerprint
+        return False
+
+    def _opened(self, volume: DiskVolume) -> None:
+        others = [other for other in self.volumes if other is not volume]
+        duplicates = [chunk for chunk in volume.index if any(other.find(chunk.key) for other in others)]
+        for chunk in duplicates:
+            volume.index.remove(chunk.key)
+        volume.remove(duplicates)
+        for chunk in volume.index:
+            self._stored(chunk)
+        for unwritten in self.tier:  # they may have been stored while no volume was open
             self.writer.add(unwritten)
+
+    def _stored(self, chunk: DiskChunk) -> None:
+        self._events.stored(NAME, chunk)
+
+    def _evicted(self, chunks: Sequence[DiskChunk]) -> None:
+        self._evicted_count += len(chunks)
+        self._lost(chunks)
 
     def _lost(self, chunks: Iterable[DiskChunk]) -> None:
         for chunk in chunks:
             self._events.removed(NAME, chunk)
-        if not self.is_usable:
-            self.writer.give_up()
+        if not any(volume.health.is_open for volume in self.volumes):
+            self.writer.clear()

@@ -1,70 +1,237 @@
-"""What a store must do to be the remote tier's, and which one a URL means. Used by `BackendHealth`."""
+"""A shared store as the backend of the remote tier: its calls run on threads, and what it holds is remembered."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
-from typing import Protocol
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from itertools import islice
+from typing import Any
 
-from lmkv.config import NodeConfig
-from lmkv.errors import ConfigError
-from lmkv.remote_url import parse_remote_url
+from lmkv.keys import ChunkKey
+from lmkv.spec import KvSpec
+from lmkv_server.node.cache.host import Chunk
+from lmkv_server.node.tiers.backend import WriteResult
+from lmkv_server.node.tiers.health import BackendHealth
+from lmkv_server.node.tiers.remote.chunk import HEADER_BYTES, RemoteChunk, RemoteObject, object_name
+from lmkv_server.node.tiers.remote.store import RemoteStore, StoreRefused
 
+logger = logging.getLogger(__name__)
 
-class Refused(OSError):
-    """The store answered, but did not do it: no room, no right, no such bucket."""
-
-
-class RemoteStore(Protocol):
-    """Named bytes that many nodes share. Methods block, and any thread may call them.
-
-    Each ends by itself within the seconds that the store was made with, or some times that. All raise `Refused` if the
-    store says no, and another `OSError` if it does not answer as it should. No message holds a secret.
-    """
-
-    @property
-    def shown(self) -> str:
-        """What people call it."""
-
-    @property
-    def asks_singly(self) -> bool:
-        """Whether each name costs a request of its own: then few are better asked about."""
-
-    def open(self) -> None:
-        """Returns once the store has answered."""
-
-    def sizes(self, names: Sequence[str]) -> list[int]:
-        """The lengths of objects, 0 of one that is not there."""
-
-    def get(self, name: str, parts: Sequence[memoryview]) -> bool:
-        """Fills the parts, one after the other, from an object; False if there is none of just that length."""
-
-    def put(self, name: str, parts: Sequence[memoryview]) -> bool:
-        """Makes an object of the parts; False if there is one of that name already, which stays."""
-
-    def remove(self, names: Sequence[str]) -> None:
-        """Removes objects, those of them that are there."""
-
-    def names(self, root: str) -> Iterator[list[str]]:
-        """The names that begin so, some at a time; those that come and go meanwhile may be among them or not."""
-
-    def close(self) -> None:
-        """Lets go of every connection that nobody uses. Idempotent."""
+READ_THREADS = 8
+WRITE_THREADS = 2
+LOOKUP_THREADS = 2
+KNOWN_SECONDS = 10.0
+"""How long the answer that the store holds a chunk is used: from a lookup to its load."""
+MAX_KNOWN = 65_536
+REMOVED_AT_ONCE = 1000
 
 
-def store_for(config: NodeConfig) -> RemoteStore:
-    """The store of `remote_url`; nothing is connected yet. Raises `ConfigError` if it needs what is not installed."""
-    url = parse_remote_url(config.remote_url)
-    package, extra = ("botocore", "s3") if url.bucket else ("valkey", "valkey")
-    if find_spec(package) is None:
-        raise ConfigError(
-            f"remote_url: {url.shown} needs {package}, which is not installed; pip install 'lmkv[{extra}]'",
-            key="remote_url",
+class StoreBackend:
+    """A `RemoteStore`, and which chunks it is known to hold. One event loop owns it."""
+
+    def __init__(
+        self,
+        name: str,
+        store: RemoteStore,
+        *,
+        on_open: Callable[[], None],
+        on_lost: Callable[[], None],
+        **seconds: float,
+    ) -> None:
+        """`name` is that of the tier; `seconds` are for the `BackendHealth`."""
+        self.health = BackendHealth(
+            name,
+            store.shown,
+            threads={"read": READ_THREADS, "write": WRITE_THREADS, "lookup": LOOKUP_THREADS},
+            open_backend=self._open,
+            on_closed=on_lost,
+            **seconds,
         )
-    if url.bucket:
-        from lmkv_server.node.tiers.remote.s3 import S3Store
+        self.one_per_request = store.one_per_request
+        self._name = name
+        self._store = store
+        self._on_open = on_open
+        self._known: OrderedDict[ChunkKey, tuple[RemoteChunk, float]] = OrderedDict()  # until when
+        self._owed: set[str] = set()
+        """Prefixes of names that are still to be removed; until then nothing is read."""
+        self._background: set[asyncio.Task[None]] = set()
 
-        return S3Store(url, endpoint_url=config.remote_endpoint_url, timeout_seconds=config.remote_timeout)
-    from lmkv_server.node.tiers.remote.valkey import ValkeyStore
+    @property
+    def usable(self) -> bool:
+        """Whether chunks can be looked up and read now."""
+        return self.health.usable and not self._owed
 
-    return ValkeyStore(url, timeout_seconds=config.remote_timeout, ttl_seconds=config.remote_ttl)
+    @property
+    def writable(self) -> bool:
+        """Whether chunks can be written now."""
+        return self.health.usable and not self.health.is_full
+
+    def has_room(self, _size_bytes: int, /) -> bool:
+        """True: the store evicts by itself."""
+        return True
+
+    def find(self, key: ChunkKey) -> RemoteChunk | None:
+        """The chunk, if the store answered a short while ago that it holds it."""
+        found = self._known.get(key)
+        return found[0] if found and time.monotonic() < found[1] else None
+
+    def holds(self, chunk: RemoteChunk) -> bool:
+        """Whether the chunk was not dropped since it was found."""
+        found = self._known.get(chunk.key)
+        return self.health.is_open and found is not None and found[0] is chunk
+
+    def note(self, spec: KvSpec, keys: Sequence[ChunkKey], sizes: Sequence[int]) -> int:
+        """Remembers chunks by the sizes of their objects, up to the first that is none; returns how many these are."""
+        until = time.monotonic() + KNOWN_SECONDS
+        for index, (key, size) in enumerate(zip(keys, sizes, strict=False)):
+            if not 0 < (size_bytes := size - HEADER_BYTES) <= spec.chunk_bytes:
+                return index
+            chunk = RemoteChunk(key=key, spec=spec, size_bytes=size_bytes)
+            if (known := self._known.pop(key, None)) and known[0] == chunk:
+                chunk = known[0]  # a read of it may run
+            self._known[key] = (chunk, until)
+        while len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+        return min(len(keys), len(sizes))
+
+    def forget(self, keys: Sequence[ChunkKey]) -> None:
+        """Forgets that the store holds these chunks."""
+        for key in keys:
+            self._known.pop(key, None)
+
+    async def sizes(self, names: Sequence[str], seconds: float) -> list[int]:
+        """Sizes of objects, 0 of absent ones; empty if the store fails or does not answer in time."""
+        try:
+            return await self.health.run_within(seconds, "lookup", self._store.sizes, names) or []
+        except OSError as error:
+            self.health.close(error)
+            return []
+
+    async def read(
+        self, chunk: RemoteChunk, memory: memoryview, is_intact: Callable[[RemoteObject], bool]
+    ) -> RemoteObject | None:
+        """Reads a chunk; None if it is gone, not what its header says, or not intact, or if the store fails."""
+
+        def read() -> RemoteObject | None:
+            header = bytearray(HEADER_BYTES)
+            if not self._store.get(chunk.name, (memoryview(header), memory)):
+                return None
+            described = chunk.described(bytes(header))
+            return described if described and is_intact(described) else None
+
+        try:
+            return await self.health.run("read", read)
+        except OSError as error:
+            self.health.close(error)
+            return None
+
+    async def write(self, chunk: Chunk, memory: memoryview, is_wanted: Callable[[], bool]) -> WriteResult:
+        """Writes a chunk, unless the store holds it."""
+        name = object_name(chunk.fingerprint, chunk.key)
+        header = RemoteObject(
+            key=chunk.key,
+            parent=chunk.parent,
+            fingerprint=chunk.fingerprint,
+            token_count=chunk.token_count,
+            size_bytes=chunk.size_bytes,
+            checksum=chunk.checksum,
+        ).header
+        try:
+            is_new = await self.health.run(
+                "write", self._store.put, name, (memoryview(header), memory[: chunk.size_bytes])
+            )
+        except StoreRefused as error:
+            self.health.full(error)
+            return WriteResult.SKIPPED
+        except OSError as error:
+            self.health.close(error)
+            return WriteResult.SKIPPED
+        if not is_wanted():
+            self._remove_in_background([name])
+            return WriteResult.UNWANTED
+        return WriteResult.WRITTEN if is_new else WriteResult.PRESENT
+
+    def discard(self, chunks: Sequence[RemoteChunk]) -> None:
+        """Forgets chunks, and removes their objects in the background.
+
+        Where the store fails they stay, and are verified when they are read again.
+        """
+        self.forget([chunk.key for chunk in chunks])
+        self._remove_in_background([chunk.name for chunk in chunks])
+
+    async def remove(self, names: Sequence[str], *, dry_run: bool = False) -> int:
+        """Removes, or only counts, objects; returns how many there were. Raises `OSError`, and is closed then."""
+
+        def remove(part: Sequence[str]) -> int:
+            count = sum(size > 0 for size in self._store.sizes(part))
+            if not dry_run:
+                self._store.remove(part)
+            return count
+
+        count = 0
+        try:
+            for start in range(0, len(names), REMOVED_AT_ONCE):
+                count += await self.health.run("lookup", remove, names[start : start + REMOVED_AT_ONCE])
+        except OSError as error:
+            self.health.close(error)
+            raise
+        return count
+
+    async def remove_all(self, prefix: str, *, dry_run: bool = False) -> int:
+        """As `remove`, for all objects whose name begins with `prefix`.
+
+        Nothing is read until they are removed: if the store fails, until it is open again and has removed them.
+        """
+        if not dry_run:
+            self._known.clear()
+            self._owed.add(prefix)
+        try:
+            count, pages = 0, self._store.names(prefix)
+            while page := await self.health.run("lookup", lambda: list(islice(pages, 1))):
+                count += len(page[0])
+                if page[0] and not dry_run:
+                    await self.health.run("lookup", self._store.remove, page[0])
+        except OSError as error:
+            self.health.close(error)
+            raise
+        if not dry_run:
+            self._owed.discard(prefix)
+        return count
+
+    async def aclose(self) -> None:
+        """Ends running calls within a bounded time, and releases the store. Idempotent."""
+        await self.health.aclose()
+        self._store.close()
+        if self._background:
+            await asyncio.wait(self._background)
+
+    async def _open(self) -> None:
+        await self.health.run("lookup", self._store.open)
+        self._known.clear()
+        self.health.opened()
+        logger.info("%s: chunks are kept in %s, too", self._name, self.health.backend)
+        self._run_in_background(self._remove_owed())
+        self._on_open()
+
+    async def _remove_owed(self) -> None:
+        for prefix in list(self._owed):
+            await self.remove_all(prefix)
+
+    def _remove_in_background(self, names: Sequence[str]) -> None:
+        async def remove() -> None:
+            await self.remove(names)
+
+        self._run_in_background(remove())
+
+    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        async def run() -> None:
+            with suppress(OSError):
+                await work
+
+        task = asyncio.create_task(run())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

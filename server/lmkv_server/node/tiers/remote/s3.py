@@ -17,7 +17,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.session import get_session
 
 from lmkv.remote_url import RemoteUrl
-from lmkv_server.node.tiers.remote.backend import Refused
+from lmkv_server.node.tiers.remote.store import StoreRefused
 
 ASKED_AT_ONCE = 16
 """S3 knows no question about many objects; so many are asked about at a time."""
@@ -32,7 +32,7 @@ _THERE = ("PreconditionFailed", "412", "ConditionalRequestConflict")
 class S3Store:
     """See `RemoteStore`. Credentials and region come from where AWS's own tools find them."""
 
-    asks_singly = True
+    one_per_request = True
 
     def __init__(self, url: RemoteUrl, *, endpoint_url: str = "", timeout_seconds: float) -> None:
         self.shown = f"{url.shown} at {endpoint_url}" if endpoint_url else url.shown
@@ -91,14 +91,14 @@ class S3Store:
             with _failures():
                 answer = self._made.delete_objects(Bucket=self._url.bucket, Delete={"Objects": objects, "Quiet": True})
             if failed := answer.get("Errors"):
-                raise Refused(f"{len(failed)} objects stay: {failed[0].get('Message', failed[0].get('Code'))}")
+                raise StoreRefused(f"{len(failed)} objects stay: {failed[0].get('Message', failed[0].get('Code'))}")
 
-    def names(self, root: str) -> Iterator[list[str]]:
+    def names(self, prefix: str) -> Iterator[list[str]]:
         """See `RemoteStore`."""
         start = len(self._url.prefix)
         with _failures():
             pages = self._made.get_paginator("list_objects_v2").paginate(
-                Bucket=self._url.bucket, Prefix=self._url.prefix + root
+                Bucket=self._url.bucket, Prefix=self._url.prefix + prefix
             )
             for page in pages:
                 yield [found["Key"][start:] for found in page.get("Contents", ())]
@@ -142,7 +142,7 @@ def _failures() -> Iterator[None]:
     try:
         yield
     except ClientError as error:
-        raise Refused(f"{_code(error)}: {error.response.get('Error', {}).get('Message', '')}") from None
+        raise StoreRefused(f"{_code(error)}: {error.response.get('Error', {}).get('Message', '')}") from None
     except (BotoCoreError, ValueError) as error:
         raise OSError(str(error)) from None
 

@@ -21,7 +21,7 @@ from valkey.retry import Retry
 
 from lmkv.errors import ConfigError
 from lmkv.remote_url import RemoteUrl
-from lmkv_server.node.tiers.remote.backend import Refused
+from lmkv_server.node.tiers.remote.store import StoreRefused
 
 MAX_LINE_BYTES = 1024
 SCANNED_AT_ONCE = 1000
@@ -31,7 +31,7 @@ _ABSENT = b"$-1\r\n"
 class ValkeyStore:
     """See `RemoteStore`."""
 
-    asks_singly = False
+    one_per_request = False
 
     def __init__(self, url: RemoteUrl, *, timeout_seconds: float, ttl_seconds: float = 0.0) -> None:
         """`ttl_seconds`: after which the server forgets what was put; 0: whenever it likes.
@@ -87,7 +87,7 @@ class ValkeyStore:
                 return False
             connection.disconnect()  # there is more to come, which nobody wants
             if line.startswith(b"-"):
-                raise Refused(line[1:].decode(errors="replace").strip())
+                raise StoreRefused(line[1:].decode(errors="replace").strip())
             return False
 
     def put(self, name: str, parts: Sequence[memoryview]) -> bool:
@@ -107,12 +107,12 @@ class ValkeyStore:
         with self._connection() as connection:
             self._ask(connection, "UNLINK", *names)
 
-    def names(self, root: str) -> Iterator[list[str]]:
+    def names(self, prefix: str) -> Iterator[list[str]]:
         """See `RemoteStore`."""
         cursor = b"0"
         while True:
             with self._connection() as connection:
-                cursor, found = self._ask(connection, "SCAN", cursor, "MATCH", f"{root}*", "COUNT", SCANNED_AT_ONCE)
+                cursor, found = self._ask(connection, "SCAN", cursor, "MATCH", f"{prefix}*", "COUNT", SCANNED_AT_ONCE)
             yield [name.decode(errors="replace") for name in found]
             if cursor == b"0":
                 return
@@ -154,7 +154,7 @@ class ValkeyStore:
             yield connection
             is_fine = True
         except (ResponseError, valkey.AuthenticationError) as error:
-            raise Refused(str(error)) from None
+            raise StoreRefused(str(error)) from None
         except ValkeyError as error:
             raise OSError(f"{error}") from None
         finally:

@@ -18,10 +18,9 @@ from lmkv_server.node.tiers.disk import folder as disk_folder
 from lmkv_server.node.tiers.disk.folder import PlainIo
 from lmkv_server.node.tiers.disk.tier import DiskTier
 from tests.lmkv.small_tmpfs import on_small_tmpfs
-from tests.server.node.cases import chunk_key, chunk_keys
+from tests.server.node.cases import chunk_key, chunk_keys, small_spec
 from tests.server.node.disk_parts import (
     CHUNK_BYTES,
-    FINGERPRINT,
     WAIT_SECONDS,
     Host,
     files,
@@ -43,7 +42,7 @@ async def test_what_host_memory_forgets_is_still_on_disk(folder: Path, nixl: boo
             host.store(number)
         await flushed(host)
         host.drop(*range(4))
-        assert host.disk.count(FINGERPRINT, chunk_keys(*range(6))) == 4
+        assert await host.count(*range(6)) == 4
         assert sorted(await host.read(*range(6))) == [0, 1, 2, 3]
         assert (host.disk.reader.read_chunks, host.disk.reader.read_bytes) == (4, 4 * CHUNK_BYTES)
         assert (host.disk.writer.written_chunks, host.disk.writer.skipped_count) == (4, 0)
@@ -66,7 +65,7 @@ async def test_another_spec_finds_nothing(folder: Path) -> None:
         host.store(0)
         await flushed(host)
         host.drop(0)
-        assert host.disk.count(b"g" * 16, chunk_keys(0)) == 0
+        assert await host.count(0, spec=small_spec(layer_count=4)) == 0
         came: list[int] = []
         await host.disk.reader.read(b"g" * 16, chunk_keys(0), WAIT_SECONDS, lambda at, _: came.append(at))
         assert not came
@@ -88,13 +87,13 @@ async def test_what_is_used_least_goes_first_and_its_file_with_it(folder: Path) 
         for number in range(4):
             host.store(number)
         await flushed(host)
-        assert host.disk.count(FINGERPRINT, chunk_keys(0, 1)) == 2
+        assert await host.count(0, 1) == 2
         for number in (4, 5):
             host.store(number)
         await flushed(host)
         await host.disk.settle()
         assert host.on_disk == set(chunk_keys(0, 1, 4, 5))
-        assert host.disk.evicted_count == 2
+        assert host.disk.stats().evicted_chunks == 2
         assert len(files(folder)) == 4
         assert host.disk.used_bytes == host.disk.capacity_bytes == 4 * CHUNK_BYTES
 
@@ -179,7 +178,7 @@ async def test_what_is_dropped_is_gone_from_disk_too_even_if_it_is_just_being_wr
         for number in range(8):
             host.store(number)
         await asyncio.sleep(0)  # the first are on their way, the others wait
-        host.disk.drop(chunk_keys(*range(6)))
+        host.disk.forget(chunk_keys(*range(6)))
         host.drop(*range(6))
         await flushed(host)
         await host.disk.settle()
@@ -196,7 +195,7 @@ async def test_a_chunk_that_is_dropped_while_it_is_read_does_not_come_back(folde
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert host.tier.reserved_count == 1
-        host.disk.drop(chunk_keys(0))
+        host.disk.forget(chunk_keys(0))
         assert await reading == {}
         assert len(host.tier) == 0
 
@@ -246,13 +245,13 @@ async def test_a_slow_disk_holds_nobody_up_and_is_used_again(folder: Path, caplo
     ) as disk:
         host.disk = disk
         host.store(0)
-        await until(lambda: not disk.open_count)
+        await until(lambda: not disk.usable)
         for number in range(1, 20):  # more than host memory holds: it makes room as always
             host.store(number)
-        assert disk.count(FINGERPRINT, chunk_keys(0)) == 0
+        assert await host.count(0) == 0
         assert "slow" in caplog.text
         trouble.let_go.set()
-        await until(lambda: disk.open_count > 0)
+        await until(lambda: disk.usable)
         host.store(20)
         await flushed(host)
         assert chunk_key(20) in host.on_disk
@@ -271,12 +270,12 @@ async def test_a_folder_that_vanishes_is_done_without_and_used_again(
         host.drop(0)
         assert await host.read(0) == {}
         assert not host.on_disk
-        assert (host.disk.open_count, host.disk.capacity_bytes) == (0, 0)
+        assert (host.disk.usable, host.disk.capacity_bytes) == (False, 0)
         assert caplog.text.count("is lost") == 1
         host.store(3)
         assert not folder.parent.exists(), "nothing is made where a disk may have been"
         folder.parent.mkdir()
-        await until(lambda: host.disk.open_count > 0)
+        await until(lambda: host.disk.usable)
         await flushed(host)
         assert host.on_disk == set(chunk_keys(1, 2, 3)), "what host memory holds is written again"
 
@@ -289,14 +288,15 @@ async def test_one_folder_that_cannot_be_used_leaves_the_others(
         host.store(0)
         await flushed(host)
         assert len(files(tmp_path / "b")) == 1
-        await until(lambda: host.disk.failure_count > 2)
+        await until(lambda: host.disk.stats().failures > 2)
         assert caplog.text.count("cannot be used") == 1, "once, not with every attempt"
-        assert host.disk.open_count == 1
+        assert host.disk.stats().down_backends == 1
+        assert host.disk.usable
 
 
 async def test_a_folder_that_another_node_uses_is_left_to_it(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with host_with_disk(folder) as first, host_with_disk(folder, retry_seconds=0.01) as second:
-        assert second.disk.open_count == 0
+        assert not second.disk.usable
         assert "another node uses it" in caplog.text
         first.store(0)
         await flushed(first)
@@ -328,8 +328,8 @@ def test_a_full_disk_keeps_what_fits_and_takes_more_once_there_is_room(tmp_path:
                 await flushed(host)
                 kept = host.disk.chunk_count
                 assert 10 < kept <= 20, kept
-                assert host.disk.failure_count, "it was full"
-                assert host.disk.open_count == 1
+                assert host.disk.stats().failures, "it was full"
+                assert host.disk.usable
                 numbers = [number for number in range(60) if host.disk.get(chunk_keys(number)[0])]
                 host.drop(*range(60))
                 assert sorted(await host.read(*range(60))) == numbers
@@ -352,8 +352,8 @@ def test_without_permission_the_node_goes_on(tmp_path: Path) -> None:
             os.setuid(65534)
         async with host_with_disk(Path(sys.argv[1]) / "node") as host:
             host.store(0)
-            assert host.disk.open_count == 0
-            assert host.disk.failure_count == 1
+            assert not host.disk.usable
+            assert host.disk.stats().failures == 1
     asyncio.run(main())
     """)
     done = subprocess.run(

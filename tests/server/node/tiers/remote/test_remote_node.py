@@ -60,7 +60,7 @@ async def engine_at_node(folder: Path, instance_id: str, url: str, **more: objec
     async with Node(NodeConfig(**settings(folder, instance_id, url, **more))) as node, EngineClient(node) as engine:
         remote = node.remote
         assert remote
-        await until(lambda: remote.is_usable)
+        await until(lambda: remote.usable)
         yield node, engine
 
 
@@ -121,7 +121,7 @@ async def test_a_prompt_may_be_in_memory_on_disk_and_in_the_store(runtime_dir: P
         await until(lambda: redis.names() == names_of(*range(6)))
         await node.disk.writer.flush()
         node.tier.drop(chunk_keys(2, 3, 4, 5))
-        node.disk.drop(chunk_keys(4, 5))
+        node.disk.forget(chunk_keys(4, 5))
         found = await engine.lookup("1", chunk_keys(*range(6)))
         assert (len(found.own), runs(found)) == (2, {"disk": 2, "remote": 2})
         request = pb.EngineServiceLookupRequest(

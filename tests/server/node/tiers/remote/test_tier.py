@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lmkv.errors import ConfigError
+from lmkv.errors import ConfigError, Unreachable
 from lmkv_client.demo.process import free_port as find_free_port
+from lmkv_server.node.tiers.base import Needs
 from lmkv_server.node.tiers.remote.chunk import HEADER_BYTES, ROOT
 from lmkv_server.node.tiers.remote.s3 import S3Store
 from tests.lmkv.certificates import issue
@@ -53,7 +54,7 @@ def redis() -> Iterator[RedisServer]:
 
 @pytest.fixture(autouse=True)
 def _a_tier_that_ends_has_time_to_put_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmkv_server.node.tiers.remote.tier.FLUSH_SECONDS", WAIT_SECONDS)
+    monkeypatch.setattr("lmkv_server.node.tiers.backend_tier.FLUSH_SECONDS", WAIT_SECONDS)
 
 
 @pytest.fixture(params=["redis", "s3"])
@@ -101,7 +102,8 @@ async def test_what_stands_after_a_gap_is_not_counted(redis: RedisServer) -> Non
         host.store(0, 1, 3)
         await host.flushed()
         assert await host.count(0, 1, 2, 3) == 2
-        assert await host.remote.count(SPEC, chunk_keys(0, 1, 2, 3), 3) == 1
+        later = Needs(spec=SPEC, keys=chunk_keys(0, 1, 2, 3), indices=[3])
+        assert list((await host.remote.lookup(later)).indices) == [3]
         assert await host.count(9) == 0
 
 
@@ -165,13 +167,13 @@ async def test_an_object_that_is_not_what_was_put_is_a_miss_and_removed(server: 
             case "version":
                 whole = b"lmkvobj2" + whole[8:]
         if change == "gone":
-            await host.remote.link.remove([name_of(1)])
+            await host.remote.backend.remove([name_of(1)])
         else:
             server.replace(name_of(1), whole)
         assert await host.read(0, 1, 2) == [0, 2]
         assert host.remote.reader.damaged_count == 1
         await until(lambda: server.names() == names_of(0, 2))
-        assert host.remote.is_usable, "the store is not to blame"
+        assert host.remote.usable, "the store is not to blame"
 
 
 async def test_what_no_chunk_could_be_is_not_even_read(server: AnyServer) -> None:
@@ -188,14 +190,14 @@ async def test_a_clear_removes_what_is_ours_and_nothing_else(server: AnyServer) 
     async with host_with(server.store()) as host:
         host.store(*range(5))
         await host.flushed()
-        assert await host.remote.clear(SPEC.fingerprint, dry_run=True) == 5
+        assert await host.clear(SPEC.fingerprint, dry_run=True) == 5
         assert await host.count(*range(5)) == 5
-        assert await host.remote.drop([SPEC.fingerprint], chunk_keys(4, 9)) == 1
+        assert await host.remove(4, 9) == 1
         assert await host.count(*range(5)) == 4
-        assert await host.remote.clear(SPEC.fingerprint) == 4
+        assert await host.clear(SPEC.fingerprint) == 4
         assert await host.count(*range(5)) == 0
         assert server.names() == {"somebody/elses", other}
-        assert await host.remote.clear() == 1
+        assert await host.clear() == 1
     assert server.names() == {"somebody/elses"}
 
 
@@ -208,7 +210,7 @@ async def test_a_store_that_refuses_what_it_is_asked_says_why(
         store, why = server.store(server.url.replace("/0", "/99")), "DB index is out of range"
     async with host_with(store, ready=False, retry_seconds=0.01) as host:
         host.store(0)
-        await until(lambda: host.remote.link.failure_count >= 3)
+        await until(lambda: host.remote.backend.health.failure_count >= 3)
         assert await host.count(0) == 0
     assert why in caplog.text
     assert caplog.text.count("going on without it") == 1, "it says so once"
@@ -221,12 +223,12 @@ async def test_a_wrong_password_is_said_but_not_shown(caplog: pytest.LogCaptureF
     with RedisServer("--requirepass", "right-word") as server:
         url = f"redis://:wrong-word@127.0.0.1:{server.port}/0"
         async with host_with(server.store(url), ready=False) as host:
-            assert not host.remote.is_usable
+            assert not host.remote.usable
             host.store(0)
         assert "invalid username-password pair" in caplog.text
         assert "wrong-word" not in caplog.text
         async with host_with(server.store(url.replace("wrong", "right"))) as host:
-            assert host.remote.is_usable
+            assert host.remote.usable
             host.store(0)
             await host.flushed()
             assert await host.count(0) == 1
@@ -238,7 +240,7 @@ async def test_a_killed_store_is_done_without_and_filled_again_when_it_is_back(r
         await host.flushed()
         redis.kill()
         assert await host.count(5) == 0
-        assert not host.remote.is_usable
+        assert not host.remote.usable
         host.store(2)
         host.drop(0)
         redis.start()
@@ -256,7 +258,7 @@ async def test_a_store_that_is_killed_while_it_is_read_is_a_miss(redis: RedisSer
         assert await host.count(*range(16)) == 16
         redis.kill()
         assert await host.read(*range(16)) == []
-        assert not host.remote.is_usable
+        assert not host.remote.usable
         assert host.remote.reader.damaged_count <= 1, "what cannot be reached is not damaged"
 
 
@@ -272,7 +274,7 @@ async def test_connections_that_the_server_has_closed_are_no_failure(redis: Redi
         assert await host.count(8) == 0
         host.store(8)
         await host.flushed()
-        assert host.remote.link.failure_count == 0
+        assert host.remote.backend.health.failure_count == 0
 
 
 async def test_an_option_that_is_none_is_said_at_the_start() -> None:
@@ -288,7 +290,7 @@ async def test_tls_is_spoken_and_the_certificate_verified(tmp_path: Path) -> Non
     with RedisServer(*arguments) as server:
         url = f"rediss://127.0.0.1:{tls_port}/0"
         async with host_with(server.store(url), ready=False) as host:
-            assert not host.remote.is_usable, "its certificate is nobody's that is known"
+            assert not host.remote.usable, "its certificate is nobody's that is known"
         async with host_with(server.store(f"{url}?ssl_ca_certs={files.ca}")) as host:
             host.store(*range(8))
             await host.flushed()
@@ -303,14 +305,14 @@ async def test_a_frozen_store_costs_one_lookup_its_time_and_the_others_nothing(r
         await host.flushed()
         redis.freeze()
         assert await host.count(1) == 0
-        assert host.remote.link.late_count == 1
-        assert not host.remote.is_usable
+        assert host.remote.backend.health.late_count == 1
+        assert not host.remote.usable
         for _ in range(100):
             assert await host.count(1) == 0
-        assert host.remote.link.late_count == 1, "nobody asks meanwhile"
+        assert host.remote.backend.health.late_count == 1, "nobody asks meanwhile"
         redis.thaw()
         await host.open()
-        assert await host.remote.count(SPEC, chunk_keys(0)) == 1
+        assert await host.count(0) == 1
 
 
 async def test_a_chunk_that_is_dropped_while_it_is_read_does_not_come_back(redis: RedisServer) -> None:
@@ -322,7 +324,7 @@ async def test_a_chunk_that_is_dropped_while_it_is_read_does_not_come_back(redis
         redis.freeze()
         reading = asyncio.create_task(host.read(0))
         await until(lambda: host.tier.reserved_count == 1)
-        dropping = asyncio.create_task(host.remote.drop([SPEC.fingerprint], chunk_keys(0)))
+        dropping = asyncio.create_task(host.remove(0))
         await asyncio.sleep(0)
         redis.thaw()
         assert await reading == []
@@ -340,7 +342,7 @@ async def test_a_store_that_stays_frozen_is_lost_and_back_when_it_thaws(redis: R
         assert await host.count(0) == 1
         redis.freeze()
         assert await host.read(0) == []
-        assert not host.remote.link.is_open
+        assert not host.remote.backend.health.is_open
         host.store(1)  # nobody waits
         redis.thaw()
         await host.open()
@@ -352,16 +354,16 @@ async def test_a_store_that_never_says_a_word_holds_up_no_start(monkeypatch: pyt
     monkeypatch.setattr("lmkv_server.node.tiers.remote.tier.OPEN_SECONDS", 0.05)
     with Silent() as url:
         async with host_with(RedisServer().store(url, timeout_seconds=LOST_SECONDS), ready=False) as host:
-            assert not host.remote.is_usable
+            assert not host.remote.usable
             assert await host.count(0) == 0
 
 
 async def test_a_full_store_keeps_what_it_has_and_is_tried_again_later(caplog: pytest.LogCaptureFixture) -> None:
     with RedisServer("--maxmemory", "3mb", "--maxmemory-policy", "noeviction") as server:
-        async with host_with(server.store(), chunk_count=600, refused_seconds=0.2) as host:
+        async with host_with(server.store(), chunk_count=600, full_seconds=0.2) as host:
             host.store(*range(512))
             await until(lambda: host.remote.writer.skipped_count > 0)
-            assert host.remote.is_usable
+            assert host.remote.usable
             assert await host.count(0) == 1
             assert "takes no more" in caplog.text
             with server.client() as client:
@@ -402,8 +404,8 @@ async def test_what_was_to_be_cleared_while_the_store_was_away_is_cleared_before
         await host.flushed()
         host.drop(0, 1)
         redis.freeze()
-        with pytest.raises(OSError, match=r".+"):
-            await host.remote.clear(SPEC.fingerprint)
+        with pytest.raises(Unreachable, match=r".+"):
+            await host.clear(SPEC.fingerprint)
         redis.thaw()
         await host.open()
         assert await host.count(0) == 0
