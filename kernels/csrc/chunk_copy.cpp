@@ -21,14 +21,14 @@ int usable_processors() {
   return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
-// `threads` 0 means as many as help; no more than the bytes are worth in any case.
+// The number of threads to use; 0 means the best number, limited by the number of bytes.
 int thread_count(int threads, std::int64_t size_bytes) {
   const std::int64_t wanted = threads > 0 ? threads : std::min(usable_processors(), max_auto_threads);
   return static_cast<int>(std::clamp<std::int64_t>(size_bytes / min_bytes_per_thread, 1, wanted));
 }
 
 // Calls `work(part, first, last)` for `parts` equal shares of [0, count), the last of them on this thread, and waits.
-// A share whose thread cannot be started is done here too.
+// A share whose thread cannot be started runs on this thread too.
 void run_parts(int parts, std::int64_t count,
                const std::function<void(int, std::int64_t, std::int64_t)>& work) {
   std::vector<std::jthread> threads;
@@ -44,7 +44,7 @@ void run_parts(int parts, std::int64_t count,
   share(parts - 1);
 }
 
-// Rows of one part that lie side by side in a chunk, and where they are in the pages.
+// Rows of one part that are contiguous in a chunk, and their location in the pages.
 struct Strip {
   std::size_t copy;
   std::byte* page;
@@ -55,7 +55,7 @@ struct Strip {
   std::int64_t row_count;
 };
 
-// One call's numbers, to go through tile by tile.
+// The arguments of one call, iterated tile by tile.
 struct Call {
   const Pages& pages;
   std::span<const std::uint64_t> layer_addresses;
@@ -72,8 +72,8 @@ struct Call {
     return rows * pages.layer_count * pages.head_count * pages.part_count * pages.row_bytes;
   }
 
-  // Calls `visit(strip)` for the strips of the tiles [first, last), counted over all copies in their order. Those of a
-  // copy should come as they lie where they are read: what is written past the caches may jump.
+  // Calls `visit(strip)` for the strips of the tiles [first, last), counted over all copies in their order. The
+  // strips of a copy follow the order of reads: non-temporal writes may be in any order.
   template <Tile (*tile_at)(const Pages&, const ChunkCopy&, std::int64_t), typename Visit>
   void visit_strips(std::int64_t first, std::int64_t last, Visit visit) const {
     const std::int64_t tiles_per_id = pages.layer_count * pages.head_count;

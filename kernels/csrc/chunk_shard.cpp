@@ -16,7 +16,7 @@ constexpr std::uint32_t capacity_for(std::uint32_t size) {
 
 }  // namespace
 
-// The place of a key, or the free place where it belongs. There is one: no shard is ever full.
+// The slot of a key, or the free slot for it, which exists because a shard is never full.
 std::uint32_t ChunkShard::find_place(const ChunkKey& key, std::uint64_t hash) const {
   std::uint32_t place = home(hash);
   while (entries_[place].holders != no_holders && entries_[place].key != key) place = after(place);
@@ -39,7 +39,7 @@ ChunkEntry& ChunkShard::find_or_insert(const ChunkKey& key, std::uint64_t hash) 
 }
 
 void ChunkShard::erase(ChunkEntry* entry) {
-  // What follows moves up, as far as that keeps it behind its home: no tombstones, so searches stay short.
+  // Backward-shift deletion: following entries move up, so there are no tombstones and searches stay short.
   auto hole = static_cast<std::uint32_t>(entry - entries_.get());
   for (std::uint32_t place = after(hole); entries_[place].holders != no_holders; place = after(place)) {
     const std::uint32_t wanted = home(entries_[place].key.hash());

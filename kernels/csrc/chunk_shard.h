@@ -1,4 +1,4 @@
-// A part of the chunk table: open addressing that grows and shrinks by itself, in steps too small to be noticed.
+// A shard of the chunk table: a hash table with open addressing that grows and shrinks in small steps.
 #pragma once
 
 #include <cstdint>
@@ -10,21 +10,21 @@
 
 namespace lmkv {
 
-// A chunk key as it lies in memory; its first eight bytes also go into digests.
+// A chunk key; its first eight bytes are also used in digests.
 struct ChunkKey {
   std::uint64_t head;
   std::uint64_t tail;
 
   bool operator==(const ChunkKey&) const = default;
 
-  // Keys are digests already, but a node may say anything.
+  // Keys are digests, but a node may send arbitrary ones.
   std::uint64_t hash() const {
     const std::uint64_t mixed = (head ^ tail >> 32) * 0x9E3779B97F4A7C15u;
     return (mixed ^ mixed >> 29 ^ tail) * 0xBF58476D1CE4E5B9u;
   }
 };
 
-// 24 bytes for one chunk, whoever holds it. Without holders it is a free place.
+// 24 bytes per chunk. An entry without holders is free.
 struct ChunkEntry {
   ChunkKey key;
   std::uint32_t info;  // tokens in the low 20 bits, index of the spec above
@@ -41,14 +41,14 @@ class ChunkShard {
 
   void erase(ChunkEntry* entry);
 
-  // Drops the entries that have been left without holders; `dropped` is how many those are.
+  // Drops the entries without holders; `dropped` is their number.
   void rebuild_without(std::uint32_t dropped);
 
   void prefetch(std::uint64_t hash) const {
     if (capacity_ > 0) __builtin_prefetch(&entries_[home(hash)]);
   }
 
-  // All places, free ones too.
+  // All entries, including free ones.
   std::span<ChunkEntry> places() const { return {entries_.get(), capacity_}; }
   std::uint32_t size() const { return size_; }
 

@@ -30,7 +30,7 @@ SpecId spec_id_of(const ChunkEntry& entry) { return entry.info >> spec_shift; }
 
 int fastest(Holder tiers) { return std::countr_zero(tiers) + 1; }
 
-// Ends a match; turns where each of its runs begins into how long it is.
+// Ends a match; converts the start of each run to its length.
 void close(Match& match, std::uint64_t chunk_count, std::uint64_t token_count) {
   match.chunk_count = chunk_count;
   match.token_count = token_count;
@@ -45,7 +45,7 @@ void close(Match& match, std::uint64_t chunk_count, std::uint64_t token_count) {
 
 }  // namespace
 
-// What one call does to sets of holders. It remembers what it did: neighbouring chunks mostly have the same holders.
+// The change of one call to sets of holders, memoized because adjacent chunks mostly have the same holders.
 class ChunkTable::Step {
  public:
   enum class Kind { add, remove, clean };
@@ -58,7 +58,7 @@ class ChunkTable::Step {
 
   Step(ChunkTable& table, Kind kind, Holder holder = 0) : table_(table), kind_(kind), holder_(holder) {}
 
-  // What a set becomes; itself if there is nothing to do.
+  // The changed set; the same one if nothing changes.
   const Result& operator()(SetId from) {
     Result& known = memory_[from % memory_.size()];
     if (known.from != from) known = result(from);
@@ -187,7 +187,7 @@ std::string ChunkTable::evict(Slot slot, int tier, std::string_view keys) {
 bool ChunkTable::sweep(std::size_t limit) {
   if (sweeping_.empty()) {
     if (retired_.empty()) return false;
-    // Nobody writes to a retired slot, so shards that have been passed stay clean of these.
+    // Retired slots are not written to, so swept shards do not contain them again.
     std::swap(sweeping_, retired_);
     next_shard_ = 0;
   }
@@ -240,7 +240,7 @@ std::vector<Match> ChunkTable::lookup(std::string_view keys, Slot excluded) cons
         }
       }
     } else if (set != last) {
-      // Whoever lacks this chunk is out for good. Both are in order of their slots.
+      // Slots without this chunk are removed. Both lists are sorted by slot.
       auto holder = sets_[set].begin();
       const auto end = sets_[set].end();
       std::vector<Match> staying;
@@ -432,7 +432,7 @@ void ChunkTable::note(Slot slot, int tier, SpecId spec, const ChunkKey& key, int
   known->key_sum += sign > 0 ? key.head : -key.head;
 }
 
-// What comes after a call that wrote.
+// Housekeeping after a write.
 void ChunkTable::finish(Slot slot) {
   std::erase_if(slots_[slot].holdings, [](const Holding& one) { return one.chunk_count == 0; });
   sets_.collect();

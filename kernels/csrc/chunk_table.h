@@ -1,12 +1,12 @@
-// Which slot holds which chunk in which tier: the coordinator's layout map without its names. Pure and single-threaded.
+// The table of chunks and their holders, of which the coordinator's layout map consists. Pure and single-threaded.
 //
-// A slot stands for one instance, or for what one says it holds until that is complete. Lookups see live slots only.
+// A slot represents one instance, or its snapshot until that is complete. Lookups see live slots only.
 //
 //     free -> staged -> live -> retired -> free
 //               '--------------^
 //
-// Retiring takes no time: sets of holders may go on naming a retired slot until a sweep has passed, and only then is
-// its number used again.
+// Retiring takes constant time: sets of holders may contain a retired slot until a sweep has passed, and only then is
+// its number reused.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ inline constexpr SpecId max_specs = 1u << 12;
 
 enum class SlotState : std::uint8_t { free, staged, live, retired };
 
-// What one slot holds of one spec in one tier.
+// The chunks of one spec in one tier of a slot.
 struct Holding {
   int tier;
   SpecId spec;
@@ -43,7 +43,7 @@ struct Run {
   std::uint64_t token_count;
 };
 
-// How much of a prompt a slot holds, from the first chunk on.
+// The prefix of a prompt that a slot holds.
 struct Match {
   Slot slot;
   std::uint64_t chunk_count;
@@ -72,23 +72,23 @@ class ChunkTable {
 
   // --- Writing; tokens and tiers have been checked, keys are whole
 
-  // The index of a fingerprint, new if need be; `max_specs` if so many are in use.
+  // The index of a fingerprint, which is added if it is new; `max_specs` if the table is full.
   SpecId spec_of(std::string_view fingerprint);
 
-  // Notes chunks that a slot now holds in a tier, and returns those that it did not. They have `tokens` tokens, but for
-  // those in `partials`: index and tokens, in order. Who is the first to hold a chunk decides on its tokens and spec.
+  // Adds chunks to a tier of a slot, and returns those that it did not hold there. They have `tokens` tokens, except
+  // those in `partials`: index and tokens, in order. The first holder of a chunk determines its tokens and spec.
   std::string admit(Slot slot, int tier, SpecId spec, std::uint32_t tokens, std::string_view keys,
                     std::span<const std::pair<std::uint32_t, std::uint32_t>> partials);
 
-  // Notes chunks that a slot holds no longer in a tier, and returns those that it did.
+  // Removes chunks from a tier of a slot, and returns those that it held there.
   std::string evict(Slot slot, int tier, std::string_view keys);
 
-  // Cleans up behind retired slots, about `limit` chunks at a time; returns whether there is more to do.
+  // Frees the chunks of retired slots, about `limit` at a time; returns whether there are more.
   bool sweep(std::size_t limit);
 
   // --- Reading
 
-  // All live slots but `excluded` that hold the first chunk; longest first.
+  // All live slots except `excluded` that hold the first chunk; longest match first.
   std::vector<Match> lookup(std::string_view keys, Slot excluded) const;
 
   // Chunks and tokens of the prefix that a slot holds in one of `tiers`.
@@ -100,7 +100,7 @@ class ChunkTable {
   // The fingerprint under which a chunk is held; null if no live slot does.
   const std::string* fingerprint_of(std::string_view key) const;
 
-  // A step of a walk over what live slots hold, about `limit` pairs of chunk and holder; moves the cursor, at last to 0.
+  // A step of an iteration over live slots, about `limit` pairs of chunk and holder; moves the cursor, to 0 at the end.
   std::vector<Part> scan(std::size_t& cursor, std::size_t limit) const;
 
   SlotState state(Slot slot) const { return slots_[slot].state; }
@@ -110,7 +110,7 @@ class ChunkTable {
   std::size_t slot_count() const { return slots_.size(); }
   std::size_t set_count() const { return sets_.size(); }
 
-  // What is wrong between its parts, or nothing. Reads everything.
+  // A description of the first inconsistency, or nothing. Reads the whole table.
   std::string check() const;
 
  private:

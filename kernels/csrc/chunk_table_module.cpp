@@ -1,4 +1,4 @@
-// Python bindings of the chunk table. They refuse arguments that would corrupt it, as ValueError.
+// Python bindings of the chunk table. Invalid arguments raise ValueError.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
@@ -27,7 +27,7 @@ std::string_view keys_of(const nb::bytes& keys) {
   return text_of(keys);
 }
 
-// Mostly all of the keys have changed: then no copy is made.
+// Usually all keys have changed, and no copy is made.
 nb::bytes changed_of(const nb::bytes& keys, const std::string& changed) {
   return changed.size() == keys.size() ? keys : bytes_of(changed);
 }

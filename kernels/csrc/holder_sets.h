@@ -1,4 +1,4 @@
-// Who holds a chunk, as a number: equal sets of holders exist once, so that neighbouring chunks share one.
+// Interned sets of holders: equal sets exist once and have one id, which adjacent chunks share.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace lmkv {
 
-// Names a set. Stays what it is while somebody retains it, and until the next `collect`.
+// The id of a set. Valid while it is retained, and until the next `collect`.
 using SetId = std::uint32_t;
 inline constexpr SetId no_holders = 0;
 
@@ -27,16 +27,16 @@ class HolderSets {
   // Holders in order of their slots, each slot once. Valid until the next call that is not const.
   std::span<const Holder> operator[](SetId id) const { return sets_[id].holders; }
 
-  // The set of these holders, which are in order; `no_holders` if there are none.
+  // The set of these sorted holders; `no_holders` if there are none.
   SetId intern(std::span<const Holder> holders);
 
   void retain(SetId id, std::uint32_t times = 1) { sets_[id].retained += times; }
   void release(SetId id);
 
-  // Frees the sets that nobody retains. Until then an id that was seen keeps its meaning, and may be remembered.
+  // Frees the sets that are not retained. Ids stay valid until then.
   void collect();
 
-  // Sets that exist, the empty one left out.
+  // The number of sets, without the empty one.
   std::size_t size() const { return size_; }
   std::uint32_t retained(SetId id) const { return sets_[id].retained; }
 

@@ -1,4 +1,4 @@
-// Python bindings of the host kernels. They trust their arguments: lmkv_kernels.host checks them first.
+// Python bindings of the host kernels. They do not check arguments: lmkv_kernels.host does.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>

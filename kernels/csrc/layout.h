@@ -1,12 +1,11 @@
-// Where KV lies in pages and in chunks, and how its words are summed: arithmetic that host and device code share.
+// The layout of KV in pages and chunks, and the checksum of a word: arithmetic that host and device code share.
 //
 //   pages of a rank    layer base + block id * block stride + head * head stride
 //                      + part offset + row of the block * row stride + element * element stride
 //   chunk              [layer][kv head of the model][part][row][element], from its extent's offset in the pool
 //
-// A row is what one token has in one part of one head: its key, its value, or its MLA latent. Where a block's inside is
-// not to be looked into, a whole block of one head is the one row of its one part. Wrappers have checked every number
-// before it gets here.
+// A row is one token's data in one part of one head: its key, its value, or its MLA latent. An opaque block of one head
+// is one part of one row. Callers have checked all numbers.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +20,7 @@ namespace lmkv {
 
 constexpr int max_parts = 2;
 
-// Where one part's rows lie within a block of one head; bytes.
+// Offset and strides of one part's rows within a block of one head, in bytes.
 struct Part {
   std::int64_t offset;
   std::int64_t row_stride;
@@ -43,8 +42,8 @@ struct Pages {
   Part parts[max_parts];
 };
 
-// Some rows between the pages and one chunk. They lie one after the other in its blocks: `first_row` of the chunk is row
-// `first_slot` of the first block. Its block ids begin at `first_id` of the call's list.
+// Rows to copy between the pages and one chunk. They are consecutive in the blocks: `first_row` of the chunk is row
+// `first_slot` of the first block. The block ids begin at `first_id` of the call's list.
 struct ChunkCopy {
   std::int64_t offset;       // of the chunk's extent in the pool, bytes
   std::int64_t extent_rows;  // rows of the whole chunk
@@ -72,14 +71,14 @@ LMKV_HOST_DEVICE inline std::int64_t block_count(const Pages& pages, const Chunk
   return (copy.first_slot + copy.row_count + pages.rows_per_block - 1) / pages.rows_per_block;
 }
 
-// The tiles of a copy by number, as they follow each other in the chunk.
+// The tiles of a copy by number, in the order of the chunk.
 LMKV_HOST_DEVICE inline Tile tile_in_chunk(const Pages& pages, const ChunkCopy& copy, std::int64_t index) {
   const std::int64_t blocks = block_count(pages, copy);
   const std::int64_t run = index / blocks;
   return {run / pages.head_count, run % pages.head_count, index % blocks};
 }
 
-// And as they follow each other in most pages.
+// The tiles of a copy by number, in the order of most pages.
 LMKV_HOST_DEVICE inline Tile tile_in_pages(const Pages& pages, const ChunkCopy& copy, std::int64_t index) {
   const std::int64_t blocks = block_count(pages, copy);
   const std::int64_t run = index / pages.head_count;
@@ -108,7 +107,7 @@ LMKV_HOST_DEVICE inline std::int64_t chunk_offset(const Pages& pages, const Chun
   return ((head * pages.part_count + part) * copy.extent_rows + row) * pages.row_bytes;
 }
 
-// The two keys of a word by its index in the chunk, one in each half: they are added to the word's halves.
+// The two keys of a word by its index in the chunk, one in each half; they are added to the halves of the word.
 LMKV_HOST_DEVICE constexpr std::uint64_t word_key(std::uint64_t index) {
   const auto position = static_cast<std::uint32_t>(index + 1);
   return static_cast<std::uint64_t>(position * 0x85EBCA77U) << 32 | (position * 0x9E3779B1U);

@@ -1,13 +1,13 @@
 // Copies between KV-cache pages in device memory and chunks: all layers and all copies of a call in one launch.
 //
-// A thread block takes tiles in turns, its threads the pieces of a tile: neighbours in a warp touch neighbouring bytes
-// on both sides. Chunks lie in the pool (pinned host memory that the device reaches by itself), or in a staging buffer
-// on the device, where a copy's rows lie side by side, as if its chunk had no others. lmkv_kernels.cuda launches it.
+// Thread blocks iterate over tiles, and threads over the pieces of a tile: adjacent threads of a warp access adjacent
+// bytes on both sides. Chunks are in the pool (pinned host memory that the device can access), or in a staging buffer
+// on the device, where the rows of a copy are contiguous. lmkv_kernels.cuda launches the kernels.
 #include "layout.h"
 
 namespace lmkv {
 
-// Everything a launch is told. All fields are 8 bytes: lmkv_kernels/cuda/program.py packs them in this order.
+// The arguments of a launch. All fields are 8 bytes: lmkv_kernels/cuda/program.py packs them in this order.
 struct Launch {
   Pages pages;
   const std::uint64_t* layer_addresses;
@@ -20,18 +20,18 @@ struct Launch {
   std::int64_t id_count;
 };
 
-// What one thread moves at a time.
+// The unit that one thread copies at a time.
 template <int bytes>
 struct alignas(bytes) Piece {
   std::uint64_t words[bytes / 8];
 };
 
-// Pieces that a thread reads before it writes the first of them: memory is far away.
+// Pieces that a thread reads before it writes the first of them, to hide latency.
 constexpr std::uint32_t in_flight = 2;
 
 enum class Way { to_chunks, to_pages };
 
-// A copy's rows in the staging buffer: those of this rank's heads and no others.
+// A copy's rows in the staging buffer: only those of this rank's heads.
 LMKV_HOST_DEVICE inline Pages staged(Pages pages) {
   pages.first_head = 0;
   pages.kv_head_count = pages.head_count;
@@ -55,7 +55,7 @@ __device__ std::uint64_t copy_tile(const Launch& launch, const ChunkCopy& copy, 
   auto* const layer = reinterpret_cast<unsigned char*>(launch.layer_addresses[tile.layer]);
   const auto pieces_per_row = static_cast<std::uint32_t>(pages.row_bytes / bytes);
   const auto piece_count = static_cast<std::uint32_t>(rows.count) * pieces_per_row;
-  // How far each step takes a thread; it saves a division per piece.
+  // The stride of a thread per step; saves a division per piece.
   const std::uint32_t row_step = blockDim.x / pieces_per_row;
   const std::uint32_t piece_step = blockDim.x % pieces_per_row;
 
@@ -110,7 +110,7 @@ __device__ inline void add(std::uint64_t* total, std::uint64_t sum) {
   if (threadIdx.x % warpSize == 0) atomicAdd(reinterpret_cast<unsigned long long*>(total), sum);
 }
 
-// Tiles are numbered with the heads innermost: the tiles of a block that lie side by side are read side by side.
+// Tiles are numbered with the heads innermost, so that adjacent tiles of a block are read together.
 template <int bytes, Way way, bool summing>
 __device__ void copy_tiles(const Launch& launch) {
   const auto heads = static_cast<std::uint32_t>(launch.pages.head_count);

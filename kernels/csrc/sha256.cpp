@@ -53,7 +53,7 @@ void compress_portable(Sha256::State& state, const std::uint8_t* blocks, std::si
 
 #if defined(__x86_64__)
 
-// The instructions do two rounds at a time, and want the state as ABEF and CDGH, highest word first.
+// The instructions do two rounds at a time, with the state as ABEF and CDGH, highest word first.
 __attribute__((target("sha,sse4.1"))) void compress_sha_ni(Sha256::State& state, const std::uint8_t* blocks,
                                                            std::size_t block_count) {
   const auto vectors = [](const auto* memory) { return reinterpret_cast<const __m128i*>(memory); };
@@ -119,7 +119,7 @@ void Sha256::update(std::span<const std::uint8_t> bytes) {
 }
 
 Sha256::Digest Sha256::finish() {
-  // A one bit, zeros, and the length in bits, so that whole blocks come out.
+  // Padding: a one bit, zeros, and the length in bits.
   std::array<std::uint8_t, 2 * block_bytes> end{0x80};
   const std::size_t padding = 1 + (2 * block_bytes - 9 - open_bytes_) % block_bytes;
   const std::uint64_t bits = 8 * total_bytes_;

@@ -1,4 +1,4 @@
-// SHA-256 (FIPS 180-4), by the processor's own instructions where it has them.
+// SHA-256 (FIPS 180-4), with the processor's SHA instructions if it has them.
 #pragma once
 
 #include <array>
@@ -8,7 +8,7 @@
 
 namespace lmkv {
 
-// Hashes what is fed to it, in as many pieces as it comes in.
+// An incremental hash.
 class Sha256 {
  public:
   using Digest = std::array<std::uint8_t, 32>;
@@ -18,7 +18,7 @@ class Sha256 {
 
   void update(std::span<const std::uint8_t> bytes);
 
-  // The hash of all that was fed. Nothing may follow.
+  // The hash of all input. Must be the last call.
   Digest finish();
 
   static constexpr std::size_t block_bytes = 64;

@@ -80,7 +80,7 @@ constexpr std::int64_t vector_words = vector_bytes / 8;
 constexpr int vectors = 4;
 constexpr std::int64_t step_bytes = vectors * vector_bytes;
 
-// How far ahead of the loads to look in a long run, and in rows: the best of 256 to 4096.
+// Prefetch distance in a long range, and in rows: the best of 256 to 4096.
 constexpr std::int64_t ahead_when(bool summing) { return summing ? 2048 : 512; }
 constexpr std::int64_t ahead_in_rows = 1024;
 
@@ -93,7 +93,7 @@ LMKV_AVX2 LMKV_INLINE __m256i keys_of_four(std::uint64_t first_word) {
   return _mm256_add_epi32(first, _mm256_set_epi64x(step(3), step(2), step(1), 0));
 }
 
-// What to add to the keys of words for those of the words that many further on.
+// The difference of the keys of two words at this distance.
 LMKV_AVX2 LMKV_INLINE __m256i key_step(std::uint64_t words) {
   return _mm256_set1_epi64x(static_cast<long long>(word_key(words - 1)));
 }
@@ -112,7 +112,7 @@ LMKV_AVX2 inline void put(std::byte* target, __m256i words) {
   }
 }
 
-// Goes through words that follow each other in the chunk, in as many runs as they come in.
+// Iterates over consecutive words of a chunk, in several ranges.
 template <Store store, bool summing>
 class Pass {
  public:
@@ -160,7 +160,7 @@ class Pass {
     for (int v = 1; v < vectors; ++v) keys_[v] = _mm256_add_epi32(keys_[v - 1], key_step(vector_words));
   }
 
-  // The end of a run that is no whole step: vectors, then words.
+  // The end of a range that is not a whole step: vectors, then words.
   LMKV_AVX2 LMKV_INLINE void finish(const std::byte* source, std::byte* target, std::int64_t size_bytes) {
     const __m256i one_vector = key_step(vector_words);
     std::int64_t done = 0;
@@ -189,8 +189,8 @@ class Pass {
   std::uint64_t word_;
 };
 
-// Streaming stores save reading the target's lines before they are overwritten, a third of the traffic. They pay where
-// whole lines are written one after the other, and want targets on a vector's boundary.
+// Streaming stores save reading the target's lines before they are overwritten, a third of the traffic. They are faster
+// if whole lines are written in order, and need targets aligned to a vector.
 bool may_stream(const std::byte* target) { return reinterpret_cast<std::uintptr_t>(target) % vector_bytes == 0; }
 
 bool may_stream_rows(const std::byte* target, std::int64_t stride_bytes, std::int64_t row_bytes) {
@@ -199,7 +199,7 @@ bool may_stream_rows(const std::byte* target, std::int64_t stride_bytes, std::in
              line_bytes == 0;
 }
 
-// How far ahead of a row's bytes to look for those of a later one.
+// Prefetch distance between rows.
 std::int64_t ahead_of(std::int64_t stride_bytes, std::int64_t row_bytes, std::int64_t row_count, bool summing) {
   return row_count == 1 ? ahead_when(summing) : stride_bytes * std::max<std::int64_t>(ahead_in_rows / row_bytes, 1);
 }

@@ -1,4 +1,4 @@
-// Copying and summing rows of bytes, as fast as this processor can.
+// Copies and checksums of rows, optimized for the instruction set of this processor.
 #pragma once
 
 #include <cstddef>
@@ -6,9 +6,9 @@
 
 namespace lmkv {
 
-// One instruction set's way. Rows are multiples of 8 bytes, strides go from one row to the next. `gather` also sums; in
-// the chunk its rows lie side by side, and `first_word` is the index there of the first row's first word. Stores may bypass
-// the caches: `publish` must come between the last of them and whatever tells others of them.
+// The functions for one instruction set. Rows are multiples of 8 bytes; strides are between rows. `gather` also
+// computes the checksum: its rows are contiguous in the chunk, and `first_word` is the index of their first word there.
+// Stores may bypass the caches: `publish` must be called after the last one, before other threads or processes read.
 struct TileKernels {
   const char* isa;
   std::uint64_t (*gather)(const std::byte* pages, std::int64_t stride_bytes, std::byte* chunk, std::int64_t row_bytes,
@@ -21,10 +21,10 @@ struct TileKernels {
   void (*publish)();
 };
 
-// Runs everywhere.
+// Portable functions.
 const TileKernels& portable_kernels();
 
-// The fastest that this processor runs.
+// The fastest functions that this processor supports.
 const TileKernels& best_kernels();
 
 }  // namespace lmkv

@@ -21,7 +21,7 @@ static_assert(std::endian::native == std::endian::little);
 
 bool is_digit(char character) { return character >= '0' && character <= '9'; }
 
-// Which of the 64 characters of a block are digits, the first one's bit lowest.
+// Bit mask of the digits in a block of 64 characters; the first character is the lowest bit.
 std::uint64_t digits_of(const char* block) {
   std::uint64_t digits = 0;
 #if defined(__SSE2__)
@@ -37,7 +37,7 @@ std::uint64_t digits_of(const char* block) {
   return digits;
 }
 
-// The number that the next 1 to 8 characters are: shifted to the end, then added in pairs, fours and eights.
+// Parses 1 to 8 digits: shifts them to the end, then adds them in pairs, fours and eights.
 std::uint32_t number_of(const char* text, int digits) {
   std::uint64_t values;
   std::memcpy(&values, text, sizeof values);
@@ -84,8 +84,8 @@ class Reader {
     if (!next_is(expected)) refuse(std::string("expected '") + expected + "'");
   }
 
-  // Reads on while numbers are followed by a comma, at most one space, and the next number: nearly all of any list. Where
-  // they begin and end is found for a block at once, since the length of one is what no processor can predict.
+  // Fast path: numbers that are separated by a comma and at most one space. Their limits are found for a whole block at
+  // once, because branches on the length of a number cannot be predicted.
   void read_plain(std::vector<std::uint32_t>& ids) {
     while (end_ - at_ >= block_bytes + 8 && is_digit(*at_)) {
       const std::uint64_t digits = digits_of(at_);

@@ -1,4 +1,4 @@
-// Token ids out of JSON text: a hundred thousand of them are no reason to make a hundred thousand Python objects.
+// Parses token ids from JSON text, without a Python object per number.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace lmkv {
 
-// The numbers in a JSON list of whole numbers from 0 to 2^32 - 1. Throws std::invalid_argument that says what is wrong.
+// The integers of a JSON list, from 0 to 2^32 - 1. Throws std::invalid_argument with the reason.
 std::vector<std::uint32_t> token_ids(std::string_view json);
 
 }  // namespace lmkv

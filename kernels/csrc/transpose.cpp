@@ -9,7 +9,7 @@
 namespace lmkv {
 namespace {
 
-// A matrix as its lines lie in memory: `stride` bytes from one to the next.
+// A matrix in memory; `stride` is the distance of its lines in bytes.
 struct Source {
   const std::byte* first;
   std::int64_t stride;

@@ -1,4 +1,4 @@
-// Rows whose elements do not lie side by side: vLLM's CPU attention keeps keys with the tokens innermost.
+// Transposes rows whose elements are not contiguous: vLLM's CPU attention stores keys with the tokens innermost.
 #pragma once
 
 #include <algorithm>
@@ -7,18 +7,18 @@
 
 namespace lmkv {
 
-// Rows whose first elements lie side by side, as do their second ones, at a stride; bytes.
+// Rows whose first elements are contiguous, as are their second ones, at a stride in bytes.
 struct Transposed {
   std::byte* first;
   std::int64_t element_stride;
   std::int64_t element_bytes;  // 1, 2, 4 or 8
 };
 
-// Reads `row_count` rows from `first_row` on; they then lie one after the other at `target`.
+// Copies `row_count` rows from `first_row` on to `target`, where they are contiguous.
 void read_rows(const Transposed& rows, std::int64_t first_row, std::int64_t row_count, std::int64_t row_bytes,
                std::byte* target);
 
-// The other way, from row 0 on.
+// The inverse, from row 0 on.
 void write_rows(const Transposed& rows, std::int64_t row_count, std::int64_t row_bytes, const std::byte* source);
 
 // Calls `work(scratch, first row, row count)` for as many rows at a time as fit into a scratch that stays in the

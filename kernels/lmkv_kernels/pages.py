@@ -28,7 +28,7 @@ class TilePart:
 class Pages:
     """The KV-cache pages of one tensor-parallel rank.
 
-    Element `e` of row `r` of part `p` in block `b` of the rank's head `h` lies, in each layer, at `layer_address +
+    Element `e` of row `r` of part `p` in block `b` of the rank's head `h` is, in each layer, at `layer_address +
     b * block_stride_bytes + h * head_stride_bytes + parts[p].offset + r * parts[p].row_stride +
     e * parts[p].element_stride`. The caller must keep the memory alive. Raises `ValueError` if the fields
     contradict each other, or two elements would share memory.

@@ -156,8 +156,8 @@ def translate(entries: Iterable[SourceEntry]) -> list[Imported]:
     for entry in _flat(entries):
         one = _translate(entry)
         if one.name in values and values[one.name] != one.value:
-            said = as_yaml(values[one.name])
-            one = Imported(entry=entry, reason=f"{one.name} is already {said}, by another key of this file")
+            known = as_yaml(values[one.name])
+            one = Imported(entry=entry, reason=f"{one.name} is already {known}, by another key of this file")
         if one.name:
             if one.name in values:
                 one = Imported(entry=entry, reason=f"{one.name} already has this value")

@@ -1,4 +1,4 @@
-"""What a node is told, and where its sockets and its lock are."""
+"""The configuration of a node, and the paths of its sockets and lock."""
 
 from __future__ import annotations
 
@@ -43,34 +43,34 @@ from lmkv.errors import ConfigError
 from lmkv.units import GB
 
 MAX_SOCKET_PATH_BYTES = 100
-"""Unix socket paths end at 107 bytes; the rest is left to those who need a suffix."""
+"""The limit of unix socket paths is 107 bytes; the rest is reserved for suffixes."""
 
 
 def _own_instance_id(suffix: str = "") -> str:
-    """This machine's name, as far as an instance id may hold it, and a suffix."""
+    """The host name with a suffix, as a valid instance id."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip(".")
     return name[: 64 - len(suffix)] + suffix or "node"
 
 
 def _eviction_policy(raw: object) -> object:
-    """LMCache's `cache_policy`. Raises `ValueError` for those of its policies that lmkv has not."""
+    """Converts LMCache's `cache_policy`. Raises `ValueError` for policies that lmkv does not have."""
     if str(raw).upper() in ("LFU", "FIFO", "MRU"):
         raise ValueError(f"must be LRU or ARC, not {raw!r}: lmkv has no such policy")
     return raw
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """Raises `ConfigError` unless only this user may enter: in /tmp anyone may have made it first."""
+    """Raises `ConfigError` unless only this user can access it: in /tmp another user may have created it."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ConfigError(
-            f"runtime_dir: {folder} is not this user's alone (mode 700); set runtime_dir to another folder",
+            f"runtime_dir: {folder} must be accessible to this user only (mode 700); set runtime_dir to another",
             key="runtime_dir",
         )
 
 
 def _refuse_foreign_instance(folder: Path) -> None:
-    """Raises `ConfigError` unless the folder of an instance is this user's: its owner can replace sockets in it."""
+    """Raises `ConfigError` unless this user owns the instance's folder: its owner can replace the sockets in it."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & stat.S_IWOTH:
         raise ConfigError(
@@ -82,7 +82,7 @@ def _refuse_foreign_instance(folder: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig(Config):
-    """What a node is told: `lmkv node`."""
+    """Configuration of `lmkv node`."""
 
     instance_id: str = key(
         INSTANCE_ID_IF_ANY,
@@ -243,12 +243,12 @@ class NodeConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.instance_id:  # a prefill and a decode on one host are two
+        if not self.instance_id:  # prefill and decode on one host are two instances
             suffix = "" if self.pd_role == "both" else f"-{self.pd_role}"
             object.__setattr__(self, "instance_id", _own_instance_id(suffix))
         if self.local_disk and not self.max_local_disk_size:
             raise ConfigError(
-                "max_local_disk_size must be set where local_disk is: say how much disk chunks may take",
+                "max_local_disk_size is required with local_disk; set the disk space for chunks",
                 key="max_local_disk_size",
             )
 
@@ -260,56 +260,56 @@ class NodeConfig(Config):
 
     @property
     def credentials(self) -> Credentials:
-        """How to speak to the coordinator. Raises `ConfigError` if a file is not what it should be."""
+        """Credentials for the coordinator. Raises `ConfigError` if a file is invalid."""
         token = BearerToken(text=self.auth_token, file=self.auth_token_file)
         return Credentials(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key, token=token)
 
     @property
     def peer_tls(self) -> Credentials:
-        """How to speak to peers, as server and as client: each side shows its certificate, if nodes have any."""
+        """Credentials for peers, as server and as client; mutual TLS if nodes have certificates."""
         if not (self.tls_cert and self.tls_ca):
             return Credentials(token=self.credentials.token)
         return replace(self.credentials, client_ca=self.tls_client_ca or self.tls_ca, name=self.tls_peer_name)
 
     @property
     def metrics_tls(self) -> Credentials:
-        """How to serve metrics."""
+        """Credentials of the metrics server."""
         return Credentials(cert=self.tls_cert, key=self.tls_key, client_ca=self.tls_client_ca)
 
     @property
     def pool_bytes(self) -> int:
-        """Size of the pool. Without a cache in host memory it is the buffer of handoffs alone, if that has a size."""
+        """Size of the pool; without a cache in host memory, of the handoff buffer if that is configured."""
         cache = round(self.max_local_cpu_size * GB)
         return cache if self.local_cpu or not self.enable_pd else self.pd_buffer_size or cache
 
     @property
     def kept_pool_path(self) -> Path:
-        """The pool's file where `persist_pool` is on: this user's, and this instance's."""
+        """Path of the pool's file with `persist_pool`; contains user and instance."""
         return Path(self.pool_path or f"/dev/shm/lmkv-{os.getuid()}-{self.instance_id}.pool")  # noqa: S108 # checked
 
     @property
     def pool_file(self) -> Path | None:
-        """The file that the pool is in; None if its memory is anonymous."""
+        """The pool's file; None if its memory is anonymous."""
         return self.kept_pool_path if self.pool_path or self.persist_pool else None
 
     @property
     def disk_folders(self) -> list[Path]:
-        """This node's own folder in each of `local_disk`: nodes of one host may share these."""
+        """This node's subfolder of each folder in `local_disk`, which nodes of a host may share."""
         return [Path(folder, self.instance_id) for folder in self.local_disk]
 
     @property
     def disk_bytes(self) -> int:
-        """What chunks may take in all of these folders."""
+        """Disk space for chunks in all folders."""
         return round(self.max_local_disk_size * GB)
 
     @property
     def pd_buffer_bytes(self) -> int:
-        """What `pd_buffer_size` stands for."""
+        """`pd_buffer_size`, or its default, in bytes."""
         return min(self.pd_buffer_size or self.pool_bytes // 2, self.pool_bytes)
 
     @property
     def runtime_path(self) -> Path:
-        """`runtime_dir`, or its default. Depends on the environment; may not exist yet."""
+        """`runtime_dir`, or its default from the environment. May not exist."""
         if self.runtime_dir:
             return Path(self.runtime_dir).absolute()
         user_dir = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -329,29 +329,29 @@ class NodeConfig(Config):
 
     @property
     def pool_socket(self) -> Path:
-        """Unix socket that hands out the pool's memory. Raises `ConfigError` if its path is too long."""
+        """Unix socket that passes the pool to workers. Raises `ConfigError` if its path is too long."""
         return self._socket("pool.sock")
 
     @property
     def transfer_socket(self) -> Path:
-        """Unix socket that hands the pool out to peers, to be read. Raises `ConfigError` if its path is too long."""
+        """Unix socket that passes the pool to peers, read-only. Raises `ConfigError` if its path is too long."""
         return self._socket("peers.sock")
 
     @property
     def lock_path(self) -> Path:
-        """File whose lock says that a node of this instance is alive."""
+        """Lock file that a running node of this instance holds."""
         return self.instance_dir / "lock"
 
     @property
     def secret_path(self) -> Path:
-        """File with the secret by which coordinators know a node of this instance again."""
+        """File with the secret by which coordinators recognize this instance after a restart."""
         return self.instance_dir / "secret"
 
     def make_instance_dir(self) -> Path:
-        """Makes `instance_dir` and what leads to it, for this user only, and returns it.
+        """Creates `instance_dir` and its parents, for this user only, and returns it.
 
-        Raises `ConfigError` if it cannot be made, or is another user's, or if the default folder is open to others. A
-        `runtime_dir` that was named may be open: it may be shared on purpose.
+        Raises `ConfigError` if it cannot be created, belongs to another user, or the default folder is accessible to
+        others. A configured `runtime_dir` may be accessible to others.
         """
         try:
             self.runtime_path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -361,8 +361,8 @@ class NodeConfig(Config):
             _refuse_foreign_instance(self.instance_dir)
         except OSError as error:
             raise ConfigError(
-                f"runtime_dir: cannot make {error.filename}: {error.strerror}; set runtime_dir to a folder that this "
-                "user may write",
+                f"runtime_dir: cannot create {error.filename}: {error.strerror}; set runtime_dir to a folder that this "
+                "user may write to",
                 key="runtime_dir",
             ) from None
         return self.instance_dir

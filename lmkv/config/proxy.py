@@ -1,4 +1,4 @@
-"""What a proxy is told, and which engines that makes."""
+"""The configuration of a proxy, and the engines that follow from it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from lmkv.units import GB
 
 
 def _items(raw: object) -> list[Any]:
-    """What a list holds, whether it is one, JSON, or separated by commas; also a flag that was given several times."""
+    """Items of a list, of JSON, of comma-separated text, or of a repeated flag."""
     if isinstance(raw, str):
         try:
             content = json.loads(raw)
-        except ValueError:  # an IPv6 address has brackets, too
+        except ValueError:  # IPv6 addresses have brackets too
             content = None
         return content if isinstance(content, list) else [item.strip() for item in raw.split(",")]
     if isinstance(raw, list | tuple):
@@ -100,7 +100,7 @@ POLICY = Kind(
 
 @dataclass(frozen=True, kw_only=True)
 class ProxyConfig(Config):
-    """What a proxy is told: `lmkv proxy`."""
+    """Configuration of `lmkv proxy`."""
 
     replaced_flags: ClassVar[Sequence[str]] = ("proxy_host", "proxy_port", "decoder_init_port", "decoder_alloc_port")
 
@@ -199,16 +199,16 @@ class ProxyConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.mode == "route" and not self.engines:
-            raise ConfigError("mode is route, but no engine is named; set engine to http://HOST:PORT", key="engines")
+            raise ConfigError("mode is route, but there is no engine; set engine to http://HOST:PORT", key="engines")
         if self.mode == "pd" and self.engines:
             raise ConfigError(
-                "engine is for mode route, but mode is pd; set mode to route, or name prefill and decode engines by "
+                "engine is for mode route, but mode is pd; set mode to route, or set prefill and decode engines by "
                 "prefiller_port and decoder_port",
                 key="engines",
             )
         if self.policy == "kv_aware" and not self.coordinator_address:
             raise ConfigError(
-                "policy is kv_aware, but nobody knows who holds what; set coordinator_address",
+                "policy is kv_aware, which needs a coordinator; set coordinator_address",
                 key="coordinator_address",
             )
         if self.mode == "pd":
@@ -216,23 +216,23 @@ class ProxyConfig(Config):
 
     @property
     def credentials(self) -> Credentials:
-        """How to speak to the coordinator. Raises `ConfigError` if a file is not what it should be."""
+        """Credentials for the coordinator. Raises `ConfigError` if a file is invalid."""
         token = BearerToken(text=self.auth_token, file=self.auth_token_file)
         return Credentials(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key, token=token)
 
     @property
     def handoff_keys(self) -> HandoffKeys:
-        """What handoffs are proven to engines with."""
+        """Keys of the proofs of handoffs."""
         return HandoffKeys(self.cluster_secret, BearerToken(text=self.auth_token, file=self.auth_token_file))
 
     @property
     def client_tls(self) -> Credentials:
-        """How to serve clients."""
+        """Credentials of the server."""
         return Credentials(cert=self.tls_cert, key=self.tls_key, client_ca=self.tls_client_ca)
 
     @property
     def engine_tls(self) -> Credentials:
-        """How to speak to engines that are named by https."""
+        """Credentials for engines with https URLs."""
         return Credentials(ca=self.engine_tls_ca, cert=self.tls_cert, key=self.tls_key)
 
     @property
@@ -243,30 +243,30 @@ class ProxyConfig(Config):
     @property
     def prefillers(self) -> tuple[str, ...]:
         """`host:port` of each prefill engine. Raises `ConfigError` if hosts and ports do not match."""
-        return _places("prefiller", self.prefiller_host, self.prefiller_port, self.num_prefillers)
+        return _addresses("prefiller", self.prefiller_host, self.prefiller_port, self.num_prefillers)
 
     @property
     def decoders(self) -> tuple[str, ...]:
         """`host:port` of each decode engine. Raises `ConfigError` if hosts and ports do not match."""
-        return _places("decoder", self.decoder_host, self.decoder_port, self.num_decoders)
+        return _addresses("decoder", self.decoder_host, self.decoder_port, self.num_decoders)
 
 
-def _places(role: str, hosts: Sequence[str], ports: Sequence[int], count: int) -> tuple[str, ...]:
-    """As many places as are asked for: one host or one for each, one port or one for each.
+def _addresses(role: str, hosts: Sequence[str], ports: Sequence[int], count: int) -> tuple[str, ...]:
+    """`host:port` of `count` engines: one host or one per engine, one port or one per engine.
 
-    One host and one port are the first of consecutive ports.
+    One host and one port mean consecutive ports.
     """
     count = count or max(len(hosts), len(ports))
     for name, given in (("host", hosts), ("port", ports)):
         if len(given) not in (1, count):
             raise ConfigError(
-                f"{role}_{name} names {len(given)}, but there are {count} {role}s; name one, or {count}",
+                f"{role}_{name} has {len(given)} values, but there are {count} {role}s; set one, or {count}",
                 key=f"{role}_{name}",
             )
     if len(hosts) == 1 and len(ports) == 1:
         ports = range(ports[0], ports[0] + count)
         if ports[-1] > 65535:
-            raise ConfigError(f"{role}_port {ports[0]} leaves no room for {count} ports", key=f"{role}_port")
+            raise ConfigError(f"{role}_port {ports[0]} is too high for {count} consecutive ports", key=f"{role}_port")
     spread = list(ports) * (1 if len(ports) == count else count)
     named = list(hosts) * (1 if len(hosts) == count else count)
     return tuple(f"{host}:{number}" for host, number in zip(named, spread, strict=True))

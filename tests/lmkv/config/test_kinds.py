@@ -201,7 +201,7 @@ def test_a_secret_is_not_shown() -> None:
 
 
 def test_a_disk_must_say_how_much_of_it_chunks_may_take() -> None:
-    with pytest.raises(ConfigError, match="max_local_disk_size must be set where local_disk is"):
+    with pytest.raises(ConfigError, match="max_local_disk_size is required with local_disk"):
         NodeConfig(local_disk=("/a",))
     config = NodeConfig(instance_id="n", local_disk=("/a", "/b"), max_local_disk_size=2)
     assert config.disk_folders == [Path("/a/n"), Path("/b/n")]

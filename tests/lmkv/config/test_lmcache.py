@@ -135,7 +135,7 @@ def test_the_notice_says_what_became_of_a_key(name: str, value: object, notice: 
 
 
 def test_what_no_process_could_start_with_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_local_disk_size must be set where local_disk is"):
+    with pytest.raises(ConfigError, match="max_local_disk_size is required with local_disk"):
         translate(entries(local_disk="/mnt/nvme"))
 
 

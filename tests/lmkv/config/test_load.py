@@ -177,7 +177,7 @@ def test_a_configuration_never_changes() -> None:
 def test_a_conflict_of_two_keys_names_them_as_they_were_written(
     env: dict[str, str], flags: dict[str, str], shown: str
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"^max_local_disk_size must be set where {shown} is"):
+    with pytest.raises(ConfigError, match=rf"^max_local_disk_size is required with {shown};"):
         load(NodeConfig, env=env, flags=flags)
 
 

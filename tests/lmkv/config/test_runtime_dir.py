@@ -50,7 +50,7 @@ def test_a_default_runtime_dir_that_is_open_to_others_is_refused(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     (tmp_path / "lmkv").mkdir()
     (tmp_path / "lmkv").chmod(0o777)
-    with pytest.raises(ConfigError, match=r"runtime_dir: .* is not this user's alone"):
+    with pytest.raises(ConfigError, match=r"runtime_dir: .* must be accessible to this user only"):
         NodeConfig().make_instance_dir()
     (tmp_path / "lmkv").rmdir()
     (tmp_path / "mine").mkdir(mode=0o700)
@@ -80,7 +80,7 @@ def test_an_instance_folder_that_any_user_may_write_to_or_a_link_is_refused(tmp_
 
 def test_a_runtime_dir_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"runtime_dir: cannot make .*file"):
+    with pytest.raises(ConfigError, match=r"runtime_dir: cannot create .*file"):
         NodeConfig(runtime_dir=str(tmp_path / "file" / "dir")).make_instance_dir()
 
 

@@ -130,13 +130,13 @@ def test_hosts_and_ports_make_engines(flags: dict[str, str], places: tuple[list[
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"mode": "route"}, "mode is route, but no engine is named"),
+        ({"mode": "route"}, "mode is route, but there is no engine"),
         ({"engine": ["http://a:1"]}, "engine is for mode route, but mode is pd"),
         ({"policy": "kv_aware"}, "set coordinator_address"),
         ({"policy": "random"}, "policy must be one of round_robin, least_loaded, kv_aware"),
-        ({"prefiller_host": "a,b", "num_prefillers": "3"}, "--prefiller-host names 2, but there are 3 prefillers"),
-        ({"decoder_port": "1,2,3", "num_decoders": "2"}, "--decoder-port names 3, but there are 2 decoders"),
-        ({"decoder_port": "65535", "num_decoders": "2"}, "--decoder-port 65535 leaves no room for 2 ports"),
+        ({"prefiller_host": "a,b", "num_prefillers": "3"}, "--prefiller-host has 2 values, but there are 3 prefillers"),
+        ({"decoder_port": "1,2,3", "num_decoders": "2"}, "--decoder-port has 3 values, but there are 2 decoders"),
+        ({"decoder_port": "65535", "num_decoders": "2"}, "--decoder-port 65535 is too high for 2 consecutive ports"),
         ({"decoder_port": "0"}, "--decoder-port must be ports from 1 to 65535"),
         ({"mode": "route", "engine": ["ftp://a:1"]}, "engine must be engines such as http://10.0.0.7:8000"),
         ({"mode": "route", "engine": ["http://a"]}, "engine must be engines such as http://10.0.0.7:8000"),
