@@ -8,7 +8,7 @@ import sys
 from benchmarks.node import fetches
 from benchmarks.node.bare_ends import LIMITS
 from benchmarks.support import engines
-from benchmarks.support.command import Benchmark, Run
+from benchmarks.support.command import Benchmark, BenchmarkRun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", action="append", choices=LIMITS, help="measure this channel alone; may be repeated")
 
 
-def measure(run: Run) -> None:
+def measure(run: BenchmarkRun) -> None:
     """One channel after the other, each with processes of its own at both ends."""
     dtype = engines.choose_dtype(run)
     for channel in run.args.only or LIMITS:

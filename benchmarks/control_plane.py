@@ -10,7 +10,7 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.coordinator import departures, fleets, layouts, lookups
-from benchmarks.support.command import Benchmark, Run
+from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.systems import controllers
 from benchmarks.systems.pairs import lmcache_problem
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", action="append", choices=PARTS, help="measure this part alone; may be repeated")
 
 
-def measure(run: Run) -> None:
+def measure(run: BenchmarkRun) -> None:
     """All parts."""
     parts: Sequence[str] = run.args.only or PARTS
     run.report.settings["parts"] = list(parts)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from benchmarks.node import copies, fetches, hooks, lookups, misses, short_hits, ttft
 from benchmarks.support import engines
-from benchmarks.support.command import Benchmark, Run
+from benchmarks.support.command import Benchmark, BenchmarkRun
 from lmkv_client.demo.cluster import Cluster
 
 PARTS = ("copies", "fetches", "lookups", "ttft", "hits", "misses")
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", action="append", choices=PARTS, help="measure this part alone; may be repeated")
 
 
-def measure(run: Run) -> None:
+def measure(run: BenchmarkRun) -> None:
     """All parts, those without engines first."""
     parts: Sequence[str] = run.args.only or PARTS
     dtype = engines.choose_dtype(run)
@@ -41,7 +41,7 @@ def measure(run: Run) -> None:
         measure_engines(run, dtype, parts)
 
 
-def measure_lookups(run: Run) -> None:
+def measure_lookups(run: BenchmarkRun) -> None:
     """What needs nodes and a coordinator, but no engine."""
     lookups.measure_keys(run)
     with lookups.filled_pair(run) as pair:
@@ -51,7 +51,7 @@ def measure_lookups(run: Run) -> None:
             lookups.measure_engine(run, link, attachment)
 
 
-def measure_engines(run: Run, dtype: str, parts: Sequence[str]) -> None:
+def measure_engines(run: BenchmarkRun, dtype: str, parts: Sequence[str]) -> None:
     """What needs engines: two that share, and one without a connector beside them."""
     needed = {"engine-1": PARTS, "engine-2": ("ttft", "hits"), PLAIN: ("hits", "misses")}
     with started(run, dtype, [name for name, users in needed.items() if set(users) & set(parts)]) as cluster:
@@ -67,7 +67,7 @@ def measure_engines(run: Run, dtype: str, parts: Sequence[str]) -> None:
 
 
 @contextmanager
-def started(run: Run, dtype: str, names: Sequence[str]) -> Iterator[Cluster]:
+def started(run: BenchmarkRun, dtype: str, names: Sequence[str]) -> Iterator[Cluster]:
     """Engines of these names, all ready; the one called `PLAIN` has no connector."""
     context_tokens = engines.context_for(max(ttft.LENGTHS))
     prompt_bytes = context_tokens * engines.token_bytes(dtype)

@@ -34,7 +34,7 @@ FINGERPRINT = b"f" * 16
 TIMEOUT_SECONDS = 120.0
 
 
-class Bench:
+class DiskBench:
     """A pool full of chunks, and what a node would tell its disk tier."""
 
     def __init__(self, chunk_count: int, chunk_bytes: int) -> None:
@@ -71,7 +71,7 @@ def timed(label: str, size_bytes: int) -> Iterator[None]:
     print(f"{label:32} {size / wall:6.2f} GB/s {cpu / size:6.2f} cpu s/GB", flush=True)
 
 
-async def through_tier(bench: Bench, folder: Path, io_name: str) -> None:
+async def through_tier(bench: DiskBench, folder: Path, io_name: str) -> None:
     """Writes and reads by a disk tier."""
     size_bytes = len(bench.keys) * bench.chunk_bytes
     region = Region(address=bench.pool.address, size_bytes=bench.pool.size_bytes)
@@ -96,7 +96,7 @@ async def through_tier(bench: Bench, folder: Path, io_name: str) -> None:
         await again.settle()
 
 
-def bare(bench: Bench, folder: Path, flag: int, label: str) -> None:
+def bare(bench: DiskBench, folder: Path, flag: int, label: str) -> None:
     """Writes and reads the same files by as many threads, and nothing else."""
     size, io = bench.chunk_bytes, PlainIo()
     size_bytes = len(bench.keys) * size
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=256, help="MiB to write and read each time")
     folder = (arguments := parser.parse_args()).folder
     for kib in (512, 2048, 8192):
-        bench = Bench((arguments.size << 10) // kib, kib << 10)
+        bench = DiskBench((arguments.size << 10) // kib, kib << 10)
         print(f"--- chunks of {kib} KiB")
         with tempfile.TemporaryDirectory(dir=folder) as name:
             bare(bench, Path(name), os.O_DIRECT, "bare")

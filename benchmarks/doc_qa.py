@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from benchmarks.support import engines
-from benchmarks.support.command import Benchmark, Run
+from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.support.engines import Prompts
 from benchmarks.support.rows import Row, compare
 from lmkv_client.demo.cluster import Cluster
@@ -29,7 +29,7 @@ STORE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Round:
+class DocumentRound:
     """All documents, each asked once."""
 
     seconds: float
@@ -40,7 +40,7 @@ class Round:
         """Mean time to the first token."""
         return statistics.fmean(completion.ttft_seconds for completion in self.completions)
 
-    def identical_to(self, other: Round) -> int:
+    def identical_to(self, other: DocumentRound) -> int:
         """How many completions are the same in both."""
         pairs = zip(self.completions, other.completions, strict=True)
         return sum(own.token_ids == theirs.token_ids for own, theirs in pairs)
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--in-flight", type=int, default=2, metavar="N", help="requests at a time (2)")
 
 
-def measure(run: Run) -> None:
+def measure(run: BenchmarkRun) -> None:
     """Both engines, all rounds."""
     args = run.args
     dtype = engines.choose_dtype(run, compares_answers=True)
@@ -90,7 +90,7 @@ def measure(run: Run) -> None:
         first, second = cluster.engines.values()
         warm_up(cluster, first, second, prompts.make(2 * engines.CHUNK_SIZE))
 
-        def ask(name: str, engine: EngineProcess, what: Sequence[Sequence[int]]) -> Round:
+        def ask(name: str, engine: EngineProcess, what: Sequence[Sequence[int]]) -> DocumentRound:
             round_ = ask_all(engine, what, output_tokens, args.in_flight)
             run.say(f"{name}, {engine.name}: {round_.ttft_seconds:.3f} s mean TTFT, {round_.seconds:.1f} s in all")
             return round_
@@ -116,15 +116,19 @@ def warm_up(cluster: Cluster, first: EngineProcess, second: EngineProcess, promp
     second.complete(prompt, 2)
 
 
-def ask_all(engine: EngineProcess, prompts: Sequence[Sequence[int]], output_tokens: int, in_flight: int) -> Round:
+def ask_all(
+    engine: EngineProcess, prompts: Sequence[Sequence[int]], output_tokens: int, in_flight: int
+) -> DocumentRound:
     """One round, so many requests at a time."""
     started = time.perf_counter()
     with ThreadPoolExecutor(in_flight) as clients:
         completions = list(clients.map(lambda prompt: engine.complete(prompt, output_tokens), prompts))
-    return Round(seconds=time.perf_counter() - started, completions=completions)
+    return DocumentRound(seconds=time.perf_counter() - started, completions=completions)
 
 
-def rows_of(first_warm: Round, second_warm: Round, first_query: Round, second_query: Round) -> Iterator[Row]:
+def rows_of(
+    first_warm: DocumentRound, second_warm: DocumentRound, first_query: DocumentRound, second_query: DocumentRound
+) -> Iterator[Row]:
     """The gains against engine 1's first round, and what they come from."""
     rounds = {"doc_qa_{}": second_warm, "doc_qa_query_{}": second_query, "doc_qa_own_query_{}": first_query}
     for name, round_ in rounds.items():

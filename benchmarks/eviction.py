@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from benchmarks.replay.policies import S3Fifo, Sieve, TwoQueues
 from benchmarks.replay.traces import CHUNK_TOKENS, TRACES, Request
-from benchmarks.support.command import Benchmark, Run
+from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.support.rows import Row, compare
 from lmkv.keys import ChunkKey
 from lmkv_server.node.cache.eviction import POLICIES, EvictionPolicy, EvictionQueue
@@ -25,7 +25,7 @@ POOLS = {"500k": 500_000, "2m": 2_000_000, "8m": 8_000_000}
 QUICK_SCALE = 0.1
 
 
-def measure(run: Run) -> None:
+def measure(run: BenchmarkRun) -> None:
     """Replays each trace with each policy in pools of several sizes."""
     scale = QUICK_SCALE if run.quick else 1.0
     for name, make in TRACES.items():

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.node.copies import rate_row, scattered_copies, touched_memory
 from benchmarks.support import timing
-from benchmarks.support.command import Benchmark, Run
+from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.support.rows import Row
 from lmkv.pool.pool import Pool
 from lmkv_kernels import Pages, gather, packed_rows, scatter, token_rows, whole_tiles
@@ -64,14 +64,14 @@ LAYOUTS = (
 """Whole blocks as they are; keys turned; heads outside tokens, and inside, in a GPU's small blocks; MLA."""
 
 
-def measure(run: Run) -> None:
+def measure(run: BenchmarkRun) -> None:
     """Adds rows for one thread, and what summing costs."""
     for layout in LAYOUTS:
         run.say(f"layout {layout.suffix.removeprefix('_') or 'whole tiles'}")
         _measure(run, layout)
 
 
-def _measure(run: Run, layout: Layout) -> None:
+def _measure(run: BenchmarkRun, layout: Layout) -> None:
     tensors = layout.tensors()
     pages = layout.make(tensors, 0, layout.head_count)
     copies = scattered_copies(pages, CHUNK_SIZE, TOKENS // CHUNK_SIZE)

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.node.copies import rate_row, scattered_copies
 from benchmarks.support import timing
-from benchmarks.support.command import Benchmark, Run
+from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.support.rows import Row
 from lmkv_kernels import ChunkCopy, Pages, token_rows
 from lmkv_kernels.cuda import (
@@ -137,7 +137,7 @@ class OnDevice:
         return self.memory.size_bytes
 
 
-def measure(run: Run) -> None:
+def measure(run: BenchmarkRun) -> None:
     """Adds rows for the first device."""
     device = Device(driver())
     run.report.settings["gpu"] = device.name
@@ -148,7 +148,7 @@ def measure(run: Run) -> None:
             measure_on(run, gpu, QUICK_TOKENS if run.quick else TOKENS)
 
 
-def measure_on(run: Run, gpu: Gpu, token_count: int, layouts: Sequence[Layout] = LAYOUTS) -> None:
+def measure_on(run: BenchmarkRun, gpu: Gpu, token_count: int, layouts: Sequence[Layout] = LAYOUTS) -> None:
     """Adds rows, with the device current."""
     for layout in layouts:
         run.say(f"{layout.name}: within the device")
@@ -157,7 +157,7 @@ def measure_on(run: Run, gpu: Gpu, token_count: int, layouts: Sequence[Layout] =
     _measure_across(run, gpu, layouts[0], token_count)
 
 
-def _measure_within(run: Run, gpu: Gpu, layout: Layout, token_count: int) -> None:
+def _measure_within(run: BenchmarkRun, gpu: Gpu, layout: Layout, token_count: int) -> None:
     """Gather and scatter between pages and device memory, against one copy of as many bytes on the device."""
     _tensors, pages, copies, size = _case(gpu, layout, token_count)
     blocks = BLOCKS_PER_PROCESSOR * gpu.device.processor_count
@@ -185,7 +185,7 @@ def _measure_within(run: Run, gpu: Gpu, layout: Layout, token_count: int) -> Non
     )
 
 
-def _measure_across(run: Run, gpu: Gpu, layout: Layout, token_count: int) -> None:
+def _measure_across(run: BenchmarkRun, gpu: Gpu, layout: Layout, token_count: int) -> None:
     """Stores and loads both ways, against one copy of as many bytes between the device and pinned memory."""
     _tensors, pages, copies, size = _case(gpu, layout, token_count)
     with closing(PinnedMemory(gpu.device.driver, size)) as pool, _memory(gpu, size) as other:
@@ -200,7 +200,7 @@ def _measure_across(run: Run, gpu: Gpu, layout: Layout, token_count: int) -> Non
 
 
 def _measure_way(
-    run: Run,
+    run: BenchmarkRun,
     timer: Timer,
     copier: Copier,
     copies: list[ChunkCopy],

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.support import engines
-from benchmarks.support.command import Benchmark, Run
+from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.support.engines import Prompts
 from benchmarks.support.rows import Row, compare
 from benchmarks.systems import chats
-from benchmarks.systems.chats import ALONE, Plan
+from benchmarks.systems.chats import ALONE, ChatPlan
 from lmkv.errors import LmkvError
 from lmkv_client.demo.completion import Completion
 from lmkv_client.demo.engine import EngineProcess
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lmcache-python", type=Path, metavar="PATH", help="Python of an environment with LMCache 0.5")
 
 
-def measure(run: Run) -> None:
+def measure(run: BenchmarkRun) -> None:
     """Every system that is there, side by side."""
     args = run.args
     dtype = engines.choose_dtype(run, compares_answers=True)
@@ -95,7 +95,7 @@ def measure(run: Run) -> None:
         turn_count=args.turns or (3 if run.quick else 5),
     )
     chat_bytes = workload.context_tokens * engines.token_bytes(dtype)
-    plan = Plan(
+    plan = ChatPlan(
         run=run,
         model=engines.model_of(run),
         dtype=dtype,
@@ -121,7 +121,7 @@ def measure(run: Run) -> None:
 
 
 def start(
-    run: Run, stack: ExitStack, systems: Mapping[str, Callable[[], AbstractContextManager[EngineProcess]]]
+    run: BenchmarkRun, stack: ExitStack, systems: Mapping[str, Callable[[], AbstractContextManager[EngineProcess]]]
 ) -> dict[str, EngineProcess]:
     """The engines of all systems that come up, started at once; the engine alone and lmkv's must."""
     if run.quick and "lmcache" in systems:  # four engines do not start and talk in three minutes
@@ -144,7 +144,7 @@ def start(
     return ready
 
 
-def talk(run: Run, systems: Mapping[str, EngineProcess], workload: Workload) -> dict[str, list[Turn]]:
+def talk(run: BenchmarkRun, systems: Mapping[str, EngineProcess], workload: Workload) -> dict[str, list[Turn]]:
     """All chats, turn by turn, with every system: each prompt is all that was said before, and a message.
 
     One request is under way at a time, and the systems take turns, in changing order: what else the machine does then

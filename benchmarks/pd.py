@@ -16,15 +16,15 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.support import engines, timing
-from benchmarks.support.command import Benchmark, Run
+from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.support.engines import Prompts
 from benchmarks.support.rows import Row, compare
-from benchmarks.systems.pairs import Plan, lmcache_problem, nixl_problem
+from benchmarks.systems.pairs import PairPlan, lmcache_problem, nixl_problem
 from benchmarks.systems.prefill_decode import (
     PROMPTS_IN_CACHE,
     STEP_TOKENS,
-    Answer,
     System,
+    TimedResponse,
     lmcache_system,
     lmkv_system,
     nixl_system,
@@ -44,7 +44,7 @@ LMKV, ONE = "lmkv", "one_engine"
 NAMES = {ONE: "one engine", "nixlconnector": "NixlConnector", "lmcache": "LMCache"}
 """What lmkv is compared with, in the order of rows."""
 
-Round = Mapping[str, Answer]
+Round = Mapping[str, TimedResponse]
 """What each system answered to one prompt."""
 
 
@@ -55,12 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lmcache-python", type=Path, metavar="PATH", help="Python of an environment with LMCache 0.5")
 
 
-def measure(run: Run) -> None:
+def measure(run: BenchmarkRun) -> None:
     """Every system that is there."""
     dtype = engines.choose_dtype(run, compares_answers=True)
     lengths = LENGTHS[:1] if run.quick else LENGTHS
     token_count = 8 if run.quick else 32
-    plan = Plan(run=run, model=engines.model_of(run), context_tokens=engines.context_for(max(lengths)), dtype=dtype)
+    plan = PairPlan(run=run, model=engines.model_of(run), context_tokens=engines.context_for(max(lengths)), dtype=dtype)
     with ExitStack() as stack:
         systems = {name: stack.enter_context(start()) for name, start in starts(run, plan).items()}
         prompts = Prompts(seed=5)
@@ -71,7 +71,7 @@ def measure(run: Run) -> None:
         run.say("stopping everything")
 
 
-def starts(run: Run, plan: Plan) -> dict[str, Callable[[], AbstractContextManager[System]]]:
+def starts(run: BenchmarkRun, plan: PairPlan) -> dict[str, Callable[[], AbstractContextManager[System]]]:
     """The systems that can be measured, by the name that rows have for them, lmkv and one engine first."""
     prompt_bytes = plan.context_tokens * engines.token_bytes(plan.dtype)
     pair_bytes = 2 * (engines.ENGINE_BYTES + PROMPTS_IN_CACHE * prompt_bytes)
@@ -99,13 +99,15 @@ def starts(run: Run, plan: Plan) -> dict[str, Callable[[], AbstractContextManage
     return found
 
 
-def round_count(run: Run) -> int:
+def round_count(run: BenchmarkRun) -> int:
     """Prompts of each length."""
     rounds: int | None = run.args.rounds
     return rounds or (1 if run.quick else 4)
 
 
-def measure_length(run: Run, systems: Mapping[str, System], prompts: Sequence[Sequence[int]], token_count: int) -> None:
+def measure_length(
+    run: BenchmarkRun, systems: Mapping[str, System], prompts: Sequence[Sequence[int]], token_count: int
+) -> None:
     """Adds rows for prompts of one length."""
     length = len(prompts[0])
     suffix = "" if length == NAMED_TOKENS else f"_{length}"
@@ -124,7 +126,7 @@ def measure_length(run: Run, systems: Mapping[str, System], prompts: Sequence[Se
     run.note(f"RPCs between the nodes for each prompt of {length} tokens: {counts.in_words(len(rounds))}")
 
 
-def ask_all(systems: Mapping[str, System], prompt: Sequence[int], token_count: int) -> dict[str, Answer]:
+def ask_all(systems: Mapping[str, System], prompt: Sequence[int], token_count: int) -> dict[str, TimedResponse]:
     """What each system answers, in this order. Raises `LmkvError` if an answer is not complete."""
     answers = {}
     for name, system in systems.items():
@@ -135,7 +137,7 @@ def ask_all(systems: Mapping[str, System], prompt: Sequence[int], token_count: i
     return answers
 
 
-def step_seconds(system: System, prompt: Sequence[int], answer: Answer) -> float:
+def step_seconds(system: System, prompt: Sequence[int], answer: TimedResponse) -> float:
     """TTFT at the decode engine of prompt and first token, when it has the whole prompt in its pages."""
     seconds = []
     with thawed([system.decode] if system.is_frozen else []):
@@ -191,7 +193,7 @@ def median_ms(seconds: Sequence[float]) -> float:
     return 1e3 * statistics.median(seconds)
 
 
-def in_words(name: str, answer: Answer) -> str:
+def in_words(name: str, answer: TimedResponse) -> str:
     """An answer's times, for the progress."""
     words = f"{name} {1e3 * answer.ttft:.0f} + {1e3 * (answer.second_token - answer.ttft):.0f} ms"
     return f"{words} (transfer {1e3 * answer.transfer:.0f})" if answer.seam else words

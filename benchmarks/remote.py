@@ -62,7 +62,7 @@ def spec_of(chunk_bytes: int) -> KvSpec:
     )
 
 
-class Bench:
+class RemoteBench:
     """A pool full of chunks, and what a node would tell its remote tier."""
 
     def __init__(self, chunk_count: int, chunk_bytes: int) -> None:
@@ -109,7 +109,7 @@ def timed(label: str, size_bytes: int) -> Iterator[None]:
     print(f"{label:36} {size / wall:6.2f} GB/s {cpu / size:6.2f} cpu s/GB", flush=True)
 
 
-async def through_tier(bench: Bench, store: RemoteStore) -> None:
+async def through_tier(bench: RemoteBench, store: RemoteStore) -> None:
     """Puts and reads by a remote tier."""
     remote = RemoteTier(store, tier=bench.tier, pool=bench.pool, events=CacheEvents(), lookup_seconds=TIMEOUT_SECONDS)
     async with remote:
@@ -133,7 +133,7 @@ async def through_tier(bench: Bench, store: RemoteStore) -> None:
         await remote.drop(Selection())
 
 
-def bare(bench: Bench, put: Callable[[str, memoryview], object], get: Callable[[str], bytes]) -> None:
+def bare(bench: RemoteBench, put: Callable[[str, memoryview], object], get: Callable[[str], bytes]) -> None:
     """Puts and gets the same objects with the bare client, and nothing else."""
 
     def read(index: int) -> None:
@@ -145,7 +145,7 @@ def bare(bench: Bench, put: Callable[[str, memoryview], object], get: Callable[[
         list(threads.map(read, range(len(bench.names))))
 
 
-def of_redis(bench: Bench) -> None:
+def of_redis(bench: RemoteBench) -> None:
     """Measures `redis-server`."""
     with tempfile.TemporaryDirectory() as folder, RedisProcess(Path(folder)) as redis:
         client: Any = valkey.Valkey(port=redis.port)
@@ -155,7 +155,7 @@ def of_redis(bench: Bench) -> None:
         client.close()
 
 
-def of_s3(bench: Bench) -> None:
+def of_s3(bench: RemoteBench) -> None:
     """Measures moto's S3 server."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.server.node.s3_server"],
@@ -198,7 +198,7 @@ def main() -> None:
     for label, run in (("Redis", of_redis), ("S3", of_s3)):
         for mib in (1, 8):
             print(f"--- {label}, chunks of {mib} MiB")
-            bench = Bench(size // mib, mib << 20)
+            bench = RemoteBench(size // mib, mib << 20)
             run(bench)
             bench.pool.close()
 

@@ -16,12 +16,12 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.support import engines, machine
-from benchmarks.support.command import Benchmark, Run
+from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.support.engines import Prompts
 from benchmarks.support.rows import Row, compare
 from benchmarks.systems.pairs import (
-    Pair,
-    Plan,
+    EnginePair,
+    PairPlan,
     lmcache_pair,
     lmcache_problem,
     lmkv_pair,
@@ -45,11 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lmcache-python", type=Path, metavar="PATH", help="Python of an environment with LMCache 0.5")
 
 
-def measure(run: Run) -> None:
+def measure(run: BenchmarkRun) -> None:
     """Every system that is there."""
     dtype = engines.choose_dtype(run)
     lengths = LENGTHS[:1] if run.quick else LENGTHS
-    plan = Plan(run=run, model=engines.model_of(run), context_tokens=engines.context_for(lengths[-1]), dtype=dtype)
+    plan = PairPlan(run=run, model=engines.model_of(run), context_tokens=engines.context_for(lengths[-1]), dtype=dtype)
     engines.check_memory(2 * (engines.ENGINE_BYTES + plan.pool_bytes + 3 * plan.pool_bytes // 5))
     for name, open_pair in systems(run, plan).items():
         run.say(f"{name}: starting two engines, {dtype}; half a minute or more")
@@ -62,9 +62,9 @@ def measure(run: Run) -> None:
             run.note(f"{name} could not be measured: {error}")
 
 
-def systems(run: Run, plan: Plan) -> dict[str, Callable[[], AbstractContextManager[Pair]]]:
+def systems(run: BenchmarkRun, plan: PairPlan) -> dict[str, Callable[[], AbstractContextManager[EnginePair]]]:
     """The systems that can be measured, by the name that their rows begin with."""
-    found: dict[str, Callable[[], AbstractContextManager[Pair]]] = {"lmkv": partial(lmkv_pair, plan)}
+    found: dict[str, Callable[[], AbstractContextManager[EnginePair]]] = {"lmkv": partial(lmkv_pair, plan)}
     if problem := nixl_problem():
         run.note(problem)
     else:
@@ -80,7 +80,7 @@ def systems(run: Run, plan: Plan) -> dict[str, Callable[[], AbstractContextManag
     return found
 
 
-def measure_pair(run: Run, name: str, pair: Pair, lengths: Sequence[int]) -> None:
+def measure_pair(run: BenchmarkRun, name: str, pair: EnginePair, lengths: Sequence[int]) -> None:
     """Adds rows for one system. The first one measured is lmkv, with which the others are compared."""
     prompts = Prompts(seed=4)
     ask(pair, prompts.make(2 * engines.CHUNK_SIZE + engines.BLOCK_SIZE))  # warms up
@@ -96,7 +96,7 @@ def measure_pair(run: Run, name: str, pair: Pair, lengths: Sequence[int]) -> Non
     add_row(run, name, "idle_cpu_percent", idle_cpu_percent(pair), "% of a core")
 
 
-def add_row(run: Run, name: str, what: str, value: float, unit: str) -> None:
+def add_row(run: BenchmarkRun, name: str, what: str, value: float, unit: str) -> None:
     """Adds a row of one system, beside lmkv's if that is another."""
     lmkv = next((row.value for row in run.report.rows if row.name == f"lmkv_{what}"), None)
     if lmkv is None:
@@ -105,7 +105,7 @@ def add_row(run: Run, name: str, what: str, value: float, unit: str) -> None:
         run.add(compare(f"{name}_{what}", value, unit, "lmkv", lmkv))
 
 
-def idle_cpu_percent(pair: Pair) -> float:
+def idle_cpu_percent(pair: EnginePair) -> float:
     """Processor time of all processes of both engines while nobody asks them anything."""
     pids = [*session_pids(pair.first.pid), *session_pids(pair.second.pid), *pair.other_pids()]
     time.sleep(SETTLE_SECONDS)
@@ -114,7 +114,7 @@ def idle_cpu_percent(pair: Pair) -> float:
     return 100 * (machine.cpu_seconds(pids) - before) / (time.perf_counter() - started)
 
 
-def ask(pair: Pair, prompt: Sequence[int]) -> dict[str, float]:
+def ask(pair: EnginePair, prompt: Sequence[int]) -> dict[str, float]:
     """TTFT in seconds of one prompt: cold, from the peer, from the own pool. Raises `LmkvError` if a hit is none."""
     held = engines.full_chunks(len(prompt))
     cold = pair.first.complete(prompt, OUTPUT_TOKENS)

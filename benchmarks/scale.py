@@ -14,15 +14,15 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.coordinator.layouts import random_keys, resident_bytes
-from benchmarks.coordinator.lookups import Line
+from benchmarks.coordinator.lookups import RawLookupStream
 from benchmarks.support import machine
-from benchmarks.support.command import Benchmark, Run
+from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.support.rows import Row
 from lmkv import rpc
 from lmkv.errors import LmkvError
 from lmkv.keys import KEY_BYTES
 from lmkv.v1.cache_service_pb2 import LookupRequest
-from lmkv_client import CoordinatorProcess as Client
+from lmkv_client import Coordinator as Client
 from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_client.demo.process import ServerProcess
 
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, action="append", metavar="N", help="so many nodes; may be repeated")
 
 
-def measure(run: Run) -> None:
+def measure(run: BenchmarkRun) -> None:
     """One coordinator for each number of nodes."""
     counts: Sequence[int] = run.args.nodes or (QUICK_NODE_COUNTS if run.quick else NODE_COUNTS)
     run.report.settings.update(chunks_of_a_node=CHUNK_COUNT, node_processes=PROCESS_COUNT, lease_ttl=LEASE_SECONDS)
@@ -56,7 +56,7 @@ def measure(run: Run) -> None:
             uvloop.run(_measure_fleet(run, coordinator, count))
 
 
-async def _measure_fleet(run: Run, coordinator: CoordinatorProcess, count: int) -> None:
+async def _measure_fleet(run: BenchmarkRun, coordinator: CoordinatorProcess, count: int) -> None:
     pid = coordinator.pid
     empty_bytes = resident_bytes(pid)
     async with Client(coordinator.address) as client:
@@ -76,7 +76,7 @@ async def _measure_fleet(run: Run, coordinator: CoordinatorProcess, count: int) 
             run.add(Row(name=f"scale_whole_s_{count}", value=time.perf_counter() - started, unit="s"))
 
 
-async def _measure_steady(run: Run, coordinator: CoordinatorProcess, count: int) -> None:
+async def _measure_steady(run: BenchmarkRun, coordinator: CoordinatorProcess, count: int) -> None:
     """While all nodes beat, store and evict: the coordinator's processor time, then lookups beside that."""
     pid = coordinator.pid
     before = machine.cpu_seconds([pid])
@@ -84,7 +84,7 @@ async def _measure_steady(run: Run, coordinator: CoordinatorProcess, count: int)
     share = (machine.cpu_seconds([pid]) - before) / STEADY_SECONDS
     run.add(Row(name=f"scale_cpu_percent_{count}", value=100 * share, unit="% of a core"))
     seconds = []
-    async with rpc.open_channel(coordinator.address) as channel, Line(channel) as line:
+    async with rpc.open_channel(coordinator.address) as channel, RawLookupStream(channel) as line:
         for number in range(LOOKUP_COUNT):
             # From the middle on, since the oldest chunks are evicted all the while.
             keys = random_keys(1 + number % count, CHUNK_COUNT)[-KEY_BYTES * PROMPT_CHUNKS :]

@@ -14,17 +14,17 @@ from typing import NamedTuple
 
 import uvloop
 
-from benchmarks.coordinator.lookups import Line
+from benchmarks.coordinator.lookups import RawLookupStream
 from benchmarks.coordinator.nodes import SPEC, ScaledNode
 from benchmarks.scale import CHUNK_COUNT, LEASE_SECONDS, STEADY_SECONDS, nodes, whole
 from benchmarks.support import machine
-from benchmarks.support.command import Benchmark, Run
+from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.support.redis import RedisProcess
 from benchmarks.support.rows import Row, compare
 from lmkv import rpc
 from lmkv.errors import LmkvError
 from lmkv.v1.cache_service_pb2 import LookupRequest
-from lmkv_client import CoordinatorProcess as Client
+from lmkv_client import Coordinator as Client
 from lmkv_client.demo.cluster import CoordinatorProcess
 
 COORDINATOR_COUNT = 2
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, metavar="N", help="so many nodes")
 
 
-def measure(run: Run) -> None:
+def measure(run: BenchmarkRun) -> None:
     """The same fleet twice."""
     count: int = run.args.nodes or (QUICK_NODE_COUNT if run.quick else NODE_COUNT)
     run.report.settings.update(nodes=count, chunks_of_a_node=CHUNK_COUNT, coordinators=COORDINATOR_COUNT)
@@ -113,7 +113,7 @@ async def _measure_news(addresses: Sequence[str], number: int) -> list[float]:
         lines = []
         for address in addresses:
             channel = await stack.enter_async_context(rpc.open_channel(address))
-            lines.append(await stack.enter_async_context(Line(channel)))
+            lines.append(await stack.enter_async_context(RawLookupStream(channel)))
         seconds = []
         for _ in range(NEWS_COUNT):
             key = node.gain(fleet)
@@ -123,7 +123,7 @@ async def _measure_news(addresses: Sequence[str], number: int) -> list[float]:
     return seconds
 
 
-async def _found(line: Line, key: bytes, began: float) -> None:
+async def _found(line: RawLookupStream, key: bytes, began: float) -> None:
     while time.perf_counter() - began < NEWS_SECONDS:
         if (await line.ask(LookupRequest(chunk_keys=key))).holders:
             return

@@ -9,8 +9,8 @@ import grpc
 
 from benchmarks.coordinator.fleets import SimulatedInstance, join_all
 from benchmarks.coordinator.layouts import random_keys, resident_bytes
-from benchmarks.coordinator.lookups import Line, Questions
-from benchmarks.support.command import Run
+from benchmarks.coordinator.lookups import Questions, RawLookupStream
+from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.rows import Row, compare
 from lmkv import rpc
 from lmkv.errors import LmkvError
@@ -26,7 +26,7 @@ WATCH_SECONDS = 3.0
 TIMEOUT_SECONDS = 30.0
 
 
-async def measure(run: Run) -> None:
+async def measure(run: BenchmarkRun) -> None:
     """Adds the rows: the longest lookup from the death on, and the time until nothing of its memory is left."""
     victim = SimulatedInstance(0, random_keys(0, CHUNK_COUNT))
     survivors = [
@@ -48,7 +48,7 @@ async def _beat(instance: SimulatedInstance) -> None:
         await asyncio.sleep(BEAT_SECONDS)
 
 
-async def _measure_death(run: Run, channel: grpc.aio.Channel, pid: int, victim: SimulatedInstance) -> None:
+async def _measure_death(run: BenchmarkRun, channel: grpc.aio.Channel, pid: int, victim: SimulatedInstance) -> None:
     before = resident_bytes(pid)
     await victim.join(channel)
     taken = resident_bytes(pid) - before
@@ -57,7 +57,7 @@ async def _measure_death(run: Run, channel: grpc.aio.Channel, pid: int, victim: 
     dead: list[float] = []
     died = reclaimed = 0.0
     deadline = time.perf_counter() + TIMEOUT_SECONDS
-    async with Line(channel) as line:
+    async with RawLookupStream(channel) as line:
         while not died or time.perf_counter() < died + WATCH_SECONDS:
             started = time.perf_counter()
             found = (await line.ask(questions.ask(40))).holders

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from benchmarks.coordinator.layouts import FINGERPRINT, INSTANCE_COUNT, KEYS_PER_REPORT, random_keys
-from benchmarks.support.command import Run
+from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.rows import Row
 from lmkv import rpc
 from lmkv.errors import Full, LmkvError
@@ -113,7 +113,7 @@ def make_fleet(instance_count: int, chunk_count: int) -> list[SimulatedInstance]
     return [SimulatedInstance(number, random_keys(number, each)) for number in range(1, instance_count + 1)]
 
 
-async def measure_rebuild(run: Run) -> None:
+async def measure_rebuild(run: BenchmarkRun) -> None:
     """Adds the row for a coordinator that is killed and started again: from its start until it knows everything."""
     fleet = make_fleet(INSTANCE_COUNT, 2_000_000)
     with CoordinatorProcess(run.logs, arguments=LONG_LEASE) as coordinator:

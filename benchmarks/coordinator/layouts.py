@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.support.command import Run
+from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.rows import compare
 from lmkv.keys import KEY_BYTES, split_keys
 from lmkv.v1.chunk_pb2 import TIER_HOST
@@ -33,7 +33,7 @@ def random_keys(seed: int, count: int) -> bytes:
     return np.random.default_rng(seed).bytes(KEY_BYTES * count)
 
 
-def measure(run: Run) -> None:
+def measure(run: BenchmarkRun) -> None:
     """Adds the rows, each beside a plain dictionary from keys to integers with a bit per holder."""
     pairs = 1_000_000 if run.quick else 10_000_000
     taken = [in_a_process_of_its_own(fill, pairs) for fill in (fill_map, fill_dict)]

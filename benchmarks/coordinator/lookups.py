@@ -20,14 +20,14 @@ from benchmarks.coordinator.fleets import LONG_LEASE, SimulatedInstance, join_al
 from benchmarks.coordinator.layouts import INSTANCE_COUNT, random_keys
 from benchmarks.node.lookups import ANSWER_SECONDS, SPEC, WARM_UP_CALLS
 from benchmarks.support import machine, timing
-from benchmarks.support.command import Run
+from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.rows import compare
 from lmkv import rpc
 from lmkv.errors import LmkvError
 from lmkv.keys import KEY_BYTES, chunk_keys, join_keys, root_key, split_keys
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupStreamRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
-from lmkv_client import CoordinatorProcess as Client
+from lmkv_client import Coordinator as Client
 from lmkv_client.demo.cluster import CoordinatorProcess
 
 CHUNK_COUNT = 1_000_000
@@ -39,14 +39,14 @@ HTTP_TOKENS = 131_072
 Ask = Callable[[Any], Awaitable[object]]
 
 
-async def measure(run: Run) -> None:
+async def measure(run: BenchmarkRun) -> None:
     """Adds the rows."""
     fleet = make_fleet(INSTANCE_COUNT, CHUNK_COUNT)
     with CoordinatorProcess(run.logs, arguments=LONG_LEASE) as coordinator:
         async with rpc.open_channel(coordinator.address) as channel:
             await join_all(fleet, channel)
             questions = Questions(fleet)
-            async with Line(channel) as line:
+            async with RawLookupStream(channel) as line:
                 await _measure_one_client(run, channel, line, questions)
                 await _measure_last_of_many(run, channel, line, questions)
             await _measure_many(run, channel, coordinator, questions)
@@ -67,14 +67,14 @@ class Questions:
         return LookupRequest(chunk_keys=keys[KEY_BYTES * first : KEY_BYTES * (first + chunk_count)])
 
 
-class Line:
+class RawLookupStream:
     """One `LookupStream` call, one question at a time."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         stub: Any = CacheServiceStub(channel)
         self._call = stub.LookupStream()
 
-    async def __aenter__(self) -> Line:
+    async def __aenter__(self) -> RawLookupStream:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -93,7 +93,9 @@ class Line:
         return response
 
 
-async def _measure_one_client(run: Run, channel: grpc.aio.Channel, line: Line, questions: Questions) -> None:
+async def _measure_one_client(
+    run: BenchmarkRun, channel: grpc.aio.Channel, line: RawLookupStream, questions: Questions
+) -> None:
     stub: Any = CacheServiceStub(channel)
     health: Any = health_pb2_grpc.HealthStub(channel)
     count = 300 if run.quick else 5000
@@ -114,7 +116,9 @@ async def _measure_one_client(run: Run, channel: grpc.aio.Channel, line: Line, q
     run.add(compare("lookup_400_p50_ms", _milliseconds(long, 50), "ms", "an empty lookup", _milliseconds(empty, 50)))
 
 
-async def _measure_last_of_many(run: Run, channel: grpc.aio.Channel, line: Line, questions: Questions) -> None:
+async def _measure_last_of_many(
+    run: BenchmarkRun, channel: grpc.aio.Channel, line: RawLookupStream, questions: Questions
+) -> None:
     """With more instances, the last of which alone has what is asked for."""
     more = [SimulatedInstance(number, b"") for number in range(INSTANCE_COUNT + 1, MANY_INSTANCES)]
     last = SimulatedInstance(MANY_INSTANCES, random_keys(MANY_INSTANCES, CHUNK_COUNT // INSTANCE_COUNT))
@@ -129,7 +133,7 @@ async def _measure_last_of_many(run: Run, channel: grpc.aio.Channel, line: Line,
 
 
 async def _measure_many(
-    run: Run, channel: grpc.aio.Channel, coordinator: CoordinatorProcess, questions: Questions
+    run: BenchmarkRun, channel: grpc.aio.Channel, coordinator: CoordinatorProcess, questions: Questions
 ) -> None:
     """So many lookups in flight: of one client over one stream, or of as many clients, each over its own."""
     async with Client(coordinator.address) as client, client.lookup_stream() as stream:
@@ -137,14 +141,14 @@ async def _measure_many(
         async def ask(request: LookupRequest) -> object:
             return await stream.lookup(keys=split_keys(request.chunk_keys))
 
-        lines = [Line(channel) for _ in range(IN_FLIGHT)]
+        lines = [RawLookupStream(channel) for _ in range(IN_FLIGHT)]
         pid = coordinator.pid
         await _measure_rate(run, "", pid, questions, [ask] * IN_FLIGHT)
         await _measure_rate(run, "_streams", pid, questions, [line.ask for line in lines])
         await asyncio.gather(*(line.aclose() for line in lines))
 
 
-async def _measure_rate(run: Run, suffix: str, pid: int, questions: Questions, asks: Sequence[Ask]) -> None:
+async def _measure_rate(run: BenchmarkRun, suffix: str, pid: int, questions: Questions, asks: Sequence[Ask]) -> None:
     """What the process answers to those who all ask one thing after the other, and what that costs it."""
     count = 1_000 if run.quick else 10_000
     kinds = (lambda: questions.ask(40), LookupRequest)
@@ -168,7 +172,7 @@ async def _ask_all(ask: Ask, requests: Sequence[LookupRequest]) -> None:
         await ask(request)
 
 
-async def _measure_http(run: Run, channel: grpc.aio.Channel, address: str) -> None:
+async def _measure_http(run: BenchmarkRun, channel: grpc.aio.Channel, address: str) -> None:
     """A long prompt by its tokens, as JSON, over a connection that stays."""
     tokens = np.random.default_rng(5).integers(0, SPEC.vocab_size, HTTP_TOKENS, dtype=np.uint32)
     keys = join_keys(chunk_keys(tokens, root_key(SPEC.fingerprint), SPEC.chunk_size))
@@ -210,7 +214,7 @@ def _milliseconds(seconds: Sequence[float], percent: int) -> float:
 
 
 def _add_percentiles(
-    run: Run, name: str, seconds: Sequence[float], baseline: str, baseline_seconds: Sequence[float]
+    run: BenchmarkRun, name: str, seconds: Sequence[float], baseline: str, baseline_seconds: Sequence[float]
 ) -> None:
     for percent in (50, 99):
         value, beside = _milliseconds(seconds, percent), _milliseconds(baseline_seconds, percent)

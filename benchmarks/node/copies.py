@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.support import timing
-from benchmarks.support.command import Run
+from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.rows import Row
 from lmkv.pool.pool import Pool
 from lmkv.pool.socket import PoolSocket
@@ -39,7 +39,7 @@ WAIT_SECONDS = 10.0
 Bytes = NDArray[np.uint8]
 
 
-def measure(run: Run, spec: KvSpec) -> None:
+def measure(run: BenchmarkRun, spec: KvSpec) -> None:
     """Adds rows for the chunks of one prompt, with one thread and with two."""
     from lmkv_client.connector.identity import HeadShare
     from lmkv_client.connector.worker.side import WorkerSide
@@ -87,7 +87,9 @@ class Acts:
         assert not report.loaded["r"].failed
 
 
-def _measure(run: Run, pool: Pool, memory: Bytes, acts: Acts, threads: int, executor: ThreadPoolExecutor) -> None:
+def _measure(
+    run: BenchmarkRun, pool: Pool, memory: Bytes, acts: Acts, threads: int, executor: ThreadPoolExecutor
+) -> None:
     pool_bytes = np.frombuffer(pool.buffer, np.uint8)
     pages_bytes = memory[: pool.size_bytes]
     calls: list[Callable[[], object]] = [
@@ -106,7 +108,7 @@ def _measure(run: Run, pool: Pool, memory: Bytes, acts: Acts, threads: int, exec
 
 
 @contextmanager
-def served(run: Run, pool: Pool) -> Iterator[Attachment]:
+def served(run: BenchmarkRun, pool: Pool) -> Iterator[Attachment]:
     """The pool, as a node hands it to workers."""
     from lmkv_client.connector.messages import Attachment
 

@@ -42,7 +42,7 @@ def keys_of(count: int) -> list[ChunkKey]:
     return [ChunkKey(index.to_bytes(16, "big")) for index in range(1, count + 1)]
 
 
-class Node:
+class ReadingNode:
     """What a node has for its peers: pool, tier, channel, fetcher, and `PeerService` on a free port."""
 
     def __init__(self, instance_id: str, spec: KvSpec, chunk_count: int, transfer_channel: str) -> None:
@@ -117,7 +117,7 @@ class Said:
     bare: str
 
 
-class Owner:
+class OwnerProcess:
     """The owning end's process, as the reading end sees it. A context manager."""
 
     NAME = "owner"
@@ -188,7 +188,7 @@ class Owner:
 
 async def own(transfer_channel: str, dtype: str, chunk_count: int) -> None:
     """What the owning end does."""
-    async with Node(Owner.NAME, engines.kv_spec(dtype), SHARE * chunk_count, transfer_channel) as node:
+    async with ReadingNode(OwnerProcess.NAME, engines.kv_spec(dtype), SHARE * chunk_count, transfer_channel) as node:
         offsets = node.fill(keys_of(chunk_count))
         bare = bare_owner(transfer_channel, node.pool)
         try:

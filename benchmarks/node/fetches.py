@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.node.bare_ends import LIMITS, MEMCPY, SHORT_NAMES, Memcpy, bare_reader
 from benchmarks.node.copies import rate_row
-from benchmarks.node.fetch_ends import Node, Owner, keys_of
+from benchmarks.node.fetch_ends import OwnerProcess, ReadingNode, keys_of
 from benchmarks.support import engines, machine
-from benchmarks.support.command import Run
+from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.rows import Row
 from benchmarks.support.timing import seconds_of
 from lmkv.errors import LmkvError
@@ -27,7 +27,7 @@ FETCH_SECONDS = 30.0
 IDLE_SECONDS = 2.0
 
 
-def measure(run: Run, dtype: str, channels: Sequence[str] = ("nixl",), *, closely: bool = False) -> None:
+def measure(run: BenchmarkRun, dtype: str, channels: Sequence[str] = ("nixl",), *, closely: bool = False) -> None:
     """Adds rows for each channel: a fetch is `Acquire`, read, checksum and commit; its limit is none of these.
 
     `closely` adds the channel's own read, and the processor time of both ends.
@@ -37,11 +37,11 @@ def measure(run: Run, dtype: str, channels: Sequence[str] = ("nixl",), *, closel
         asyncio.run(_measure(run, dtype, channel, closely))
 
 
-async def _measure(run: Run, dtype: str, channel: str, closely: bool) -> None:
+async def _measure(run: BenchmarkRun, dtype: str, channel: str, closely: bool) -> None:
     spec = engines.kv_spec(dtype)
     most = max(PROMPT_TOKENS) // spec.chunk_size
-    with Owner(channel, dtype, most, run.logs / f"fetch-owner-{channel}.log") as owner:
-        async with Node("reader", spec, most + SPARE_CHUNKS, channel) as node:
+    with OwnerProcess(channel, dtype, most, run.logs / f"fetch-owner-{channel}.log") as owner:
+        async with ReadingNode("reader", spec, most + SPARE_CHUNKS, channel) as node:
             ends = Ends(node, owner, channel)
             try:
                 for token_count, suffix in PROMPT_TOKENS.items():
@@ -55,7 +55,7 @@ async def _measure(run: Run, dtype: str, channel: str, closely: bool) -> None:
 class Ends:
     """Both ends, and the ways that bytes get from one to the other."""
 
-    def __init__(self, node: Node, owner: Owner, channel: str) -> None:
+    def __init__(self, node: ReadingNode, owner: OwnerProcess, channel: str) -> None:
         self._node = node
         self._owner = owner
         self._channel = channel
@@ -68,7 +68,7 @@ class Ends:
         self._bare.close()
         self._memcpy.close()
 
-    async def measure(self, run: Run, chunk_count: int, suffix: str) -> None:
+    async def measure(self, run: BenchmarkRun, chunk_count: int, suffix: str) -> None:
         """Adds the rows for prompts of so many chunks."""
         fetched, read, copied = await self._in_turns(run, chunk_count, self._fetch)
         name, size_bytes = f"{self._channel}_fetch{suffix}", chunk_count * self._node.spec.chunk_bytes
@@ -76,7 +76,7 @@ class Ends:
         if self._limit != MEMCPY:
             run.add(rate_row(f"{name}_vs_memcpy", size_bytes, fetched, MEMCPY, copied))
 
-    async def measure_closely(self, run: Run, chunk_count: int) -> None:
+    async def measure_closely(self, run: BenchmarkRun, chunk_count: int) -> None:
         """Adds the row of the channel's own read, and those of processor time."""
         size_bytes = chunk_count * self._node.spec.chunk_bytes
         read, bare, _ = await self._in_turns(run, chunk_count, self._read)
@@ -98,7 +98,7 @@ class Ends:
         run.add(Row(name=f"{self._channel}_idle_cpu_percent", value=100 * idle, unit="% of a core"))
 
     async def _in_turns(
-        self, run: Run, chunk_count: int, act: Callable[[int], object]
+        self, run: BenchmarkRun, chunk_count: int, act: Callable[[int], object]
     ) -> tuple[list[float], list[float], list[float]]:
         """Seconds of an act, of the channel's limit and of memcpy, taken in turns; the first round connects."""
         acted: list[float] = []

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from benchmarks.node.lookups import SPEC
-from benchmarks.support.command import Run
+from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.rows import Row
 from lmkv.config import ConnectorConfig
 
@@ -19,7 +19,7 @@ BATCH = 2000
 """Calls that are timed together: one takes about a microsecond."""
 
 
-def measure(run: Run, link: NodeClient) -> None:
+def measure(run: BenchmarkRun, link: NodeClient) -> None:
     """Adds rows for a scheduler side that is attached to a node, and a worker side beside it."""
     from vllm.v1.core.sched.output import SchedulerOutput
 

@@ -18,7 +18,7 @@ import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.support import timing
-from benchmarks.support.command import Run
+from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.rows import Row, compare
 from lmkv import rpc
 from lmkv.config import ConnectorConfig
@@ -75,7 +75,7 @@ OWN, PEER, NOBODY = 1, 2, 3
 """Seeds of the prompts, by who holds them."""
 
 
-def measure_keys(run: Run) -> None:
+def measure_keys(run: BenchmarkRun) -> None:
     """Adds the row for making the keys of a long prompt."""
     tokens = np.arange(100_000, dtype=np.uint32)
     root = root_key(SPEC.fingerprint)
@@ -87,7 +87,7 @@ def measure_keys(run: Run) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pair:
+class LookupPair:
     """A coordinator and two nodes that an engine may ask."""
 
     coordinator: CoordinatorProcess
@@ -96,7 +96,7 @@ class Pair:
 
 
 @contextmanager
-def filled_pair(run: Run) -> Iterator[Pair]:
+def filled_pair(run: BenchmarkRun) -> Iterator[LookupPair]:
     """Two nodes; what `OWN` stands for is held by the first, `PEER` by the second."""
     runtime_dir = run.folder / "nodes"
     runtime_dir.mkdir(mode=0o700, exist_ok=True)
@@ -115,7 +115,7 @@ def filled_pair(run: Run) -> Iterator[Pair]:
         for seed, name in names.items():
             asyncio.run(store(nodes.socket(name), seed))
             coordinator.wait_for_holder(_tokens(seed, count).tolist(), name, count * SPEC.chunk_size, 20.0)
-        yield Pair(coordinator=coordinator, first_socket=nodes.socket(names[OWN]))
+        yield LookupPair(coordinator=coordinator, first_socket=nodes.socket(names[OWN]))
 
 
 async def store(socket: Path, seed: int) -> None:
@@ -161,7 +161,7 @@ def attached(socket: Path) -> Iterator[tuple[NodeClient, Attachment]]:
         link.close()
 
 
-def measure_engine(run: Run, link: NodeClient, attachment: Attachment) -> None:
+def measure_engine(run: BenchmarkRun, link: NodeClient, attachment: Attachment) -> None:
     """Adds rows for lookups as the connector's scheduler side makes them: over `Attach`, from its thread."""
     seeds = {OWN: "lookup", PEER: "lookup_peer", NOBODY: "lookup_miss"}
     count = 100 if run.quick else 2000
@@ -205,7 +205,7 @@ class EngineLookup:
         raise LmkvError(f"the node did not answer {self._name} within {ANSWER_SECONDS:.0f} s")
 
 
-def measure_coordinator(run: Run, address: str) -> None:
+def measure_coordinator(run: BenchmarkRun, address: str) -> None:
     """Adds rows for `CacheService.Lookup`, by keys and by tokens, against an RPC that does nothing."""
     count = 100 if run.quick else 2000
     with grpc.insecure_channel(address, options=rpc.CHANNEL_OPTIONS) as channel:
@@ -238,7 +238,7 @@ def samples(count: int, *acts: Callable[[], object]) -> list[list[float]]:
 
 
 def _add_percentiles(
-    run: Run, name: str, seconds: list[float], baseline: tuple[str, list[float]] | None = None
+    run: BenchmarkRun, name: str, seconds: list[float], baseline: tuple[str, list[float]] | None = None
 ) -> None:
     for percent in (50, 99):
         value = 1e3 * timing.percentile(seconds, percent)

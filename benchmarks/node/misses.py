@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from benchmarks.support import engines, machine, timing
-from benchmarks.support.command import Run
+from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.engines import Prompts
 from benchmarks.support.rows import Row, compare
 from lmkv_client.demo.cluster import Cluster
@@ -57,7 +57,7 @@ class Meter:
         return completion.ttft_seconds
 
 
-def measure(run: Run, cluster: Cluster, with_lmkv: EngineProcess, without: EngineProcess) -> None:
+def measure(run: BenchmarkRun, cluster: Cluster, with_lmkv: EngineProcess, without: EngineProcess) -> None:
     """Adds the rows. Both engines are alive and idle but for what is measured, one of them at a time."""
     ours = Meter(with_lmkv, lambda: cluster.node_pids(with_lmkv.name))
     plain = Meter(without)
@@ -67,7 +67,7 @@ def measure(run: Run, cluster: Cluster, with_lmkv: EngineProcess, without: Engin
     _measure_idle(run, ours, plain)
 
 
-def _measure_misses(run: Run, ours: Meter, plain: Meter, prompts: Prompts) -> None:
+def _measure_misses(run: BenchmarkRun, ours: Meter, plain: Meter, prompts: Prompts) -> None:
     pair_count, prompt_tokens = (5, QUICK_PROMPT_TOKENS) if run.quick else (40, PROMPT_TOKENS)
     bursts: tuple[list[Burst], list[Burst]] = ([], [])
     for number in range(pair_count + 1):
@@ -106,7 +106,7 @@ def _cpu_row(bursts: Sequence[list[Burst]], tokens: int) -> Row:
     )
 
 
-def _measure_ttft(run: Run, ours: Meter, plain: Meter, prompts: Prompts) -> None:
+def _measure_ttft(run: BenchmarkRun, ours: Meter, plain: Meter, prompts: Prompts) -> None:
     sides: tuple[list[float], list[float]] = ([], [])
     for number in range(8 if run.quick else 120):
         order = (0, 1) if number % 2 else (1, 0)
@@ -126,7 +126,7 @@ def _measure_ttft(run: Run, ours: Meter, plain: Meter, prompts: Prompts) -> None
     )
 
 
-def _measure_idle(run: Run, ours: Meter, plain: Meter) -> None:
+def _measure_idle(run: BenchmarkRun, ours: Meter, plain: Meter) -> None:
     seconds = 4.0 if run.quick else 30.0
     time.sleep(1.0)  # what the last requests left to do
     before = [machine.cpu_seconds(meter.pids) for meter in (ours, plain)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.support import engines
-from benchmarks.support.command import Run
+from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.engines import Prompts
 from benchmarks.support.rows import Row, compare
 from lmkv_client.demo.cluster import CoordinatorProcess
@@ -19,7 +19,7 @@ STORE_SECONDS = 20.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Round:
+class ShortHitRound:
     """One prompt, by TTFT in seconds: computed by the engine without a connector, and taken from where it lies."""
 
     computed: float
@@ -28,7 +28,11 @@ class Round:
 
 
 def measure(
-    run: Run, coordinator: CoordinatorProcess, first: EngineProcess, second: EngineProcess, plain: EngineProcess
+    run: BenchmarkRun,
+    coordinator: CoordinatorProcess,
+    first: EngineProcess,
+    second: EngineProcess,
+    plain: EngineProcess,
 ) -> None:
     """Adds rows for each length. `second` has never seen the prompts when it takes them from `first`."""
     prompts = Prompts(seed=3)
@@ -65,7 +69,7 @@ def _measure_round(
     prompt: Sequence[int],
     *,
     is_odd: bool,
-) -> Round:
+) -> ShortHitRound:
     """Asks one prompt of everybody. Raises `LmkvError` if a hit is none."""
     first.complete(prompt, 1)
     coordinator.wait_for_holder(prompt, first.name, len(prompt), STORE_SECONDS)
@@ -80,8 +84,8 @@ def _measure_round(
     peer = second.complete(prompt, 1)
     if len(prompt) in LENGTHS["peer"]:
         engines.check_hit("from the peer", peer, len(prompt) - 1)
-    return Round(computed=before or computed(), own=own.ttft_seconds, peer=peer.ttft_seconds)
+    return ShortHitRound(computed=before or computed(), own=own.ttft_seconds, peer=peer.ttft_seconds)
 
 
-def _added_ms(rounds: Sequence[Round], source: str) -> float:
+def _added_ms(rounds: Sequence[ShortHitRound], source: str) -> float:
     return 1e3 * float(statistics.median(getattr(one, source) - one.computed for one in rounds))

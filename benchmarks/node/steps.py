@@ -34,7 +34,7 @@ class Steps:
     """HTTP, text to tokens and back, vLLM's loop."""
 
 
-class Watch:
+class StepWatch:
     """Reads an engine's counters before and after a request."""
 
     def __init__(self, engine: EngineProcess) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.node import steps
-from benchmarks.node.steps import Steps, Watch
+from benchmarks.node.steps import Steps, StepWatch
 from benchmarks.support import engines
-from benchmarks.support.command import Run
+from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.engines import Prompts
 from benchmarks.support.rows import Row, compare
 from lmkv_client.demo.cluster import CoordinatorProcess
@@ -23,7 +23,7 @@ STORE_SECONDS = 20.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Round:
+class TtftRound:
     """One prompt, asked several times: TTFT in seconds of each."""
 
     cold: float
@@ -38,7 +38,7 @@ class Round:
     """Of the hits."""
 
 
-def measure(run: Run, coordinator: CoordinatorProcess, first: EngineProcess, second: EngineProcess) -> None:
+def measure(run: BenchmarkRun, coordinator: CoordinatorProcess, first: EngineProcess, second: EngineProcess) -> None:
     """Adds rows for each length of prompt. `second` has never seen the prompts when it takes them from `first`."""
     prompts = Prompts(seed=1)
     measure_round(coordinator, first, second, prompts.make(4 * engines.CHUNK_SIZE))  # warms up
@@ -55,27 +55,27 @@ def measure(run: Run, coordinator: CoordinatorProcess, first: EngineProcess, sec
 
 def measure_round(
     coordinator: CoordinatorProcess, first: EngineProcess, second: EngineProcess, prompt: Sequence[int]
-) -> Round:
+) -> TtftRound:
     """Asks one prompt. Raises `LmkvError` if a hit is none, or the cold run is one."""
     cold = first.complete(prompt, OUTPUT_TOKENS)
     engines.check_miss("cold", cold)
     # vLLM's own cache keeps whole blocks. The prompt is cut behind its last one, where lmkv has nothing to add.
     in_blocks = (len(prompt) - 1) // engines.BLOCK_SIZE * engines.BLOCK_SIZE
-    watch = Watch(first)
+    watch = StepWatch(first)
     prefix_hit = first.complete(prompt[: in_blocks + 1], OUTPUT_TOKENS)
     prefix_steps = watch.steps(prefix_hit)
     engines.check_hit("vLLM's prefix cache", prefix_hit, in_blocks)
     held = coordinator.wait_for_holder(prompt, first.name, len(prompt), STORE_SECONDS)
-    watch = Watch(second)
+    watch = StepWatch(second)
     peer = second.complete(prompt, OUTPUT_TOKENS)
     peer_steps = watch.steps(peer)
     engines.check_hit("from the peer", peer, held - 1)
     first.reset_prefix_cache()
-    watch = Watch(first)
+    watch = StepWatch(first)
     own = first.complete(prompt, OUTPUT_TOKENS)
     own_steps = watch.steps(own)
     engines.check_hit("from the own pool", own, held - 1)
-    return Round(
+    return TtftRound(
         cold=cold.ttft_seconds,
         prefix_hit=prefix_hit.ttft_seconds,
         own=own.ttft_seconds,
@@ -86,7 +86,7 @@ def measure_round(
     )
 
 
-def check_answers(run: Run, rounds: Sequence[Round], token_count: int) -> None:
+def check_answers(run: BenchmarkRun, rounds: Sequence[TtftRound], token_count: int) -> None:
     """Makes the run fail if the hits' completions differ from each other, or, in float32, from the cold run's."""
     identical = sum(round_.identical for round_ in rounds)
     engines.check_identical(run, f"{token_count} tokens, cold and hits", identical, len(rounds))
@@ -94,7 +94,7 @@ def check_answers(run: Run, rounds: Sequence[Round], token_count: int) -> None:
         run.fail(f"{token_count} tokens: own and peer hit differ in {different} of {len(rounds)} rounds")
 
 
-def rows_of(rounds: Sequence[Round], token_count: int) -> Iterator[Row]:
+def rows_of(rounds: Sequence[TtftRound], token_count: int) -> Iterator[Row]:
     """What the rounds of one length say."""
     cold_ms, prefix_ms = (_median_ms(rounds, name) for name in ("cold", "prefix_hit"))
     suffix = "" if token_count == NAMED_TOKENS else f"_{token_count}"
@@ -118,11 +118,11 @@ def rows_of(rounds: Sequence[Round], token_count: int) -> Iterator[Row]:
     yield Row(name=f"ttft_identical_{token_count}", value=100 * identical, unit="%")
 
 
-def _median_ms(rounds: Sequence[Round], name: str) -> float:
+def _median_ms(rounds: Sequence[TtftRound], name: str) -> float:
     return 1e3 * float(statistics.median(getattr(round_, name) for round_ in rounds))
 
 
-def _in_words(round_: Round) -> str:
+def _in_words(round_: TtftRound) -> str:
     times = {"cold": round_.cold, "prefix hit": round_.prefix_hit, "own pool": round_.own, "peer": round_.peer}
     words = ", ".join(f"{1e3 * seconds:.0f} ms {what}" for what, seconds in times.items())
     return words if round_.identical else f"{words}, DIFFERENT COMPLETIONS"

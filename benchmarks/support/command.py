@@ -26,7 +26,7 @@ WIDTH = 110
 
 
 @dataclass(kw_only=True)
-class Run:
+class BenchmarkRun:
     """One run of a benchmark, as its parts see it."""
 
     args: argparse.Namespace
@@ -71,7 +71,7 @@ class Benchmark:
 
     name: str
     description: str
-    measure: Callable[[Run], None]
+    measure: Callable[[BenchmarkRun], None]
     """Adds rows. Raises `LmkvError` if something that it needs does not work."""
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda _parser: None
 
@@ -108,7 +108,7 @@ class Benchmark:
 
     def _run(self, args: argparse.Namespace, report: Report, folder: Path) -> int:
         logs = (args.keep_logs or folder / "logs").absolute()
-        run = Run(args=args, report=report, folder=folder, logs=logs)
+        run = BenchmarkRun(args=args, report=report, folder=folder, logs=logs)
         try:
             self.measure(run)
         except LmkvError as error:

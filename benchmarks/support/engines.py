@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.support import machine
-from benchmarks.support.command import Run
+from benchmarks.support.command import BenchmarkRun
 from lmkv.errors import LmkvError
 from lmkv.spec import DTYPE_BYTES, NATIVE_TILES, KvSpec
 from lmkv_client.demo.completion import Completion
@@ -48,7 +48,7 @@ def add_dtype_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def choose_dtype(run: Run, *, compares_answers: bool = False) -> str:
+def choose_dtype(run: BenchmarkRun, *, compares_answers: bool = False) -> str:
     """The type to compute in, noted in the report's settings.
 
     Benchmarks that compare answers compute in float32: see `check_identical`.
@@ -88,7 +88,7 @@ def context_for(prompt_tokens: int, output_tokens: int = OUTPUT_TOKENS) -> int:
     return -(-(prompt_tokens + output_tokens) // BLOCK_SIZE) * BLOCK_SIZE
 
 
-def model_of(run: Run) -> Path:
+def model_of(run: BenchmarkRun) -> Path:
     """The model's folder, made if it is not there."""
     return make_model(run.folder / "mid", SHAPE)
 
@@ -137,7 +137,7 @@ def check_hit(what: str, completion: Completion, token_count: int) -> None:
         raise LmkvError(f"{what}: {completion.cached_tokens} of {token_count} tokens were cached")
 
 
-def check_identical(run: Run, what: str, same_count: int, count: int) -> None:
+def check_identical(run: BenchmarkRun, what: str, same_count: int, count: int) -> None:
     """Makes the run fail if answers differ that must be identical, in float32.
 
     In bfloat16 the run gets a note instead: sums are rounded, so where a prompt's computation is cut decides between

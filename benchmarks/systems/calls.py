@@ -17,7 +17,7 @@ SHORT_PROMPT = (5, 6, 7, 8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Counts:
+class PdCounts:
     """What was counted up to one moment, or between two."""
 
     rpcs: Mapping[str, float]
@@ -27,8 +27,8 @@ class Counts:
     handed_seconds: float
     """How long that took, without waiting for chunks to be computed."""
 
-    def __sub__(self, earlier: Counts) -> Counts:
-        return Counts(
+    def __sub__(self, earlier: PdCounts) -> PdCounts:
+        return PdCounts(
             rpcs={method: count - earlier.rpcs[method] for method, count in self.rpcs.items()},
             handed_bytes=self.handed_bytes - earlier.handed_bytes,
             handed_seconds=self.handed_seconds - earlier.handed_seconds,
@@ -47,19 +47,19 @@ class Counts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Calls:
+class PdCalls:
     """Where it is counted."""
 
     prefill: EngineProcess
     node_ports: tuple[int, ...]
     """Where the nodes show their metrics."""
 
-    def counts(self) -> Counts:
+    def counts(self) -> PdCounts:
         """What was counted so far. An engine reports a handoff with its next request, so it gets a short one first."""
         self.prefill.complete(SHORT_PROMPT, 1)
         nodes = [Endpoint("node", port, "") for port in self.node_ports]
         engine = self.prefill.metrics()
-        return Counts(
+        return PdCounts(
             rpcs={method.name: sum(answered(node, method.name) for node in nodes) for method in SERVICE.methods},
             handed_bytes=engine.get("lmkv:handed_bytes_total", 0.0),
             handed_seconds=engine.get("lmkv:handed_seconds_total", 0.0),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support import engines
-from benchmarks.support.command import Run
+from benchmarks.support.command import BenchmarkRun
 from benchmarks.systems.pairs import ROOT, lmcache_problem, remove_regions
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.engine import EngineProcess
@@ -21,10 +21,10 @@ ALONE = "alone"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class ChatPlan:
     """What all systems have in common."""
 
-    run: Run
+    run: BenchmarkRun
     model: Path
     dtype: str
     context_tokens: int
@@ -40,7 +40,7 @@ class Plan:
 
 
 def systems(
-    run: Run, plan: Plan, lmcache_python: Path | None
+    run: BenchmarkRun, plan: ChatPlan, lmcache_python: Path | None
 ) -> dict[str, Callable[[], AbstractContextManager[EngineProcess]]]:
     """The systems that can be measured, by the name that their rows begin with; each yields an engine that starts."""
     found: dict[str, Callable[[], AbstractContextManager[EngineProcess]]] = {
@@ -56,7 +56,7 @@ def systems(
 
 
 @contextmanager
-def alone(plan: Plan) -> Iterator[EngineProcess]:
+def alone(plan: ChatPlan) -> Iterator[EngineProcess]:
     """vLLM and nothing else."""
     engine = EngineProcess(plan.model, plan.run.logs, name="alone", transfer_config=None, **plan.options)
     with _running(engine):
@@ -64,7 +64,7 @@ def alone(plan: Plan) -> Iterator[EngineProcess]:
 
 
 @contextmanager
-def lmkv(plan: Plan) -> Iterator[EngineProcess]:
+def lmkv(plan: ChatPlan) -> Iterator[EngineProcess]:
     """lmkv's node beside the engine, without a coordinator."""
     settings = engines.PATIENCE | engines.pool_setting(plan.pool_bytes)
     run = plan.run
@@ -75,7 +75,7 @@ def lmkv(plan: Plan) -> Iterator[EngineProcess]:
 
 
 @contextmanager
-def offloading(plan: Plan) -> Iterator[EngineProcess]:
+def offloading(plan: ChatPlan) -> Iterator[EngineProcess]:
     """vLLM's `OffloadingConnector`, its copies by NumPy."""
     engine = EngineProcess(
         plan.model,
@@ -101,7 +101,7 @@ def offloading(plan: Plan) -> Iterator[EngineProcess]:
 
 
 @contextmanager
-def lmcache(plan: Plan, python: Path) -> Iterator[EngineProcess]:
+def lmcache(plan: ChatPlan, python: Path) -> Iterator[EngineProcess]:
     """LMCache's in-process connector, its copies between pages by torch."""
     config = plan.run.folder / "lmcache.yaml"
     values = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.coordinator.layouts import INSTANCE_COUNT
 from benchmarks.coordinator.lookups import CHUNK_COUNT
-from benchmarks.support.command import Run
+from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.rows import Row, compare
 from benchmarks.systems.pairs import ROOT, answers
 from lmkv.errors import LmkvError
@@ -26,7 +26,7 @@ COUNTERPARTS = {
 """Unit of what LMCache's controller is measured by, and lmkv's row that it is compared with."""
 
 
-def measure(run: Run, python: Path) -> None:
+def measure(run: BenchmarkRun, python: Path) -> None:
     """Adds rows for the controller in the environment of `python`."""
     http, pull, reply, heartbeat = (free_port() for _ in range(4))
     monitor_ports = json.dumps({"pull": pull, "reply": reply, "heartbeat": heartbeat})
@@ -68,6 +68,6 @@ def measure(run: Run, python: Path) -> None:
         run.add(_row(run, f"lmcache_{what}", measured[what], unit, counterpart))
 
 
-def _row(run: Run, name: str, value: float, unit: str, counterpart: str) -> Row:
+def _row(run: BenchmarkRun, name: str, value: float, unit: str, counterpart: str) -> Row:
     own = next((row.value for row in run.report.rows if row.name == counterpart), None)
     return Row(name=name, value=value, unit=unit) if own is None else compare(name, value, unit, "lmkv", own)

@@ -42,7 +42,7 @@ def main() -> None:
     for name in ("pull", "reply", "http", "pid", "instances", "chunks", "rounds"):
         parser.add_argument(f"--{name}", type=int, required=True)
     args = parser.parse_args()
-    load = Load(args)
+    load = ControllerLoad(args)
     load.register(args.instances)
     before = load.resident_bytes()
     cpu_before = load.cpu_seconds()
@@ -63,7 +63,7 @@ def main() -> None:
     )
 
 
-class Load:
+class ControllerLoad:
     """What workers of many instances would say to one controller."""
 
     def __init__(self, args: argparse.Namespace) -> None:

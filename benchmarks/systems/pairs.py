@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support import engines
-from benchmarks.support.command import Run
+from benchmarks.support.command import BenchmarkRun
 from lmkv.errors import LmkvError
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.engine import EngineProcess
@@ -31,7 +31,7 @@ POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pair:
+class EnginePair:
     """Two engines. What the first has computed, the second can have."""
 
     first: EngineProcess
@@ -45,10 +45,10 @@ class Pair:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class PairPlan:
     """What all pairs have in common."""
 
-    run: Run
+    run: BenchmarkRun
     model: Path
     context_tokens: int
     dtype: str
@@ -65,7 +65,7 @@ class Plan:
 
 
 @contextmanager
-def lmkv_pair(plan: Plan) -> Iterator[Pair]:
+def lmkv_pair(plan: PairPlan) -> Iterator[EnginePair]:
     """lmkv, with a coordinator."""
     settings = engines.PATIENCE | engines.pool_setting(plan.pool_bytes)
     with Cluster(plan.run.folder, plan.model, logs=plan.run.logs, settings=settings) as cluster:
@@ -79,11 +79,11 @@ def lmkv_pair(plan: Plan) -> Iterator[Pair]:
         def wait(prompt: Sequence[int]) -> None:
             coordinator.wait_for_holder(prompt, first.name, len(prompt), STORE_SECONDS)
 
-        yield Pair(first=first, second=second, wait_until_stored=wait, other_pids=cluster.node_pids)
+        yield EnginePair(first=first, second=second, wait_until_stored=wait, other_pids=cluster.node_pids)
 
 
 @contextmanager
-def offloading_pair(plan: Plan) -> Iterator[Pair]:
+def offloading_pair(plan: PairPlan) -> Iterator[EnginePair]:
     """vLLM's `OffloadingConnector` with its p2p tier, its copies by NumPy."""
     ports = [free_port(), free_port()]
     pair = [
@@ -117,7 +117,7 @@ def offloading_pair(plan: Plan) -> Iterator[Pair]:
 
     with _running(plan.run, pair), ExitStack() as stack:
         stack.callback(remove_regions, pair)
-        yield Pair(
+        yield EnginePair(
             first=pair[0],
             second=pair[1],
             wait_until_stored=lambda _prompt: time.sleep(BLIND_WAIT_SECONDS),
@@ -126,7 +126,7 @@ def offloading_pair(plan: Plan) -> Iterator[Pair]:
 
 
 @contextmanager
-def lmcache_pair(plan: Plan, python: Path) -> Iterator[Pair]:
+def lmcache_pair(plan: PairPlan, python: Path) -> Iterator[EnginePair]:
     """LMCache's in-process connector with its controller and P2P over NIXL, its copies between pages by torch."""
     http, pull, reply, heartbeat = (free_port() for _ in range(4))
     common = {
@@ -170,10 +170,10 @@ def lmcache_pair(plan: Plan, python: Path) -> Iterator[Pair]:
         controller.start()
         controller.wait_until(lambda: answers(f"http://127.0.0.1:{http}/controller/key-stats"), "ready", 60.0)
         with _running(plan.run, pair):
-            yield Pair(first=pair[0], second=pair[1], wait_until_stored=wait)
+            yield EnginePair(first=pair[0], second=pair[1], wait_until_stored=wait)
 
 
-def _lmcache_config(plan: Plan, number: int, pull: int, reply: int) -> dict[str, object]:
+def _lmcache_config(plan: PairPlan, number: int, pull: int, reply: int) -> dict[str, object]:
     return {
         "chunk_size": engines.CHUNK_SIZE,
         "local_cpu": True,
@@ -222,7 +222,7 @@ def answers(url: str) -> bool:
 
 
 @contextmanager
-def _running(run: Run, pair: Sequence[EngineProcess]) -> Iterator[None]:
+def _running(run: BenchmarkRun, pair: Sequence[EngineProcess]) -> Iterator[None]:
     """Both engines, started at once and ended at once."""
     try:
         for engine in pair:

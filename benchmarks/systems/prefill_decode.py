@@ -19,8 +19,8 @@ import msgspec
 import zmq
 
 from benchmarks.support import engines
-from benchmarks.systems.calls import Calls
-from benchmarks.systems.pairs import ROOT, Plan
+from benchmarks.systems.calls import PdCalls
+from benchmarks.systems.pairs import ROOT, PairPlan
 from lmkv.errors import LmkvError, Unreachable
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.completion import CompletionToken
@@ -39,7 +39,7 @@ NOTICE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class TimedResponse:
     """What the client of a system got for one prompt. Seconds count from when it sent the prompt."""
 
     token_ids: tuple[int, ...]
@@ -80,13 +80,13 @@ class Answer:
 class System:
     """Engines that are ready, and how a client has a prompt completed by them."""
 
-    ask: Callable[[Sequence[int], int], Answer]
+    ask: Callable[[Sequence[int], int], TimedResponse]
     """Takes a prompt and how many tokens to generate."""
     decode: EngineProcess
     """The engine that generates all tokens but the first."""
     is_frozen: bool = False
     """Whether the engines burn processor time while idle, and so are stopped while they have nothing to do."""
-    calls: Calls | None = None
+    calls: PdCalls | None = None
     """What its nodes count, if it has any."""
 
 
@@ -106,18 +106,18 @@ def send(number: signal.Signals, to: Sequence[ServerProcess]) -> None:
         os.kill(pid, number)
 
 
-def engine_options(plan: Plan) -> dict[str, Any]:
+def engine_options(plan: PairPlan) -> dict[str, Any]:
     """Arguments of all engines."""
     steps = ("--max-num-batched-tokens", str(STEP_TOKENS))
     return engines.options(plan.dtype, plan.context_tokens, PROMPTS_IN_CACHE) | {"extra_arguments": steps}
 
 
 @contextmanager
-def one_engine(plan: Plan) -> Iterator[System]:
+def one_engine(plan: PairPlan) -> Iterator[System]:
     """One engine without a connector, which does both."""
     engine = EngineProcess(plan.model, plan.run.logs, name="one", transfer_config=None, **engine_options(plan))
 
-    def ask(prompt: Sequence[int], token_count: int) -> Answer:
+    def ask(prompt: Sequence[int], token_count: int) -> TimedResponse:
         return whole_answer(engine.stream(prompt, token_count))
 
     with engine:
@@ -126,7 +126,7 @@ def one_engine(plan: Plan) -> Iterator[System]:
 
 
 @contextmanager
-def lmkv_system(plan: Plan) -> Iterator[System]:
+def lmkv_system(plan: PairPlan) -> Iterator[System]:
     """lmkv, with its proxy."""
     settings = PATIENCE | engines.pool_setting(plan.pool_bytes)
     with Cluster(plan.run.folder, plan.model, logs=plan.run.logs, settings=settings, coordinator=False) as cluster:
@@ -139,16 +139,16 @@ def lmkv_system(plan: Plan) -> Iterator[System]:
         prefill, decode = cluster.engines.values()
         with ProxyProcess(plan.run.logs, [prefill], [decode]) as proxy:
 
-            def ask(prompt: Sequence[int], token_count: int) -> Answer:
+            def ask(prompt: Sequence[int], token_count: int) -> TimedResponse:
                 answer = whole_answer(proxy.stream(prompt, token_count))
                 first, second = answer.seconds[:2]
-                return Answer(token_ids=answer.token_ids, seconds=answer.seconds, seam=second - first)
+                return TimedResponse(token_ids=answer.token_ids, seconds=answer.seconds, seam=second - first)
 
-            yield System(ask=ask, decode=decode, calls=Calls(prefill=prefill, node_ports=ports))
+            yield System(ask=ask, decode=decode, calls=PdCalls(prefill=prefill, node_ports=ports))
 
 
 @contextmanager
-def nixl_system(plan: Plan) -> Iterator[System]:
+def nixl_system(plan: PairPlan) -> Iterator[System]:
     """vLLM's `NixlConnector`. The client does what vLLM's toy proxy does: the decode generates everything.
 
     Each engine keeps a core polling: the decode is frozen until the prefill has answered, and the prefill as soon as
@@ -179,7 +179,7 @@ def nixl_system(plan: Plan) -> Iterator[System]:
         "remote_port": None,
     }
 
-    def ask(prompt: Sequence[int], token_count: int) -> Answer:
+    def ask(prompt: Sequence[int], token_count: int) -> TimedResponse:
         with ExitStack() as until_decoded:
             with thawed([prefill]):
                 began = time.perf_counter()
@@ -189,14 +189,14 @@ def nixl_system(plan: Plan) -> Iterator[System]:
                 tokens = decode.stream(prompt, token_count, extra={"kv_transfer_params": params})
                 begun = next(tokens)
             rest = whole_answer(chain([begun], tokens))
-        return Answer(token_ids=rest.token_ids, seconds=later(rest, before), seam=rest.ttft)
+        return TimedResponse(token_ids=rest.token_ids, seconds=later(rest, before), seam=rest.ttft)
 
     with started_and_frozen(plan, pair):
         yield System(ask=ask, decode=decode, is_frozen=True)
 
 
 @contextmanager
-def lmcache_system(plan: Plan, python: Path) -> Iterator[System]:
+def lmcache_system(plan: PairPlan, python: Path) -> Iterator[System]:
     """LMCache's PD. The client does what LMCache's proxy does: it shows the first token once all was handed over.
 
     The prefill writes into the decode's memory, with its help: both run until the decode has the prompt.
@@ -218,7 +218,7 @@ def lmcache_system(plan: Plan, python: Path) -> Iterator[System]:
     prefill, decode = pair
     serial = count(1)
 
-    def ask(prompt: Sequence[int], token_count: int) -> Answer:
+    def ask(prompt: Sequence[int], token_count: int) -> TimedResponse:
         request_id = f"r{next(serial)}"
         receiver = {
             "req_id": request_id,
@@ -237,7 +237,7 @@ def lmcache_system(plan: Plan, python: Path) -> Iterator[System]:
                 tokens = decode.stream([*prompt, first], token_count - 1)
                 begun = next(tokens)
             rest = whole_answer(chain([begun], tokens))
-        return Answer(
+        return TimedResponse(
             token_ids=(first, *rest.token_ids),
             seconds=(handed, *later(rest, handed)),
             seam=handed + rest.ttft - before,
@@ -248,13 +248,15 @@ def lmcache_system(plan: Plan, python: Path) -> Iterator[System]:
         yield System(ask=ask, decode=decode, is_frozen=True)
 
 
-def whole_answer(tokens: Iterator[CompletionToken]) -> Answer:
+def whole_answer(tokens: Iterator[CompletionToken]) -> TimedResponse:
     """An answer that came from one server."""
     pairs = [(token_id, token.seconds) for token in tokens for token_id in token.token_ids]
-    return Answer(token_ids=tuple(token_id for token_id, _ in pairs), seconds=tuple(seconds for _, seconds in pairs))
+    return TimedResponse(
+        token_ids=tuple(token_id for token_id, _ in pairs), seconds=tuple(seconds for _, seconds in pairs)
+    )
 
 
-def later(answer: Answer, seconds: float) -> tuple[float, ...]:
+def later(answer: TimedResponse, seconds: float) -> tuple[float, ...]:
     """When its tokens were there, counted from so much earlier."""
     return tuple(seconds + at for at in answer.seconds)
 
@@ -283,7 +285,7 @@ def prefilled(prefill: EngineProcess, prompt: Sequence[int], params: Mapping[str
 
 
 @contextmanager
-def started_and_frozen(plan: Plan, pair: Sequence[EngineProcess]) -> Iterator[None]:
+def started_and_frozen(plan: PairPlan, pair: Sequence[EngineProcess]) -> Iterator[None]:
     """Both engines, started one after the other, each frozen as soon as it is ready, and ended; see `thawed`."""
     try:
         for engine in pair:
@@ -300,7 +302,7 @@ def started_and_frozen(plan: Plan, pair: Sequence[EngineProcess]) -> Iterator[No
             engine.stop()
 
 
-def _lmcache_engine(plan: Plan, python: Path, name: str, role: str, own: Mapping[str, object]) -> EngineProcess:
+def _lmcache_engine(plan: PairPlan, python: Path, name: str, role: str, own: Mapping[str, object]) -> EngineProcess:
     config = plan.run.folder / f"lmcache-{name}.yaml"
     common = {
         "chunk_size": engines.CHUNK_SIZE,

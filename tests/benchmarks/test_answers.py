@@ -12,7 +12,7 @@ from benchmarks import __main__ as every
 from benchmarks.coordinator import fleets
 from benchmarks.node import ttft
 from benchmarks.support import engines
-from benchmarks.support.command import Benchmark, Run
+from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.support.rows import Row
 from lmkv import rpc
 from lmkv_client.demo.cluster import CoordinatorProcess
@@ -20,7 +20,7 @@ from lmkv_server.coordinator.core.join_admission import MAX_JOINING
 from tests.benchmarks.test_rows import BENCHMARKS, make_round
 
 
-def run_benchmark(tmp_path: Path, measure: Callable[[Run], None], *arguments: str) -> tuple[int, bool]:
+def run_benchmark(tmp_path: Path, measure: Callable[[BenchmarkRun], None], *arguments: str) -> tuple[int, bool]:
     """The exit code of a benchmark that measures so, and whether it wrote its JSON."""
     file = tmp_path / "rows.json"
     benchmark = Benchmark(name="answers", description="", measure=measure, add_arguments=engines.add_dtype_argument)
@@ -28,8 +28,8 @@ def run_benchmark(tmp_path: Path, measure: Callable[[Run], None], *arguments: st
     return code, file.exists()
 
 
-def compare(same_count: int) -> Callable[[Run], None]:
-    def measure(run: Run) -> None:
+def compare(same_count: int) -> Callable[[BenchmarkRun], None]:
+    def measure(run: BenchmarkRun) -> None:
         engines.choose_dtype(run, compares_answers=True)
         run.add(Row(name="doc_qa_identical", value=25.0 * same_count, unit="%"))
         engines.check_identical(run, "documents", same_count, 4)
@@ -52,7 +52,7 @@ def test_answers_that_differ_in_bfloat16_are_noted(tmp_path: Path, capsys: pytes
 
 @pytest.mark.parametrize(("hits_identical", "code"), [(True, 0), (False, 1)])
 def test_hits_that_differ_from_each_other_fail_in_every_type(tmp_path: Path, hits_identical: bool, code: int) -> None:
-    def measure(run: Run) -> None:
+    def measure(run: BenchmarkRun) -> None:
         engines.choose_dtype(run)
         odd = replace(make_round(), identical=False, hits_identical=hits_identical)
         ttft.check_answers(run, [make_round(), odd], 4000)
@@ -64,7 +64,7 @@ def test_hits_that_differ_from_each_other_fail_in_every_type(tmp_path: Path, hit
 def test_benchmarks_that_compare_answers_choose_float32(tmp_path: Path) -> None:
     chosen = []
 
-    def measure(run: Run) -> None:
+    def measure(run: BenchmarkRun) -> None:
         chosen.append(engines.choose_dtype(run, compares_answers=True))
 
     assert run_benchmark(tmp_path, measure) == (0, True)

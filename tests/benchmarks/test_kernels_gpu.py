@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import kernels_gpu
-from benchmarks.support.command import Run
+from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.meanings import meaning_of
 from benchmarks.support.rows import Report
 from tests.kernels.emulation import emulated_device
@@ -27,7 +27,7 @@ def test_without_a_device_it_ends_with_one_line_and_a_code_of_its_own(capsys: py
 
 def test_every_row_is_measured_and_explained(tmp_path: Path) -> None:
     report = Report(benchmark="kernels_gpu", command="", quick=True, machine={})
-    run = Run(args=Namespace(), report=report, folder=tmp_path, logs=tmp_path)
+    run = BenchmarkRun(args=Namespace(), report=report, folder=tmp_path, logs=tmp_path)
     layouts = [dataclasses.replace(layout, layer_count=1, content=16) for layout in kernels_gpu.LAYOUTS]
     with emulated_device() as (device, program), device.current():
         gpu = kernels_gpu.Gpu(device=device, program=program, memory="cpu")

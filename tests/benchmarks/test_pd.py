@@ -15,16 +15,16 @@ import zmq
 from benchmarks import pd
 from benchmarks.support.meanings import meaning_of
 from benchmarks.systems import prefill_decode
-from benchmarks.systems.calls import SERVICE, Counts
-from benchmarks.systems.prefill_decode import Answer, System
+from benchmarks.systems.calls import SERVICE, PdCounts
+from benchmarks.systems.prefill_decode import System, TimedResponse
 from lmkv.errors import LmkvError
 from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.process import ServerProcess, session_pids
 
 
-def make_round(*, scale: float = 1.0) -> dict[str, Answer]:
-    one = Answer(token_ids=(1, 2, 3, 4), seconds=tuple(scale * at for at in (1.0, 1.1, 1.2, 1.3)))
-    lmkv = Answer(token_ids=one.token_ids, seconds=(1.0, 1.4, 1.5, 1.8), seam=0.4, step=0.3)
+def make_round(*, scale: float = 1.0) -> dict[str, TimedResponse]:
+    one = TimedResponse(token_ids=(1, 2, 3, 4), seconds=tuple(scale * at for at in (1.0, 1.1, 1.2, 1.3)))
+    lmkv = TimedResponse(token_ids=one.token_ids, seconds=(1.0, 1.4, 1.5, 1.8), seam=0.4, step=0.3)
     return {
         "one_engine": one,
         "lmkv": lmkv,
@@ -62,7 +62,7 @@ def test_answers_that_differ_are_counted() -> None:
 
 
 def test_an_answer_with_too_few_tokens_ends_the_benchmark(tmp_path: Path) -> None:
-    answer = Answer(token_ids=(1, 2), seconds=(1.0, 1.1))
+    answer = TimedResponse(token_ids=(1, 2), seconds=(1.0, 1.1))
     systems = {"lmkv": System(ask=lambda *_: answer, decode=EngineProcess(tmp_path, tmp_path))}
     with pytest.raises(LmkvError, match="2 tokens instead of 3"):
         pd.ask_all(systems, [5, 6], 3)
@@ -70,14 +70,14 @@ def test_an_answer_with_too_few_tokens_ends_the_benchmark(tmp_path: Path) -> Non
 
 def test_a_handoff_that_took_no_time_on_the_clock_has_no_speed() -> None:
     none = dict.fromkeys((method.name for method in SERVICE.methods), 0.0)
-    counts = Counts(rpcs=none | {"Init": 2}, handed_bytes=1 << 20, handed_seconds=0.0)
+    counts = PdCounts(rpcs=none | {"Init": 2}, handed_bytes=1 << 20, handed_seconds=0.0)
     assert [row.name for row in counts.rows(1, "")] == ["pd_rpcs_per_request"]
 
 
 def test_calls_are_those_of_the_requests_between_two_moments() -> None:
     none = dict.fromkeys((method.name for method in SERVICE.methods), 0.0)
-    before = Counts(rpcs=none | {"Init": 2, "Allocate": 3, "Commit": 3}, handed_bytes=1 << 30, handed_seconds=1.0)
-    after = Counts(rpcs=none | {"Init": 2, "Allocate": 5, "Commit": 7}, handed_bytes=3 << 30, handed_seconds=1.5)
+    before = PdCounts(rpcs=none | {"Init": 2, "Allocate": 3, "Commit": 3}, handed_bytes=1 << 30, handed_seconds=1.0)
+    after = PdCounts(rpcs=none | {"Init": 2, "Allocate": 5, "Commit": 7}, handed_bytes=3 << 30, handed_seconds=1.5)
     rows = {row.name: row.value for row in (after - before).rows(2, "_4096")}
     assert rows == {"pd_rpcs_per_request_4096": 3.0, "pd_handover_gb_per_s_4096": 4.0}
     assert (after - before).in_words(2) == "Allocate 1, Commit 2"

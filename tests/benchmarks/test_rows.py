@@ -146,10 +146,12 @@ def test_processor_time_is_counted_and_the_dead_have_none() -> None:
     assert machine.cpu_seconds([busy.pid]) == 0
 
 
-def make_round(*, cold: float = 2.0) -> ttft.Round:
+def make_round(*, cold: float = 2.0) -> ttft.TtftRound:
     parts = Steps(lookup=0.01, fetch=0.1, load=0.02, compute=0.05, rest=0.02)
     steps = {"prefix": replace(parts, fetch=0.0, load=0.0), "own": replace(parts, fetch=0.0), "peer": parts}
-    return ttft.Round(cold=cold, prefix_hit=0.1, own=0.2, peer=0.4, identical=True, hits_identical=True, steps=steps)
+    return ttft.TtftRound(
+        cold=cold, prefix_hit=0.1, own=0.2, peer=0.4, identical=True, hits_identical=True, steps=steps
+    )
 
 
 def test_the_rows_asked_for_by_name_say_hit_over_cold() -> None:
@@ -178,7 +180,7 @@ def test_the_picture_has_a_bar_for_every_step() -> None:
     assert "fetch from the peer, verified: 100.0 ms" in bars
 
 
-def make_answers(ttft_seconds: float, round_seconds: float) -> doc_qa.Round:
+def make_answers(ttft_seconds: float, round_seconds: float) -> doc_qa.DocumentRound:
     completion = Completion(
         token_ids=(1, 2),
         text="",
@@ -188,7 +190,7 @@ def make_answers(ttft_seconds: float, round_seconds: float) -> doc_qa.Round:
         prompt_tokens=2052,
         cached_tokens=0,
     )
-    return doc_qa.Round(seconds=round_seconds, completions=[completion] * 2)
+    return doc_qa.DocumentRound(seconds=round_seconds, completions=[completion] * 2)
 
 
 def test_the_gain_of_a_round_is_what_it_saves_of_the_first() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from lmkv_client.demo.model import LLAMA_VOCAB, MID, TINY, make_model
 from lmkv_client.demo.process import ServerProcess
-from tests.engines.faults import Pair
+from tests.engines.faults import FaultyPair
 from tests.engines.llm import Nursery
 from tests.engines.pd import Trio
 
@@ -74,12 +74,12 @@ def llama_vocab_model(models: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def shared_pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def shared_pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyPair]:
     """Two engines that share; they were started before their coordinator. Every test leaves them so."""
     logs = tmp_path_factory.mktemp("pair-logs")
     with (
         tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder,
-        Pair(Path(folder), tiny_model, logs, seed=1, coordinator=False) as pair,
+        FaultyPair(Path(folder), tiny_model, logs, seed=1, coordinator=False) as pair,
     ):
         pair.do_without_coordinator()
         yield pair

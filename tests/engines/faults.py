@@ -45,7 +45,7 @@ HEAL_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prompt:
+class FaultPrompt:
     """A prompt that nobody has seen, and what an engine makes of it that shares nothing."""
 
     tokens: list[int]
@@ -53,7 +53,7 @@ class Prompt:
     cold_seconds: float
 
 
-class Pair:
+class FaultyPair:
     """A coordinator and two engines, `engine-1` and `engine-2`, both ready. A context manager that ends it all."""
 
     def __init__(self, folder: Path, model: Path, logs: Path, *, seed: int, coordinator: bool = True) -> None:
@@ -112,25 +112,25 @@ class Pair:
 
     # --- Asking --------------------------------------------------------------------------------------------------
 
-    def prompt(self, token_count: int = PROMPT_TOKENS, oracle: EngineProcess | None = None) -> Prompt:
+    def prompt(self, token_count: int = PROMPT_TOKENS, oracle: EngineProcess | None = None) -> FaultPrompt:
         """A new prompt. An engine answers it under a salt of its own, so that nothing cached can be used."""
         tokens = [self._random.randrange(2, 512) for _ in range(token_count)]
         salted = (oracle or self.second).complete(tokens, extra={"cache_salt": f"oracle {self._random.random()}"})
         assert salted.cached_tokens == 0
-        return Prompt(tokens=tokens, answer=salted.token_ids, cold_seconds=salted.total_seconds)
+        return FaultPrompt(tokens=tokens, answer=salted.token_ids, cold_seconds=salted.total_seconds)
 
-    def stored(self) -> Prompt:
+    def stored(self) -> FaultPrompt:
         """A new prompt that engine 1 has computed, and that its node holds."""
         prompt = self.prompt()
         check(prompt, self.first.complete(prompt.tokens))
         self.coordinator.wait_for_holder(prompt.tokens, "engine-1", HELD_TOKENS, HEAL_SECONDS)
         return prompt
 
-    def ask(self, engine: EngineProcess, prompt: Prompt) -> Future[Completion]:
+    def ask(self, engine: EngineProcess, prompt: FaultPrompt) -> Future[Completion]:
         """Sends a prompt, without waiting for the answer."""
         return self._requests.submit(engine.complete, prompt.tokens, timeout_seconds=REQUEST_TIMEOUT_SECONDS)
 
-    def partly_stored(self, engine: EngineProcess, prompt: Prompt) -> Future[Completion]:
+    def partly_stored(self, engine: EngineProcess, prompt: FaultPrompt) -> Future[Completion]:
         """Has an engine compute a prompt, and freezes it when its node holds some chunks of it, but not all."""
         asked = self.ask(engine, prompt)
         eventually(lambda: self.held(engine, prompt) > 0, "the first chunks are stored")
@@ -140,11 +140,11 @@ class Pair:
         assert self.held(engine, prompt) < HELD_TOKENS, "the engine was faster than this test"
         return asked
 
-    def held(self, engine: EngineProcess, prompt: Prompt) -> int:
+    def held(self, engine: EngineProcess, prompt: FaultPrompt) -> int:
         """Tokens of a prompt that the engine's node holds, as far as is known."""
         return self.coordinator.holders(prompt.tokens).get(engine.name, 0)
 
-    def fetching(self, prompt: Prompt) -> Future[Completion]:
+    def fetching(self, prompt: FaultPrompt) -> Future[Completion]:
         """Has engine 2 ask for a prompt that node 1 holds and is too frozen to give; returns when it has been asked."""
         port = int(self.coordinator.instances()["engine-1"].peer_address.rpartition(":")[2])
         before = unread_bytes(port)
@@ -222,7 +222,7 @@ class Pair:
             return all(name in known and known[name].engine_count for name in self.cluster.engines)
         return False
 
-    def _shared(self, prompt: Prompt) -> float:
+    def _shared(self, prompt: FaultPrompt) -> float:
         """Tokens that engine 2 took from engine 1's node."""
         check(prompt, self.first.complete(prompt.tokens))
         with suppress(LmkvError):  # then engine 2 must compute
@@ -262,7 +262,7 @@ class Pair:
             assert not bad, f"{log}:\n{text[max(0, text.find(bad[0]) - 2000) :][:8000]}"
 
 
-def check(prompt: Prompt, completion: Completion) -> None:
+def check(prompt: FaultPrompt, completion: Completion) -> None:
     """Asserts that an answer is right, and came in time."""
     assert completion.token_ids == prompt.answer
     # Twice, for the machine may be busier than it was when the prompt was computed cold.

@@ -76,7 +76,7 @@ def make_prompt(seed: int, token_count: int, *, prefix: Sequence[int] = ()) -> l
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class LlmAnswer:
     """What an engine says to one prompt."""
 
     samples: tuple[tuple[int, ...], ...]
@@ -95,7 +95,7 @@ class Answer:
 class Answers:
     """What an engine says to prompts that it got at the same time, and what lmkv had to do with it."""
 
-    answers: tuple[Answer, ...]
+    answers: tuple[LlmAnswer, ...]
     grown: Mapping[str, float]
     """How much each counter at /metrics has grown."""
 
@@ -224,7 +224,7 @@ class LlmProcess:
         sampling = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True} | sampling
         said = self._do("ask", prompts=prompts, salt=salt, sampling=sampling, lora=lora)
         answers = tuple(
-            Answer(
+            LlmAnswer(
                 samples=tuple(map(tuple, answer["samples"])),
                 finish_reason=answer["finish_reason"],
                 cached_tokens=answer["cached_tokens"],
@@ -380,7 +380,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
         yield nursery
 
 
-class Fleet:
+class LlmFleet:
     """Engines around one runtime folder, with a coordinator if asked for: a context manager that leaves nothing."""
 
     def __init__(self, nursery: Nursery, model: Path, logs: Path, *, coordinator: bool = False) -> None:

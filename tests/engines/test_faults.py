@@ -7,21 +7,21 @@ import time
 import pytest
 
 from lmkv.errors import Unreachable
-from tests.engines.faults import HEAL_SECONDS, HELD_TOKENS, REQUEST_TIMEOUT_SECONDS, Pair, check, counting
+from tests.engines.faults import HEAL_SECONDS, HELD_TOKENS, REQUEST_TIMEOUT_SECONDS, FaultyPair, check, counting
 
 LOAD_TIMEOUT_SECONDS = 1.0
 VICTIMS = ("coordinator", "node-1", "node-2", "engine-1")
 
 
 @pytest.fixture(scope="module")
-def pair(shared_pair: Pair) -> Pair:
+def pair(shared_pair: FaultyPair) -> FaultyPair:
     """Two engines that share; every test leaves them so."""
     shared_pair.heal()
     return shared_pair
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
-def test_a_kill_during_lookups(pair: Pair, victim: str) -> None:
+def test_a_kill_during_lookups(pair: FaultyPair, victim: str) -> None:
     held, fresh = pair.stored(), pair.prompt()
     with pair.frozen("coordinator" if victim == "engine-1" else victim):  # so that no lookup is answered
         second, first = pair.ask(pair.second, held), pair.ask(pair.first, fresh)
@@ -38,7 +38,7 @@ def test_a_kill_during_lookups(pair: Pair, victim: str) -> None:
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
-def test_a_kill_during_a_fetch_from_the_peer(pair: Pair, victim: str) -> None:
+def test_a_kill_during_a_fetch_from_the_peer(pair: FaultyPair, victim: str) -> None:
     held = pair.stored()
     with counting(pair.second) as grown:
         with pair.frozen("node-1"):
@@ -56,7 +56,7 @@ def test_a_kill_during_a_fetch_from_the_peer(pair: Pair, victim: str) -> None:
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
-def test_a_kill_during_stores(pair: Pair, victim: str) -> None:
+def test_a_kill_during_stores(pair: FaultyPair, victim: str) -> None:
     prompt = pair.prompt()
     storing, other = (pair.second, pair.first) if victim == "node-2" else (pair.first, pair.second)
     asked = pair.partly_stored(storing, prompt)
@@ -77,6 +77,6 @@ def test_a_kill_during_stores(pair: Pair, victim: str) -> None:
     pair.heal()
 
 
-def test_after_all_that_nothing_has_crashed_or_leaks(pair: Pair) -> None:
+def test_after_all_that_nothing_has_crashed_or_leaks(pair: FaultyPair) -> None:
     pair.check_nothing_leaks()
     pair.check_nobody_crashed()

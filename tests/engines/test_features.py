@@ -19,7 +19,7 @@ import pytest
 import zmq
 
 from lmkv_client.demo.engine import LMKV_TRANSFER_CONFIG
-from tests.engines.llm import Fleet, LlmProcess, Nursery, make_prompt, poison
+from tests.engines.llm import LlmFleet, LlmProcess, Nursery, make_prompt, poison
 
 pytestmark = pytest.mark.engine
 
@@ -36,9 +36,11 @@ def events(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, events: str) -> Iterator[Fleet]:
+def fleet(
+    nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, events: str
+) -> Iterator[LlmFleet]:
     """All three, ready."""
-    with Fleet(nursery, tiny_model, tmp_path_factory.mktemp("logs")) as fleet:
+    with LlmFleet(nursery, tiny_model, tmp_path_factory.mktemp("logs")) as fleet:
         fleet.add("bare", transfer_config=None)
         fleet.add(
             "drafting",
@@ -58,7 +60,7 @@ def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="module")
-def bare(fleet: Fleet) -> LlmProcess:
+def bare(fleet: LlmFleet) -> LlmProcess:
     """The engine whose answers are right."""
     return fleet.engines["bare"]
 
@@ -69,7 +71,7 @@ def seed(request: pytest.FixtureRequest) -> int:
     return zlib.crc32(request.node.nodeid.encode())
 
 
-def test_drafts_that_are_rejected_are_never_stored(fleet: Fleet, bare: LlmProcess, seed: int) -> None:
+def test_drafts_that_are_rejected_are_never_stored(fleet: LlmFleet, bare: LlmProcess, seed: int) -> None:
     """Answers fill the chunk that their prompt began: the next turn goes on as if it had computed them."""
     drafting = fleet.engines["drafting"]
     few: dict[str, Any] = {"max_tokens": 60, "allowed_token_ids": [5, 6, 7]}  # so that some guesses are right
@@ -89,7 +91,7 @@ def test_drafts_that_are_rejected_are_never_stored(fleet: Fleet, bare: LlmProces
     assert second.loaded_tokens == 3 * CHUNK
 
 
-def test_without_a_prefix_cache_of_its_own_an_engine_has_lmkvs(fleet: Fleet, bare: LlmProcess, seed: int) -> None:
+def test_without_a_prefix_cache_of_its_own_an_engine_has_lmkvs(fleet: LlmFleet, bare: LlmProcess, seed: int) -> None:
     forgetful = fleet.engines["forgetful"]
     prompt = make_prompt(seed, 1000)
     expected = bare.ask(prompt).token_ids
@@ -98,7 +100,7 @@ def test_without_a_prefix_cache_of_its_own_an_engine_has_lmkvs(fleet: Fleet, bar
         assert (answers.token_ids, answers.loaded_tokens, answers.cached_tokens) == (expected, loaded, loaded)
 
 
-def test_a_load_that_fails_is_computed_whatever_the_policy_says(fleet: Fleet, bare: LlmProcess, seed: int) -> None:
+def test_a_load_that_fails_is_computed_whatever_the_policy_says(fleet: LlmFleet, bare: LlmProcess, seed: int) -> None:
     forgetful = fleet.engines["forgetful"]
     prompt = make_prompt(seed, 1000)
     forgetful.ask(prompt)
@@ -111,7 +113,7 @@ def test_a_load_that_fails_is_computed_whatever_the_policy_says(fleet: Fleet, ba
 
 
 @pytest.mark.parametrize("level", [0, 1])
-def test_an_engine_that_has_slept_answers_as_before(fleet: Fleet, bare: LlmProcess, seed: int, level: int) -> None:
+def test_an_engine_that_has_slept_answers_as_before(fleet: LlmFleet, bare: LlmProcess, seed: int, level: int) -> None:
     """vLLM frees no memory on CPUs. From level 1 on it has the connector forget everything: weights may change."""
     forgetful = fleet.engines["forgetful"]
     prompt = make_prompt(seed, 1000)
@@ -122,7 +124,7 @@ def test_an_engine_that_has_slept_answers_as_before(fleet: Fleet, bare: LlmProce
         assert (answers.token_ids, answers.loaded_tokens) == (bare.ask(prompt).token_ids, loaded)
 
 
-def test_vllms_kv_events_tell_what_is_stored_by_vllms_own_hashes(fleet: Fleet, events: str, seed: int) -> None:
+def test_vllms_kv_events_tell_what_is_stored_by_vllms_own_hashes(fleet: LlmFleet, events: str, seed: int) -> None:
     drafting = fleet.engines["drafting"]
     prompt = make_prompt(seed, 3 * CHUNK + 100)
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:

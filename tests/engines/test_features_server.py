@@ -15,7 +15,7 @@ import pytest
 
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.engine import EngineProcess
-from tests.engines.llm import CALM, READY_TIMEOUT_SECONDS, Fleet, LlmProcess, Nursery, make_prompt
+from tests.engines.llm import CALM, READY_TIMEOUT_SECONDS, LlmFleet, LlmProcess, Nursery, make_prompt
 
 pytestmark = pytest.mark.engine
 
@@ -53,9 +53,9 @@ def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture(scope="module")
 def fleet(
     nursery: Nursery, tiny_model: Path, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Fleet]:
+) -> Iterator[LlmFleet]:
     """`bare`, without lmkv, and `next` at the node of the server's ranks, both ready."""
-    with Fleet(nursery, tiny_model, tmp_path_factory.mktemp("logs")) as fleet:
+    with LlmFleet(nursery, tiny_model, tmp_path_factory.mktemp("logs")) as fleet:
         fleet.add("bare", transfer_config=None)
         fleet.add("next", {"node_address": str(cluster.runtime_dir / NAME / "engine.sock")})
         fleet.start()
@@ -63,7 +63,7 @@ def fleet(
 
 
 @pytest.fixture(scope="module")
-def bare(fleet: Fleet) -> LlmProcess:
+def bare(fleet: LlmFleet) -> LlmProcess:
     """The engine whose answers are right."""
     return fleet.engines["bare"]
 
@@ -91,7 +91,7 @@ def test_ranks_of_one_server_load_what_either_has_stored(cluster: Cluster, bare:
 
 
 def test_a_server_that_is_told_to_end_finishes_its_answers_and_leaves_them_in_the_pool(
-    cluster: Cluster, fleet: Fleet, bare: LlmProcess, seed: int
+    cluster: Cluster, fleet: LlmFleet, bare: LlmProcess, seed: int
 ) -> None:
     engine = cluster.engines[NAME]
     prompt = make_prompt(seed, 1000)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lmkv.errors import LmkvError
-from tests.engines.llm import Fleet, Nursery, make_prompt
+from tests.engines.llm import LlmFleet, Nursery, make_prompt
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -74,16 +74,16 @@ def save(kind: type[PreTrainedModel], config: PretrainedConfig, tokenizer: Path,
 
 
 @pytest.fixture(scope="module")
-def fleet(nursery: Nursery, hybrid_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(nursery: Nursery, hybrid_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlmFleet]:
     """Two engines and a coordinator, ready."""
-    with Fleet(nursery, hybrid_model, tmp_path_factory.mktemp("logs"), coordinator=True) as fleet:
+    with LlmFleet(nursery, hybrid_model, tmp_path_factory.mktemp("logs"), coordinator=True) as fleet:
         fleet.add("first")
         fleet.add("second")
         fleet.start()
         yield fleet
 
 
-def test_what_lies_behind_the_window_is_loaded_too_and_the_answer_is_the_same(fleet: Fleet) -> None:
+def test_what_lies_behind_the_window_is_loaded_too_and_the_answer_is_the_same(fleet: LlmFleet) -> None:
     first, second = fleet.engines["first"], fleet.engines["second"]
     prompt = make_prompt(1, 6 * WINDOW)
     expected = first.compute(prompt)
@@ -101,7 +101,7 @@ def test_what_lies_behind_the_window_is_loaded_too_and_the_answer_is_the_same(fl
 def test_a_model_whose_layers_all_slide_does_not_start_and_says_why(
     nursery: Nursery, sliding_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    with Fleet(nursery, sliding_model, tmp_path_factory.mktemp("logs")) as fleet:
+    with LlmFleet(nursery, sliding_model, tmp_path_factory.mktemp("logs")) as fleet:
         fleet.add("refused")
         with pytest.raises(
             LmkvError,

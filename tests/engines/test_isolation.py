@@ -16,15 +16,15 @@ import pytest
 from safetensors.numpy import save_file
 
 from lmkv_client.demo.model import TINY
-from tests.engines.llm import Fleet, LlmProcess, Nursery, make_prompt, poison
+from tests.engines.llm import LlmFleet, LlmProcess, Nursery, make_prompt, poison
 
 pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlmFleet]:
     """All engines, ready."""
-    with Fleet(nursery, tiny_model, tmp_path_factory.mktemp("logs")) as fleet:
+    with LlmFleet(nursery, tiny_model, tmp_path_factory.mktemp("logs")) as fleet:
         shared = {"node_address": str(fleet.runtime_dir / "owner" / "engine.sock")}
         fleet.add("owner", {"cluster_secret": "one"}, enable_lora=True, max_lora_rank=8)
         fleet.start()
@@ -39,7 +39,7 @@ def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="module")
-def owner(fleet: Fleet) -> LlmProcess:
+def owner(fleet: LlmFleet) -> LlmProcess:
     """The engine of most tests."""
     return fleet.engines["owner"]
 
@@ -57,7 +57,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [make_adapter(folder / str(seed), seed) for seed in (1, 2)]
 
 
-def test_changed_bytes_in_the_pool_change_the_completion(fleet: Fleet, owner: LlmProcess, prompt: list[int]) -> None:
+def test_changed_bytes_in_the_pool_change_the_completion(fleet: LlmFleet, owner: LlmProcess, prompt: list[int]) -> None:
     expected = owner.ask(prompt).token_ids
     poison(fleet.node_pid("owner"))
     poisoned = owner.ask_again(prompt)
@@ -68,7 +68,7 @@ def test_changed_bytes_in_the_pool_change_the_completion(fleet: Fleet, owner: Ll
 
 
 def test_engines_that_attach_to_one_node_share_what_it_holds(
-    fleet: Fleet, owner: LlmProcess, prompt: list[int]
+    fleet: LlmFleet, owner: LlmProcess, prompt: list[int]
 ) -> None:
     expected = owner.ask(prompt).token_ids
     answers = fleet.engines["checker"].ask(prompt)
@@ -77,7 +77,7 @@ def test_engines_that_attach_to_one_node_share_what_it_holds(
 
 @pytest.mark.parametrize("name", ["checker", "halting-checker"])
 def test_an_engine_that_verifies_computes_what_is_damaged(
-    fleet: Fleet, owner: LlmProcess, prompt: list[int], name: str
+    fleet: LlmFleet, owner: LlmProcess, prompt: list[int], name: str
 ) -> None:
     expected = owner.ask(prompt).token_ids
     checker = fleet.engines[name]
@@ -93,7 +93,7 @@ def test_an_engine_that_verifies_computes_what_is_damaged(
 
 
 def test_an_engine_with_another_cluster_secret_finds_nothing(
-    fleet: Fleet, owner: LlmProcess, prompt: list[int]
+    fleet: LlmFleet, owner: LlmProcess, prompt: list[int]
 ) -> None:
     expected = owner.ask(prompt).token_ids
     stranger = fleet.engines["stranger"]
@@ -103,7 +103,7 @@ def test_an_engine_with_another_cluster_secret_finds_nothing(
 
 
 def test_an_engine_that_only_produces_does_not_load_and_one_that_only_consumes_does_not_store(
-    fleet: Fleet, prompt: list[int]
+    fleet: LlmFleet, prompt: list[int]
 ) -> None:
     writer, reader = fleet.engines["writer"], fleet.engines["reader"]
     unstored = reader.ask(prompt)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.llm import Fleet, LlmProcess, Nursery, make_prompt, poison
+from tests.engines.llm import LlmFleet, LlmProcess, Nursery, make_prompt, poison
 
 pytestmark = pytest.mark.engine
 
@@ -25,9 +25,9 @@ OTHER = {"engine-1": "engine-2", "engine-2": "engine-1"}
 
 
 @pytest.fixture(scope="module")
-def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlmFleet]:
     """Both engines with their nodes and a coordinator, ready."""
-    with Fleet(nursery, tiny_model, tmp_path_factory.mktemp("logs"), coordinator=True) as fleet:
+    with LlmFleet(nursery, tiny_model, tmp_path_factory.mktemp("logs"), coordinator=True) as fleet:
         fleet.add("engine-1")
         fleet.add("engine-2", {"enable_async_loading": "false"}, max_num_batched_tokens=300)
         fleet.start()
@@ -35,7 +35,7 @@ def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(params=ENGINES)
-def engine(fleet: Fleet, request: pytest.FixtureRequest) -> LlmProcess:
+def engine(fleet: LlmFleet, request: pytest.FixtureRequest) -> LlmProcess:
     """Each of the two."""
     return fleet.engines[request.param]
 
@@ -58,7 +58,7 @@ def test_a_prompt_from_the_own_pool_is_answered_as_a_computed_one(engine: LlmPro
         assert again.stored_tokens == 0, "what the pool holds is not stored again"
 
 
-def test_a_prompt_from_a_peer_is_answered_as_a_computed_one(fleet: Fleet, engine: LlmProcess, seed: int) -> None:
+def test_a_prompt_from_a_peer_is_answered_as_a_computed_one(fleet: LlmFleet, engine: LlmProcess, seed: int) -> None:
     prompt = make_prompt(seed, 1500)
     stored_by(fleet, OTHER[engine.name], prompt, 1280)
     expected = engine.compute(prompt)
@@ -69,7 +69,7 @@ def test_a_prompt_from_a_peer_is_answered_as_a_computed_one(fleet: Fleet, engine
 
 
 def test_a_prompt_that_is_half_here_and_half_at_a_peer_is_put_together(
-    fleet: Fleet, engine: LlmProcess, seed: int
+    fleet: LlmFleet, engine: LlmProcess, seed: int
 ) -> None:
     prompt = make_prompt(seed, 1500)
     assert engine.ask(prompt[:600]).stored_tokens == 512
@@ -106,7 +106,7 @@ def test_a_prompt_shorter_than_a_chunk_is_none_of_our_business(engine: LlmProces
     assert (first.stored_tokens, again.loaded_tokens, again.cached_tokens) == (0, 0, 0)
 
 
-def test_damaged_bytes_are_not_taken_from_a_peer(fleet: Fleet, seed: int) -> None:
+def test_damaged_bytes_are_not_taken_from_a_peer(fleet: LlmFleet, seed: int) -> None:
     prompt = make_prompt(seed, 1000)
     stored_by(fleet, "engine-2", prompt, 768)
     poison(fleet.node_pid("engine-2"))
@@ -117,7 +117,7 @@ def test_damaged_bytes_are_not_taken_from_a_peer(fleet: Fleet, seed: int) -> Non
     assert answers.token_ids == engine.compute(prompt)
 
 
-def test_an_abort_while_loading_frees_all_pages_and_spoils_nothing(fleet: Fleet, seed: int) -> None:
+def test_an_abort_while_loading_frees_all_pages_and_spoils_nothing(fleet: LlmFleet, seed: int) -> None:
     prompt = make_prompt(seed, 1000)
     stored_by(fleet, "engine-2", prompt, 768)
     engine = fleet.engines["engine-1"]
@@ -133,7 +133,7 @@ def test_an_abort_while_loading_frees_all_pages_and_spoils_nothing(fleet: Fleet,
     wait_for_peer(engine, prompt)
 
 
-def test_an_engine_finds_its_chunks_again_after_a_restart(fleet: Fleet, seed: int) -> None:
+def test_an_engine_finds_its_chunks_again_after_a_restart(fleet: LlmFleet, seed: int) -> None:
     prompt = make_prompt(seed, 1000)
     engine = fleet.engines["engine-1"]
     expected = engine.ask(prompt).token_ids
@@ -145,7 +145,7 @@ def test_an_engine_finds_its_chunks_again_after_a_restart(fleet: Fleet, seed: in
     assert fleet.node_pid("engine-1") == node, "the node outlives its engine"
 
 
-def test_an_engine_finds_its_chunks_again_after_it_was_killed_in_the_middle(fleet: Fleet, seed: int) -> None:
+def test_an_engine_finds_its_chunks_again_after_it_was_killed_in_the_middle(fleet: LlmFleet, seed: int) -> None:
     prompt = make_prompt(seed, 1000)
     engine = fleet.engines["engine-1"]
     expected = engine.ask(prompt).token_ids
@@ -159,7 +159,7 @@ def test_an_engine_finds_its_chunks_again_after_it_was_killed_in_the_middle(flee
     assert engine.compute(prompt) == expected
 
 
-def stored_by(fleet: Fleet, name: str, prompt: list[int], token_count: int) -> None:
+def stored_by(fleet: LlmFleet, name: str, prompt: list[int], token_count: int) -> None:
     """Has an engine compute and store a prompt, and waits until the fleet knows."""
     fleet.engines[name].ask(prompt)
     fleet.coordinator.wait_for_holder(prompt, name, token_count, REPORT_TIMEOUT_SECONDS)

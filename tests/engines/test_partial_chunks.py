@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.llm import Fleet, LlmProcess, Nursery, make_prompt
+from tests.engines.llm import LlmFleet, LlmProcess, Nursery, make_prompt
 
 pytestmark = pytest.mark.engine
 
@@ -25,9 +25,9 @@ REPORT_TIMEOUT_SECONDS = 20.0
 
 
 @pytest.fixture(scope="module")
-def fleet(nursery: Nursery, llama_vocab_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(nursery: Nursery, llama_vocab_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlmFleet]:
     """All engines and a coordinator, ready."""
-    with Fleet(nursery, llama_vocab_model, tmp_path_factory.mktemp("logs"), coordinator=True) as fleet:
+    with LlmFleet(nursery, llama_vocab_model, tmp_path_factory.mktemp("logs"), coordinator=True) as fleet:
         fleet.add("keeper", {"save_partial_chunks": "true"}, block_size=256)
         fleet.add("follower", {"save_partial_chunks": "true"}, block_size=256)
         fleet.add("discarder", block_size=256)
@@ -36,12 +36,12 @@ def fleet(nursery: Nursery, llama_vocab_model: Path, tmp_path_factory: pytest.Te
 
 
 @pytest.fixture(scope="module")
-def keeper(fleet: Fleet) -> LlmProcess:
+def keeper(fleet: LlmFleet) -> LlmProcess:
     """The engine that keeps them."""
     return fleet.engines["keeper"]
 
 
-def lookup(fleet: Fleet, tokens: Sequence[int], *flags: str) -> str:
+def lookup(fleet: LlmFleet, tokens: Sequence[int], *flags: str) -> str:
     """What `lmkv lookup` prints."""
     command = [sys.executable, "-m", "lmkv", "lookup", "--tokens", ",".join(map(str, tokens)), *flags]
     command += ["--coordinator", fleet.coordinator.address]
@@ -50,7 +50,7 @@ def lookup(fleet: Fleet, tokens: Sequence[int], *flags: str) -> str:
     return done.stdout
 
 
-def holders(fleet: Fleet, tokens: Sequence[int]) -> list[tuple[str, str, int]]:
+def holders(fleet: LlmFleet, tokens: Sequence[int]) -> list[tuple[str, str, int]]:
     """Instance, location and count of tokens of all that `lmkv lookup` finds."""
     answer: dict[str, Any] = json.loads(lookup(fleet, tokens, "--json"))
     return [
@@ -60,7 +60,7 @@ def holders(fleet: Fleet, tokens: Sequence[int]) -> list[tuple[str, str, int]]:
     ]
 
 
-def test_a_lookup_of_a_short_prompt_tells_who_has_all_of_it(fleet: Fleet, keeper: LlmProcess) -> None:
+def test_a_lookup_of_a_short_prompt_tells_who_has_all_of_it(fleet: LlmFleet, keeper: LlmProcess) -> None:
     assert keeper.ask(TOKENS).stored_tokens == 12
     fleet.coordinator.wait_for_holder(TOKENS, "keeper", 12, REPORT_TIMEOUT_SECONDS)
     assert holders(fleet, TOKENS) == [("keeper", "LocalCPUBackend", 12)]
@@ -75,7 +75,7 @@ def test_the_same_short_prompt_is_loaded(keeper: LlmProcess) -> None:
     assert (again.token_ids, again.loaded_tokens) == ([expected], 12)
 
 
-def test_without_partial_chunks_a_lookup_of_a_short_prompt_finds_no_instance(fleet: Fleet) -> None:
+def test_without_partial_chunks_a_lookup_of_a_short_prompt_finds_no_instance(fleet: LlmFleet) -> None:
     prompt = [*TOKENS[:-1], 14]
     engine = fleet.engines["discarder"]
     full = make_prompt(1, 300)
@@ -116,7 +116,7 @@ def test_prompts_of_one_beginning_and_other_ends_are_told_apart(keeper: LlmProce
     assert keeper.ask_again(prompts[0]).loaded_tokens == 513
 
 
-def test_a_partial_chunk_comes_from_a_peer_to_whom_keeps_them_too(fleet: Fleet, keeper: LlmProcess) -> None:
+def test_a_partial_chunk_comes_from_a_peer_to_whom_keeps_them_too(fleet: LlmFleet, keeper: LlmProcess) -> None:
     prompt = make_prompt(10, 700)
     expected = keeper.ask(prompt).token_ids
     fleet.coordinator.wait_for_holder(prompt, "keeper", 700, REPORT_TIMEOUT_SECONDS)

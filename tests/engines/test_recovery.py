@@ -17,8 +17,8 @@ from lmkv_client.demo.engine import EngineProcess
 from tests.engines.faults import (
     HELD_TOKENS,
     REQUEST_TIMEOUT_SECONDS,
-    Pair,
-    Prompt,
+    FaultPrompt,
+    FaultyPair,
     check,
     counting,
     eventually,
@@ -30,17 +30,17 @@ CHAOS_SECONDS = 40.0
 
 
 @pytest.fixture(scope="module")
-def pair(shared_pair: Pair) -> Pair:
+def pair(shared_pair: FaultyPair) -> FaultyPair:
     """Two engines that share; every test leaves them so."""
     shared_pair.heal()
     return shared_pair
 
 
-def test_engines_do_without_a_coordinator_until_it_appears(pair: Pair) -> None:
+def test_engines_do_without_a_coordinator_until_it_appears(pair: FaultyPair) -> None:
     assert pair.early_tokens == {"from peer": 0, "from own pool": HELD_TOKENS, "known afterwards": HELD_TOKENS}
 
 
-def test_a_frozen_coordinator_costs_lookups_only(pair: Pair) -> None:
+def test_a_frozen_coordinator_costs_lookups_only(pair: FaultyPair) -> None:
     held = pair.stored()
     prompts = [pair.prompt() for _ in range(2)]
     with pair.frozen("coordinator"), counting(pair.second) as grown:
@@ -53,7 +53,7 @@ def test_a_frozen_coordinator_costs_lookups_only(pair: Pair) -> None:
     pair.heal()
 
 
-def test_a_frozen_peer_costs_one_load(pair: Pair) -> None:
+def test_a_frozen_peer_costs_one_load(pair: FaultyPair) -> None:
     held = pair.stored()
     with pair.frozen("node-1"), counting(pair.second) as grown:
         check(held, pair.fetching(held).result(REQUEST_TIMEOUT_SECONDS))
@@ -61,7 +61,7 @@ def test_a_frozen_peer_costs_one_load(pair: Pair) -> None:
     pair.heal()
 
 
-def test_a_frozen_node_costs_its_engine_lookups_only(pair: Pair) -> None:
+def test_a_frozen_node_costs_its_engine_lookups_only(pair: FaultyPair) -> None:
     held, fresh = pair.stored(), pair.prompt()
     with pair.frozen("node-2"), counting(pair.second) as grown:
         check(held, pair.second.complete(held.tokens))
@@ -71,7 +71,7 @@ def test_a_frozen_node_costs_its_engine_lookups_only(pair: Pair) -> None:
     pair.heal()
 
 
-def test_a_node_that_freezes_while_it_fetches_costs_one_load(pair: Pair) -> None:
+def test_a_node_that_freezes_while_it_fetches_costs_one_load(pair: FaultyPair) -> None:
     held = pair.stored()
     with counting(pair.second) as grown:
         with pair.frozen("node-1"):
@@ -83,7 +83,7 @@ def test_a_node_that_freezes_while_it_fetches_costs_one_load(pair: Pair) -> None
     pair.heal()
 
 
-def test_whatever_comes_and_goes_every_answer_is_right(pair: Pair) -> None:
+def test_whatever_comes_and_goes_every_answer_is_right(pair: FaultyPair) -> None:
     prompts = [pair.prompt(count) for count in (700, 1500, 2300, 3000, 3000)]
     answered: list[str] = []
     over = threading.Event()
@@ -100,7 +100,7 @@ def test_whatever_comes_and_goes_every_answer_is_right(pair: Pair) -> None:
     pair.heal()
 
 
-def keep_asking(engine: EngineProcess, prompts: list[Prompt], answered: list[str], over: threading.Event) -> None:
+def keep_asking(engine: EngineProcess, prompts: list[FaultPrompt], answered: list[str], over: threading.Event) -> None:
     """Asks an engine for one prompt after the other, each without its own prefix cache, and compares."""
     random_ = random.Random(engine.name)
     while not over.is_set():
@@ -110,7 +110,7 @@ def keep_asking(engine: EngineProcess, prompts: list[Prompt], answered: list[str
         answered.append(engine.name)
 
 
-def break_things(pair: Pair, random_: random.Random, answered: list[str]) -> None:
+def break_things(pair: FaultyPair, random_: random.Random, answered: list[str]) -> None:
     """Kills and freezes nodes and the coordinator, at random moments, now and then while others are still down."""
     deadline = time.monotonic() + CHAOS_SECONDS
     while time.monotonic() < deadline:
@@ -129,12 +129,12 @@ def break_things(pair: Pair, random_: random.Random, answered: list[str]) -> Non
         pair.restart()
 
 
-def test_after_all_that_nothing_has_crashed_or_leaks(pair: Pair) -> None:
+def test_after_all_that_nothing_has_crashed_or_leaks(pair: FaultyPair) -> None:
     pair.check_nothing_leaks()
     pair.check_nobody_crashed()
 
 
-def test_a_node_outlives_its_engine_and_serves_the_next_one(pair: Pair) -> None:
+def test_a_node_outlives_its_engine_and_serves_the_next_one(pair: FaultyPair) -> None:
     held = pair.prompt()
     check(held, pair.second.complete(held.tokens))
     node = pair.pid("node-2")
@@ -147,7 +147,7 @@ def test_a_node_outlives_its_engine_and_serves_the_next_one(pair: Pair) -> None:
         assert (grown("loaded_tokens"), grown("tier_tokens", "peers")) == (HELD_TOKENS, 0)
 
 
-def test_a_second_node_of_one_instance_id_is_refused_and_its_engine_says_so(pair: Pair) -> None:
+def test_a_second_node_of_one_instance_id_is_refused_and_its_engine_says_so(pair: FaultyPair) -> None:
     pair.second.stop()
     with tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder:
         settings = {"LMKV_INSTANCE_ID": "engine-1", "LMKV_RUNTIME_DIR": folder}

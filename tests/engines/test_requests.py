@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.llm import Fleet, LlmProcess, Nursery, make_prompt
+from tests.engines.llm import LlmFleet, LlmProcess, Nursery, make_prompt
 
 pytestmark = pytest.mark.engine
 
@@ -22,9 +22,9 @@ KV_CACHE_BYTES = 12 << 20
 
 
 @pytest.fixture(scope="module")
-def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlmFleet]:
     """Both engines, ready."""
-    with Fleet(nursery, tiny_model, tmp_path_factory.mktemp("logs")) as fleet:
+    with LlmFleet(nursery, tiny_model, tmp_path_factory.mktemp("logs")) as fleet:
         room: dict[str, Any] = {"kv_cache_memory_bytes": KV_CACHE_BYTES, "max_model_len": 2048}
         fleet.add("eager", block_size=32, max_num_batched_tokens=300, **room)
         fleet.add(
@@ -38,7 +38,7 @@ def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(params=["eager", "frugal"])
-def engine(fleet: Fleet, request: pytest.FixtureRequest) -> LlmProcess:
+def engine(fleet: LlmFleet, request: pytest.FixtureRequest) -> LlmProcess:
     """Each of the two."""
     return fleet.engines[request.param]
 

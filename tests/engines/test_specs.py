@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from lmkv.errors import LmkvError
-from tests.engines.llm import Fleet, Nursery, make_prompt
+from tests.engines.llm import LlmFleet, Nursery, make_prompt
 
 pytestmark = pytest.mark.engine
 
@@ -34,9 +34,9 @@ DIFFERENCES = {
 @pytest.fixture(scope="module")
 def fleet(
     nursery: Nursery, tiny_model: Path, other_tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Fleet]:
+) -> Iterator[LlmFleet]:
     """All engines and a coordinator, ready."""
-    with Fleet(nursery, tiny_model, tmp_path_factory.mktemp("logs"), coordinator=True) as fleet:
+    with LlmFleet(nursery, tiny_model, tmp_path_factory.mktemp("logs"), coordinator=True) as fleet:
         fleet.add("narrow", dtype="bfloat16")
         fleet.add("other", model=other_tiny_model)
         fleet.add("fine", block_size=64)
@@ -46,7 +46,7 @@ def fleet(
         yield fleet
 
 
-def instances(fleet: Fleet) -> dict[str, dict[str, Any]]:
+def instances(fleet: LlmFleet) -> dict[str, dict[str, Any]]:
     """What `lmkv instances --json` prints, by id."""
     command = [sys.executable, "-m", "lmkv", "instances", "--json", "--coordinator", fleet.coordinator.address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -54,14 +54,14 @@ def instances(fleet: Fleet) -> dict[str, dict[str, Any]]:
     return {instance["instance_id"]: instance for instance in json.loads(done.stdout)["instances"]}
 
 
-def chunk_counts(fleet: Fleet) -> dict[str, int]:
+def chunk_counts(fleet: LlmFleet) -> dict[str, int]:
     """Chunks that each instance has reported."""
     return {
         name: sum(int(tier["chunk_count"]) for tier in instance["tiers"]) for name, instance in instances(fleet).items()
     }
 
 
-def test_engines_of_different_kv_never_exchange_a_chunk(fleet: Fleet) -> None:
+def test_engines_of_different_kv_never_exchange_a_chunk(fleet: LlmFleet) -> None:
     for name, engine in fleet.engines.items():
         answers = engine.ask(PROMPT)
         assert (answers.cached_tokens, answers.stored_tokens) == (0, 768), name
@@ -79,7 +79,7 @@ def test_engines_of_different_kv_never_exchange_a_chunk(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
-def test_an_instance_tells_with_whom_it_shares_nothing_and_why(fleet: Fleet, name: str) -> None:
+def test_an_instance_tells_with_whom_it_shares_nothing_and_why(fleet: LlmFleet, name: str) -> None:
     field, own_value, other_value = DIFFERENCES[name]
     deadline = time.monotonic() + REPORT_TIMEOUT_SECONDS
     while len(conflicts := instances(fleet)["plain"]["conflicts"]) < 3 and time.monotonic() < deadline:
@@ -95,7 +95,7 @@ def test_an_instance_tells_with_whom_it_shares_nothing_and_why(fleet: Fleet, nam
     assert (seen_from_there["field"], seen_from_there["other_value"]) == (field, conflict["own_value"])
 
 
-def test_an_engine_logs_and_counts_with_whom_it_shares_nothing(fleet: Fleet) -> None:
+def test_an_engine_logs_and_counts_with_whom_it_shares_nothing(fleet: LlmFleet) -> None:
     engine = fleet.engines["plain"]
     deadline = time.monotonic() + REPORT_TIMEOUT_SECONDS
     while engine.metrics()["lmkv:spec_conflicts"] < 3 and time.monotonic() < deadline:
@@ -118,7 +118,7 @@ def test_an_engine_logs_and_counts_with_whom_it_shares_nothing(fleet: Fleet) -> 
     ids=["unknown key", "chunks that are not whole blocks", "bad unit", "bad switch", "instance of another engine"],
 )
 def test_nonsense_ends_the_start_in_one_line_that_names_the_key(
-    fleet: Fleet, key: str, settings: dict[str, str], extra_config: dict[str, object]
+    fleet: LlmFleet, key: str, settings: dict[str, str], extra_config: dict[str, object]
 ) -> None:
     transfer_config = {
         "kv_connector": "LMKVConnector",
@@ -140,7 +140,7 @@ def test_nonsense_ends_the_start_in_one_line_that_names_the_key(
 
 
 def test_an_engine_that_was_configured_for_lmcache_takes_what_lmkvs_own_keys_leave_open(
-    fleet: Fleet, tmp_path: Path
+    fleet: LlmFleet, tmp_path: Path
 ) -> None:
     file = tmp_path / "lmcache.yaml"
     file.write_text("chunk_size: 64\nlmcache_instance_id: lmcache_instance_1\nlmcache_worker_ports: 8500\n")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.llm import Fleet, Nursery, make_prompt
+from tests.engines.llm import LlmFleet, Nursery, make_prompt
 
 pytestmark = pytest.mark.engine
 
@@ -19,9 +19,9 @@ REPORT_TIMEOUT_SECONDS = 20.0
 
 
 @pytest.fixture(scope="module")
-def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlmFleet]:
     """All engines and a coordinator, ready."""
-    with Fleet(nursery, tiny_model, tmp_path_factory.mktemp("logs"), coordinator=True) as fleet:
+    with LlmFleet(nursery, tiny_model, tmp_path_factory.mktemp("logs"), coordinator=True) as fleet:
         fleet.add("halves", tensor_parallel_size=2, environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"})
         fleet.add("whole")
         fleet.start()
@@ -36,7 +36,7 @@ def prompt(request: pytest.FixtureRequest) -> list[int]:
     return make_prompt(zlib.crc32(request.node.nodeid.encode()), 1000)
 
 
-def test_two_ranks_store_and_load_through_one_node(fleet: Fleet, prompt: list[int]) -> None:
+def test_two_ranks_store_and_load_through_one_node(fleet: LlmFleet, prompt: list[int]) -> None:
     engine = fleet.engines["halves"]
     expected = fleet.engines["whole"].compute(prompt)
     first = engine.ask(prompt)
@@ -48,7 +48,7 @@ def test_two_ranks_store_and_load_through_one_node(fleet: Fleet, prompt: list[in
 
 @pytest.mark.parametrize(("writer", "reader"), [("halves", "guest"), ("guest", "halves")])
 def test_engines_on_one_node_share_whatever_their_ranks(
-    fleet: Fleet, prompt: list[int], writer: str, reader: str
+    fleet: LlmFleet, prompt: list[int], writer: str, reader: str
 ) -> None:
     expected = fleet.engines[writer].ask(prompt).token_ids
     answers = fleet.engines[reader].ask(prompt)
@@ -56,7 +56,7 @@ def test_engines_on_one_node_share_whatever_their_ranks(
 
 
 @pytest.mark.parametrize(("writer", "reader"), [("halves", "whole"), ("whole", "halves")])
-def test_peers_share_whatever_their_ranks(fleet: Fleet, prompt: list[int], writer: str, reader: str) -> None:
+def test_peers_share_whatever_their_ranks(fleet: LlmFleet, prompt: list[int], writer: str, reader: str) -> None:
     expected = fleet.engines[writer].ask(prompt).token_ids
     fleet.coordinator.wait_for_holder(prompt, writer, 768, REPORT_TIMEOUT_SECONDS)
     answers = fleet.engines[reader].ask(prompt)

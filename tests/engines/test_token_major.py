@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.llm import Fleet, Nursery, make_prompt
+from tests.engines.llm import LlmFleet, Nursery, make_prompt
 
 pytestmark = pytest.mark.engine
 
@@ -24,9 +24,9 @@ STORED = 1000
 
 
 @pytest.fixture(scope="module")
-def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlmFleet]:
     """All engines and a coordinator, ready."""
-    with Fleet(nursery, tiny_model, tmp_path_factory.mktemp("logs"), coordinator=True) as fleet:
+    with LlmFleet(nursery, tiny_model, tmp_path_factory.mktemp("logs"), coordinator=True) as fleet:
         fleet.add("coarse", SETTINGS, block_size=BLOCK_SIZES["coarse"])
         fleet.add("fine", SETTINGS, block_size=BLOCK_SIZES["fine"])
         fleet.start()
@@ -51,7 +51,7 @@ def hit(reader: str) -> int:
     [("coarse", "fine"), ("fine", "coarse"), ("halves", "coarse"), ("fine", "halves"), ("halves", "fine")],
 )
 def test_peers_share_whatever_their_blocks_and_ranks(
-    request: pytest.FixtureRequest, fleet: Fleet, writer: str, reader: str
+    request: pytest.FixtureRequest, fleet: LlmFleet, writer: str, reader: str
 ) -> None:
     prompt = make_prompt(zlib.crc32(request.node.nodeid.encode()), STORED + 10)
     first = fleet.engines[writer].ask(prompt)
@@ -64,7 +64,7 @@ def test_peers_share_whatever_their_blocks_and_ranks(
     assert (again.token_ids, again.loaded_tokens, again.peer_tokens) == (first.token_ids, hit(writer), 0)
 
 
-def test_a_longer_prompt_continues_within_a_block(fleet: Fleet) -> None:
+def test_a_longer_prompt_continues_within_a_block(fleet: LlmFleet) -> None:
     """What is stored of a prompt that shares its beginning starts in the middle of a block."""
     prompt = make_prompt(7, 250)
     longer = make_prompt(8, 710, prefix=prompt)
