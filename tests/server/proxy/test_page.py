@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lmkv_server.proxy.engine import DECODE, Engine
 from lmkv_server.proxy.page import _engine
-from tests.server.coordinator.http.test_page import browser
+from tests.server.coordinator.http.page.conftest import browser
 from tests.server.coordinator.scripted_instance import until
 from tests.server.proxy.conftest import Front
 from tests.server.proxy.pd.test_prefill_decode import COMPLETIONS, PLAIN, completion

@@ -1,0 +1,56 @@
+"""A real browser, a visitor, and instances that obey the coordinator."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import AsyncIterator
+
+import pytest
+from playwright.async_api import Browser, async_playwright
+
+from lmkv.v1 import chunk_pb2
+from lmkv.v1.registry_service_pb2 import ChunkChange, TierUsage
+from lmkv_server.coordinator.coordinator import Coordinator
+from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA
+from tests.server.coordinator.http.page.visitor import GIB, Visitor, report
+from tests.server.coordinator.scripted_instance import HOST, Make, ScriptedInstance
+
+
+@pytest.fixture
+async def browser() -> AsyncIterator[Browser]:
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.fail("chromium is missing; `make setup` installs it, and so does `apt-get install chromium`")
+    # Chromium's sandbox does not work for root.
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    async with async_playwright() as playwright:
+        running = await playwright.chromium.launch(executable_path=path, args=arguments)
+        yield running
+        await running.close()
+
+
+@pytest.fixture
+async def visitor(browser: Browser, coordinator: Coordinator) -> AsyncIterator[Visitor]:
+    visitor = Visitor(browser, coordinator)
+    yield visitor
+    visitor.check()
+
+
+@pytest.fixture
+async def fleet(make: Make) -> AsyncIterator[dict[str, ScriptedInstance]]:
+    """`a` holds the prompt, `b` its first two chunks, the second of them on disk; `c` nothing."""
+    a, b, c = make("a", CHUNKS), make("b", KEYS[:1]), make("c")
+    async with a, b, c:
+        await report(
+            b, changes=[ChunkChange(tier=chunk_pb2.TIER_DISK, fingerprint=LLAMA.fingerprint, admitted_keys=KEYS[1])]
+        )
+        await report(
+            a,
+            tiers=[
+                TierUsage(tier=HOST, capacity_bytes=8 * GIB, used_bytes=6 * GIB, chunk_count=3),
+                TierUsage(tier=chunk_pb2.TIER_DISK, capacity_bytes=100 * GIB, used_bytes=25 * GIB, chunk_count=1234),
+            ],
+            engine_count=2,
+        )
+        yield {"a": a, "b": b, "c": c}
