@@ -63,7 +63,7 @@ class DiskBench:
 
 @contextmanager
 def timed(label: str, size_bytes: int) -> Iterator[None]:
-    """Prints what the block made of so many bytes."""
+    """Prints the throughput of the block."""
     wall, cpu = time.perf_counter(), time.process_time()
     yield
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu

@@ -24,13 +24,13 @@ from lmkv_client.demo.engine import EngineProcess
 
 QUESTION_TOKENS = 16
 OUTPUT_SHARE = 100
-"""A document of so many tokens is followed by one token of output."""
+"""Document length. Each document is followed by one output token."""
 STORE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DocumentRound:
-    """All documents, each asked once."""
+    """One request per document."""
 
     seconds: float
     completions: Sequence[Completion]
@@ -76,7 +76,7 @@ def measure(run: BenchmarkRun) -> None:
     context_tokens = engines.context_for(tokens + QUESTION_TOKENS, output_tokens)
     prompt_bytes = context_tokens * engines.token_bytes(dtype)
     pool_bytes = (count + 3) * prompt_bytes
-    # Its own cache holds what is in flight and little more, as in the original: what is asked again is elsewhere.
+    # Its own cache holds little more than the requests in flight, as in the original: repeated prompts miss it.
     options = engines.options(dtype, context_tokens, prompts_in_cache=args.in_flight + 1)
     engines.check_memory(2 * (engines.ENGINE_BYTES + (args.in_flight + 1) * prompt_bytes + pool_bytes))
     model = engines.model_of(run)
@@ -119,7 +119,7 @@ def warm_up(cluster: Cluster, first: EngineProcess, second: EngineProcess, promp
 def ask_all(
     engine: EngineProcess, prompts: Sequence[Sequence[int]], output_tokens: int, in_flight: int
 ) -> DocumentRound:
-    """One round, so many requests at a time."""
+    """One round with `in_flight` concurrent requests."""
     started = time.perf_counter()
     with ThreadPoolExecutor(in_flight) as clients:
         completions = list(clients.map(lambda prompt: engine.complete(prompt, output_tokens), prompts))

@@ -69,7 +69,7 @@ class Layout:
     block_size: int = 16
 
     def pages(self, token_count: int, device: str) -> tuple[list[torch.Tensor], Pages]:
-        """The cache for so many tokens and some spare blocks, one tensor per layer."""
+        """A KV cache for this number of tokens and some spare blocks, one tensor per layer."""
         blocks = token_count // self.block_size + SPARE_BLOCKS
         shape = (self.layer_count, blocks, self.head_count, self.block_size, self.content)
         memory = torch.ones([shape[dimension] for dimension in (*self.order, 4)], dtype=torch.bfloat16, device=device)
@@ -251,7 +251,7 @@ def _memory(gpu: Gpu, size_bytes: int) -> Iterator[DeviceMemory]:
 
 
 def _in_turns(acts: Sequence[Callable[[], float]], quick: bool) -> list[list[float]]:
-    """Seconds that each act says it took, in each round but the first; the order is turned round each time."""
+    """Durations that each act returns, per round without the first. Each round reverses the order."""
     seconds: list[list[float]] = [[] for _ in acts]
     for number in range((5 if quick else 20) + 1):
         order = range(len(acts)) if number % 2 else reversed(range(len(acts)))

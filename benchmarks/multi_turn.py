@@ -32,7 +32,7 @@ CHATS_IN_CACHE = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """What the users say. Everybody says something else; every system hears the same."""
+    """The users' messages: distinct per user, and the same for every system."""
 
     first_tokens: int
     """Length of a user's first prompt, the instructions to the model included."""

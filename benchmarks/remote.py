@@ -1,4 +1,4 @@
-"""How fast the remote tier puts behind and reads into the pool: `python -m benchmarks.remote`.
+"""Throughput of the remote tier: write-behind, and reads into the pool: `python -m benchmarks.remote`.
 
 Chunks of random bytes in a pool, a store on loopback, the whole tier in between. `client` is what the bare client makes
 of the same objects on as many threads: `set` and `get`, and a copy into the pool. S3 is moto's server, written in
@@ -101,7 +101,7 @@ class RemoteBench:
 
 @contextmanager
 def timed(label: str, size_bytes: int) -> Iterator[None]:
-    """Prints what the block made of so many bytes."""
+    """Prints the throughput of the block."""
     wall, cpu = time.perf_counter(), time.process_time()
     yield
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu

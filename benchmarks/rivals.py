@@ -106,7 +106,7 @@ def add_row(run: BenchmarkRun, name: str, what: str, value: float, unit: str) ->
 
 
 def idle_cpu_percent(pair: EnginePair) -> float:
-    """Processor time of all processes of both engines while nobody asks them anything."""
+    """Processor time of all processes of both engines without requests."""
     pids = [*session_pids(pair.first.pid), *session_pids(pair.second.pid), *pair.other_pids()]
     time.sleep(SETTLE_SECONDS)
     before, started = machine.cpu_seconds(pids), time.perf_counter()

@@ -43,7 +43,7 @@ LEASE_SECONDS = 30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this benchmark."""
-    parser.add_argument("--nodes", type=int, action="append", metavar="N", help="so many nodes; may be repeated")
+    parser.add_argument("--nodes", type=int, action="append", metavar="N", help="number of nodes; may be repeated")
 
 
 def measure(run: BenchmarkRun) -> None:

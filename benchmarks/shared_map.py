@@ -50,7 +50,7 @@ class Figures(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this benchmark."""
-    parser.add_argument("--nodes", type=int, metavar="N", help="so many nodes")
+    parser.add_argument("--nodes", type=int, metavar="N", help="number of nodes")
 
 
 def measure(run: BenchmarkRun) -> None:
@@ -105,7 +105,7 @@ async def _measure_fleet(
 
 
 async def _measure_news(addresses: Sequence[str], number: int) -> list[float]:
-    """Seconds from when a node has a chunk until every coordinator says so."""
+    """Seconds until every coordinator reports a new chunk of a node."""
     node = ScaledNode(number, 0)
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(node.member(addresses))
@@ -127,7 +127,7 @@ async def _found(line: RawLookupStream, key: bytes, began: float) -> None:
     while time.perf_counter() - began < NEWS_SECONDS:
         if (await line.ask(LookupRequest(chunk_keys=key))).holders:
             return
-    raise LmkvError(f"a coordinator has not heard of a chunk of {SPEC.model_name} after {NEWS_SECONDS:g} s")
+    raise LmkvError(f"a coordinator does not know a chunk of {SPEC.model_name} after {NEWS_SECONDS:g} s")
 
 
 BENCHMARK = Benchmark(

@@ -26,7 +26,7 @@ PICTURES: Mapping[Path, tuple[str, Callable[[Report], str]]] = {
     ROOT / "docs" / "ttft-steps.svg": ("data_path", picture.draw),
     ROOT / "docs" / "multi-turn.svg": ("multi_turn", turns_picture.draw),
 }
-"""By file: the result that it shows, and who draws it."""
+"""By file: the result that it shows, and the function that draws it."""
 
 _PLACE = re.compile(
     r"(?P<open><!-- benchmark (?P<name>[a-z_]+)(?:: (?P<rows>[a-z0-9_ ]+?))? -->\n)"

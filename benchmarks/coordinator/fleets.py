@@ -27,12 +27,12 @@ from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 from lmkv_client.demo.cluster import CoordinatorProcess
 
 LONG_LEASE = ("--lease-ttl", "600")
-"""For coordinators whose instances do not go on reporting: nobody dies while something is measured."""
+"""Lease of instances that send no further reports: none expires during a measurement."""
 TIMEOUT_SECONDS = 60.0
 
 
 class SimulatedInstance:
-    """One instance: its name, and the keys it says it holds in host memory."""
+    """A simulated instance: its name, and the keys that it reports in host memory."""
 
     def __init__(self, number: int, keys: bytes, fingerprint: bytes = FINGERPRINT) -> None:
         self.instance_id = f"instance-{number:02}"
@@ -88,7 +88,7 @@ class SimulatedInstance:
 
 
 async def _register(stub: Any, request: RegisterRequest) -> None:
-    """Registers an instance, and waits as long as the coordinator says while too many others join."""
+    """Registers an instance. Waits the given time if too many others are registering."""
     while True:
         try:
             await stub.Register(request)
@@ -108,7 +108,7 @@ async def join_all(instances: Sequence[SimulatedInstance], channel: grpc.aio.Cha
 
 
 def make_fleet(instance_count: int, chunk_count: int) -> list[SimulatedInstance]:
-    """Instances that hold so many different chunks together."""
+    """Instances that together hold `chunk_count` distinct chunks."""
     each = chunk_count // instance_count
     return [SimulatedInstance(number, random_keys(number, each)) for number in range(1, instance_count + 1)]
 

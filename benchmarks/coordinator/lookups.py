@@ -61,7 +61,7 @@ class Questions:
         self._random = random.Random(1)
 
     def ask(self, chunk_count: int) -> LookupRequest:
-        """A prompt of so many chunks: another one each time, since who asks the same twice asks a warm cache."""
+        """A prompt of `chunk_count` chunks, a new one each time: a repeated prompt would measure a warm cache."""
         keys = self._random.choice(self._fleet).keys
         first = self._random.randrange(len(keys) // KEY_BYTES - chunk_count)
         return LookupRequest(chunk_keys=keys[KEY_BYTES * first : KEY_BYTES * (first + chunk_count)])
@@ -119,7 +119,7 @@ async def _measure_one_client(
 async def _measure_last_of_many(
     run: BenchmarkRun, channel: grpc.aio.Channel, line: RawLookupStream, questions: Questions
 ) -> None:
-    """With more instances, the last of which alone has what is asked for."""
+    """With more instances, of which only the last one holds the prompt."""
     more = [SimulatedInstance(number, b"") for number in range(INSTANCE_COUNT + 1, MANY_INSTANCES)]
     last = SimulatedInstance(MANY_INSTANCES, random_keys(MANY_INSTANCES, CHUNK_COUNT // INSTANCE_COUNT))
     await join_all([*more, last], channel)
@@ -149,7 +149,7 @@ async def _measure_many(
 
 
 async def _measure_rate(run: BenchmarkRun, suffix: str, pid: int, questions: Questions, asks: Sequence[Ask]) -> None:
-    """What the process answers to those who all ask one thing after the other, and what that costs it."""
+    """Throughput and processor time of clients that each send one lookup after the other."""
     count = 1_000 if run.quick else 10_000
     kinds = (lambda: questions.ask(40), LookupRequest)
     seconds, processor_seconds = [0.0, 0.0], [0.0, 0.0]
@@ -198,7 +198,7 @@ async def _measure_http(run: BenchmarkRun, channel: grpc.aio.Channel, address: s
 
 
 async def _in_turns(count: int, *acts: tuple[Ask, Callable[[], Any]]) -> list[list[float]]:
-    """Seconds of so many calls of each act, given with what makes its request, in turns; the first do not count."""
+    """Durations of calls of each act, given with the function for its request, in turns. Drops the first ones."""
     seconds: list[list[float]] = [[] for _ in acts]
     for _ in range(count + WARM_UP_CALLS):
         for (ask, make_request), taken in zip(acts, seconds, strict=True):

@@ -38,7 +38,7 @@ READ_SECONDS = 30.0
 
 
 def keys_of(count: int) -> list[ChunkKey]:
-    """Keys of so many chunks."""
+    """Keys of `count` chunks."""
     return [ChunkKey(index.to_bytes(16, "big")) for index in range(1, count + 1)]
 
 
@@ -108,7 +108,7 @@ class ReadingNode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Said:
-    """What the owning end says of itself."""
+    """The first message of the owning end."""
 
     epoch: int
     address: str
@@ -146,7 +146,7 @@ class OwnerProcess:
             self._process.communicate()
 
     def holder(self, chunk_count: int) -> Holder:
-        """The owner as lookups name it, holding so many chunks."""
+        """The owner as a holder of `chunk_count` chunks."""
         return Holder(
             instance_id=self.NAME,
             epoch=self.said.epoch,

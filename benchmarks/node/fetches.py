@@ -69,7 +69,7 @@ class Ends:
         self._memcpy.close()
 
     async def measure(self, run: BenchmarkRun, chunk_count: int, suffix: str) -> None:
-        """Adds the rows for prompts of so many chunks."""
+        """Adds the rows for prompts of this number of chunks."""
         fetched, read, copied = await self._in_turns(run, chunk_count, self._fetch)
         name, size_bytes = f"{self._channel}_fetch{suffix}", chunk_count * self._node.spec.chunk_bytes
         run.add(rate_row(f"{name}_vs_{SHORT_NAMES[self._limit]}", size_bytes, fetched, self._limit, read))

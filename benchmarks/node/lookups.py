@@ -41,7 +41,7 @@ CHUNK_COUNTS = {40: "", 400: "_400"}
 POLL_SECONDS = 0.00005
 """How often an engine looks for its answer (`lmkv_client.connector.scheduler.side`)."""
 PAUSE_SECONDS = 0.002
-"""Between lookups: in life they do not come one right after the other, and whoever answers has gone to sleep."""
+"""Pause between lookups: in production they are not back to back, and the responding process sleeps in between."""
 WARM_UP_CALLS = 10
 ANSWER_SECONDS = 5.0
 
@@ -58,11 +58,11 @@ SPEC = KvSpec(
     block_size=128,
     vocab_size=128_256,
 )
-"""Its chunks are small: nobody reads them."""
+"""Its chunks are small, since none is read."""
 
 
 def prompt(seed: int, chunk_count: int) -> list[ChunkKey]:
-    """Keys of a random prompt of so many chunks."""
+    """Keys of a random prompt of `chunk_count` chunks."""
     return chunk_keys(_tokens(seed, chunk_count), root_key(SPEC.fingerprint), SPEC.chunk_size)
 
 
@@ -72,7 +72,7 @@ def _tokens(seed: int, chunk_count: int) -> Tokens:
 
 
 OWN, PEER, NOBODY = 1, 2, 3
-"""Seeds of the prompts, by who holds them."""
+"""Seeds of the prompts, by holder."""
 
 
 def measure_keys(run: BenchmarkRun) -> None:
@@ -226,7 +226,7 @@ def measure_coordinator(run: BenchmarkRun, address: str) -> None:
 
 
 def samples(count: int, *acts: Callable[[], object]) -> list[list[float]]:
-    """Seconds of so many calls of each act, in turns, with pauses between them; the first warm up and do not count."""
+    """Durations of calls of each act, in turns, with pauses. Drops the first ones, which warm up."""
     seconds: list[list[float]] = [[] for _ in acts]
     for number in range(count + WARM_UP_CALLS):
         for act, taken in zip(acts, seconds, strict=True):

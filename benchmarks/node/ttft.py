@@ -24,7 +24,7 @@ STORE_SECONDS = 20.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TtftRound:
-    """One prompt, asked several times: TTFT in seconds of each."""
+    """TTFT in seconds of several requests with one prompt."""
 
     cold: float
     prefix_hit: float

@@ -32,7 +32,7 @@ class Sieve:
             if used:
                 self._behind[key] = False
                 continue
-            if not self._ahead:  # at once: who comes now comes behind the old ones
+            if not self._ahead:  # immediately: new entries are appended after the old ones
                 self._turn_back()
             return key
         return None

@@ -1,4 +1,4 @@
-"""Prompts as they come in production, made anew from what was published of real traces, and the same each time.
+"""Prompts generated from published statistics of production traces, the same in every run.
 
 - `conversation` and `tool_agent` have the shape of the traces of Mooncake (Qin et al., FAST '25, and `FAST25-release`
   of its repository): an hour with 12,031 requests of 12,035 tokens and answers of 343 on average, of whose tokens 40 %
@@ -79,7 +79,7 @@ def _in_order(events: Iterator[tuple[float, Request]]) -> list[Request]:
 
 
 def conversation(scale: float = 1.0, seed: int = 1, document_share: float = 0.0) -> list[Request]:
-    """People who talk, half of them for one turn only, about texts of very different length."""
+    """Conversations, half of them with one turn only, with texts of very different lengths."""
     random, fresh = Random(seed), count()
 
     def events() -> Iterator[tuple[float, Request]]:

@@ -1,4 +1,4 @@
-"""What every benchmark's command line has in common: flags, progress, a clean end, the table and the JSON."""
+"""The command line of every benchmark: flags, progress, clean exit, table and JSON."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class BenchmarkRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Benchmark:
-    """A benchmark: its name, what it says of itself, and its work."""
+    """A benchmark: its name, its description and its measurement."""
 
     name: str
     description: str

@@ -111,13 +111,13 @@ class Prompts:
         self._random = np.random.default_rng(seed)
 
     def make(self, token_count: int) -> list[int]:
-        """A prompt that nobody has seen."""
+        """A new prompt, which no cache holds."""
         tokens: list[int] = self._random.integers(FIRST_BYTE_TOKEN_ID, SHAPE.vocab_size, token_count).tolist()
         return tokens
 
 
 def options(dtype: str, context_tokens: int, prompts_in_cache: int = 3) -> dict[str, Any]:
-    """Arguments of an `Engine` whose own cache holds so many prompts of full length."""
+    """Arguments of an `EngineProcess` whose own cache holds this number of prompts of full length."""
     return {
         "dtype": dtype,
         "block_size": BLOCK_SIZE,
@@ -132,7 +132,7 @@ def full_chunks(token_count: int) -> int:
 
 
 def check_hit(what: str, completion: Completion, token_count: int) -> None:
-    """Raises `LmkvError` unless so many tokens were taken from a cache: then the time means something else."""
+    """Raises `LmkvError` unless this number of tokens was cached: else the time is not comparable."""
     if completion.cached_tokens < token_count:
         raise LmkvError(f"{what}: {completion.cached_tokens} of {token_count} tokens were cached")
 

@@ -1,4 +1,4 @@
-"""What each row of a result is, in words, for the tables of people."""
+"""Descriptions of the rows of results, for the tables in the documentation."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ _MEANINGS = {
     r"scale_whole_s": "until a coordinator that was killed knows everything again",
     r"lmcache_http_lookup_ms": "LMCache's controller: `POST /lookup` by tokens, as JSON",
 }
-"""By pattern of the row's name, without the number that says how long its prompts are."""
+"""By pattern of the row's name, without the length of its prompts."""
 
 _IN_BENCHMARK = {
     ("control_plane", "lookup_400_p50_ms"): "400 chunks among a million, over a standing call",
@@ -146,7 +146,7 @@ _LENGTH = re.compile(r"_(\d{3,})(?=_|$)")
 
 
 def meaning_of(name: str, benchmark: str = "") -> str:
-    """What a row is, in words. Raises `KeyError` if nobody has said so."""
+    """The description of a row. Raises `KeyError` if there is none."""
     if meaning := _IN_BENCHMARK.get((benchmark, name)):
         return meaning
     plain = _LENGTH.sub("", name)

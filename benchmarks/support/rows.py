@@ -1,4 +1,4 @@
-"""What a benchmark says: rows, the report around them, and both as JSON and as a table."""
+"""Results of a benchmark: rows and the report, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def make_table(title: str, rows: Iterable[Row]) -> Table:
 
 
 def markdown_table(rows: Sequence[Row], meanings: Mapping[str, str] | None = None) -> str:
-    """Rows as a Markdown table; with `meanings`, a column that says what each is."""
+    """Rows as a Markdown table; with `meanings`, a column that describes each."""
     headings = [
         "row",
         *(["what it is"] if meanings is not None else []),

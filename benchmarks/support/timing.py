@@ -1,4 +1,4 @@
-"""How things are timed: beside each other, in turns, by medians."""
+"""Timing of acts: side by side, in turns, by medians."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def median_ratio(values: Sequence[float], baselines: Sequence[float]) -> float:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value that so many percent of all do not exceed."""
+    """The percentile of the values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]

@@ -42,7 +42,7 @@ class PdCounts:
             yield Row(name=f"pd_handover_gb_per_s{suffix}", value=speed, unit="GB/s")
 
     def in_words(self, request_count: int) -> str:
-        """The RPCs for each of so many requests."""
+        """The number of RPCs per request."""
         return ", ".join(f"{method} {count / request_count:.3g}" for method, count in self.rpcs.items() if count)
 
 

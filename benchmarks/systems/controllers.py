@@ -1,4 +1,4 @@
-"""LMCache's controller, filled and asked as the coordinator was in the same run."""
+"""Measures LMCache's controller with the fleet and the lookups of the coordinator's measurement."""
 
 from __future__ import annotations
 

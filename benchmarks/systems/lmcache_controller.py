@@ -37,7 +37,7 @@ ANSWER_MILLISECONDS = 10_000
 
 
 def main() -> None:
-    """Registers, fills, asks, and says how it went."""
+    """Registers instances, reports chunks, sends lookups, and prints the results."""
     parser = argparse.ArgumentParser()
     for name in ("pull", "reply", "http", "pid", "instances", "chunks", "rounds"):
         parser.add_argument(f"--{name}", type=int, required=True)

@@ -1,4 +1,4 @@
-"""Pairs of engines that share prompts, each by another system, started so that they can be measured alike."""
+"""Pairs of engines that share prompts by lmkv or another system, with the same interface for measurements."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def _wait_for_lmcache(http: int, prompt: Sequence[int]) -> None:
 
 
 def answers(url: str) -> bool:
-    """Whether somebody answers there."""
+    """Whether a server responds there."""
     try:
         with urllib.request.urlopen(url, timeout=2.0):
             return True

@@ -93,4 +93,4 @@ def shared_trio(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         Trio(Path(folder), tiny_model, tmp_path_factory.mktemp("trio-logs"), seed=1, secret="of the fleet") as trio,
     ):
         yield trio
-        trio.check_nobody_crashed()
+        trio.check_no_crash()

@@ -252,7 +252,7 @@ class FaultyPair:
         (usage,) = self.coordinator.instances()[name].tiers
         return usage.chunk_count
 
-    def check_nobody_crashed(self) -> None:
+    def check_no_crash(self) -> None:
         """Asserts that no process has logged what it did not expect."""
         logs = [*self.cluster.logs.glob("*.log"), *self.cluster.runtime_dir.glob("*/node.log")]
         assert len(logs) >= 5

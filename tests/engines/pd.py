@@ -174,7 +174,7 @@ class Trio:
         (log,) = (self.cluster.runtime_dir / name).glob("node.log")
         return log.read_text()
 
-    def check_nobody_crashed(self) -> None:
+    def check_no_crash(self) -> None:
         """Asserts that no process has logged what it did not expect."""
         logs = [*self.cluster.logs.glob("*.log"), *self.cluster.runtime_dir.glob("*/node.log")]
         assert len(logs) >= 5

@@ -79,4 +79,4 @@ def test_a_kill_during_stores(pair: FaultyPair, victim: str) -> None:
 
 def test_after_all_that_nothing_has_crashed_or_leaks(pair: FaultyPair) -> None:
     pair.check_nothing_leaks()
-    pair.check_nobody_crashed()
+    pair.check_no_crash()

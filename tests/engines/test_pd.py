@@ -38,7 +38,7 @@ def trio(shared_trio: Trio) -> Iterator[Trio]:
     shared_trio.heal()
     yield shared_trio
     shared_trio.check_nothing_is_left()
-    shared_trio.check_nobody_crashed()
+    shared_trio.check_no_crash()
 
 
 def test_a_prompt_is_computed_once_and_its_answer_is_that_of_one_engine(trio: Trio) -> None:

@@ -29,7 +29,7 @@ def trio(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         eventually(lambda: takes_the_buffer(trio), "prompts come into the buffer")
         yield trio
         trio.check_nothing_is_left()
-        trio.check_nobody_crashed()
+        trio.check_no_crash()
 
 
 def takes_the_buffer(trio: Trio) -> bool:

@@ -23,7 +23,7 @@ def trio(shared_trio: Trio) -> Iterator[Trio]:
     """One prefill, one decode, one proxy; every test leaves them whole."""
     shared_trio.heal()
     yield shared_trio
-    shared_trio.check_nobody_crashed()
+    shared_trio.check_no_crash()
 
 
 def error_of(asked: Future[Completion]) -> LmkvError:

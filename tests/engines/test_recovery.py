@@ -131,7 +131,7 @@ def break_things(pair: FaultyPair, random_: random.Random, answered: list[str]) 
 
 def test_after_all_that_nothing_has_crashed_or_leaks(pair: FaultyPair) -> None:
     pair.check_nothing_leaks()
-    pair.check_nobody_crashed()
+    pair.check_no_crash()
 
 
 def test_a_node_outlives_its_engine_and_serves_the_next_one(pair: FaultyPair) -> None:

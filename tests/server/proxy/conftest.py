@@ -22,7 +22,7 @@ QUICK = {"health_interval": 0.05, "stats_interval": 3600.0, "stop_timeout": 0.0}
 
 
 class Front:
-    """A proxy, and a client of it."""
+    """A proxy with a client."""
 
     def __init__(self, proxy: Proxy, client: httpx.AsyncClient) -> None:
         self.proxy = proxy
@@ -45,8 +45,8 @@ class Front:
             if sample.name == name and labels.items() <= sample.labels.items()
         )
 
-    async def all_in(self) -> None:
-        """Waits until all engines are in."""
+    async def all_healthy(self) -> None:
+        """Waits until all engines are healthy."""
         await until(lambda: all(engine.is_healthy for engine in self.proxy.pools.engines))
 
 
@@ -72,7 +72,7 @@ async def make_engine() -> AsyncIterator[MakeEngine]:
 
 @pytest.fixture
 def make_proxy(make_engine: MakeEngine, stack: AsyncExitStack) -> MakeProxy:
-    """Starts a proxy before the given engines, and waits until all are in."""
+    """Starts a proxy before the given engines, and waits until all are healthy."""
 
     async def make(
         prefillers: list[ScriptedEngine] | None = None,
@@ -88,7 +88,7 @@ def make_proxy(make_engine: MakeEngine, stack: AsyncExitStack) -> MakeProxy:
         proxy = await stack.enter_async_context(Proxy(ProxyConfig(port=0, **(QUICK | settings))))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=proxy.url, trust_env=False, timeout=20))
         front = Front(proxy, client)
-        await front.all_in()
+        await front.all_healthy()
         return front
 
     return make

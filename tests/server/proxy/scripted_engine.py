@@ -32,11 +32,11 @@ Json = dict[str, Any]
 
 
 class Died(Exception):
-    """The engine was told to break the connection."""
+    """The script of the engine closes the connection."""
 
 
 class ScriptedEngine:
-    """Serves from `start` to `stop`. What it was asked is in `asked`; what it is to do wrong is set beforehand."""
+    """Serves from `start` to `stop`. Records requests in `asked`; faults are set in advance."""
 
     def __init__(self, instance_id: str = "", credentials: Credentials = PLAINTEXT) -> None:
         self.asked: list[tuple[str, Json, dict[str, str]]] = []
@@ -306,7 +306,7 @@ def next_token(tokens: Sequence[int], salt: int = 0, *, may_end: bool = True) ->
 
 
 def texts_of(prompt: Sequence[int], tokens: Sequence[int]) -> list[str]:
-    """The text of each token, as vLLM streams it: nothing until a character is whole.
+    """The text of each token, as vLLM streams it: nothing until a character is complete.
 
     After a prompt that ends within a character, the first text is the whole prompt's once more, as there.
     """

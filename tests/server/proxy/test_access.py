@@ -1,4 +1,4 @@
-"""What a proxy tells of itself is for those who may look; requests carry what engines ask for."""
+"""The page and the metrics require credentials of the proxy; requests carry those of the engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of other sites cannot use a proxy, or read what it shows, through a browser on its machine."""
+"""Pages of other sites cannot use a proxy, or read its page, through a browser on its machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_a_foreign_origin_or_host_is_403_and_reaches_no_engine(
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
-async def test_a_body_that_a_page_may_send_unasked_is_415(
+async def test_a_body_that_a_page_may_send_without_a_preflight_is_415(
     prefiller: ScriptedEngine, decoder: ScriptedEngine, make_proxy: MakeProxy, kind: str
 ) -> None:
     front = await make_proxy([prefiller], [decoder])

@@ -1,4 +1,4 @@
-"""The page at `/`, and what is beside it."""
+"""The page at `/` and its files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def test_it_shows_latencies_and_engines(front: Front, prefiller: ScriptedE
         assert url in page
 
 
-async def test_it_shows_that_an_engine_is_busy_or_out(front: Front, decoder: ScriptedEngine) -> None:
+async def test_it_shows_that_an_engine_is_busy_or_unhealthy(front: Front, decoder: ScriptedEngine) -> None:
     decoder.going.clear()
     asking = asyncio.create_task(front.ask(COMPLETIONS, completion(PLAIN)))
     await until(lambda: decoder.waiting_count == 1)
@@ -56,7 +56,7 @@ async def test_the_page_finds_all_it_is_made_of_and_nothing_elsewhere(front: Fro
     assert "<script>" not in page.text
 
 
-async def test_it_stays_true_while_somebody_looks(front: Front, decoder: ScriptedEngine, browser: Browser) -> None:
+async def test_it_refreshes_itself(front: Front, decoder: ScriptedEngine, browser: Browser) -> None:
     page = await browser.new_page()
     complaints: list[str] = []
     page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)

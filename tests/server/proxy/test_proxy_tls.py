@@ -22,7 +22,7 @@ BODY = {"model": MODEL, "prompt": "once upon", "max_tokens": 4}
 
 @pytest.fixture
 async def engine(tmp_path: Path, stack: AsyncExitStack) -> ScriptedEngine:
-    """An engine that lets in only whom the issuer of its certificate knows."""
+    """An engine that requires a client certificate of its own issuer."""
     engine = ScriptedEngine(credentials=issue(tmp_path / "engine").strict_server)
     await engine.start()
     stack.push_async_callback(engine.stop)
@@ -43,7 +43,7 @@ async def post(url: str, credentials: Credentials) -> httpx.Response:
         return await client.post(f"{url}/v1/completions", json=BODY)
 
 
-async def test_a_request_goes_over_tls_all_the_way(engine: ScriptedEngine, tmp_path: Path) -> None:
+async def test_a_request_uses_tls_on_every_connection(engine: ScriptedEngine, tmp_path: Path) -> None:
     files = engine_files(tmp_path)
     async with make_proxy(engine, **files) as proxy:
         await until(lambda: proxy.pools.engines[0].is_healthy)

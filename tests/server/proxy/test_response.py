@@ -1,4 +1,4 @@
-"""What a client gets that takes it, and that one which does not is not waited for."""
+"""Responses to clients, also to clients that do not read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lmkv_server.proxy.upstream.client import HttpResponse
 from lmkv_server.proxy.upstream.events import DONE
 
 
-async def test_an_error_in_a_stream_is_one_event_whatever_the_engine_wrote() -> None:
+async def test_an_error_in_a_stream_is_one_event() -> None:
     sent: list[Message] = []
 
     async def send(message: Message) -> None:
@@ -33,7 +33,7 @@ async def test_an_error_in_a_stream_is_one_event_whatever_the_engine_wrote() -> 
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
-async def test_a_client_that_takes_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, has_begun: bool) -> None:
+async def test_a_client_that_does_not_read_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, has_begun: bool) -> None:
     monkeypatch.setattr(response, "ERROR_TIMEOUT_SECONDS", 0.01)
     is_stuck = asyncio.Event()
 

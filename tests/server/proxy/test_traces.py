@@ -1,4 +1,4 @@
-"""A request's trace goes on through the proxy."""
+"""A request's trace continues through the proxy."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def texts(prompt: list[int], tokens: list[int]) -> list[str]:
 
 
 def first_answer(path: str, prompt: list[int], token: int, text: str | None) -> dict[str, Any]:
-    """What a prefill engine says."""
+    """The response of a prefill engine."""
     choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "token_ids": [token]}
     answer: dict[str, Any] = {"id": "cmpl-1", "created": 1, "model": MODEL, "choices": [choice]}
     if path == CHAT:
@@ -58,7 +58,7 @@ def test_where_it_is_seamless_no_text_is_lost_or_doubled(asked: str, said: str) 
 
 
 @given(said=st.text("aé漢🎉", min_size=2, max_size=6), cut=st.integers(0, 20))
-def test_wherever_a_decode_engine_dies_the_next_one_goes_on_at_a_whole_character(said: str, cut: int) -> None:
+def test_wherever_a_decode_engine_dies_the_next_one_continues_at_a_complete_character(said: str, cut: int) -> None:
     prompt, tokens = TOKENIZER.encode("ask").ids, TOKENIZER.encode(said).ids
     spoken = texts(prompt, tokens)
     assume(spoken[0])
@@ -88,7 +88,7 @@ def test_after_any_number_of_decode_engines_each_token_was_taken_once(said: str,
     assert joiner.delivered == tokens
 
 
-def test_an_engine_that_did_not_take_the_tokens_is_found_out() -> None:
+def test_an_engine_that_did_not_continue_after_the_tokens_is_detected() -> None:
     joiner = ResponseJoiner(COMPLETIONS, COMPLETION, first_answer(COMPLETIONS, [1, 2], 3, "x"))
     choice = {"index": 0, "text": "y", "finish_reason": None, "token_ids": [4], "prompt_token_ids": [1, 2]}
     with pytest.raises(CannotContinue):
@@ -105,7 +105,7 @@ def test_an_answer_without_tokens_is_none_to_go_on_from(answer: dict[str, Any]) 
 
 
 @pytest.mark.timeout(180)  # vLLM takes long to import
-def test_vllm_understands_what_engines_are_asked_and_clients_are_told() -> None:
+def test_vllm_accepts_the_requests_of_engines_and_the_responses_of_clients() -> None:
     completion = pytest.importorskip("vllm.entrypoints.openai.completion.protocol")
     chat = pytest.importorskip("vllm.entrypoints.openai.chat_completion.protocol")
     hand_over = {"request_id": "r", "decode_instance": "d-1"}

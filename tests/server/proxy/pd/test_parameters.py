@@ -1,4 +1,4 @@
-"""Which way a request goes, and what each engine is asked."""
+"""The strategy of a request, and the request to each engine."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_several_prompts_are_for_one_engine(body: dict[str, Any], alone: bool) -
     assert needs_one_engine(body) == alone
 
 
-def test_the_prefill_engine_is_asked_for_one_token_and_nothing_dearer() -> None:
+def test_the_prefill_request_has_one_token_and_no_expensive_parameter() -> None:
     body = COMPLETION | {
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -142,7 +142,7 @@ def test_the_prefill_engine_is_asked_for_one_token_and_nothing_dearer() -> None:
     assert "return_token_ids" not in prefill_body(body, {}, with_tokens=False)
 
 
-def test_the_decode_engine_is_asked_for_the_rest() -> None:
+def test_the_decode_request_has_the_remaining_tokens() -> None:
     body = COMPLETION | {"min_tokens": 4, "truncate_prompt_tokens": 3, "add_special_tokens": False, "top_p": 0.5}
     assert decode_body(body, COMPLETIONS, [1, 2], [3, 4, 5], {"request_id": "r"}) == {
         "model": "m",

@@ -29,7 +29,7 @@ def chat(text: str, **parameters: Any) -> dict[str, Any]:
 
 
 def told(response: httpx.Response) -> Any:
-    """What a response says, but for its id and time; of a stream the events, which must share both."""
+    """The content of a response without its id and time; of a stream the events, which must share both."""
     assert response.status_code == 200, response.text
     if not response.headers["content-type"].startswith("text/event-stream"):
         return plain(response.json())
@@ -47,7 +47,7 @@ def plain(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 async def alone(engine: ScriptedEngine, path: str, body: dict[str, Any]) -> Any:
-    """What one engine answers by itself; it is not remembered that it was asked."""
+    """The response of one engine alone, which does not record the request."""
     async with httpx.AsyncClient(base_url=engine.url, trust_env=False) as client:
         said = told(await client.post(path, json=body))
     engine.asked.pop()
@@ -55,7 +55,7 @@ async def alone(engine: ScriptedEngine, path: str, body: dict[str, Any]) -> Any:
 
 
 def prompt_whose_answer(begins: int, at_least: int = 4) -> str:
-    """A prompt whose answer begins with a token of this kind: 0xC3 within a character, EOS at once, 0 otherwise."""
+    """A prompt whose completion starts with a token of this kind: 0xC3 within a character, EOS at once, 0 otherwise."""
     for number in range(10_000):
         prompt = f"prompt {number}"
         tokens = list(prompt.encode())
@@ -158,7 +158,7 @@ async def test_every_hand_over_has_a_name_of_its_own(front: Front, prefiller: Sc
     assert all(len(name) == 32 for name in names)
 
 
-async def test_a_chat_goes_on_in_a_chat_by_tokens(front: Front, decoder: ScriptedEngine) -> None:
+async def test_a_chat_continues_in_a_chat_by_tokens(front: Front, decoder: ScriptedEngine) -> None:
     await front.ask(CHAT, chat("hello", max_completion_tokens=20))
     (rest,) = decoder.bodies()
     tokens = list(b"user: hello\nassistant: ")
@@ -205,7 +205,7 @@ async def test_a_prompt_that_fills_the_model_ends_after_one_token(front: Front, 
     assert decoder.bodies() == []
 
 
-async def test_a_limit_beyond_the_model_is_refused_in_the_engines_words(front: Front) -> None:
+async def test_a_limit_beyond_the_model_returns_the_error_of_the_engine(front: Front) -> None:
     response = await front.ask(COMPLETIONS, completion(PLAIN, max_tokens=MAX_MODEL_LEN, stream=True))
     assert (response.status_code, response.json()["error"]["message"]) == (
         400,

@@ -1,4 +1,4 @@
-"""Who takes a request."""
+"""Which engine is selected for a request."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ HELD = st.dictionaries(st.integers(0, 7).map("i-{}".format), st.integers(0, 5000
 
 
 @given(policy=st.sampled_from(POLICIES), loads=LOADS, held=HELD, out=st.sets(st.integers(0, 5)))
-def test_only_engines_that_are_in_take_requests(
-    policy: str, loads: list[int], held: dict[str, int], out: set[int]
-) -> None:
+def test_only_healthy_engines_are_selected(policy: str, loads: list[int], held: dict[str, int], out: set[int]) -> None:
     pools = pool(policy, loads)
     for number, engine in enumerate(pools.engines):
         if number in out:
@@ -44,21 +42,21 @@ def test_only_engines_that_are_in_take_requests(
 
 
 @given(loads=LOADS, turns=st.integers(1, 20))
-def test_round_robin_asks_nobody_twice_before_all_were_asked(loads: list[int], turns: int) -> None:
+def test_round_robin_selects_every_engine_before_any_engine_again(loads: list[int], turns: int) -> None:
     pools = pool("round_robin", loads)
     chosen = [pools.choose(0.0, cached={}) for _ in range(turns * len(loads))]
     assert all(chosen.count(engine) == turns for engine in pools.engines)
 
 
 @given(loads=LOADS, held=HELD)
-def test_least_loaded_asks_nobody_who_has_more_to_do_than_another(loads: list[int], held: dict[str, int]) -> None:
+def test_least_loaded_selects_an_engine_with_the_least_load(loads: list[int], held: dict[str, int]) -> None:
     chosen = pool("least_loaded", loads).choose(0.0, cached=held)
     assert chosen is not None
     assert chosen.in_flight_count == min(loads)
 
 
 @given(loads=LOADS, held=HELD, load_tokens=st.integers(0, 1000))
-def test_kv_aware_weighs_what_is_held_against_load(loads: list[int], held: dict[str, int], load_tokens: int) -> None:
+def test_kv_aware_weighs_cached_tokens_against_load(loads: list[int], held: dict[str, int], load_tokens: int) -> None:
     chosen = pool("kv_aware", loads, load_tokens=load_tokens).choose(0.0, cached=held)
     gains = [held.get(f"i-{number}", 0) - load * load_tokens for number, load in enumerate(loads)]
     assert chosen is not None
@@ -88,7 +86,7 @@ def test_a_session_stays_until_its_engine_is_overloaded() -> None:
     assert pools.choose(3.0, session="s", cached={}) is moved, "it is there now"
 
 
-def test_a_session_leaves_an_engine_that_is_out_or_excluded() -> None:
+def test_a_session_leaves_an_engine_that_is_unhealthy_or_excluded() -> None:
     pools = pool("round_robin", [0, 0])
     first = pools.choose(0.0, session="s", cached={})
     assert first is not None
@@ -97,7 +95,7 @@ def test_a_session_leaves_an_engine_that_is_out_or_excluded() -> None:
     assert pools.choose(0.0, session="s", cached={}) is not first
 
 
-def test_an_engine_is_out_after_some_silences_in_a_row() -> None:
+def test_an_engine_is_unhealthy_after_consecutive_health_timeouts() -> None:
     engine = Engine("http://e", BOTH)
     engine.mark_healthy()
     for _ in range(MAX_HEALTH_TIMEOUTS - 1):
@@ -121,7 +119,7 @@ def test_models_are_known_by_name() -> None:
     assert [engine.model(name) for name in ("tuned", "base", None, "unknown")] == [tuned, base, base, base]
 
 
-def test_a_fleet_without_engines_that_answer_says_why() -> None:
+def test_pools_without_healthy_engines_have_a_reason() -> None:
     decode = pool("round_robin", [0])
     pools = EnginePools(decode, None)
     assert pools.unavailable_reason() == ""

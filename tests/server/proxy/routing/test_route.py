@@ -1,4 +1,4 @@
-"""Engines that do everything: routed by load, by session, and by who holds the prompt."""
+"""Mode route: engines are selected by load, by session and by cached prefix."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def holders(coordinator: Coordinator, make: Make) -> Any:
         yield coordinator.address
 
 
-async def test_who_holds_most_of_the_prompt_takes_it(
+async def test_the_engine_with_the_longest_cached_prefix_is_selected(
     holders: str, make_engine: MakeEngine, make_proxy: MakeProxy
 ) -> None:
     engines = await three(make_engine)
@@ -121,7 +121,7 @@ async def test_who_holds_most_of_the_prompt_takes_it(
     await front.counts("lmkv_proxy_lookup_asked_tokens_total", 3 * len(PROMPT))
 
 
-async def test_load_outweighs_what_is_held(holders: str, make_engine: MakeEngine, make_proxy: MakeProxy) -> None:
+async def test_load_outweighs_cached_tokens(holders: str, make_engine: MakeEngine, make_proxy: MakeProxy) -> None:
     engines = await three(make_engine)
     front = await make_proxy(
         engines=engines, policy="kv_aware", coordinator_address=holders, lookup_timeout=5, load_tokens=40
@@ -259,7 +259,9 @@ async def test_a_coordinator_that_hangs_costs_no_more_than_the_lookup_timeout(
         await server.stop(0)
 
 
-async def test_what_all_engines_answer_alike_is_asked_of_one(make_engine: MakeEngine, make_proxy: MakeProxy) -> None:
+async def test_requests_that_any_engine_can_serve_are_forwarded_to_one(
+    make_engine: MakeEngine, make_proxy: MakeProxy
+) -> None:
     engine = await make_engine()
     front = await make_proxy(engines=[engine])
     models = (await front.client.get("/v1/models")).json()

@@ -15,7 +15,7 @@ PAYLOADS = st.lists(st.binary(max_size=20).filter(lambda data: b"\n" not in data
 
 
 @given(payloads=PAYLOADS, cuts=st.lists(st.integers(0, 200), max_size=10))
-def test_events_come_out_as_they_went_in_wherever_the_bytes_are_cut(payloads: list[bytes], cuts: list[int]) -> None:
+def test_events_are_split_correctly_wherever_the_bytes_are_cut(payloads: list[bytes], cuts: list[int]) -> None:
     sent = b"".join(map(event_of, payloads))
     bounds = sorted({0, len(sent), *(min(cut, len(sent)) for cut in cuts)})
     splitter = EventSplitter()

@@ -39,7 +39,9 @@ async def fleet(
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
-async def test_another_prefill_engine_is_asked(make_engine: MakeEngine, make_proxy: MakeProxy, status: int) -> None:
+async def test_a_request_fails_over_to_another_prefill_engine(
+    make_engine: MakeEngine, make_proxy: MakeProxy, status: int
+) -> None:
     front, prefillers, decoders = await fleet(make_engine, make_proxy, 2, 1)
     for prefiller in prefillers:
         prefiller.refusals = [status] if prefiller is prefillers[0] else []
@@ -87,7 +89,7 @@ async def test_an_engine_that_failed_a_request_no_longer_has_it_as_load(
     await until(lambda: not any(engine.in_flight_count for engine in front.proxy.pools.engines))
 
 
-async def test_a_prefill_engine_that_dies_is_out_until_it_is_back(
+async def test_a_prefill_engine_that_dies_is_unhealthy_until_it_restarts(
     make_engine: MakeEngine, make_proxy: MakeProxy
 ) -> None:
     front, (prefiller,), (decoder,) = await fleet(make_engine, make_proxy, 1, 1, health_interval=0.05)
@@ -98,7 +100,7 @@ async def test_a_prefill_engine_that_dies_is_out_until_it_is_back(
     assert state.failure == "it cannot be reached (Connection refused)"
     prefiller.told = {"instance_id": "p-new"}
     await prefiller.start()
-    await front.all_in()
+    await front.all_healthy()
     assert state.instance_id == "p-new"
     await front.ask(COMPLETIONS, BODY)
     assert len(prefiller.asked) == 1
@@ -107,7 +109,7 @@ async def test_a_prefill_engine_that_dies_is_out_until_it_is_back(
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("token_count", [0, 1, 7, 18])
 @pytest.mark.parametrize("fault", ["die_after", "error_after", "abort_after"])
-async def test_another_decode_engine_goes_on_where_one_died(
+async def test_another_decode_engine_continues_where_one_died(
     make_engine: MakeEngine, make_proxy: MakeProxy, path: str, token_count: int, fault: str
 ) -> None:
     front, _, decoders = await fleet(make_engine, make_proxy, 1, 2)
@@ -129,7 +131,7 @@ def text(chunks: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize("fault", ["die_after", "abort_after"])
-async def test_a_whole_answer_survives_the_decode_engine(
+async def test_a_complete_response_survives_the_decode_engine(
     make_engine: MakeEngine, make_proxy: MakeProxy, fault: str
 ) -> None:
     front, _, decoders = await fleet(make_engine, make_proxy, 1, 2)
@@ -161,7 +163,7 @@ async def test_a_repeated_answer_that_has_not_begun_is_another_engines(
 
 @pytest.mark.parametrize("status", [500, 503, 429])
 @pytest.mark.parametrize("body", [BODY, BODY | STREAM, REPEATED, REPEATED | STREAM])
-async def test_another_decode_engine_is_asked(
+async def test_a_request_fails_over_to_another_decode_engine(
     make_engine: MakeEngine, make_proxy: MakeProxy, body: dict[str, Any], status: int
 ) -> None:
     front, _, decoders = await fleet(make_engine, make_proxy, 1, 2)
@@ -197,7 +199,7 @@ async def test_the_last_engines_own_words_are_passed_on(front: Front, decoder: S
 
 @pytest.mark.parametrize("body", [BODY, BODY | STREAM, REPEATED, REPEATED | STREAM])
 @pytest.mark.parametrize("held", ["prefill", "decode"])
-async def test_a_client_that_goes_ends_its_calls(
+async def test_a_client_that_disconnects_cancels_its_requests(
     front: Front, prefiller: ScriptedEngine, decoder: ScriptedEngine, body: dict[str, Any], held: str
 ) -> None:
     engine = {"prefill": prefiller, "decode": decoder}[held]
@@ -211,7 +213,7 @@ async def test_a_client_that_goes_ends_its_calls(
     assert all(each.in_flight_count == 0 for each in front.proxy.pools.engines)
 
 
-async def test_a_client_that_goes_amid_its_stream_ends_it(front: Front, decoder: ScriptedEngine) -> None:
+async def test_a_client_that_disconnects_during_a_stream_ends_it(front: Front, decoder: ScriptedEngine) -> None:
     decoder.going.clear()
     decoder.hold_after = 5
     async with front.client.stream("POST", COMPLETIONS, json=BODY | STREAM) as response:
@@ -267,7 +269,7 @@ async def test_a_frozen_engine_is_replaced_amid_a_request(
     frozen.going.set()
 
 
-async def test_an_engine_that_stays_out_is_told_of_once(
+async def test_an_engine_that_stays_unhealthy_is_logged_once(
     front: Front, prefiller: ScriptedEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefiller.health = 503
@@ -297,10 +299,10 @@ async def test_an_engine_that_is_not_well_gets_no_requests(make_engine: MakeEngi
         await front.ask(COMPLETIONS, BODY)
     assert (len(decoders[0].asked), len(decoders[1].asked)) == (0, 3)
     decoders[0].health = 200
-    await front.all_in()
+    await front.all_healthy()
 
 
-async def test_without_decode_engines_clients_are_told_to_come_back(front: Front, decoder: ScriptedEngine) -> None:
+async def test_without_decode_engines_clients_get_503_with_retry_after(front: Front, decoder: ScriptedEngine) -> None:
     assert (await front.client.get("/readyz")).status_code == 200
     await decoder.stop()
     await until(lambda: not front.proxy.pools.decode.engines[0].is_healthy)
