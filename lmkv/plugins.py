@@ -9,6 +9,8 @@ from lmkv.errors import ConfigError
 
 CHANNELS = "lmkv.channels"
 """Group of transfer channels: classes with `async open(End) -> Channel`, see `lmkv.transfer.channel`."""
+TIERS = "lmkv.tiers"
+"""Group of secondary tiers: functions that make one of a `TierContext`, see `lmkv_server.node.tiers.build`."""
 
 
 def plugin_names(group: str) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Generic, NoReturn, TypeVar
 
-from lmkv.plugins import CHANNELS, plugin_names
+from lmkv.plugins import CHANNELS, TIERS, plugin_names
 from lmkv.remote_url import parse_remote_url
 from lmkv.units import GB, parse_gigabytes, parse_seconds
 
@@ -208,6 +208,29 @@ def _texts_by_name(raw: object) -> Mapping[str, str]:
     return MappingProxyType({_text(name): _text(text) for name, text in raw.items()})
 
 
+def _tiers(raw: object) -> tuple[Mapping[str, str], ...]:
+    """Plug-ins by name, each with the options of its own, as text."""
+    if isinstance(raw, str):
+        raw = json.loads(raw) if raw else []
+    if not isinstance(raw, list | tuple):
+        raise ValueError
+    tiers = tuple(_texts_by_name({key: _scalar(value) for key, value in tier.items()}) for tier in raw)
+    names = [tier["name"] if "name" in tier else _reject() for tier in tiers]
+    if len(set(names)) < len(names):
+        raise _InvalidValue("must not name a tier twice")
+    known = plugin_names(TIERS)
+    if unknown := [name for name in names if name not in known]:
+        offered = f"installed packages offer {', '.join(known)}" if known else "no installed package offers one"
+        raise _InvalidValue(f"names {unknown[0]!r}, which is no tier: {offered} by an entry point {TIERS}")
+    return tiers
+
+
+def _scalar(raw: object) -> str:
+    if isinstance(raw, bool):
+        return "true" if raw else "false"
+    return str(raw) if isinstance(raw, str | int | float) else _reject()
+
+
 def _transfer_channel(raw: object) -> str:
     name = _text(raw).lower()
     if name not in BUILT_IN_CHANNELS and name not in plugin_names(CHANNELS):
@@ -302,6 +325,12 @@ OPTIONS = Kind(
     expects='names with text, such as {"protocol": "rdma"}',
     parse=_texts_by_name,
     write=lambda options: json.dumps(dict(options)),
+)
+TIER_PLUGINS = Kind(
+    metavar="JSON",
+    expects='a list of tiers with their options, such as [{"name": "example", "folder": "/mnt/example"}]',
+    parse=_tiers,
+    write=lambda tiers: json.dumps([dict(tier) for tier in tiers]) if tiers else "",
 )
 TRANSFER_CHANNEL = Kind(metavar="NAME", expects="the name of a transfer channel", parse=_transfer_channel)
 NAMES = Kind(

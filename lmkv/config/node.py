@@ -34,6 +34,7 @@ from lmkv.config.kinds import (
     SECONDS,
     SECONDS_OR_ZERO,
     TEXT,
+    TIER_PLUGINS,
     TRANSFER_CHANNEL,
     choice,
     one_port,
@@ -156,6 +157,11 @@ class NodeConfig(Config):
         SECONDS_OR_ZERO,
         0.0,
         "Time after which Valkey or Redis drops a chunk, in seconds; 0: when it runs out of memory.",
+    )
+    tiers: tuple[Mapping[str, str], ...] = key(
+        TIER_PLUGINS,
+        (),
+        "Tiers of other packages, asked after the others in this order, each with its `name` and its own options.",
     )
     pool_path: str = key(
         PATH,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol, Self
 
 from lmkv.config import NodeConfig
+from lmkv.errors import ConfigError
+from lmkv.plugins import TIERS, load_plugin
 from lmkv.pool.pool import Pool
 from lmkv.transfer.channel import Region
 from lmkv.transfer.nixl.files import NixlFiles
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.tiers.base import SecondaryTier
 from lmkv_server.node.tiers.disk.folder import FileIo, PlainIo
 from lmkv_server.node.tiers.disk.tier import DiskTier
 from lmkv_server.node.tiers.remote.store import store_for
@@ -28,9 +32,20 @@ class TierContext:
     """The memory that `tier` manages."""
     events: CacheEvents
     """A tier that writes subscribes here to what host memory stores."""
+    name: str = ""
+    """The name of a tier of another package, which its `name` must be."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Its options in `tiers`."""
 
 
-ConfiguredTier = DiskTier | RemoteTier
+class ConfiguredTier(SecondaryTier, Protocol):
+    """A tier that lives as long as the node: entered before the first lookup, exited after the last read."""
+
+    async def __aenter__(self) -> Self:
+        """Opens the tier; returns after a bounded time, even if it is not usable then."""
+
+    async def __aexit__(self, *_: object) -> None:
+        """Closes the tier within a bounded time."""
 
 
 def make_tiers(context: TierContext) -> Iterator[ConfiguredTier]:
@@ -44,6 +59,12 @@ def make_tiers(context: TierContext) -> Iterator[ConfiguredTier]:
         yield RemoteTier(
             store_for(config), tier=tier, pool=pool, events=events, lookup_seconds=config.remote_lookup_timeout
         )
+    for options in config.tiers:
+        name = options["name"]
+        made: ConfiguredTier = load_plugin(TIERS, name)(replace(context, name=name, options=options))
+        if made.name != name:
+            raise ConfigError(f"tiers: the plug-in {name!r} has made a tier named {made.name!r}", key="tiers")
+        yield made
 
 
 def _file_io(config: NodeConfig, pool: Pool) -> FileIo:

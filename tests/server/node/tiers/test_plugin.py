@@ -1,0 +1,96 @@
+"""A tier of another package: installed, configured and used without a change to lmkv."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from prometheus_client import generate_latest
+
+from lmkv.config import NodeConfig
+from lmkv.config.resolve import load as load_config
+from lmkv.errors import ConfigError
+from lmkv_server.node.node import Node
+from tests.server.node.cases import chunk_keys
+from tests.server.node.disk_parts import until
+from tests.server.node.engine_client import EngineClient, runs
+from tests.server.node.whole_nodes import SPEC, load, store, until_free
+
+PACKAGE = Path(__file__).parent / "plugin"
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example package, installed."""
+    monkeypatch.syspath_prepend(PACKAGE)
+
+
+def config(folder: Path, instance_id: str, **more: object) -> NodeConfig:
+    values: dict[str, object] = {
+        "instance_id": instance_id,
+        "runtime_dir": str(folder),
+        "max_local_cpu_size": "16MB",
+        "enable_p2p": False,
+        "tiers": [{"name": "example", "folder": str(folder / "shared")}],
+    }
+    return NodeConfig(**(values | more))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("package")
+async def test_what_host_memory_evicts_is_found_and_loaded_from_the_tier(runtime_dir: Path) -> None:
+    async with Node(config(runtime_dir, "n")) as node, EngineClient(node) as engine:
+        await store(engine, node.pool, 0, 1, 2, 3)
+        (tier,) = node.stores
+        await until(lambda: tier.stats().written_chunks == 4)
+        evicting = [node.tier.reserve(SPEC.chunk_bytes) for _ in range(node.pool.size_bytes // SPEC.chunk_bytes)]
+        assert len(node.tier) == 0, "all were evicted"
+        for reserved in evicting:
+            assert reserved
+            node.tier.give_back(reserved.offset)
+        found = await engine.lookup("1", chunk_keys(0, 1, 2, 3, 4))
+        assert (len(found.own), runs(found)) == (0, {"example": 4})
+        assert await load(engine, node.pool, "1", 0, 4) == [0, 1, 2, 3]
+        await engine.release("1")
+        assert tier.stats().read_chunks == 4
+        metrics = generate_latest(node.metrics.registry).decode()
+        assert 'lmkv_node_lookup_found_chunks_total{tier="example"} 4.0' in metrics
+        assert await until_free(node)
+
+
+@pytest.mark.usefixtures("package")
+async def test_another_node_finds_it_and_a_reset_removes_it(runtime_dir: Path) -> None:
+    async with Node(config(runtime_dir, "a")) as first, EngineClient(first) as engine:
+        await store(engine, first.pool, 0, 1)
+    async with Node(config(runtime_dir, "b")) as second, EngineClient(second) as engine:
+        assert runs(await engine.lookup("1", chunk_keys(0, 1))) == {"example": 2}
+        await engine.release("1")
+        await engine.say(reset=True)
+        await until(lambda: not list((runtime_dir / "shared").iterdir()))
+
+
+@pytest.mark.usefixtures("package")
+def test_tiers_are_configured_in_yaml_and_by_environment() -> None:
+    written = '[{"name": "example", "folder": "/mnt", "size": 5}]'
+    read = load_config(NodeConfig, env={"LMKV_TIERS": written})
+    assert [dict(tier) for tier in read.tiers] == [{"name": "example", "folder": "/mnt", "size": "5"}]
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize(
+    ("tiers", "why"),
+    [
+        ([{"name": "nobody"}], "which is no tier: installed packages offer example"),
+        ([{"name": "example"}, {"name": "example"}], "must not name a tier twice"),
+        ([{"folder": "/mnt"}], "must be a list of tiers"),
+        ("example", "must be a list of tiers"),
+    ],
+)
+def test_what_is_no_list_of_tiers_is_refused(tiers: object, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        NodeConfig(tiers=tiers)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("package")
+async def test_a_tier_refuses_its_own_options(runtime_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="example needs folder"):
+        await Node(config(runtime_dir, "n", tiers=[{"name": "example"}])).__aenter__()
