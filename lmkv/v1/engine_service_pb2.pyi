@@ -58,8 +58,8 @@ class AttachRequest(_message.Message):
 
     @_builtins.property
     def served_models(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.ServedModel]:
-        """Further names under which the engine serves, such as a LoRA adapter that was loaded since. A name that was sent before
-        with another `lora_identity` has this one now.
+        """Further names under which the engine serves, such as a LoRA adapter that was loaded since. A name that was sent
+        before with another `lora_identity` has this one now.
         """
 
     @_builtins.property
@@ -139,7 +139,7 @@ class AttachResponse(_message.Message):
     CONFLICTS_FIELD_NUMBER: _builtins.int
     HANDED_FIELD_NUMBER: _builtins.int
     settled_reserve_count: _builtins.int
-    """Write credits asked for, by lookups or by themselves, that this message settles, whether granted or not."""
+    """Number of requested write credits, by lookups or by `reserve_count`, that this message answers, granted or not."""
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """Answer to `hello`."""
@@ -150,7 +150,7 @@ class AttachResponse(_message.Message):
 
     @_builtins.property
     def loaded(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadedChunks]:
-        """Chunks that arrived, or failed to."""
+        """Chunks that have arrived, and ends of loads."""
 
     @_builtins.property
     def credits(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.Extent]:
@@ -158,7 +158,7 @@ class AttachResponse(_message.Message):
 
     @_builtins.property
     def rejected_commits(self) -> _containers.RepeatedCompositeFieldContainer[Global___RejectedCommit]:
-        """Commits that were refused. A commit of a chunk that is held already is none."""
+        """Commits that were refused. A commit of a chunk that is held already is not refused."""
 
     @_builtins.property
     def reset_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -219,7 +219,7 @@ Global___SpecConflicts: _TypeAlias = SpecConflicts  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
-    """Who attaches."""
+    """The engine that attaches."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -254,7 +254,7 @@ class Hello(_message.Message):
     """Worker processes that will map the pool."""
     @_builtins.property
     def spec(self) -> _chunk_pb2.KvSpec:
-        """What its chunks are compatible with."""
+        """The format of its chunks; engines of one spec share chunks."""
 
     @_builtins.property
     def expected_config(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -298,9 +298,9 @@ class Welcome(_message.Message):
     instance_id: _builtins.str
     """The node."""
     epoch: _builtins.int
-    """Its epoch; extents of another epoch are dead."""
+    """Its epoch; extents of another epoch are invalid."""
     pool_socket: _builtins.str
-    """Unix socket that hands the pool's file descriptor to workers."""
+    """Unix socket from which workers receive the pool's file descriptor."""
     pool_size_bytes: _builtins.int
     """Pool length in bytes."""
     credit_limit: _builtins.int
@@ -310,7 +310,7 @@ class Welcome(_message.Message):
     peer_address: _builtins.str
     """`host:port` where the node serves `PeerService`; empty if it serves none."""
     device_buffer_bytes: _builtins.int
-    """Bytes of the device buffer that the node would use, all of the engine's heads counted; 0 if it takes no handoffs."""
+    """Bytes of the device buffer that the node would use, all of the engine's heads counted; 0 if it accepts no handoffs."""
     def __init__(
         self,
         *,
@@ -344,20 +344,20 @@ class LookupChunks(_message.Message):
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Names this lookup and all that follows from it; unique on the stream."""
+    """Id of this lookup, of its loads and of its release; unique on the stream until it is released."""
     chunk_keys: _builtins.bytes
     """Keys of the prompt's chunks, 16 bytes each, in prompt order."""
     reserve_count: _builtins.int
-    """Write credits wanted if nothing is held; each chunk that is found makes it one fewer."""
+    """Write credits wanted if no chunk is found; each chunk that is found makes it one fewer."""
     traceparent: _builtins.str
     """W3C `traceparent` of the engine's span for this lookup; empty if it does not trace."""
     prefill_tokens_per_second: _builtins.int
-    """Tokens of prompts that the engine computes per second, measured; 0 if it has computed none yet. What would take
-    longer to fetch than to compute is then not offered.
+    """Tokens of prompts that the engine computes per second, measured; 0 if it has computed none yet. Chunks that would
+    take longer to fetch than to compute are then not offered.
     """
     handoff_id: _builtins.str
-    """The handoff that this prompt comes by, if it comes by one: chunks that are on their way count as held by a peer, and
-    the handoff ends with this lookup's release. It may be announced later.
+    """The handoff of this prompt, if there is one: its chunks count as found in the tier `handoff`, and it ends with this
+    lookup's release. It may be announced later.
     """
     def __init__(
         self,
@@ -379,7 +379,7 @@ Global___LookupChunks: _TypeAlias = LookupChunks  # noqa: Y015
 
 @_typing.final
 class HandChunks(_message.Message):
-    """A prompt to hand to the node of a decode engine."""
+    """A prompt to send to the node of a decode engine."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -455,7 +455,7 @@ Global___DropHandoff: _TypeAlias = DropHandoff  # noqa: Y015
 
 @_typing.final
 class HandedChunks(_message.Message):
-    """How a handoff went."""
+    """The end of a handoff."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -467,16 +467,16 @@ class HandedChunks(_message.Message):
     request_id: _builtins.str
     """The handoff."""
     chunk_count: _builtins.int
-    """Chunks that the other node has now, those that it had before included."""
+    """Chunks of the prompt that the other node has, including those that it had before."""
     transferred_bytes: _builtins.int
-    """Bytes that it took for that."""
+    """Bytes that it has read."""
     @_builtins.property
     def transfer_duration(self) -> _duration_pb2.Duration:
-        """Time that took, without waiting for chunks to be computed."""
+        """Time that the reads took, without waiting for chunks to be computed."""
 
     @_builtins.property
     def status(self) -> _status_pb2.Status:
-        """Why chunks were not handed over, if that was an error."""
+        """Why chunks were not sent; unset without an error."""
 
     def __init__(
         self,
@@ -497,7 +497,7 @@ Global___HandedChunks: _TypeAlias = HandedChunks  # noqa: Y015
 
 @_typing.final
 class FoundChunks(_message.Message):
-    """What is held of one prompt. The node keeps `own` in place until the engine releases the request."""
+    """The answer to a lookup. The node holds the chunks of `own` until the engine releases the request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -514,11 +514,13 @@ class FoundChunks(_message.Message):
     """Chunks that could be brought in and are not offered, because fetching them would take longer than computing them."""
     @_builtins.property
     def own(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.Extent]:
-        """The first chunks, held in the node's own pool; no more than fit into a message."""
+        """The first chunks of the prompt, in the node's own pool; no more than fit into a message."""
 
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run]:
-        """Chunks behind `own` that can be brought into the pool, in prompt order and without a gap, by the tier that holds them."""
+        """Chunks behind `own` that can be brought into the pool, in prompt order and without a gap, by the tier that holds
+        them.
+        """
 
     def __init__(
         self,
@@ -586,7 +588,7 @@ class LoadChunks(_message.Message):
     """W3C `traceparent` of the engine's span for this load; empty if it does not trace."""
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
-        """Longest the engine will wait."""
+        """Longest time that the engine waits."""
 
     def __init__(
         self,
@@ -607,7 +609,7 @@ Global___LoadChunks: _TypeAlias = LoadChunks  # noqa: Y015
 
 @_typing.final
 class LoadedChunks(_message.Message):
-    """Chunks that arrived in the node's own pool, in prompt order, kept there until the engine releases the request."""
+    """Chunks that arrived in the node's own pool, in prompt order, held there until the engine releases the request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -624,22 +626,22 @@ class LoadedChunks(_message.Message):
     first_chunk: _builtins.int
     """Index of the first of `extents` in the prompt."""
     done: _builtins.bool
-    """Whether no more will come; wanted chunks that did not come are lost to this load."""
+    """Whether the load has ended; wanted chunks that have not arrived by then will not arrive."""
     peer_instance_id: _builtins.str
-    """Where the bytes came from."""
+    """Instances that the bytes came from, separated by commas; set with `done`."""
     transferred_bytes: _builtins.int
-    """Bytes taken from peers since the last message."""
+    """Bytes read from peers; set with `done`."""
     @_builtins.property
     def extents(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.Extent]:
         """Where the chunks are."""
 
     @_builtins.property
     def status(self) -> _status_pb2.Status:
-        """Why chunks did not come."""
+        """Why chunks did not arrive."""
 
     @_builtins.property
     def transfer_duration(self) -> _duration_pb2.Duration:
-        """Time that took."""
+        """Time that the load took; set with `done`."""
 
     def __init__(
         self,
@@ -663,7 +665,7 @@ Global___LoadedChunks: _TypeAlias = LoadedChunks  # noqa: Y015
 
 @_typing.final
 class ReleaseChunks(_message.Message):
-    """Everything that one request was granted and no longer needs; a running load of it is cancelled."""
+    """Ends a lookup: its chunks are no longer held, and a running load of it is cancelled."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -706,8 +708,8 @@ class CommitChunk(_message.Message):
     token_count: _builtins.int
     """Tokens in the chunk."""
     parent_key: _builtins.bytes
-    """16 bytes: key of the chunk before it in its prompts, which the node does not evict before it. Empty: there is none,
-    or nobody knows.
+    """16 bytes: key of the chunk before it in its prompts, which the node does not evict before it. Empty if there is
+    none or it is unknown.
     """
     def __init__(
         self,
@@ -765,11 +767,11 @@ class LendRequest(_message.Message):
     RESULTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def part(self) -> Global___BufferPart:
-        """What is lent; in the first message only."""
+        """The part that is lent; in the first message only."""
 
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___BufferReadResult]:
-        """How reads went."""
+        """Results of reads."""
 
     def __init__(
         self,
@@ -794,7 +796,7 @@ class LendResponse(_message.Message):
     READS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def reads(self) -> _containers.RepeatedCompositeFieldContainer[Global___BufferRead]:
-        """What to read into the buffer."""
+        """Reads to carry out."""
 
     def __init__(
         self,
@@ -841,8 +843,8 @@ Global___BufferPart: _TypeAlias = BufferPart  # noqa: Y015
 
 @_typing.final
 class BufferRead(_message.Message):
-    """Whole chunks to read out of one peer's memory. Each worker reads its own heads, and puts them into its part where they
-    come to lie if the buffer is shrunk to these heads.
+    """Whole chunks to read out of one peer's memory. Each worker reads its own heads, and puts them into its part where
+    they come to lie if the buffer is shrunk to these heads.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -854,11 +856,11 @@ class BufferRead(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     SUMMED_FIELD_NUMBER: _builtins.int
     read_id: _builtins.int
-    """Names the read on all workers' streams."""
+    """Id of the read, the same on all workers' streams."""
     peer_name: _builtins.str
     """The peer, as its channel metadata names it."""
     channel_metadata: _builtins.bytes
-    """What a peer told of its NIXL channel; a secret."""
+    """The metadata of the peer's NIXL channel; a secret."""
     summed: _builtins.bool
     """Whether the checksums are wanted."""
     @_builtins.property
@@ -919,7 +921,7 @@ Global___BufferCopy: _TypeAlias = BufferCopy  # noqa: Y015
 
 @_typing.final
 class BufferReadResult(_message.Message):
-    """How a read went on one worker. There are two of it if bytes may still arrive when it has failed."""
+    """The result of a read on one worker. A read has two results if bytes may still arrive when it has failed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -998,7 +1000,9 @@ class EngineServiceLookupResponse(_message.Message):
     """The peer that holds most of the chunks of the run `peers`; empty if there is no such run."""
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run]:
-        """Chunks after those that can be brought into the pool, in prompt order and without a gap, by the tier that holds them."""
+        """Chunks after those that can be brought into the pool, in prompt order and without a gap, by the tier that holds
+        them.
+        """
 
     def __init__(
         self,

@@ -28,13 +28,13 @@ if _version_not_supported:
 class EngineServiceStub:
     """How an engine uses the node beside it. Served by every node on a unix socket; called by the connector.
 
-    The bytes never pass through here: the engine's workers copy them between their KV-cache pages and extents of the
-    node's pool, which they have mapped (`docs/pool.md`). What engines do often rides the `Attach` stream, many acts to a
-    message; the unary twins stay for people and tools.
+    KV bytes are not part of messages: the engine's workers copy them between their KV-cache pages and extents of the
+    node's pool, which they have mapped (`docs/pool.md`). Engines use the `Attach` stream, many acts to a message; the
+    unary RPCs are for people and tools.
 
     Errors of every RPC:
-    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
-    `Duration` or `Timestamp` that is out of protobuf's range.
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has
+    a `Duration` or `Timestamp` that is out of protobuf's range.
     """
 
     def __init__(self, channel):
@@ -73,13 +73,13 @@ class EngineServiceStub:
 class EngineServiceServicer:
     """How an engine uses the node beside it. Served by every node on a unix socket; called by the connector.
 
-    The bytes never pass through here: the engine's workers copy them between their KV-cache pages and extents of the
-    node's pool, which they have mapped (`docs/pool.md`). What engines do often rides the `Attach` stream, many acts to a
-    message; the unary twins stay for people and tools.
+    KV bytes are not part of messages: the engine's workers copy them between their KV-cache pages and extents of the
+    node's pool, which they have mapped (`docs/pool.md`). Engines use the `Attach` stream, many acts to a message; the
+    unary RPCs are for people and tools.
 
     Errors of every RPC:
-    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
-    `Duration` or `Timestamp` that is out of protobuf's range.
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has
+    a `Duration` or `Timestamp` that is out of protobuf's range.
     """
 
     def Attach(self, request_iterator, context):
@@ -88,13 +88,14 @@ class EngineServiceServicer:
         The first message must carry `hello`; the first answer carries `welcome`.
 
         Errors:
-        * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields, or a chunk of it is
-        larger than the pool; or the name of a served model is empty or too long.
-        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no hello at first, or a second one.
+        * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields, or fewer than two of its
+        chunks fit into the pool; or the name of a served model is empty or too long.
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the first message has no hello, or a later one has; `engine_id` is empty or
+        in use; the `request_id` of a lookup is in use.
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long.
         * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names
-        the key, both values, the node's process id and how many engines it serves. If `replaced` is `true` in it, the node
-        ends now: a connector started it, and no engine is attached. The engine may then start its own.
+        the key, both values, the node's process id and how many engines it serves. If `replaced` is `true` in it, the
+        node ends now: a connector started it, and no engine is attached. The engine may then start its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -103,14 +104,14 @@ class EngineServiceServicer:
     def Lend(self, request_iterator, context):
         """Lends the node a worker's part of the engine's device buffer, for as long as the stream lives.
 
-        Called by each worker once it can read from peers into its part; the first message must carry `part`. With the parts
-        of all workers the node reads prompts that are handed to the engine into the buffer: it says what to read, each
-        worker reads its own heads of it. The node alone decides what lies where and when it may be overwritten. Once the
+        Called by each worker once it can read from peers into its part; the first message must carry `part`. With the
+        parts of all workers the node reads handoffs for the engine into the buffer: it requests reads, and each worker
+        reads its own heads. The node alone decides where chunks are placed and when they may be overwritten. Once the
         stream has ended, the buffer cannot be lent again under the same attachment.
 
         Errors:
-        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): no part at first, a second one, or one that the engine cannot have; the node
-        takes no handoffs; the buffer was lent before; a result is of no read, or makes no sense.
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the first message has no part, a later one has, or the engine cannot have it;
+        the node accepts no handoffs; the buffer was lent before; a result is of no read, or malformed.
         * `NOT_FOUND` (`ENGINE_NOT_FOUND`): no such engine is attached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -118,7 +119,7 @@ class EngineServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Lookup(self, request, context):
-        """Finds how much of a prompt this node and its peers hold. Grants nothing.
+        """Finds how much of a prompt this node and the tiers behind its pool hold. Holds nothing.
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
@@ -129,7 +130,7 @@ class EngineServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Load(self, request, context):
-        """Brings chunks into this node's pool from its peers and keeps them there like any other.
+        """Brings chunks into this node's pool from the tiers behind it. Holds nothing: they may be evicted like any other.
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
@@ -140,7 +141,7 @@ class EngineServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Takes back everything that one request of one engine was granted.
+        """Releases every chunk that is held for one request of one engine.
 
         Errors:
         * `NOT_FOUND` (`ENGINE_NOT_FOUND`): no such engine is attached.
@@ -188,13 +189,13 @@ def add_EngineServiceServicer_to_server(servicer, server):
 class EngineService:
     """How an engine uses the node beside it. Served by every node on a unix socket; called by the connector.
 
-    The bytes never pass through here: the engine's workers copy them between their KV-cache pages and extents of the
-    node's pool, which they have mapped (`docs/pool.md`). What engines do often rides the `Attach` stream, many acts to a
-    message; the unary twins stay for people and tools.
+    KV bytes are not part of messages: the engine's workers copy them between their KV-cache pages and extents of the
+    node's pool, which they have mapped (`docs/pool.md`). Engines use the `Attach` stream, many acts to a message; the
+    unary RPCs are for people and tools.
 
     Errors of every RPC:
-    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
-    `Duration` or `Timestamp` that is out of protobuf's range.
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has
+    a `Duration` or `Timestamp` that is out of protobuf's range.
     """
 
     @staticmethod

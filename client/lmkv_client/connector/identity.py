@@ -1,4 +1,4 @@
-"""What an engine's KV is made of: the KvSpec of a vLLM engine, and digests of weights and adapters."""
+"""The identity of an engine's KV: its KvSpec, and digests of weights and adapters."""
 
 from __future__ import annotations
 

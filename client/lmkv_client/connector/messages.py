@@ -1,4 +1,4 @@
-"""What the two sides of the connector tell each other through vLLM: a plan down each step, a report back."""
+"""Messages between the two sides of the connector, carried by vLLM: a plan for each step, a report back."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from lmkv_kernels import ChunkCopy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attachment:
-    """The pool that plans speak of. A new one means that every extent of the old one is dead."""
+    """The pool that plans refer to. With a new one all extents of the old one are invalid."""
 
     engine_id: str
     pool_socket: str
     epoch: int
     node_address: str = ""
-    """Where the node serves engines."""
+    """gRPC address of the node."""
     device_buffer_bytes: int = 0
-    """The device buffer that the node would use; 0: none."""
+    """Bytes of the device buffer that the node would use; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,11 +40,11 @@ class LoadPlan:
     sync: bool
     """Whether the step's forward needs the pages."""
     final: bool
-    """Whether nothing more comes for this request."""
+    """Whether it is the request's last plan."""
     checks: list[ExtentChecksum]
-    """What of it to verify; empty unless `verify_loads` is on."""
+    """Extents to verify first; empty unless `verify_loads` is on."""
     failed_blocks: list[int]
-    """Pages that will never be filled; vLLM computes them instead."""
+    """Pages that will not be filled; vLLM computes them instead."""
     buffered: list[ChunkCopy] = field(default_factory=list)
     """As `copies`, of extents in the device buffer."""
 
@@ -60,7 +60,7 @@ class StepPlan(KVConnectorMetadata):
 
 @dataclass(kw_only=True, slots=True)
 class WrittenExtent:
-    """How far the ranks have written one extent."""
+    """What the ranks have written of one extent."""
 
     rank_count: int
     checksum: int
@@ -69,13 +69,13 @@ class WrittenExtent:
 
 @dataclass(kw_only=True, slots=True)
 class LoadResult:
-    """What the ranks copied for one request. They need not be done in the same step."""
+    """What the ranks copied for one request, not necessarily in the same step."""
 
     rank_count: int = 0
     """Ranks that are done."""
     size_bytes: int = 0
     seconds: float = 0.0
-    """Longest time that one rank took."""
+    """Longest time of one rank."""
     failed: bool = False
 
     def add(self, other: LoadResult) -> None:

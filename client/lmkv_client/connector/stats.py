@@ -1,4 +1,4 @@
-"""What the connector counts, as vLLM wants it: stats from both sides, on the log and at the engine's `/metrics`."""
+"""The connector's statistics in vLLM's form: for its log and the engine's `/metrics`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ConnectorStats(KVConnectorStats):
 
 
 class ConnectorCounters:
-    """What the scheduler side counts; shared by its parts."""
+    """Counters of the scheduler side; shared by its parts."""
 
     def __init__(self) -> None:
         self._data: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""`LMKVConnector`: vLLM's hooks, each handed to the side that it belongs to.
+"""`LMKVConnector`: vLLM's hooks, each delegated to the side that it belongs to.
 
 vLLM makes one of these per role: in the process that schedules, and in each worker. Every failure of the cache ends
 here as "no hit" or "not stored" and a counter; only a mistake in the configuration, at start, is raised.
@@ -99,29 +99,29 @@ class LMKVConnector(KVConnectorBase_V1):
             )
 
     def _recompute_failed_loads(self) -> None:
-        """A cache that fails costs time only. vLLM's scheduler reads the policy after it has made the connector.
+        """Sets the policy that computes failed loads. vLLM's scheduler reads it after it has made the connector.
 
-        Its own default is to fail the request: whether anybody has chosen that cannot be known.
+        vLLM's default fails the request; whether that was configured or is the default cannot be known.
         """
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
-            logger.info("kv_load_failure_policy: recompute; lmkv knows no other")
+            logger.info("kv_load_failure_policy: recompute; lmkv supports no other")
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
 
     def _lends_buffer(self, config: ConnectorConfig, vllm_config: VllmConfig, rank: int) -> bool:
-        """Whether what is handed over shall come into a buffer on the device."""
+        """Whether handoffs are read into a buffer on the device."""
         device = vllm_config.device_config.device_type
         if config.pd_buffer_device == "cuda" and device != "cuda" and rank == 0:
-            logger.warning("pd_buffer_device: the KV cache is on %s, so what is handed over comes to the pool", device)
+            logger.warning("pd_buffer_device: the KV cache is on %s, so handoffs are read into the pool", device)
         return config.pd_buffer_device == device == "cuda" and bool(self._kv_transfer_config.is_kv_consumer)
 
     def _config(self) -> ConnectorConfig:
-        """The configuration, of which `kv_connector_extra_config` is the last word."""
+        """The configuration; `kv_connector_extra_config` has precedence."""
         extra = dict(self._kv_transfer_config.kv_connector_extra_config or {})
         return configuration.load(ConnectorConfig, flags=extra, flags_place="kv_connector_extra_config")
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache may lose what it was given."""
+        """False: a cache may lose chunks."""
         return False
 
     # ---- worker side
@@ -133,33 +133,33 @@ class LMKVConnector(KVConnectorBase_V1):
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """See vLLM."""
+        """Registers the pages of all layers."""
         self.worker.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """See vLLM."""
+        """Starts the step's loads. Those that the forward pass needs precede it."""
         self.worker.load(self._plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """See vLLM. Loads that a forward needs are done before it starts."""
+        """Does nothing: loads that a forward pass needs are done before it starts."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """See vLLM. All layers are stored together after the forward."""
+        """Does nothing: all layers are stored together after the forward pass."""
 
     def wait_for_save(self) -> None:
-        """See vLLM."""
+        """Starts the step's stores."""
         self.worker.store(self._plan())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """See vLLM. Nothing is ever sent after its request: stores are done within their step."""
+        """Requests whose asynchronous loads have ended. Stores never outlive their request's pages."""
         return None, self.worker.take_finished() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """See vLLM."""
+        """Pages that failed loads did not fill: vLLM computes them."""
         return self.worker.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> Any:
-        """See vLLM."""
+        """The report of this worker's copies; None if there are none."""
         return self.worker.take_report()
 
     def _plan(self) -> StepPlan:
@@ -176,54 +176,54 @@ class LMKVConnector(KVConnectorBase_V1):
         return self._scheduler
 
     def on_new_request(self, request: Request) -> None:
-        """See vLLM."""
+        """Looks a new request up."""
         self.scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See vLLM."""
+        """Tokens that can be loaded, and whether asynchronously; None while the lookup is not answered."""
         return self.scheduler.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """See vLLM."""
+        """Begins the load of a request that has pages now."""
         self.scheduler.allocated(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """See vLLM."""
+        """The tokens of the load that was just planned, by their source."""
         return self.scheduler.hit_sources(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepPlan:
-        """See vLLM."""
+        """The plan of a step for the workers."""
         return self.scheduler.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """See vLLM."""
+        """Handles the workers' reports of a step."""
         self.scheduler.handle_report(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See vLLM. Pages are never needed after their request. Who asks for it is told which node is beside us."""
+        """Ends the request; its pages are not needed after it. Returns the node's instance id if requested."""
         self.scheduler.finished(request)
         return False, self.scheduler.identity(request)
 
     def has_pending_push_work(self) -> bool:
-        """See vLLM, which goes on with its steps meanwhile: a store from a device is done some steps after it began."""
+        """Whether stores still run: vLLM continues its steps until they are done."""
         return self._scheduler is not None and self._scheduler.is_storing
 
     def reset_cache(self) -> bool:
-        """See vLLM."""
+        """Drops every chunk of this engine's spec on its node; whether the node has confirmed."""
         return self.scheduler.reset()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """See vLLM, which publishes them with its own if `--kv-events-config` says so."""
+        """KV events of stored chunks, which vLLM publishes with its own if `--kv-events-config` is set."""
         return self.scheduler.take_events()
 
     # ---- both
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
-        """See vLLM. The scheduler side counts for both."""
+        """Statistics since the last call. The scheduler side counts for both."""
         return self._scheduler.take_stats() if self._scheduler else None
 
     def shutdown(self) -> None:
-        """See vLLM, which does not always call it: nothing depends on it."""
+        """Closes both sides. vLLM does not always call it: nothing depends on it."""
         if self._scheduler:
             self._link.close()
         if self._worker:
@@ -231,12 +231,12 @@ class LMKVConnector(KVConnectorBase_V1):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
-        """See vLLM."""
+        """The statistics that were sent between processes as `data`."""
         return ConnectorStats(data=data or {})
 
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: VllmConfig, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> PromMetrics:
-        """See vLLM."""
+        """The exporter of the statistics at `/metrics`."""
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -1,4 +1,4 @@
-"""From tokens of a prompt to the blocks that hold them. Pure."""
+"""Copies of a request's tokens between the blocks that hold them and an extent. Pure."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class BlockEvents:
     """The stored blocks of one engine, named as vLLM names its own: by block, with the same hashes, on medium `CPU`.
 
-    Only requests that are followed have events. A node that evicts tells its coordinator and not the engine, so there
-    are no events for what goes.
+    Only requests that are followed have events. A node reports evictions to its coordinator and not to the engine:
+    there are no events for removed blocks.
     """
 
     def __init__(self, *, block_size: int, chunk_size: int) -> None:
@@ -25,17 +25,17 @@ class BlockEvents:
         self._stored: list[BlockStored] = []
 
     def follow(self, request: Request) -> None:
-        """Has events for the chunks of this request, until it is forgotten."""
+        """Creates events for the chunks of this request from now on."""
         self._requests[request.request_id] = request
 
     def forget(self, request_id: str) -> None:
-        """The request is over. What was described before may still be added."""
+        """Ends the events of a finished request. Events that exist may still be added."""
         self._requests.pop(request_id, None)
 
     def of_chunk(self, request_id: str, index: int) -> BlockStored | None:
-        """The event of storing a full chunk; None if nobody is to know, or no block ends in it.
+        """The event of storing a full chunk; None if the request is not followed, or no block ends in the chunk.
 
-        A block that begins in the chunk before is whole now: that one was stored, or held, before this one.
+        A block that begins in the previous chunk is complete now: that chunk was stored, or held, before this one.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -63,7 +63,7 @@ class BlockEvents:
         )
 
     def add(self, event: BlockStored) -> None:
-        """The chunk is committed."""
+        """Publishes the event of a committed chunk."""
         self._stored.append(event)
 
     def take(self) -> list[BlockStored]:

@@ -1,7 +1,7 @@
-"""What a request says of a handoff between a prefill and a decode engine: `kv_transfer_params["lmkv"]`. Pure.
+"""The parameters of a handoff between a prefill and a decode engine: `kv_transfer_params["lmkv"]`. Pure.
 
-The proxy writes it (docs/prefill-decode.md). Clients may write anything there: a handoff that no proxy of the fleet has
-vouched for is refused.
+The proxy writes it (docs/prefill-decode.md). Clients may write anything there: a handoff without a valid proof of a
+proxy of the fleet is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_NAME = 256
 
 
 class HandoffRefused(ValueError):
-    """The request's handoff does not take place; the request itself is served."""
+    """The request's handoff is refused; the request itself is served."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,12 +30,12 @@ class HandoffParams:
     decode_instance: str
     """The instance of the decode engine's node."""
     prompt_token_count: int | None = None
-    """In a decode: the number of the request's first tokens that are handed to it; 0 ends the handoff, which no request
-    will load. None in a prefill."""
+    """In a decode: the number of the request's first tokens that the handoff covers; 0 ends the handoff, which no
+    request will load. None in a prefill."""
 
     @property
     def is_prefill(self) -> bool:
-        """Whether the engine is to hand the prompt over."""
+        """Whether the engine is to send the prompt."""
         return self.prompt_token_count is None
 
 

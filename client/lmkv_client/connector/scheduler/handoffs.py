@@ -1,4 +1,4 @@
-"""Handoffs of this engine's requests: given away as a prefill, taken as a decode, refused, or dropped."""
+"""Handoffs of this engine's requests: sent by a prefill, received by a decode, refused, or dropped."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmkv")
 
 QUIET_SECONDS = 10.0
-"""Between two lines of the log about handoffs that were refused: clients of the API can ask for any number."""
+"""Time between two log lines about refused handoffs: clients can request any number of them."""
 
 
 class RequestHandoffs:
-    """As a prefill the node hands each chunk on as it is committed; the engine only says when no more will be."""
+    """In a prefill the node sends each chunk when it is committed; the engine reports when no further chunk will be."""
 
     def __init__(
         self,
@@ -35,24 +35,24 @@ class RequestHandoffs:
         counters: ConnectorCounters,
         is_storing: Callable[[RequestState], bool],
     ) -> None:
-        """`is_storing` says whether chunks of a prompt are still being written."""
+        """`is_storing`: whether chunks of a request are still being written."""
         self._is_enabled = config.enable_pd
         self._keys = HandoffKeys(config.cluster_secret, config.credentials.token)
         self._send = send
         self._counters = counters
         self._is_storing = is_storing
         self._states: dict[str, RequestState] = {}
-        """By handoff, until the node says how it went."""
+        """By handoff, until the node reports its end."""
         self._finished: dict[str, RequestState] = {}
-        """Those whose request is over, and chunks of which may still be committed."""
+        """Handoffs whose request has finished, while chunks of it may still be committed."""
         self._begun: dict[str, HandoffParams] = {}
-        """Those that requests of this engine give away, by the request."""
+        """Handoffs that requests of this engine send, by the request."""
         self._refusals: dict[str, str] = {}
-        """Why the handoffs of requests do not take place, by the request."""
+        """Why handoffs were refused or failed, by the request."""
         self._quiet_until = 0.0
 
     def read(self, request: Request, instance_id: str) -> HandoffParams | None:
-        """The request's handoff; None if it names none, or if that is refused. `instance_id` is the node's, if any."""
+        """The request's handoff; None if it names none, or if it is refused. `instance_id` is the attached node's."""
         try:
             handoff = handoff_of(request.kv_transfer_params, self._keys)
             if handoff is None:
@@ -77,11 +77,11 @@ class RequestHandoffs:
             logger.warning("the handoff of request %s does not take place: %s", request_id, why)
 
     def refusal(self, request_id: str) -> str:
-        """Why the handoff of a request does not take place, as far as that is known; empty if it does."""
+        """Why the handoff of a request was refused or failed; empty if it was not."""
         return self._refusals.get(request_id, "")
 
     def begin(self, handoff: HandoffParams, request_id: str, state: RequestState | None) -> None:
-        """Has the node hand the request's prompt to the decode's node."""
+        """Asks the node to send the request's prompt to the decode's node."""
         if state is None or not state.keys:
             self._refusals[request_id] = "nothing of the prompt can be stored"
             return
@@ -97,13 +97,13 @@ class RequestHandoffs:
         self._send(pb.AttachRequest(handoffs=[message]))
 
     def drop(self, handoff: HandoffParams) -> None:
-        """No request will load it."""
+        """Ends a handoff that no request will load."""
         instance_id = handoff.decode_instance if handoff.is_prefill else ""
         dropped = pb.DropHandoff(request_id=handoff.request_id, decode_instance_id=instance_id)
         self._send(pb.AttachRequest(dropped_handoffs=[dropped]))
 
     def finished(self, state: RequestState, *, is_aborted: bool) -> None:
-        """The request is over; `settle` ends its handoff once everything is committed, an aborted one ends now."""
+        """Handles the end of a request: `settle` ends its handoff once all is committed; an aborted one ends now."""
         handoff = self._begun.pop(state.request_id, None)
         if handoff is not None and is_aborted:
             self._states.pop(handoff.request_id, None)
@@ -113,7 +113,7 @@ class RequestHandoffs:
         self.settle()
 
     def forget(self, request_id: str) -> None:
-        """The request is over, and has its answer."""
+        """Removes what is kept for the response of a finished request."""
         self._refusals.pop(request_id, None)
 
     def settle(self) -> None:
@@ -125,7 +125,7 @@ class RequestHandoffs:
             self._send(pb.AttachRequest(ended_handoffs=ended))
 
     def handle_ended(self, handed: pb.HandedChunks) -> None:
-        """The node says how a handoff went."""
+        """Counts a handoff that has ended."""
         state = self._states.pop(handed.request_id, None)
         self._finished.pop(handed.request_id, None)
         if state is None:
@@ -135,12 +135,12 @@ class RequestHandoffs:
         self._counters.add("handed_seconds", handed.transfer_duration.ToNanoseconds() / 1e9)
         self._counters.add("handoff_failures", int(handed.status.code != 0))
         if handed.status.code and not handed.chunk_count and state.request_id in self._begun:
-            self._refusals[state.request_id] = handed.status.message  # its request is not over yet
+            self._refusals[state.request_id] = handed.status.message  # its request has not finished yet
 
     def node_lost(self) -> None:
-        """The node is gone, and its handoffs with it."""
+        """Fails all handoffs: the node is lost."""
         self._counters.add("handoff_failures", len(self._states))
-        self._refusals |= dict.fromkeys(self._begun, "the node of this engine is gone")
+        self._refusals |= dict.fromkeys(self._begun, "the node of this engine is lost")
         self._begun.clear()
         self._states.clear()
         self._finished.clear()

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from vllm.logger import init_logger
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmkv import telemetry
 from lmkv.config import ConnectorConfig
 from lmkv.telemetry import SpanKind
-from lmkv.tiers import HANDOFF, OWN, PEERS
+from lmkv.tiers import DISK, HANDOFF, OWN, PEERS
 from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.messages import LoadPlan, LoadResult
@@ -20,6 +21,14 @@ from lmkv_client.connector.scheduler.request_state import LookupState, RequestSt
 from lmkv_client.connector.stats import ConnectorCounters, tier_tokens
 
 logger = init_logger("vllm.lmkv")
+
+HIT_SOURCES = {
+    OWN: CacheHitSource.HOST,
+    DISK: CacheHitSource.DISK,
+    PEERS: CacheHitSource.P2P,
+    HANDOFF: CacheHitSource.P2P,
+}
+"""vLLM's name of each tier; it counts all others as `EXTERNAL_UNSPECIFIED`."""
 
 
 class Loads:
@@ -87,6 +96,18 @@ class Loads:
         if loaded.done:
             load_state.close()
         return True
+
+    def hit_sources(self, request_id: str, token_count: int) -> dict[CacheHitSource, int]:
+        """The first `token_count` tokens of a request's load by vLLM's name of their source."""
+        load_state = self._load_states.get(request_id)
+        if load_state is None:
+            return {CacheHitSource.HOST: token_count}
+        sources: dict[CacheHitSource, int] = {}
+        for tier, count in load_state.tokens_by_tier(token_count).items():
+            if count:
+                source = HIT_SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+                sources[source] = sources.get(source, 0) + count
+        return sources
 
     def plan(self) -> list[LoadPlan]:
         """The copies of this step for the workers. Ends loads that have reached their deadline."""

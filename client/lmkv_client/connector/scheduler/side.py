@@ -1,7 +1,7 @@
-"""The connector's scheduler side: vLLM's scheduling hooks, and what the node says in between.
+"""The connector's scheduler side: vLLM's scheduling hooks, and the events of the node between them.
 
-vLLM calls it on the thread that schedules: nothing here keeps other requests for longer than a millisecond, and nothing
-raises because the cache is in trouble.
+vLLM calls it on the thread that schedules: no hook delays other requests for longer than a few milliseconds, and none
+raises when the cache fails.
 """
 
 from __future__ import annotations
@@ -11,17 +11,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from lmkv.config import ConnectorConfig
-from lmkv.errors import LmkvError
-from lmkv.keys import KeyChain, as_tokens, root_key
 from lmkv.spec import KvSpec
-from lmkv.telemetry.spans import TRACEPARENT
-from lmkv.tiers import DISK, HANDOFF, OWN, PEERS
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv_client.connector.identity import lora_identity
 from lmkv_client.connector.messages import Attachment, StepPlan, WorkerReport
 from lmkv_client.connector.node.client import NodeClient, NodeLost
 from lmkv_client.connector.scheduler.events import BlockEvents
@@ -29,8 +23,8 @@ from lmkv_client.connector.scheduler.handoff import PARAMS, HandoffParams, is_ad
 from lmkv_client.connector.scheduler.handoffs import RequestHandoffs
 from lmkv_client.connector.scheduler.loads import Loads
 from lmkv_client.connector.scheduler.lookups import RequestLookups
-from lmkv_client.connector.scheduler.multimodal import multimodal_extras
 from lmkv_client.connector.scheduler.prefill_rate import PrefillRate
+from lmkv_client.connector.scheduler.request_builder import RequestBuilder
 from lmkv_client.connector.scheduler.request_state import LookupState, RequestState
 from lmkv_client.connector.scheduler.stores import Stores
 from lmkv_client.connector.scheduler.write_credits import WriteCredits
@@ -40,28 +34,22 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import BlockStored
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.lmkv")
 
 NO_ANSWER = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR, RequestStatus.FINISHED_IGNORED)
-"""How requests end that no decode continues."""
+"""Ends of requests that no decode continues."""
 
 GRACE_POLL_SECONDS = 0.00005
 RESET_TIMEOUT_SECONDS = 1.0
 RESET_POLL_SECONDS = 0.002
-HIT_SOURCES = {
-    OWN: CacheHitSource.HOST,
-    DISK: CacheHitSource.DISK,
-    PEERS: CacheHitSource.P2P,
-    HANDOFF: CacheHitSource.P2P,
-}
-"""vLLM's name of each tier; it counts all others as `EXTERNAL_UNSPECIFIED`."""
 
 
 class SchedulerSide:
-    """One engine's requests, on their way through searches, loads and stores."""
+    """One engine's requests: their lookups, loads, stores and handoffs."""
 
     def __init__(
         self,
@@ -90,6 +78,7 @@ class SchedulerSide:
         self._prefill = PrefillRate(spec.chunk_size)
         self._lookups = RequestLookups(config, self._send, self._counters, clock, self._prefill)
         self._loads = Loads(config, self._lookups, self._counters, clock, block_size=block_size, rank_count=rank_count)
+        self._builder = RequestBuilder(config, spec, node_client.served, self._send)
         self._has_events = has_events
         self._events = BlockEvents(block_size=block_size, chunk_size=spec.chunk_size)
         self._stores = Stores(
@@ -105,28 +94,24 @@ class SchedulerSide:
         self._handoffs = RequestHandoffs(config, self._send, self._counters, self._stores.is_writing)
         self._resets_done = 0
         self._welcome = pb.Welcome()
-        """What the node said of itself, last."""
+        """The latest welcome of a node."""
 
     # ---- hooks of vLLM, in the order of a request's life
 
     def on_new_request(self, request: Request) -> None:
-        """A request has arrived: make its keys, ask the node."""
+        """Handles a new request: computes its keys and looks it up."""
         self.drain_events()
         handoff = self._handoffs.read(request, self._welcome.instance_id if self._attachment else "")
         state = self._track(request, handoff)
         if handoff and handoff.is_prefill:
             self._handoffs.begin(handoff, request.request_id, state)
         elif handoff and not (state and state.handoff_id and state.lookup_id):
-            self._handoffs.drop(handoff)  # it will be loaded by no lookup
+            self._handoffs.drop(handoff)  # no lookup will load it
 
     def _track(self, request: Request, handoff: HandoffParams | None) -> RequestState | None:
-        """Makes the request's keys and looks it up; None if it cannot be cached."""
-        if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
-            return None
-        try:
-            state = self._make_state(request, handoff)
-        except (LmkvError, OSError, ValueError) as error:  # an adapter's folder may vanish
-            logger.warning("[%s] goes without cache: %s", request.request_id, error)
+        """Makes the request's state and looks it up; None if it cannot be cached."""
+        state = self._builder.build(request, handoff)
+        if state is None:
             return None
         self._states[request.request_id] = state
         if self._has_events:
@@ -136,7 +121,7 @@ class SchedulerSide:
         return state
 
     def matched_tokens(self, request: Request, computed_count: int) -> tuple[int | None, bool]:
-        """Tokens that can be had beyond those computed, and whether by an asynchronous load; None: not known yet."""
+        """Tokens that can be loaded beyond those computed, and whether asynchronously; None while that is not known."""
         state = self._states.get(request.request_id)
         if state is None or state.load_failed:
             return 0, False
@@ -169,7 +154,7 @@ class SchedulerSide:
         return state.hit_tokens(chunk_count, request.num_tokens, self._block_size, sync=sync)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, extra_count: int) -> None:
-        """vLLM has pages for the request, and wants so many tokens of it from us."""
+        """Begins the load of `extra_count` tokens: vLLM has given the request pages."""
         state = self._states.get(request.request_id)
         if state is None:
             return
@@ -179,19 +164,11 @@ class SchedulerSide:
             self._lookups.release(state)
 
     def hit_sources(self, request: Request, extra_count: int) -> dict[CacheHitSource, int]:
-        """Where the tokens of the load that was just planned come from."""
-        load_state = self._loads.get(request.request_id)
-        if load_state is None:
-            return {CacheHitSource.HOST: extra_count}
-        sources: dict[CacheHitSource, int] = {}
-        for tier, count in load_state.tokens_by_tier(extra_count).items():
-            if count:
-                source = HIT_SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
-                sources[source] = sources.get(source, 0) + count
-        return sources
+        """The tokens of the load that was just planned, by vLLM's name of their source."""
+        return self._loads.hit_sources(request.request_id, extra_count)
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
-        """What the workers shall do in this step."""
+        """The plan of this step for the workers."""
         self.drain_events()
         self._prefill.planned(output.total_num_scheduled_tokens, self._clock())
         plan = StepPlan(attachment=self._attachment)
@@ -202,7 +179,7 @@ class SchedulerSide:
         return plan
 
     def handle_report(self, output: KVConnectorOutput) -> None:
-        """What the workers did in a step."""
+        """Handles the workers' report of a step."""
         self._prefill.ended(self._clock())
         self.drain_events()  # the step may have been long: nothing may be sent to a node that was lost meanwhile
         report = output.kv_connector_worker_meta
@@ -215,7 +192,7 @@ class SchedulerSide:
             self._loads.handle_result(request_id, loaded, self._states.get(request_id))
 
     def finished(self, request: Request) -> None:
-        """The request is over, however it ended."""
+        """Ends everything of a finished or aborted request."""
         self.drain_events()
         self._events.forget(request.request_id)
         state = self._states.pop(request.request_id, None)
@@ -229,7 +206,7 @@ class SchedulerSide:
             self._stores.idle()
 
     def identity(self, request: Request) -> dict[str, Any] | None:
-        """Which node is beside this engine, and why a handoff is refused, for requests with parameters for lmkv."""
+        """The instance id of this engine's node, and why a handoff was refused, for requests with lmkv's parameters."""
         refusal = self._handoffs.refusal(request.request_id)
         self._handoffs.forget(request.request_id)
         if not is_addressed(request.kv_transfer_params):
@@ -240,11 +217,11 @@ class SchedulerSide:
 
     @property
     def is_storing(self) -> bool:
-        """Whether workers have yet to say that something is stored."""
+        """Whether workers still write chunks."""
         return len(self._stores) > 0
 
     def reset(self) -> bool:
-        """Forgets every chunk of this engine's spec on its node. Waits for the answer, for an operator waits for us."""
+        """Drops every chunk of this engine's spec on its node. Waits up to a second; whether the node has confirmed."""
         self.drain_events()
         if self._attachment is None:
             return False
@@ -257,23 +234,23 @@ class SchedulerSide:
         return self._resets_done > done
 
     def take_events(self) -> list[BlockStored]:
-        """What was stored since the last call, if anybody is to know."""
+        """KV events of stored chunks since the last call."""
         return self._events.take()
 
     def take_stats(self) -> ConnectorStats | None:
         """Counts since the last call."""
         return self._counters.take()
 
-    # ---- what the node says
+    # ---- events of the node
 
     def drain_events(self) -> None:
-        """Takes in everything the node has said."""
+        """Handles everything that the node has sent."""
         inbox = self._node_client.inbox
         while inbox:
             event = inbox.popleft()
             if isinstance(event, Attachment):
                 self._attachment = event
-                if self._node_client.served.has_adapters:  # some may have come since the link said hello
+                if self._node_client.served.has_adapters:  # adapters may have been loaded since the hello was sent
                     self._send(pb.AttachRequest(served_models=self._node_client.served.messages))
             elif isinstance(event, NodeLost):
                 self._handle_node_loss()
@@ -301,7 +278,7 @@ class SchedulerSide:
             self._counters.set(SPEC_CONFLICTS, len(message.conflicts.conflicts))
         for conflict in message.conflicts.conflicts:
             logger.warning(
-                "shares nothing with instance %s, which serves %s too: %s is %s here and %s there",
+                "shares nothing with instance %s, which also serves %s: %s is %s here and %s there",
                 conflict.instance_id,
                 conflict.model_name,
                 conflict.field,
@@ -310,9 +287,9 @@ class SchedulerSide:
             )
 
     def _handle_node_loss(self) -> None:
-        """Everything the node had granted is void. What the workers still copy is reported under the old attachment."""
+        """Ends everything that the node had granted. Workers report running copies under the old attachment."""
         self._counters.add("node_losses")
-        logger.warning("the node is lost; computing everything until it is back")
+        logger.warning("the node is lost; computing everything until one is available")
         self._attachment = None
         self._lookups.node_lost()
         self._stores.node_lost()
@@ -330,38 +307,6 @@ class SchedulerSide:
             self._lookups.start(state, lambda: self._stores.reserve_count(self._states.values()))
 
     def _send(self, message: pb.AttachRequest) -> None:
-        """Says something to the node, if there is one: what was said to one that is lost means nothing to the next."""
+        """Sends to the attached node, if there is one; messages for a lost node are not valid for the next."""
         if self._attachment is not None:
             self._node_client.send(self._attachment, message)
-
-    def _lora_identity(self, request: Request) -> str:
-        """What chunk keys contain for the request's LoRA adapter; a new one is announced to the node."""
-        if request.lora_request is None:
-            return ""
-        identity = lora_identity(request.lora_request)
-        model = self._node_client.served.use(request.lora_request.lora_name, identity)
-        if model is not None:
-            self._send(pb.AttachRequest(served_models=[model]))
-        return identity
-
-    def _make_state(self, request: Request, handoff: HandoffParams | None) -> RequestState:
-        root = root_key(
-            self._spec.fingerprint,
-            cache_salt=request.cache_salt or "",
-            lora=self._lora_identity(request),
-            secret=self._config.cluster_secret.encode(),
-        )
-        chain = KeyChain(root, self._spec.chunk_size, multimodal_extras(request.mm_features, self._spec.chunk_size))
-        config, tokens = self._config, as_tokens(request.prompt_token_ids)
-        handed_count = handoff.prompt_token_count or 0 if handoff else 0
-        return RequestState(
-            request.request_id,
-            tokens[:handed_count] if handed_count else tokens,
-            request.all_token_ids,
-            chain,
-            partial=config.save_partial_chunks,
-            traceparent=(request.trace_headers or {}).get(TRACEPARENT, ""),
-            handoff_id=handoff.request_id if handoff and handed_count else "",
-            load_timeout=config.pd_load_timeout if handed_count else config.load_timeout,
-            may_store=config.local_cpu or (handoff is not None and handoff.prompt_token_count != 0),
-        )

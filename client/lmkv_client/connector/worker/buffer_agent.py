@@ -1,4 +1,4 @@
-"""Lends the node one rank's part of the device buffer, which is read into as the node says. For the worker side."""
+"""Lends the node one rank's part of the device buffer and carries out its reads. Used by the worker side."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ CLOSE_SECONDS = 5.0
 
 
 class BufferAgent:
-    """One lending: a thread with an event loop, from an attachment to `close` or to the end of the node.
+    """A thread with an event loop, from an attachment until `close` or the end of the node.
 
-    It decides nothing. What fails here fails a read at the node and nothing else; without a lending, what is handed
-    over comes through the node's pool.
+    The node decides what is read. A failure fails a read at the node and nothing else; without the buffer, handoffs go
+    through the node's pool.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class BufferAgent:
     ) -> None:
         """`sums` is false for a rank whose heads another one sums."""
         self.buffer: DeviceBufferPart | None = None
-        """The part, once it can be read into. Its bytes stay after the end, for loads that are planned."""
+        """The part, once it can be read into. Its memory stays valid after the end, for planned loads."""
         self._attachment = attachment
         self._rank = rank
         self._pages = pages
@@ -55,7 +55,7 @@ class BufferAgent:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends it: nothing is read into the part any more. Idempotent."""
+        """Ends the stream: nothing is read into the part any more. Idempotent."""
         with suppress(RuntimeError):  # its loop has ended
             self._loop.call_soon_threadsafe(self._stop)
         self._thread.join(CLOSE_SECONDS)
@@ -71,7 +71,7 @@ class BufferAgent:
             with suppress(asyncio.CancelledError):
                 self._loop.run_until_complete(self._lend())
         except (LmkvError, ValueError, RuntimeError) as error:
-            logger.warning("what is handed over comes through the node's pool, not to the device: %s", error)
+            logger.warning("handoffs go through the node's pool, not to the device: %s", error)
         except Exception:
             logger.exception("lending the device buffer failed unexpectedly")
         finally:
@@ -79,7 +79,7 @@ class BufferAgent:
             self._loop.close()
 
     async def _lend(self) -> None:
-        """Lasts as long as the stream. Raises why there is none."""
+        """Runs until the stream ends, and raises why."""
         buffer = DeviceBufferPart(self._pages, self._attachment.device_buffer_bytes)
         name = f"{self._attachment.engine_id}/{self._rank}"
         nixl = await asyncio.to_thread(NixlChannel, name, buffer.region, self._nixl_backends, buffer.prepare_thread)
@@ -91,7 +91,7 @@ class BufferAgent:
             await nixl.aclose()
 
     async def _serve(self, channel: grpc.aio.Channel, nixl: NixlChannel, buffer: DeviceBufferPart) -> None:
-        results: asyncio.Queue[pb.BufferReadResult] = asyncio.Queue()  # as many as the node has ordered
+        results: asyncio.Queue[pb.BufferReadResult] = asyncio.Queue()  # bounded by the node's reads
         reads = BufferReads(nixl, buffer, results.put_nowait, sums=self._sums)
         call: Any = engine_service_pb2_grpc.EngineServiceStub(channel).Lend()  # type: ignore[call-arg]
         part = pb.BufferPart(
@@ -105,11 +105,11 @@ class BufferAgent:
                     task = asyncio.create_task(reads.execute(order))
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
-            raise Unreachable(f"the node takes no device buffer any more: {(await call.code()).name}")
+            raise Unreachable(f"the node does not accept the device buffer any more: {(await call.code()).name}")
         except grpc.RpcError as error:
             raise rpc.from_rpc_error(error) from None
         except asyncio.InvalidStateError:
-            raise Unreachable("the node is gone") from None
+            raise Unreachable("the node has ended the stream") from None
         finally:
             call.cancel()
             for task in tasks:
@@ -119,6 +119,6 @@ class BufferAgent:
 
 
 async def send_results(call: Any, results: asyncio.Queue[pb.BufferReadResult]) -> None:
-    """Tells the node how reads went, in order."""
+    """Sends the results of reads to the node, in order."""
     while True:
         await call.write(pb.LendRequest(results=[await results.get()]))

@@ -1,4 +1,4 @@
-"""The reads into one rank's part of the device buffer: carried out as the node orders them. For `BufferAgent`."""
+"""Reads from peers into one rank's part of the device buffer. Used by `BufferAgent`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.worker.device_buffer_part import DeviceBufferPart
 
 MAX_PEERS = 64
-"""Peers to stay connected with; beyond these the one that was not read from for longest is left."""
+"""Most connected peers; beyond these the least recently used one is disconnected."""
 
 
 class BufferReads:
-    """Reads of one lending. Each ends by a word to the node, or by two if bytes may still arrive when it has failed."""
+    """Each read ends with one result, or with two if bytes may still arrive after it has failed."""
 
     def __init__(
         self,
@@ -33,15 +33,15 @@ class BufferReads:
         self._buffer = buffer
         self._report = report
         self._sums = sums
-        self._peers: OrderedDict[str, None] = OrderedDict()  # not read from for longest first
+        self._peers: OrderedDict[str, None] = OrderedDict()  # least recently used first
         self._summer = ThreadPoolExecutor(1, "lmkv-sums", initializer=buffer.prepare_thread)
 
     def close(self) -> None:
-        """Lets go of its thread. Idempotent."""
+        """Ends its thread. Idempotent."""
         self._summer.shutdown()
 
     async def execute(self, order: pb.BufferRead) -> None:
-        """Reads, sums, and tells how it went. Raises nothing."""
+        """Reads, computes checksums, and reports the result. Raises nothing."""
         stopped = asyncio.Event()
         try:
             checksums = await self._read(order, stopped)

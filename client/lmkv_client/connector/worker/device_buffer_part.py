@@ -1,6 +1,6 @@
-"""One rank's part of the engine's device buffer: memory beside its pages that prompts are handed over into.
+"""One rank's part of the engine's device buffer: memory on the pages' device that handoffs are read into.
 
-The node thinks of whole chunks in one buffer. Each rank has that buffer shrunk to its own heads:
+The node addresses whole chunks in one buffer. Each rank has that buffer shrunk to its own heads:
 
     whole chunk   [layer 0: head 0 │ head 1 │ head 2 │ head 3][layer 1: head 0 │ ...
     rank 1 of 2              [layer 0: head 2 │ head 3][layer 1: head 2 │ head 3]...

@@ -37,7 +37,7 @@ logger = init_logger("vllm.lmkv")
 
 
 POPULATE_BYTES = 1 << 30
-"""A pool that is being taken can be let go of between steps of this size, some 0.2 s each."""
+"""Size of the steps, some 0.2 s each, between which populating a pool can be cancelled."""
 
 
 class PoolNotReady(CudaError):
@@ -45,7 +45,7 @@ class PoolNotReady(CudaError):
 
 
 class DevicePageCopier:
-    """Copies between the pages and whichever pool is open. For the worker's main thread.
+    """Copies between pages on a CUDA device and the open pool. Called on the worker's main thread.
 
     Making one takes some 20 ms, and a second where the kernels must be compiled; it must be before the first forward.
     Raises `CudaError` or `ValueError` if the pages cannot be copied.
@@ -93,7 +93,7 @@ class DevicePageCopier:
         self._opening = self._thread.submit(self._open, pool, self._abandoned)
 
     def close_pool(self, then: Callable[[], object]) -> None:
-        """Waits for the copies under way, and calls `then` once the pool may be unmapped, from another thread.
+        """Waits for running copies, and calls `then` on another thread once the pool may be unmapped.
 
         Without a pool it calls it at once.
         """
@@ -107,9 +107,9 @@ class DevicePageCopier:
             self._thread.submit(_close, opening, then)
 
     def begin_step(self) -> None:
-        """Has the model's stream wait until the gathers under way have read their pages, which may change after this.
+        """Makes the model's stream wait until running gathers have read their pages, which may change after this.
 
-        Nothing waits where they have been read already. Called once a step, before anything else.
+        Does not wait for gathers that have. Called once a step, before anything else.
         """
         self._reading = [copying for copying in self._reading if not copying.read()]
         if self._reading:
@@ -146,7 +146,7 @@ class DevicePageCopier:
         return copying
 
     def close(self) -> None:
-        """Waits for the copies under way, then for the pool to be let go of. Idempotent."""
+        """Waits for running copies, then for the pool to be unregistered. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -181,13 +181,13 @@ class DevicePageCopier:
         return self._buffered[1]
 
     def _close_buffer(self) -> None:
-        """Lets go of what copies out of the device buffer; nothing of it may be under way."""
+        """Closes the copier of the device buffer; none of its copies may run."""
         if self._buffered:
             self._buffered[1].close()
             self._buffered = None
 
     def _settle(self) -> None:
-        """Waits for the copies under way. If the device has failed, they are over as well."""
+        """Waits for running copies. If the device has failed, they have ended as well."""
         for copying in self._running:
             try:
                 copying.wait()
@@ -224,14 +224,14 @@ class _Open:
 
 
 def populate(pool: Pool, abandoned: threading.Event) -> int:
-    """Takes the pool, and returns how much of it there is: the node uses no more either, once memory has ended.
+    """Populates the pool and returns its usable bytes: fewer than its size if memory is exhausted.
 
-    Raises `PoolNotReady` if that is nothing, or if the pool is unwanted meanwhile.
+    Raises `PoolNotReady` if there are none, or if the pool is closed meanwhile.
     """
     try:
         for start in range(0, pool.size_bytes, POPULATE_BYTES):
             if abandoned.is_set():
-                raise PoolNotReady("it was let go of before")
+                raise PoolNotReady("it was closed before")
             pool.populate(start, start + POPULATE_BYTES, leave_bytes=LEFT_BYTES)
     except ConfigError as error:
         size_bytes = int(error.metadata["populated_bytes"])
@@ -247,7 +247,7 @@ def _close(opening: Future[_Open], then: Callable[[], object]) -> None:
         if opening.exception() is None:
             opening.result().stack.close()
     except CudaError as error:
-        logger.error("cannot let go of the old pool: %s", error)
+        logger.error("cannot unregister the old pool: %s", error)
     finally:
         then()
 

@@ -1,4 +1,4 @@
-"""Copies of one rank, as the worker side sees them, and those of a rank whose pages are in host memory."""
+"""The contract of copies between a rank's pages and the pool, and its implementation for pages in host memory."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ if TYPE_CHECKING:
     from lmkv_client.connector.worker.device_buffer_part import DeviceBufferPart
 
 INLINE_BYTES = 4 << 20
-"""A copy of at most so many bytes takes well below a millisecond: less than handing it to another thread."""
+"""Copies of at most this size run inline: they take less time than starting another thread."""
 PART_BLOCKS = 64
-"""Blocks that a thread fills at the most between looks at its queue."""
+"""Most blocks of one task of the copy thread."""
 
 
 class CopyHandle(Protocol):
-    """Something under way."""
+    """A copy that runs."""
 
     def done(self) -> bool:
-        """Whether it is over. Raises `ValueError` or `RuntimeError` if it failed."""
+        """Whether it has ended. Raises `ValueError` or `RuntimeError` if it failed."""
 
     def wait(self) -> None:
-        """Waits for its end. Raises as `done` does."""
+        """Waits until it has ended. Raises as `done` does."""
 
     @property
     def checksums(self) -> list[int]:
-        """Of a gather that is done: per copy what its words add to its chunk's checksum."""
+        """Of a gather that is done: for each copy what its words add to its chunk's checksum."""
 
 
 class PageCopier(Protocol):
-    """One rank's copies between its pages and whichever pool is open. For the worker's main thread."""
+    """Copies between one rank's pages and the open pool. Called on the worker's main thread."""
 
     def open(self, pool: Pool) -> None:
-        """Takes a pool; it must not be closed before `let_go` says so."""
+        """Uses a pool, which must stay mapped until the callback of `close_pool`."""
 
     def close_pool(self, then: Callable[[], object]) -> None:
-        """Waits for what is under way and calls `then` once the pool may be closed, perhaps from another thread."""
+        """Waits for running copies and calls `then` once the pool may be unmapped, possibly on another thread."""
 
     def begin_step(self) -> None:
-        """Before a step's loads and its forward, both of which change pages."""
+        """Called before a step's loads and its forward pass, both of which change pages."""
 
     def gather(self, copies: Sequence[ChunkCopy]) -> CopyHandle:
         """Begins to copy pages into the pool, as the last forward leaves them.
@@ -61,31 +61,31 @@ class PageCopier(Protocol):
         """
 
     def close(self) -> None:
-        """Waits for what is under way, and lets go of everything. Idempotent."""
+        """Waits for running copies and releases all resources. Idempotent."""
 
 
 class ThreadTask:
-    """What threads of this process do, or have done."""
+    """A copy or a check on threads of this process."""
 
     def __init__(self, futures: Sequence[Future[None]] = (), checksums: Sequence[int] = ()) -> None:
         self._futures = futures
         self.checksums = list(checksums)
 
     def done(self) -> bool:
-        """See `Copying`."""
+        """Implements `CopyHandle`."""
         if not all(future.done() for future in self._futures):
             return False
         self.wait()
         return True
 
     def wait(self) -> None:
-        """See `Copying`."""
+        """Implements `CopyHandle`."""
         for future in self._futures:
             future.result()
 
 
 class HostPageCopier:
-    """See `Copies`. What the forward does not wait for is copied on a thread beside it."""
+    """Copies for pages in host memory. Copies that the forward pass does not wait for run on a thread."""
 
     def __init__(self, pages: Pages, threads: int) -> None:
         self._pages = pages
@@ -94,24 +94,24 @@ class HostPageCopier:
         self._loader = ThreadPoolExecutor(1, "lmkv-load", initializer=use_processors)
 
     def open(self, pool: Pool) -> None:
-        """See `Copies`."""
+        """Implements `PageCopier`."""
         self._pool = pool
 
     def close_pool(self, then: Callable[[], object]) -> None:
-        """See `Copies`."""
+        """Implements `PageCopier`."""
         self._loader.submit(int).result()  # comes after all the others; each takes milliseconds
         self._pool = None
         then()
 
     def begin_step(self) -> None:
-        """See `Copies`. What was gathered is in the pool already."""
+        """Does nothing: gathers are done when they return."""
 
     def gather(self, copies: Sequence[ChunkCopy]) -> CopyHandle:
-        """See `Copies`. Copies now: the pages may change as soon as the step is over."""
+        """Copies before it returns: the pages may change as soon as the step has ended."""
         return ThreadTask(checksums=gather(self._pages, self._opened().buffer, copies, threads=self._threads))
 
     def scatter(self, copies: Sequence[ChunkCopy], *, sync: bool, buffer: DeviceBufferPart | None = None) -> CopyHandle:
-        """See `Copies`. Copies here if that must be, or is quicker than waking up another thread."""
+        """Copies before it returns if `sync`, or if that is faster than starting another thread."""
         pages, memory = (buffer.pages, buffer.bytes) if buffer else (self._pages, self._opened().buffer)
         copies = buffer.shrunk(copies) if buffer else copies
         begin = partial(scatter, pages, memory, threads=self._threads)
@@ -121,7 +121,7 @@ class HostPageCopier:
         return ThreadTask([self._loader.submit(begin, part) for part in split(copies)])
 
     def close(self) -> None:
-        """See `Copies`."""
+        """Implements `PageCopier`."""
         self._loader.shutdown(cancel_futures=True)
 
     def _opened(self) -> Pool:

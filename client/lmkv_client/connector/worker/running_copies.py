@@ -1,4 +1,4 @@
-"""Loads and stores that a worker is at. For `WorkerSide`."""
+"""Loads and stores that run in a worker. Used by `WorkerSide`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lmkv_kernels import ChunkCopy
 logger = init_logger("vllm.lmkv")
 
 COPY_ERRORS = (ValueError, RuntimeError)
-"""What a copy may fail by."""
+"""Errors of a failed copy."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -23,7 +23,7 @@ class RunningLoad:
     """A load in progress."""
 
     sync: bool
-    """Whether the forward of its step needed it; vLLM asks nothing about it afterwards."""
+    """Whether the forward pass of its step needed it; vLLM does not ask for its end."""
     started_at: float
     parts: list[CopyHandle] = field(default_factory=list)
     postponed: list[LoadPlan] = field(default_factory=list)
@@ -35,25 +35,25 @@ class RunningLoad:
     failed: bool = False
 
     def begin(self, act: Callable[[], CopyHandle]) -> None:
-        """Begins a part."""
+        """Starts a part; a failure to start fails the load."""
         try:
             self.parts.append(act())
         except COPY_ERRORS as error:
             self.fail(error)
 
     def over(self) -> bool:
-        """Whether nothing runs and nothing more will come."""
+        """Whether all parts have ended and no further plan will arrive."""
         self.parts = [part for part in self.parts if not self._part_is_over(part)]
         return self.final and not self.parts and not self.postponed
 
     def wait(self) -> None:
-        """Waits for what runs."""
+        """Waits for running parts."""
         for part in self.parts:
             with suppress(*COPY_ERRORS):
                 part.wait()
 
     def fail(self, error: Exception) -> None:
-        """Something of it could not be copied."""
+        """Records that a part of it could not be copied."""
         logger.error("cannot load: %s", error)
         self.failed = True
 

@@ -44,7 +44,7 @@ MAP_WAIT_SECONDS = 0.5
 
 
 class WorkerSide:
-    """One rank's copies."""
+    """The loads and stores of one rank."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class WorkerSide:
         lends_buffer: bool = False,
         nixl_backends: tuple[str, ...] = ("UCX",),
     ) -> None:
-        """`lends`: whether what is handed over shall come into a buffer beside the pages."""
+        """`lends_buffer`: whether handoffs are read into a buffer on the pages' device."""
         self._lends_buffer = lends_buffer
         self._nixl_backends = nixl_backends
         self._buffer_agent: BufferAgent | None = None
@@ -78,13 +78,13 @@ class WorkerSide:
         self._step_is_poisoned = False
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Where the pages are. Raises `ValueError` or `RuntimeError` if they cannot be copied."""
+        """Registers the pages. Raises `ValueError` or `RuntimeError` if they cannot be copied."""
         self._tensors = list(kv_caches.values())  # keeps the memory alive
         self._pages = make_pages(self._tensors, self._spec, first_head=self._share.first_head)
         self._copies = make_copies(self._pages, self._threads)
 
     def load(self, plan: StepPlan) -> None:
-        """Starts the step's loads; a forward that needs them comes after them."""
+        """Starts the step's loads, before the forward pass."""
         self._follow(plan.attachment)
         if self._copies:
             self._copies.begin_step()
@@ -107,7 +107,7 @@ class WorkerSide:
                 self._step_is_poisoned |= running.failed or bool(running.failed_blocks)
 
     def store(self, plan: StepPlan) -> None:
-        """Copies what the step has completed into the pool, before its pages can change."""
+        """Copies completed chunks into the pool, before their pages can change."""
         if not plan.stores:
             return
         if self._pool is None or self._copies is None or self._step_is_poisoned:
@@ -128,7 +128,7 @@ class WorkerSide:
         self._storing.append(RunningStore(copies=plan.stores, copying=copying, started_at=started))
 
     def take_finished(self) -> set[str]:
-        """Requests whose asynchronous loads have ended since the last call, well or not."""
+        """Requests whose asynchronous loads have ended since the last call, successful or not."""
         self._take_pool()
         for request_id, running in list(self._running.items()):
             if running.over():
@@ -139,24 +139,24 @@ class WorkerSide:
         return finished
 
     def take_failed_blocks(self) -> set[int]:
-        """Pages that loads were to fill and did not."""
+        """Pages that failed loads did not fill."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def take_report(self) -> WorkerReport | None:
-        """What was copied since the last call."""
+        """The report of copies since the last call; None if there are none."""
         self._storing = [storing for storing in self._storing if not self._stored(storing)]
         report, self._report = self._report, None
         return report
 
     def close(self) -> None:
-        """Waits for running copies, then lets go of the pool."""
+        """Waits for running copies, then unmaps the pool."""
         self._checker.shutdown(cancel_futures=True)
         mapping, self._mapping = self._mapping, None
         if mapping:
             mapping.close()
         if self._copies:
-            self._let_go()
+            self._detach_pool()
             self._copies.close()
 
     def _begin(self, running: RunningLoad, load: LoadPlan) -> None:
@@ -184,7 +184,7 @@ class WorkerSide:
         return self._copies.scatter(load.buffered, sync=load.sync, buffer=buffer)
 
     def _stored(self, storing: RunningStore) -> bool:
-        """Whether a store is over; then it is in the report."""
+        """Adds a store to the report if it has ended; whether it has."""
         try:
             if not storing.copying.done():
                 return False
@@ -202,7 +202,7 @@ class WorkerSide:
         self._reporting().skipped.update(copy.offset for copy in copies)
 
     def _finish(self, request_id: str, running: RunningLoad) -> None:
-        """Reports a load that is over."""
+        """Adds a load that has ended to the report."""
         del self._running[request_id]
         self._failed_blocks.update(running.failed_blocks)
         if running.failed:
@@ -220,13 +220,13 @@ class WorkerSide:
         return self._report
 
     def _follow(self, attachment: Attachment | None) -> None:
-        """Maps the pool that the plan speaks of. The old one is let go of only when nothing is being copied from it."""
+        """Maps the pool of the plan. The old one is unmapped when nothing is being copied from it."""
         if attachment is not None and attachment != self._attachment:
             if self._mapping:
                 self._mapping.close()
                 self._mapping = None
                 self._begin_postponed()  # they fail: their pool will not be mapped
-            self._let_go()
+            self._detach_pool()
             self._attachment = attachment
             self._storing.clear()
             self._report = None  # of the old attachment: void
@@ -254,14 +254,14 @@ class WorkerSide:
                 self._begin(running, load)
 
     def _lend(self, attachment: Attachment) -> BufferAgent:
-        from lmkv_client.connector.worker.buffer_agent import BufferAgent  # who lends nothing needs no NIXL
+        from lmkv_client.connector.worker.buffer_agent import BufferAgent  # NIXL is needed only here
 
         return BufferAgent(
             attachment, self._rank, self._pages, sums=self._share.is_writer, nixl_backends=self._nixl_backends
         )
 
-    def _let_go(self) -> None:
-        """Unmaps the pool, and takes the device buffer back, once nothing is being copied."""
+    def _detach_pool(self) -> None:
+        """Ends the device buffer and unmaps the pool once nothing is being copied."""
         for running in self._running.values():
             running.wait()
         agent, self._buffer_agent = self._buffer_agent, None
@@ -273,7 +273,7 @@ class WorkerSide:
 
 
 def make_copies(pages: Pages, threads: int) -> PageCopier:
-    """Copies for pages where they are. Raises `RuntimeError` if they cannot be made there."""
+    """The copier for the device of the pages. Raises `RuntimeError` if there is none."""
     if pages.device == "cpu":
         return HostPageCopier(pages, threads)
     from lmkv_client.connector.worker.device_copier import DevicePageCopier
@@ -282,7 +282,7 @@ def make_copies(pages: Pages, threads: int) -> PageCopier:
 
 
 def verify(pool: AttachedPool | None, checks: Sequence[ExtentChecksum]) -> None:
-    """Compares extents with their checksums. Raises `ValueError` if one is not what it should be."""
+    """Compares extents with their checksums. Raises `ValueError` if one differs."""
     if pool is None:
         raise ValueError("the pool is not mapped")
     for one in checks:

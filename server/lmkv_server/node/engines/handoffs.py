@@ -1,4 +1,4 @@
-"""The handoffs that one engine gives away, as its stream asks for them. Used by `EngineStream`."""
+"""The handoffs that one engine sends, as its stream requests them. Used by `EngineStream`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lmkv_server.node.handoff.senders import Senders
 
 
 class EngineHandoffs:
-    """One engine's handoffs. They end with its stream: nobody computes their chunks any more."""
+    """One engine's handoffs. They end with its stream: no engine computes their chunks any more."""
 
     def __init__(
         self,

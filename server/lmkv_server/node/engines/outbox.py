@@ -1,4 +1,4 @@
-"""The messages that wait to be sent to one engine. Used by `EngineStream`."""
+"""Answers to one engine, until its stream sends them. Used by `EngineStream`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ MERGED_BYTES = rpc.MAX_MESSAGE_BYTES // 2
 """Answers are merged into messages of at most this size."""
 
 MAX_COUNT = 2**31 - 1
-"""Largest count that a message can carry; whoever asks for more must not break the answer."""
+"""Largest count that a message can carry; a request for more must not break the answer."""
 
 
 class Outbox:
-    """Answers to one engine, merged until its stream takes them: a busy stream sends fewer, larger messages."""
+    """A queue that merges answers until the stream takes them: a busy stream sends fewer, larger messages."""
 
     def __init__(self) -> None:
         self._pending: deque[pb.AttachResponse] = deque()
@@ -25,7 +25,7 @@ class Outbox:
         self._ended = False
 
     def put(self, part: pb.AttachResponse) -> None:
-        """Adds answers to the last message that waits, as far as its size allows."""
+        """Adds answers to the last message that waits if its size allows, else to a new one."""
         size_bytes = part.ByteSize()
         if not self._pending or self._last_bytes + size_bytes > MERGED_BYTES:
             self._pending.append(pb.AttachResponse())
@@ -40,12 +40,12 @@ class Outbox:
         self._filled.set()
 
     def end(self) -> None:
-        """Nothing more will be said."""
+        """Ends the queue: `take` returns None once it is empty."""
         self._ended = True
         self._filled.set()
 
     async def take(self) -> pb.AttachResponse | None:
-        """The next message, as soon as there is anything to say; None at the end."""
+        """Waits for the next message; None at the end."""
         await self._filled.wait()
         if not self._pending:
             return None

@@ -1,0 +1,79 @@
+"""Makes the state of a request from vLLM's request: the keys of its chunks and its part in a handoff."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from lmkv.config import ConnectorConfig
+from lmkv.errors import LmkvError
+from lmkv.keys import KeyChain, as_tokens, root_key
+from lmkv.spec import KvSpec
+from lmkv.telemetry.spans import TRACEPARENT
+from lmkv.v1 import engine_service_pb2 as pb
+from lmkv_client.connector.identity import lora_identity
+from lmkv_client.connector.scheduler.handoff import HandoffParams
+from lmkv_client.connector.scheduler.multimodal import multimodal_extras
+from lmkv_client.connector.scheduler.request_state import RequestState
+from lmkv_client.connector.served_names import ServedNames
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.lmkv")
+
+
+class RequestBuilder:
+    """Makes request states; announces LoRA adapters to the node with their first request."""
+
+    def __init__(
+        self, config: ConnectorConfig, spec: KvSpec, served: ServedNames, send: Callable[[pb.AttachRequest], None]
+    ) -> None:
+        self._config = config
+        self._spec = spec
+        self._served = served
+        self._send = send
+
+    def build(self, request: Request, handoff: HandoffParams | None) -> RequestState | None:
+        """The state of a new request; None if it cannot be cached."""
+        if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
+            return None
+        try:
+            return self._build(request, handoff)
+        except (LmkvError, OSError, ValueError) as error:  # the folder of an adapter may vanish
+            logger.warning("[%s] not cached: %s", request.request_id, error)
+            return None
+
+    def _build(self, request: Request, handoff: HandoffParams | None) -> RequestState:
+        root = root_key(
+            self._spec.fingerprint,
+            cache_salt=request.cache_salt or "",
+            lora=self._lora_identity(request),
+            secret=self._config.cluster_secret.encode(),
+        )
+        chain = KeyChain(root, self._spec.chunk_size, multimodal_extras(request.mm_features, self._spec.chunk_size))
+        config, tokens = self._config, as_tokens(request.prompt_token_ids)
+        handed_count = handoff.prompt_token_count or 0 if handoff else 0
+        return RequestState(
+            request.request_id,
+            tokens[:handed_count] if handed_count else tokens,
+            request.all_token_ids,
+            chain,
+            partial=config.save_partial_chunks,
+            traceparent=(request.trace_headers or {}).get(TRACEPARENT, ""),
+            handoff_id=handoff.request_id if handoff and handed_count else "",
+            load_timeout=config.pd_load_timeout if handed_count else config.load_timeout,
+            may_store=config.local_cpu or (handoff is not None and handoff.prompt_token_count != 0),
+        )
+
+    def _lora_identity(self, request: Request) -> str:
+        """The part of chunk keys for the request's LoRA adapter; empty without one."""
+        if request.lora_request is None:
+            return ""
+        identity = lora_identity(request.lora_request)
+        model = self._served.use(request.lora_request.lora_name, identity)
+        if model is not None:
+            self._send(pb.AttachRequest(served_models=[model]))
+        return identity
