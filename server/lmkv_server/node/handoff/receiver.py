@@ -40,7 +40,7 @@ ANNOUNCE_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReceiverStats:
-    """What handoffs to this node have brought since the start."""
+    """What handoffs to this node have transferred since the start."""
 
     chunk_count: int = 0
     """Chunks that were read, verified and committed."""

@@ -170,11 +170,11 @@ class Handoff:
         """Aborts the handoff: its device buffer is closed. Only the chunks in the node's tier stay held."""
         self._has_destination = False
         self.end(HandoffState.ABORTED)
-        gone = [chunk for chunk in self._chunks if chunk.tier is self.destination]
+        lost = [chunk for chunk in self._chunks if chunk.tier is self.destination]
         self._chunks = [chunk for chunk in self._chunks if chunk.tier is not self.destination]
-        tier.unhold(gone)
+        tier.unhold(lost)
         self._committed_bytes = 0
-        if gone:
+        if lost:
             self.state = HandoffState.ABORTED
 
     def end(self, state: HandoffState) -> None:

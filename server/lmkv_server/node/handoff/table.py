@@ -7,7 +7,8 @@ has ended and is not claimed by a request is abandoned `abandon_seconds` after t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from lmkv.errors import BadMessage, Full, GrantNotFound, NoFreeExtents, RequestTooLarge
 from lmkv.keys import ChunkKey
@@ -25,6 +26,18 @@ MAX_NAME = 256
 RETRY_SECONDS = 0.05
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HandoffTableStats:
+    """Handoffs to this node since the start."""
+
+    ended_counts: Mapping[HandoffState, int]
+    """Handoffs that were closed, by their last state."""
+    abandoned_count: int
+    """Those of them that no request of the decode claimed."""
+    refused_count: int
+    """Handoffs that were refused for lack of room."""
+
+
 class HandoffTable:
     """The table. Each handoff has its own holds and reservations, which end with it."""
 
@@ -32,16 +45,9 @@ class HandoffTable:
         self, tier: HostTier, *, buffer_bytes: int, timeout_seconds: float = 5.0, abandon_seconds: float = 60.0
     ) -> None:
         """`buffer_bytes` limits the bytes of the tier that all handoffs together reserve, or have received."""
-        self.ended_counts: dict[HandoffState, int] = {
-            HandoffState.COMMITTED: 0,
-            HandoffState.ABORTED: 0,
-            HandoffState.EXPIRED: 0,
-        }
-        """Handoffs closed since the start, by their last state."""
-        self.abandoned_count = 0
-        """Those of them that no request of the decode claimed."""
-        self.refused_count = 0
-        """Handoffs that were refused for lack of room."""
+        self._ended_counts = dict.fromkeys((HandoffState.COMMITTED, HandoffState.ABORTED, HandoffState.EXPIRED), 0)
+        self._abandoned_count = 0
+        self._refused_count = 0
         self.timeout_seconds = timeout_seconds
         self.buffer_bytes = buffer_bytes
         self._abandon_seconds = abandon_seconds
@@ -56,6 +62,14 @@ class HandoffTable:
 
     def __iter__(self) -> Iterator[Handoff]:
         return iter(self._by_grant.values())
+
+    def stats(self) -> HandoffTableStats:
+        """The counters as they are now."""
+        return HandoffTableStats(
+            ended_counts=dict(self._ended_counts),
+            abandoned_count=self._abandoned_count,
+            refused_count=self._refused_count,
+        )
 
     @property
     def used_bytes(self) -> int:
@@ -114,17 +128,17 @@ class HandoffTable:
                 return handoff
         wanted = sum(last.size_bytes_of(index) for index, key in enumerate(last.keys) if not self._tier.get(key))
         if wanted > self.buffer_bytes:
-            self.refused_count += 1
+            self._refused_count += 1
             raise RequestTooLarge(
                 f"the prompt takes {format_bytes(wanted)}, the buffer has {format_bytes(self.buffer_bytes)}; "
                 "raise pd_buffer_size at the decode",
                 size_bytes=wanted,
             )
         if len(self) >= MAX_HANDOFFS:
-            self.refused_count += 1
+            self._refused_count += 1
             raise Full(f"{MAX_HANDOFFS} handoffs are running", retry_seconds=RETRY_SECONDS)
         if self.used_bytes + wanted > self.buffer_bytes or not last.allocate(self._tier):
-            self.refused_count += 1
+            self._refused_count += 1
             raise NoFreeExtents(
                 f"{format_bytes(wanted)} are needed, {format_bytes(self.used_bytes)} of "
                 f"{format_bytes(self.buffer_bytes)} are in use",
@@ -210,7 +224,7 @@ class HandoffTable:
                 self.renew(handoff, now)
                 expired.append(handoff)
             elif not self._is_claimed(handoff):
-                self.abandoned_count += 1
+                self._abandoned_count += 1
                 self._close(handoff)
         return expired
 
@@ -235,7 +249,7 @@ class HandoffTable:
 
     def _close(self, handoff: Handoff) -> None:
         handoff.close(self._tier)
-        self.ended_counts[handoff.state] += 1
+        self._ended_counts[handoff.state] += 1
         del self._by_grant[handoff.grant_id], self._by_request[handoff.request_id]
         self._remember(handoff.request_id)
 

@@ -159,7 +159,7 @@ class NodeMetrics(Collector):
     def _handing(self, side: PeerServer) -> Iterator[Metric]:
         """Both sides of handoffs from prefill to decode."""
         receiver, handoffs = side.receiver, side.receiver.handoffs
-        sent, received = side.senders.stats(), receiver.stats()
+        sent, received, admitted = side.senders.stats(), receiver.stats(), handoffs.stats()
         yield _gauge("handoffs_sending", "Handoffs that engines here give away now.", len(side.senders))
         yield _counter("handoffs_sent", "Handoffs given away whole.", sent.done_count)
         yield _counter(
@@ -176,11 +176,11 @@ class NodeMetrics(Collector):
         )
         yield _gauge("device_buffer_used_bytes", "Bytes of it that are in use.", receiver.buffers.used_bytes)
         ended = CounterMetricFamily(f"{PREFIX}handoffs_received", "Handoffs that are over, by end.", labels=["end"])
-        for state, count in handoffs.ended_counts.items():
+        for state, count in admitted.ended_counts.items():
             ended.add_metric([state.value], count)
         yield ended
-        yield _counter("handoffs_abandoned", "Those of them that no request came for.", handoffs.abandoned_count)
-        yield _counter("handoffs_refused", "Handoffs that there was no room for.", handoffs.refused_count)
+        yield _counter("handoffs_abandoned", "Those of them that no request came for.", admitted.abandoned_count)
+        yield _counter("handoffs_refused", "Handoffs that there was no room for.", admitted.refused_count)
 
     def _order_metrics(self) -> Iterator[Metric]:
         orders = self._orders.stats()

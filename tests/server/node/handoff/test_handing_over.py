@@ -193,7 +193,7 @@ async def test_a_full_buffer_is_waited_for_and_then_used(prefill: Parts, decode:
     first = prefill.hand("first", decode.instance_id, keys_of(16))
     await until(lambda: state_of(decode, "first") is HandoffState.ALLOCATED)
     second = prefill.hand("second", decode.instance_id, keys_of(24)[16:])
-    await until(lambda: decode.receiver.handoffs.refused_count > 1)
+    await until(lambda: decode.receiver.handoffs.stats().refused_count > 1)
     assert not second.done()
     prefill.senders.end("first")
     await first
@@ -207,7 +207,7 @@ async def test_a_full_buffer_is_given_up_when_the_request_ends(prefill: Parts, d
     first = prefill.hand("first", decode.instance_id, keys_of(16))
     await until(lambda: state_of(decode, "first") is HandoffState.ALLOCATED)
     second = prefill.hand("second", decode.instance_id, keys_of(24)[16:])
-    await until(lambda: decode.receiver.handoffs.refused_count > 0)
+    await until(lambda: decode.receiver.handoffs.stats().refused_count > 0)
     prefill.senders.end("second")
     assert isinstance((await second).error, NoFreeExtents)
     prefill.senders.end("first")

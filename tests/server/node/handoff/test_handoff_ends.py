@@ -35,7 +35,7 @@ async def test_a_refused_handoff_is_known_to_the_decode_at_once(
     first = prefill.hand("first", "decode", keys_of(16))
     await until(lambda: state_of(decode, "first") is HandoffState.ALLOCATED)
     second = prefill.hand("second", "decode", keys_of(24)[16:])
-    await until(lambda: decode.receiver.handoffs.refused_count > 0)
+    await until(lambda: decode.receiver.handoffs.stats().refused_count > 0)
     waiting = asyncio.create_task(follow(decode, "second", keys_of(24)[16:], seconds=FOREVER))
     prefill.senders.end("second")
     assert isinstance((await second).error, NoFreeExtents)
@@ -70,7 +70,7 @@ async def test_a_handoff_that_is_dropped_leaves_nothing_however_far_it_was(
     engine.drop(engine_pb.DropHandoff(request_id="r", decode_instance_id="decode"))
     await until(lambda: len(decode.receiver.handoffs) == 0)
     decode.check_nothing_left()
-    assert decode.receiver.handoffs.abandoned_count == 0
+    assert decode.receiver.handoffs.stats().abandoned_count == 0
     assert decode.receiver.promised("r", 0, 8) == (0, "")
     assert len(decode.tier.find(KEYS[:arrived])) == arrived, "what came stays as any other chunk"
 
@@ -164,7 +164,7 @@ async def test_a_silent_prefill_expires_and_one_at_work_does_not() -> None:
             assert taken.keys() == KEYS[:1]
             taken.let_go()
             await until(lambda: len(decode.receiver.handoffs) == 0)
-            assert decode.receiver.handoffs.abandoned_count == 1
+            assert decode.receiver.handoffs.stats().abandoned_count == 1
             prefill.signal(signal.SIGCONT)  # its late word is harmless
             await until(lambda: prefill.ask("sending") == 0)
         decode.check_nothing_left()

@@ -161,7 +161,7 @@ def test_a_prompt_that_no_decode_comes_for_is_let_go() -> None:
     take(tier, handoff, 0, 1)
     handoffs.renew(handoff, 1.0)
     handoffs.expire(1.0 + ABANDON)
-    assert handoffs.abandoned_count == 1
+    assert handoffs.stats().abandoned_count == 1
     assert_nothing_is_left(tier, handoffs)
 
 
