@@ -49,3 +49,8 @@ def admit(tier: HostTier, spec: KvSpec, number: int) -> Chunk:
     )
     assert chunk is not None
     return chunk
+
+
+def clear(tier: HostTier, fingerprint: bytes) -> int:
+    """Drops every chunk of one spec that is not pinned, as `TierStack.clear` does; their number."""
+    return tier.drop([chunk.key for chunk in tier if chunk.fingerprint == fingerprint and not chunk.pins])

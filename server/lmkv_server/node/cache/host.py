@@ -238,10 +238,6 @@ class HostTier:
             self._forget(chunk)
         return len(chunks)
 
-    def clear(self, fingerprint: bytes) -> int:
-        """Forgets every chunk of one spec that is not pinned; their count."""
-        return self.drop([chunk.key for chunk in self if chunk.fingerprint == fingerprint and not chunk.pins])
-
     def _forget(self, chunk: Chunk) -> None:
         """Ends the chunk, which is out of the queue."""
         del self._chunks[chunk.key]

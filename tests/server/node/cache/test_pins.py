@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from lmkv.errors import BadMessage, BadSelection, ChunkNotFound, Full
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.pins import MAX_ID_BYTES, MAX_PINS, MAX_TTL_SECONDS, Pins
-from tests.server.node.cases import admit, chunk_key, chunk_keys, small_spec
+from tests.server.node.cases import admit, chunk_key, chunk_keys, clear, small_spec
 
 SPEC = small_spec()
 CHUNKS = 6
@@ -75,7 +75,7 @@ class AgainstModel(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         count = len(self.here() - self.kept())
-        assert self.tier.clear(SPEC.fingerprint) == count
+        assert clear(self.tier, SPEC.fingerprint) == count
         assert self.here() == self.kept()
 
     @invariant()
@@ -117,9 +117,9 @@ def test_a_chunk_with_two_pins_stays_until_both_have_ended() -> None:
     pins.pin("p", chunk_keys(0), 0.0, 10)
     pins.pin("q", chunk_keys(0), 0.0, 20)
     assert len(pins.expire(10.0)) == 1
-    assert tier.clear(SPEC.fingerprint) == 3
+    assert clear(tier, SPEC.fingerprint) == 3
     assert pins.unpin("q")
-    assert tier.clear(SPEC.fingerprint) == 1
+    assert clear(tier, SPEC.fingerprint) == 1
     assert (pins.expired_count, pins.unpinned_count) == (1, 1)
 
 

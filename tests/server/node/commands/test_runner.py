@@ -20,7 +20,7 @@ from lmkv_server.node.fleet.context import FleetContext
 from lmkv_server.node.fleet.membership import FleetMembership
 from lmkv_server.node.sessions.sessions import EngineSessions
 from tests.server.node import fleet_parts
-from tests.server.node.cases import chunk_keys
+from tests.server.node.cases import chunk_keys, clear
 from tests.server.node.commands.order_parts import (
     GIVER,
     KEYS,
@@ -174,7 +174,7 @@ async def test_whatever_happens_meanwhile_no_outcome_claims_what_is_not_here(own
                     if reserved := reader.tier.reserve(SMALL.chunk_bytes):
                         reader.tier.give_back(reserved.offset)
                 case "reset":
-                    reader.tier.clear(SMALL.fingerprint)
+                    clear(reader.tier, SMALL.fingerprint)
                 case "lose":
                     lost = owner.tier.get(some[0])
                     owner.tier.drop([some[0]]) if lost else owner.put(some[0])
