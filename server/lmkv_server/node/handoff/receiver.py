@@ -22,12 +22,12 @@ from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.fetch.pipeline import TransferPipeline
 from lmkv_server.node.handoff.device_buffers import DeviceBuffers
-from lmkv_server.node.handoff.directory import Directory
 from lmkv_server.node.handoff.state import Handoff, HandoffSource, HandoffState
 from lmkv_server.node.handoff.table import HandoffTable
 from lmkv_server.node.handoff.transfer import READ_SECONDS, HandoffTransfer
 from lmkv_server.node.peers.connection import PeerConnection
 from lmkv_server.node.peers.connection_pool import PeerConnectionPool
+from lmkv_server.node.peers.directory import InstanceDirectory
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.progress import Progress
 
@@ -59,7 +59,7 @@ class Receiver:
         pipeline: TransferPipeline,
         connections: PeerConnectionPool,
         engines: EngineSessions,
-        directory: Directory,
+        directory: InstanceDirectory,
         instance_id: str,
     ) -> None:
         """`directory` finds the prefills' nodes; `instance_id` is this node's."""

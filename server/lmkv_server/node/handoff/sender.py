@@ -20,9 +20,9 @@ from lmkv.keys import ChunkKey, join_keys
 from lmkv.spec import KvSpec
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv_server.node.cache.host import Chunk, HostTier
-from lmkv_server.node.handoff.directory import Directory
 from lmkv_server.node.peers.connection import PeerConnection
 from lmkv_server.node.peers.connection_pool import PeerConnectionPool
+from lmkv_server.node.peers.directory import InstanceDirectory
 from lmkv_server.node.sessions.extents import extent
 
 ANSWER_SECONDS = 10.0
@@ -57,7 +57,7 @@ class SenderContext:
     epoch: int
     tier: HostTier
     connections: PeerConnectionPool
-    directory: Directory
+    directory: InstanceDirectory
     grant_reads: Callable[[str, Sequence[Chunk]], AbstractContextManager[str]]
     """Permits a peer, by its name, to read chunks here; yields the id of the grant."""
     inspect: Callable[[Sequence[Chunk], str], None]

@@ -22,12 +22,12 @@ from lmkv_kernels import summed_copy
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.fetch.fetcher import PeerFetcher
 from lmkv_server.node.fetch.pipeline import TransferPipeline
-from lmkv_server.node.handoff.directory import Directory
 from lmkv_server.node.handoff.receiver import Receiver
 from lmkv_server.node.handoff.sender import SenderContext
 from lmkv_server.node.handoff.senders import MAX_SENDERS, Senders
 from lmkv_server.node.handoff.table import HandoffTable
 from lmkv_server.node.peers.connection_pool import PeerConnectionPool
+from lmkv_server.node.peers.directory import InstanceDirectory
 from lmkv_server.node.port_owner import describe_port
 from lmkv_server.node.serving.inspector import Inspector
 from lmkv_server.node.serving.service import PeerService
@@ -73,7 +73,7 @@ class PeerServer:
                 options=config.transfer_options,
             ),
         )
-        self.directory = Directory(config.runtime_path)
+        self.directory = InstanceDirectory(config.runtime_path)
         """Finds the other nodes of the fleet; `locate` is set when there are coordinators to ask."""
         self.inspector = Inspector(tier, pool)
         self.connections = PeerConnectionPool(

@@ -22,8 +22,8 @@ from lmkv.errors import (
     Unreachable,
 )
 from lmkv.v1.cache_service_pb2 import Holder
-from lmkv_server.node.handoff.directory import Directory
 from lmkv_server.node.handoff.state import HandoffState
+from lmkv_server.node.peers.directory import InstanceDirectory
 from tests.server.node.handoff_parts import finish, follow, state_of
 from tests.server.node.peer_parts import LARGE, RUNTIME_DIR, SMALL, Parts, Remote, keys_of
 from tests.waiting import until
@@ -269,7 +269,7 @@ async def test_registrations_are_asked_for_once_and_used_while_no_coordinator_an
             raise answer
         return answer
 
-    directory = Directory(tmp_path, locate)
+    directory = InstanceDirectory(tmp_path, locate)
     for _ in range(3):
         assert (await directory.find("far")).peer_address == "10.0.0.9:1"
     assert asked == ["far"]

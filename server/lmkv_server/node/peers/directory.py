@@ -1,4 +1,4 @@
-"""Finds the node of an instance. For both sides of handoffs.
+"""Finds the node of an instance, on this host or at a coordinator.
 
 An instance is found if its node runs on this host under the same user and `runtime_dir`, or if it is registered at a
 coordinator. Requests do not name addresses: a node connects, and sends its token, only to nodes that are found here.
@@ -38,7 +38,7 @@ async def _no_coordinator(_: str) -> Holder | None:
     return None
 
 
-class Directory:
+class InstanceDirectory:
     """Finds instances. `publish` makes this node findable on its host until it ends."""
 
     def __init__(self, runtime_path: Path, locate: Locate = _no_coordinator) -> None:
