@@ -46,7 +46,7 @@ NO_DEVICE = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gpu:
+class MeasuredGpu:
     """Where it is measured."""
 
     device: Device
@@ -56,7 +56,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class GpuLayout:
     """A KV cache of `bfloat16`, and the order of dimensions in memory."""
 
     name: str
@@ -79,13 +79,15 @@ class Layout:
 
 
 LAYOUTS = (
-    Layout(name="lbhnc", order=(0, 1, 2, 3)),
-    Layout(name="lbnhc", order=(0, 1, 3, 2)),
-    Layout(name="lhbnc", order=(0, 2, 1, 3)),
-    Layout(name="blhnc", order=(1, 0, 2, 3)),
-    Layout(name="blnhc", order=(1, 0, 3, 2)),
-    Layout(name="bhlnc", order=(1, 2, 0, 3)),
-    Layout(name="latent", order=(0, 1, 2, 3), layer_count=57, head_count=1, content=576, part_count=1, block_size=64),
+    GpuLayout(name="lbhnc", order=(0, 1, 2, 3)),
+    GpuLayout(name="lbnhc", order=(0, 1, 3, 2)),
+    GpuLayout(name="lhbnc", order=(0, 2, 1, 3)),
+    GpuLayout(name="blhnc", order=(1, 0, 2, 3)),
+    GpuLayout(name="blnhc", order=(1, 0, 3, 2)),
+    GpuLayout(name="bhlnc", order=(1, 2, 0, 3)),
+    GpuLayout(
+        name="latent", order=(0, 1, 2, 3), layer_count=57, head_count=1, content=576, part_count=1, block_size=64
+    ),
 )
 """vLLM's layouts of pages, and MLA; 64 KiB a token in all of them."""
 
@@ -93,7 +95,7 @@ LAYOUTS = (
 class Timer:
     """Measures by the device's own clock, on a stream that copies are made to wait for and to hold."""
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: MeasuredGpu) -> None:
         self._driver = gpu.device.driver
         self.stream = CudaStream(self._driver)
 
@@ -119,7 +121,7 @@ class Timer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OnDevice:
+class DevicePool:
     """Device memory in the pool's place: what a copier does where the bus is not the limit."""
 
     memory: DeviceMemory
@@ -143,12 +145,12 @@ def measure(run: BenchmarkRun) -> None:
     run.report.settings["gpu"] = device.name
     run.say(f"{device.name}: compiling for sm_{device.architecture}")
     with closing(device):
-        gpu = Gpu(device=device, program=Program.load(device), memory="cuda:0")
+        gpu = MeasuredGpu(device=device, program=Program.load(device), memory="cuda:0")
         with device.current(), closing(gpu.program):
             measure_on(run, gpu, QUICK_TOKENS if run.quick else TOKENS)
 
 
-def measure_on(run: BenchmarkRun, gpu: Gpu, token_count: int, layouts: Sequence[Layout] = LAYOUTS) -> None:
+def measure_on(run: BenchmarkRun, gpu: MeasuredGpu, token_count: int, layouts: Sequence[GpuLayout] = LAYOUTS) -> None:
     """Adds rows, with the device current."""
     for layout in layouts:
         run.say(f"{layout.name}: within the device")
@@ -157,13 +159,13 @@ def measure_on(run: BenchmarkRun, gpu: Gpu, token_count: int, layouts: Sequence[
     _measure_across(run, gpu, layouts[0], token_count)
 
 
-def _measure_within(run: BenchmarkRun, gpu: Gpu, layout: Layout, token_count: int) -> None:
+def _measure_within(run: BenchmarkRun, gpu: MeasuredGpu, layout: GpuLayout, token_count: int) -> None:
     """Gather and scatter between pages and device memory, against one copy of as many bytes on the device."""
     _tensors, pages, copies, size = _case(gpu, layout, token_count)
     blocks = BLOCKS_PER_PROCESSOR * gpu.device.processor_count
     direct = CopyPaths(gather=CopyPath.DIRECT, scatter=CopyPath.DIRECT)
     with _memory(gpu, size) as chunks, _memory(gpu, size) as other:
-        pool = OnDevice(memory=chunks)
+        pool = DevicePool(memory=chunks)
         copier = Copier(gpu.device, gpu.program, pages, pool, paths=direct, direct_blocks=blocks)
         timer = Timer(gpu)
         with closing(copier), closing(timer.stream):
@@ -185,7 +187,7 @@ def _measure_within(run: BenchmarkRun, gpu: Gpu, layout: Layout, token_count: in
     )
 
 
-def _measure_across(run: BenchmarkRun, gpu: Gpu, layout: Layout, token_count: int) -> None:
+def _measure_across(run: BenchmarkRun, gpu: MeasuredGpu, layout: GpuLayout, token_count: int) -> None:
     """Stores and loads both ways, against one copy of as many bytes between the device and pinned memory."""
     _tensors, pages, copies, size = _case(gpu, layout, token_count)
     with closing(PinnedMemory(gpu.device.driver, size)) as pool, _memory(gpu, size) as other:
@@ -233,7 +235,9 @@ def _measure_way(
     )
 
 
-def _case(gpu: Gpu, layout: Layout, token_count: int) -> tuple[list[torch.Tensor], Pages, list[ChunkCopy], int]:
+def _case(
+    gpu: MeasuredGpu, layout: GpuLayout, token_count: int
+) -> tuple[list[torch.Tensor], Pages, list[ChunkCopy], int]:
     """Pages, copies of all their tokens in blocks that lie apart, and the bytes of these."""
     tensors, pages = layout.pages(token_count, gpu.memory)
     pages = dataclasses.replace(pages, device="cuda:0")
@@ -242,7 +246,7 @@ def _case(gpu: Gpu, layout: Layout, token_count: int) -> tuple[list[torch.Tensor
 
 
 @contextmanager
-def _memory(gpu: Gpu, size_bytes: int) -> Iterator[DeviceMemory]:
+def _memory(gpu: MeasuredGpu, size_bytes: int) -> Iterator[DeviceMemory]:
     memory = DeviceMemory(gpu.device.driver, size_bytes)
     try:
         yield memory

@@ -30,7 +30,7 @@ from lmkv.v1 import engine_service_pb2_grpc
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv_client.demo.cluster import CoordinatorProcess
-from lmkv_client.demo.nodes import NodeProcesses
+from tests.support.nodes import NodeProcesses
 
 if TYPE_CHECKING:
     from lmkv_client.connector.messages import Attachment

@@ -20,8 +20,8 @@ from benchmarks.support.command import BenchmarkRun
 from lmkv.errors import LmkvError
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.engine import EngineProcess
-from lmkv_client.demo.plain_nixl import plain_nixl
 from lmkv_client.demo.process import ServerProcess, free_port
+from tests.support.plain_nixl import plain_nixl
 
 ROOT = Path(__file__).parents[2]
 STORE_SECONDS = 30.0

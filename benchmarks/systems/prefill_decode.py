@@ -25,9 +25,9 @@ from lmkv.errors import LmkvError, Unreachable
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.completion import CompletionToken
 from lmkv_client.demo.engine import EngineProcess
-from lmkv_client.demo.plain_nixl import plain_nixl
 from lmkv_client.demo.process import ServerProcess, free_port, session_pids
-from lmkv_client.demo.proxy import ProxyProcess
+from tests.support.plain_nixl import plain_nixl
+from tests.support.proxy import ProxyProcess
 
 STEP_TOKENS = 2048
 """Most tokens that an engine computes in one step. Longer prompts take several, and can be handed over meanwhile."""

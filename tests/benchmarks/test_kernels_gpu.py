@@ -30,7 +30,7 @@ def test_every_row_is_measured_and_explained(tmp_path: Path) -> None:
     run = BenchmarkRun(args=Namespace(), report=report, folder=tmp_path, logs=tmp_path)
     layouts = [dataclasses.replace(layout, layer_count=1, content=16) for layout in kernels_gpu.LAYOUTS]
     with emulated_device() as (device, program), device.current():
-        gpu = kernels_gpu.Gpu(device=device, program=program, memory="cpu")
+        gpu = kernels_gpu.MeasuredGpu(device=device, program=program, memory="cpu")
         kernels_gpu.measure_on(run, gpu, kernels_gpu.CHUNK_SIZE, layouts)
     assert len(report.rows) == 3 * len(layouts) + 6
     for row in report.rows:

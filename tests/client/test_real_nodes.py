@@ -15,11 +15,11 @@ import pytest
 from lmkv.keys import as_tokens, chunk_keys, root_key
 from lmkv_client import Coordinator
 from lmkv_client.demo import cluster
-from lmkv_client.demo.nodes import NodeProcesses
 from lmkv_kernels import checksum
 from tests.client.conftest import RunCommand
 from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient
+from tests.support.nodes import NodeProcesses
 
 SPEC = small_spec()
 CHUNK_COUNT = 5

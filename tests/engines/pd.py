@@ -21,8 +21,8 @@ from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.completion import Completion
 from lmkv_client.demo.endpoint import Endpoint
 from lmkv_client.demo.process import free_port
-from lmkv_client.demo.proxy import ProxyProcess
 from tests.engines.faults import eventually, kill, state, thaw
+from tests.support.proxy import ProxyProcess
 
 CHUNK_TOKENS = 256
 CHUNK_BYTES = 1 << 20

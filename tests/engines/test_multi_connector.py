@@ -12,9 +12,9 @@ import pytest
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.completion import Completion
 from lmkv_client.demo.engine import EngineProcess
-from lmkv_client.demo.plain_nixl import plain_nixl
 from lmkv_client.demo.process import free_port
 from tests.engines.llm import CALM, make_prompt
+from tests.support.plain_nixl import plain_nixl
 
 PROMPT_TOKENS = 1100
 HELD_TOKENS = PROMPT_TOKENS // 256 * 256

@@ -15,11 +15,11 @@ import pytest
 
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.process import ServerProcess
-from lmkv_client.demo.proxy import ProxyProcess
 from tests.engines.conftest import SETTINGS
 from tests.engines.faults import eventually
 from tests.engines.llm import make_prompt
 from tests.engines.test_isolation import make_adapter
+from tests.support.proxy import ProxyProcess
 
 STORED = 768
 """Tokens in the whole chunks of a prompt of 1,000."""

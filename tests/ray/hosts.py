@@ -14,7 +14,6 @@ from typing import Self
 
 from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_client.demo.endpoint import Endpoint
-from lmkv_client.demo.plain_nixl import plain_nixl
 from lmkv_client.demo.process import (
     POLL_SECONDS,
     ServerProcess,
@@ -23,6 +22,7 @@ from lmkv_client.demo.process import (
     pids_with_environment,
     session_pids,
 )
+from tests.support.plain_nixl import plain_nixl
 
 BIN = Path(sys.executable).parent
 NAMES = ("host-1", "host-2")

@@ -13,13 +13,13 @@ from lmkv.keys import as_tokens, chunk_keys, root_key
 from lmkv.v1.registry_service_pb2 import OperationRecord
 from lmkv_client import Coordinator
 from lmkv_client.demo import cluster
-from lmkv_client.demo.nodes import NodeProcesses
 from lmkv_kernels import checksum
 from lmkv_server.coordinator import coordinator as server
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT
 from tests.server.coordinator.scripted_instance import ScriptedInstance
 from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient
+from tests.support.nodes import NodeProcesses
 
 SPEC = small_spec()
 CHUNK_COUNT = 5

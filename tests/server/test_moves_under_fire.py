@@ -21,10 +21,10 @@ from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import Position
 from lmkv_client.demo.cluster import CoordinatorProcess
-from lmkv_client.demo.nodes import NodeProcesses
 from lmkv_kernels import checksum
 from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient
+from tests.support.nodes import NodeProcesses
 
 SPEC = small_spec()
 KEYS = [ChunkKey(number.to_bytes(16, "big")) for number in range(3000)]

@@ -15,11 +15,11 @@ from lmkv.errors import OperationCancelled, Unreachable
 from lmkv.keys import ChunkKey, as_tokens, chunk_keys, root_key
 from lmkv_client import Coordinator
 from lmkv_client.demo import cluster
-from lmkv_client.demo.nodes import NodeProcesses
 from lmkv_client.demo.process import pids_with_environment
 from lmkv_kernels import checksum
 from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient, absent_count
+from tests.support.nodes import NodeProcesses
 
 SPEC = small_spec()
 CHUNK_COUNT = 48

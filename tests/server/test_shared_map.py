@@ -23,13 +23,13 @@ from lmkv.errors import Unreachable
 from lmkv.keys import ChunkKey
 from lmkv_client import Coordinator
 from lmkv_client.demo import cluster
-from lmkv_client.demo.nodes import NodeProcesses
 from lmkv_client.demo.process import pids_with_environment
 from lmkv_server.node.fleet.shard import primaries
 from tests.server.node.cases import chunk_key
 from tests.server.node.engine_client import EngineClient, absent_count
 from tests.server.node.remote_parts import RedisServer
 from tests.server.node.whole_nodes import SPEC, load, mapped, store
+from tests.support.nodes import NodeProcesses
 from tests.waiting import WAIT_SECONDS, until
 
 NAMES = ("node-1", "node-2")
