@@ -33,7 +33,7 @@ async def test_the_sdk_and_its_twin_show_a_token(address: str) -> None:
 
     async with Coordinator(address, token="reader-token") as coordinator:
         assert await coordinator.instances() == []
-        with pytest.raises(PermissionDenied, match=r"reader is reader, and .*/Unpin is for admin or operator"):
+        with pytest.raises(PermissionDenied, match=r"reader is reader, and .*/Unpin is open to admin or operator"):
             await coordinator.unpin("n/1")
     assert await asyncio.to_thread(ask) == 0
     async with Coordinator(address) as stranger:

@@ -17,7 +17,7 @@ from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.tiers.base import SecondaryTier
 from lmkv_server.node.tiers.disk.folder import FileIo, PlainIo
 from lmkv_server.node.tiers.disk.tier import DiskTier
-from lmkv_server.node.tiers.remote.store import store_for
+from lmkv_server.node.tiers.remote.build import store_for
 from lmkv_server.node.tiers.remote.tier import RemoteTier
 
 

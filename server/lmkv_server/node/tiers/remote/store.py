@@ -1,14 +1,9 @@
-"""What a store must provide to be the remote tier's, and which one a URL means. Used by `StoreBackend`."""
+"""What a store must provide to be the remote tier's. Used by `StoreBackend`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from typing import Protocol
-
-from lmkv.config import NodeConfig
-from lmkv.errors import ConfigError
-from lmkv.remote_url import parse_remote_url
 
 
 class StoreRefused(OSError):
@@ -50,21 +45,3 @@ class RemoteStore(Protocol):
 
     def close(self) -> None:
         """Closes idle connections. Idempotent."""
-
-
-def store_for(config: NodeConfig) -> RemoteStore:
-    """The store of `remote_url`; nothing is connected yet. Raises `ConfigError` if it needs what is not installed."""
-    url = parse_remote_url(config.remote_url)
-    package, extra = ("botocore", "s3") if url.bucket else ("valkey", "valkey")
-    if find_spec(package) is None:
-        raise ConfigError(
-            f"remote_url: {url.shown} needs {package}, which is not installed; pip install 'lmkv[{extra}]'",
-            key="remote_url",
-        )
-    if url.bucket:
-        from lmkv_server.node.tiers.remote.s3 import S3Store
-
-        return S3Store(url, endpoint_url=config.remote_endpoint_url, timeout_seconds=config.remote_timeout)
-    from lmkv_server.node.tiers.remote.valkey import ValkeyStore
-
-    return ValkeyStore(url, timeout_seconds=config.remote_timeout, ttl_seconds=config.remote_ttl)
