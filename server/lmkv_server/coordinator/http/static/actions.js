@@ -5,7 +5,7 @@ import { field, openDialog } from "./dialog.js";
 import { h } from "./dom.js";
 import { counted, tierName } from "./format.js";
 
-/** Moves or copies to a place that is chosen. */
+/** Moves or copies to a chosen position. */
 export function openMove({ fleet, holder, holders, selection, isCopy }) {
   const requestId = newRequestId();
   const source = tierSelect(holder);
@@ -39,7 +39,7 @@ export function openMove({ fleet, holder, holders, selection, isCopy }) {
   });
 }
 
-/** Pins for a time that is chosen. */
+/** Pins for a chosen time. */
 export function openPin({ fleet, holder, selection }) {
   const requestId = newRequestId();
   const tier = tierSelect(holder);
@@ -58,7 +58,7 @@ export function openPin({ fleet, holder, selection }) {
   });
 }
 
-/** Clears here or everywhere; the dialog is the confirmation. */
+/** Clears one instance or all; the dialog is the confirmation. */
 export function openClear({ fleet, holder, selection }) {
   const requestId = newRequestId();
   const where = h("select", {}, option(holder.instanceId, `Only ${holder.instanceId}`), option("", "Every instance"));
@@ -88,7 +88,7 @@ function tierSelect(holder) {
   return h("select", {}, ...tiers.map((tier) => option(tier, `${holder.instanceId} / ${tierName(tier)}`)));
 }
 
-/** Every place but those that cannot take the chunks, which say why. */
+/** All positions; those that cannot take the chunks are disabled, with the reason. */
 function destinations(fleet, holder) {
   const held = new Set((holder.runs ?? []).map((run) => run.tier));
   const own = fleet.instances.find((instance) => instance.instanceId === holder.instanceId);

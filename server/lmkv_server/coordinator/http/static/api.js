@@ -1,4 +1,4 @@
-// The coordinator's RPCs as JSON, and the errors they answer.
+// The coordinator's RPCs as JSON, and their errors.
 
 const TIMEOUT_MS = 10_000;
 const PAGE_SIZE = 1000;
@@ -15,7 +15,7 @@ export const RPC = {
   cancel: "google.longrunning.Operations/CancelOperation",
 };
 
-/** The coordinator refused: `reason` is that of `lmkv.errors`. */
+/** The coordinator returned an error; `reason` is one of `lmkv.errors`. */
 export class Refused extends Error {
   constructor(status) {
     super(status.message || "refused without a word");
@@ -23,12 +23,12 @@ export class Refused extends Error {
   }
 }
 
-/** Nothing answered, or nothing that is the coordinator. */
+/** No answer, or not one of a coordinator. */
 export class Lost extends Error {}
 
 let skewSeconds = 0;
 
-/** Seconds since 1970 by the coordinator's clock, good to a second. */
+/** Seconds since 1970 by the coordinator's clock, accurate to a second. */
 export const serverNow = () => Date.now() / 1000 + skewSeconds;
 
 /** Seconds since 1970 of a timestamp; null if there is none. */
@@ -37,7 +37,7 @@ export const seconds = (timestamp) => (timestamp ? Date.parse(timestamp) / 1000 
 /** Calls an RPC. Throws `Refused` or `Lost`. */
 export const call = (rpc, request = {}) => post(`/${rpc}`, request);
 
-/** The token ids of a text, by the coordinator's tokenizer of a model. Throws `Refused` or `Lost`. */
+/** The token ids of a text, from the coordinator's tokenizer of a model. Throws `Refused` or `Lost`. */
 export async function tokenize(prompt, model) {
   return (await post("/tokenize", { prompt, model })).tokens;
 }
@@ -70,19 +70,19 @@ export async function list(rpc, field) {
   return entries;
 }
 
-/** The models whose text the coordinator takes. Throws `Lost`. */
+/** The models for which the coordinator has a tokenizer. Throws `Lost`. */
 export async function tokenizers() {
   return (await (await ask("/tokenizers", {})).json()).models;
 }
 
-/** The values of some of the coordinator's metrics that have no labels. */
+/** The values of coordinator metrics without labels. */
 export async function metrics(names) {
   const response = await ask("/metrics", {});
   const text = await response.text();
   return names.map((name) => Number(text.match(new RegExp(`^${name} (\\S+)$`, "m"))?.[1] ?? NaN));
 }
 
-/** A UUID; `crypto.randomUUID` is missing where the page does not come over TLS or from this machine. */
+/** A UUID; `crypto.randomUUID` exists only with TLS or on localhost. */
 export function newRequestId() {
   const random = crypto.getRandomValues(new Uint8Array(16));
   random[6] = (random[6] & 0x0f) | 0x40;

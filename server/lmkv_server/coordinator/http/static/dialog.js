@@ -1,10 +1,10 @@
-// The one dialog: a form that acts, or a text. The browser keeps focus inside, closes it with Esc and gives focus back.
+// The dialog: a form with an action, or a text. The browser traps focus, closes it with Esc and restores focus.
 
 import { announce, byId, h, onceAtATime, setText, show } from "./dom.js";
 
 /**
- * Asks for something and does it. `act()` returns what to say when it is done; if it throws, the dialog stays and says
- * why. Without `act` there is only a way out.
+ * Opens the dialog. `act()` returns the message to announce when it is done; if it throws, the dialog stays open and
+ * shows the error. Without `act` the dialog can only be closed.
  */
 export function openDialog({ title, lead = "", body = [], confirm = "", isDanger = false, act = null }) {
   const dialog = byId("dialog");
@@ -23,9 +23,9 @@ export function openDialog({ title, lead = "", body = [], confirm = "", isDanger
   const attempt = async () => {
     show(problem, false);
     try {
-      const said = await act();
+      const message = await act();
       dialog.close();
-      announce(said);
+      announce(message);
     } catch (error) {
       setText(problem, error.message);
       show(problem, true);

@@ -1,4 +1,4 @@
-// Shows /openapi.json: every path with its fields, and a place to try it.
+// Shows /openapi.json: every path with its fields, and a form to try it.
 
 const EMPTY = "{}";
 

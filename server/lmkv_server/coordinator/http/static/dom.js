@@ -1,4 +1,4 @@
-// Making elements, and changing them only where something changed. All that comes from the API goes in as text.
+// Creates elements, and updates them only where something changed. API content is always inserted as text.
 
 const SVG = "http://www.w3.org/2000/svg";
 const rowsOf = new WeakMap();
@@ -11,7 +11,7 @@ export function h(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
 
-/** The same for SVG. */
+/** An SVG element with attributes and children. */
 export function s(tag, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
@@ -25,7 +25,7 @@ function fill(element, attributes, children) {
   return element;
 }
 
-/** Sets an attribute if it is not so already; null and false take it away. */
+/** Sets an attribute if it differs; null and false remove it. */
 export function setAttribute(element, name, value) {
   if (value === null || value === false) element.removeAttribute(name);
   else {
@@ -34,28 +34,28 @@ export function setAttribute(element, name, value) {
   }
 }
 
-/** Sets the text of an element if it is not so already. */
+/** Sets the text of an element if it differs. */
 export function setText(element, text) {
   const wanted = String(text);
   if (element.textContent !== wanted) element.textContent = wanted;
 }
 
-/** Sets a custom property, which the style sheet turns into a width or a colour. */
+/** Sets a custom property, which the style sheet maps to a width or a colour. */
 export function setProperty(element, name, value) {
   const wanted = String(value);
   if (element.style.getPropertyValue(name) !== wanted) element.style.setProperty(name, wanted);
 }
 
-/** Shows or hides. Focus inside what goes is not lost but goes to the heading of its section. */
+/** Shows or hides. Focus inside a hidden element moves to the heading of its section. */
 export function show(element, isShown) {
   if (element.hasAttribute("hidden") === !isShown) return;
   if (!isShown) rescueFocus(element);
-  element.toggleAttribute("hidden", !isShown); // SVG has no property for it
+  element.toggleAttribute("hidden", !isShown); // SVG has no such property
 }
 
 /**
- * Makes the children of `parent` one row per item, in their order. `create(item)` gives `{element, update(item)}`;
- * rows of items that stay are updated in place.
+ * Makes the children of `parent` one row per item, in their order. `create(item)` returns `{element, update(item)}`;
+ * existing rows are updated in place.
  */
 export function keyed(parent, items, keyOf, create) {
   const rows = rowsOf.get(parent) ?? rowsOf.set(parent, new Map()).get(parent);
@@ -76,12 +76,12 @@ export function keyed(parent, items, keyOf, create) {
   }
 }
 
-/** Does something when a button is clicked, once at a time. A button that is disabled meanwhile would lose its focus. */
+/** Runs an action when a button is clicked, one at a time. Disabling the button meanwhile would lose focus. */
 export function whenClicked(button, act) {
   button.addEventListener("click", () => onceAtATime(button, act));
 }
 
-/** Does something unless this button is at it already. */
+/** Runs an action unless the button's last one is still running. */
 export async function onceAtATime(button, act) {
   if (button.hasAttribute("aria-disabled")) return;
   button.setAttribute("aria-disabled", "true");
@@ -92,7 +92,7 @@ export async function onceAtATime(button, act) {
   }
 }
 
-/** Tells screen readers. */
+/** Announces a text to screen readers. */
 export function announce(text) {
   setText(byId("announcement"), text);
 }

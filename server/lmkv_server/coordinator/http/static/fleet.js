@@ -1,4 +1,4 @@
-// What the page knows of the fleet. It asks anew while the page is looked at, and slower while nobody answers.
+// The page's state of the fleet. It polls while the page is visible, and slower without answers.
 
 import { RPC, call, list, metrics, seconds, serverNow } from "./api.js";
 import { Flows } from "./flows.js";
@@ -8,9 +8,9 @@ const PERIOD_MS = 1_500;
 const BACKOFF_MS = [500, 1_000, 2_000, 4_000, 8_000];
 const METRICS_EVERY = 4;
 const RENEWAL_SECONDS = 0.05;
-/** The end of a lease is told with some jitter; a later end than this is another lease. */
+/** Jitter of reported lease ends; a larger difference is a renewed lease. */
 
-/** Tells `change` after each round, with `lost` or without. */
+/** Calls `change` after each poll, successful or not. */
 export class Fleet extends EventTarget {
   instances = [];
   pins = [];
@@ -18,9 +18,9 @@ export class Fleet extends EventTarget {
   partial = false;
   lookups = NaN;
   hits = NaN;
-  /** Why nothing answers; null if something does. */
+  /** The error of the last poll; null if it succeeded. */
   lost = null;
-  /** Whether anything was ever heard. */
+  /** Whether a poll ever succeeded. */
   isKnown = false;
 
   #flows = new Flows();
@@ -41,13 +41,13 @@ export class Fleet extends EventTarget {
     return this.#flows.list(this.operations);
   }
 
-  /** Begins to ask. */
+  /** Starts polling. */
   start() {
     document.addEventListener("visibilitychange", () => this.refresh());
     this.refresh();
   }
 
-  /** Asks now, or once more if it is asking already; what was asked then comes with a later `change`. */
+  /** Polls now, or again after the running poll; its result comes with a later `change`. */
   async refresh() {
     clearTimeout(this.#timer);
     this.#again = this.#isAsking;
@@ -62,13 +62,13 @@ export class Fleet extends EventTarget {
     this.#timer = setTimeout(() => this.refresh(), this.#again ? 0 : pause);
   }
 
-  /** Seconds that an instance has owed a report; 0 while it reports in time. */
+  /** Seconds that an instance's report is overdue; 0 while it reports in time. */
   silence(instance) {
     const { isLate, noticed } = this.#renewals.get(instance.instanceId) ?? {};
     return isLate ? (performance.now() - noticed) / 1000 : 0;
   }
 
-  /** Names of the models that are served. */
+  /** Names of the served models. */
   models() {
     const names = this.instances.flatMap((instance) => (instance.specs ?? []).map((spec) => spec.modelName));
     return [...new Set(names)].filter(Boolean).sort();
@@ -106,8 +106,8 @@ export class Fleet extends EventTarget {
   }
 
   /**
-   * A report renews the lease, so a lease that ends later than it did tells of one. There are several in a lease: who
-   * has less than half of one left is late.
+   * A report renews the lease, so a later end of the lease means a report. There are several reports per lease: one with
+   * less than half of its time left is overdue.
    */
   #noteRenewals() {
     const noticed = performance.now();

@@ -1,18 +1,18 @@
-// What instances fetched from each other, by their own counts, and which counts have risen lately.
+// Transfers between instances, from their counters, and which counters increased recently.
 
 import { serverNow } from "./api.js";
 
 const RECENT_SECONDS = 15;
 
-/** The counts that were last told, and no older ones: what is kept is as much as one answer. */
+/** The last reported counters only, so that memory is limited to one response. */
 export class Flows {
   #flows = new Map();
   #readers = new Set();
   #noted = -Infinity;
 
   /**
-   * Takes in what instances tell; `now` is in seconds by any clock. Counts rise until an instance starts again, so any
-   * other count than before tells of new bytes. They came after the last look: after a long one nothing counts as recent.
+   * Applies the instances' counters; `now` is in seconds by any clock. Counters increase until an instance restarts, so
+   * any change means new bytes since the last call; after a long pause none of them count as recent.
    */
   note(instances, now) {
     const flows = new Map();
@@ -31,8 +31,8 @@ export class Flows {
   }
 
   /**
-   * One flow for each two ends, of most bytes first. Moves and copies say only what runs, or ended so lately that the
-   * counts may not have told yet: their bytes are in the counts.
+   * One flow per pair of instances, the largest first. Moves and copies only mark what runs, or ended so recently that
+   * the counters may not include it yet: their bytes are in the counters.
    */
   list(operations) {
     const flows = new Map();

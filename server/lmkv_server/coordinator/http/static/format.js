@@ -1,4 +1,4 @@
-// How numbers, times and tiers are written.
+// Formats numbers, times and tiers.
 
 const integer = new Intl.NumberFormat("en");
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
@@ -6,7 +6,7 @@ const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 /** Tiers, fastest first, by their name on the wire. */
 export const TIERS = { TIER_GPU: "gpu", TIER_HOST: "host", TIER_DISK: "disk", TIER_REMOTE: "remote" };
 
-/** A tier's short name; what the wire calls it, if it is newer than this page. */
+/** A tier's short name; its wire name if the page does not know it. */
 export const tierName = (tier) => TIERS[tier] ?? String(tier ?? "host");
 
 /** `1,234`. */

@@ -1,4 +1,4 @@
-// The list of instances: what they serve, how full their tiers are, what they find, whether they report.
+// The list of instances: models, usage of tiers, hits, and whether they report.
 
 import { byId, h, keyed, setAttribute, setProperty, setText, show } from "./dom.js";
 import { ago, bytes, bytesOf, count, counted, duration, percent, tierName } from "./format.js";
@@ -6,7 +6,7 @@ import { seconds, serverNow } from "./api.js";
 
 const MAX_NAMED = 4;
 
-/** Brings the list up to date. */
+/** Updates the list. */
 export function showInstances(fleet) {
   keyed(byId("instances"), fleet.instances, (instance) => instance.instanceId, () => makeRow(fleet));
   show(byId("instances-empty"), fleet.instances.length === 0);
@@ -91,7 +91,7 @@ function makeTier() {
   };
 }
 
-/** What an instance found of the chunks that its engines looked up: a part that it held, and one that a peer held. */
+/** An instance's hits among the chunks that its engines looked up: its own, and those of peers. */
 function makeHits() {
   const own = h("span", { class: "segment", "data-source": "own" });
   const peer = h("span", { class: "segment", "data-source": "peer" });
@@ -125,7 +125,7 @@ function makeConflict() {
   };
 }
 
-/** Instances that this one cannot share with, by what keeps them apart. */
+/** Instances that this one cannot share chunks with, by the differing field. */
 function conflictsOf(instance) {
   const groups = new Map();
   for (const { modelName, instanceId, field, ownValue, otherValue } of instance.conflicts ?? []) {

@@ -1,4 +1,4 @@
-// Shortcuts of one key. They can be switched off, for those whose hands or voices hit them unmeant.
+// Single-key shortcuts. They can be switched off, because speech input may trigger them (WCAG 2.1.4).
 
 import { byId, h } from "./dom.js";
 import { openDialog } from "./dialog.js";
@@ -6,7 +6,7 @@ import { openDialog } from "./dialog.js";
 const STORED = "lmkv-shortcuts";
 const EDITABLE = "input, textarea, select, [contenteditable]";
 
-/** Begins to listen. */
+/** Starts listening. */
 export function listenToKeys(fleet) {
   const shortcuts = {
     "/": ["Name a prompt", () => byId("prompt-input").focus()],
@@ -62,6 +62,6 @@ function store(isOn) {
   try {
     localStorage.setItem(STORED, isOn ? "on" : "off");
   } catch {
-    // storage may be forbidden; they are then always on
+    // storage may be blocked; shortcuts are then always on
   }
 }

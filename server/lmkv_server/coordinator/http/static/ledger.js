@@ -1,4 +1,4 @@
-// The operations of the coordinator, kept without asking for all of them every time: what has ended never changes.
+// A cache of the coordinator's operations: those that ended never change and are read once.
 
 import { RPC, call, seconds } from "./api.js";
 
@@ -16,23 +16,23 @@ export class Ledger {
   }
 
   /**
-   * Reads pages until all that is new, and all that was running, has been seen. Now and then, and if `isAnew`, it reads
-   * all, and so forgets what the coordinator has forgotten.
+   * Reads pages until all new and all running operations are read. From time to time, and if `isFull`, it reads all of
+   * them, and so drops those that the coordinator forgot.
    */
-  async sync(isAnew) {
+  async sync(isFull) {
     this.#syncs += 1;
-    const before = isAnew || this.#syncs % READ_ALL_EVERY === 0 ? new Map() : this.#known;
+    const before = isFull || this.#syncs % READ_ALL_EVERY === 0 ? new Map() : this.#known;
     const running = new Set([...before.values()].filter((operation) => !operation.done).map(({ name }) => name));
     const seen = new Map();
     let pageToken = "";
     do {
       const page = await call(RPC.operations, { pageSize: PAGE_SIZE, pageToken });
       let isAllNew = true;
-      for (const said of page.operations ?? []) {
-        const known = before.get(said.name);
+      for (const message of page.operations ?? []) {
+        const known = before.get(message.name);
         isAllNew &&= !known;
-        running.delete(said.name);
-        seen.set(said.name, known?.done ? known : readOperation(said));
+        running.delete(message.name);
+        seen.set(message.name, known?.done ? known : readOperation(message));
       }
       pageToken = isAllNew || running.size ? (page.nextPageToken ?? "") : "";
     } while (pageToken && seen.size < MAX_KEPT);
@@ -43,7 +43,7 @@ export class Ledger {
   }
 }
 
-/** An operation in the page's words. */
+/** An operation in the page's format. */
 function readOperation({ name, done = false, metadata = {}, response, error }) {
   const kind = name.split("-")[0];
   const result = response ?? {};
@@ -69,7 +69,7 @@ function readOperation({ name, done = false, metadata = {}, response, error }) {
   };
 }
 
-/** What was left undone: lines of words. */
+/** The failures, as lines of text. */
 function readFailures(failures) {
   return failures.flatMap((failure) => {
     const parts = failure.failures ?? [failure];

@@ -1,4 +1,4 @@
-// Moves, copies and clears: how far they are, how they ended, and a button that cancels.
+// Moves, copies and clears: progress, result, and a button to cancel.
 
 import { RPC, call, serverNow } from "./api.js";
 import { announce, byId, h, keyed, setAttribute, setProperty, setText, show, whenClicked } from "./dom.js";
@@ -7,7 +7,7 @@ import { ago, bytes, count, counted, duration, tierName } from "./format.js";
 const WORDS = { running: "running", done: "done", partly: "done in part", failed: "failed", cancelled: "cancelled" };
 const known = new Map();
 
-/** Brings the list up to date, and says aloud what has ended. */
+/** Updates the list, and announces ended operations. */
 export function showOperations(fleet) {
   const operations = fleet.operations;
   keyed(byId("operations"), operations, (operation) => operation.name, () => makeRow(fleet));
@@ -20,7 +20,7 @@ export function showOperations(fleet) {
   for (const { name, state } of operations) known.set(name, state);
 }
 
-/** What an operation is about: `lmkv-1/host → lmkv-2/host`. */
+/** Source and destination of an operation: `lmkv-1/host → lmkv-2/host`. */
 export function route({ source, destination, where }) {
   if (where) return `${where.instanceId || "every instance"}${where.tier ? ` / ${tierName(where.tier)}` : ""}`;
   return source && destination ? `${place(source)} → ${place(destination)}` : "of an earlier coordinator";
@@ -75,9 +75,9 @@ function makeRow(fleet) {
     setText(facts, factsOf(operation));
     setAttribute(cancel, "aria-label", `Cancel the ${operation.kind} ${route(operation)}`);
     show(cancel, !operation.done);
-    const said = operation.done ? operation.error : refusal;
-    setText(problem, said);
-    show(problem, said !== "");
+    const message = operation.done ? operation.error : refusal;
+    setText(problem, message);
+    show(problem, message !== "");
     keyed(failures, operation.failures.map((text, index) => ({ text, index })), ({ index }) => index, makeLine);
     show(details, operation.failures.length > 0);
   }

@@ -1,4 +1,4 @@
-// The page: one `Fleet` that asks, and sections that show what it knows.
+// The page: one `Fleet` that polls, and sections that show its state.
 
 import { byId, keyed, h, setAttribute, setText, show } from "./dom.js";
 import { Fleet } from "./fleet.js";

@@ -1,4 +1,4 @@
-// Pins in force, the time they have left, and a button that ends them.
+// Active pins, their remaining time, and a button to end them.
 
 import { RPC, call, seconds, serverNow } from "./api.js";
 import { announce, byId, h, keyed, setAttribute, setText, show, whenClicked } from "./dom.js";
@@ -6,7 +6,7 @@ import { count, counted, duration, tierName } from "./format.js";
 
 const MAX_SHOWN = 200;
 
-/** Brings the list up to date; of many pins the first. */
+/** Updates the list; shows the first of many pins. */
 export function showPins(fleet) {
   const shown = fleet.pins.slice(0, MAX_SHOWN);
   keyed(byId("pins"), shown, (pin) => pin.pinId, () => makeRow(fleet));

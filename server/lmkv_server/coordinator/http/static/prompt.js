@@ -1,4 +1,4 @@
-// Who holds a prompt: what was pasted, a bar per holder, and what can be done with the copy that is chosen.
+// Lookup of a prompt: its input, a bar per holder, and actions on the selected holder's copy.
 
 import { Lost, RPC, call, tokenize, tokenizers } from "./api.js";
 import { openClear, openMove, openPin } from "./actions.js";
@@ -7,7 +7,7 @@ import { count, counted, percent, tierName } from "./format.js";
 import { commandsFor, readSelection, requestOf } from "./selection.js";
 
 const MAX_FOLLOWED_TOKENS = 16_384;
-/** Longer prompts are looked up when asked for, not again after every change. */
+/** Longer prompts are looked up on request only, not after every change. */
 
 export class Prompt {
   #fleet;
@@ -43,12 +43,12 @@ export class Prompt {
     try {
       this.#tokenizers = await tokenizers();
     } catch (error) {
-      if (!(error instanceof Lost)) throw error; // the page says elsewhere that nobody answers
+      if (!(error instanceof Lost)) throw error; // the page shows elsewhere that the coordinator does not answer
     }
     this.#showUnderstood();
   }
 
-  /** Brings the models up to date, and the answer if the layout has changed. */
+  /** Updates the models, and the result if the layout changed. */
   show() {
     const models = this.#fleet.models();
     const choices = [{ value: "", words: "Choose a model" }, ...models.map((name) => ({ value: name, words: name }))];
@@ -76,22 +76,22 @@ export class Prompt {
     return selection;
   }
 
-  /** Whether the coordinator has a tokenizer of the model, or of one of those there are. */
+  /** Whether the coordinator has a tokenizer of the model, or of any model. */
   #takesText() {
     const model = this.#model();
     return model ? this.#tokenizers.includes(model) : this.#tokenizers.length > 0;
   }
 
   #model() {
-    const models = this.#fleet.models(); // one name may stand for several specs, so it is said even if there is no other
+    const models = this.#fleet.models(); // sent even if there is one only, because a name may have several specs
     return models.length === 1 ? models[0] : byId("prompt-model").value;
   }
 
   async #submit() {
-    const number = ++this.#number; // what is still on its way is no longer wanted
+    const number = ++this.#number; // ignores responses to earlier lookups
     let selection = this.#showUnderstood();
     if (selection.kind === "text" && this.#takesText()) {
-      this.#asked = null; // what was asked before is followed no longer
+      this.#asked = null; // stops updating the earlier lookup
       show(byId("prompt-result"), false);
       selection = await this.#tokensOf(selection.text, number);
       if (number !== this.#number) return;
@@ -114,7 +114,7 @@ export class Prompt {
     this.#look();
   }
 
-  /** What a text is in tokens, or why that cannot be said. */
+  /** The tokens of a text, or why they are unknown. */
   async #tokensOf(text, number) {
     try {
       const tokens = await tokenize(text, this.#model());
@@ -209,10 +209,10 @@ export class Prompt {
   }
 }
 
-/** Whether naming another model would help. */
+/** Whether selecting another model may help. */
 const isAboutModel = (error) => ["MODEL_AMBIGUOUS", "MODEL_NOT_FOUND"].includes(error.reason);
 
-/** Length of what was asked: tokens if they are known, else chunks. */
+/** Length of the prompt: in tokens if known, otherwise in chunks. */
 const lengthOf = (asked) => asked.tokens?.length ?? Math.floor((asked.chunkKeys.replace(/=+$/, "").length * 3) / 4 / 16);
 
 function matched(part, asked) {

@@ -1,10 +1,10 @@
-// What people paste to name a prompt, as the fields of a request.
+// Parses the input that names a prompt into the fields of a request.
 
 const HEX_KEY = /^(?:[0-9a-f]{32})+$/i;
 const TOKEN = /^-?\d+$/;
 const MAX_TOKEN = 2 ** 31 - 1;
 
-/** What was pasted: `{kind: "tokens" | "keys" | "text" | "nothing" | "wrong", ...}`. */
+/** The parsed input: `{kind: "tokens" | "keys" | "text" | "nothing" | "wrong", ...}`. */
 export function readSelection(pasted) {
   const text = pasted.trim();
   if (!text) return { kind: "nothing" };
@@ -16,7 +16,7 @@ export function readSelection(pasted) {
   return { kind: "text", text };
 }
 
-/** The fields of a request that name what was pasted. */
+/** The request fields for the parsed input. */
 export function requestOf(selection) {
   return selection.kind === "keys" ? { chunkKeys: selection.base64 } : { tokens: selection.tokens };
 }
@@ -48,7 +48,7 @@ function keys(hex) {
   return { kind: "keys", count: bytes.length / 16, base64: btoa(blocks.join("")) };
 }
 
-/** Commands that turn a text into tokens, safe to paste into a shell. */
+/** Shell commands that tokenize a text, quoted safely. */
 export function commandsFor(text, model) {
   const quote = (words) => `'${words.replaceAll("'", `'\\''`)}'`;
   const body = JSON.stringify({ model: model || "MODEL", prompt: text });

@@ -1,4 +1,4 @@
-// A picture of what instances fetched from each other: who from whom, how much, and what moves right now.
+// A diagram of transfers between instances: direction, bytes, and current transfers.
 
 import { byId, h, keyed, s, setAttribute, setText, show } from "./dom.js";
 import { bytes, count, counted } from "./format.js";
@@ -6,10 +6,10 @@ import { bytes, count, counted } from "./format.js";
 const CENTRE = { x: 240, y: 185 };
 const RADIUS = { x: 140, y: 148 };
 const CROWDED_RADIUS = { x: 102, y: 102 };
-/** Of more flows, those of most bytes are drawn, and those that are new. */
+/** Of more flows, the largest and the current ones are drawn. */
 const MAX_FLOWS = 200;
 const MAX_ROOMY = 14;
-/** Of more instances, labels stand around the circle like rays. */
+/** With more instances, labels are placed radially. */
 const LABEL_LENGTH = 15;
 
 export class Traffic {
@@ -20,7 +20,7 @@ export class Traffic {
     byId("traffic").append(this.#edges, this.#nodes);
   }
 
-  /** Brings the picture and the list beside it up to date. */
+  /** Updates the diagram and the list. */
   show(fleet) {
     const all = fleet.flows;
     const flows = all.length > MAX_FLOWS ? all.toSorted(byInterest).slice(0, MAX_FLOWS) : all;
@@ -40,7 +40,7 @@ export class Traffic {
 }
 
 const rank = (flow) => 2 * flow.isRunning + flow.isRecent;
-const byInterest = (one, other) => rank(other) - rank(one); // keeps the order of bytes
+const byInterest = (one, other) => rank(other) - rank(one); // stable: keeps the order by bytes
 
 function captionOf(shown, all) {
   if (!all) return "No instance has fetched anything from another since it started.";
@@ -51,7 +51,7 @@ function captionOf(shown, all) {
   );
 }
 
-/** Instances around the centre, by name; those that left stay while something of them is drawn. */
+/** Instances on a circle, by name; those that left stay while a flow of them is drawn. */
 function placesOf(instances, flows) {
   const present = new Set(instances.map((instance) => instance.instanceId));
   const active = new Set(flows.flatMap((flow) => [flow.from, flow.to]));
@@ -72,7 +72,7 @@ function curve(flow, places, widthOf) {
   const [from, to] = [places.get(flow.from), places.get(flow.to)];
   const [dx, dy] = [to.x - from.x, to.y - from.y];
   const length = Math.hypot(dx, dy);
-  // Bent towards the centre, and each direction to its own side.
+  // Curved towards the centre, each direction on its own side.
   const bend = {
     x: (from.x + to.x) / 2 + ((CENTRE.x - (from.x + to.x) / 2) * 0.45 - (dy / length) * 26),
     y: (from.y + to.y) / 2 + ((CENTRE.y - (from.y + to.y) / 2) * 0.45 + (dx / length) * 26),
@@ -124,7 +124,7 @@ function makeNode() {
   };
 }
 
-/** Where a label stands: beside its instance, or as a ray that no one has to read upside down. */
+/** Position of a label: beside its instance, or radial and never upside down. */
 function labelPlace({ x, y, angle, size, isCrowded }) {
   const [cos, sin] = [Math.cos(angle), Math.sin(angle)];
   if (isCrowded) {
