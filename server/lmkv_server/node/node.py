@@ -17,6 +17,7 @@ from lmkv.auth.certificates import CertificateEnd
 from lmkv.config import NodeConfig
 from lmkv.pool.socket import PoolSocket
 from lmkv.telemetry.calls import ServerCalls
+from lmkv.tiers import REMOTE
 from lmkv.units import format_bytes
 from lmkv.v1 import engine_service_pb2, engine_service_pb2_grpc, registry_service_pb2
 from lmkv_server.node.cache.build import open_host_cache, populate
@@ -107,7 +108,7 @@ class Node:
         context = TierContext(config=config, tier=self.tier, pool=self.pool, events=self.events)
         self.stores = [await stack.enter_async_context(tier) for tier in make_tiers(context)]
         self.disk = next((tier for tier in self.stores if isinstance(tier, DiskTier)), None)
-        self.remote = next((tier for tier in self.stores if isinstance(tier, RemoteTier)), None)
+        self.remote = next((tier for tier in self.stores if isinstance(tier, RemoteTier) and tier.name == REMOTE), None)
         self._peer_side = await self._open_peer_side()
         self.orders = await stack.enter_async_context(self._make_orders())
         self.fleet = FleetMembership(
@@ -204,6 +205,7 @@ class Node:
             tier=self.tier,
             disk=self.disk,
             remote=self.remote,
+            plugins=[tier for tier in self.stores if tier not in (self.disk, self.remote)],
             warm=self.warm,
             engines=self.engines,
             orders=self.orders,

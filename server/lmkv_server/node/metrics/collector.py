@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from itertools import chain
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -17,6 +18,7 @@ from lmkv_server.node.engines.lookup_stats import LookupCounters
 from lmkv_server.node.fleet.membership import FleetMembership
 from lmkv_server.node.serving.server import PeerServer
 from lmkv_server.node.sessions.sessions import EngineSessions
+from lmkv_server.node.tiers.base import SecondaryTier, TierStats, TierUsage
 from lmkv_server.node.tiers.disk.tier import DiskTier
 from lmkv_server.node.tiers.remote.tier import RemoteTier
 
@@ -32,6 +34,7 @@ class NodeMetrics(Collector):
         tier: HostTier,
         disk: DiskTier | None = None,
         remote: RemoteTier | None = None,
+        plugins: Sequence[SecondaryTier] = (),
         warm: WarmStart | None = None,
         engines: EngineSessions,
         orders: OrderRunner,
@@ -43,6 +46,7 @@ class NodeMetrics(Collector):
         self._tier = tier
         self._disk = disk
         self._remote = remote
+        self._plugins = plugins
         self._warm = warm
         self._engines = engines
         self._orders = orders
@@ -64,7 +68,8 @@ class NodeMetrics(Collector):
         remote = self._in_remote(self._remote) if self._remote else ()
         sides = [self._fetching(self._side), self._handing(self._side)] if self._side else []
         warm = self._warm_start(self._warm) if self._warm else ()
-        return chain(self._holdings(), warm, disk, remote, self._serving(), *sides, self._order_metrics())
+        plugins = self._in_plugins() if self._plugins else ()
+        return chain(self._holdings(), warm, disk, remote, plugins, self._serving(), *sides, self._order_metrics())
 
     def _holdings(self) -> Iterator[Metric]:
         yield _gauge("pool_capacity_bytes", "Bytes of the pool.", self._tier.size_bytes)
@@ -117,6 +122,25 @@ class NodeMetrics(Collector):
         yield _counter("remote_read_chunks", "Chunks read from there into the pool.", reader.read_chunks)
         yield _counter("remote_read_bytes", "Bytes of these.", reader.read_bytes)
         yield _counter("remote_damaged_chunks", "Chunks dropped as damaged or gone.", reader.damaged_count)
+
+    def _in_plugins(self) -> Iterator[Metric]:
+        """What `TierStats` of tiers of other packages say, and `TierUsage` where it is known."""
+        for item in fields(TierStats):
+            name, text = f"{PREFIX}tier_{item.name}", f"`{item.name}` of tiers of other packages."
+            of_now = item.name in ("waiting_chunks", "down_backends")
+            make = GaugeMetricFamily if of_now else CounterMetricFamily
+            family = make(name, text, labels=["tier"])
+            for tier in self._plugins:
+                family.add_metric([tier.name], getattr(tier.stats(), item.name))
+            yield family
+        for item in fields(TierUsage):
+            used = GaugeMetricFamily(
+                f"{PREFIX}tier_{item.name}", f"`{item.name}` of tiers of other packages.", labels=["tier"]
+            )
+            for tier in self._plugins:
+                if usage := tier.usage():
+                    used.add_metric([tier.name], getattr(usage, item.name))
+            yield used
 
     def _serving(self) -> Iterator[Metric]:
         yield _gauge("engines", "Engines attached.", self._engines.attached_count)

@@ -61,13 +61,17 @@ async def test_a_node_tells_what_it_holds_and_has_done(runtime_dir: Path) -> Non
     assert now["process_resident_memory_bytes"] > 0
 
 
-async def test_the_documentation_lists_every_metric_of_the_node(runtime_dir: Path) -> None:
+async def test_the_documentation_lists_every_metric_of_the_node(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "tiers" / "plugin")
     page = (Path(__file__).parents[4] / "docs" / "telemetry.md").read_text(encoding="utf-8")
     listed = {re.sub("_total$", "", name) for name in re.findall(r"`(lmkv_node_[a-z_]+)", page)}
     disk = {"local_disk": str(runtime_dir / "disk"), "max_local_disk_size": "16MB"}
     warm = {"persist_pool": True, "pool_path": str(runtime_dir / "pool")}
     remote = {"remote_url": "redis://127.0.0.1:1"}  # where nobody is
-    async with Node(node_config(runtime_dir, **disk, **warm, **remote)) as node:
+    plugin = {"tiers": [{"name": "example", "folder": str(runtime_dir / "example")}]}
+    async with Node(node_config(runtime_dir, **disk, **warm, **remote, **plugin)) as node:
         families = {family.name for family in node.metrics.collect()}
     assert listed == families
 

@@ -54,6 +54,8 @@ async def test_what_host_memory_evicts_is_found_and_loaded_from_the_tier(runtime
         assert tier.stats().read_chunks == 4
         metrics = generate_latest(node.metrics.registry).decode()
         assert 'lmkv_node_lookup_found_chunks_total{tier="example"} 4.0' in metrics
+        assert 'lmkv_node_tier_read_chunks_total{tier="example"} 4.0' in metrics
+        assert 'lmkv_node_tier_down_backends{tier="example"} 0.0' in metrics
         assert await until_free(node)
 
 
