@@ -26,7 +26,7 @@ from lmkv_server.proxy.routing.lookup import PrefixLookup
 from lmkv_server.proxy.routing.policies import cost_by
 from lmkv_server.proxy.routing.pools import EnginePool, EnginePools
 from lmkv_server.proxy.statistics import LatencyStatistics
-from lmkv_server.proxy.upstream.client import EngineClient, open_session
+from lmkv_server.proxy.upstream.client import UpstreamClient, open_session
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Proxy:
         async with AsyncExitStack() as stack:
             session = await stack.enter_async_context(open_session())
             tls_contexts = config.engine_tls.client_contexts()
-            clients = {engine: EngineClient(engine, session, tls_contexts) for engine in self.pools.engines}
+            clients = {engine: UpstreamClient(engine, session, tls_contexts) for engine in self.pools.engines}
             lookup = None
             if config.policy == "kv_aware":
                 lookup = PrefixLookup(

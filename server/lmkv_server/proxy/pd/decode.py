@@ -17,7 +17,7 @@ from lmkv_server.proxy.pd.request import CompletionRequest
 from lmkv_server.proxy.response import ResponseWriter
 from lmkv_server.proxy.routing.failover import EngineFailover
 from lmkv_server.proxy.routing.health import update_instance
-from lmkv_server.proxy.upstream.client import EngineClient, EngineFailed, HttpResponse, json_of
+from lmkv_server.proxy.upstream.client import EngineFailed, HttpResponse, UpstreamClient, json_of
 from lmkv_server.proxy.upstream.events import DONE, data_of
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class DecodeStage:
         request: CompletionRequest,
         writer: ResponseWriter,
         decoders: EngineFailover,
-        clients: Mapping[Engine, EngineClient],
+        clients: Mapping[Engine, UpstreamClient],
     ) -> None:
         self._request = request
         self._writer = writer

@@ -18,7 +18,7 @@ from lmkv_server.proxy.routing.failover import EngineFailover, NoHealthyEngine
 from lmkv_server.proxy.routing.lookup import PrefixLookup
 from lmkv_server.proxy.routing.pools import EnginePools
 from lmkv_server.proxy.statistics import LatencyStatistics
-from lmkv_server.proxy.upstream.client import EngineClient, HttpResponse
+from lmkv_server.proxy.upstream.client import HttpResponse, UpstreamClient
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class RequestHandler:
         self,
         *,
         pools: EnginePools,
-        clients: Mapping[Engine, EngineClient],
+        clients: Mapping[Engine, UpstreamClient],
         lookup: PrefixLookup | None,
         handoffs: HandoffIssuer,
         statistics: LatencyStatistics,

@@ -14,7 +14,7 @@ from lmkv.auth.handoff import HandoffKeys
 from lmkv_server.proxy.engine import Engine
 from lmkv_server.proxy.openai import COMPLETIONS, Json
 from lmkv_server.proxy.pd.parameters import with_handoff
-from lmkv_server.proxy.upstream.client import EngineClient, EngineFailed, EngineRejected
+from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, UpstreamClient
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class HandoffTicket:
 class HandoffIssuer:
     """Issues handoffs, and releases those that no request will load. Closed by `aclose`."""
 
-    def __init__(self, keys: HandoffKeys, clients: Mapping[Engine, EngineClient]) -> None:
+    def __init__(self, keys: HandoffKeys, clients: Mapping[Engine, UpstreamClient]) -> None:
         self._keys = keys
         self._clients = clients
         self._releases: set[asyncio.Task[None]] = set()

@@ -18,7 +18,7 @@ from lmkv_server.proxy.routing.failover import EngineFailover, NoHealthyEngine
 from lmkv_server.proxy.routing.health import update_instance
 from lmkv_server.proxy.routing.pools import EnginePool
 from lmkv_server.proxy.statistics import LatencyStatistics
-from lmkv_server.proxy.upstream.client import EngineClient, EngineFailed, EngineRejected, json_of
+from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, UpstreamClient, json_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class PrefillStage:
     def __init__(
         self,
         pool: EnginePool,
-        clients: Mapping[Engine, EngineClient],
+        clients: Mapping[Engine, UpstreamClient],
         handoffs: HandoffIssuer,
         statistics: LatencyStatistics,
         metrics: ProxyMetrics,

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from lmkv_server.proxy.engine import MAX_HEALTH_TIMEOUTS, Engine, EngineModel
-from lmkv_server.proxy.upstream.client import EngineClient, EngineFailed, EngineRejected
+from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, UpstreamClient
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class HealthMonitor:
     """Checks and probes engines while `run` runs."""
 
     def __init__(
-        self, clients: Sequence[EngineClient], *, interval_seconds: float, timeout_seconds: float, api_key: str = ""
+        self, clients: Sequence[UpstreamClient], *, interval_seconds: float, timeout_seconds: float, api_key: str = ""
     ) -> None:
         self._clients = clients
         self._interval_seconds = interval_seconds
@@ -38,7 +38,7 @@ class HealthMonitor:
                 group.create_task(self._check_periodically(client))
                 group.create_task(self._probe_periodically(client))
 
-    async def _check_periodically(self, client: EngineClient) -> None:
+    async def _check_periodically(self, client: UpstreamClient) -> None:
         engine = client.engine
         while True:
             if await self._check(client) and not engine.is_healthy:
@@ -48,14 +48,14 @@ class HealthMonitor:
                 logger.info("%s engine %s is healthy, %s", engine.role, engine.url, instance)
             await asyncio.sleep(self._interval_seconds)
 
-    async def _probe_periodically(self, client: EngineClient) -> None:
+    async def _probe_periodically(self, client: UpstreamClient) -> None:
         """Probes a healthy engine. A task of its own, since health checks must not wait for probes."""
         while True:
             await asyncio.sleep(PROBE_INTERVAL_SECONDS)
             if client.engine.is_healthy:
                 await self._probe(client)
 
-    async def _check(self, client: EngineClient) -> bool:
+    async def _check(self, client: UpstreamClient) -> bool:
         """Whether the engine passes a health check. Marks it unhealthy otherwise, and fails its requests."""
         engine = client.engine
         try:
@@ -77,7 +77,7 @@ class HealthMonitor:
         engine.reset_health_timeouts()
         return True
 
-    async def _probe(self, client: EngineClient) -> None:
+    async def _probe(self, client: UpstreamClient) -> None:
         """Asks for the engine's models and instance. An engine that does not report them serves nevertheless."""
         engine = client.engine
         try:

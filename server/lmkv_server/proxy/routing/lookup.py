@@ -18,7 +18,7 @@ from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.openai import CHAT
-from lmkv_server.proxy.upstream.client import EngineClient, EngineFailed, EngineRejected
+from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, UpstreamClient
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class PrefixLookup:
         await asyncio.gather(*(channel.close(None) for channel in self._channels.values()))
 
     async def cached_tokens(
-        self, client: EngineClient, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+        self, client: UpstreamClient, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
     ) -> Mapping[str, int]:
         """The number of leading prompt tokens that each instance holds; empty on a miss or a failure.
 
@@ -123,7 +123,7 @@ class PrefixLookup:
             raise
 
     async def _tokens(
-        self, client: EngineClient, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+        self, client: UpstreamClient, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
     ) -> list[int]:
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):

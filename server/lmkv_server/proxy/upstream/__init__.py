@@ -1,1 +1,1 @@
-"""HTTP client of engines and parser of server-sent events. Imports only `engine`. Start with `client.EngineClient`."""
+"""HTTP client of engines, and server-sent events. Imports `engine` and `openai`. Start with `client.UpstreamClient`."""

@@ -79,7 +79,7 @@ def forwarded_headers(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name.lower() not in _DROPPED_HEADERS}
 
 
-class EngineClient:
+class UpstreamClient:
     """Sends requests to one engine. A request that ends before its response is read closes its connection."""
 
     def __init__(self, engine: Engine, session: aiohttp.ClientSession, contexts: Reloadable[ssl.SSLContext]) -> None:
