@@ -50,12 +50,12 @@ def row(instance: Instance) -> tuple[str, ...]:
 
 def conflicts(instances: Iterable[Instance]) -> Iterator[str]:
     """One line per pair that serves the same model but cannot share chunks. Both ends report it; it is printed once."""
-    told = set()
+    printed = set()
     for instance in instances:
         for conflict in instance.conflicts:
             pair = (frozenset((instance.instance_id, conflict.instance_id)), conflict.model_name, conflict.field)
-            if pair not in told:
-                told.add(pair)
+            if pair not in printed:
+                printed.add(pair)
                 yield (
                     f"{instance.instance_id} and {conflict.instance_id} cannot share {conflict.model_name}: "
                     f"{conflict.field} is {conflict.own_value} on the one, {conflict.other_value} on the other"

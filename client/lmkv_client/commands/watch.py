@@ -23,8 +23,8 @@ EXAMPLES = """\
   lmkv watch --json | jq -c '.changes[] | select(.instance_gone)'
   lmkv watch --from-revision 1793254412345678 --json
 
-It goes on by itself through restarts of the coordinator. Where changes were missed it says so and begins anew with all
-that is held; in JSON that update has `reset`."""
+The watch resumes after a restart of the coordinator. If changes were missed, it prints that and starts with all chunks
+that are held; in JSON that update has `reset`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

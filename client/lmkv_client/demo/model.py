@@ -86,7 +86,7 @@ def make_model(folder: Path, shape: ModelShape = TINY, seed: int = 0) -> Path:
     """Writes a model with its tokenizer into `folder`, which is made if missing, and returns `folder`.
 
     Equal arguments write equal bytes, whatever the machine; another seed gives another model of the same shape.
-    Weights are bfloat16. An unfinished folder is written anew, a finished one of the same arguments is left alone.
+    Weights are bfloat16. Overwrites an incomplete folder; keeps a complete one with the same arguments.
     """
     config = _config(shape, seed)
     config_file = folder / "config.json"

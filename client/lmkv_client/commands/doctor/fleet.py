@@ -168,7 +168,7 @@ class _Visitor:
         instance = Instance(
             instance_id=f"doctor-{socket.gethostname()[:32]}-{os.getpid()}",
             epoch=time.time_ns(),
-            peer_address="127.0.0.1:1",  # nobody will ask for its chunk
+            peer_address="127.0.0.1:1",  # no instance fetches its chunk
             specs=[spec.to_proto() for spec in specs],
             version=__version__,
         )

@@ -1,4 +1,4 @@
-// Keeps the page true: fetches it anew each second while somebody looks, and puts in what changes.
+// Refreshes the page: fetches it every second while it is visible, and replaces what has changed.
 
 const PARTS = ["state", "main"];
 
