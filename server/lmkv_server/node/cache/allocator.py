@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 
 ALIGNMENT = 4096
-"""Extents start at multiples of this many bytes: whole pages, so that any copy engine is content."""
+"""Extents start at multiples of this many bytes: whole pages, which suits every copy engine."""
 
 
 def align(size_bytes: int) -> int:
@@ -29,7 +29,7 @@ class FreeList:
         self._end = self.size_bytes
 
     def take(self, size_bytes: int) -> int | None:
-        """Offset of a run of at least so many bytes, now taken; None if no run is long enough."""
+        """Takes a run of at least `size_bytes` and returns its offset; None if no run is long enough."""
         size = align(size_bytes)
         for start in self._starts:
             if self._sizes[start] >= size:
@@ -39,7 +39,7 @@ class FreeList:
         return None
 
     def take_at(self, offset: int, size_bytes: int) -> bool:
-        """Takes the run of so many bytes that begins at `offset`; False if not all of it is free."""
+        """Takes the run of `size_bytes` at `offset`; False if a part of it is taken."""
         size = align(size_bytes)
         at = bisect_right(self._starts, offset) - 1
         if offset % ALIGNMENT or size <= 0 or at < 0:
@@ -72,7 +72,7 @@ class FreeList:
         self._sizes[offset] = size
 
     def end_at(self, offset: int) -> None:
-        """Gives up what is behind `offset`: what is free at once, what is taken when it is given back."""
+        """Removes the bytes behind `offset`: free ones at once, taken ones when they are freed."""
         self._end = min(self._end, offset // ALIGNMENT * ALIGNMENT)
         for start in [start for start in self._starts if start + self._sizes[start] > self._end]:
             size = self._sizes[start]

@@ -1,7 +1,7 @@
-"""Who has to go when a tier is full. Pure; each tier has a queue of its own, and its owner decides by which policy.
+"""Which chunk is evicted when a tier is full. Pure; each tier has its own queue, with a policy that its owner selects.
 
-A policy only orders chunks. That those in use stay, and that no chunk goes before those that come after it in a prompt,
-is the queue's business, and so holds for every policy:
+A policy only orders chunks. The queue keeps chunks in use, and keeps a chunk as long as a chunk that follows it in a
+prompt is there, under every policy:
 
 in line ──choose──► its turn ──nobody holds it──────────► evicted
    ▲                   └─────held, or has children──► set aside ──let go──► evicted first of all
@@ -19,19 +19,19 @@ from lmkv.keys import ChunkKey
 
 
 class EvictionPolicy(Protocol):
-    """An order of chunks. Every call takes constant time, over many calls."""
+    """An order of chunks. Every call takes amortized constant time."""
 
     def admit(self, key: ChunkKey) -> None:
-        """A chunk that is not there comes in line."""
+        """Adds a chunk that is not in the order."""
 
     def use(self, key: ChunkKey) -> None:
-        """A chunk that is there was used. One that was chosen and stayed is in line again."""
+        """Notes a use of a chunk. A chunk that was chosen and stayed is in the order again."""
 
     def forget(self, key: ChunkKey) -> None:
-        """A chunk is gone for another reason than its turn; it may have been chosen before."""
+        """Removes a chunk that left for another reason; it may have been chosen before."""
 
     def choose(self) -> ChunkKey | None:
-        """Takes the chunk whose turn it is out of the line; None if nobody is in line."""
+        """Removes and returns the next chunk to evict; None if the order is empty."""
 
 
 class Lru:
@@ -106,11 +106,11 @@ class Arc:
 
 
 POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = {"lru": Lru, "arc": Arc}
-"""The policies by the names that `eviction_policy` takes."""
+"""The policies by their value of `eviction_policy`."""
 
 
 class EvictionQueue:
-    """The chunks of one tier, of which those that nobody holds leave in the order of a policy.
+    """The chunks of one tier; those without holds are evicted in the order of a policy.
 
     A chunk counts as held by each of its children, the chunks that come next in some prompt: without it they could not
     be found. All times are constant over many calls, but for a logarithm of how many were set aside and let go.
@@ -155,7 +155,7 @@ class EvictionQueue:
             self._policy.use(key)
 
     def hold(self, key: ChunkKey) -> None:
-        """Keeps the chunk until as many `unhold`s."""
+        """Keeps the chunk until `unhold` was called as often."""
         assert key in self._parents, "hold of a chunk that is not there"
         self._holds[key] = self._holds.get(key, 0) + 1
 
@@ -165,14 +165,14 @@ class EvictionQueue:
         self._decrease(self._holds, key)
 
     def remove(self, key: ChunkKey) -> None:
-        """The chunk is gone, held or not; so are its holds. Its children stay, and keep it if it comes again."""
+        """Removes the chunk, held or not, and its holds. Its children stay, and keep it if it is added again."""
         self._back(key)
         self._holds.pop(key, None)
         self._policy.forget(key)
         self._leave(key)
 
     def pop(self) -> ChunkKey | None:
-        """Takes out the chunk that has to go next, and returns it; None if each is held."""
+        """Removes and returns the next chunk to evict; None if every chunk is held."""
         while self._let_go:
             turn, key = heapq.heappop(self._let_go)
             if self._aside.get(key) != turn:
@@ -194,7 +194,7 @@ class EvictionQueue:
         return key in self._holds or key in self._children
 
     def _back(self, key: ChunkKey) -> None:
-        """The chunk is not set aside, or not any more."""
+        """Takes the chunk back from those that were set aside, if it is one."""
         self._aside.pop(key, None)
         self._waiting.discard(key)
 
@@ -222,7 +222,7 @@ class EvictionQueue:
         return above is not None
 
     def check(self) -> None:
-        """Asserts that counts are those of what is there, and that nobody who could go is set aside for good."""
+        """Asserts that counts match the chunks, and that no evictable chunk stays set aside."""
         assert Counter(parent for parent in self._parents.values() if parent is not None) == self._children
         assert all(key in self._parents and count > 0 for key, count in self._holds.items())
         ready = {key for turn, key in self._let_go if self._aside.get(key) == turn}

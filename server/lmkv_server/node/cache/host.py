@@ -1,9 +1,9 @@
-"""The chunks in the node's pool: found by prefix, kept by holds, evicted in turn. Pure; called by the node's loop.
+"""The chunks in the node's pool: found by prefix, kept by holds, evicted by policy. Pure; one event loop calls it.
 
 free ──reserve──► reserved ──commit──► held ──evict, drop──► free
                      └──give_back──► free       (a hold delays the last step until it ends)
 
-What a pool holds from an earlier life of the node is reserved where it is, verified, and committed like all else.
+Chunks that an earlier process left in the pool are reserved at their offset, verified, and committed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lmkv_server.node.cache.eviction import EvictionPolicy, EvictionQueue
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reserved:
-    """An extent that somebody may write; its content means nothing yet."""
+    """An extent that may be written to; its content is undefined."""
 
     offset: int
     size_bytes: int
@@ -42,13 +42,13 @@ class Chunk:
     tier: HostTier
     """The tier that it is in."""
     holds: int = 0
-    """How many grants and pins keep the bytes in place."""
+    """Number of grants and pins that keep the bytes in place."""
     pins: int = 0
-    """How many of the holds are pins, which keep the chunk in the index, too."""
+    """Number of holds that are pins, which keep the chunk in the index, too."""
     parent: ChunkKey | None = None
     """The chunk before it in its prompts, if that is known."""
     dropped: bool = False
-    """Whether it is out of the index and only its holds keep the bytes."""
+    """Whether it left the index, and only its holds keep the bytes."""
 
 
 class HostTier:
@@ -74,7 +74,7 @@ class HostTier:
         self.evicted_count = 0
         """Chunks evicted for room since the start."""
         self.sealed = False
-        """Whether nothing may be overwritten, since somebody from an earlier life may read or write the pool."""
+        """Whether nothing may be overwritten, because a worker of an earlier process may read or write the pool."""
 
     @property
     def size_bytes(self) -> int:
@@ -88,17 +88,17 @@ class HostTier:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes that the chunks take which can be found. What is used beyond these is reserved, or kept by holds."""
+        """Bytes of the chunks in the index. Other used bytes are reserved, or kept by holds."""
         return self._chunk_bytes
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that are reserved and neither committed nor given back."""
+        """Bytes that are reserved, and neither committed nor released."""
         return sum(reserved.size_bytes for reserved in self._reserved.values())
 
     @property
     def reserved_count(self) -> int:
-        """Extents that are reserved and neither committed nor given back."""
+        """Extents that are reserved, and neither committed nor released."""
         return len(self._reserved)
 
     def __len__(self) -> int:
@@ -153,7 +153,7 @@ class HostTier:
         self.unhold(chunks)
 
     def reserve(self, size_bytes: int) -> Reserved | None:
-        """An extent to write into, evicting chunks that nobody holds; None if those do not make room, or if sealed."""
+        """Reserves an extent, evicting chunks without holds; None if these do not make room, or if sealed."""
         size = align(size_bytes)
         if self.sealed or size > self._free.size_bytes:
             return None
@@ -166,7 +166,7 @@ class HostTier:
         return self._reserve(offset, size)
 
     def reserve_at(self, offset: int, size_bytes: int) -> Reserved | None:
-        """The extent that begins just there, whose content is to be kept; None if not all of it is free."""
+        """Reserves the extent at `offset`, whose content is kept; None if a part of it is taken."""
         return self._reserve(offset, align(size_bytes)) if self._free.take_at(offset, size_bytes) else None
 
     def _reserve(self, offset: int, size_bytes: int) -> Reserved:
@@ -186,10 +186,10 @@ class HostTier:
         token_count: int,
         parent: ChunkKey | None = None,
     ) -> Chunk | None:
-        """Makes what was written at a reserved `offset` visible; room beyond `size_bytes` is given back.
+        """Makes the bytes at a reserved `offset` visible as a chunk; the extent beyond `size_bytes` is freed.
 
         `parent` is the chunk before it in its prompts, which is not evicted before it; it need not be here.
-        None if the chunk is held already: then the whole extent is given back. Raises `GrantNotFound` if nothing is
+        None if the chunk is held already: then the whole extent is freed. Raises `GrantNotFound` if nothing is
         reserved there, or less than `size_bytes`.
         """
         reserved = self._reserved.get(offset)
@@ -227,11 +227,11 @@ class HostTier:
         self._free.give(offset, reserved.size_bytes)
 
     def end_at(self, offset: int) -> None:
-        """The pool's memory ended at `offset`: nothing more is put behind it. What is there stays."""
+        """Reserves nothing behind `offset` any more, where the pool's memory ends. Chunks there stay."""
         self._free.end_at(offset)
 
     def drop(self, keys: Iterable[ChunkKey]) -> int:
-        """Forgets the chunks, pinned or not; the count of those that were there. Bytes on hold stay until it ends."""
+        """Drops the chunks, pinned or not; returns how many there were. Held bytes stay until the hold ends."""
         chunks = [chunk for key in keys if (chunk := self._chunks.get(key))]
         for chunk in chunks:
             self._queue.remove(chunk.key)
@@ -239,7 +239,7 @@ class HostTier:
         return len(chunks)
 
     def _forget(self, chunk: Chunk) -> None:
-        """Ends the chunk, which is out of the queue."""
+        """Removes a chunk that has left the queue."""
         del self._chunks[chunk.key]
         self._chunk_bytes -= align(chunk.size_bytes)
         chunk.dropped = True

@@ -1,10 +1,10 @@
-"""Which chunks are where in a pool that outlives its node. Pure; over memory that does, too. Used by `WarmStart`.
+"""Records where chunks are in a pool that outlives its node, in memory that does, too. Pure; used by `WarmStart`.
 
     slot 0 │ slot 1 │ slot 2 │ …        each empty, or a record: what is known of one chunk, and a seal
     put ──► the first empty slot        drop ──► the slot is empty again
 
-A node may be killed between any two bytes that it writes. A record is believed if its seal, a checksum, is right, so
-one that is written or emptied in part is none. There is nothing to replay, and nothing that grows.
+A node may be killed between any two bytes that it writes. A record is valid if its seal, a checksum, matches; a record
+that was written or emptied in part is not. Nothing has to be replayed, and the ledger does not grow.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def ledger_bytes(pool_bytes: int) -> int:
 
 
 class Record(NamedTuple):  # a fraction of what a frozen dataclass takes to make, and a start makes one per chunk
-    """What the ledger says of a chunk."""
+    """The record of one chunk."""
 
     serial: int
     """Rises with every record: chunks in the order in which they came."""
@@ -52,12 +52,12 @@ class Record(NamedTuple):  # a fraction of what a frozen dataclass takes to make
 
 
 class Ledger:
-    """The slots in `table`. Not thread-safe: one loop owns it."""
+    """The slots in `table`. Not thread-safe: one event loop owns it."""
 
     def __init__(self, table: memoryview) -> None:
         """Reads what is there; see `records`."""
         self.unrecorded_count = 0
-        """Chunks that there was no slot for: they do not outlive the node."""
+        """Chunks without a slot: the next process does not find them."""
         self._table = table
         self._count = len(table) // SLOT_BYTES
         self._slots: dict[int, int] = {}  # by offset in the pool
@@ -65,7 +65,7 @@ class Ledger:
         self._untouched = 0
         self._serial = 0
         self.records = sorted(self._read(), key=lambda record: record.serial)
-        """What was there at the start, oldest first."""
+        """The records at the start, oldest first."""
 
     @property
     def recorded_count(self) -> int:
@@ -83,7 +83,7 @@ class Ledger:
             self.drop(chunk.offset)
 
     def put(self, chunk: Chunk) -> None:
-        """The chunk's bytes are whole. Nothing happens if it was there at the start."""
+        """Records a complete chunk. Does nothing if it has a record."""
         if chunk.offset in self._slots:
             return
         if self._empty:
@@ -98,7 +98,7 @@ class Ledger:
         self._write(slot, _pack(self._serial, chunk))
 
     def drop(self, offset: int) -> None:
-        """The chunk at this offset counts no more; to be called before its bytes may change."""
+        """Removes the record at this offset; call it before the bytes may change."""
         slot = self._slots.pop(offset, None)
         if slot is not None:
             self._write(slot, _EMPTY)

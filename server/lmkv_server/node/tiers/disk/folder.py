@@ -1,7 +1,7 @@
-"""One folder that chunks are kept in, a file for each. Every method blocks, and is for a thread; all raise `OSError`.
+"""One folder with a file for each chunk. Every method blocks, and runs on a thread; all raise `OSError`.
 
-A file has a temporary name until it is whole. What a crash leaves of others is removed at the next opening. Nothing is
-flushed: a machine that loses its power may leave a whole name and torn bytes, and the checksum tells when it is read.
+A file has a temporary name until it is complete. The next opening removes incomplete files that a crash has left. Files
+are not flushed: after a power failure a file may have its name and wrong bytes, which the checksum shows at a read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 LOCK = "lock"
 PROBE = "probe.new"
 UNFINISHED = ".new"
-"""Suffix of files that are not whole."""
+"""Suffix of incomplete files."""
 
 
 class FileIo(Protocol):
@@ -41,29 +41,27 @@ class FileIo(Protocol):
 
 
 class PlainIo:
-    """The system calls."""
+    """Plain system calls."""
 
     def read(self, fd: int, memory: memoryview) -> int:
-        """See `FileIo`."""
         done = 0
         while done < len(memory) and (count := os.preadv(fd, [memory[done:]], done)):
             done += count
         return done
 
     def write(self, fd: int, memory: memoryview) -> None:
-        """See `FileIo`."""
         done = 0
         while done < len(memory):
             done += os.pwrite(fd, memory[done:], done)
 
 
 class DiskFolder:
-    """A folder of chunks, of one node alone. `open` it before anything else, and again after it was lost."""
+    """A folder of one node. Call `open` first, and again after a failure."""
 
     def __init__(self, path: Path, io: FileIo | None = None) -> None:
         self.path = path
         self.direct = False
-        """Whether bytes go straight between device and pool, past the page cache; where a file system can."""
+        """Whether reads and writes bypass the page cache, if the file system supports it."""
         self._io = io or PlainIo()
         self._lock: int | None = None
         self._made = False
@@ -85,7 +83,7 @@ class DiskFolder:
         return self._scan()
 
     def close(self) -> None:
-        """Lets go of the folder; others may use it. Idempotent."""
+        """Releases the folder for other nodes. Idempotent."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

@@ -20,7 +20,7 @@ class DiskIndex:
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.limit_bytes = capacity_bytes
-        """What chunks may take now: less than the capacity where the disk turned out to be full."""
+        """Bytes that chunks may take now: fewer than the capacity while the disk is full."""
         self._chunks: dict[ChunkKey, DiskChunk] = {}
         self._queue = EvictionQueue()
         self._chunk_bytes = 0
@@ -42,11 +42,11 @@ class DiskIndex:
         return self._chunks.get(key)
 
     def use(self, keys: Iterable[ChunkKey]) -> None:
-        """Chunks of a prompt, in its order, were used; those of them that are held here."""
+        """Notes a use of those chunks of a prompt, in its order, that are here."""
         self._queue.use([key for key in keys if key in self._chunks])
 
     def reserve(self, size_bytes: int) -> list[DiskChunk] | None:
-        """Makes room for a chunk; those that had to go for it. None if there can be no room now."""
+        """Reserves room for a chunk; returns the chunks that are evicted for it, or None if there is no room now."""
         size = align(size_bytes)
         if self._reserved_bytes + size > self.limit_bytes:
             return None
@@ -54,17 +54,17 @@ class DiskIndex:
         return self._shrunk()
 
     def admit(self, chunk: DiskChunk) -> None:
-        """What room was reserved for is there. The chunk must not be held already."""
+        """Adds a chunk that room was reserved for. It must not be held already."""
         assert chunk.key not in self._chunks, "held already"
         self._reserved_bytes -= chunk.file_bytes
         self._insert(chunk)
 
     def give_back(self, size_bytes: int) -> None:
-        """What room was reserved for does not come."""
+        """Releases reserved room."""
         self._reserved_bytes -= align(size_bytes)
 
     def fill(self, chunks: Iterable[DiskChunk]) -> list[DiskChunk]:
-        """Takes over what the folder held when it was opened, oldest first; what is too much of it, or there twice."""
+        """Adds the chunks of an opened folder, oldest first; returns those that exceed the limit or are duplicates."""
         twice = []
         for chunk in chunks:
             if known := self.remove(chunk.key):
@@ -73,14 +73,14 @@ class DiskIndex:
         return twice + self._shrunk()
 
     def remove(self, key: ChunkKey) -> DiskChunk | None:
-        """Forgets the chunk; None if it is not held."""
+        """Removes the chunk; None if it is not held."""
         if key not in self._chunks:
             return None
         self._queue.remove(key)
         return self._forget(key)
 
     def full(self) -> None:
-        """The disk has no more room than for what is there."""
+        """Limits the index to its present chunks, because the disk is full."""
         self.limit_bytes = min(self.limit_bytes, self._chunk_bytes)
 
     def _insert(self, chunk: DiskChunk) -> None:
@@ -89,13 +89,13 @@ class DiskIndex:
         self._chunk_bytes += chunk.file_bytes
 
     def _forget(self, key: ChunkKey) -> DiskChunk:
-        """Ends a chunk that is out of the queue."""
+        """Removes a chunk that has left the queue."""
         chunk = self._chunks.pop(key)
         self._chunk_bytes -= chunk.file_bytes
         return chunk
 
     def _shrunk(self) -> list[DiskChunk]:
-        """Forgets what has to go until the limit is kept, and returns it."""
+        """Evicts chunks until the limit is met; returns them."""
         gone = []
         while self.used_bytes > self.limit_bytes and (key := self._queue.pop()) is not None:
             gone.append(self._forget(key))

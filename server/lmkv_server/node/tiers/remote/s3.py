@@ -1,4 +1,4 @@
-"""A store that is a bucket of S3's, or of what speaks like it.
+"""A bucket of S3, or of a compatible service, as a `RemoteStore`.
 
 By botocore, on threads. NIXL's OBJ plugin writes straight into the pool, but is no faster, takes more of the processor,
 has no deadlines, takes a shorter object for a whole one, and can neither measure nor remove (docs/remote.md).
@@ -20,17 +20,17 @@ from lmkv.remote_url import RemoteUrl
 from lmkv_server.node.tiers.remote.store import StoreRefused
 
 ASKED_AT_ONCE = 16
-"""S3 knows no question about many objects; so many are asked about at a time."""
+"""S3 has no request about many objects; this many are asked for at a time."""
 MAX_CONNECTIONS = 32
 REMOVED_AT_ONCE = 1000
-"""As many as S3 takes."""
+"""The most that S3 accepts in one request."""
 STEP_BYTES = 1 << 20
 _ABSENT = ("404", "NoSuchKey", "NotFound")
 _THERE = ("PreconditionFailed", "412", "ConditionalRequestConflict")
 
 
 class S3Store:
-    """See `RemoteStore`. Credentials and region come from where AWS's own tools find them."""
+    """Credentials and region come from where AWS's own tools find them."""
 
     one_per_request = True
 
@@ -43,7 +43,6 @@ class S3Store:
         self._askers = ThreadPoolExecutor(ASKED_AT_ONCE, "lmkv-s3-ask")
 
     def open(self) -> None:
-        """See `RemoteStore`."""
         if self._made is None:
             with _failures():
                 self._made = self._make_client()
@@ -51,11 +50,10 @@ class S3Store:
             self._made.head_bucket(Bucket=self._url.bucket)
 
     def sizes(self, names: Sequence[str]) -> list[int]:
-        """See `RemoteStore`."""
         return list(self._askers.map(self._size, names))
 
     def get(self, name: str, parts: Sequence[memoryview]) -> bool:
-        """See `RemoteStore`. Bytes are copied once on the way."""
+        """Bytes are copied once on the way."""
         deadline = time.monotonic() + self._timeout_seconds
         with _failures():
             try:
@@ -70,7 +68,7 @@ class S3Store:
                 )
 
     def put(self, name: str, parts: Sequence[memoryview]) -> bool:
-        """See `RemoteStore`. Bytes are copied once on the way."""
+        """Bytes are copied once on the way."""
         if self._size(name):
             return False
         with _failures():
@@ -85,7 +83,6 @@ class S3Store:
         return True
 
     def remove(self, names: Sequence[str]) -> None:
-        """See `RemoteStore`."""
         for start in range(0, len(names), REMOVED_AT_ONCE):
             objects = [{"Key": self._url.prefix + name} for name in names[start : start + REMOVED_AT_ONCE]]
             with _failures():
@@ -94,7 +91,6 @@ class S3Store:
                 raise StoreRefused(f"{len(failed)} objects stay: {failed[0].get('Message', failed[0].get('Code'))}")
 
     def names(self, prefix: str) -> Iterator[list[str]]:
-        """See `RemoteStore`."""
         start = len(self._url.prefix)
         with _failures():
             pages = self._made.get_paginator("list_objects_v2").paginate(
@@ -104,7 +100,6 @@ class S3Store:
                 yield [found["Key"][start:] for found in page.get("Contents", ())]
 
     def close(self) -> None:
-        """See `RemoteStore`."""
         self._askers.shutdown(wait=False, cancel_futures=True)
         if self._made is not None:
             self._made.close()
@@ -138,7 +133,7 @@ class S3Store:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Turns botocore's exceptions into those of a store."""
+    """Maps exceptions of botocore to those of a store."""
     try:
         yield
     except ClientError as error:
@@ -152,7 +147,7 @@ def _code(error: ClientError) -> str:
 
 
 def _fill(body: Any, memory: memoryview, deadline: float) -> bool:
-    """Fills the memory from an answer; False if that ends before. Raises `TimeoutError`."""
+    """Fills the memory from a response; False if it ends early. Raises `TimeoutError`."""
     at = 0
     while at < len(memory):
         if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
-"""A store that is a Valkey or Redis server.
+"""A Valkey or Redis server as a `RemoteStore`.
 
-valkey-py makes the connections and speaks the words. Bytes go past it, straight between socket and pool: by its `get`
-they would be copied some four times, which takes four to eight times as long.
+valkey-py makes the connections and encodes commands. Chunks are copied directly between socket and pool: the `get` of
+valkey-py copies them about four times, which takes four to eight times as long.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ValkeyStore:
     one_per_request = False
 
     def __init__(self, url: RemoteUrl, *, timeout_seconds: float, ttl_seconds: float = 0.0) -> None:
-        """`ttl_seconds`: after which the server forgets what was put; 0: whenever it likes.
+        """`ttl_seconds`: after which the server drops an object; 0: only when it evicts.
 
         Raises `ConfigError` if valkey-py does not know what follows the `?` of the URL.
         """
@@ -58,18 +58,16 @@ class ValkeyStore:
             ) from None
 
     def open(self) -> None:
-        """See `RemoteStore`."""
         with self._connection() as connection:
             self._ask(connection, "PING")
 
     def sizes(self, names: Sequence[str]) -> list[int]:
-        """See `RemoteStore`."""
         with self._connection() as connection:
             connection.send_packed_command(connection.pack_commands([("STRLEN", name) for name in names]))
             return [int(connection.read_response()) for _ in names]
 
     def get(self, name: str, parts: Sequence[memoryview]) -> bool:
-        """See `RemoteStore`. The bytes are not copied on the way: the kernel writes them where they shall be."""
+        """The kernel writes the bytes to their place in the pool."""
         deadline = time.monotonic() + self._timeout_seconds
         with self._connection() as connection:
             connection.send_command("GET", name)
@@ -91,7 +89,7 @@ class ValkeyStore:
             return False
 
     def put(self, name: str, parts: Sequence[memoryview]) -> bool:
-        """See `RemoteStore`. The bytes are not copied on the way."""
+        """The bytes are sent from the pool without a copy."""
         with self._connection() as connection:
             if self._ask(connection, "EXISTS", name):
                 return False
@@ -103,12 +101,10 @@ class ValkeyStore:
             return connection.read_response() is not None
 
     def remove(self, names: Sequence[str]) -> None:
-        """See `RemoteStore`."""
         with self._connection() as connection:
             self._ask(connection, "UNLINK", *names)
 
     def names(self, prefix: str) -> Iterator[list[str]]:
-        """See `RemoteStore`."""
         cursor = b"0"
         while True:
             with self._connection() as connection:
@@ -118,7 +114,6 @@ class ValkeyStore:
                 return
 
     def close(self) -> None:
-        """See `RemoteStore`."""
         self._is_closed = True
         while self._idle:
             self._idle.pop().disconnect()
