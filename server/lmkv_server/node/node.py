@@ -12,18 +12,18 @@ from types import TracebackType
 
 import lmkv
 from lmkv import config as configuration
-from lmkv import rpc
 from lmkv.auth.certificates import CertificateEnd
 from lmkv.config import NodeConfig
 from lmkv.pool.socket import PoolSocket
 from lmkv.telemetry.calls import ServerCalls
 from lmkv.tiers import REMOTE
 from lmkv.units import format_bytes
-from lmkv.v1 import engine_service_pb2, engine_service_pb2_grpc, registry_service_pb2
+from lmkv.v1 import engine_service_pb2, registry_service_pb2
 from lmkv_server.node.cache.build import open_host_cache, populate
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.warm_start import WarmStart
 from lmkv_server.node.commands.runner import OrderRunner
+from lmkv_server.node.engines.build import serve_engines
 from lmkv_server.node.engines.service import EngineService
 from lmkv_server.node.fetch.tier import PeerTier
 from lmkv_server.node.fleet import holdings
@@ -33,7 +33,7 @@ from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.instance_lock import InstanceLock, instance_secret
 from lmkv_server.node.metrics.build import serve_metrics
 from lmkv_server.node.metrics.collector import NodeMetrics
-from lmkv_server.node.serving.server import STOP_GRACE_SECONDS, PeerServer, bind
+from lmkv_server.node.serving.server import PeerServer
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.stack import TierStack
 from lmkv_server.node.tiers.base import SecondaryTier
@@ -43,7 +43,6 @@ from lmkv_server.node.tiers.remote.tier import RemoteTier
 
 logger = logging.getLogger(__name__)
 
-ENGINE_SERVICE = "lmkv.v1.EngineService"
 FIRST_ENGINE_SECONDS = 20.0
 """Minimum time that a new node waits for its first engine, even if `node_linger` is shorter."""
 
@@ -125,7 +124,7 @@ class Node:
         await stack.enter_async_context(self.fleet)
         self.events.subscribe(self.fleet)
         await self.fleet.started()
-        await self._serve_engines()
+        await serve_engines(config, self._service, self._calls, stack)
         self._populating = asyncio.create_task(self._populate())
         stack.push_async_callback(stopped, self._populating)
         logger.info(
@@ -216,13 +215,6 @@ class Node:
         )
         metrics.registry.register(CertificateEnd(self.config.tls_cert))
         return metrics
-
-    async def _serve_engines(self) -> None:
-        server = await rpc.make_server([ENGINE_SERVICE], self._calls)
-        engine_service_pb2_grpc.add_EngineServiceServicer_to_server(self._service, server)
-        bind(server, f"unix:{self.config.engine_socket}", "runtime_dir")
-        await server.start()
-        self._stack.push_async_callback(server.stop, STOP_GRACE_SECONDS)
 
     async def _populate(self) -> None:
         """Populates the pool while the node serves already. Raises `ConfigError` if there is too little memory."""

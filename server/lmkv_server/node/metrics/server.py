@@ -18,7 +18,7 @@ from lmkv.errors import ConfigError, PermissionDenied, Unauthenticated
 from lmkv.rpc.endpoints import PLAINTEXT
 from lmkv_server.http.connections import ConnectionLimiter, LimitReached, client_of
 from lmkv_server.http.guard import HostGuard
-from lmkv_server.node.port_owner import describe_port
+from lmkv_server.node.ports import describe_port
 
 REQUEST_SECONDS = 5.0
 """Deadline of a request, from the connection to the last byte of its response."""

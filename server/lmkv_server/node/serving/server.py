@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import logging
 from contextlib import AsyncExitStack
-from pathlib import Path
-
-import grpc
 
 from lmkv import rpc
 from lmkv.auth.authenticator import Authenticator
-from lmkv.auth.credentials import Credentials
 from lmkv.auth.exposure import exposure
 from lmkv.config import NodeConfig
-from lmkv.errors import ConfigError
 from lmkv.pool.pool import Pool
 from lmkv.telemetry.calls import ServerCalls
 from lmkv.transfer import Channels, End
@@ -28,7 +23,7 @@ from lmkv_server.node.handoff.senders import MAX_SENDERS, Senders
 from lmkv_server.node.handoff.table import HandoffTable
 from lmkv_server.node.peers.connection_pool import PeerConnectionPool
 from lmkv_server.node.peers.directory import InstanceDirectory
-from lmkv_server.node.port_owner import describe_port
+from lmkv_server.node.ports import STOP_GRACE_SECONDS, bind
 from lmkv_server.node.serving.inspector import Inspector
 from lmkv_server.node.serving.service import PeerService
 from lmkv_server.node.sessions.sessions import EngineSessions
@@ -37,7 +32,6 @@ from lmkv_server.node.tiers.disk.tier import DiskTier
 logger = logging.getLogger(__name__)
 
 PEER_SERVICE = "lmkv.v1.PeerService"
-STOP_GRACE_SECONDS = 0.5
 
 
 class PeerServer:
@@ -159,24 +153,3 @@ class PeerServer:
         self.directory.publish(config.instance_id, self._epoch, self.address)
         stack.callback(self.directory.close)
         await stack.enter_async_context(self.senders)
-
-
-def bind(
-    server: grpc.aio.Server,
-    address: str,
-    key: str,
-    credentials: Credentials = rpc.PLAINTEXT,
-    runtime_dir: Path | None = None,
-) -> int:
-    """Binds the server to an address; the port. Raises `ConfigError` that names `key` if the port is taken.
-
-    The error also names the node that has the port, if it is one of those in `runtime_dir`.
-    """
-    try:
-        return rpc.add_port(server, address, credentials)
-    except RuntimeError:
-        owner = describe_port(runtime_dir, int(address.rpartition(":")[2])) if runtime_dir else ""
-        raise ConfigError(
-            f"{key}: cannot listen on {address}; {owner or 'is it in use? choose another, or 0 for any free port'}",
-            key=key,
-        ) from None

@@ -1,4 +1,4 @@
-"""Finds the node of this host that listens on a port, for the error message of a node that cannot bind it."""
+"""Binds the node's gRPC servers, with errors that name the node of this host that has the port."""
 
 from __future__ import annotations
 
@@ -6,8 +6,37 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import grpc
+
+from lmkv import rpc
+from lmkv.auth.credentials import Credentials
+from lmkv.errors import ConfigError
+
+STOP_GRACE_SECONDS = 0.5
+"""Time for calls in flight to end when a server stops."""
 LISTENING = "0A"
 """State of a listening socket in `/proc/net/tcp`."""
+
+
+def bind(
+    server: grpc.aio.Server,
+    address: str,
+    key: str,
+    credentials: Credentials = rpc.PLAINTEXT,
+    runtime_dir: Path | None = None,
+) -> int:
+    """Binds the server to an address; the port. Raises `ConfigError` that names `key` if the port is taken.
+
+    The error also names the node that has the port, if it is one of those in `runtime_dir`.
+    """
+    try:
+        return rpc.add_port(server, address, credentials)
+    except RuntimeError:
+        owner = describe_port(runtime_dir, int(address.rpartition(":")[2])) if runtime_dir else ""
+        raise ConfigError(
+            f"{key}: cannot listen on {address}; {owner or 'is it in use? choose another, or 0 for any free port'}",
+            key=key,
+        ) from None
 
 
 def describe_port(runtime_dir: Path, port: int) -> str:
