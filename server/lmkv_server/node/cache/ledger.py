@@ -36,7 +36,7 @@ def ledger_bytes(pool_bytes: int) -> int:
     return max(MIN_SLOTS, pool_bytes // POOL_BYTES_PER_SLOT) * SLOT_BYTES
 
 
-class Record(NamedTuple):  # a fraction of what a frozen dataclass takes to make, and a start makes one per chunk
+class LedgerRecord(NamedTuple):  # a fraction of what a frozen dataclass takes to make, and a start makes one per chunk
     """The record of one chunk."""
 
     serial: int
@@ -107,7 +107,7 @@ class Ledger:
     def _write(self, slot: int, content: bytes) -> None:
         self._table[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] = content
 
-    def _read(self) -> Iterator[Record]:
+    def _read(self) -> Iterator[LedgerRecord]:
         """Every record, and notes which slots are empty. A slot whose seal is wrong is, too, and so is a second one."""
         for first in range(0, self._count, _READ_SLOTS):
             last = min(first + _READ_SLOTS, self._count)
@@ -143,10 +143,10 @@ def _pack(serial: int, chunk: Chunk) -> bytes:
     return fields + _SEAL.pack(crc32(fields))
 
 
-def _unpack(slot: bytes) -> Record | None:
+def _unpack(slot: bytes) -> LedgerRecord | None:
     fields, seal = slot[: _FIELDS.size], slot[_FIELDS.size :]
     if slot == _EMPTY or _SEAL.pack(crc32(fields)) != seal:
         return None
     serial, offset, size_bytes, checksum, token_count, has_parent, parent, key, fingerprint = _FIELDS.unpack(fields)
     above = ChunkKey(parent) if has_parent else None
-    return Record(serial, offset, size_bytes, checksum, token_count, above, ChunkKey(key), fingerprint)
+    return LedgerRecord(serial, offset, size_bytes, checksum, token_count, above, ChunkKey(key), fingerprint)

@@ -21,9 +21,9 @@ from lmkv.pool.file import PoolFile
 from lmkv.runtime.deadline_timer import DeadlineTimer
 from lmkv.units import format_bytes
 from lmkv_kernels import checksum
+from lmkv_server.node.cache.batches import batched
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.cache.ledger import Ledger, Record
-from lmkv_server.node.cache.pieces import pieces
+from lmkv_server.node.cache.ledger import Ledger, LedgerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class WarmStart:
         self.ledger = ledger
         self._file = file
         self._tier = tier
-        self._waiting: dict[int, Record] = {}  # by offset
+        self._waiting: dict[int, LedgerRecord] = {}  # by offset
         self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "lmkv-warm")
         self._stopping = Event()
         self._alarm = DeadlineTimer(self._look)
@@ -101,12 +101,12 @@ class WarmStart:
         self._tier.sealed = False
         return None
 
-    async def _verify(self, records: Sequence[Record]) -> None:
+    async def _verify(self, records: Sequence[LedgerRecord]) -> None:
         if self._file.replaced_because:
             logger.info("the pool starts empty: %s", self._file.replaced_because)
             return
         began = time.monotonic()
-        batches = pieces(records, BATCH_BYTES, BATCH_CHUNKS)
+        batches = batched(records, BATCH_BYTES, BATCH_CHUNKS)
         async with asyncio.TaskGroup() as group:
             for _ in range(MAX_THREADS):
                 group.create_task(self._settle_all(batches))
@@ -118,14 +118,14 @@ class WarmStart:
             time.monotonic() - began,
         )
 
-    async def _settle_all(self, batches: Iterator[Sequence[Record]]) -> None:
+    async def _settle_all(self, batches: Iterator[Sequence[LedgerRecord]]) -> None:
         loop = asyncio.get_running_loop()
         for batch in batches:
             sums = await loop.run_in_executor(self._threads, self._sum, batch)
             for record, found in zip(batch, sums, strict=True):
                 self._settle(record, is_whole=found == record.checksum)
 
-    def _settle(self, record: Record, *, is_whole: bool) -> None:
+    def _settle(self, record: LedgerRecord, *, is_whole: bool) -> None:
         """Makes a chunk visible, or gives its extent back."""
         del self._waiting[record.offset]
         if not is_whole or self._tier.get(record.key):
@@ -145,7 +145,7 @@ class WarmStart:
             parent=record.parent,
         )
 
-    def _sum(self, batch: Sequence[Record]) -> list[int]:
+    def _sum(self, batch: Sequence[LedgerRecord]) -> list[int]:
         """Checksums of the bytes that are there, on a thread; of none any more once this is to end."""
         buffer = self._file.pool.buffer
         return [

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from lmkv.errors import BadMessage, LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.v1 import peer_service_pb2 as pb
+from lmkv_server.node.cache.batches import batched
 from lmkv_server.node.cache.host import Chunk, HostTier, Reserved
-from lmkv_server.node.cache.pieces import pieces
 from lmkv_server.node.fetch.pending_writes import PendingWrites
 from lmkv_server.node.fetch.pipeline import TransferPipeline
 from lmkv_server.node.handoff.device_buffer import DeviceBuffer
@@ -55,7 +55,7 @@ class HandoffTransfer:
         offered = dict(_offered(handoff, connection, request))
         self._reserved = handoff.begin(offered, pipeline.tier)
         self._begun = frozenset(self._reserved)
-        self._pieces = iter(pieces([offered[index] for index in self._reserved], PIECE_BYTES))
+        self._pieces = iter(batched([offered[index] for index in self._reserved], PIECE_BYTES))
 
     @property
     def tier(self) -> HostTier:

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lmkv_server.node.cache.allocator import ALIGNMENT
 from lmkv_server.node.cache.host import Chunk, HostTier
-from lmkv_server.node.cache.ledger import MIN_SLOTS, POOL_BYTES_PER_SLOT, SLOT_BYTES, Ledger, Record, ledger_bytes
+from lmkv_server.node.cache.ledger import MIN_SLOTS, POOL_BYTES_PER_SLOT, SLOT_BYTES, Ledger, LedgerRecord, ledger_bytes
 from tests.server.node.cases import chunk_key
 
 SLOTS = 6
@@ -36,7 +36,7 @@ def chunk(number: int, at: int, *, parent: int | None = None) -> Chunk:
     )
 
 
-def described(one: Chunk | Record) -> tuple[object, ...]:
+def described(one: Chunk | LedgerRecord) -> tuple[object, ...]:
     return one.key, one.parent, one.fingerprint, one.offset, one.size_bytes, one.checksum, one.token_count
 
 

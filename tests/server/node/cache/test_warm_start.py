@@ -12,7 +12,7 @@ from lmkv.pool.file import PoolFile
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.allocator import ALIGNMENT
 from lmkv_server.node.cache.host import Chunk, HostTier
-from lmkv_server.node.cache.ledger import STAMP, Ledger, Record, ledger_bytes
+from lmkv_server.node.cache.ledger import STAMP, Ledger, LedgerRecord, ledger_bytes
 from lmkv_server.node.cache.warm_start import WarmStart
 from tests.server.node.cases import chunk_key
 from tests.server.node.disk_parts import until
@@ -30,7 +30,7 @@ class GatedStart(WarmStart):
         self.gate = threading.Event()
         self.waits = threading.Event()
 
-    def _sum(self, batch: Sequence[Record]) -> list[int]:
+    def _sum(self, batch: Sequence[LedgerRecord]) -> list[int]:
         self.waits.set()
         assert self.gate.wait(GATE_SECONDS)
         return super()._sum(batch)

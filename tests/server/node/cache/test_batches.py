@@ -3,7 +3,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmkv_server.node.cache.pieces import pieces
+from lmkv_server.node.cache.batches import batched
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Thing:
 def test_nothing_is_lost_and_no_piece_goes_on_once_it_is_full(
     things: list[Thing], size_bytes: int, max_count: int
 ) -> None:
-    cut = list(pieces(things, size_bytes, max_count))
+    cut = list(batched(things, size_bytes, max_count))
     assert [thing for piece in cut for thing in piece] == things
     assert all(0 < len(piece) <= max_count for piece in cut)
     for piece in cut:
