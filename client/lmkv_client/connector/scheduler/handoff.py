@@ -49,20 +49,20 @@ def handoff_of(params: Mapping[str, Any] | None, keys: HandoffKeys) -> HandoffPa
 
     Raises `HandoffRefused` if it is malformed, or not proven although there are keys to prove it with.
     """
-    said = params.get(PARAMS) if isinstance(params, Mapping) else None
-    if not isinstance(said, Mapping) or "request_id" not in said:
+    fields = params.get(PARAMS) if isinstance(params, Mapping) else None
+    if not isinstance(fields, Mapping) or "request_id" not in fields:
         return None
-    name, instance = (_name(said, field) for field in ("request_id", "decode_instance"))
-    count = said.get("prompt_token_count")
+    name, instance = (_name(fields, field) for field in ("request_id", "decode_instance"))
+    count = fields.get("prompt_token_count")
     if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
         raise HandoffRefused("kv_transfer_params.lmkv.prompt_token_count must be a number of tokens")
-    if refusal := keys.refusal(name, instance, said.get("expire_time"), said.get("mac")):
+    if refusal := keys.refusal(name, instance, fields.get("expire_time"), fields.get("mac")):
         raise HandoffRefused(refusal)
     return HandoffParams(request_id=name, decode_instance=instance, prompt_token_count=count)
 
 
-def _name(said: Mapping[str, Any], field: str) -> str:
-    value = said.get(field)
+def _name(fields: Mapping[str, Any], field: str) -> str:
+    value = fields.get(field)
     if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME or not value.isascii() or not value.isprintable():
         raise HandoffRefused(f"kv_transfer_params.lmkv.{field} must be 1 to {MAX_NAME} printable characters")
     return value

@@ -7,7 +7,7 @@ from collections import deque
 KEPT = 0.8
 """What of the earlier steps stays with each new one."""
 MAX_STEPS = 8
-"""Most steps under way that are remembered; vLLM plans one or two ahead."""
+"""Most planned steps that have not ended; vLLM plans one or two ahead."""
 
 
 class PrefillRate:
@@ -29,12 +29,12 @@ class PrefillRate:
         return round(self._tokens / self._seconds) if self._seconds else 0
 
     def planned(self, token_count: int, now: float) -> None:
-        """A step is to compute so many tokens."""
+        """Records the plan of a step."""
         if token_count:
             self._planned.append((now, token_count))
 
     def ended(self, now: float) -> None:
-        """The oldest step has ended; one that computed nothing is not counted, and need not be told apart."""
+        """Records the end of the oldest planned step. Steps without tokens are never planned."""
         if not self._planned:
             return
         planned_at, token_count = self._planned.popleft()

@@ -87,7 +87,7 @@ class RequestState:
         self.traceparent = traceparent
         """W3C `traceparent` of the request's spans; empty if it is not traced."""
         self.lookup_span: Span = NO_SPAN
-        """The lookup that is under way."""
+        """The span of the running lookup."""
         self.handoff_id = handoff_id
         """The handoff that brings the prompt, if one does."""
         self.load_timeout = load_timeout

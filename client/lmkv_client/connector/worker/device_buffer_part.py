@@ -56,7 +56,7 @@ class DeviceBufferPart:
 
     @property
     def host_address(self) -> int:
-        """The same: nobody copies between it and the host."""
+        """As `device_address`: the buffer is not copied to the host."""
         return self.device_address
 
     @property

@@ -68,7 +68,7 @@ class DevicePageCopier:
         self._opening: Future[_Open] | None = None
         self._buffered: tuple[DeviceBufferPart, Copier] | None = None
         self._closed = False
-        # Registering a pool takes seconds: one thread, for a pool must be let go of before the next comes.
+        # Registering a pool takes seconds: one thread, so that a pool is closed before the next is opened.
         self._thread = ThreadPoolExecutor(1, "lmkv-cuda", initializer=prepare_thread)
         try:
             self._paths = fastest_paths(self._device, self._program, pages)
@@ -88,7 +88,7 @@ class DevicePageCopier:
 
         The pool must not be closed before `let_go` says so.
         """
-        assert self._opening is None, "let go of the old pool first"
+        assert self._opening is None, "close the old pool first"
         self._abandoned = threading.Event()
         self._opening = self._thread.submit(self._open, pool, self._abandoned)
 

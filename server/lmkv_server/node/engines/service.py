@@ -176,7 +176,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         )
 
     async def Load(self, request: pb.LoadRequest, context: Any) -> pb.LoadResponse:
-        """See the proto."""
+        """Brings chunks into the pool from the tiers behind it. Holds nothing."""
         spec = self._spec(request.fingerprint)
         keys = split_keys(request.chunk_keys)
         own = len(self._tier.find(keys))
