@@ -1,4 +1,4 @@
-"""Secondary tiers: stores below host memory. `disk` and `remote` each implement one.
+"""Secondary tiers: places below host memory that chunks are loaded from. `disk` and `remote` keep them in backends.
 
-`reader` loads chunks of any tier into the pool. Imports `cache`. Start with `reader.TierReader`.
+`reader`, `writer` and `health` serve all backends. Imports `cache`. Start with `base.SecondaryTier`.
 """
