@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from lmkv import rpc
-from lmkv.rpc import interceptor
+from lmkv.rpc import endpoints, interceptor
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -31,7 +31,7 @@ async def test_who_does_not_finish_a_handshake_is_cut_off(
 ) -> None:
     options = dict(rpc.SERVER_OPTIONS)
     assert options["grpc.server_handshake_timeout_ms"] == 10_000
-    monkeypatch.setattr(rpc, "SERVER_OPTIONS", [*(options | {"grpc.server_handshake_timeout_ms": 300}).items()])
+    monkeypatch.setattr(endpoints, "SERVER_OPTIONS", [*(options | {"grpc.server_handshake_timeout_ms": 300}).items()])
     credentials = issue(tmp_path).server if encrypted else rpc.PLAINTEXT
     async with Coordinator(port=0, credentials=credentials) as coordinator, asyncio.timeout(WAIT_SECONDS):
         beginning = TLS if encrypted else HTTP2
