@@ -13,7 +13,7 @@ from lmkv.errors import Unreachable
 from lmkv_client import Coordinator, sync
 from lmkv_server.coordinator import coordinator as server
 from tests.client.conftest import RunCommand
-from tests.lmkv.certificates import Certificates, issue
+from tests.support.certificates import Certificates, issue
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from lmkv_client import Coordinator, sync
 from lmkv_server.coordinator import coordinator as server
 from lmkv_server.node.node import Node
 from tests.client.conftest import RunCommand
-from tests.lmkv.auth.tokens import entry, write
+from tests.support.tokens import entry, write
 
 
 @pytest.fixture

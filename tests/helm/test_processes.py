@@ -19,9 +19,9 @@ import yaml
 from lmkv.config import ConnectorConfig, load
 from tests.helm.chart import Manifest, find, pods, render
 from tests.helm.local_pod import LocalPod, Secrets, fetch
-from tests.lmkv.certificates import Certificates, issue
 from tests.server.node.engine_client import EngineClient
 from tests.server.proxy.scripted_engine import MODEL, ScriptedEngine
+from tests.support.certificates import Certificates, issue
 
 COORDINATOR = "demo-lmkv-coordinator-headless.prod.svc"
 SECRET = {"fleet": {"cluster-secret": b"one for all"}, "engines": {"api-key": b"key-of-engines"}}

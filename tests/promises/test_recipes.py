@@ -21,10 +21,10 @@ from lmkv.keys import as_tokens, chunk_keys, root_key
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.services.services import SERVICE_NAMES
-from tests.lmkv.certificates import issue
 from tests.promises.recipes import Names, Place, Recipe, messages, recipes_of
 from tests.server.coordinator.cases import LLAMA
 from tests.server.coordinator.scripted_instance import ScriptedInstance
+from tests.support.certificates import issue
 from tests.tokenizers import save_tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -13,13 +13,13 @@ import pytest
 from lmkv import __version__, rpc
 from lmkv_server.coordinator import coordinator as server
 from lmkv_server.coordinator.operations import replicator as keeping
-from tests.lmkv.certificates import issue
 from tests.sdk.buf import buf
 from tests.sdk.fleets import Fleet, processes
 from tests.sdk.node import PACKAGE, compile_package, run_node, tool
 from tests.server.coordinator.cases import LLAMA, keys_of
 from tests.server.coordinator.guarded import guarded
 from tests.server.coordinator.scripted_instance import ScriptedInstance
+from tests.support.certificates import issue
 
 README_PROMPT = [128000, 849, 21435]
 

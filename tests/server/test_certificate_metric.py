@@ -13,7 +13,7 @@ from lmkv.config import NodeConfig, ProxyConfig
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
 from lmkv_server.proxy.proxy import Proxy
-from tests.lmkv.certificates import Certificates, issue, replace
+from tests.support.certificates import Certificates, issue, replace
 
 
 @pytest.fixture

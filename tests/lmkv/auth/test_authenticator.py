@@ -13,7 +13,7 @@ from lmkv.auth.caller import ANONYMOUS_CALLER, check_caller, current_caller
 from lmkv.auth.token import BearerToken
 from lmkv.errors import ConfigError, PermissionDenied, TooManyRequests, Unauthenticated
 from lmkv.telemetry.log_limit import LimitedLogger
-from tests.lmkv.auth.tokens import bearer, entry, write
+from tests.support.tokens import bearer, entry, write
 
 LOOKUP, MOVE = "lmkv.v1.CacheService/Lookup", "lmkv.v1.CacheService/Move"
 PROBE = "grpc.health.v1.Health/Check"

@@ -9,7 +9,7 @@ import pytest
 from lmkv.auth.callers import read_callers
 from lmkv.auth.roles import Role
 from lmkv.errors import ConfigError
-from tests.lmkv.auth.tokens import entry, sha256, write
+from tests.support.tokens import entry, sha256, write
 
 
 def test_who_shows_a_token_is_known_by_its_digest(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from cryptography import x509
 
 from lmkv.auth.certificates import validity
-from tests.lmkv.certificates import issue
+from tests.support.certificates import issue
 
 
 @pytest.mark.parametrize("is_expired", [False, True])

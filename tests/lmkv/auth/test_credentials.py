@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lmkv import rpc
 from lmkv.auth.credentials import Credentials
 from lmkv.errors import ConfigError, Unreachable
-from tests.lmkv.certificates import Certificates, issue, replace, swap
+from tests.support.certificates import Certificates, issue, replace, swap
 
 
 @pytest.fixture(scope="module")

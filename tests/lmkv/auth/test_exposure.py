@@ -9,8 +9,8 @@ import pytest
 from lmkv.auth.authenticator import Authenticator
 from lmkv.auth.credentials import Credentials
 from lmkv.auth.exposure import exposure, is_loopback
-from tests.lmkv.auth.tokens import entry, write
-from tests.lmkv.certificates import issue
+from tests.support.certificates import issue
+from tests.support.tokens import entry, write
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "localhost", "[::1]", "::1"])

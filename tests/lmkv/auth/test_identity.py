@@ -14,8 +14,8 @@ from lmkv.auth.identity import ANONYMOUS, caller_identity
 from lmkv.auth.token import BearerToken
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceServicer, CacheServiceStub, add_CacheServiceServicer_to_server
-from tests.lmkv.auth.tokens import entry, write
-from tests.lmkv.certificates import issue
+from tests.support.certificates import issue
+from tests.support.tokens import entry, write
 
 
 class Recorder(CacheServiceServicer):

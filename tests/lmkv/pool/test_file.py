@@ -14,7 +14,7 @@ import pytest
 from lmkv.errors import ConfigError
 from lmkv.pool.file import STAMP_BYTES, PoolFile, remove_unused
 from lmkv.pool.pool import Pool
-from tests.lmkv.small_tmpfs import on_small_tmpfs
+from tests.support.small_tmpfs import on_small_tmpfs
 
 MB = 1 << 20
 TABLE = 10_000

@@ -18,7 +18,7 @@ from lmkv.errors import ConfigError
 from lmkv.pool import pool as pool_module
 from lmkv.pool.memory import HugePages, available_bytes, huge_pages
 from lmkv.pool.pool import POPULATE_STEP_BYTES, Pool
-from tests.lmkv.small_tmpfs import on_small_tmpfs
+from tests.support.small_tmpfs import on_small_tmpfs
 from tests.waiting import WAIT_SECONDS
 
 MB = 1 << 20

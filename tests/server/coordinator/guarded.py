@@ -19,9 +19,9 @@ from lmkv.keys import ChunkKey
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator
-from tests.lmkv.auth.tokens import Entry, entry, write
 from tests.server.coordinator.cases import LLAMA
 from tests.server.coordinator.scripted_instance import ScriptedInstance
+from tests.support.tokens import Entry, entry, write
 
 ROLES = ("engine", "operator", "reader", "admin")
 TENANTS = ("", "a", "b")

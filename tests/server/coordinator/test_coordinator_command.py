@@ -22,10 +22,10 @@ from lmkv import rpc
 from lmkv.v1.cache_service_pb2 import ClearRequest, PinRequest, WatchRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import Position
-from tests.lmkv.auth.tokens import entry, write
-from tests.lmkv.certificates import issue
 from tests.server.coordinator.cases import LLAMA, PROMPT, keys_of
 from tests.server.coordinator.scripted_instance import ScriptedInstance, until
+from tests.support.certificates import issue
+from tests.support.tokens import entry, write
 
 RUN = [
     sys.executable,

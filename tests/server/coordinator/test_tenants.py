@@ -36,9 +36,9 @@ from lmkv.v1.registry_service_pb2 import (
     ReportRequest,
 )
 from lmkv_server.coordinator.services.cache import CacheService
-from tests.lmkv.auth.tokens import entry
 from tests.server.coordinator.cases import KEYS, LLAMA, PROMPT
 from tests.server.coordinator.guarded import ENTRIES, Guarded, guarded, token_of
+from tests.support.tokens import entry
 
 BY_TOKENS = LookupRequest(tokens=PROMPT)
 BY_KEYS = LookupRequest(chunk_keys=join_keys(KEYS))

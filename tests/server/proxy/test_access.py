@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.lmkv.auth.tokens import entry, write
 from tests.server.proxy.conftest import MakeProxy
 from tests.server.proxy.scripted_engine import MODEL, ScriptedEngine
+from tests.support.tokens import entry, write
 
 
 async def test_page_and_metrics_ask_for_a_token_and_requests_do_not(

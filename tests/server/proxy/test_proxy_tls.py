@@ -12,10 +12,10 @@ import pytest
 from lmkv.auth.credentials import Credentials
 from lmkv.config import ProxyConfig
 from lmkv_server.proxy.proxy import Proxy
-from tests.lmkv.certificates import Certificates, issue, swap
 from tests.server.coordinator.scripted_instance import until
 from tests.server.proxy.conftest import QUICK
 from tests.server.proxy.scripted_engine import MODEL, ScriptedEngine
+from tests.support.certificates import Certificates, issue, swap
 
 BODY = {"model": MODEL, "prompt": "once upon", "max_tokens": 4}
 

@@ -17,7 +17,7 @@ from lmkv.v1 import registry_service_pb2, registry_service_pb2_grpc
 from lmkv_client.coordinator import Coordinator as SdkCoordinator
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
-from tests.lmkv.certificates import Certificates, issue, swap
+from tests.support.certificates import Certificates, issue, swap
 
 INSTANCES = "/lmkv.v1.RegistryService/ListInstances"
 

@@ -27,7 +27,6 @@ from lmkv_server.coordinator.layout_store.chunk_records import Change
 from lmkv_server.coordinator.layout_store.log_entry import ChunkOwner
 from lmkv_server.coordinator.layout_store.publication import Backlog, PendingEntry, Publication
 from lmkv_server.coordinator.layout_store.publisher import Publisher
-from tests.lmkv.auth.tokens import entry, write
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT
 from tests.server.coordinator.layout_store.parts import (
     chunks_of,
@@ -40,6 +39,7 @@ from tests.server.coordinator.layout_store.parts import (
 )
 from tests.server.coordinator.layout_store.scripted_node import ScriptedNode
 from tests.server.node.remote_parts import RedisServer
+from tests.support.tokens import entry, write
 from tests.waiting import WAIT_SECONDS
 
 LEASE_SECONDS = 10.0

@@ -32,9 +32,9 @@ from lmkv_server.coordinator.services.layout_watch import MAX_WATCHERS_PER_CLIEN
 from lmkv_server.coordinator.services.services import SERVICE_NAMES, Services
 from lmkv_server.coordinator.tenants import Tenants
 from lmkv_server.http.guard import HostGuard
-from tests.lmkv.auth.tokens import entry, write
 from tests.server.coordinator.cases import KEYS, LLAMA
 from tests.server.coordinator.guarded import ENTRIES, Guarded, guarded, token_of
+from tests.support.tokens import entry, write
 from tests.waiting import WAIT_SECONDS
 
 SERVED = [method for method in ROLES if method.partition("/")[0] in SERVICE_NAMES]

@@ -14,9 +14,9 @@ from lmkv.rpc import endpoints, interceptor
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator
-from tests.lmkv.auth.tokens import entry
-from tests.lmkv.certificates import issue
 from tests.server.coordinator.guarded import Guarded, guarded
+from tests.support.certificates import issue
+from tests.support.tokens import entry
 
 WAIT_SECONDS = 20.0
 LOOKUP = "/lmkv.v1.CacheService/Lookup"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.lmkv.small_tmpfs import on_small_tmpfs
+from tests.support.small_tmpfs import on_small_tmpfs
 
 STEP = 16 << 20
 

@@ -18,10 +18,10 @@ from lmkv.pool.file import PoolFile
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.ledger import STAMP, Ledger, ledger_bytes
-from tests.lmkv.small_tmpfs import on_small_tmpfs
 from tests.server.node.disk_parts import until
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.warm_parts import POOL_CHUNKS, NodeProcess, held, mapped, store
+from tests.support.small_tmpfs import on_small_tmpfs
 
 # ---- a real node, killed while an engine stores more than it has room for
 

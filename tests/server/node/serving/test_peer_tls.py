@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from lmkv.auth.credentials import Credentials
 from lmkv_server.node.metrics.server import MetricsServer
-from tests.lmkv.certificates import Certificates, issue, swap
 from tests.server.node.peer_parts import SMALL, Parts, Taken, keys_of
+from tests.support.certificates import Certificates, issue, swap
 
 KEYS = keys_of(4)
 

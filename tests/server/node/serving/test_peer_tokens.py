@@ -24,9 +24,9 @@ from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.services import registry as registry_service
 from lmkv_server.node.metrics.server import MetricsServer
 from lmkv_server.node.node import Node
-from tests.lmkv.auth.tokens import entry, write
 from tests.server.coordinator.scripted_instance import until
 from tests.server.node.peer_parts import SMALL, Parts, Taken, keys_of
+from tests.support.tokens import entry, write
 
 KEYS = keys_of(2)
 

@@ -17,7 +17,6 @@ import pytest
 from lmkv_server.node.tiers.disk import folder as disk_folder
 from lmkv_server.node.tiers.disk.folder import PlainIo
 from lmkv_server.node.tiers.disk.tier import DiskTier
-from tests.lmkv.small_tmpfs import on_small_tmpfs
 from tests.server.node.cases import chunk_key, chunk_keys, small_spec
 from tests.server.node.disk_parts import (
     CHUNK_BYTES,
@@ -28,6 +27,7 @@ from tests.server.node.disk_parts import (
     host_with_disk,
     until,
 )
+from tests.support.small_tmpfs import on_small_tmpfs
 
 
 @pytest.fixture

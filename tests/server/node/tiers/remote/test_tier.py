@@ -13,7 +13,6 @@ from lmkv_client.demo.process import free_port as find_free_port
 from lmkv_server.node.tiers.base import Needs
 from lmkv_server.node.tiers.remote.chunk import HEADER_BYTES, ROOT
 from lmkv_server.node.tiers.remote.s3 import S3Store
-from tests.lmkv.certificates import issue
 from tests.server.node.cases import chunk_key, chunk_keys
 from tests.server.node.disk_parts import WAIT_SECONDS, content, until
 from tests.server.node.remote_parts import (
@@ -27,6 +26,7 @@ from tests.server.node.remote_parts import (
     name_of,
     names_of,
 )
+from tests.support.certificates import issue
 
 LOST_SECONDS = 0.3
 """A store that says nothing for so long is lost, in tests."""

@@ -1,4 +1,4 @@
-"""Python on a tmpfs of a size of its own, where memory ends for real and nobody else is harmed."""
+"""Runs Python scripts on a small tmpfs, so that memory runs out without affecting other processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOUNT = 'mount -t tmpfs -o size="$1" tmpfs "$2" && exec "$3" -c "$4" "$2"'
 
 
 def on_small_tmpfs(folder: Path, size_bytes: int, script: str) -> str:
-    """What a script prints; its argument is the folder, which only it sees as a tmpfs of that size."""
+    """The output of a script. Its argument is the folder, on which a tmpfs of that size is mounted only for it."""
     unshare = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
     if subprocess.run([*unshare, "mount -t tmpfs tmpfs /mnt"], capture_output=True, check=False).returncode:
         pytest.skip("this machine does not let tests mount a tmpfs (user namespaces)")
