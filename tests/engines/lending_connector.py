@@ -15,5 +15,5 @@ if TYPE_CHECKING:
 class LMKVConnector(connector.LMKVConnector):
     """Asks for no device."""
 
-    def _lends(self, config: ConnectorConfig, vllm_config: VllmConfig, rank: int) -> bool:
+    def _lends_buffer(self, config: ConnectorConfig, vllm_config: VllmConfig, rank: int) -> bool:
         return True

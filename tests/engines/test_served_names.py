@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from lmkv_client.demo.cluster import Cluster
-from lmkv_client.demo.process import ServerProcess
 from tests.engines.conftest import SETTINGS
 from tests.engines.faults import eventually
 from tests.engines.llm import make_prompt
@@ -32,10 +31,9 @@ class RoutingProxy(ProxyProcess):
         assert cluster.coordinator is not None
         engines = list(cluster.engines.values())
         super().__init__(folder, [], engines)
-        command = [sys.executable, "-m", "lmkv", "proxy", "--port", str(self.port), "--mode", "route"]
-        command += [f"--engine=http://127.0.0.1:{engine.port}" for engine in engines]
-        command += ["--policy", "kv_aware", "--coordinator", cluster.coordinator.address, "--lookup-timeout", "10"]
-        self.process = ServerProcess("proxy", command, folder / "proxy.log")
+        self.command = [sys.executable, "-m", "lmkv", "proxy", "--port", str(self.port), "--mode", "route"]
+        self.command += [f"--engine=http://127.0.0.1:{engine.port}" for engine in engines]
+        self.command += ["--policy", "kv_aware", "--coordinator", cluster.coordinator.address, "--lookup-timeout", "10"]
 
 
 @pytest.fixture(scope="module")

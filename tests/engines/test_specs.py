@@ -103,7 +103,7 @@ def test_an_engine_logs_and_counts_with_whom_it_shares_nothing(fleet: LlmFleet) 
     assert engine.metrics()["lmkv:spec_conflicts"] == 3
     log = engine.log()
     for name, (field, _, _) in DIFFERENCES.items():
-        assert f"shares nothing with instance {name}, which serves tiny too: {field} is " in log
+        assert f"shares nothing with instance {name}, which also serves tiny: {field} is " in log
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,10 @@ async function startPaused(): Promise<MoveOperation> {
 
 test("waiting too long leaves the operation running, and a cancelled one throws that it was", async () => {
   const move = await startPaused();
-  await assert.rejects(move.wait(0.05), { name: "TimeoutError", message: `${move.name} is still running after 0.05 s` });
+  await assert.rejects(move.wait(0.05), {
+    name: "TimeoutError",
+    message: `${move.name} is still running after 0.05 s`,
+  });
   assert.deepEqual([move.done, move.state, move.result, move.error], [false, "running", undefined, undefined]);
   const running = await coordinator.operations({ running: true });
   assert.deepEqual(

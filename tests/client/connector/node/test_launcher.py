@@ -109,7 +109,7 @@ async def test_a_node_that_cannot_run_says_where_its_log_is(
     make_launcher: MakeLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
-    with pytest.raises(Unreachable, match=r"ended without a word; see .*node\.log"):
+    with pytest.raises(Unreachable, match=r"ended without an error message; see .*node\.log"):
         await make_launcher().address()
 
 

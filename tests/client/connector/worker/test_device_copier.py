@@ -214,7 +214,7 @@ def test_the_pages_must_be_on_a_device_and_as_they_are_there() -> None:
         on_device(case.pages),
         parts=tuple(dataclasses.replace(part, row_stride=2, element_stride=8) for part in case.pages.parts[:1]),
     )
-    with pytest.raises(ValueError, match="packing is the CPU's"):
+    with pytest.raises(ValueError, match="as on CPUs only"):
         DevicePageCopier(packed, model_stream=lambda: 0, open_device=open_emulated)
 
 
