@@ -90,7 +90,7 @@ class ScaledNode:
 
     def describe(self) -> Instance:
         """One node of this size."""
-        usage = TierUsage(tier=TIER_HOST, capacity_bytes=1 << 40, chunk_count=len(self._held))
+        usage = TierUsage(name="host", tier=TIER_HOST, capacity_bytes=1 << 40, chunk_count=len(self._held))
         return Instance(
             instance_id=self.name,
             epoch=1,

@@ -330,7 +330,10 @@ async def test_instances_shows_a_line_each_and_who_cannot_share(
             instance_id="lmkv-1",
             peer_address="10.0.0.7:8200",
             specs=[LLAMA, LLAMA, KvSpec(model_name="qwen", kv_dtype="fp8_e4m3")],
-            tiers=[TierUsage(tier=TIER_HOST, capacity_bytes=5 << 30, used_bytes=645 << 20, chunk_count=20)],
+            tiers=[
+                TierUsage(name="host", tier=TIER_HOST, capacity_bytes=5 << 30, used_bytes=645 << 20, chunk_count=20),
+                TierUsage(name="example", used_bytes=1 << 30, chunk_count=7),
+            ],
             engine_count=2,
             conflicts=[conflict],
             synced=True,
@@ -346,10 +349,14 @@ async def test_instances_shows_a_line_each_and_who_cannot_share(
     ]
     assert await run("instances") == 0
     assert capsys.readouterr().out == (
-        "INSTANCE            PEER           MODELS                             CHUNKS  USED/CAPACITY    ENGINES\n"
-        "lmkv-1              10.0.0.7:8200  llama (bfloat16), qwen (fp8_e4m3)  20      0.63 GB/5.00 GB  2\n"
-        "lmkv-2              10.0.0.8:8200  llama (float32)                    0       0 B/0 B          0\n"
-        "lmkv-3 (reporting)  10.0.0.9:8200  -                                  0       0 B/0 B          0\n"
+        "INSTANCE            PEER           MODELS                             TIERS             "
+        "                                        ENGINES\n"
+        "lmkv-1              10.0.0.7:8200  llama (bfloat16), qwen (fp8_e4m3)  host 20 chunks 0.6"
+        "3 GB/5.00 GB, example 7 chunks 1.00 GB  2\n"
+        "lmkv-2              10.0.0.8:8200  llama (float32)                    -                 "
+        "                                        0\n"
+        "lmkv-3 (reporting)  10.0.0.9:8200  -                                  -                 "
+        "                                        0\n"
         "lmkv-1 and lmkv-2 cannot share llama: kv_dtype is bfloat16 on the one, float32 on the other\n"
     )
 

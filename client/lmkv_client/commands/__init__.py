@@ -22,8 +22,9 @@ from lmkv.auth.credentials import Credentials
 from lmkv.config import ClientConfig, load
 from lmkv.errors import BadRequest, LmkvError, Unreachable
 from lmkv.safe_text import safe_text
-from lmkv.units import parse_seconds
+from lmkv.units import format_bytes, parse_seconds
 from lmkv.v1.chunk_pb2 import Position, Tier
+from lmkv.v1.registry_service_pb2 import TierUsage
 from lmkv_client.commands.http_port import find_grpc
 from lmkv_client.coordinator import Coordinator
 
@@ -139,6 +140,12 @@ def count(number: int, noun: str) -> str:
 def print_json(message: Message) -> None:
     """Prints a message with the field names of its proto, including empty fields."""
     print(MessageToJson(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
+
+
+def format_fill(tier: TierUsage) -> str:
+    """Used bytes of a tier, and its capacity if it has a limit: `0.63 GB/5.00 GB`."""
+    used = format_bytes(tier.used_bytes)
+    return f"{used}/{format_bytes(tier.capacity_bytes)}" if tier.capacity_bytes else used
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from lmkv.cli import Command
 from lmkv.safe_text import safe_text
-from lmkv.units import format_bytes
-from lmkv.v1.registry_service_pb2 import Instance, ListInstancesResponse
-from lmkv_client.commands import MAX_CELL_CHARACTERS, add_common_arguments, call, print_json, print_table
+from lmkv.v1.registry_service_pb2 import Instance, ListInstancesResponse, TierUsage
+from lmkv_client.commands import MAX_CELL_CHARACTERS, add_common_arguments, call, format_fill, print_json, print_table
 
 EXAMPLES = """\
   lmkv instances
@@ -26,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     if not instances:
         print("no instance is registered")
         return 0
-    columns = ("INSTANCE", "PEER", "MODELS", "CHUNKS", "USED/CAPACITY", "ENGINES")
+    columns = ("INSTANCE", "PEER", "MODELS", "TIERS", "ENGINES")
     print_table(columns, [row(instance) for instance in instances])
     for line in conflicts(instances):
         print(safe_text(line, MAX_CELL_CHARACTERS))
@@ -36,16 +35,17 @@ def run(args: argparse.Namespace) -> int:
 def row(instance: Instance) -> tuple[str, ...]:
     """The table row of an instance."""
     models = dict.fromkeys(f"{spec.model_name} ({spec.kv_dtype})" for spec in instance.specs)
-    used = sum(tier.used_bytes for tier in instance.tiers)
-    capacity = sum(tier.capacity_bytes for tier in instance.tiers)
     return (
         instance.instance_id if instance.synced else f"{instance.instance_id} (reporting)",
         instance.peer_address or "-",
         ", ".join(models) or "-",
-        str(sum(tier.chunk_count for tier in instance.tiers)),
-        f"{format_bytes(used)}/{format_bytes(capacity)}",
+        ", ".join(map(_usage, instance.tiers)) or "-",
         str(instance.engine_count),
     )
+
+
+def _usage(tier: TierUsage) -> str:
+    return f"{tier.name} {tier.chunk_count} chunks {format_fill(tier)}"
 
 
 def conflicts(instances: Iterable[Instance]) -> Iterator[str]:

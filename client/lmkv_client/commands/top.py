@@ -16,11 +16,20 @@ from google.protobuf.message import Message
 
 from lmkv.cli import Command
 from lmkv.errors import Unreachable
-from lmkv.tiers import tier_name
-from lmkv.units import format_bytes, format_duration
+from lmkv.safe_text import safe_text
+from lmkv.units import format_duration
 from lmkv.v1.registry_service_pb2 import Instance
 from lmkv_client import Coordinator
-from lmkv_client.commands import add_common_arguments, call, ops, print_table, read_seconds, seconds_until
+from lmkv_client.commands import (
+    MAX_CELL_CHARACTERS,
+    add_common_arguments,
+    call,
+    format_fill,
+    ops,
+    print_table,
+    read_seconds,
+    seconds_until,
+)
 from lmkv_client.commands.following import AnyOperation
 
 if TYPE_CHECKING:
@@ -146,9 +155,9 @@ def _rows(instance: Instance) -> Iterator[tuple[str, ...]]:
         cells = round(min(share, 1.0) * BAR_CELLS)
         yield (
             name,
-            tier_name(tier.tier),
+            safe_text(tier.name, MAX_CELL_CHARACTERS),
             f"{'█' * cells}{'░' * (BAR_CELLS - cells)} {share:4.0%}",
-            f"{format_bytes(tier.used_bytes)}/{format_bytes(tier.capacity_bytes)}",
+            format_fill(tier),
             str(tier.chunk_count),
             _hits(instance),
             str(instance.engine_count),

@@ -72,6 +72,8 @@ class Node:
         """What an earlier process has left in the pool, if `persist_pool` is on."""
         self.stores: list[ConfiguredTier] = []
         """The secondary tiers that keep chunks for this node."""
+        self.tiers: list[SecondaryTier] = []
+        """All secondary tiers, in the order in which they are asked."""
         self._peer_side: PeerServer | None = None
         self._stack = AsyncExitStack()
         self.events = CacheEvents()
@@ -117,6 +119,7 @@ class Node:
         )
         if self._peer_side:
             self._peer_side.directory.locate = self.fleet.locate
+        self.tiers = self._ordered_tiers()
         await stack.enter_async_context(self._make_pool_socket())
         self._service = self._make_engine_service()
         self.metrics = self._make_metrics()
@@ -160,7 +163,7 @@ class Node:
             tiers=self.stores,
         )
 
-    def _tiers(self) -> list[SecondaryTier]:
+    def _ordered_tiers(self) -> list[SecondaryTier]:
         """In the order in which they are asked: on this host, at peers, elsewhere."""
         tiers: list[SecondaryTier] = [tier for tier in self.stores if tier.is_local]
         if side := self._peer_side:
@@ -181,7 +184,7 @@ class Node:
         return EngineService(
             tier=self.tier,
             sessions=self.engines,
-            stack=TierStack(self.tier, self._tiers(), side.receiver if side else None),
+            stack=TierStack(self.tier, self.tiers, side.receiver if side else None),
             senders=side.senders if side else None,
             welcome=engine_service_pb2.Welcome(
                 instance_id=config.instance_id,
@@ -233,7 +236,7 @@ class Node:
             peer_address=self.peer_address,
             specs=[spec.to_proto() for spec in self.engines.specs],
             version=lmkv.__version__,
-            tiers=holdings.usages(self.tier, self.disk),
+            tiers=holdings.usages(self.tier, self.tiers),
             engine_count=self.engines.attached_count,
             served_models=[model.to_proto() for model in self.engines.served if self.engines.spec(model.fingerprint)],
             stats=self._stats(),

@@ -99,7 +99,7 @@ class ScriptedInstance:
             snapshot=True,
             snapshot_end=True,
             changes=[self._change(self.chunks)],
-            tiers=[pb.TierUsage(tier=HOST, capacity_bytes=1 << 30, chunk_count=len(self.chunks))],
+            tiers=[pb.TierUsage(name="host", tier=HOST, capacity_bytes=1 << 30, chunk_count=len(self.chunks))],
             engine_count=1,
             stats=self.stats,
         )

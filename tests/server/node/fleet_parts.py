@@ -70,7 +70,7 @@ class Shelf:
             epoch=self.epoch,
             peer_address=self.peer_address,
             specs=[spec.to_proto() for spec in self.specs],
-            tiers=[TierUsage(tier=HOST, capacity_bytes=1 << 30, chunk_count=len(self.held))],
+            tiers=[TierUsage(name="host", tier=HOST, capacity_bytes=1 << 30, chunk_count=len(self.held))],
             engine_count=len(self.specs),
         )
 

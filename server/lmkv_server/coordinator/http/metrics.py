@@ -80,7 +80,9 @@ class CoordinatorMetrics(Collector):
     def _chunks(self) -> Iterator[Metric]:
         labels = ("instance_id", "tier")
         chunks = _gauge("chunks", "Chunks that the layout map knows an instance to hold.", *labels)
-        capacity = _gauge("tier_capacity_bytes", "Capacity of a tier, as its node last reported.", *labels)
+        capacity = _gauge(
+            "tier_capacity_bytes", "Capacity of a tier, as its node last reported; 0 if it has no limit.", *labels
+        )
         used = _gauge(
             "tier_used_bytes", "Bytes used by chunks and grants in a tier, as its node last reported.", *labels
         )
@@ -90,9 +92,10 @@ class CoordinatorMetrics(Collector):
             for (tier, _), count in self._services.core.layout.chunk_counts(instance_id).items():
                 held[tier] += count
             for usage in instance.tiers:
-                held.setdefault(usage.tier, 0)
-                capacity.add_metric([instance_id, tier_name(usage.tier)], usage.capacity_bytes)
-                used.add_metric([instance_id, tier_name(usage.tier)], usage.used_bytes)
+                if usage.tier:
+                    held.setdefault(usage.tier, 0)
+                capacity.add_metric([instance_id, usage.name], usage.capacity_bytes)
+                used.add_metric([instance_id, usage.name], usage.used_bytes)
             for tier, count in held.items():
                 chunks.add_metric([instance_id, tier_name(tier)], count)
         known = _gauge("layout_keys", "Different chunk keys in the layout map.")

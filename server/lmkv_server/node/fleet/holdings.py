@@ -1,33 +1,46 @@
-"""Usage and content of a node's own tiers, as reports carry them. Used by `Node`."""
+"""Usage and content of a node's tiers, as reports carry them. Used by `Node` and `FleetMembership`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from lmkv.tiers import DISK
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.registry_service_pb2 import TierUsage
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.fleet.reports import HeldChunk
+from lmkv_server.node.tiers.base import SecondaryTier
 from lmkv_server.node.tiers.disk.tier import DiskTier
 
+HOST = "host"
+"""The name of host memory in events and in reports of usage."""
+MAPPED_TIERS = {HOST: chunk_pb2.TIER_HOST, DISK: chunk_pb2.TIER_DISK}
+"""Tiers by name that belong to this node alone: the layout map holds their chunks."""
 
-def usages(tier: HostTier, disk: DiskTier | None) -> list[TierUsage]:
-    """How full the tiers are that are the node's own."""
+
+def usages(tier: HostTier, tiers: Iterable[SecondaryTier]) -> list[TierUsage]:
+    """How full host memory is, and each of the secondary tiers that knows it."""
     host = TierUsage(
-        tier=chunk_pb2.TIER_HOST,
+        name=HOST,
+        tier=MAPPED_TIERS[HOST],
         capacity_bytes=tier.size_bytes,
         used_bytes=tier.used_bytes,
         chunk_count=len(tier),
     )
-    if disk is None:
-        return [host]
-    on_disk = TierUsage(
-        tier=chunk_pb2.TIER_DISK,
-        capacity_bytes=disk.capacity_bytes,
-        used_bytes=disk.used_bytes,
-        chunk_count=disk.chunk_count,
-    )
-    return [host, on_disk]
+    return [
+        host,
+        *(
+            TierUsage(
+                name=secondary.name,
+                tier=MAPPED_TIERS.get(secondary.name, chunk_pb2.TIER_UNSPECIFIED),
+                capacity_bytes=usage.capacity_bytes,
+                used_bytes=usage.used_bytes,
+                chunk_count=usage.chunk_count,
+            )
+            for secondary in tiers
+            if (usage := secondary.usage()) is not None
+        ),
+    ]
 
 
 def held(tier: HostTier, disk: DiskTier | None) -> Iterator[HeldChunk]:

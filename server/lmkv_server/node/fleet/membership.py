@@ -25,6 +25,7 @@ from lmkv.v1 import cache_service_pb2, chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.fleet.context import FleetContext
+from lmkv_server.node.fleet.holdings import MAPPED_TIERS
 from lmkv_server.node.fleet.session import CoordinatorSession
 from lmkv_server.node.fleet.shard import SessionState, current_primaries, outdated
 
@@ -32,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 LOCATE_SECONDS = 0.5
 """Deadline of one coordinator for locating an instance."""
-REPORTED_TIERS = {"host": chunk_pb2.TIER_HOST, "disk": chunk_pb2.TIER_DISK}
-"""Tiers of this node alone, by the name that their events have: the layout map holds their chunks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,12 +173,12 @@ class FleetMembership:
 
     def stored(self, tier: str, chunk: CachedChunk) -> None:
         """Reports a chunk of the host tier or of the disk. Chunks of other tiers are not in the layout map."""
-        if (reported := REPORTED_TIERS.get(tier)) is not None:
+        if (reported := MAPPED_TIERS.get(tier)) is not None:
             self.admitted(reported, chunk.fingerprint, chunk.key, chunk.token_count)
 
     def removed(self, tier: str, chunk: CachedChunk) -> None:
         """Reports that the tier no longer has the chunk."""
-        if (reported := REPORTED_TIERS.get(tier)) is not None:
+        if (reported := MAPPED_TIERS.get(tier)) is not None:
             self.evicted(reported, chunk.fingerprint, chunk.key)
 
     def admitted(self, tier: chunk_pb2.Tier.ValueType, fingerprint: bytes, key: ChunkKey, token_count: int) -> None:

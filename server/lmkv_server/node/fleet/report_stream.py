@@ -176,7 +176,7 @@ class ReportStream:
         self._has_changed = self._has_changed or bool(changes)
         now = time.monotonic()
         if self._has_changed and now >= self._digest_due:
-            tiers = [usage.tier for usage in self._context.node.describe().tiers]
+            tiers = [usage.tier for usage in self._context.node.describe().tiers if usage.tier]
             reports[-1].digests.extend(ChunkChanges(self._context.node.snapshot()).digests(tiers))
             self._digest_due, self._has_changed = now + self._context.digest_interval_seconds, False
         return reports

@@ -84,6 +84,7 @@ class TierUsage:
     """How full a tier is."""
 
     capacity_bytes: int
+    """0 if there is no limit."""
     used_bytes: int
     chunk_count: int
 

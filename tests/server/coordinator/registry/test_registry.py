@@ -267,7 +267,7 @@ def test_chunks_that_are_too_long_are_refused(registry: Registry) -> None:
 def test_usage_is_taken_from_reports_that_carry_it(registry: Registry) -> None:
     stream = joined(registry)
     report = snapshot()
-    report.tiers.append(TierUsage(tier=HOST, capacity_bytes=100, used_bytes=10))
+    report.tiers.append(TierUsage(name="host", tier=HOST, capacity_bytes=100, used_bytes=10))
     report.engine_count = 2
     stream.apply(report, 0)
     stream.apply(delta(2), 0)

@@ -330,7 +330,7 @@ async def test_one_too_many_is_told_when_to_come_back(registry: Any) -> None:
 async def test_the_list_shows_what_reports_tell(registry: Any) -> None:
     await register(registry, "a", 1, 7000, LLAMA)
     stream = registry.Report()
-    usage = TierUsage(tier=chunk_pb2.TIER_HOST, capacity_bytes=1000, used_bytes=10, chunk_count=1)
+    usage = TierUsage(name="host", tier=chunk_pb2.TIER_HOST, capacity_bytes=1000, used_bytes=10, chunk_count=1)
     stats = InstanceStats(asked_chunks=10, own_chunks=6, traffic=[PeerTraffic(instance_id="b", chunk_count=3)])
     await stream.write(report(changes=HELD, tiers=[usage], engine_count=1, stats=stats))
     await stream.read()

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from prometheus_client import generate_latest
 
+from lmkv import rpc
 from lmkv.config import NodeConfig
 from lmkv.config.resolve import load as load_config
 from lmkv.errors import ConfigError
+from lmkv.units import format_bytes
+from lmkv.v1 import registry_service_pb2_grpc
+from lmkv.v1.chunk_pb2 import TIER_HOST
+from lmkv.v1.registry_service_pb2 import ListInstancesRequest
+from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
 from tests.server.node.cases import chunk_keys
 from tests.server.node.disk_parts import until
 from tests.server.node.engine_client import EngineClient, runs
 from tests.server.node.whole_nodes import SPEC, load, store, until_free
+from tests.waiting import eventually
 
 PACKAGE = Path(__file__).parent / "plugin"
 
@@ -68,6 +80,35 @@ async def test_another_node_finds_it_and_a_reset_removes_it(runtime_dir: Path) -
         await engine.release("1")
         await engine.say(reset=True)
         await until(lambda: not list((runtime_dir / "shared").iterdir()))
+
+
+@pytest.mark.usefixtures("package")
+async def test_the_fleet_sees_how_full_the_tier_is(runtime_dir: Path) -> None:
+    async with Coordinator(port=0, http_ports={"127.0.0.1": 0}) as coordinator:
+        told = config(runtime_dir, "n", coordinator_address=coordinator.address)
+        async with Node(told) as node, EngineClient(node) as engine:
+            await store(engine, node.pool, 0, 1, 2)
+            (tier,) = node.stores
+            await until(lambda: tier.stats().written_chunks == 3)
+            used_bytes = tier.stats().written_bytes
+            async with rpc.open_channel(coordinator.address) as channel:
+                registry: Any = registry_service_pb2_grpc.RegistryServiceStub(channel)
+
+                async def reported() -> list[tuple[str, int, int, int]]:
+                    (instance,) = (await registry.ListInstances(ListInstancesRequest(), timeout=5)).instances
+                    return [(one.name, one.tier, one.used_bytes, one.chunk_count) for one in instance.tiers]
+
+                host = ("host", TIER_HOST, node.tier.used_bytes, 3)
+                await eventually(reported, [host, ("example", 0, used_bytes, 3)])
+            async with httpx.AsyncClient() as http:
+                metrics = (await http.get(f"{coordinator.url}/metrics")).text
+            assert f'tier_used_bytes{{instance_id="n",tier="example"}} {float(used_bytes)}' in metrics
+            assert 'lmkv_coordinator_chunks{instance_id="n",tier="host"} 3.0' in metrics
+            assert 'lmkv_coordinator_chunks{instance_id="n",tier="0"}' not in metrics
+            command = [sys.executable, "-m", "lmkv", "instances", "--coordinator", coordinator.address]
+            process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+            shown, _ = await asyncio.wait_for(process.communicate(), 60)
+            assert f"example 3 chunks {format_bytes(used_bytes)}" in shown.decode()
 
 
 @pytest.mark.usefixtures("package")

@@ -98,7 +98,7 @@ function destinations(fleet, holder) {
     const conflict = (instance.conflicts ?? []).find((found) => found.instanceId === holder.instanceId);
     const isShared = (instance.specs ?? []).some((spec) => specs.has(spec.fingerprint));
     const why = isShared ? "" : conflict ? ` (${conflict.field} differs)` : " (other model)";
-    const tiers = (instance.tiers ?? []).map((usage) => usage.tier);
+    const tiers = (instance.tiers ?? []).map((usage) => usage.tier).filter(Boolean);
     return tiers
       .filter((tier) => !(isSame && held.size === 1 && held.has(tier)))
       .map((tier) => ({

@@ -1,7 +1,7 @@
 // The list of instances: models, usage of tiers, hits, and whether they report.
 
 import { byId, h, keyed, setAttribute, setProperty, setText, show } from "./dom.js";
-import { ago, bytes, bytesOf, count, counted, duration, percent, tierName } from "./format.js";
+import { ago, bytes, bytesOf, count, counted, duration, percent } from "./format.js";
 import { seconds, serverNow } from "./api.js";
 
 const MAX_NAMED = 4;
@@ -37,7 +37,7 @@ function makeRow(fleet) {
     setText(name, instance.instanceId);
     setText(address, instance.peerAddress ?? "");
     keyed(models, specsOf(instance), (spec) => spec.fingerprint, makeChip);
-    keyed(tiers, instance.tiers ?? [], (usage) => usage.tier, makeTier);
+    keyed(tiers, instance.tiers ?? [], (usage) => usage.name, makeTier);
     hits.update(instance.stats ?? {});
     const silence = fleet.silence(instance);
     const state = silence ? "lost" : instance.synced ? "live" : "rebuilding";
@@ -78,11 +78,10 @@ function makeTier() {
       const used = Number(usage.usedBytes ?? 0);
       const capacity = Number(usage.capacityBytes ?? 0);
       const fill = capacity ? Math.min(100, (100 * used) / capacity) : 0;
-      const tier = tierName(usage.tier);
       const room = capacity ? bytesOf(used, capacity) : bytes(used);
-      setText(name, tier);
-      setAttribute(bar, "data-tier", tier);
-      setAttribute(bar, "aria-label", tier);
+      setText(name, usage.name);
+      setAttribute(bar, "data-tier", usage.name);
+      setAttribute(bar, "aria-label", usage.name);
       setAttribute(bar, "aria-valuenow", Math.round(fill));
       setAttribute(bar, "aria-valuetext", `${room}, ${percent(used, capacity)}`);
       setProperty(bar, "--fill", `${fill.toFixed(1)}%`);

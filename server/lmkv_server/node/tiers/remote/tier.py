@@ -16,7 +16,7 @@ from lmkv.spec import KvSpec
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.tiers.backend_tier import BackendTier
-from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Selection
+from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Selection, TierUsage
 from lmkv_server.node.tiers.remote.backend import WRITE_THREADS, StoreBackend
 from lmkv_server.node.tiers.remote.chunk import HEADER_BYTES, ROOT, RemoteChunk, object_name, spec_root
 from lmkv_server.node.tiers.remote.store import RemoteStore
@@ -153,9 +153,9 @@ class RemoteTier(BackendTier[RemoteChunk]):
         prefix = spec_root(selection.fingerprint) if selection.fingerprint else ROOT
         return await self.backend.remove_all(prefix, dry_run=selection.dry_run)
 
-    def usage(self) -> None:
+    def usage(self) -> TierUsage | None:
         """None: only the store knows."""
-        return
+        return None
 
     def _opened(self) -> None:
         for unwritten in self.tier:  # they may have been stored while the store was closed

@@ -48,8 +48,15 @@ async def fleet(make: Make) -> AsyncIterator[dict[str, ScriptedInstance]]:
         await report(
             a,
             tiers=[
-                TierUsage(tier=HOST, capacity_bytes=8 * GIB, used_bytes=6 * GIB, chunk_count=3),
-                TierUsage(tier=chunk_pb2.TIER_DISK, capacity_bytes=100 * GIB, used_bytes=25 * GIB, chunk_count=1234),
+                TierUsage(name="host", tier=HOST, capacity_bytes=8 * GIB, used_bytes=6 * GIB, chunk_count=3),
+                TierUsage(
+                    name="disk",
+                    tier=chunk_pb2.TIER_DISK,
+                    capacity_bytes=100 * GIB,
+                    used_bytes=25 * GIB,
+                    chunk_count=1234,
+                ),
+                TierUsage(name="example", used_bytes=4 * GIB, chunk_count=7),
             ],
             engine_count=2,
         )

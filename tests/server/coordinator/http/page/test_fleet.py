@@ -58,8 +58,9 @@ async def test_instances_are_shown_with_their_tiers_and_what_keeps_them_apart(
         await expect(page.locator(".instance h3")).to_have_text(["a", "b", "c", "odd"])
         await expect(row.locator(".chips")).to_have_text("llama · bfloat16")
         await expect(row.locator(".tiers .number")).to_have_text(
-            ["6.0 of 8.0 GiB · 3 chunks", "25 of 100 GiB · 1,234 chunks"]
+            ["6.0 of 8.0 GiB · 3 chunks", "25 of 100 GiB · 1,234 chunks", "4.0 GiB · 7 chunks"]
         )
+        await expect(row.locator(".tiers .name")).to_have_text(["host", "disk", "example"])
         host = row.get_by_role("meter", name="host")
         await expect(host).to_have_attribute("aria-valuenow", "75")
         assert await filled(host) == pytest.approx(0.75, abs=0.01)
@@ -68,7 +69,7 @@ async def test_instances_are_shown_with_their_tiers_and_what_keeps_them_apart(
             "Shares no llama with odd: kv_dtype is bfloat16 here, float32 there"
         )
         await expect(page.locator("#figure-instances")).to_have_text("4")
-        await expect(page.locator("#figure-chunks")).to_have_text("1,238")
+        await expect(page.locator("#figure-chunks")).to_have_text("1,245")
 
 
 async def test_an_instance_that_leaves_is_gone_and_its_successor_comes(

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lmkv.errors import ConfigError
+from lmkv_server.node.tiers.base import TierUsage
 from lmkv_server.node.tiers.build import TierContext
 from lmkv_server.node.tiers.remote.tier import RemoteTier
 
@@ -61,12 +62,21 @@ class FolderStore:
         return self._folder / name.replace("/", "+")
 
 
-def make_tier(context: TierContext) -> RemoteTier:
+class FolderTier(RemoteTier):
+    """Also says how much is in it."""
+
+    def usage(self) -> TierUsage:
+        """What this node has written."""
+        stats = self.stats()
+        return TierUsage(capacity_bytes=0, used_bytes=stats.written_bytes, chunk_count=stats.written_chunks)
+
+
+def make_tier(context: TierContext) -> FolderTier:
     """The entry point. Raises `ConfigError` if `folder` is missing."""
     folder = context.options.get("folder")
     if not folder:
         raise ConfigError(f"tiers: {context.name} needs folder", key="tiers")
-    return RemoteTier(
+    return FolderTier(
         FolderStore(Path(folder)),
         context.name,
         tier=context.tier,
