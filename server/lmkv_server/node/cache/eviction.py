@@ -3,7 +3,7 @@
 A policy only orders chunks. The queue keeps chunks in use, and keeps a chunk as long as a chunk that follows it in a
 prompt is there, under every policy:
 
-in line ──choose──► its turn ──nobody holds it──────────► evicted
+in line ──choose──► its turn ──it has no hold───────────► evicted
    ▲                   └─────held, or has children──► set aside ──let go──► evicted first of all
    └──────────────────────────use─────────────────────────┘
 """
@@ -133,10 +133,10 @@ class EvictionQueue:
         return key in self._parents
 
     def add(self, key: ChunkKey, parent: ChunkKey | None = None) -> None:
-        """A chunk that is not there comes; `parent` is the one before it in its prompts, which may come later.
+        """Adds a chunk; `parent` is the chunk before it in its prompts, which may be added later.
 
-        A parent that is a descendant of the chunk is no parent: keys are hashes of what is before them, so somebody
-        made them up.
+        A parent that is a descendant of the chunk is ignored: keys are hashes of what is before them, so the client
+        invented these.
         """
         assert key not in self._parents, "added twice"
         if parent is not None and self._descends(parent, key):

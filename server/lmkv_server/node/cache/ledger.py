@@ -21,7 +21,7 @@ from lmkv_server.node.cache.host import Chunk
 STAMP = b"lmkv pool, ledger 1"
 """What the file of a pool begins its table with; another number where slots mean something else."""
 POOL_BYTES_PER_SLOT = 128 << 10
-"""There is a slot for every so many bytes of the pool. Chunks are larger, but for those of very small models."""
+"""Bytes of the pool for each slot. Chunks are larger, except those of very small models."""
 MIN_SLOTS = 4096
 
 _FIELDS = struct.Struct("<QQQQI?16s16s16s")  # serial, offset, size, checksum, tokens, has a parent, its key, key, spec

@@ -1,4 +1,4 @@
-"""Pins: chunks that stay in the tier until a time, whoever needs the room. Pure; used by `OrderExecutor` and `Orders`.
+"""Pins: chunks that are not evicted before a time. Pure; used by `OrderExecutor` and `OrderRunner`.
 
 pin ──► in force ──┬── unpin  ──► ended        Pins are counted: a chunk stays as long as one of its pins is in force.
   └─again: longer  └── expire ──► ended
@@ -43,7 +43,7 @@ class Pins:
         self.expired_count = 0
         """Pins that ended because their time was up, since the start."""
         self.unpinned_count = 0
-        """Pins that somebody ended, since the start."""
+        """Pins that clients removed, since the start."""
         self.revision = 0
         """Rises with every change."""
         self._tier = tier

@@ -1,7 +1,7 @@
 """Brings back what the pool held when an earlier life of the node ended, however it did. Used by `Node`.
 
     in the ledger ──► reserved where it is ──► summed ──► committed: found like any other chunk
-                                                 └── damaged, or stored anew meanwhile: dropped
+                                                 └── damaged, or stored again meanwhile: dropped
 
 The node serves all along; nothing waits for this.
 """
@@ -97,7 +97,7 @@ class WarmStart:
             self._tier.sealed = True
             return time.monotonic() + LOOK_SECONDS
         if self._tier.sealed:
-            logger.info("nobody of an earlier life has the pool mapped any more")
+            logger.info("no process of the previous node maps the pool any more")
         self._tier.sealed = False
         return None
 

@@ -77,7 +77,7 @@ class ReportStream:
             self._wake.set()
 
     def refresh(self) -> None:
-        """Registers anew before anything else is reported."""
+        """Registers again before anything else is reported."""
         self._registration_is_outdated = True
         self._wake.set()
 

@@ -27,7 +27,7 @@ METRICS_RPC = "lmkv.v1.RegistryService/ListInstances"
 MAX_REQUEST_BYTES = 16 << 10
 MAX_CONNECTIONS = 32
 MAX_CONNECTIONS_PER_CLIENT = 16
-"""See `ConnectionLimiter`."""
+"""Concurrent connections, in total and from one address."""
 
 
 class MetricsServer:

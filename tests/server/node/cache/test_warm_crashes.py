@@ -95,7 +95,7 @@ async def test_a_worker_that_outlives_its_node_keeps_the_next_one_from_overwriti
                 assert await held(engine, attached.pool, 0, 1) == [0, 1]
                 assert await store(engine, attached.pool, 2) == 0
                 worker.close()
-                await until(lambda: "nobody of an earlier life has the pool mapped any more" in node.text())
+                await until(lambda: "no process of the previous node maps the pool any more" in node.text())
                 assert await store(engine, attached.pool, 2) == 1
                 assert await held(engine, attached.pool, 0, 1, 2) == [0, 1, 2]
     finally:

@@ -3,7 +3,7 @@
     key-parent-fingerprint-tokens-bytes-checksum-serial-seal.chunk
 
 All fields are hexadecimal; the parent may be missing. The seal is a checksum of what stands before it: a name that
-somebody changed is not believed. So the index of a folder is its listing: nothing else can be lost, or out of step.
+was changed does not match it and is ignored. The listing of a folder is its index: no other file can be lost or differ.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class DiskFolder:
     def open(self) -> list[DiskChunk]:
         """Makes the folder if need be, removes what is of no use; the chunks in it, least recently used first.
 
-        A folder that was there once is not made anew where even the one above it is gone: a disk may have been there.
+        A folder that existed once is not created again if its parent is gone: a disk may have been mounted there.
         """
         self.close()
         self.path.mkdir(mode=0o700, parents=not self._made, exist_ok=True)
@@ -127,7 +127,7 @@ class DiskFolder:
             return False
 
     def remove(self, chunks: Iterable[DiskChunk]) -> None:
-        """Removes the files of the chunks; one that is gone, or cannot be removed, is no error."""
+        """Removes the files of the chunks; missing files and those that cannot be removed are ignored."""
         for chunk in chunks:
             with suppress(OSError):
                 (self.path / chunk.file_name).unlink()

@@ -2,7 +2,7 @@
 
     lmkv1/fingerprint/key  ->  header | bytes of the chunk
 
-The header says what the bytes are, so that an object that is torn, somebody else's, or in the wrong place is a miss.
+The header says what the bytes are, so that an object that is torn, foreign, or under a wrong key is a miss.
 The version of all this is in the name: nodes of another version neither find nor remove each other's objects.
 """
 

@@ -29,7 +29,7 @@ _ABSENT = b"$-1\r\n"
 
 
 class ValkeyStore:
-    """See `RemoteStore`."""
+    """A `RemoteStore` in a Valkey or Redis server: one string value for each object."""
 
     one_per_request = False
 
@@ -83,7 +83,7 @@ class ValkeyStore:
             if line == _ABSENT:
                 wire.close(self._timeout_seconds)
                 return False
-            connection.disconnect()  # there is more to come, which nobody wants
+            connection.disconnect()  # the rest of the answer is not needed
             if line.startswith(b"-"):
                 raise StoreRefused(line[1:].decode(errors="replace").strip())
             return False
@@ -127,7 +127,7 @@ class ValkeyStore:
         return self._pool.connection_class(**self._pool.connection_kwargs)
 
     def _idle_connection(self) -> Connection | None:
-        """A connection that stands. Servers close those that nobody used for long."""
+        """An open connection. Servers close idle ones."""
         while True:
             try:
                 connection = self._idle.pop()
@@ -140,7 +140,7 @@ class ValkeyStore:
 
     @contextmanager
     def _connection(self) -> Iterator[Connection]:
-        """A connection that nobody else uses meanwhile. It is kept for the next only if all went well."""
+        """A connection for this caller alone. It is returned for reuse only if the call succeeded."""
         if self._is_closed:
             raise OSError("closed")
         connection = self._idle_connection() or self._new_connection()
@@ -167,7 +167,7 @@ class _Wire:
         self._deadline = deadline
 
     def line(self, size_bytes: int) -> bytes:
-        """The first so many bytes of an answer; less if its first line is shorter, all of it if that is an error."""
+        """The first bytes of an answer; fewer if its first line is shorter, all of it if that is an error."""
         line = b""
         while not line.endswith(b"\r\n"):
             limit = MAX_LINE_BYTES if line.startswith(b"-") else size_bytes
@@ -191,7 +191,7 @@ class _Wire:
             at += count
 
     def close(self, timeout_seconds: float) -> None:
-        """The answer is over: whoever uses the connection next has so long for each step."""
+        """Ends the answer: the next user of the connection has the full timeout for each step."""
         self._socket.settimeout(timeout_seconds)
 
     def _wait(self) -> None:
