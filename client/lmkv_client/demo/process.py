@@ -1,6 +1,6 @@
 """Launches server processes on this host: for the demo, the tests and the benchmarks.
 
-Linux only: /proc tells which processes belong to a server.
+Linux only: reads from /proc which processes belong to a server.
 """
 
 from __future__ import annotations
