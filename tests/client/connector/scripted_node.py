@@ -1,7 +1,7 @@
-"""A scripted node: stands where `NodeClient` stands, keeps chunks of simulated KV, and does what a test tells it to.
+"""A scripted node: replaces `NodeClient`, keeps chunks of simulated KV, and does what a test scripts.
 
-This is a seam of ours, not a real node: it answers in the same thread, when told to, and checks that the scheduler side
-keeps to the contract of `EngineService.Attach`. Memory that nobody may read any more is spoilt at once.
+It is a fake, not a real node: it answers in the same thread, when the test asks it to, and checks that the scheduler
+side keeps to the contract of `EngineService.Attach`. Memory that may not be read any more is overwritten at once.
 """
 
 from __future__ import annotations

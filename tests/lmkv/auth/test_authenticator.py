@@ -1,4 +1,4 @@
-"""The authenticator: who passes, and what those are told who do not."""
+"""The authenticator: which callers it accepts, and the errors that the others get."""
 
 from __future__ import annotations
 
