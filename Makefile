@@ -12,7 +12,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-ray demo test test-ray chaos protos verify \
+.PHONY: help setup setup-ray demo test test-ray chaos docs protos verify \
 	benchmarks verify-format verify-lint verify-types verify-protos verify-floors verify-typescript \
 	fix-format fix-lint fix-protos fix-typescript
 
@@ -47,7 +47,10 @@ benchmarks: $(STAMP) ## run every benchmark with --quick, half an hour on an idl
 chaos: $(STAMP) ## kill, freeze and cut apart a fleet for ten minutes and see that nothing is wrong or left
 	@LMKV_CHAOS_SECONDS=$${LMKV_CHAOS_SECONDS:-600} $(BIN)/python -m pytest -q tests/chaos $(ARGS)
 
-protos: fix-protos ## generate the Python stubs in lmkv/v1, TypeScript's, and docs/api.md from protos/
+docs: $(STAMP) ## build the documentation site into build/site; ARGS=--serve serves it while you write
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(if $(filter --serve,$(ARGS)),serve,build --quiet)
+
+protos: fix-protos ## generate the Python stubs in lmkv/v1, TypeScript's, and docs/reference/api.md from protos/
 
 verify: verify-format verify-lint verify-types verify-protos verify-floors verify-typescript ## all of the following
 
@@ -85,5 +88,5 @@ fix-typescript: $(STAMP) ## format it, and mend what can be mended without think
 verify-floors: $(STAMP) ## check the import contracts
 	@$(BIN)/lint-imports
 
-fix-floors: $(STAMP) ## write docs/architecture.md again, from the import contracts and docstrings
+fix-floors: $(STAMP) ## write docs/contribute/packages.md again, from the import contracts and docstrings
 	@$(BIN)/python scripts/architecture

@@ -1,4 +1,4 @@
-"""Every way that bytes travel between nodes, against its limit: `python -m benchmarks.channels`, docs/benchmarks.md."""
+"""Every transfer channel against its limit: `python -m benchmarks.channels`, docs/performance/benchmarks.md."""
 
 from __future__ import annotations
 

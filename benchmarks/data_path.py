@@ -1,4 +1,7 @@
-"""What each step of the data path costs, and what a hit saves: `python -m benchmarks.data_path`, docs/benchmarks.md."""
+"""The cost of each step of the data path, and the time a hit saves: `python -m benchmarks.data_path`.
+
+docs/performance/benchmarks.md shows the results.
+"""
 
 from __future__ import annotations
 

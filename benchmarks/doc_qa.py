@@ -1,4 +1,4 @@
-"""Questions about documents that another engine has read: `python -m benchmarks.doc_qa`, docs/benchmarks.md.
+"""Questions about documents that another engine has computed: `python -m benchmarks.doc_qa`.
 
 Every document goes to engine 1, then the same to engine 2, which takes it from engine 1; then a question about each
 goes to both.

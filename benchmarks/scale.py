@@ -1,4 +1,4 @@
-"""What one coordinator does with a thousand nodes: `python -m benchmarks.scale`, docs/scale.md."""
+"""What one coordinator does with a thousand nodes: `python -m benchmarks.scale`, docs/performance/scale.md."""
 
 from __future__ import annotations
 

@@ -21,10 +21,10 @@ from benchmarks.support.rows import Report, markdown_table, read_report
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / name for name in ("benchmarks.md", "eviction.md", "scale.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PICTURES: Mapping[Path, tuple[str, Callable[[Report], str]]] = {
-    ROOT / "docs" / "ttft-steps.svg": ("data_path", picture.draw),
-    ROOT / "docs" / "multi-turn.svg": ("multi_turn", turns_picture.draw),
+    ROOT / "docs" / "images" / "ttft-steps.svg": ("data_path", picture.draw),
+    ROOT / "docs" / "images" / "multi-turn.svg": ("multi_turn", turns_picture.draw),
 }
 """By file: the result that it shows, and the function that draws it."""
 

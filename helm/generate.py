@@ -257,7 +257,7 @@ INTRODUCTION = """\
 # The chart lmkv
 
 Installs a fleet: a coordinator, a node on each host or in each engine's pod, and, if wanted, engines with a proxy over
-them. [docs/kubernetes.md](../../docs/kubernetes.md) tells how its parts fit together.
+them. [docs/operate/kubernetes.md](../../docs/operate/kubernetes.md) tells how its parts fit together.
 
 ```
 docker build --file docker/Dockerfile --target lmkv --tag REGISTRY/lmkv:0.1.0 .      and lmkv-node, lmkv-vllm

@@ -113,7 +113,7 @@ LMKV_HOST_DEVICE constexpr std::uint64_t word_key(std::uint64_t index) {
   return static_cast<std::uint64_t>(position * 0x85EBCA77U) << 32 | (position * 0x9E3779B1U);
 }
 
-// What one word adds to the checksum (docs/checksum.md).
+// What one word adds to the checksum (docs/contribute/checksum.md).
 LMKV_HOST_DEVICE inline std::uint64_t word_sum(std::uint64_t word, std::uint64_t key) {
   const auto low = static_cast<std::uint32_t>(word) + static_cast<std::uint32_t>(key);
   const auto high = static_cast<std::uint32_t>(word >> 32) + static_cast<std::uint32_t>(key >> 32);

@@ -1,7 +1,7 @@
 """The memory layout of an engine's paged KV, as addresses and strides, from tensors of any of vLLM's layouts.
 
 A *tile* is one block of one head. It consists of *parts* (keys and values, or one latent) of *rows* (one per token); an
-opaque tile is one part of one row. docs/kernels.md has a drawing.
+opaque tile is one part of one row. docs/contribute/kernels.md has a drawing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The configuration of each process: a frozen dataclass with its keys, and the sources of their values.
 
 Flags override `LMKV_<KEY>` in the environment, which overrides the YAML file. All processes may share one file: keys of
-other processes are ignored, unknown keys are refused. `docs/configuration.md` lists the keys. Imports `lmkv.auth`,
-`lmkv.runtime` and `lmkv.plugins`. Start with `schema.Config`.
+other processes are ignored, unknown keys are refused. `docs/reference/configuration.md` lists the keys. Imports
+`lmkv.auth`, `lmkv.runtime` and `lmkv.plugins`. Start with `schema.Config`.
 """
 
 from lmkv.config.arguments import add_arguments, from_arguments

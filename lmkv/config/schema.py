@@ -33,7 +33,7 @@ class Key:
 
 
 def key(kind: Kind[T], default: T | Callable[[], T], doc: str, *aliases: str | Alias, shown_default: str = "") -> Any:
-    """A dataclass field for a key. `--help` and `docs/configuration.md` show `doc`."""
+    """A dataclass field for a key. `--help` and `docs/reference/configuration.md` show `doc`."""
     make: Callable[[], Any] = default if callable(default) else lambda: default
     spellings = tuple(Alias(name=alias) if isinstance(alias, str) else alias for alias in aliases)
     shown = shown_default or kind.write(make()) or "empty"

@@ -1,4 +1,7 @@
-"""The file of a pool that survives restarts of its node, and detection of its earlier users (docs/warm-restart.md)."""
+"""The file of a pool that survives restarts of its node, and detection of its earlier users.
+
+docs/guides/warm-restart.md describes both.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shared-memory pool: memory that the node owns and the workers of its engines map (docs/pool.md)."""
+"""The shared-memory pool: memory that the node owns and the workers of its engines map (docs/contribute/pool.md)."""
 
 from __future__ import annotations
 

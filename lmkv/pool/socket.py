@@ -1,4 +1,4 @@
-"""Passes the pool to workers, and notifies the node when a worker has disconnected or exited (docs/pool.md).
+"""Passes the pool to workers, and notifies the node when a worker has disconnected or exited (docs/contribute/pool.md).
 
 The node serves a `PoolSocket`; the worker side of the connector calls `attach`.
 """

@@ -1,4 +1,4 @@
-"""Traces, metrics and logs of all processes (docs/telemetry.md).
+"""Traces, metrics and logs of all processes (docs/reference/telemetry.md).
 
 The standard `OTEL_*` variables configure the export. Without them this package neither imports OpenTelemetry nor starts
 a thread, and a span costs a fraction of a microsecond. Imports `lmkv.safe_text`. Start with `spans`.

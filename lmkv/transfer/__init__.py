@@ -1,4 +1,4 @@
-"""Transfers bytes between the pools of two nodes (docs/transfer.md). Used by the node.
+"""Transfers bytes between the pools of two nodes (docs/contribute/transfer.md). Used by the node.
 
 `channel` defines the contract of a channel; `channels` chooses one for each peer. Imports `lmkv.pool`, `lmkv.plugins`,
 `lmkv.telemetry` and `lmkv.errors`. Start with `channel.Channel`.

@@ -1,4 +1,4 @@
-"""The transfer channels of one node: each opened on first use, and one chosen for each peer (docs/transfer.md)."""
+"""The transfer channels of a node: each opened on first use, one chosen for each peer (docs/contribute/transfer.md)."""
 
 from __future__ import annotations
 

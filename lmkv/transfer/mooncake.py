@@ -1,4 +1,4 @@
-"""The Mooncake channel, a plug-in: Mooncake's transfer engine over TCP or RDMA (docs/transfer.md)."""
+"""The Mooncake channel, a plug-in: Mooncake's transfer engine over TCP or RDMA (docs/contribute/transfer.md)."""
 
 from __future__ import annotations
 

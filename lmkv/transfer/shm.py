@@ -1,4 +1,7 @@
-"""The shared-memory channel: peers on one host map each other's pools read-only and copy once (docs/transfer.md)."""
+"""The shared-memory channel: peers on one host map each other's pools read-only and copy once.
+
+docs/contribute/transfer.md describes all channels.
+"""
 
 from __future__ import annotations
 

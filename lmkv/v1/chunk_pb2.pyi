@@ -212,7 +212,7 @@ class Extent(_message.Message):
     size_bytes: _builtins.int
     """Length in bytes."""
     checksum: _builtins.int
-    """Checksum of the bytes (`docs/checksum.md`); 0 in a write grant."""
+    """Checksum of the bytes (`docs/contribute/checksum.md`); 0 in a write grant."""
     generation: _builtins.int
     """Increases each time the owner allocates the memory again."""
     token_count: _builtins.int

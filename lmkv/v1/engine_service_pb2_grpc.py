@@ -29,7 +29,7 @@ class EngineServiceStub:
     """How an engine uses the node beside it. Served by every node on a unix socket; called by the connector.
 
     KV bytes are not part of messages: the engine's workers copy them between their KV-cache pages and extents of the
-    node's pool, which they have mapped (`docs/pool.md`). Engines use the `Attach` stream, many acts to a message; the
+    node's pool, which they have mapped (`docs/contribute/pool.md`). Engines use the `Attach` stream, many acts to a message; the
     unary RPCs are for people and tools.
 
     Errors of every RPC:
@@ -74,7 +74,7 @@ class EngineServiceServicer:
     """How an engine uses the node beside it. Served by every node on a unix socket; called by the connector.
 
     KV bytes are not part of messages: the engine's workers copy them between their KV-cache pages and extents of the
-    node's pool, which they have mapped (`docs/pool.md`). Engines use the `Attach` stream, many acts to a message; the
+    node's pool, which they have mapped (`docs/contribute/pool.md`). Engines use the `Attach` stream, many acts to a message; the
     unary RPCs are for people and tools.
 
     Errors of every RPC:
@@ -190,7 +190,7 @@ class EngineService:
     """How an engine uses the node beside it. Served by every node on a unix socket; called by the connector.
 
     KV bytes are not part of messages: the engine's workers copy them between their KV-cache pages and extents of the
-    node's pool, which they have mapped (`docs/pool.md`). Engines use the `Attach` stream, many acts to a message; the
+    node's pool, which they have mapped (`docs/contribute/pool.md`). Engines use the `Attach` stream, many acts to a message; the
     unary RPCs are for people and tools.
 
     Errors of every RPC:

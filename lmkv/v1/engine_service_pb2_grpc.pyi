@@ -30,7 +30,7 @@ class EngineServiceStub:
     """How an engine uses the node beside it. Served by every node on a unix socket; called by the connector.
 
     KV bytes are not part of messages: the engine's workers copy them between their KV-cache pages and extents of the
-    node's pool, which they have mapped (`docs/pool.md`). Engines use the `Attach` stream, many acts to a message; the
+    node's pool, which they have mapped (`docs/contribute/pool.md`). Engines use the `Attach` stream, many acts to a message; the
     unary RPCs are for people and tools.
 
     Errors of every RPC:
@@ -96,7 +96,7 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """How an engine uses the node beside it. Served by every node on a unix socket; called by the connector.
 
     KV bytes are not part of messages: the engine's workers copy them between their KV-cache pages and extents of the
-    node's pool, which they have mapped (`docs/pool.md`). Engines use the `Attach` stream, many acts to a message; the
+    node's pool, which they have mapped (`docs/contribute/pool.md`). Engines use the `Attach` stream, many acts to a message; the
     unary RPCs are for people and tools.
 
     Errors of every RPC:
@@ -158,7 +158,7 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
     """How an engine uses the node beside it. Served by every node on a unix socket; called by the connector.
 
     KV bytes are not part of messages: the engine's workers copy them between their KV-cache pages and extents of the
-    node's pool, which they have mapped (`docs/pool.md`). Engines use the `Attach` stream, many acts to a message; the
+    node's pool, which they have mapped (`docs/contribute/pool.md`). Engines use the `Attach` stream, many acts to a message; the
     unary RPCs are for people and tools.
 
     Errors of every RPC:

@@ -131,7 +131,7 @@ class PeerServiceServicer:
     def Allocate(self, request, context):
         """Announces a handoff: the caller computes these chunks, and a request that continues them will be sent to an engine
         of this node. The node reserves room for all of them, and reads each when `Commit` says where it is. Idempotent by
-        `request_id`. `docs/prefill-decode.md` has the states and deadlines of handoffs.
+        `request_id`. `docs/guides/disaggregated-prefill.md` has the states and deadlines of handoffs.
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.

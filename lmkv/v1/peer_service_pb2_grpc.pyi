@@ -78,7 +78,7 @@ class PeerServiceStub:
     Allocate: _grpc.UnaryUnaryMultiCallable[_peer_service_pb2.AllocateRequest, _peer_service_pb2.AllocateResponse]
     """Announces a handoff: the caller computes these chunks, and a request that continues them will be sent to an engine
     of this node. The node reserves room for all of them, and reads each when `Commit` says where it is. Idempotent by
-    `request_id`. `docs/prefill-decode.md` has the states and deadlines of handoffs.
+    `request_id`. `docs/guides/disaggregated-prefill.md` has the states and deadlines of handoffs.
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
@@ -168,7 +168,7 @@ class PeerServiceAsyncStub(PeerServiceStub):
     Allocate: _aio.UnaryUnaryMultiCallable[_peer_service_pb2.AllocateRequest, _peer_service_pb2.AllocateResponse]  # type: ignore[assignment]
     """Announces a handoff: the caller computes these chunks, and a request that continues them will be sent to an engine
     of this node. The node reserves room for all of them, and reads each when `Commit` says where it is. Idempotent by
-    `request_id`. `docs/prefill-decode.md` has the states and deadlines of handoffs.
+    `request_id`. `docs/guides/disaggregated-prefill.md` has the states and deadlines of handoffs.
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
@@ -273,7 +273,7 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_peer_service_pb2.AllocateResponse, _abc.Awaitable[_peer_service_pb2.AllocateResponse]]:
         """Announces a handoff: the caller computes these chunks, and a request that continues them will be sent to an engine
         of this node. The node reserves room for all of them, and reads each when `Commit` says where it is. Idempotent by
-        `request_id`. `docs/prefill-decode.md` has the states and deadlines of handoffs.
+        `request_id`. `docs/guides/disaggregated-prefill.md` has the states and deadlines of handoffs.
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.

@@ -1,8 +1,8 @@
 """vLLM's other features with the connector on: every answer is that of an engine without lmkv, token by token.
 
 `bare` has no connector. `drafting` speculates by n-grams while it prefills in pieces, and publishes KV events.
-`forgetful` has no prefix cache of its own, and was told to fail requests whose loads fail. docs/vllm.md lists every
-feature with its test.
+`forgetful` has no prefix cache of its own, and was told to fail requests whose loads fail. docs/guides/vllm.md lists
+every feature with its test.
 """
 
 from __future__ import annotations

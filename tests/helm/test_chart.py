@@ -237,7 +237,7 @@ def test_the_notes_warn_of_a_fleet_that_is_open_to_all(case: str) -> None:
 
 
 def test_values_in_our_pages_are_values_of_the_chart() -> None:
-    page = (CHART.parents[1] / "docs" / "kubernetes.md").read_text()
+    page = (CHART.parents[1] / "docs" / "operate" / "kubernetes.md").read_text()
     blocks = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 2
     for block in blocks:
@@ -248,7 +248,7 @@ def test_values_in_our_pages_are_values_of_the_chart() -> None:
     ):
         place = known
         for name in path.split("."):
-            assert name in place.get("properties", {}), f"docs/kubernetes.md names {path}, which is no value"
+            assert name in place.get("properties", {}), f"docs/operate/kubernetes.md names {path}, which is no value"
             place = place["properties"][name]
             if "properties" not in place:
                 break

@@ -15,7 +15,7 @@ from tests.kernels.layouts import random_bytes
 
 
 def definition(data: bytes) -> int:
-    """docs/checksum.md, word for word."""
+    """docs/contribute/checksum.md, word for word."""
     total = 0
     for i in range(len(data) // 8):
         w = int.from_bytes(data[8 * i : 8 * i + 8], "little")

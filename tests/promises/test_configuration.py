@@ -45,7 +45,7 @@ def test_every_variable_that_engines_are_started_with_is_a_key(root: Path) -> No
 def test_times_that_pages_give_for_a_key_are_its_default(root: Path) -> None:
     found = [
         (page.name, key, float(number) / (1000 if unit == "ms" else 1))
-        for page in (root / "docs").glob("*.md")
+        for page in (root / "docs").rglob("*.md")
         for key, number, unit in TIME.findall(page.read_text())
     ]
     assert len(found) > 12

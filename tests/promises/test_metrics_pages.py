@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.server.test_prometheus_rules import engine_metrics, measured, plain
 
-PAGES = ("telemetry.md", "http.md", "proxy.md")
+PAGES = ("reference/telemetry.md", "reference/http.md", "guides/proxy.md")
 
 
 async def test_every_metric_is_told_of_once(root: Path, runtime_dir: Path) -> None:
@@ -23,6 +23,6 @@ async def test_every_metric_is_told_of_once(root: Path, runtime_dir: Path) -> No
 
 
 def test_what_engines_count_is_told_in_their_words(root: Path) -> None:
-    page = (root / "docs" / "telemetry.md").read_text()
+    page = (root / "docs" / "reference" / "telemetry.md").read_text()
     for name, words in engine_metrics().items():
         assert f"| `lmkv:{name}_total` | {words} |\n" in page

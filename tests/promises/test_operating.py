@@ -1,4 +1,4 @@
-"""docs/operating.md: each alert has its runbook, and what the runbooks ask for is there."""
+"""docs/operate/runbooks.md: each alert has its runbook, and what the runbooks ask for is there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROCESS_WAIT_SECONDS = 50
 @pytest.fixture
 def page(root: Path) -> str:
     """What the page says."""
-    return (root / "docs" / "operating.md").read_text()
+    return (root / "docs" / "operate" / "runbooks.md").read_text()
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_every_alert_has_a_runbook_and_every_runbook_an_alert(page: str, alerts:
 
 def test_every_alert_points_at_its_runbook(alerts: dict[str, Any]) -> None:
     for name, alert in alerts.items():
-        assert alert["annotations"]["runbook_url"] == f"docs/operating.md#{name.lower()}"
+        assert alert["annotations"]["runbook_url"] == f"docs/operate/runbooks.md#{name.lower()}"
 
 
 def test_every_runbook_says_what_it_means_who_notices_what_to_do_and_when_it_is_over(page: str) -> None:
@@ -94,7 +94,7 @@ def test_prometheus_understands_what_is_to_be_watched(page: str, tmp_path: Path)
 
 def test_every_command_on_the_page_exists_and_takes_its_flags(root: Path, pyproject: dict[str, Any]) -> None:
     points = pyproject["project"]["entry-points"]["lmkv.commands"]
-    lines = command_lines(root / "docs" / "operating.md", "lmkv")
+    lines = command_lines(root / "docs" / "operate" / "runbooks.md", "lmkv")
     assert {"doctor", "instances", "ops", "move", "pin", "clear"} <= {line[1] for line in lines}
     for _, name, *arguments in lines:
         assert name in points, f"the page names `lmkv {name}`"

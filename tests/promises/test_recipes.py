@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 PROMPT = [128000, 849, 21435, 279, 26431, 315, 85748, 6636, 304, 4221, 4211, 13]
 HEARTBEAT_SECONDS = 0.2
 TIMEOUT_SECONDS = 20
-PAGES = sorted(page for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")) if recipes_of(page))
+PAGES = sorted(page for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")) if recipes_of(page))
 
 
 def find_buf() -> str:

@@ -36,8 +36,8 @@ def pytest_sessionstart() -> None:
 
 @pytest.fixture(scope="session")
 def page() -> Page:
-    """What docs/ray-serve.md tells people to write."""
-    return Page(HERE.parents[1] / "docs" / "ray-serve.md")
+    """What docs/guides/ray-serve.md tells people to write."""
+    return Page(HERE.parents[1] / "docs" / "guides" / "ray-serve.md")
 
 
 @pytest.fixture(scope="session")

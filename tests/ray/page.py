@@ -1,4 +1,4 @@
-"""What docs/ray-serve.md tells people to write, and what tests change of it: sizes, and the model."""
+"""What docs/guides/ray-serve.md tells people to write, and what tests change of it: sizes, and the model."""
 
 from __future__ import annotations
 

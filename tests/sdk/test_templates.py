@@ -91,8 +91,9 @@ def compile_with(command: Sequence[str | Path], cwd: Path, **environment: str) -
 
 
 def example(language: str) -> str:
-    """What `docs/sdks.md` shows in a language."""
-    (block,) = re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "docs/sdks.md").read_text(), re.MULTILINE | re.DOTALL)
+    """What `docs/reference/sdks.md` shows in a language."""
+    page = (ROOT / "docs" / "reference" / "sdks.md").read_text()
+    (block,) = re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     return str(block)
 
 

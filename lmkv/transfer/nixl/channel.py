@@ -1,4 +1,4 @@
-"""The event-loop side of the NIXL channel (docs/transfer.md)."""
+"""The event-loop side of the NIXL channel (docs/contribute/transfer.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The TCP channel: plain sockets, for hosts without RDMA or a transfer library (docs/transfer.md).
+"""The TCP channel: plain sockets, for hosts without RDMA or a transfer library (docs/contribute/transfer.md).
 
 A reader keeps idle connections to each peer and uses one per read. `server` is the owner's side.
 """

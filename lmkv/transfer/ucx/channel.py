@@ -1,4 +1,4 @@
-"""The UCX channel, through ucxx: two-sided, because ucxx has no remote reads for Python (docs/transfer.md).
+"""The UCX channel, through ucxx: two-sided, because ucxx has no remote reads for Python (docs/contribute/transfer.md).
 
 A reader has a UCX worker per connection, which the reading thread drives. `server` is the owner's side.
 """

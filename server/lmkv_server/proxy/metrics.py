@@ -1,4 +1,4 @@
-"""Prometheus metrics of the proxy. `docs/proxy.md` lists their names."""
+"""Prometheus metrics of the proxy. `docs/guides/proxy.md` lists their names."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_one_token_is_one_callers(tmp_path: Path) -> None:
 
 
 def test_the_file_in_the_documentation_is_one(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "security.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "operate" / "security.md").read_text(encoding="utf-8")
     text = page.partition("```yaml\n")[2].partition("```")[0]
     for name in ("router-a", "prometheus", "root"):
         (tmp_path / name).write_text(f"{name}-token")
@@ -78,5 +78,5 @@ def test_the_file_in_the_documentation_is_one(tmp_path: Path) -> None:
 
 
 def test_the_documentation_tells_of_every_role() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "security.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "operate" / "security.md").read_text(encoding="utf-8")
     assert all(f"| `{role}` |" in page for role in Role)

@@ -49,7 +49,7 @@ def test_memory_is_described_to_nodes_only() -> None:
 
 
 def test_the_table_in_the_documentation_is_this_one() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "security.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "operate" / "security.md").read_text()
     rows = dict(re.findall(r"^\| `(engine|reader|operator|admin)` \| [^|]*\| ([^|]*)\|$", page, re.MULTILINE))
     assert rows.keys() == set(Role)
     named = {

@@ -81,13 +81,13 @@ def test_help_explains_every_key(cls: type[Config]) -> None:
 
 @pytest.mark.parametrize("cls", PROCESSES)
 def test_the_documentation_lists_every_key_with_default_and_aliases(cls: type[Config]) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
     for name, declared in keys(cls).items():
         aliases = ", ".join(f"`{alias.name}`" for alias in declared.aliases) or "-"
         assert f"| `{name}` | {declared.default} | {declared.doc} | {aliases} |" in page
 
 
 def test_the_documentation_lists_every_key_that_was_replaced() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
     for name, instead in REPLACED.items():
         assert f"| `{name}` | {instead} |" in page

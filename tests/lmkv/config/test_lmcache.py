@@ -166,7 +166,7 @@ def test_what_the_importer_explains_is_nothing_that_lmkv_reads() -> None:
 
 
 def test_the_documentation_lists_every_key_that_is_explained() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "migrating.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "migrate-from-lmcache.md").read_text(encoding="utf-8")
     for name, alias in RENAMED.items():
         assert f"| `{name}` | `{alias.name}` |" in page
     for name, instead in ABSENT.items():

@@ -248,7 +248,7 @@ async def an_owner_that_sends_the_bytes_itself_sends_only_what_a_live_grant_of_t
     reader: Reader,
 ) -> None:
     if reader.kind not in ("tcp", "ucx"):
-        return  # their readers read by themselves: docs/security.md
+        return  # their readers read by themselves: docs/operate/security.md
     with reader.owner() as owner:
         await reader.channel.add_peer(owner.name, owner.metadata)
         part, another, ended = "b" * 32, "c" * 32, "d" * 32
@@ -392,7 +392,7 @@ def belongings(kind: str) -> Counter[str]:
     threads = [thread.name for thread in threading.enumerate()]
     found = Counter(name for name in threads if not name.startswith("asyncio_"))  # the loop's own pool grows and stays
     found["mappings"] = Path("/proc/self/maps").read_text().count("lmkv-pool")
-    if kind == "ucx":  # it keeps sockets of reads that were interrupted: a known limit, docs/transfer.md
+    if kind == "ucx":  # it keeps sockets of reads that were interrupted: a known limit, docs/contribute/transfer.md
         return found
     for link in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # the folder that is being listed

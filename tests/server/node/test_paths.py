@@ -1,4 +1,4 @@
-"""`docs/paths.md` lists the files that a chunk passes when it is loaded from a peer: just those, and few."""
+"""`docs/contribute/paths.md` lists the files that a chunk passes when it is loaded from a peer: just those, and few."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRACED = ("stack.py", "fetch", "peers", "serving")
 
 def listed() -> set[str]:
     """The files of the section, with names in braces spelled out."""
-    page = (ROOT / "docs" / "paths.md").read_text()
+    page = (ROOT / "docs" / "contribute" / "paths.md").read_text()
     section = page.partition("## Load from a peer\n")[2].partition("\n## ")[0]
     found = set()
     for span in re.findall(r"`([\w./{},]+\.py)`", section):

@@ -155,14 +155,14 @@ def test_engines_may_be_written_in_several_ways(raw: object) -> None:
 
 
 def test_the_documentation_tells_every_flag() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "proxy.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "proxy.md").read_text(encoding="utf-8")
     for name, declared in keys(ProxyConfig).items():
         shown = name if declared.kind.secret else "--" + name.replace("_", "-")
         assert f"| `{shown}` | {declared.default} | {declared.doc} |" in page
 
 
 def test_the_documentation_tells_every_metric(make_metrics: Callable[[], set[str]]) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "proxy.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "proxy.md").read_text(encoding="utf-8")
     names = make_metrics()
     assert len(names) > 10
     assert [name for name in sorted(names) if f"`{name}" not in page] == []

@@ -1,7 +1,7 @@
 """The parameters of a handoff between a prefill and a decode engine: `kv_transfer_params["lmkv"]`. Pure.
 
-The proxy writes it (docs/prefill-decode.md). Clients may write anything there: a handoff without a valid proof of a
-proxy of the fleet is refused.
+The proxy writes it (docs/guides/disaggregated-prefill.md). Clients may write anything there: a handoff without a valid
+proof of a proxy of the fleet is refused.
 """
 
 from __future__ import annotations

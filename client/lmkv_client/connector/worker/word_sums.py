@@ -1,4 +1,4 @@
-"""What a rank's words add to the checksum of a chunk, wherever its memory is: docs/checksum.md in torch's terms."""
+"""The share of one rank in the checksum of a chunk (docs/contribute/checksum.md), computed by torch on any device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""`/metrics` in Prometheus's text format, and the metrics of all tenants for OTLP. `docs/http.md` lists the names.
+"""`/metrics` in Prometheus's text format, and the metrics of all tenants for OTLP.
 
+`docs/reference/http.md` lists the names.
 Most values are read from the core at a scrape, so that they cost nothing in between.
 """
 

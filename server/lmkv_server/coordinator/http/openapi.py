@@ -84,7 +84,7 @@ def document(methods: Iterable[MethodDescriptor], paths: Mapping[str, Path[Any]]
         "info": {
             "title": "lmkv coordinator",
             "version": __version__,
-            "description": "RPCs take proto3's JSON: both lowerCamelCase and snake_case names. docs/http.md says more.",
+            "description": "RPCs take proto3's JSON: lowerCamelCase and snake_case names. See docs/reference/http.md.",
         },
         "paths": described,
         "components": {

@@ -1,7 +1,7 @@
 """One engine's device buffer: the chunks in it, and the reads by which the engine's workers fill it.
 
 Each worker lends its part. The node decides what is read where; the workers only transfer bytes
-(docs/prefill-decode.md).
+(docs/guides/disaggregated-prefill.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Prometheus metrics of a node, collected at each scrape. `docs/telemetry.md` lists them."""
+"""The Prometheus metrics of a node, collected at each scrape. `docs/reference/telemetry.md` lists them."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ async def test_metrics_tell_of_fleet_and_work(http: httpx.AsyncClient, make: Mak
 
 
 async def test_every_metric_is_documented_with_its_labels(http: httpx.AsyncClient, make: Make) -> None:
-    page = (Path(__file__).parents[4] / "docs" / "http.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "reference" / "http.md").read_text()
     async with make("a", CHUNKS):
         await http.post("/lookup", json={"tokens": PROMPT})
         families = list(text_string_to_metric_families((await http.get("/metrics")).text))

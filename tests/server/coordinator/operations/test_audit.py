@@ -135,7 +135,7 @@ def test_a_file_that_cannot_be_written_is_named_by_its_key(tmp_path: Path) -> No
 
 
 async def test_the_documentation_shows_a_line_as_it_is(fleet: Guarded, log: Path) -> None:
-    page = (Path(__file__).parents[4] / "docs" / "security.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[4] / "docs" / "operate" / "security.md").read_text(encoding="utf-8")
     shown = json.loads(page.partition("```json\n")[2].partition("\n```")[0])
     cache = await fleet.cache(token_of("operator", "a"))
     n1, n2 = Position(instance_id="n1"), Position(instance_id="n2")

@@ -1,7 +1,8 @@
 """A bucket of S3, or of a compatible service, as a `RemoteStore`.
 
 By botocore, on threads. NIXL's OBJ plugin writes straight into the pool, but is no faster, takes more of the processor,
-has no deadlines, takes a shorter object for a whole one, and can neither measure nor remove (docs/remote.md).
+has no deadlines, takes a shorter object for a whole one, and can neither measure nor remove
+(docs/guides/remote-store.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The remote tier: chunks of the host tier in a store that nodes share (docs/remote.md).
+"""The remote tier: chunks of the host tier in a store that nodes share (docs/guides/remote-store.md).
 
 Only the store knows what it holds, and it evicts by itself: each lookup asks it. Only a load of chunks that are nowhere
 else waits for it. A store that fails costs its chunks, not the node.

@@ -205,7 +205,7 @@ export type Extent = Message<"lmkv.v1.Extent"> & {
   sizeBytes: bigint;
 
   /**
-   * Checksum of the bytes (`docs/checksum.md`); 0 in a write grant.
+   * Checksum of the bytes (`docs/contribute/checksum.md`); 0 in a write grant.
    *
    * @generated from field: fixed64 checksum = 4;
    */
