@@ -40,6 +40,8 @@ LENGTHS = (NAMED_TOKENS, 2 * STEP_TOKENS)
 WARM_UP_TOKENS = (512, 1024)
 TIMES = ("ttft", "second_token", "itl", "total")
 STEP_ROUNDS = 3
+ABORTED_REQUESTS = 100
+ABORTED_PROMPT_TOKENS = 512
 LMKV, ONE = "lmkv", "one_engine"
 NAMES = {ONE: "one engine", "nixlconnector": "NixlConnector", "lmcache": "LMCache"}
 """What lmkv is compared with, in the order of rows."""
@@ -69,6 +71,8 @@ def measure(run: BenchmarkRun) -> None:
         for length in lengths:
             measure_length(run, systems, [prompts.make(length) for _ in range(round_count(run))], token_count)
         run.say("stopping everything")
+    if not run.quick:
+        measure_small_buffer(run, plan, prompts, token_count)
 
 
 def starts(run: BenchmarkRun, plan: PairPlan) -> dict[str, Callable[[], AbstractContextManager[System]]]:
@@ -124,6 +128,28 @@ def measure_length(
     run.add(*rows_of(rounds, suffix), *counts.rows(len(rounds), suffix))
     engines.check_identical(run, f"{length} tokens, all systems", identical_count(rounds), len(rounds))
     run.note(f"RPCs between the nodes for each prompt of {length} tokens: {counts.in_words(len(rounds))}")
+
+
+def measure_small_buffer(run: BenchmarkRun, plan: PairPlan, prompts: Prompts, token_count: int) -> None:
+    """Adds rows for prompts that follow clients who left before their handoff was loaded.
+
+    The buffer holds two prompts; handoffs that stayed in it would leave no room for the prompts that follow.
+    """
+    buffer_bytes = 2 * NAMED_TOKENS * engines.token_bytes(plan.dtype)
+    with one_engine(plan) as one, lmkv_system(plan, buffer_bytes) as lmkv:
+        systems = {ONE: one, LMKV: lmkv}
+        ask_all(systems, prompts.make(WARM_UP_TOKENS[0]), token_count)
+        assert lmkv.abort
+        for number in range(ABORTED_REQUESTS):
+            lmkv.abort(prompts.make(ABORTED_PROMPT_TOKENS))
+            if number % 20 == 19:
+                run.say(f"{number + 1} of {ABORTED_REQUESTS} clients left after their first token")
+        rounds = [ask_all(systems, prompts.make(NAMED_TOKENS), token_count) for _ in range(round_count(run))]
+    engines.check_identical(run, "after clients that left, small buffer", identical_count(rounds), len(rounds))
+    for what in ("ttft", "total"):
+        mine, theirs = values(rounds, LMKV, what), values(rounds, ONE, what)
+        row = compare(f"pd_{what}_after_aborts", median_ms(mine), "ms", NAMES[ONE], median_ms(theirs))
+        run.add(replace(row, ratio=timing.median_ratio(mine, theirs)))
 
 
 def ask_all(systems: Mapping[str, System], prompt: Sequence[int], token_count: int) -> dict[str, TimedResponse]:

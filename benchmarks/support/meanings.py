@@ -80,6 +80,7 @@ _MEANINGS = {
     r"pd_transfer_vs_(?:nixlconnector|lmcache)": "what the way from prefill to decode adds",
     r"pd_transfer_share_of_ttft": "what the way from prefill to decode adds, over the TTFT",
     r"pd_seam_ms": "from the first token, of the prefill, to the second, of the decode",
+    r"pd_(ttft|total)_after_aborts": "prefill and decode in two, after 100 clients left, in a small buffer: {}",
     r"pd_identical": "prompts that all systems completed alike",
     r"pd_rpcs_per_request": "calls between the two nodes, for each prompt",
     r"pd_handover_gb_per_s": "decode's node reads from the prefill's: calls, checksums and commits included",

@@ -9,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -34,6 +34,8 @@ STEP_TOKENS = 2048
 PROMPTS_IN_CACHE = 2
 PATIENCE = engines.PATIENCE | {"LMKV_PD_TIMEOUT": "60"}
 """Prefills take seconds here. A node calls every third of `pd_timeout` to say that one is still at work."""
+ABORTED_TOKENS = 16
+"""Tokens that a client asks for before it leaves."""
 REQUEST_SECONDS = 120.0
 NOTICE_SECONDS = 30.0
 
@@ -88,6 +90,8 @@ class System:
     """Whether the engines burn processor time while idle, and so are stopped while they have nothing to do."""
     calls: PdCalls | None = None
     """What its nodes count, if it has any."""
+    abort: Callable[[Sequence[int]], None] | None = None
+    """Sends a prompt and closes the connection after the first token, so that no decode loads the handoff."""
 
 
 @contextmanager
@@ -126,9 +130,9 @@ def one_engine(plan: PairPlan) -> Iterator[System]:
 
 
 @contextmanager
-def lmkv_system(plan: PairPlan) -> Iterator[System]:
-    """lmkv, with its proxy."""
-    settings = PATIENCE | engines.pool_setting(plan.pool_bytes)
+def lmkv_system(plan: PairPlan, buffer_bytes: int = 0) -> Iterator[System]:
+    """lmkv, with its proxy; `buffer_bytes` bounds the handoffs that are not loaded yet, 0 is the default."""
+    settings = PATIENCE | engines.pool_setting(plan.pool_bytes) | {"LMKV_PD_BUFFER_SIZE": str(buffer_bytes)}
     with Cluster(plan.run.folder, plan.model, logs=plan.run.logs, settings=settings, coordinator=False) as cluster:
         ports = (free_port(), free_port())
         for name, role, port in zip(("prefill", "decode"), ("kv_producer", "kv_consumer"), ports, strict=True):
@@ -144,7 +148,11 @@ def lmkv_system(plan: PairPlan) -> Iterator[System]:
                 first, second = answer.seconds[:2]
                 return TimedResponse(token_ids=answer.token_ids, seconds=answer.seconds, seam=second - first)
 
-            yield System(ask=ask, decode=decode, calls=PdCalls(prefill=prefill, node_ports=ports))
+            def abort(prompt: Sequence[int]) -> None:
+                with closing(proxy.stream(prompt, ABORTED_TOKENS)) as tokens:
+                    next(tokens)
+
+            yield System(ask=ask, decode=decode, calls=PdCalls(prefill=prefill, node_ports=ports), abort=abort)
 
 
 @contextmanager

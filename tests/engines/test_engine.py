@@ -72,7 +72,7 @@ def test_a_closed_stream_is_an_aborted_request(engine: EngineProcess) -> None:
     tokens = engine.stream(PROMPT, 5000)
     next(tokens)
     assert engine.metrics()["vllm:num_requests_running"] == 1
-    tokens.close()  # type: ignore[attr-defined]  # a generator
+    tokens.close()
     wait_until(lambda: engine.metrics()["vllm:num_requests_running"] == 0)
 
 

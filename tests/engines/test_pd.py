@@ -227,7 +227,7 @@ def test_a_hundred_requests_with_random_aborts_leave_nothing(trio: Trio) -> None
         tokens = trio.proxy.stream(prompts[index], OUTPUT_TOKENS)
         for _ in range(choose.randrange(4)):
             next(tokens, None)
-        tokens.close()  # type: ignore[attr-defined]  # a generator
+        tokens.close()
         return index, None
 
     with ThreadPoolExecutor(8) as threads:

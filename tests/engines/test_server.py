@@ -74,7 +74,7 @@ def test_a_closed_connection_ends_its_request_and_leaves_no_page_in_use(cluster:
     engine = cluster.engines["with-lmkv"]
     tokens = engine.stream(PROMPT, 3000)
     next(tokens)
-    tokens.close()  # type: ignore[attr-defined]  # a generator
+    tokens.close()
     wait_until(lambda: engine.metrics()["vllm:kv_cache_usage_perc"] == 0)
     assert engine.complete(PROMPT, 1).prompt_tokens == 1000
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from lmkv.errors import LmkvError, Unreachable
@@ -60,7 +60,7 @@ class Endpoint:
         *,
         extra: Mapping[str, object] | None = None,
         timeout_seconds: float = REQUEST_TIMEOUT_SECONDS,
-    ) -> Iterator[CompletionToken]:
+    ) -> Generator[CompletionToken, None, None]:
         """Yields the tokens of a completion as they arrive. Sends the request when the first token is requested.
 
         Closing the iterator closes the connection, and the engine aborts the request. Raises as `complete`.
