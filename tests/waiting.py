@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -34,6 +35,12 @@ async def eventually(
     while (answer := await ask()) != expected:
         assert time.monotonic() < deadline, f"after {timeout_seconds:g} s, the answer is {answer!r}, not {expected!r}"
         await asyncio.sleep(POLL_SECONDS)
+
+
+def is_listening(path: Path) -> bool:
+    """Whether a server accepts connections at this unix socket. The file exists before, from `bind` on."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(str(path)) == 0
 
 
 def wake_ups(thread_name: str) -> int:

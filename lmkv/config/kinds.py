@@ -214,7 +214,7 @@ def _tiers(raw: object) -> tuple[Mapping[str, str], ...]:
         raw = json.loads(raw) if raw else []
     if not isinstance(raw, list | tuple):
         raise ValueError
-    tiers = tuple(_texts_by_name({key: _scalar(value) for key, value in tier.items()}) for tier in raw)
+    tiers = tuple(_scalars_by_name(tier) for tier in raw)
     names = [tier["name"] if "name" in tier else _reject() for tier in tiers]
     if len(set(names)) < len(names):
         raise _InvalidValue("must not name a tier twice")
@@ -223,6 +223,12 @@ def _tiers(raw: object) -> tuple[Mapping[str, str], ...]:
         offered = f"installed packages offer {', '.join(known)}" if known else "no installed package offers one"
         raise _InvalidValue(f"names {unknown[0]!r}, which is no tier: {offered} by an entry point {TIERS}")
     return tiers
+
+
+def _scalars_by_name(raw: object) -> Mapping[str, str]:
+    if not isinstance(raw, Mapping):
+        raise ValueError
+    return _texts_by_name({key: _scalar(value) for key, value in raw.items()})
 
 
 def _scalar(raw: object) -> str:

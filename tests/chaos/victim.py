@@ -7,14 +7,15 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from lmkv.pool.socket import attach
+from lmkv.errors import LmkvError
+from lmkv.pool.socket import AttachedPool, attach
 from lmkv_client.demo import cluster
 from lmkv_client.demo.process import ServerProcess, free_port, session_pids
 from tests.chaos.clock import Clock
@@ -34,7 +35,18 @@ END_SECONDS = 30.0
 
 
 class Hangs(Exception):
-    """Somebody did not answer though nothing was done to it."""
+    """A process did not answer although it was neither killed nor frozen."""
+
+
+async def mapped(socket: str, engine_id: str, epoch: int) -> AttachedPool:
+    """The pool of a node. Raises `Unreachable`. If cancelled, waits for the thread that maps it, and closes it."""
+    mapping = asyncio.create_task(asyncio.to_thread(attach, socket, engine_id, 0, epoch, PATIENCE_SECONDS))
+    try:
+        return await asyncio.shield(mapping)
+    except asyncio.CancelledError:
+        with suppress(LmkvError):
+            (await mapping).close()
+        raise
 
 
 class Victim:
@@ -176,7 +188,7 @@ class Node(Victim):
         try:
             await client.__aenter__()
             socket, epoch = client.welcomed.pool_socket, client.welcomed.epoch
-            with await asyncio.to_thread(attach, socket, client.engine_id, 0, epoch, PATIENCE_SECONDS) as attached:
+            with await mapped(socket, client.engine_id, epoch) as attached:
                 yield Engine(client, attached.pool)
         except TimeoutError as error:
             self.overdue(error)

@@ -130,15 +130,23 @@ class FaultyPair:
         """Sends a prompt, without waiting for the answer."""
         return self._requests.submit(engine.complete, prompt.tokens, timeout_seconds=REQUEST_TIMEOUT_SECONDS)
 
-    def partly_stored(self, engine: EngineProcess, prompt: FaultPrompt) -> Future[Completion]:
-        """Has an engine compute a prompt, and freezes it when its node holds some chunks of it, but not all."""
-        asked = self.ask(engine, prompt)
-        eventually(lambda: self.held(engine, prompt) > 0, "the first chunks are stored")
-        for pid in session_pids(engine.pid):
-            os.kill(pid, signal.SIGSTOP)
-        time.sleep(POLL_SECONDS)  # what it has committed becomes known
-        assert self.held(engine, prompt) < HELD_TOKENS, "the engine was faster than this test"
-        return asked
+    def partly_stored(self, engine: EngineProcess) -> tuple[FaultPrompt, Future[Completion]]:
+        """Has an engine compute a new prompt, and freezes it when its node holds some chunks of the prompt, not all.
+
+        Takes another prompt if the engine stored all of it before it was frozen.
+        """
+        for _ in range(10):
+            prompt = self.prompt()
+            asked = self.ask(engine, prompt)
+            eventually(lambda prompt=prompt: self.held(engine, prompt) > 0, "the first chunks are stored")  # type: ignore[misc]
+            for pid in session_pids(engine.pid):
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(POLL_SECONDS)  # what it has committed becomes known
+            if self.held(engine, prompt) < HELD_TOKENS:
+                return prompt, asked
+            self.thaw()
+            check(prompt, asked.result(REQUEST_TIMEOUT_SECONDS))
+        raise AssertionError("the engine stored ten prompts faster than this test could freeze it")
 
     def held(self, engine: EngineProcess, prompt: FaultPrompt) -> int:
         """Tokens of a prompt that the engine's node holds, as far as is known."""

@@ -57,9 +57,8 @@ def test_a_kill_during_a_fetch_from_the_peer(pair: FaultyPair, victim: str) -> N
 
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_a_kill_during_stores(pair: FaultyPair, victim: str) -> None:
-    prompt = pair.prompt()
     storing, other = (pair.second, pair.first) if victim == "node-2" else (pair.first, pair.second)
-    asked = pair.partly_stored(storing, prompt)
+    prompt, asked = pair.partly_stored(storing)
     pair.kill(victim)
     pair.thaw()
     if victim == "engine-1":

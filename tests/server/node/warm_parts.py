@@ -24,6 +24,7 @@ from lmkv_server.node.node import Node
 from tests.server.node.cases import chunk_key, small_spec
 from tests.server.node.disk_parts import until
 from tests.server.node.engine_client import EngineClient
+from tests.waiting import is_listening
 
 SPEC = small_spec()
 POOL_CHUNKS = 64
@@ -118,7 +119,7 @@ class NodeProcess:
     async def ready(self) -> None:
         """Waits until engines may attach, and until all that was found is verified."""
         said = ("pool of the node's earlier life", "the pool starts empty")
-        await until(lambda: self.socket.exists() and any(one in self.text() for one in said))
+        await until(lambda: is_listening(self.socket) and any(one in self.text() for one in said))
 
     def text(self) -> str:
         """What it has logged."""

@@ -75,6 +75,8 @@ async def test_what_host_memory_evicts_is_found_and_loaded_from_the_tier(runtime
 async def test_another_node_finds_it_and_a_reset_removes_it(runtime_dir: Path) -> None:
     async with Node(config(runtime_dir, "a")) as first, EngineClient(first) as engine:
         await store(engine, first.pool, 0, 1)
+        (tier,) = first.stores
+        await until(lambda: tier.stats().written_chunks == 2)
     async with Node(config(runtime_dir, "b")) as second, EngineClient(second) as engine:
         assert runs(await engine.lookup("1", chunk_keys(0, 1))) == {"example": 2}
         await engine.release("1")
@@ -122,6 +124,7 @@ def test_tiers_are_configured_in_yaml_and_by_environment() -> None:
 @pytest.mark.parametrize(
     ("tiers", "why"),
     [
+        ([None], "must be a list of tiers"),
         ([{"name": "nobody"}], "which is no tier: installed packages offer example"),
         ([{"name": "example"}, {"name": "example"}], "must not name a tier twice"),
         ([{"folder": "/mnt"}], "must be a list of tiers"),

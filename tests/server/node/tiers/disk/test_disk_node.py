@@ -29,7 +29,7 @@ from tests.server.node.cases import chunk_key, chunk_keys
 from tests.server.node.disk_parts import files, until
 from tests.server.node.engine_client import EngineClient, absent_count, runs
 from tests.server.node.whole_nodes import SPEC, load, mapped, store, until_free
-from tests.waiting import eventually
+from tests.waiting import eventually, is_listening
 
 DISK, HOST = chunk_pb2.TIER_DISK, chunk_pb2.TIER_HOST
 START_SECONDS = 30.0
@@ -258,14 +258,14 @@ class NodeProcess:
 async def test_after_kill_9_a_node_serves_what_it_had_written(runtime_dir: Path) -> None:
     node = NodeProcess(runtime_dir)
     try:
-        await until(node.socket.exists)
+        await until(lambda: is_listening(node.socket))
         async with EngineClient(node.socket) as engine:
             with mapped(engine) as attached:
                 await store(engine, attached.pool, 0, 1, 2, 3)
             await until(lambda: len(files(runtime_dir / "disk" / "n")) == 4)
         node.kill()
         node = NodeProcess(runtime_dir)
-        await until(node.socket.exists)
+        await until(lambda: is_listening(node.socket))
         async with EngineClient(node.socket) as engine:
             assert absent_count(await engine.lookup("1", chunk_keys(0, 1, 2, 3))) == 4
             with mapped(engine) as attached:

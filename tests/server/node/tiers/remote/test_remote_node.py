@@ -31,6 +31,7 @@ from tests.server.node.disk_parts import until
 from tests.server.node.engine_client import EngineClient, absent_count, runs
 from tests.server.node.remote_parts import AWS, RedisServer, S3Server, names_of
 from tests.server.node.whole_nodes import SPEC, load, mapped, store, until_free
+from tests.waiting import is_listening
 
 HOST, REMOTE = chunk_pb2.TIER_HOST, chunk_pb2.TIER_REMOTE
 
@@ -81,7 +82,7 @@ class NodeProcess:
 async def test_what_a_killed_node_has_put_another_loads(runtime_dir: Path, redis: RedisServer) -> None:
     node = NodeProcess(settings(runtime_dir, "a", redis.url))
     try:
-        await until(node.socket.exists)
+        await until(lambda: is_listening(node.socket))
         async with EngineClient(node.socket) as engine:
             with mapped(engine) as attached:
                 await store(engine, attached.pool, 0, 1, 2, 3)
@@ -258,7 +259,7 @@ async def test_what_a_peer_had_that_answers_no_more_comes_from_the_store(
         more = {"coordinator_address": coordinator.address, "enable_p2p": True, "coordinator_timeout": 5}
         process = NodeProcess(settings(runtime_dir, "a", redis.url, **more))
         try:
-            await until(process.socket.exists)
+            await until(lambda: is_listening(process.socket))
             async with engine_at_node(runtime_dir, "b", redis.url, **more) as (node, engine):
                 async with EngineClient(process.socket) as storing:
                     with mapped(storing) as attached:
