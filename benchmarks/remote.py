@@ -30,7 +30,7 @@ from lmkv.keys import ChunkKey
 from lmkv.pool.pool import Pool
 from lmkv.remote_url import parse_remote_url
 from lmkv.spec import NATIVE_TILES, KvSpec
-from lmkv.units import GB
+from lmkv.units import GIB
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import HostTier
@@ -105,7 +105,7 @@ def timed(label: str, size_bytes: int) -> Iterator[None]:
     wall, cpu = time.perf_counter(), time.process_time()
     yield
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    size = size_bytes / GB
+    size = size_bytes / GIB
     print(f"{label:36} {size / wall:6.2f} GB/s {cpu / size:6.2f} cpu s/GB", flush=True)
 
 

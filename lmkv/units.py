@@ -1,6 +1,6 @@
 """Parses and formats sizes and durations, for the configuration, log lines and the CLI.
 
-Every size unit is binary, with or without the i: 1 KB is 1024 bytes.
+Sizes are printed in KiB, MiB, GiB and TiB. Input may omit the i; its units are binary too: 1 KB is 1024 bytes.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import re
 
-GB = 1 << 30
-"""Bytes in a GB."""
+GIB = 1 << 30
+"""Bytes in a GiB."""
 
-_BYTES = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": GB, "T": 1 << 40}
+_BYTES = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": GIB, "T": 1 << 40}
 _SECONDS: dict[str, tuple[int, int]] = {  # as fractions, so that 100 ms is 0.1 to the last bit
     "us": (1, 1_000_000),
     "ms": (1, 1_000),
@@ -23,8 +23,8 @@ _SECONDS: dict[str, tuple[int, int]] = {  # as fractions, so that 100 ms is 0.1 
 _MEASURE = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?) *([a-z]*)", re.IGNORECASE)
 
 
-def parse_gigabytes(value: object) -> float:
-    """A size in GB: 5, 5.0 and "5" are 5 GB; "512MB", "1.5 GiB" and "64Ki" name their own unit.
+def parse_gib(value: object) -> float:
+    """A size in GiB: 5, 5.0 and "5" are 5 GiB; "512MB", "1.5 GiB" and "64Ki" name their own unit.
 
     Raises `ValueError` for anything else, negative text included.
     """
@@ -32,7 +32,7 @@ def parse_gigabytes(value: object) -> float:
     prefix = re.sub(r"(?<=[KMGT])I?B?$", "", unit.upper()) or "G"
     if prefix not in _BYTES:
         raise ValueError(f"{unit!r} is not a unit of size")
-    return number * (_BYTES[prefix] / GB)
+    return number * (_BYTES[prefix] / GIB)
 
 
 def parse_seconds(value: object) -> float:
@@ -62,22 +62,23 @@ def _measure(value: object) -> tuple[float, str]:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """A readable size: `512 B`, `64.0 KB`, `0.63 GB`. From 0.1 GB on the unit is GB."""
-    for unit, factor in (("TB", 1 << 40), ("GB", GB)):
-        if size_bytes >= factor / 10:
-            return f"{size_bytes / factor:.2f} {unit}"
-    for unit, factor in (("MB", 1 << 20), ("KB", 1 << 10)):
+    """A readable size: `512 B`, `64.0 KiB`, `0.63 GiB`. From 0.1 GiB on the unit is GiB."""
+    if size_bytes >= 1 << 40:
+        return f"{size_bytes / (1 << 40):.2f} TiB"
+    if size_bytes >= GIB / 10:
+        return f"{size_bytes / GIB:.2f} GiB"
+    for unit, factor in (("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size_bytes >= factor:
             return f"{size_bytes / factor:.1f} {unit}"
     return f"{size_bytes:.0f} B"
 
 
 def format_rate(size_bytes: float, seconds: float) -> str:
-    """A readable throughput, always in GB/s: `15.3 GB/s`, `0.0421 GB/s`; `- GB/s` if no time has passed."""
+    """A readable throughput, always in GiB/s: `15.3 GiB/s`, `0.0421 GiB/s`; `- GiB/s` if no time has passed."""
     if seconds <= 0:
-        return "- GB/s"
-    rate = size_bytes / seconds / GB
-    return f"{rate:.1f} GB/s" if rate >= 10 else f"{rate:.3g} GB/s"
+        return "- GiB/s"
+    rate = size_bytes / seconds / GIB
+    return f"{rate:.1f} GiB/s" if rate >= 10 else f"{rate:.3g} GiB/s"
 
 
 def format_duration(seconds: float) -> str:

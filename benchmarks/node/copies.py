@@ -23,7 +23,7 @@ from benchmarks.support.rows import Row
 from lmkv.pool.pool import Pool
 from lmkv.pool.socket import PoolSocket
 from lmkv.spec import KvSpec
-from lmkv.units import GB
+from lmkv.units import GIB
 from lmkv_kernels import ChunkCopy, Pages, whole_tiles
 
 if TYPE_CHECKING:  # importing vLLM takes seconds
@@ -170,9 +170,9 @@ def rate_row(name: str, size_bytes: int, seconds: list[float], baseline: str, ba
     """GB/s (2^30 bytes) against a baseline's, medians; the ratio is the median of the pairs'."""
     return Row(
         name=name,
-        value=size_bytes / GB / statistics.median(seconds),
+        value=size_bytes / GIB / statistics.median(seconds),
         unit="GB/s",
         baseline=baseline,
-        baseline_value=size_bytes / GB / statistics.median(baseline_seconds),
+        baseline_value=size_bytes / GIB / statistics.median(baseline_seconds),
         ratio=timing.median_ratio(baseline_seconds, seconds),
     )

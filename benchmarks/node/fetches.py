@@ -16,7 +16,7 @@ from benchmarks.support.rows import Row
 from benchmarks.support.timing import seconds_of
 from lmkv.errors import LmkvError
 from lmkv.transfer import Copy
-from lmkv.units import GB
+from lmkv.units import GIB
 from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.tiers.progress import Progress
 
@@ -88,7 +88,7 @@ class Ends:
             await self._fetch(chunk_count)
         cpu_seconds = self._cpu_seconds() - before
         run.add(
-            Row(name=f"{self._channel}_cpu_s_per_gb", value=cpu_seconds / (rounds * size_bytes / GB), unit="s/GB"),
+            Row(name=f"{self._channel}_cpu_s_per_gb", value=cpu_seconds / (rounds * size_bytes / GIB), unit="s/GB"),
         )
         await asyncio.sleep(1.5)  # what makes progress for a connection that is being made rests by then
         pids = [os.getpid(), self._owner.pid]

@@ -14,7 +14,7 @@ from typing import Generic, NoReturn, TypeVar
 
 from lmkv.plugins import CHANNELS, TIERS, plugin_names
 from lmkv.remote_url import parse_remote_url
-from lmkv.units import GB, parse_gigabytes, parse_seconds
+from lmkv.units import GIB, parse_gib, parse_seconds
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ BUILT_IN_CHANNELS = ("auto", "shm", "nixl", "tcp")
 MAX_NUMA_NODE = 1023
 MAX_SECONDS = 31_536_000.0
 """A year: every timeout is bounded."""
-MAX_GIGABYTES = float(1 << 20)
+MAX_GIB = float(1 << 20)
 """A petabyte: more is a typing error."""
 
 
@@ -94,18 +94,18 @@ def _flag(raw: object) -> bool:
     return word in _TRUE if word in _TRUE + _FALSE else _reject()
 
 
-def _gigabytes(raw: object) -> float:
-    return size if 1 / GB <= (size := parse_gigabytes(raw)) <= MAX_GIGABYTES else _reject()
+def _size(raw: object) -> float:
+    return size if 1 / GIB <= (size := parse_gib(raw)) <= MAX_GIB else _reject()
 
 
-def _gigabytes_or_zero(raw: object) -> float:
-    return size if 0 <= (size := parse_gigabytes(raw)) <= MAX_GIGABYTES else _reject()
+def _size_or_zero(raw: object) -> float:
+    return size if 0 <= (size := parse_gib(raw)) <= MAX_GIB else _reject()
 
 
 def _buffer_bytes(raw: object) -> int:
     text = str(raw).strip()
-    size = float(text) if text.replace(".", "", 1).isdigit() else parse_gigabytes(raw) * GB
-    return round(size) if 0 <= size <= MAX_GIGABYTES * GB else _reject()
+    size = float(text) if text.replace(".", "", 1).isdigit() else parse_gib(raw) * GIB
+    return round(size) if 0 <= size <= MAX_GIB * GIB else _reject()
 
 
 def _seconds_or_zero(raw: object) -> float:
@@ -367,14 +367,14 @@ HTTP_URL = Kind(metavar="URL", expects="http://HOST:PORT or https://", parse=_ma
 NUMA_NODE = Kind(metavar="NODE", expects="auto, none or the number of a NUMA node", parse=_numa_node)
 FLAG = Kind(metavar="BOOL", expects="true or false", parse=_flag, write=lambda value: "true" if value else "false")
 MILLISECONDS = Kind(metavar="N", expects="a number of milliseconds above 0", parse=_milliseconds)
-GIGABYTES = Kind(
-    metavar="SIZE", expects='a size above 0 such as 5 (GB) or "512MB", at most 1024TB', parse=_gigabytes, write=repr
+SIZE = Kind(
+    metavar="SIZE", expects='a size above 0 such as 5 (GiB) or "512MiB", at most 1024TiB', parse=_size, write=repr
 )
-GIGABYTES_OR_ZERO = Kind(
-    metavar="SIZE", expects='a size such as 100 (GB) or "512MB", or 0', parse=_gigabytes_or_zero, write=repr
+SIZE_OR_ZERO = Kind(
+    metavar="SIZE", expects='a size such as 100 (GiB) or "512MiB", or 0', parse=_size_or_zero, write=repr
 )
 BUFFER_BYTES = Kind(
-    metavar="SIZE", expects='a number of bytes, or a size with its unit such as "1GB"', parse=_buffer_bytes, write=repr
+    metavar="SIZE", expects='a number of bytes, or a size with its unit such as "1GiB"', parse=_buffer_bytes, write=repr
 )
 SECONDS = Kind(
     metavar="TIME",

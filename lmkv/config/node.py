@@ -18,8 +18,6 @@ from lmkv.config.kinds import (
     BUFFER_BYTES,
     DISK_FOLDERS,
     FLAG,
-    GIGABYTES,
-    GIGABYTES_OR_ZERO,
     HTTP_URL,
     INSTANCE_ID_IF_ANY,
     NAMES,
@@ -33,6 +31,8 @@ from lmkv.config.kinds import (
     REMOTE_URL,
     SECONDS,
     SECONDS_OR_ZERO,
+    SIZE,
+    SIZE_OR_ZERO,
     TEXT,
     TIER_PLUGINS,
     TRANSFER_CHANNEL,
@@ -41,7 +41,7 @@ from lmkv.config.kinds import (
 )
 from lmkv.config.schema import Alias, Config, key
 from lmkv.errors import ConfigError
-from lmkv.units import GB
+from lmkv.units import GIB
 
 MAX_SOCKET_PATH_BYTES = 100
 """The limit of unix socket paths is 107 bytes; the rest is reserved for suffixes."""
@@ -129,12 +129,12 @@ class NodeConfig(Config):
     transfer_port: int = key(PORT, 0, "Port that tcp or ucx listens on; 0: a free one.")
     nixl_backends: tuple[str, ...] = key(NAMES, ("UCX",), "NIXL backends, best first.")
     local_cpu: bool = key(FLAG, True, "Whether chunks are kept in host memory.")
-    max_local_cpu_size: float = key(GIGABYTES, 5.0, "Host memory for chunks, in GB by default.")
+    max_local_cpu_size: float = key(SIZE, 5.0, "Host memory for chunks, in GiB by default.")
     local_disk: tuple[str, ...] = key(
         DISK_FOLDERS, (), "Folder for chunks on disk, or several; the node uses a subfolder of its own in each."
     )
     max_local_disk_size: float = key(
-        GIGABYTES_OR_ZERO, 0.0, "Disk space for chunks in all folders of `local_disk`, in GB by default."
+        SIZE_OR_ZERO, 0.0, "Disk space for chunks in all folders of `local_disk`, in GiB by default."
     )
     local_disk_io: str = key(
         choice("plain", "nixl", "gds"),
@@ -285,7 +285,7 @@ class NodeConfig(Config):
     @property
     def pool_bytes(self) -> int:
         """Size of the pool; without a cache in host memory, of the handoff buffer if that is configured."""
-        cache = round(self.max_local_cpu_size * GB)
+        cache = round(self.max_local_cpu_size * GIB)
         return cache if self.local_cpu or not self.enable_pd else self.pd_buffer_size or cache
 
     @property
@@ -306,7 +306,7 @@ class NodeConfig(Config):
     @property
     def disk_bytes(self) -> int:
         """Disk space for chunks in all folders."""
-        return round(self.max_local_disk_size * GB)
+        return round(self.max_local_disk_size * GIB)
 
     @property
     def pd_buffer_bytes(self) -> int:

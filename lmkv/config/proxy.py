@@ -15,7 +15,6 @@ from lmkv.config import common
 from lmkv.config.kinds import (
     ADDRESS,
     ADDRESSES,
-    GIGABYTES,
     HOST,
     MILLISECONDS,
     PATH,
@@ -23,13 +22,14 @@ from lmkv.config.kinds import (
     SECONDS,
     SECONDS_OR_ZERO,
     SECRET,
+    SIZE,
     Kind,
     choice,
     whole,
 )
 from lmkv.config.schema import Alias, Config, key
 from lmkv.errors import ConfigError
-from lmkv.units import GB
+from lmkv.units import GIB
 
 
 def _items(raw: object) -> list[Any]:
@@ -169,7 +169,7 @@ class ProxyConfig(Config):
         1024,
         "Maximum number of concurrent requests; further ones are answered 503.",
     )
-    max_body_size: float = key(GIGABYTES, 32 / 1024, "Maximum size of a request, in GB by default.")
+    max_body_size: float = key(SIZE, 32 / 1024, "Maximum size of a request, in GiB by default.")
     allowed_hosts: tuple[str, ...] = common.allowed_hosts("the proxy")
     max_connections_per_client: int = common.max_connections_per_client(1024)
     stop_timeout: float = key(
@@ -238,7 +238,7 @@ class ProxyConfig(Config):
     @property
     def max_body_bytes(self) -> int:
         """`max_body_size` in bytes."""
-        return round(self.max_body_size * GB)
+        return round(self.max_body_size * GIB)
 
     @property
     def prefillers(self) -> tuple[str, ...]:

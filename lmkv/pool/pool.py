@@ -14,6 +14,7 @@ from typing import Self
 from lmkv.errors import ConfigError
 from lmkv.pool.memory import available_bytes, huge_pages
 from lmkv.pool.numa import prefer
+from lmkv.units import format_bytes
 
 POPULATE_STEP_BYTES = 16 << 20
 """Step of `Pool.populate`, which can be stopped in between; about 10 ms."""
@@ -98,8 +99,9 @@ class Pool:
                     raise
         elif wanted == "always":
             raise ConfigError(
-                f"pool_huge_pages: {gb(available.free_bytes)} of huge pages are free, the pool needs "
-                f"{gb(size_bytes)}; raise vm.nr_hugepages, lower max_local_cpu_size, or set pool_huge_pages to auto"
+                f"pool_huge_pages: {format_bytes(available.free_bytes)} of huge pages are free, the pool needs "
+                f"{format_bytes(size_bytes)}; raise vm.nr_hugepages, lower max_local_cpu_size, "
+                "or set pool_huge_pages to auto"
             )
         return None
 
@@ -115,7 +117,7 @@ class Pool:
         except OSError as error:
             os.close(fd)
             raise ConfigError(
-                f"{key}: a pool of {gb(size_bytes)} cannot be created: {error.strerror}; {_HINT}"
+                f"{key}: a pool of {format_bytes(size_bytes)} cannot be created: {error.strerror}; {_HINT}"
             ) from None
 
     @classmethod
@@ -128,7 +130,9 @@ class Pool:
             pool = cls(fd, size_bytes)
         except OSError as error:
             os.close(fd)
-            raise ConfigError(f"pool_path: cannot create a pool of {gb(size_bytes)}: {error.strerror}") from None
+            raise ConfigError(
+                f"pool_path: cannot create a pool of {format_bytes(size_bytes)}: {error.strerror}"
+            ) from None
         if numa_node is not None and prefer(pool.address, pool.size_bytes, numa_node):
             pool.numa_node = numa_node
         return pool
@@ -167,7 +171,7 @@ class Pool:
                     allocated_until = self._allocated_until(begin)
                 is_new = begin + step > allocated_until and not self.huge_page_bytes
                 if leave_bytes and is_new and available_bytes() < step + leave_bytes:
-                    raise self._ended(begin, f"less than {gb(leave_bytes)} would be left")
+                    raise self._ended(begin, f"less than {format_bytes(leave_bytes)} would be left")
                 self._populate_step(begin, step)
 
     def _allocated_until(self, start: int) -> int:
@@ -179,8 +183,8 @@ class Pool:
 
     def _ended(self, populated_bytes: int, reason: str | None) -> ConfigError:
         return ConfigError(
-            f"max_local_cpu_size: memory for a pool of {gb(self.size_bytes)} ended at {gb(populated_bytes)}: "
-            f"{reason}; {_HINT}",
+            f"max_local_cpu_size: memory for a pool of {format_bytes(self.size_bytes)} ended at "
+            f"{format_bytes(populated_bytes)}: {reason}; {_HINT}",
             populated_bytes=populated_bytes,
         )
 
@@ -226,16 +230,12 @@ _MEMFD = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
 _HINT = "lower max_local_cpu_size, or free memory"
 
 
-def gb(size_bytes: int) -> str:
-    """Formats a size for messages about pools."""
-    return f"{size_bytes / 2**30:.1f} GB"
-
-
 def check_fits(size_bytes: int, free_bytes: int, where: str) -> None:
     """Raises `ConfigError` if `size_bytes` exceed `free_bytes`."""
     if size_bytes > free_bytes:
         raise ConfigError(
-            f"max_local_cpu_size: {gb(size_bytes)} do not fit, {gb(free_bytes)} {where} are available; {_HINT}",
+            f"max_local_cpu_size: {format_bytes(size_bytes)} do not fit, "
+            f"{format_bytes(free_bytes)} {where} are available; {_HINT}",
             size_bytes=size_bytes,
             available_bytes=free_bytes,
         )
@@ -251,8 +251,8 @@ def room_for_file(path: Path, size_bytes: int) -> tuple[int, int]:
     if file_system.f_bsize > mmap.PAGESIZE:  # hugetlbfs: its memory is reserved
         if size_bytes < file_system.f_bsize:
             raise ConfigError(
-                f"max_local_cpu_size: {gb(size_bytes)} is less than one page at {path.parent}, "
-                f"{gb(file_system.f_bsize)}; raise it or name another pool_path"
+                f"max_local_cpu_size: {format_bytes(size_bytes)} is less than one page at {path.parent}, "
+                f"{format_bytes(file_system.f_bsize)}; raise it or name another pool_path"
             )
         size_bytes -= size_bytes % file_system.f_bsize
         free_bytes = 1 << 62

@@ -36,7 +36,7 @@ async def test_move_waits_and_says_what_it_did(fleet: Fleet, run_command: RunCom
     assert await run_command("move", "--from", "a", "--to", "b/LocalCPUBackend", "--tokens", TOKENS) == 0
     shown = capsys.readouterr()
     assert re.fullmatch(
-        r"move-[0-9a-f]{16}: 3 chunks \(40 tokens\) arrived, 2\.9 KB transferred; the source dropped 3\n", shown.out
+        r"move-[0-9a-f]{16}: 3 chunks \(40 tokens\) arrived, 2\.9 KiB transferred; the source dropped 3\n", shown.out
     )
     assert shown.err == ""  # no bar where there is no terminal
     assert await holders(fleet) == {"b": 40}
@@ -45,7 +45,7 @@ async def test_move_waits_and_says_what_it_did(fleet: Fleet, run_command: RunCom
 async def test_copy_leaves_the_source_alone(fleet: Fleet, run_command: RunCommand, capsys: Capture) -> None:
     assert await run_command("copy", "--from", "a/host", "--to", "b", "--keys", HEX_KEYS) == 0
     assert re.fullmatch(
-        r"copy-[0-9a-f]{16}: 3 chunks \(40 tokens\) arrived, 2\.9 KB transferred\n", capsys.readouterr().out
+        r"copy-[0-9a-f]{16}: 3 chunks \(40 tokens\) arrived, 2\.9 KiB transferred\n", capsys.readouterr().out
     )
     assert await holders(fleet) == {"a": 40, "b": 40}
 

@@ -170,7 +170,7 @@ ISSUER = {"enabled": True, "issuerRef": {"name": "ca"}}
             {"node": {"mode": "sidecar", "poolClaim": {"storageClassName": "s"}, "poolVolume": {"emptyDir": {}}}},
             "node.poolClaim and node.poolVolume are both set: keep one",
         ),
-        ({"node": {"diskVolume": {"emptyDir": {}}}}, "set node.maxLocalDiskSize to the GB"),
+        ({"node": {"diskVolume": {"emptyDir": {}}}}, "set node.maxLocalDiskSize to the GiB"),
         ({"node": {"nixlPorts": [9300, 9200]}}, "node.nixlPorts names the last port before the first"),
         ({"engines": {"groups": [GROUP, GROUP]}}, "engines.groups has two groups called a"),
         ({"engines": {"groups": [GROUP | {"role": "decode"}]}}, "set node.mode to sidecar"),

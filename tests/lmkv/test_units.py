@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmkv.units import format_bytes, format_duration, format_rate, parse_gigabytes, parse_seconds
+from lmkv.units import format_bytes, format_duration, format_rate, parse_gib, parse_seconds
 
 
 @pytest.mark.parametrize(
-    ("written", "gigabytes"),
+    ("written", "gib"),
     [
         (5, 5.0),
         (5.0, 5.0),
@@ -26,8 +26,8 @@ from lmkv.units import format_bytes, format_duration, format_rate, parse_gigabyt
         (0, 0.0),
     ],
 )
-def test_a_size_without_unit_is_in_gb_and_every_unit_is_binary(written: object, gigabytes: float) -> None:
-    assert parse_gigabytes(written) == gigabytes
+def test_a_size_without_unit_is_in_gib_and_every_unit_is_binary(written: object, gib: float) -> None:
+    assert parse_gib(written) == gib
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ NO_NUMBERS = ["", "five", "GB", "1.2.3", "-5", "5 5", "nan", "inf", float("nan")
 @pytest.mark.parametrize("written", [*NO_NUMBERS, "5XB", "5iB", "5 seconds", None, True, [5]])
 def test_what_is_no_size_is_refused(written: object) -> None:
     with pytest.raises(ValueError):
-        parse_gigabytes(written)
+        parse_gib(written)
 
 
 @pytest.mark.parametrize("written", [*NO_NUMBERS, "5 weeks", "5GB", None, False, {}])
@@ -67,7 +67,7 @@ def test_what_is_no_duration_is_refused(written: object) -> None:
 @settings(deadline=None)
 @given(st.floats(min_value=0, allow_nan=False, allow_infinity=False, max_value=1e300))
 def test_a_number_written_out_reads_back_exactly(number: float) -> None:
-    assert parse_gigabytes(repr(number)) == number
+    assert parse_gib(repr(number)) == number
     assert parse_seconds(repr(number)) == number
 
 
@@ -76,22 +76,22 @@ def test_a_number_written_out_reads_back_exactly(number: float) -> None:
     [
         (0, "0 B"),
         (1023, "1023 B"),
-        (64 << 10, "64.0 KB"),
-        (50 << 20, "50.0 MB"),
-        (645 << 20, "0.63 GB"),
-        (5 << 30, "5.00 GB"),
-        (3 << 40, "3.00 TB"),
+        (64 << 10, "64.0 KiB"),
+        (50 << 20, "50.0 MiB"),
+        (645 << 20, "0.63 GiB"),
+        (5 << 30, "5.00 GiB"),
+        (3 << 40, "3.00 TiB"),
     ],
 )
 def test_sizes_read_well(size_bytes: int, text: str) -> None:
     assert format_bytes(size_bytes) == text
 
 
-def test_rates_are_always_in_gb_per_second() -> None:
-    assert format_rate(645 << 20, 0.0412) == "15.3 GB/s"
-    assert format_rate(1 << 30, 0.5) == "2 GB/s"
-    assert format_rate(1 << 20, 1) == "0.000977 GB/s"
-    assert format_rate(1 << 20, 0) == "- GB/s"
+def test_rates_are_always_in_gib_per_second() -> None:
+    assert format_rate(645 << 20, 0.0412) == "15.3 GiB/s"
+    assert format_rate(1 << 30, 0.5) == "2 GiB/s"
+    assert format_rate(1 << 20, 1) == "0.000977 GiB/s"
+    assert format_rate(1 << 20, 0) == "- GiB/s"
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def print_json(message: Message) -> None:
 
 
 def format_fill(tier: TierUsage) -> str:
-    """Used bytes of a tier, and its capacity if it has a limit: `0.63 GB/5.00 GB`."""
+    """Used bytes of a tier, and its capacity if it has a limit: `0.63 GiB/5.00 GiB`."""
     used = format_bytes(tier.used_bytes)
     return f"{used}/{format_bytes(tier.capacity_bytes)}" if tier.capacity_bytes else used
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from lmkv.cli import Command
 from lmkv.errors import ConfigError, LmkvError
 from lmkv.runtime.signals import stop_signals
+from lmkv.units import format_bytes
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.measure import COMPLETION_TOKENS, DemoResult, measure
 from lmkv_client.demo.model import SHAPES, make_model
@@ -152,7 +153,7 @@ def _check(args: argparse.Namespace) -> None:
     needed_bytes = 2 * (ENGINE_BYTES + 3 * prompt_bytes + (_pool_mib(args.rounds, prompt_bytes) << 20))
     if needed_bytes > (free_bytes := available_memory_bytes()):
         raise ConfigError(
-            f"the demo needs {needed_bytes / 1e9:.1f} GB of memory and {free_bytes / 1e9:.1f} GB are free; "
+            f"the demo needs {format_bytes(needed_bytes)} of memory and {format_bytes(free_bytes)} are free; "
             "set --model-size tiny, or fewer --rounds or --prompt-tokens"
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lmkv.units import GB
+from lmkv.units import GIB
 from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_client.demo.completion import Completion
 from lmkv_client.demo.endpoint import Endpoint
@@ -104,9 +104,9 @@ class DemoResult:
             "prompt_tokens": self.prompt_tokens,
             "peer_tokens": self.from_peer.tokens,
             "own_tokens": self.from_own.tokens,
-            "peer_gb_per_s": round(gb_per_s(self.from_peer), 3),
+            "peer_gib_per_s": round(gib_per_s(self.from_peer), 3),
             "identical": self.identical,
-            "own_gb_per_s": round(gb_per_s(self.from_own), 3),
+            "own_gib_per_s": round(gib_per_s(self.from_own), 3),
             "peer_bytes": self.from_peer.size_bytes,
             "own_bytes": self.from_own.size_bytes,
             "peer_ttft_ratio": round(self.peer_ttft_ms / self.cold_ttft_ms, 4),
@@ -115,9 +115,9 @@ class DemoResult:
         }
 
 
-def gb_per_s(taken: CacheTransfer) -> float:
-    """Throughput in GB (2^30 bytes, as in log lines) per second; 0 if nothing was loaded."""
-    return taken.size_bytes / taken.seconds / GB if taken.seconds else 0.0
+def gib_per_s(taken: CacheTransfer) -> float:
+    """Throughput in GiB per second; 0 if nothing was loaded."""
+    return taken.size_bytes / taken.seconds / GIB if taken.seconds else 0.0
 
 
 def measure(

@@ -61,7 +61,7 @@
 {{- end -}}
 {{- end -}}
 {{- if and $node.diskVolume (not $node.maxLocalDiskSize) -}}
-{{- fail "node.diskVolume needs a size: set node.maxLocalDiskSize to the GB that chunks may take" -}}
+{{- fail "node.diskVolume needs a size: set node.maxLocalDiskSize to the GiB that chunks may take" -}}
 {{- end -}}
 {{- if gt (index $node.nixlPorts 0 | int) (index $node.nixlPorts 1 | int) -}}
 {{- fail "node.nixlPorts names the last port before the first: turn them round" -}}

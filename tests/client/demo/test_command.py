@@ -35,7 +35,7 @@ def run(*arguments: str) -> int:
         (["--rounds", "0"], "--rounds must be 1 to 100, not 0"),
         (["--seed", "-1"], "--seed must not be negative"),
         (["--json", "/nowhere/at/all.json"], "--json: the folder does not exist: /nowhere/at"),
-        (["--prompt-tokens", "16000", "--rounds", "100"], "GB of memory"),
+        (["--prompt-tokens", "16000", "--rounds", "100"], "GiB of memory"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused_before_anything_starts(arguments: list[str], told: str) -> None:

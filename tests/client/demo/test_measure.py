@@ -99,10 +99,10 @@ def test_the_numbers_are_medians_over_the_rounds() -> None:
 def test_the_numbers_go_by_the_names_that_others_rely_on() -> None:
     numbers = json.loads(json.dumps(DemoResult(rounds=[round_of(2.0)]).to_json()))
     assert numbers.keys() >= {"cold_ttft_ms", "peer_ttft_ms", "own_ttft_ms", "prompt_tokens", "peer_tokens"}
-    assert numbers.keys() >= {"own_tokens", "peer_gb_per_s", "identical"}
+    assert numbers.keys() >= {"own_tokens", "peer_gib_per_s", "identical"}
     assert numbers["prompt_tokens"] == 4000
     assert numbers["peer_tokens"] == 3840
-    assert numbers["peer_gb_per_s"] == 4.0
+    assert numbers["peer_gib_per_s"] == 4.0
     assert numbers["identical"] is True
 
 

@@ -61,7 +61,7 @@ def running_node(node: NodeConfig) -> Iterator[NodeConfig]:
 def test_a_pool_that_fits_is_fine(node: NodeConfig) -> None:
     level, text = the_only(check_memory(node))
     assert level == "ok"
-    assert text.startswith("max_local_cpu_size is 10.2 MB, this machine and its cgroup can give ")
+    assert text.startswith("max_local_cpu_size is 10.2 MiB, this machine and its cgroup can give ")
 
 
 def test_a_pool_that_does_not_fit_fails_with_the_key(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_the_pool_that_an_earlier_life_has_left_is_there_for_the_next(
 
 
 def test_the_memory_and_the_port_of_the_own_node_are_its_own(running_node: NodeConfig) -> None:
-    assert the_only(check_memory(running_node)) == ("ok", "the node lmkv-1 is running and has 10.2 MB")
+    assert the_only(check_memory(running_node)) == ("ok", "the node lmkv-1 is running and has 10.2 MiB")
     assert the_only(check_peer_port(running_node)) == ("ok", "the node lmkv-1 is running and has it")
 
 

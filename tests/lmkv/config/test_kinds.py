@@ -132,7 +132,7 @@ def test_many_words_mean_false(word: str) -> None:
             "transfer_channel must be one of auto, shm, nixl, tcp, ucx, mooncake, not 'carrier-pigeon'",
         ),
         ("log_level: loud", "log_level must be one of debug, info, warning, error, not 'loud'"),
-        ("max_local_cpu_size: 0", 'max_local_cpu_size must be a size above 0 such as 5 (GB) or "512MB"'),
+        ("max_local_cpu_size: 0", 'max_local_cpu_size must be a size above 0 such as 5 (GiB) or "512MiB"'),
         ("local_disk: a/b", "local_disk must be an absolute path"),
         ("local_disk: [/a, /a]", "local_disk must be an absolute path"),
         ("max_local_disk_size: -1", "max_local_disk_size must be a size"),

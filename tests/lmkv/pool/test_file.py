@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -253,5 +254,5 @@ with opened(MB) as file:
 def test_a_full_file_system_is_refused_and_leaves_nothing_that_passes_for_a_pool(tmp_path: Path) -> None:
     *refused, first, second, third = on_small_tmpfs(tmp_path, 4 * MB, FULL).splitlines()
     assert len(refused) == 2
-    assert all(line.startswith("max_local_cpu_size: 0.0 GB do not fit, 0.0 GB at ") for line in refused)
+    assert all(re.match(r"max_local_cpu_size: [\d.]+ MiB do not fit, [\d.]+ [KM]iB at ", line) for line in refused)
     assert (first, second, third) == ("there was no file", "''", "''")

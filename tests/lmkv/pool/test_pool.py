@@ -121,7 +121,7 @@ def test_populating_ends_when_the_pool_is_closed() -> None:
 
 def test_a_pool_larger_than_memory_is_refused_with_the_key_and_the_fix() -> None:
     files = open_files()
-    with pytest.raises(ConfigError, match=r"^max_local_cpu_size: 1048576\.0 GB do not fit, .* GB of memory .*; lower "):
+    with pytest.raises(ConfigError, match=r"^max_local_cpu_size: 1024\.00 TiB do not fit, .* of memory .*; lower "):
         Pool.create(1 << 50)
     with pytest.raises(ConfigError, match="max_local_cpu_size"):
         Pool.create(0)
@@ -153,7 +153,7 @@ def test_a_pool_file_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> N
     for path in (tmp_path, tmp_path / "link", tmp_path / "missing" / "pool"):
         with pytest.raises(ConfigError, match=r"^pool_path: "):
             Pool.create(MB, path)
-    with pytest.raises(ConfigError, match=rf"^max_local_cpu_size: 1048576\.0 GB do not fit, .* at {tmp_path}"):
+    with pytest.raises(ConfigError, match=rf"^max_local_cpu_size: 1024\.00 TiB do not fit, .* at {tmp_path}"):
         Pool.create(1 << 50, tmp_path / "pool")
 
 
@@ -227,7 +227,7 @@ def test_huge_pages_that_are_gone_when_they_are_asked_for_are_done_without(monke
 
 def test_populating_leaves_others_what_it_is_told_to() -> None:
     with Pool.create(2 * POPULATE_STEP_BYTES) as pool:
-        with pytest.raises(ConfigError, match=r"^max_local_cpu_size: .* ended at 0\.0 GB: less than ") as raised:
+        with pytest.raises(ConfigError, match=r"^max_local_cpu_size: .* ended at 0 B: less than ") as raised:
             pool.populate(leave_bytes=1 << 60)
         assert raised.value.metadata == {"populated_bytes": "0"}
         assert resident_bytes(pool) == 0
@@ -263,5 +263,5 @@ ours.buffer[2 * POPULATE_STEP_BYTES - 1] = 7
 
 def test_memory_that_ends_while_it_is_taken_is_an_error_that_says_how_far_it_came(tmp_path: Path) -> None:
     printed = on_small_tmpfs(tmp_path, 4 * POPULATE_STEP_BYTES, SHORT)
-    assert printed.startswith(f"{2 * POPULATE_STEP_BYTES}: max_local_cpu_size: memory for a pool of 0.0 GB ended at ")
+    assert printed.startswith(f"{2 * POPULATE_STEP_BYTES}: max_local_cpu_size: memory for a pool of 48.0 MiB ended at ")
     assert "no more memory; lower max_local_cpu_size" in printed

@@ -216,7 +216,10 @@ class NodeClient:
         self.inbox.append(attachment)
         self.inbox.append(answer)
         logger.info(
-            "attached to node %s (pid %d), pool %s", welcome.instance_id, welcome.node_pid, format_pool(welcome)
+            "attached to node %s (pid %d), pool %s",
+            welcome.instance_id,
+            welcome.node_pid,
+            format_bytes(welcome.pool_size_bytes),
         )
         self._attached_once.set()
 
@@ -274,8 +277,3 @@ def log_handoff(handed: pb.HandedChunks) -> None:
         format_duration(seconds),
         format_rate(handed.transferred_bytes, seconds),
     )
-
-
-def format_pool(welcome: pb.Welcome) -> str:
-    """The size of the pool for the log."""
-    return f"{welcome.pool_size_bytes / 2**30:.2f} GB"

@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 
 from lmkv.errors import ConfigError
 from lmkv.pool.pool import LEFT_BYTES, Pool
+from lmkv.units import format_bytes
 from lmkv_kernels import ChunkCopy, Pages
 from lmkv_kernels.cuda import (
     Copier,
@@ -237,7 +238,9 @@ def populate(pool: Pool, abandoned: threading.Event) -> int:
         size_bytes = int(error.metadata["populated_bytes"])
         if not size_bytes:
             raise PoolNotReady(str(error)) from None
-        logger.warning("only %d of the pool's %d bytes can be used: %s", size_bytes, pool.size_bytes, error)
+        logger.warning(
+            "the worker uses %s of the pool's %s: %s", format_bytes(size_bytes), format_bytes(pool.size_bytes), error
+        )
         return size_bytes
     return pool.size_bytes
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from lmkv.errors import BadKvSpec, BadMessage, EngineNotFound
 from lmkv.spec import MAX_SPECS, KvSpec
+from lmkv.units import format_bytes
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.sessions.served_models import ServedModels
 from lmkv_server.node.sessions.session import EngineSession
@@ -69,7 +70,7 @@ class EngineSessions:
         capacity = self._tier.size_bytes // spec.chunk_bytes
         if capacity < 2:
             raise BadKvSpec(
-                f"a chunk takes {spec.chunk_bytes} bytes, the pool has {self._tier.size_bytes}; "
+                f"a chunk has {format_bytes(spec.chunk_bytes)}, the pool has {format_bytes(self._tier.size_bytes)}; "
                 "raise max_local_cpu_size or lower chunk_size",
                 field="chunk_size",
             )
