@@ -1,4 +1,4 @@
-"""Every transfer channel against its limit: `python -m benchmarks.channels`, docs/performance/benchmarks.md."""
+"""Every transfer channel against its limit: `python -m benchmarks.channels`, docs/performance/channels.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the coordinator can do: `python -m benchmarks.control_plane`, docs/performance/benchmarks.md."""
+"""What the coordinator can do: `python -m benchmarks.control_plane`, docs/performance/control-plane.md."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The cost of each step of the data path, and the time a hit saves: `python -m benchmarks.data_path`.
 
-docs/performance/benchmarks.md shows the results.
+docs/performance/data-path.md shows the results.
 """
 
 from __future__ import annotations

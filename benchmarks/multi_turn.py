@@ -1,4 +1,4 @@
-"""Chats of many users whose owners pause to think: `python -m benchmarks.multi_turn`, docs/performance/benchmarks.md.
+"""Chats of many users whose owners pause to think: `python -m benchmarks.multi_turn`, docs/performance/multi-turn.md.
 
 A user's next turn comes when every other user has had one: in these minutes, which no clock has to wait for, their
 prompts take the user's pages out of the engine's own cache. What the next turn costs depends on who has kept them.

@@ -1,4 +1,4 @@
-"""Prefill and decode in two engines, by lmkv and by others: `python -m benchmarks.pd`, docs/performance/benchmarks.md.
+"""Prefill and decode in two engines, by lmkv and by others: `python -m benchmarks.pd`, docs/performance/pd.md.
 
 All systems are up at once and take each prompt in turns. Engines that poll for as long as they live are frozen while
 they have nothing to do.

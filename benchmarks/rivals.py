@@ -1,4 +1,4 @@
-"""lmkv beside other systems that share prompts: `python -m benchmarks.rivals`, docs/performance/benchmarks.md.
+"""lmkv beside other systems that share prompts: `python -m benchmarks.rivals`, docs/performance/rivals.md.
 
 The systems run one after the other, with the same engines, prompts and chunk size, and are compared with what lmkv did
 in the same run. What each costs where it saves nothing shows in its cold runs and in what it burns while idle.

@@ -1,10 +1,12 @@
-"""Puts the committed results into the pages that show them, and draws the pictures: `python -m benchmarks.tables`.
+"""Writes the committed results into the pages that show them, and draws the charts: `python -m benchmarks.tables`.
 
-A page marks the place of a table by a pair of comments; what is between them is made here:
+A page marks the place of a table by a pair of comments; this program writes what is between them:
 
-    <!-- benchmark data_path -->                       all rows, and how they were made
+    <!-- benchmark data_path -->                       all rows, and the report's notes
     <!-- benchmark data_path: peer_ttft_ratio ... -->  these rows
     <!-- end of benchmark -->
+
+Below its first table of a benchmark a page has the command and the machine.
 """
 
 from __future__ import annotations
@@ -12,21 +14,18 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks.support import picture, turns_picture
+from benchmarks.support import bar_chart
+from benchmarks.support.charts import CHARTS
 from benchmarks.support.meanings import meaning_of
 from benchmarks.support.rows import Report, markdown_table, read_report
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-PICTURES: Mapping[Path, tuple[str, Callable[[Report], str]]] = {
-    ROOT / "docs" / "images" / "ttft-steps.svg": ("data_path", picture.draw),
-    ROOT / "docs" / "images" / "multi-turn.svg": ("multi_turn", turns_picture.draw),
-}
-"""By file: the result that it shows, and the function that draws it."""
+PICTURES = {ROOT / "docs" / "images" / f"{name}.svg": name for name in CHARTS}
+"""By file: the name of the chart that it shows."""
 
 _PLACE = re.compile(
     r"(?P<open><!-- benchmark (?P<name>[a-z_]+)(?:: (?P<rows>[a-z0-9_ ]+?))? -->\n)"
@@ -38,34 +37,40 @@ _PLACE = re.compile(
 def fill(page: str, results: Path = RESULTS) -> str:
     """The page with its tables as the results say. Raises `ValueError` if a result or a row is missing."""
 
+    named: set[str] = set()
+
     def table(place: re.Match[str]) -> str:
         file = results / f"{place['name']}.json"
         if not file.exists():
             raise ValueError(f"there is no {file.name}; make it with: {make_command(place['name'])}")
         report = read_report(file)
         names = place["rows"].split() if place["rows"] else []
-        return f"{place['open']}\n{render(report, names)}\n\n{place['close']}"
+        text = render(report, names, with_origin=report.benchmark not in named)
+        named.add(report.benchmark)
+        return f"{place['open']}\n{text}\n\n{place['close']}"
 
     return _PLACE.sub(table, page)
 
 
 def draw(file: Path, results: Path = RESULTS) -> str:
     """One of the pictures, as the results say. Raises `ValueError` if a row is missing."""
-    name, picture_of = PICTURES[file]
+    name, make_chart = CHARTS[PICTURES[file]]
     try:
-        return picture_of(read_report(results / f"{name}.json"))
+        return bar_chart.draw(make_chart(read_report(results / f"{name}.json")))
     except KeyError as missing:
         raise ValueError(f"{name} has no row {missing}") from None
 
 
-def render(report: Report, names: list[str]) -> str:
-    """The rows of these names, or all of them, and where they come from. Raises `ValueError` if one is missing."""
+def render(report: Report, names: list[str], *, with_origin: bool = True) -> str:
+    """The rows of these names, or all of them, and their origin. Raises `ValueError` if one is missing."""
     rows = {row.name: row for row in report.rows}
     if missing := [name for name in names if name not in rows]:
         raise ValueError(f"{report.benchmark} has no row {', '.join(missing)}")
     chosen = [rows[name] for name in names] if names else report.rows
     meanings = {row.name: meaning_of(row.name, report.benchmark) for row in chosen}
-    parts = [markdown_table(chosen, meanings), origin(report)]
+    parts = [markdown_table(chosen, meanings)]
+    if with_origin:
+        parts.append(origin(report))
     if not names:
         parts += [f"- {note}" for note in report.notes]
     return "\n\n".join(parts)

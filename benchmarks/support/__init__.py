@@ -1,1 +1,1 @@
-"""What all benchmarks share: command line, rows and reports, timing, the machine, engines, pictures of results."""
+"""What all benchmarks share: command line, rows and reports, timing, the machine, engines, charts of results."""

@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks import multi_turn
 from benchmarks.multi_turn import ANSWER_TOKENS, MESSAGE_TOKENS, Turn, Workload
-from benchmarks.support import machine, turns_picture
+from benchmarks.support import bar_chart, charts, machine
 from benchmarks.support.meanings import meaning_of
-from benchmarks.support.rows import Report, Row
+from benchmarks.support.rows import Report
 from lmkv_client.demo.completion import Completion
 
 
@@ -68,20 +68,12 @@ def test_turns_are_compared_with_those_of_the_engine_alone() -> None:
     assert all(meaning_of(name) for name in rows)
 
 
-def test_the_picture_has_a_line_for_every_system_that_was_measured() -> None:
+def test_the_chart_has_a_bar_for_every_turn_of_every_system_that_was_measured() -> None:
     report = make_report(alone=[make_turn(1000), make_turn(2345)], lmkv=[make_turn(1010), make_turn(200)])
-    drawn = ElementTree.fromstring(turns_picture.draw(report))
-    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}polyline"))) == 2
-    points = [title.text for title in drawn.iter("{http://www.w3.org/2000/svg}title")]
-    assert len(points) == 4
-    assert "lmkv, turn 2: 200 ms" in points
-    labels = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert "4,000 ms" in labels, "the scale ends at a round number above all times"
-    assert "LMCache" not in labels
-
-
-def test_there_is_no_picture_of_nothing() -> None:
-    report = make_report(alone=[make_turn(1), make_turn(1)])
-    report.rows = [Row(name="other", value=1.0, unit="ms")]
-    with pytest.raises(KeyError):
-        turns_picture.draw(report)
+    groups = charts.multi_turn(report).groups
+    assert [group.label for group in groups] == ["turn 1", "turn 2"]
+    assert [[bar.value for bar in group.bars] for group in groups] == [[1000, 1010], [2345, 200]]
+    drawn = ElementTree.fromstring(bar_chart.draw(charts.multi_turn(report)))
+    titles = [title.text for title in drawn.iter("{http://www.w3.org/2000/svg}title")]
+    assert "lmkv: 200 ms" in titles
+    assert not any("LMCache" in (title or "") for title in titles)

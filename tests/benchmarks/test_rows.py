@@ -18,7 +18,7 @@ from rich.console import Console
 from benchmarks import doc_qa, tables
 from benchmarks.node import ttft
 from benchmarks.node.steps import Steps
-from benchmarks.support import machine, picture, timing
+from benchmarks.support import bar_chart, charts, machine, timing
 from benchmarks.support.meanings import meaning_of
 from benchmarks.support.rows import Report, Row, compare, make_table, markdown_table, number, read_report
 from lmkv_client.demo.completion import Completion
@@ -168,16 +168,40 @@ def test_the_rows_asked_for_by_name_say_hit_over_cold() -> None:
     assert "peer_ttft_ratio_2000" in {row.name for row in ttft.rows_of([make_round()], 2000)}
 
 
-def test_the_picture_has_a_bar_for_every_step() -> None:
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_the_chart_of_the_data_path_has_a_bar_for_every_step() -> None:
     report = make_report()
     with pytest.raises(KeyError):
-        picture.draw(report)
+        charts.data_path(report)
     for row in ttft.rows_of([make_round()], 4000):
         report.add(row)
-    drawn = ElementTree.fromstring(picture.draw(report))
-    bars = [title.text for title in drawn.iter("{http://www.w3.org/2000/svg}title")]
+    drawn = ElementTree.fromstring(bar_chart.draw(charts.data_path(report)))
+    bars = [title.text for title in drawn.iter(f"{SVG}title")]
     assert len(bars) == 3 + 4 + 5
-    assert "fetch from the peer, verified: 100.0 ms" in bars
+    assert "fetch from the peer, verified: 100 ms" in bars
+
+
+def test_a_bar_is_as_long_as_its_value_and_shows_its_limit() -> None:
+    series = bar_chart.Series("a", "#111111")
+    bars = (bar_chart.Bar(((series, 1.0),), limit=4.0), bar_chart.Bar(((series, 2.0),)))
+    chart = bar_chart.Chart(title="t", unit="s", groups=[bar_chart.Group("g", bars)], limit="most")
+    drawn = ElementTree.fromstring(bar_chart.draw(chart))
+    widths = [float(bar.attrib["width"]) for bar in drawn.iter(f"{SVG}rect") if bar.find(f"{SVG}title") is not None]
+    assert widths[1] == 2 * widths[0]
+    assert "most" in [text.text for text in drawn.iter(f"{SVG}text")]
+
+
+def test_there_is_no_chart_of_nothing() -> None:
+    with pytest.raises(KeyError):
+        bar_chart.draw(bar_chart.Chart(title="t", unit="s", groups=[]))
+
+
+def test_every_result_has_a_chart_that_a_page_shows() -> None:
+    assert {name for name, _ in charts.CHARTS.values()} == {file.stem for file in RESULTS}
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "performance").glob("*.md"))
+    assert [file.name for file in tables.PICTURES if f"(../images/{file.name})" not in pages] == []
 
 
 def make_answers(ttft_seconds: float, round_seconds: float) -> doc_qa.DocumentRound:
@@ -236,9 +260,9 @@ def test_every_row_of_the_committed_results_says_what_it_is() -> None:
 
 
 def test_a_row_that_nobody_has_explained_is_found() -> None:
-    assert meaning_of("ttft_own_ms_4000") == "TTFT, the own pool has it; 4000 tokens"
-    assert meaning_of("lookup_400_p50_ms") == "engine asks its node, which has it all; 400 chunks"
-    assert meaning_of("lookup_400_p50_ms", "control_plane") == "400 chunks among a million, over a standing call"
+    assert meaning_of("ttft_own_ms_4000") == "TTFT of a hit in the node's pool; 4000 tokens"
+    assert meaning_of("lookup_400_p50_ms") == "the engine asks its node: hit in the node's pool; 400 chunks"
+    assert meaning_of("lookup_400_p50_ms", "control_plane") == "400 chunks among a million, over a stream"
     assert meaning_of("http_lookup_131072_ms") == "`POST /lookup` by tokens, as JSON; 131072 tokens"
     with pytest.raises(KeyError):
         meaning_of("whatever")
@@ -247,6 +271,8 @@ def test_a_row_that_nobody_has_explained_is_found() -> None:
 def test_the_pages_show_what_the_results_say() -> None:
     for page in tables.PAGES:
         assert tables.fill(page.read_text()) == page.read_text(), "run: python -m benchmarks.tables"
+    for file in tables.PICTURES:
+        assert tables.draw(file) == file.read_text(), "run: python -m benchmarks.tables"
 
 
 def test_a_page_gets_the_rows_that_it_names_and_keeps_the_rest(tmp_path: Path) -> None:
@@ -261,6 +287,8 @@ def test_a_page_gets_the_rows_that_it_names_and_keeps_the_rest(tmp_path: Path) -
     assert "miss_overhead" not in filled
     assert "old" not in filled
     assert tables.fill(filled, tmp_path) == filled
+    assert filled.count("python -m benchmarks.data_path") == 1
+    assert tables.fill(page + page, tmp_path).count("python -m benchmarks.data_path") == 1, "once per page"
     with pytest.raises(ValueError, match="no row nothing"):
         tables.fill(page.replace("hook_idle_us", "nothing"), tmp_path)
     with pytest.raises(ValueError, match=r"there is no doc_qa\.json; make it with"):
