@@ -1,4 +1,4 @@
-"""docs/operate/runbooks.md: each alert has its runbook, and what the runbooks ask for is there."""
+"""docs/operate: each alert has its runbook; metrics, queries and commands on these pages exist."""
 
 from __future__ import annotations
 
@@ -25,9 +25,21 @@ PROCESS_WAIT_SECONDS = 50
 
 
 @pytest.fixture
-def page(root: Path) -> str:
-    """What the page says."""
-    return (root / "docs" / "operate" / "runbooks.md").read_text()
+def operate(root: Path) -> Path:
+    """The folder of the pages."""
+    return root / "docs" / "operate"
+
+
+@pytest.fixture
+def page(operate: Path) -> str:
+    """The runbooks."""
+    return (operate / "runbooks.md").read_text()
+
+
+@pytest.fixture
+def pages(operate: Path) -> str:
+    """The pages that name metrics."""
+    return "".join((operate / name).read_text() for name in ("monitoring.md", "runbooks.md", "sizing.md"))
 
 
 @pytest.fixture
@@ -62,10 +74,10 @@ def test_every_runbook_says_what_it_means_who_notices_what_to_do_and_when_it_is_
         assert "```" in text, f"{name} has nothing to type"
 
 
-async def test_every_metric_on_the_page_is_measured(page: str, runtime_dir: Path) -> None:
+async def test_every_metric_on_the_pages_is_measured(pages: str, runtime_dir: Path) -> None:
     known = await measured(runtime_dir)
     metric = re.compile(r"\blmkv(?:_(?:coordinator|node|proxy|certificate)_|:)[a-z0-9_]*[a-z0-9](?:[:][a-z0-9_]+)*")
-    named = set(metric.findall(page))
+    named = set(metric.findall(pages))
     named -= {"lmkv_node_disk", "lmkv_node_remote"}  # beginnings, for grep
     assert len(named) > 15
     assert {plain(name) for name in named} - known == set()
@@ -81,8 +93,8 @@ async def test_every_pattern_that_is_searched_for_finds_a_metric(page: str, runt
             assert found or part == "Lookup", f"nothing is called {part}"
 
 
-def test_prometheus_understands_what_is_to_be_watched(page: str, tmp_path: Path) -> None:
-    _, _, after = page.partition("## What to watch, in what order")
+def test_prometheus_understands_what_is_to_be_watched(operate: Path, tmp_path: Path) -> None:
+    _, _, after = (operate / "monitoring.md").read_text().partition("## What to watch")
     cells = re.findall(r"^\| \d \| [^|]+ \| (.+) \| [^|]+ \|$", after.partition("\n## ")[0], re.MULTILINE)
     asked = [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
     assert len(asked) >= 8
@@ -92,16 +104,17 @@ def test_prometheus_understands_what_is_to_be_watched(page: str, tmp_path: Path)
     assert f"{len(asked)} rules found" in promtool("check", "rules", str(file))
 
 
-def test_every_command_on_the_page_exists_and_takes_its_flags(root: Path, pyproject: dict[str, Any]) -> None:
+def test_every_command_on_the_pages_exists_and_takes_its_flags(operate: Path, pyproject: dict[str, Any]) -> None:
     points = pyproject["project"]["entry-points"]["lmkv.commands"]
-    lines = command_lines(root / "docs" / "operate" / "runbooks.md", "lmkv")
+    lines = [line for page in sorted(operate.glob("*.md")) for line in command_lines(page, "lmkv")]
     assert {"doctor", "instances", "ops", "move", "pin", "clear"} <= {line[1] for line in lines}
     for _, name, *arguments in lines:
-        assert name in points, f"the page names `lmkv {name}`"
+        assert name in points, f"a page names `lmkv {name}`"
         takes(EntryPoint(name, points[name], "lmkv.commands"), arguments)
 
 
-async def test_the_program_that_drains_a_host_leaves_nothing_on_it(page: str, tmp_path: Path) -> None:
+async def test_the_program_that_drains_a_host_leaves_nothing_on_it(operate: Path, tmp_path: Path) -> None:
+    page = (operate / "upgrades.md").read_text()
     (program,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     held = dict.fromkeys(keys_of([1, 2, 3]), 3)
     async with Coordinator(port=0, lease_ttl=30.0) as coordinator, rpc.open_channel(coordinator.address) as channel:
