@@ -665,21 +665,37 @@ Global___LoadedChunks: _TypeAlias = LoadedChunks  # noqa: Y015
 
 @_typing.final
 class ReleaseChunks(_message.Message):
-    """Ends a lookup: its chunks are no longer held, and a running load of it is cancelled."""
+    """Ends a lookup: its chunks are no longer held, and a running load of it is cancelled.
+
+    The release after a load carries both durations, if the engine has measured how fast it computes prompts and no
+    handoff brought the tokens: the request's TTFT is shorter by their difference, or longer if that is negative.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LOAD_DURATION_FIELD_NUMBER: _builtins.int
+    AVOIDED_PREFILL_DURATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The engine's request."""
+    @_builtins.property
+    def load_duration(self) -> _duration_pb2.Duration:
+        """Time that the request waited for the lookup and for the load."""
+
+    @_builtins.property
+    def avoided_prefill_duration(self) -> _duration_pb2.Duration:
+        """Time that computing the loaded tokens would have taken, at the rate that the engine has measured."""
+
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        load_duration: _duration_pb2.Duration | None = ...,
+        avoided_prefill_duration: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["avoided_prefill_duration", b"avoided_prefill_duration", "load_duration", b"load_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoided_prefill_duration", b"avoided_prefill_duration", "load_duration", b"load_duration", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

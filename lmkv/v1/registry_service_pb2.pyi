@@ -123,6 +123,9 @@ class InstanceStats(_message.Message):
     PEER_CHUNKS_FIELD_NUMBER: _builtins.int
     EVICTED_CHUNKS_FIELD_NUMBER: _builtins.int
     TRAFFIC_FIELD_NUMBER: _builtins.int
+    LOAD_COUNT_FIELD_NUMBER: _builtins.int
+    LOAD_DURATION_FIELD_NUMBER: _builtins.int
+    AVOIDED_PREFILL_DURATION_FIELD_NUMBER: _builtins.int
     asked_chunks: _builtins.int
     """Chunks that its engines looked up."""
     own_chunks: _builtins.int
@@ -131,9 +134,19 @@ class InstanceStats(_message.Message):
     """Of these, further chunks that one peer held."""
     evicted_chunks: _builtins.int
     """Chunks that gave way to others."""
+    load_count: _builtins.int
+    """Loads of its engines for which both durations below are known; see `ReleaseChunks`."""
     @_builtins.property
     def traffic(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerTraffic]:
         """What came from peers, for engines and for orders; the 64 that most came from."""
+
+    @_builtins.property
+    def load_duration(self) -> _duration_pb2.Duration:
+        """Time that the requests of these loads waited for their lookups and loads."""
+
+    @_builtins.property
+    def avoided_prefill_duration(self) -> _duration_pb2.Duration:
+        """Time that computing the loaded tokens would have taken. Their TTFT is shorter by the difference."""
 
     def __init__(
         self,
@@ -143,10 +156,13 @@ class InstanceStats(_message.Message):
         peer_chunks: _builtins.int = ...,
         evicted_chunks: _builtins.int = ...,
         traffic: _abc.Iterable[Global___PeerTraffic] | None = ...,
+        load_count: _builtins.int = ...,
+        load_duration: _duration_pb2.Duration | None = ...,
+        avoided_prefill_duration: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["avoided_prefill_duration", b"avoided_prefill_duration", "load_duration", b"load_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_chunks", b"asked_chunks", "evicted_chunks", b"evicted_chunks", "own_chunks", b"own_chunks", "peer_chunks", b"peer_chunks", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_chunks", b"asked_chunks", "avoided_prefill_duration", b"avoided_prefill_duration", "evicted_chunks", b"evicted_chunks", "load_count", b"load_count", "load_duration", b"load_duration", "own_chunks", b"own_chunks", "peer_chunks", b"peer_chunks", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,6 +16,7 @@ COUNTERS = {
     "loaded_tokens": "Tokens whose KV was loaded instead of computed.",
     "loaded_bytes": "Bytes loaded from the node's pool into pages.",
     "load_seconds": "Seconds from the start of each load until its last byte was in its page.",
+    "avoided_prefill_seconds": "Seconds that computing the loaded tokens would have taken, at the measured rate.",
     "tier_tokens": "Tokens among the loaded ones that were not in the node's pool, by the tier that held them.",
     "peer_bytes": "Bytes fetched from peers into the node's pool.",
     "peer_seconds": "Seconds that fetches from peers took.",

@@ -225,7 +225,7 @@ class Coordinator:
 
 
 async def _sweep(tenants: Tenants) -> None:
-    """Expires leases and sweeps retired slots until cancelled."""
+    """Expires leases, sweeps retired slots and samples the fleet until cancelled."""
     lease_ttl = tenants.unnamed.core.instances.lease_ttl
     woken = time.monotonic()
     while True:
@@ -237,6 +237,8 @@ async def _sweep(tenants: Tenants) -> None:
             for services in tenants:
                 services.core.instances.postpone(late_seconds)
         pause = min(_sweep_once(services.core, now) for services in tenants)
+        for services in tenants:
+            services.history.take_if_due(services.core.instances, time.time())
         woken = now + pause
         await asyncio.sleep(pause)
 

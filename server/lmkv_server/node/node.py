@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from types import TracebackType
 
+from google.protobuf import duration_pb2
+
 import lmkv
 from lmkv import config as configuration
 from lmkv.auth.certificates import CertificateEnd
@@ -259,6 +261,9 @@ class Node:
             own_chunks=lookups.own_chunks,
             peer_chunks=lookups.peer_chunks,
             evicted_chunks=self.tier.evicted_count,
+            load_count=lookups.load_count,
+            load_duration=_duration(lookups.load_seconds),
+            avoided_prefill_duration=_duration(lookups.avoided_prefill_seconds),
             traffic=[
                 registry_service_pb2.PeerTraffic(
                     instance_id=peer.instance_id, chunk_count=peer.chunk_count, transferred_bytes=peer.transferred_bytes
@@ -311,6 +316,12 @@ class Node:
                 logger.info("ending: no engine for %.0f s (node_linger)", self.config.node_linger)
                 return
             await asyncio.sleep(min(max(left, 0.1), 5.0))
+
+
+def _duration(seconds: float) -> duration_pb2.Duration:
+    duration = duration_pb2.Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration
 
 
 async def stopped(task: asyncio.Task[None]) -> None:

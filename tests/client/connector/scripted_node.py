@@ -86,6 +86,7 @@ class ScriptedNode:
         self.credits_out: set[int] = set()
         self.fetches: list[Fetch] = []
         self.unanswered: deque[pb.AttachRequest] = deque()
+        self.releases: list[pb.ReleaseChunks] = []
         self.lookups: list[pb.LookupChunks] = []
         self.commits: list[ChunkKey] = []
         self.parents: dict[ChunkKey, bytes] = {}
@@ -199,6 +200,7 @@ class ScriptedNode:
     def _act(self, message: pb.AttachRequest) -> None:
         assert not message.HasField("hello")
         for release in message.releases:
+            self.releases.append(release)
             self._release(release.request_id)
         for commit in message.commits:
             self.parents[ChunkKey(commit.chunk_key)] = commit.parent_key

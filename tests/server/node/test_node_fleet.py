@@ -246,6 +246,19 @@ async def test_the_fleet_is_told_what_each_node_is(fleet: TwoNodes) -> None:
     assert usage.capacity_bytes == fleet.holder.tier.size_bytes
 
 
+async def test_the_fleet_is_told_what_loads_took_and_what_they_avoided(fleet: TwoNodes) -> None:
+    release = pb.ReleaseChunks(request_id="1")
+    release.load_duration.FromMilliseconds(250)
+    release.avoided_prefill_duration.FromMilliseconds(3500)
+    for one in (release, pb.ReleaseChunks(request_id="2")):
+        await fleet.asking.say(releases=[one])
+    await fleet.asking.lookup("3", chunk_keys(7))  # what was said before has been acted on
+    stats = fleet.asker.describe().stats
+    assert stats.load_count == 1
+    assert stats.load_duration.ToMilliseconds() == 250
+    assert stats.avoided_prefill_duration.ToMilliseconds() == 3500
+
+
 async def test_the_fleet_is_told_how_often_chunks_were_found_and_where_they_came_from(fleet: TwoNodes) -> None:
     await fleet.store([0, 1])
     await fleet.asking.store(chunk_keys(7))

@@ -38,6 +38,7 @@ class LoadState:
         sync: bool,
         started_at: float,
         deadline: float,
+        waited_seconds: float = 0.0,
         sources: HitSources = NO_SOURCES,
         verify: bool = False,
         span: Span = NO_SPAN,
@@ -49,6 +50,8 @@ class LoadState:
         self.sync = sync
         self.started_at = started_at
         self.deadline = deadline
+        self.waited_seconds = waited_seconds
+        """Time that the request had waited for its lookup when the load began."""
         self.span = span
         """The span of the load; `Loads` ends it."""
         self.peer_id = ""

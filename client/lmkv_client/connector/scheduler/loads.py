@@ -73,6 +73,7 @@ class Loads:
             sync=not self._config.enable_async_loading,
             started_at=now,
             deadline=now + state.load_timeout,
+            waited_seconds=state.waited_seconds,
             sources=state.sources,
             verify=self._config.verify_loads,
             span=telemetry.follow("lmkv.load", state.traceparent, kind=SpanKind.CLIENT, asked_tokens=token_count),
@@ -135,8 +136,7 @@ class Loads:
             if complete:
                 state.mark_held(load_state.stop_chunk)
             state.end_lookup()
-        self._lookups.release_lookup(load_state.lookup_id)
-        self._count(load_state, loaded, complete=complete)
+        self._end(load_state, loaded, complete=complete)
 
     def finished(self, state: RequestState) -> bool:
         """Ends the load of a finished request; True if it still runs: its pages stay until the workers are done."""
@@ -151,9 +151,16 @@ class Loads:
         for load_state in self._load_states.values():
             load_state.node_lost()
 
-    def _count(self, load_state: LoadState, loaded: LoadResult, *, complete: bool) -> None:
+    def _end(self, load_state: LoadState, loaded: LoadResult, *, complete: bool) -> None:
+        """Releases the extents, and counts the load."""
         seconds = self._clock() - load_state.started_at
         tokens = 0 if loaded.failed else load_state.arrived_tokens
+        is_handoff = bool(load_state.tokens_by_tier(tokens).get(HANDOFF))  # a prefill engine computed the tokens
+        self._lookups.release_lookup(
+            load_state.lookup_id,
+            loaded_tokens=0 if is_handoff else tokens,
+            waited_seconds=load_state.waited_seconds + seconds,
+        )
         self._counters.add("load_failures", int(not complete))
         self._counters.add("loaded_tokens", tokens)
         self._counters.add("loaded_bytes", loaded.size_bytes)

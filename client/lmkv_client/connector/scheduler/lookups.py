@@ -92,7 +92,8 @@ class RequestLookups:
                 state.mark_held(len(found.own))
             self.release_lookup(found.request_id)
             return
-        self._counters.add("lookup_seconds", self._clock() - state.looked_up_at)
+        state.waited_seconds = self._clock() - state.looked_up_at
+        self._counters.add("lookup_seconds", state.waited_seconds)
         self._counters.add("refused_fetch_tokens", found.refused_chunk_count * state.chunk_size)
         state.set_found(found.own, _sources(found), found.peer_instance_id, self._clock())
 
@@ -162,9 +163,18 @@ class RequestLookups:
             self.release_lookup(state.lookup_id)
         state.end_lookup()
 
-    def release_lookup(self, lookup_id: str) -> None:
-        """Releases the chunks that the node holds for a lookup."""
-        self._send(pb.AttachRequest(releases=[pb.ReleaseChunks(request_id=lookup_id)]))
+    def release_lookup(self, lookup_id: str, *, loaded_tokens: int = 0, waited_seconds: float = 0.0) -> None:
+        """Releases the chunks that the node holds for a lookup.
+
+        After a load, reports the time that it took and that computing would have taken, if a rate was measured.
+        """
+        release = pb.ReleaseChunks(request_id=lookup_id)
+        if loaded_tokens and (rate := self._prefill.tokens_per_second):
+            avoided_seconds = loaded_tokens / rate
+            release.load_duration.FromNanoseconds(int(waited_seconds * 1e9))
+            release.avoided_prefill_duration.FromNanoseconds(int(avoided_seconds * 1e9))
+            self._counters.add("avoided_prefill_seconds", avoided_seconds)
+        self._send(pb.AttachRequest(releases=[release]))
 
     def node_lost(self) -> None:
         """Ends all lookups: the node is lost and answers none."""
@@ -176,7 +186,9 @@ class RequestLookups:
         self._states.pop(state.lookup_id, None)
         state.absent_count = 0
         state.mark_held(len(state.own))
-        state.found_at = self._clock()
+        now = self._clock()
+        state.waited_seconds += now - state.found_at
+        state.found_at = now
         state.lookup_state = LookupState.FOUND
 
 

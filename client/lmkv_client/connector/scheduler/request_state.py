@@ -58,6 +58,7 @@ class RequestState:
         "stored_count",
         "token_count",
         "traceparent",
+        "waited_seconds",
     )
 
     def __init__(
@@ -99,6 +100,8 @@ class RequestState:
         """Id of the lookup at the node; empty if there is none."""
         self.looked_up_at = 0.0
         self.found_at = 0.0
+        self.waited_seconds = 0.0
+        """Time that the request has waited for its lookup, and for a synchronous load of absent chunks."""
         self.own: list[Extent] = []
         self.absent_count = 0
         self.sources = HitSources()

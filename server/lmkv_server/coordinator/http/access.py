@@ -25,6 +25,7 @@ RPC_BY_PATH: Mapping[str, str] = {
     "/health": VIEW_RPC,
     "/query_instance": VIEW_RPC,
     "/query_worker_info": VIEW_RPC,
+    "/history": VIEW_RPC,
     "/metrics": VIEW_RPC,
     "/openapi.json": VIEW_RPC,
     "/": VIEW_RPC,

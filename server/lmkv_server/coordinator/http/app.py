@@ -21,7 +21,7 @@ from lmkv import rpc, telemetry
 from lmkv.auth.authenticator import Authenticator
 from lmkv.errors import LmkvError, PermissionDenied, TooManyRequests, Unauthenticated
 from lmkv.telemetry.spans import TRACEPARENT
-from lmkv_server.coordinator.http import gateway, health, lmcache, openapi
+from lmkv_server.coordinator.http import gateway, health, history, lmcache, openapi
 from lmkv_server.coordinator.http.access import rpc_of
 from lmkv_server.coordinator.http.metrics import CoordinatorMetrics, MetricSource, TenantMetrics
 from lmkv_server.coordinator.http.paths import routes
@@ -92,6 +92,7 @@ def _tenant_app(services: Services, tokenizers: Tokenizers, probes: list[Route],
             *routes(paths),
             *tokenizer_routes(tokenizers),
             *metrics.routes(),
+            *history.routes(services),
             *probes,
             Route("/openapi.json", _constant(openapi.document(gateway.methods(handlers, ONLY), paths))),
             Route("/", _page("index.html")),

@@ -31,6 +31,11 @@ SUMMARIES = {
 """Summary of each RPC."""
 READS = {
     "/metrics": ("probes", "Metrics in Prometheus's text format.", "text/plain"),
+    "/history": (
+        "page",
+        "Samples of the last hour: chunks looked up and found, loads, and bytes per tier; `instance_id` selects one.",
+        "application/json",
+    ),
     "/healthz": ("probes", "200 while the process is alive.", "application/json"),
     "/readyz": ("probes", "200 once the layout map is complete, otherwise 503 with the reason.", "application/json"),
     "/grpc_port": (

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from lmkv.auth.callers import NO_QUOTA, TenantQuota
+from lmkv_server.coordinator.core.history import History
 from lmkv_server.coordinator.core.join_admission import JoinAdmission
 from lmkv_server.coordinator.layout_store.layout_store import LayoutStore
 from lmkv_server.coordinator.operations.clears import Clears
@@ -46,6 +47,8 @@ class Services:
             on_gone=orders.drop_instance,
             admission=admission,
         )
+        self.history = History()
+        """Samples of the last hour, taken by the coordinator's sweeper."""
         self.orders = orders
         self.operations_core = Operations(operation_ttl, is_partial=self._is_partial, report_delay=lease_ttl)
         self._replicator = OperationReplicator(self.operations_core, orders, self._is_partial)

@@ -18,6 +18,12 @@ class LookupStats:
     """Chunks that were found and offered, by tier; `own` are those in the node's memory."""
     refused_slower: int
     """Lookups after which chunks were not offered, because computing them is quicker."""
+    load_count: int
+    """Loads for which the engine reported both of the following."""
+    load_seconds: float
+    """Time that the requests of these loads waited for lookup and load."""
+    avoided_prefill_seconds: float
+    """Time that computing the loaded tokens would have taken."""
 
     @property
     def peer_chunks(self) -> int:
@@ -38,6 +44,9 @@ class LookupCounters:
         self._asked_chunks = 0
         self._found_chunks = dict.fromkeys(HIT_TIERS, 0)
         self._refused_slower = 0
+        self._load_count = 0
+        self._load_seconds = 0.0
+        self._avoided_prefill_seconds = 0.0
 
     def add(self, *, asked_count: int, own_count: int, runs: Iterable[Run], refused: bool = False) -> None:
         """Counts one lookup; `refused`: chunks were not offered, because computing them is quicker."""
@@ -48,6 +57,12 @@ class LookupCounters:
             self._found_chunks[run.tier] = self._found_chunks.get(run.tier, 0) + run.chunk_count
         self._refused_slower += refused
 
+    def add_load(self, *, load_seconds: float, avoided_prefill_seconds: float) -> None:
+        """Counts a load whose engine knows how long computing its tokens would have taken."""
+        self._load_count += 1
+        self._load_seconds += load_seconds
+        self._avoided_prefill_seconds += avoided_prefill_seconds
+
     def stats(self) -> LookupStats:
         """The counts as they are now."""
         return LookupStats(
@@ -55,4 +70,7 @@ class LookupCounters:
             asked_chunks=self._asked_chunks,
             found_chunks=dict(self._found_chunks),
             refused_slower=self._refused_slower,
+            load_count=self._load_count,
+            load_seconds=self._load_seconds,
+            avoided_prefill_seconds=self._avoided_prefill_seconds,
         )

@@ -42,6 +42,7 @@ class EngineStream:
         """`on_served` is called with further names under which the engine serves."""
         self.outbox = Outbox()
         self._tier = tier
+        self._counters = counters
         self._session = session
         self._stack = stack
         self._tasks = RequestTasks()
@@ -91,6 +92,11 @@ class EngineStream:
         self._tasks.cancel(release.request_id)
         self._lookups.release(release.request_id)
         self._session.release(release.request_id)
+        if release.HasField("avoided_prefill_duration"):
+            self._counters.add_load(
+                load_seconds=release.load_duration.ToNanoseconds() / 1e9,
+                avoided_prefill_seconds=release.avoided_prefill_duration.ToNanoseconds() / 1e9,
+            )
 
     def _commit(self, commit: pb.CommitChunk) -> None:
         key = _key(commit.chunk_key, "chunk_key")

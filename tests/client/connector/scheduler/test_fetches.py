@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from lmkv_client.connector.scheduler.prefill_rate import PrefillRate
 from lmkv_client.connector.stats import tier_tokens
 from tests.client.connector.scheduler.serving import (
     COLD,
@@ -74,6 +75,34 @@ def test_the_node_is_told_how_fast_prompts_are_computed_once_that_is_known(make_
     first, second = engine.node.lookups
     assert first.prefill_tokens_per_second == 0
     assert second.prefill_tokens_per_second > 0
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_release_reports_how_long_the_load_took_and_computing_would_have_taken(
+    make_engine: MakeEngine, asynchronous: bool
+) -> None:
+    engine = with_peer(make_engine(enable_async_loading=asynchronous))
+    engine.serve("measured", [7] * len(PROMPT))
+    engine.node.fetches_at_once = False
+    engine.add("a", PROMPT)
+    until(engine, lambda: bool(engine.node.fetches))
+    rate = engine.node.lookups[-1].prefill_tokens_per_second
+    engine.clock.now += 0.5
+    engine.node.deliver()
+    engine.run("a")
+    (release,) = [one for one in engine.node.releases if one.HasField("avoided_prefill_duration")]
+    assert release.request_id == engine.node.lookups[-1].request_id
+    assert release.avoided_prefill_duration.ToNanoseconds() / 1e9 == pytest.approx(3 * CHUNK / rate, rel=0.2)
+    assert 0.5 <= release.load_duration.ToNanoseconds() / 1e9 < 1.5
+    assert engine.count("avoided_prefill_seconds") == pytest.approx(3 * CHUNK / rate, rel=0.2)
+
+
+def test_an_engine_that_has_computed_nothing_reports_no_savings(make_engine: MakeEngine) -> None:
+    engine = filled(make_engine())
+    engine.side._lookups._prefill = PrefillRate(CHUNK)  # as after a restart beside a filled node
+    engine.serve("a", PROMPT)
+    assert engine.count("loaded_tokens") == 3 * CHUNK
+    assert not any(release.HasField("avoided_prefill_duration") for release in engine.node.releases)
 
 
 def test_a_node_that_shall_refuse_nothing_is_not_told(make_engine: MakeEngine) -> None:

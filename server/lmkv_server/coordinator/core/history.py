@@ -1,0 +1,122 @@
+"""Samples of the last hour: what the fleet and each instance counted, and their tiers. Pure: time is passed in."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from lmkv_server.coordinator.core.instances import Instance
+
+PERIOD_SECONDS = 30.0
+"""Time between two samples."""
+MAX_SAMPLES = 120
+"""Samples kept: one hour."""
+MAX_INSTANCES = 1_000
+"""Instances with samples of their own, about 8 KiB each. Those beyond count only for the fleet."""
+MAX_TIERS = 16
+"""Tiers of one sample, by name; the largest are kept."""
+MAX_TIER_NAME = 64
+"""Characters of a tier's name that are kept."""
+
+
+class Counts(NamedTuple):
+    """Counters of `InstanceStats` that are sampled: their values since a start, or what was added in one period."""
+
+    asked_chunks: float = 0
+    own_chunks: float = 0
+    peer_chunks: float = 0
+    load_count: float = 0
+    load_seconds: float = 0
+    avoided_prefill_seconds: float = 0
+
+    def plus(self, other: Counts) -> Counts:
+        """Both together."""
+        return Counts(*(one + more for one, more in zip(self, other, strict=True)))
+
+    def since(self, earlier: Counts) -> Counts:
+        """What was added since `earlier`; everything, if a counter has started again."""
+        added = Counts(*(now - then for now, then in zip(self, earlier, strict=True)))
+        return self if min(added) < 0 else added
+
+
+class Series:
+    """The samples of the fleet or of one instance, a column for each counter and each tier."""
+
+    def __init__(self) -> None:
+        self.times = array("d")
+        """When each sample was taken, in seconds since 1970. A sample covers the period before."""
+        self.counts = {name: array("d") for name in Counts._fields}
+        """By counter: what each sample added."""
+        self.used_bytes: dict[str, array[float]] = {}
+        """By tier: bytes that chunks used at each sample."""
+
+    def add(self, time: float, counts: Counts, used_bytes: Mapping[str, int]) -> None:
+        """Adds a sample, in place of the oldest one if there are `MAX_SAMPLES`."""
+        for tier in sorted(used_bytes, key=lambda name: -used_bytes[name])[:MAX_TIERS]:
+            self.used_bytes.setdefault(tier, array("d", bytes(8 * len(self.times))))
+        self.times.append(time)
+        for name, value in counts._asdict().items():
+            self.counts[name].append(value)
+        for tier, column in self.used_bytes.items():
+            column.append(used_bytes.get(tier, 0))
+        if len(self.times) > MAX_SAMPLES:
+            for column in (self.times, *self.counts.values(), *self.used_bytes.values()):
+                del column[0]
+        for tier in [tier for tier, column in self.used_bytes.items() if tier not in used_bytes and not any(column)]:
+            del self.used_bytes[tier]
+
+
+class History:
+    """Samples of all instances together, and of each while it is registered.
+
+    What an instance counted before its first sample is left out: it may be long ago.
+    """
+
+    def __init__(self) -> None:
+        self.fleet = Series()
+        """The sums over the registered instances."""
+        self._series: dict[str, Series] = {}
+        self._last: dict[str, Counts] = {}
+        self._taken_at = float("-inf")
+
+    def series(self, instance_id: str) -> Series:
+        """The samples of one instance; none if it is not registered."""
+        return self._series.get(instance_id, Series())
+
+    def take_if_due(self, instances: Iterable[Instance], time: float) -> None:
+        """Takes a sample if the last one is `PERIOD_SECONDS` old, or the clock was set back."""
+        if not self._taken_at <= time < self._taken_at + PERIOD_SECONDS:
+            self.take(instances, time)
+
+    def take(self, instances: Iterable[Instance], time: float) -> None:
+        """Takes a sample. `time` is in seconds since 1970."""
+        self._taken_at = time
+        last, self._last = self._last, {}
+        series, self._series = self._series, {}
+        total, total_used = Counts(), dict[str, int]()
+        for instance in instances:
+            instance_id = instance.info.instance_id
+            counts = self._last[instance_id] = counts_of(instance)
+            added = counts.since(last.get(instance_id, counts))
+            used = {tier.name[:MAX_TIER_NAME]: tier.used_bytes for tier in instance.tiers[:MAX_TIERS]}
+            if len(self._series) < MAX_INSTANCES:
+                self._series[instance_id] = series.get(instance_id) or Series()
+                self._series[instance_id].add(time, added, used)
+            total = total.plus(added)
+            for tier, size_bytes in used.items():
+                total_used[tier] = total_used.get(tier, 0) + size_bytes
+        self.fleet.add(time, total, total_used)
+
+
+def counts_of(instance: Instance) -> Counts:
+    """The counters as the instance last reported them."""
+    stats = instance.stats
+    return Counts(
+        asked_chunks=stats.asked_chunks,
+        own_chunks=stats.own_chunks,
+        peer_chunks=stats.peer_chunks,
+        load_count=stats.load_count,
+        load_seconds=stats.load_duration.ToNanoseconds() / 1e9,
+        avoided_prefill_seconds=stats.avoided_prefill_duration.ToNanoseconds() / 1e9,
+    )

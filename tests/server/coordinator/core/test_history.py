@@ -1,0 +1,93 @@
+"""Samples of the fleet and of its instances."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from google.protobuf.duration_pb2 import Duration
+
+from lmkv.v1.registry_service_pb2 import InstanceStats, TierUsage
+from lmkv_server.coordinator.core.history import MAX_INSTANCES, MAX_SAMPLES, MAX_TIERS, PERIOD_SECONDS, History
+from lmkv_server.coordinator.core.instance_info import InstanceInfo
+from lmkv_server.coordinator.core.instances import Instance
+
+
+def instance(instance_id: str = "a", used: Mapping[str, int] | None = None, epoch: int = 1, **stats: int) -> Instance:
+    info = InstanceInfo(instance_id=instance_id, epoch=epoch, peer_address="", specs=(), version="", size_bytes=0)
+    made = Instance(info, 0.0, 1.0)
+    made.tiers = [TierUsage(name=name, used_bytes=size) for name, size in (used or {}).items()]
+    made.stats = InstanceStats(**stats)  # type: ignore[arg-type]
+    return made
+
+
+def test_a_sample_has_what_was_added_since_the_one_before() -> None:
+    history = History()
+    history.take([instance(asked_chunks=100, own_chunks=50)], 10.0)
+    history.take([instance(asked_chunks=130, own_chunks=60, peer_chunks=5)], 40.0)
+    assert list(history.fleet.times) == [10.0, 40.0]
+    assert list(history.fleet.counts["asked_chunks"]) == [0, 30], "what came before the first sample may be long ago"
+    assert list(history.fleet.counts["own_chunks"]) == [0, 10]
+    assert list(history.fleet.counts["peer_chunks"]) == [0, 5]
+
+
+def test_a_restarted_instance_counts_from_zero() -> None:
+    history = History()
+    for epoch, asked in ((1, 100), (2, 7), (2, 9)):
+        history.take([instance(epoch=epoch, asked_chunks=asked)], float(epoch))
+    assert list(history.fleet.counts["asked_chunks"]) == [0, 7, 2]
+
+
+def test_durations_are_in_seconds() -> None:
+    history = History()
+    history.take([instance()], 0.0)
+    loaded = instance(load_count=2)
+    loaded.stats.load_duration.CopyFrom(Duration(nanos=250_000_000))
+    loaded.stats.avoided_prefill_duration.CopyFrom(Duration(seconds=3))
+    history.take([loaded], 30.0)
+    columns = [list(history.fleet.counts[name])[-1] for name in ("load_count", "load_seconds")]
+    assert columns == [2, 0.25]
+    assert list(history.fleet.counts["avoided_prefill_seconds"]) == [0, 3]
+
+
+def test_the_fleet_is_the_sum_of_its_instances() -> None:
+    history = History()
+    history.take([instance("a", {"host": 5}), instance("b", {"host": 7, "disk": 1})], 0.0)
+    history.take([instance("a", {"host": 6}, asked_chunks=1), instance("b", {"host": 7}, asked_chunks=2)], 30.0)
+    assert {tier: list(column) for tier, column in history.fleet.used_bytes.items()} == {
+        "host": [12, 13],
+        "disk": [1, 0],
+    }
+    assert list(history.fleet.counts["asked_chunks"]) == [0, 3]
+    assert list(history.series("b").counts["asked_chunks"]) == [0, 2]
+    assert list(history.series("b").used_bytes["disk"]) == [1, 0]
+
+
+def test_an_instance_that_left_has_no_samples() -> None:
+    history = History()
+    history.take([instance("a"), instance("b")], 0.0)
+    history.take([instance("a")], 30.0)
+    assert (len(history.series("a").times), len(history.series("b").times)) == (2, 0)
+    history.take([instance("a"), instance("b", asked_chunks=9)], 60.0)
+    assert list(history.series("b").counts["asked_chunks"]) == [0]
+
+
+def test_samples_are_taken_periodically() -> None:
+    history = History()
+    for time in (0.0, 1.0, PERIOD_SECONDS - 0.1, PERIOD_SECONDS, PERIOD_SECONDS + 1, 5.0):
+        history.take_if_due([instance()], time)
+    assert list(history.fleet.times) == [0.0, PERIOD_SECONDS, 5.0], "a clock that was set back stops nothing"
+
+
+def test_memory_is_bounded() -> None:
+    history = History()
+    many = [instance(f"i{number}", {f"{number}": number + 1}) for number in range(MAX_INSTANCES + 1)]
+    for time in range(MAX_SAMPLES + 3):
+        history.take(many if time == 1 else many[-1:], float(time))
+    history.take(many, 1e6)
+    assert len(history.fleet.times) == len(history.fleet.counts["load_count"]) == MAX_SAMPLES
+    assert {len(column) for column in history.fleet.used_bytes.values()} == {MAX_SAMPLES}
+    assert len(history.fleet.used_bytes) <= 3 * MAX_TIERS
+    assert len(history.series(f"i{MAX_INSTANCES}").times) == 0
+    for time in range(MAX_SAMPLES):
+        history.take(many[:1], 2e6 + time)
+    assert list(history.fleet.used_bytes) == ["0"], "a tier without bytes in the last hour is forgotten"
