@@ -41,19 +41,24 @@ class LendingWorkers:
     """The process: the ranks of one engine after the other, since to import vLLM takes seconds."""
 
     def __init__(self) -> None:
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
         program = "from tests.client.connector.lending_worker import work; work()"
         paths = os.pathsep.join(path for path in sys.path if path)
-        self._process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": paths},
             text=True,
         )
-        self.ask("hello")
 
     def attach(self, attachment: Attachment, rank_count: int) -> None:
-        """Has them be the workers of this attachment. Whether the node has their parts by then is the node's to say."""
+        """Attaches the workers, in a new process if a test killed the last one. The node may get their parts later."""
+        if self._process.poll() is not None:
+            self.close()
+            self._process = self._start()
         self.ask("attach", rank_count, asdict(attachment))
 
     def detach(self) -> None:
