@@ -108,6 +108,13 @@ class ScriptedInstance:
         self._task = asyncio.create_task(self._obey(self._sequence))
         await asyncio.wait_for(self._settled.wait(), 5)
 
+    async def restart(self) -> None:
+        """Joins again with a newer epoch and without any records, as a process does that was killed and started."""
+        await self.leave()
+        self.epoch = next(_EPOCHS)
+        self.records.clear()
+        await self.join()
+
     async def leave(self) -> None:
         """Ends the stream, as a process that is killed does."""
         task, self._task = self._task, None

@@ -105,6 +105,11 @@ class Instances:
         """The instance of this id, in any epoch."""
         return self._by_id.get(instance_id)
 
+    def restarted_seconds(self, instance_id: str, epoch: int, now: float) -> float:
+        """How long ago the instance registered with a newer epoch; 0 if it did not."""
+        known = self._by_id.get(instance_id)
+        return now - known.register_time if known is not None and known.info.epoch > epoch else 0.0
+
     def get(self, instance_id: str, epoch: int) -> Instance:
         """The instance of this id and epoch. Raises `InstanceNotFound`, or `StaleEpoch` if a newer one is known."""
         known = self._by_id.get(instance_id)

@@ -49,6 +49,10 @@ class Operation:
     """The task that runs it, if it runs here."""
     record_holders: set[str] = field(default_factory=set)
     """Ids of the instances that store its record, or are to."""
+    reporters: dict[str, int] = field(default_factory=dict)
+    """Instances that have reported its record to this coordinator, with their epochs; restarted ones have lost it."""
+    is_lost: bool = False
+    """Whether it was ended because nothing reports it any more; any report of it is newer than this end."""
     size_bytes: int = 0
     """Approximate size in memory."""
     reporter: str = ""
@@ -74,7 +78,7 @@ class Operation:
     @property
     def rank(self) -> tuple[int, bool]:
         """The state with the highest rank wins where coordinators differ; see `lmkv.operation_records`."""
-        return self.attempt, self.done
+        return (self.attempt - 1 if self.is_lost else self.attempt), self.done
 
     @property
     def start_key(self) -> str:

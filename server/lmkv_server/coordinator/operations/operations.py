@@ -10,7 +10,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from itertools import islice
 
 from google.protobuf.message import Message
@@ -31,7 +31,8 @@ LONGEST_SECONDS = 600.0
 MAX_RECORD_HOLDERS = 3
 """Instances that store the record of one operation: one that survives is enough."""
 SILENT_SECONDS = 60.0
-"""An operation of another coordinator is lost if no instance reports it for this long after its deadline."""
+"""An operation of another coordinator is lost this long after its deadline, or after the last instance that reported it
+has started again."""
 _NAME = re.compile(r"(?P<kind>move|copy|clear)-(?P<begun>[0-9a-f]{16})")
 
 
@@ -43,11 +44,17 @@ class Operations:
     """All operations that one coordinator knows, by name. Ended ones are kept for `ttl_seconds`.
 
     `is_partial` returns whether instances have yet to report operations of other coordinators; `report_delay` is the
-    number of seconds until they report one.
+    number of seconds until they report one. `restarted_seconds` returns how long ago an instance registered with
+    a newer epoch than the given one; 0 if it did not.
     """
 
     def __init__(
-        self, ttl_seconds: float, *, is_partial: Callable[[], bool] = lambda: False, report_delay: float = 0.0
+        self,
+        ttl_seconds: float,
+        *,
+        is_partial: Callable[[], bool] = lambda: False,
+        restarted_seconds: Callable[[str, int], float] = lambda *_: 0.0,
+        report_delay: float = 0.0,
     ) -> None:
         self.ttl_seconds = ttl_seconds
         self.on_change: Callable[[Operation], None] = lambda _: None
@@ -55,6 +62,7 @@ class Operations:
         self.ended_counts: dict[tuple[str, str], int] = {}
         """Operations that ended here since the process started, by kind and state."""
         self._is_partial = is_partial
+        self._restarted_seconds = restarted_seconds
         self._report_delay = report_delay
         self._last_ns = time.time_ns()
         self._table = OperationTable(ttl_seconds)
@@ -238,6 +246,7 @@ class Operations:
         known.attempt, known.progress = reported.attempt, reported.progress
         known.result, known.error, known.end_time = reported.result, reported.error, reported.end_time
         known.size_bytes = reported.size_bytes
+        known.is_lost = False
         if known.done:
             known.ended.set()
         else:
@@ -258,7 +267,14 @@ class Operations:
         """Forgets operations that ended too long ago, and fails those of other coordinators that are lost."""
         now = time.time()
         for operation in self._table.running():
-            if now > operation.expire_time + SILENT_SECONDS and not operation.runs_here:
+            is_overdue = now > operation.expire_time + SILENT_SECONDS
+            if not operation.runs_here and (is_overdue or self._have_restarted(operation.reporters)):
+                operation.is_lost = True
                 lost = Unreachable(f"no instance reports {operation.name} any more; look up where its chunks are")
                 self._end(operation, None, lost)
         self._table.expire()
+
+    def _have_restarted(self, reporters: Mapping[str, int]) -> bool:
+        """Whether all of at least one reporter started again so long ago that another would have reported."""
+        seconds = (self._restarted_seconds(instance_id, epoch) for instance_id, epoch in reporters.items())
+        return bool(reporters) and min(seconds) > SILENT_SECONDS

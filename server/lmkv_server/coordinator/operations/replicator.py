@@ -71,13 +71,14 @@ class OperationReplicator:
         if not any(accepted):
             raise Unreachable(f"no instance that stores the record of {name} answers; try again", name=name)
 
-    def handle_record(self, instance_id: str, record: pb.OperationRecord) -> None:
+    def handle_record(self, instance_id: str, epoch: int, record: pb.OperationRecord) -> None:
         """Merges a record that an instance reports; takes over an orphaned operation. Raises `BadMessage`."""
         operation = self._operations.merge(from_record(record, LONGEST_SECONDS), instance_id)
         if operation is None:
             return
         if len(operation.record_holders) < MAX_REPORTERS:
             operation.record_holders.add(instance_id)
+            operation.reporters[instance_id] = epoch
         operation.replicated.set()
         if operation.rank > rank(record) or (operation.runs_here and record.orphaned):
             self._replicate(instance_id, operation)  # its record is out of date

@@ -185,7 +185,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
         if instance and report.HasField("stats"):
             instance.stats = report.stats
         for record in report.records:
-            self._replicator.handle_record(report.instance_id, record)
+            self._replicator.handle_record(report.instance_id, report.epoch, record)
         for outcome in report.outcomes:
             self._orders.complete(report.instance_id, outcome)
 

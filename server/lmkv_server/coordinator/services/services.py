@@ -50,7 +50,12 @@ class Services:
         self.history = History()
         """Samples of the last hour, taken by the coordinator's sweeper."""
         self.orders = orders
-        self.operations_core = Operations(operation_ttl, is_partial=self._is_partial, report_delay=lease_ttl)
+        self.operations_core = Operations(
+            operation_ttl,
+            is_partial=self._is_partial,
+            restarted_seconds=self._restarted_seconds,
+            report_delay=lease_ttl,
+        )
         self._replicator = OperationReplicator(self.operations_core, orders, self._is_partial)
         self.watch = LayoutWatch(self.core.layout)
         selector = Selector(self.core.instances.models, cluster_secret, self.core.layout.may_hold)
@@ -70,6 +75,9 @@ class Services:
         """Stops the operations that run here."""
         await self.operations_core.aclose()
         await self._replicator.aclose()
+
+    def _restarted_seconds(self, instance_id: str, epoch: int) -> float:
+        return self.core.instances.restarted_seconds(instance_id, epoch, time.monotonic())
 
     def _is_partial(self) -> bool:
         return self.core.is_partial(time.monotonic())

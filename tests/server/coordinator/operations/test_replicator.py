@@ -22,6 +22,7 @@ from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import Position
 from lmkv.v1.registry_service_pb2 import OperationRecord
 from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.coordinator.operations import operations
 from lmkv_server.coordinator.operations import replicator as keeping
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance, unpacked, until
@@ -216,3 +217,18 @@ async def test_a_record_without_its_request_cannot_be_resumed(make: Make, cache:
     ended = await elsewhere.wait(record.operation.name)
     assert "too large for the record" in ended.error.message
     assert elsewhere.a.chunks == CHUNKS
+
+
+async def test_an_operation_is_lost_once_every_instance_that_reported_it_has_restarted(
+    make: Make, cache: Any, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with make("a", CHUNKS), make("b") as b:
+        record = await booked(cache, b)
+        name = record.operation.name
+        assert not (await elsewhere.hear(record)).done
+        monkeypatch.setattr(operations, "SILENT_SECONDS", 0.0)
+        assert not (await elsewhere.get(name)).done, "b runs, and stores the record"
+        await elsewhere.b.restart()
+        lost = await elsewhere.wait(name)
+        assert from_status(lost.error).reason == "UNREACHABLE"
+        assert not (await elsewhere.hear(record)).done, "a report is newer than the guess that there is none"
