@@ -1,4 +1,4 @@
-# What people who work on lmkv type; `make help` lists it. Everything is installed into the clone.
+# Targets for contributors; `make help` lists them. Everything is installed into the clone.
 
 BIN := .venv/bin
 STAMP := .venv/.lmkv-setup
@@ -26,25 +26,25 @@ $(STAMP): pyproject.toml scripts/setup $(NATIVE) $(NPM)
 	@scripts/setup
 	@touch $@
 
-setup-ray: $(RAY_STAMP) ## install Ray Serve into .venv-ray, which lies over .venv
+setup-ray: $(RAY_STAMP) ## install Ray Serve into .venv-ray, on top of .venv
 
 $(RAY_STAMP): $(STAMP) pyproject.toml scripts/setup-ray
 	@scripts/setup-ray
 	@touch $@
 
-demo: $(STAMP) ## start a coordinator and two engines here and watch them share a prompt
+demo: $(STAMP) ## run a coordinator and two engines that share a prompt
 	@$(BIN)/lmkv demo $(ARGS)
 
-test: $(STAMP) ## run the tests, those with real engines beside the others
+test: $(STAMP) ## run all tests, including those with real engines
 	@$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 test-ray: $(RAY_STAMP) ## run the tests with Ray Serve
 	@.venv-ray/bin/python -m pytest tests/ray $(ARGS)
 
-benchmarks: $(STAMP) ## run every benchmark with --quick, half an hour on an idle machine
+benchmarks: $(STAMP) ## run all benchmarks with --quick, about 30 minutes on an idle machine
 	@$(BIN)/python -m benchmarks --quick $(ARGS)
 
-chaos: $(STAMP) ## kill, freeze and cut apart a fleet for ten minutes and see that nothing is wrong or left
+chaos: $(STAMP) ## inject faults into a fleet for ten minutes and check that no data is wrong and nothing is left behind
 	@LMKV_CHAOS_SECONDS=$${LMKV_CHAOS_SECONDS:-600} $(BIN)/python -m pytest -q tests/chaos $(ARGS)
 
 docs: $(STAMP) ## build the documentation site into build/site; ARGS=--serve serves it while you write
@@ -52,7 +52,7 @@ docs: $(STAMP) ## build the documentation site into build/site; ARGS=--serve ser
 
 protos: fix-protos ## generate the Python stubs in lmkv/v1, TypeScript's, and docs/reference/api.md from protos/
 
-verify: verify-format verify-lint verify-types verify-protos verify-floors verify-typescript ## all of the following
+verify: verify-format verify-lint verify-types verify-protos verify-floors verify-typescript ## run all checks below
 
 verify-format: $(STAMP) ## check the formatting
 	@$(BIN)/ruff format --check --diff
@@ -60,16 +60,16 @@ verify-format: $(STAMP) ## check the formatting
 fix-format: $(STAMP) ## format
 	@$(BIN)/ruff format
 
-verify-lint: $(STAMP) ## look for mistakes and bad style
+verify-lint: $(STAMP) ## lint
 	@$(BIN)/ruff check
 
-fix-lint: $(STAMP) ## mend what can be mended without thinking
+fix-lint: $(STAMP) ## apply automatic lint fixes
 	@$(BIN)/ruff check --fix
 
 verify-types: $(STAMP) ## check the types
 	@$(BIN)/mypy
 
-verify-protos: $(STAMP) ## check the protos' style, that they break nobody, and that the stubs are what they make
+verify-protos: $(STAMP) ## check the style of the protos, breaking changes, and that the stubs are up to date
 	@$(BUF) lint
 	@BUF=$(BUF) scripts/breaking
 	@$(BIN)/python -m pytest -q tests/promises/test_protos.py
@@ -82,11 +82,11 @@ fix-protos: $(STAMP)
 verify-typescript: $(STAMP) ## check format, style and types of the TypeScript package
 	@cd client/typescript && npm run --silent verify
 
-fix-typescript: $(STAMP) ## format it, and mend what can be mended without thinking
+fix-typescript: $(STAMP) ## format it and apply automatic lint fixes
 	@cd client/typescript && npm run --silent fix
 
 verify-floors: $(STAMP) ## check the import contracts
 	@$(BIN)/lint-imports
 
-fix-floors: $(STAMP) ## write docs/contribute/packages.md again, from the import contracts and docstrings
+fix-floors: $(STAMP) ## regenerate docs/contribute/packages.md from the import contracts and docstrings
 	@$(BIN)/python scripts/architecture

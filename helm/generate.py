@@ -1,4 +1,4 @@
-"""Makes what follows from values.yaml and from the code: the chart's README, its schema and its copy of the rules.
+"""Generates the README, the schema and the copy of the Prometheus rules of the chart from values.yaml and the code.
 
 python helm/generate.py
 """
@@ -26,7 +26,7 @@ PROCESSES: Mapping[str, type[Config]] = {
     "engines.config": ConnectorConfig,
     "proxy.config": ProxyConfig,
 }
-"""Values that are further keys of a process."""
+"""Values that are additional configuration keys of a process."""
 DECIDED = {
     "coordinator.config": {"host", "port", "http_port", "monitor_ports"},
     "node.config": {
@@ -81,7 +81,7 @@ NARROWER: Mapping[str, Mapping[str, Any]] = {
     r".*\.service\.type": {"enum": ["ClusterIP", "LoadBalancer", "NodePort"]},
     r"logLevel": {"enum": ["debug", "info", "warning", "error"]},
     r"logFormat": {"enum": ["text", "json"]},
-    # Nobody else may choose them: the node's folder is given to this user, and engines share its sockets.
+    # Fixed: the node's folder belongs to this user, and engines share its sockets.
     r"podSecurityContext": {
         "required": ["runAsUser", "runAsGroup"],
         "properties": {"runAsUser": ID, "runAsGroup": ID},
@@ -113,7 +113,7 @@ MAY_BE_NULL = re.compile(r"securityContext|.*\.resources|.*\.labels")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Value:
-    """One value that a comment `# --` tells of."""
+    """One value, which a comment `# --` describes."""
 
     path: str
     doc: str
@@ -122,7 +122,7 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """What values of one top-level key are about, or several ones without a heading."""
+    """The values of one top-level key, or several without a heading."""
 
     title: str
     doc: str
@@ -130,20 +130,20 @@ class Section:
 
 
 def sections(text: str) -> list[Section]:
-    """What values.yaml says. Raises `ValueError` for a value that no comment tells of."""
+    """The sections of values.yaml. Raises `ValueError` for a value without a comment."""
     defaults = yaml.safe_load(text)
     found: list[Section] = []
-    for title, doc, path, told in _comments(text):
-        if told is None:
+    for title, doc, path, doc_text in _comments(text):
+        if doc_text is None:
             found.append(Section(title=title, doc=doc, values=()))
             continue
-        value = Value(path=path, doc=told, default=_at(defaults, path))
+        value = Value(path=path, doc=doc_text, default=_at(defaults, path))
         last = found.pop() if found else Section(title="Everywhere", doc="", values=())
         found.append(Section(title=last.title, doc=last.doc, values=(*last.values, value)))
     documented = [value.path for section in found for value in section.values]
     for leaf in _leaves(defaults):
         if not any(leaf == path or leaf.startswith(f"{path}.") for path in documented):
-            raise ValueError(f"values.yaml: no comment `# --` tells of {leaf}")
+            raise ValueError(f"values.yaml: no comment `# --` describes {leaf}")
     return found
 
 
@@ -159,11 +159,11 @@ def _comments(text: str) -> Iterator[tuple[str, str, str, str | None]]:
         elif name and len(name[1]) // 2 <= len(above):
             above = [*above[: len(name[1]) // 2], name[2]]
             heading = [part for part in lines if part]
-            told = " ".join(heading)
-            if told.startswith("-- "):
-                yield "", "", ".".join(above), told.removeprefix("-- ")
-            elif told and not name[1]:
-                before, _, value = told.partition(" -- ")
+            doc_text = " ".join(heading)
+            if doc_text.startswith("-- "):
+                yield "", "", ".".join(above), doc_text.removeprefix("-- ")
+            elif doc_text and not name[1]:
+                before, _, value = doc_text.partition(" -- ")
                 title, _, doc = before.partition(": ")
                 yield title, doc[:1].upper() + doc[1:], "", None
                 if value:
@@ -242,7 +242,7 @@ def _type(value: Value) -> dict[str, Any]:
 
 
 def allowed_keys(path: str) -> dict[str, str]:
-    """What the keys mean that `coordinator.config` and its like may set, by name."""
+    """Descriptions of the keys that values such as `coordinator.config` may set, by name."""
     decided = DECIDED[path]
     unknown = decided - keys(PROCESSES[path]).keys()
     assert not unknown, f"{path}: no process has {unknown}"
@@ -256,8 +256,8 @@ def allowed_keys(path: str) -> dict[str, str]:
 INTRODUCTION = """\
 # The chart lmkv
 
-Installs a fleet: a coordinator, a node on each host or in each engine's pod, and, if wanted, engines with a proxy over
-them. [docs/operate/kubernetes.md](../../docs/operate/kubernetes.md) tells how its parts fit together.
+Installs a fleet: a coordinator, a node on each host or in each engine's pod, and optionally engines with a proxy.
+[docs/operate/kubernetes.md](../../docs/operate/kubernetes.md) explains how they work together.
 
 ```
 docker build --file docker/Dockerfile --target lmkv --tag REGISTRY/lmkv:0.1.0 .      and lmkv-node, lmkv-vllm
@@ -265,12 +265,12 @@ helm install lmkv helm/lmkv --namespace lmkv --create-namespace --set image.regi
 helm test lmkv --namespace lmkv --logs
 ```
 
-This page is made of `values.yaml` by `python helm/generate.py`.
+This page is generated from `values.yaml` by `python helm/generate.py`.
 """
 
 
 def made() -> dict[Path, str]:
-    """Every file that is made, with its content."""
+    """All generated files, with their content."""
     found = sections((CHART / "values.yaml").read_text(encoding="utf-8"))
     return {
         CHART / "README.md": readme(found),

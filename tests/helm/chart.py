@@ -97,6 +97,6 @@ def expected(case: str) -> str:
     return head + yaml.dump_all(told, Dumper=_Readable, width=110, explicit_start=True)
 
 
-if __name__ == "__main__":  # python -m tests.helm.chart: writes every expected.yaml anew
+if __name__ == "__main__":  # python -m tests.helm.chart: regenerates every expected.yaml
     for each in NAMES:
         (CASES / each / "expected.yaml").write_text(expected(each))

@@ -143,22 +143,22 @@ ISSUER = {"enabled": True, "issuerRef": {"name": "ca"}}
             "set tls.clientSecret to a secret, or tls.certManager.enabled to true",
         ),
         ({"tls": {"enabled": True, "certManager": {"enabled": True}}}, "set tls.certManager.issuerRef.name"),
-        ({"auth": {"tokensSecret": "t"}}, "give nodes and proxies theirs by auth.engineSecret"),
+        ({"auth": {"tokensSecret": "t"}}, "set auth.engineSecret, the token of nodes and proxies"),
         (
             {
                 "auth": {"tokensSecret": "t", "engineSecret": "e"},
                 "monitoring": {"serviceMonitor": {"enabled": True}},
             },
-            "give Prometheus its own by auth.readerSecret",
+            "set auth.readerSecret, the token of Prometheus",
         ),
         (
             {"coordinator": {"autoscaling": {"enabled": True}}},
-            "more of them carry no more; set coordinator.layoutMap.existingSecret",
+            "more replicas add no capacity: set coordinator.layoutMap.existingSecret",
         ),
         ({"node": {"mode": "sidecar", "hostNetwork": True}}, "node.hostNetwork is for node.mode daemonSet"),
         (
             {"node": {"hostNetwork": True}, "networkPolicy": {"enabled": True}},
-            "let their hosts in by networkPolicy.coordinatorFrom",
+            "admit their hosts by networkPolicy.coordinatorFrom",
         ),
         ({"node": {"maxLocalDiskSize": 1}}, "set node.diskVolume to a volume"),
         ({"node": {"poolClaim": {"storageClassName": "s"}}}, "node.poolClaim is for node.mode sidecar"),
@@ -231,9 +231,9 @@ def test_the_notes_say_what_to_type_next(case: str, command: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["default", "tls", "tokens", "mutual-tls", "network-policy"])
-def test_the_notes_warn_of_a_fleet_that_is_open_to_all(case: str) -> None:
-    warned = "Whoever reaches a port of the fleet may call it." in notes(values_of(case))
-    assert warned == (case in ("default", "tls"))  # TLS alone lets everybody in
+def test_the_notes_warn_of_a_fleet_without_authentication(case: str) -> None:
+    warned = "All clients that reach a port of the fleet may call it." in notes(values_of(case))
+    assert warned == (case in ("default", "tls"))  # TLS alone authenticates no client
 
 
 def test_values_in_our_pages_are_values_of_the_chart() -> None:

@@ -13,14 +13,14 @@ log_format: {{ .Values.logFormat }}
 {{ include "lmkv.loggingConfig" (index . 0) }}
 {{- end -}}
 
-{{/* Whom a server lets in. */}}
+{{/* Authentication of clients at a server. */}}
 {{- define "lmkv.serverAuthConfig" -}}
 {{- if .Values.auth.tokensSecret -}}
 auth_tokens: /etc/lmkv-tokens/tokens.yaml
 {{- end -}}
 {{- end -}}
 
-{{/* What nodes and proxies show, and whom they let in. */}}
+{{/* Credentials of nodes and proxies, and authentication of their clients. */}}
 {{- define "lmkv.clientAuthConfig" -}}
 {{- if .Values.auth.tokensSecret -}}
 {{ include "lmkv.serverAuthConfig" . }}
@@ -28,7 +28,7 @@ auth_token_file: /etc/lmkv-token/token
 {{- end -}}
 {{- end -}}
 
-{{/* Whom the coordinator's clients trust, and what they show. */}}
+{{/* CA and certificate of the coordinator's clients. */}}
 {{- define "lmkv.clientTlsConfig" -}}
 {{- if .Values.tls.enabled -}}
 tls_ca: /etc/lmkv-tls/ca.crt

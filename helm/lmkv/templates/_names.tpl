@@ -1,4 +1,4 @@
-{{/* What things are called, and where they are. */}}
+{{/* Names and addresses. */}}
 
 {{- define "lmkv.fullname" -}}
 {{- if .Values.fullnameOverride -}}
@@ -57,7 +57,7 @@ when the number of coordinators changes. */}}
 {{- printf "%s-coordinator-headless.%s.svc:%v" (include "lmkv.fullname" .) .Release.Namespace .Values.coordinator.port -}}
 {{- end -}}
 
-{{/* A name that every node's certificate is for: pods come and go. */}}
+{{/* The DNS name of the certificate of all nodes: pods have no fixed names. */}}
 {{- define "lmkv.peerName" -}}
 {{- default (printf "%s-node" (include "lmkv.fullname" .)) .Values.tls.peerName -}}
 {{- end -}}

@@ -1,4 +1,4 @@
-{{/* What pods and containers have in common. */}}
+{{/* Parts that pods and containers share. */}}
 
 {{/* Labels and annotations of pods, which restart when their settings change.
 Takes a dict of root, component, settings (what its processes read only at their start) and values. */}}
@@ -15,7 +15,7 @@ labels:
   {{- end }}
 {{- end -}}
 
-{{/* Rights of a pod, and where it runs. Takes a list of root and the component's values. */}}
+{{/* Security context and scheduling of a pod. Takes a list of root and the component's values. */}}
 {{- define "lmkv.pod" -}}
 {{- $root := index . 0 -}}
 {{- $values := index . 1 -}}
@@ -45,7 +45,7 @@ tolerations:
 {{- end }}
 {{- end -}}
 
-{{/* Like pods go to different hosts and zones, as far as there are any. Takes a list of root and component. */}}
+{{/* Spreads the pods of a component over hosts and zones. Takes a list of root and component. */}}
 {{- define "lmkv.spread" -}}
 topologySpreadConstraints:
 {{- $selector := include "lmkv.selector" . }}
@@ -117,7 +117,7 @@ env:
     name: {{ include "lmkv.fullname" (index . 0) }}-{{ index . 1 }}
 {{- end -}}
 
-{{/* Volumes of what a coordinator shows, and of whom it lets in. */}}
+{{/* Volumes of the certificate of a coordinator, and of the tokens that it accepts. */}}
 {{- define "lmkv.serverVolumes" -}}
 {{- if .Values.tls.enabled }}
 - name: tls
@@ -133,8 +133,8 @@ env:
 {{- end }}
 {{- end -}}
 
-{{/* Volumes of what clients of the coordinator trust and show, and of whom they let in; of the coordinator's own
-certificate they get the issuer and no more. Takes a list of root and the secret with their token. */}}
+{{/* Volumes of the certificates of the coordinator's clients and of the tokens that they accept; of the coordinator's
+certificate they get only the issuer. Takes a list of root and the secret with their token. */}}
 {{- define "lmkv.clientVolumes" -}}
 {{- $root := index . 0 -}}
 {{- $token := index . 1 -}}
@@ -160,7 +160,7 @@ certificate they get the issuer and no more. Takes a list of root and the secret
 {{- end }}
 {{- end -}}
 
-{{/* The volume of the token that a client shows, and that proxies prove handoffs to engines with. Takes its secret. */}}
+{{/* The volume of the token of a client, with which proxies also sign handoffs. Takes its secret. */}}
 {{- define "lmkv.tokenVolume" -}}
 - name: token
   secret:
@@ -195,7 +195,7 @@ certificate they get the issuer and no more. Takes a list of root and the secret
 {{- end }}
 {{- end -}}
 
-{{/* Pods that follow their load. Takes a list of root, component, the kind of who makes them and the component's values. */}}
+{{/* A HorizontalPodAutoscaler. Takes a list of root, component, the kind of its target and the component's values. */}}
 {{- define "lmkv.horizontalPodAutoscaler" -}}
 apiVersion: autoscaling/v2
 kind: HorizontalPodAutoscaler

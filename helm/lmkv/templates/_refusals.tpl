@@ -1,8 +1,8 @@
-{{/* What no schema can tell: values that contradict each other. Each sentence names the value and the fix. */}}
+{{/* Checks that the schema cannot express: values that contradict each other. Each error names the value and the fix. */}}
 {{- define "lmkv.refuse" -}}
 {{- $tls := .Values.tls -}}
 {{- if and $tls.mutual (not $tls.enabled) -}}
-{{- fail "tls.mutual needs tls.enabled: without TLS nobody shows a certificate" -}}
+{{- fail "tls.mutual needs tls.enabled: without TLS, clients present no certificate" -}}
 {{- end -}}
 {{- if and $tls.enabled (not $tls.certManager.enabled) -}}
 {{- if not $tls.serverSecret -}}
@@ -16,20 +16,20 @@
 {{- fail "tls.certManager needs an issuer: set tls.certManager.issuerRef.name" -}}
 {{- end -}}
 {{- if and .Values.auth.tokensSecret (not .Values.auth.engineSecret) -}}
-{{- fail "auth.tokensSecret lets in only who has a token: give nodes and proxies theirs by auth.engineSecret" -}}
+{{- fail "auth.tokensSecret rejects clients without a token: set auth.engineSecret, the token of nodes and proxies" -}}
 {{- end -}}
 {{- if and .Values.auth.tokensSecret .Values.monitoring.serviceMonitor.enabled (not .Values.auth.readerSecret) -}}
-{{- fail "auth.tokensSecret lets in only who has a token: give Prometheus its own by auth.readerSecret" -}}
+{{- fail "auth.tokensSecret rejects clients without a token: set auth.readerSecret, the token of Prometheus" -}}
 {{- end -}}
 {{- if and .Values.coordinator.autoscaling.enabled (not .Values.coordinator.layoutMap.existingSecret) -}}
-{{- fail "coordinator.autoscaling needs a layout map that coordinators share: without one every node tells each of them everything, so that more of them carry no more; set coordinator.layoutMap.existingSecret" -}}
+{{- fail "coordinator.autoscaling needs a shared layout map, because otherwise every node reports to every coordinator and more replicas add no capacity: set coordinator.layoutMap.existingSecret" -}}
 {{- end -}}
 {{- $node := .Values.node -}}
 {{- if and $node.hostNetwork (eq $node.mode "sidecar") -}}
 {{- fail "node.hostNetwork is for node.mode daemonSet: a sidecar is in its engine's network" -}}
 {{- end -}}
 {{- if and $node.hostNetwork .Values.networkPolicy.enabled (not .Values.networkPolicy.coordinatorFrom) -}}
-{{- fail "node.hostNetwork hides nodes from network policies: let their hosts in by networkPolicy.coordinatorFrom" -}}
+{{- fail "node.hostNetwork hides nodes from network policies: admit their hosts by networkPolicy.coordinatorFrom" -}}
 {{- end -}}
 {{- if and $node.maxLocalDiskSize (not $node.diskVolume) -}}
 {{- fail "node.maxLocalDiskSize needs a disk: set node.diskVolume to a volume" -}}
@@ -64,7 +64,7 @@
 {{- fail "node.diskVolume needs a size: set node.maxLocalDiskSize to the GiB that chunks may take" -}}
 {{- end -}}
 {{- if gt (index $node.nixlPorts 0 | int) (index $node.nixlPorts 1 | int) -}}
-{{- fail "node.nixlPorts names the last port before the first: turn them round" -}}
+{{- fail "node.nixlPorts names the last port before the first: swap them" -}}
 {{- end -}}
 {{- $names := list -}}
 {{- range .Values.engines.groups -}}

@@ -1,4 +1,4 @@
-{{/* What an engine is told: where its node is, by the name that the node has. */}}
+{{/* Environment variables of an engine: the address of its node, by the name of the node. */}}
 {{- define "lmkv.engineVariables" -}}
 - name: LMKV_CONFIG_FILE
   value: /etc/lmkv/lmkv.yaml

@@ -53,7 +53,7 @@ volumeMounts:
   {{- end }}
 {{- end -}}
 
-{{/* What the node is told of its pod. Takes what its container takes. */}}
+{{/* Environment variables of the node. Takes the same dict as its container. */}}
 {{- define "lmkv.nodeVariables" -}}
 {{- $values := .root.Values.node -}}
 - name: LMKV_INSTANCE_ID
@@ -139,8 +139,8 @@ values. */}}
 {{- toYaml (set $affinity "nodeAffinity" $node) -}}
 {{- end -}}
 
-{{/* An init container that gives folders of the host to the node's user: Kubernetes creates them as root's, whatever
-fsGroup is. Nothing if there are none. */}}
+{{/* An init container that gives folders of the host to the node's user: Kubernetes creates them as root's regardless
+of fsGroup. Empty if there are none. */}}
 {{- define "lmkv.ownFolders" -}}
 {{- $node := .Values.node -}}
 {{- $folders := dict -}}

@@ -12,7 +12,7 @@ where the medium names none. */}}
 {{- if eq $medium "HugePages" -}}2Mi{{- else if hasPrefix "HugePages-" $medium -}}{{ trimPrefix "HugePages-" $medium }}{{- end -}}
 {{- end -}}
 
-{{/* KiB of a size such as 64Ki, 2Mi or 1Gi; nothing: it is none, which `lmkv.refuse` refuses. */}}
+{{/* KiB of a size such as 64Ki, 2Mi or 1Gi; empty: not a size, which `lmkv.refuse` rejects. */}}
 {{- define "lmkv.kibibytes" -}}
 {{- if regexMatch "^[1-9][0-9]*(Ki|Mi|Gi)$" . -}}
 {{- $unit := regexFind "[KMG]i$" . -}}
@@ -20,8 +20,7 @@ where the medium names none. */}}
 {{- end -}}
 {{- end -}}
 
-{{/* Whether the pool outlives the node's process. Huge pages of a pod end with it: they would need more of them for
-nothing. */}}
+{{/* Whether the pool outlives the node's process. Huge pages of a pod are released with it. */}}
 {{- define "lmkv.poolPersists" -}}
 {{- if and .Values.node.persistPool (not (include "lmkv.hugePageSize" .)) -}}true{{- end -}}
 {{- end -}}
