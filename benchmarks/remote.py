@@ -119,7 +119,7 @@ async def through_tier(bench: RemoteBench, store: RemoteStore) -> None:
             for chunk in bench.tier:
                 remote.writer.add(chunk)
             await remote.writer.flush()
-        assert remote.writer.written_chunks == len(bench.keys), "not all were put"
+        assert remote.stats().written_chunks == len(bench.keys), "not all were put"
         bench.tier.drop(bench.keys)
         needs = Needs(spec=bench.spec, keys=bench.keys, indices=range(len(bench.keys)))
         began = time.perf_counter()

@@ -50,12 +50,12 @@ async def measure(config: NodeConfig, chunk_bytes: int) -> None:
     async with Node(config) as node:
         assert node.warm
         serves, pause = time.perf_counter() - began, 0.0
-        while node.warm.waiting_count:
+        while node.warm.stats().waiting_chunks:
             before = time.perf_counter()
             await asyncio.sleep(LOOK_SECONDS)
             pause = max(pause, time.perf_counter() - before)
         seconds = time.perf_counter() - began
-        assert node.warm.found_chunks == count
+        assert node.warm.stats().found_chunks == count
     print(
         f"{count} chunks of {chunk_bytes >> 20} MiB: serves after {serves:.2f} s, verified after {seconds:.2f} s "
         f"({count * chunk_bytes / seconds / 2**30:.1f} GB/s), longest pause {pause * 1000:.0f} ms"

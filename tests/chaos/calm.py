@@ -37,8 +37,8 @@ NOTHING_LEFT = (
     "orders_running",
     "handoffs_sending",
     "handoffs_receiving",
-    "disk_folders_down",
-    "disk_waiting_chunks",
+    "tier_down_backends/disk",
+    "tier_waiting_chunks/disk",
 )
 
 
@@ -123,7 +123,7 @@ async def told_once(node: Node, fleet: Fleet) -> str:
 async def told(node: Node, coordinators: Sequence[Coordinator], watchers: Sequence[LayoutWatcher]) -> str:
     """How what coordinators tell, in answers and to watchers, differs from each other or from what the node holds."""
     metrics = await node.metrics()
-    there = {TIER_HOST: metrics["chunks"]} | ({TIER_DISK: metrics["disk_chunks"]} if node.has_disk else {})
+    there = {TIER_HOST: metrics["chunks"]} | ({TIER_DISK: metrics["tier_chunks/disk"]} if node.has_disk else {})
     wrong = []
     for coordinator, watcher in zip(coordinators, watchers, strict=True):
         instance = (await asyncio.to_thread(coordinator.server.instances)).get(node.name)

@@ -197,7 +197,7 @@ class Node(Victim):
             await client.aclose()
 
     async def metrics(self) -> dict[str, float]:
-        """What the node says of itself, without labels and without `lmkv_node_`. Raises `httpx.HTTPError`, `Hangs`."""
+        """What the node measures, as `NAME` or `NAME/TIER`, without `lmkv_node_`. Raises `httpx.HTTPError`, `Hangs`."""
         async with httpx.AsyncClient(trust_env=False) as client:
             try:
                 address = f"http://127.0.0.1:{self._metrics_port}/metrics"
@@ -206,8 +206,8 @@ class Node(Victim):
                 self.overdue(error)
                 raise
         return {
-            sample.name.removeprefix("lmkv_node_"): sample.value
+            "/".join([sample.name.removeprefix("lmkv_node_"), *sample.labels.values()]): sample.value
             for family in text_string_to_metric_families(answer.text)
             for sample in family.samples
-            if sample.name.startswith("lmkv_node_") and not sample.labels
+            if sample.name.startswith("lmkv_node_") and sample.labels.keys() <= {"tier"}
         }

@@ -76,6 +76,39 @@ def test_modules_that_are_called_pure_are(root: Path) -> None:
     assert not {file: names for file, names in found.items() if names}
 
 
+def test_only_its_owner_counts_up_an_attribute_of_the_node(root: Path) -> None:
+    """Others read a property, or a frozen `...Stats`: no module changes the counters of another."""
+    found, counted = [], 0
+    for file, tree in modules(root):
+        if not file.is_relative_to("server/lmkv_server/node"):
+            continue
+        private = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.startswith("_")]
+        hidden = {id(node) for owner in private for node in ast.walk(owner)}
+        own = set(attributes(tree))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Attribute):
+                counted += 1
+                name, owner = node.target.attr, ast.unparse(node.target.value)
+                if (owner != "self" and name not in own) or (
+                    owner == "self" and not name.startswith("_") and id(node) not in hidden
+                ):
+                    found.append(f"{file}:{node.lineno}: {owner}.{name}")
+    assert counted > 50
+    assert not found
+
+
+def attributes(tree: ast.Module) -> Iterator[str]:
+    """The names of attributes that the classes of a module define."""
+    for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        for node in ast.walk(owner):
+            target = node.target if isinstance(node, ast.AnnAssign) else None
+            if isinstance(target, ast.Name):
+                yield target.id
+            for each in node.targets if isinstance(node, ast.Assign) else [target]:
+                if isinstance(each, ast.Attribute) and ast.unparse(each.value) == "self":
+                    yield each.attr
+
+
 def impurities(tree: ast.Module) -> Iterator[str]:
     """Modules for I/O, protos and telemetry that a module imports."""
     for node in ast.walk(tree):

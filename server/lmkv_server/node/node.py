@@ -18,7 +18,6 @@ from lmkv.auth.certificates import CertificateEnd
 from lmkv.config import NodeConfig
 from lmkv.pool.socket import PoolSocket
 from lmkv.telemetry.calls import ServerCalls
-from lmkv.tiers import REMOTE
 from lmkv.units import format_bytes
 from lmkv.v1 import engine_service_pb2, registry_service_pb2
 from lmkv_server.node.cache.build import open_host_cache, populate
@@ -41,7 +40,6 @@ from lmkv_server.node.stack import TierStack
 from lmkv_server.node.tiers.base import SecondaryTier
 from lmkv_server.node.tiers.build import ConfiguredTier, TierContext, make_tiers
 from lmkv_server.node.tiers.disk.tier import DiskTier
-from lmkv_server.node.tiers.remote.tier import RemoteTier
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +66,6 @@ class Node:
         self._calls = ServerCalls()
         self.disk: DiskTier | None = None
         """The disk tier, if there is one."""
-        self.remote: RemoteTier | None = None
-        """The remote tier, if there is one."""
         self.warm: WarmStart | None = None
         """What an earlier process has left in the pool, if `persist_pool` is on."""
         self.stores: list[ConfiguredTier] = []
@@ -111,7 +107,6 @@ class Node:
         context = TierContext(config=config, tier=self.tier, pool=self.pool, events=self.events)
         self.stores = [await stack.enter_async_context(tier) for tier in make_tiers(context)]
         self.disk = next((tier for tier in self.stores if isinstance(tier, DiskTier)), None)
-        self.remote = next((tier for tier in self.stores if isinstance(tier, RemoteTier) and tier.name == REMOTE), None)
         self._peer_side = await self._open_peer_side()
         self.orders = await stack.enter_async_context(self._make_orders())
         self.fleet = FleetMembership(
@@ -207,9 +202,7 @@ class Node:
     def _make_metrics(self) -> NodeMetrics:
         metrics = NodeMetrics(
             tier=self.tier,
-            disk=self.disk,
-            remote=self.remote,
-            plugins=[tier for tier in self.stores if tier not in (self.disk, self.remote)],
+            tiers=self.tiers,
             warm=self.warm,
             engines=self.engines,
             orders=self.orders,

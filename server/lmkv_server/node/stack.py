@@ -17,7 +17,7 @@ from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.handoff.device_buffers import DeviceBuffers
 from lmkv_server.node.handoff.receiver import Receiver
 from lmkv_server.node.tiers.base import Needs, Presence, SecondaryTier, Selection
-from lmkv_server.node.tiers.progress import OnChunks, Progress
+from lmkv_server.node.tiers.progress import Loaded, OnChunks, Progress
 
 logger = logging.getLogger(__name__)
 
@@ -42,21 +42,6 @@ class Hit:
     def source(self) -> str:
         """The first other instance that holds a run; empty if none does."""
         return next((source for run in self.runs if (source := self.presences[run.tier].source)), "")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Loaded:
-    """The result of a load."""
-
-    chunk_count: int
-    """Chunks delivered."""
-    size_bytes: int
-    """Bytes of those that came from peers."""
-    seconds: float
-    instance_ids: tuple[str, ...]
-    """Peers that sent any, in order of first use."""
-    error: LmkvError | None
-    """Why chunks are missing, if there was an error."""
 
 
 class TierStack:
@@ -172,13 +157,7 @@ class TierStack:
                 error = await tier.read(progress, presence, seconds) or error
         finally:
             progress.close()
-        return Loaded(
-            chunk_count=progress.handed_count,
-            size_bytes=progress.size_bytes,
-            seconds=time.monotonic() - began,
-            instance_ids=tuple(progress.instance_ids),
-            error=error if progress.missing else None,
-        )
+        return progress.result(error)
 
     def clear(self, fingerprint: bytes) -> Awaitable[int]:
         """Drops every chunk of one spec that is not pinned. From the call on none is found.

@@ -27,12 +27,11 @@ from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.events import HOST, CacheListener
 from lmkv_server.node.cache.host import Chunk, HostTier
-from lmkv_server.node.fetch.fetcher import FetchResult
 from lmkv_server.node.fetch.pipeline import PeerTraffic
 from lmkv_server.node.handoff.sender import HandoffResult
 from lmkv_server.node.serving.server import PeerServer
 from lmkv_server.node.sessions.sessions import EngineSessions
-from lmkv_server.node.tiers.progress import OnChunks, Progress
+from lmkv_server.node.tiers.progress import Loaded, OnChunks, Progress
 from tests.waiting import until
 
 SERVICE = "lmkv.v1.PeerService"
@@ -167,7 +166,7 @@ class Parts:
         on_chunks: OnChunks,
         *,
         first: int = 0,
-    ) -> FetchResult:
+    ) -> Loaded:
         """Fetches `keys[first:]`, as a load of an engine does."""
         progress = Progress(self.tier, spec, keys, first, on_chunks)
         try:

@@ -60,7 +60,7 @@ async def a_node(folder: Path, **more: object) -> AsyncIterator[tuple[Node, Engi
 
 async def verified(warm: WarmStart) -> None:
     """Waits until nothing is to be verified any more."""
-    await until(lambda: warm.waiting_count == 0)
+    await until(lambda: warm.stats().waiting_chunks == 0)
 
 
 def words(number: int) -> np.ndarray[Any, np.dtype[np.uint64]]:

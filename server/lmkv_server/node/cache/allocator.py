@@ -21,12 +21,19 @@ class FreeList:
     """
 
     def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes // ALIGNMENT * ALIGNMENT
-        """Of all runs, free or taken."""
-        self.free_bytes = self.size_bytes
-        self._sizes: dict[int, int] = {0: self.size_bytes} if self.size_bytes else {}
+        self._size_bytes = self._free_bytes = self._end = size_bytes // ALIGNMENT * ALIGNMENT
+        self._sizes: dict[int, int] = {0: self._end} if self._end else {}
         self._starts: list[int] = list(self._sizes)
-        self._end = self.size_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all runs, free or taken."""
+        return self._size_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the free runs."""
+        return self._free_bytes
 
     def take(self, size_bytes: int) -> int | None:
         """Takes a run of at least `size_bytes` and returns its offset; None if no run is long enough."""
@@ -34,7 +41,7 @@ class FreeList:
         for start in self._starts:
             if self._sizes[start] >= size:
                 self._remove(start, rest=size)
-                self.free_bytes -= size
+                self._free_bytes -= size
                 return start
         return None
 
@@ -49,7 +56,7 @@ class FreeList:
         if behind < 0:
             return False
         self._remove(start, rest=before + size)
-        self.free_bytes -= before + size
+        self._free_bytes -= before + size
         self.give(start, before)
         return True
 
@@ -57,11 +64,11 @@ class FreeList:
         """Makes a taken run, or a part of one, free again."""
         size = align(size_bytes)
         beyond = min(size, max(0, offset + size - self._end))
-        self.size_bytes -= beyond
+        self._size_bytes -= beyond
         size -= beyond
         if not size:
             return
-        self.free_bytes += size
+        self._free_bytes += size
         at = bisect_left(self._starts, offset)
         if at < len(self._starts) and self._starts[at] == offset + size:  # merge with the run behind
             size += self._sizes.pop(self._starts.pop(at))
@@ -77,7 +84,7 @@ class FreeList:
         for start in [start for start in self._starts if start + self._sizes[start] > self._end]:
             size = self._sizes[start]
             self._remove(start, rest=size)
-            self.free_bytes -= size
+            self._free_bytes -= size
             self.give(start, size)
 
     def _remove(self, start: int, rest: int) -> None:

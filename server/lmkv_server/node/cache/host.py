@@ -71,8 +71,7 @@ class HostTier:
         self._reserved: dict[int, Reserved] = {}
         self._generation = 0
         self._chunk_bytes = 0
-        self.evicted_count = 0
-        """Chunks evicted for room since the start."""
+        self._evicted_count = 0
         self.sealed = False
         """Whether nothing may be overwritten, because a worker of an earlier process may read or write the pool."""
 
@@ -100,6 +99,11 @@ class HostTier:
     def reserved_count(self) -> int:
         """Extents that are reserved, and neither committed nor released."""
         return len(self._reserved)
+
+    @property
+    def evicted_count(self) -> int:
+        """Chunks evicted for room since the start."""
+        return self._evicted_count
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -162,7 +166,7 @@ class HostTier:
             if key is None:
                 return None
             self._forget(self._chunks[key])
-            self.evicted_count += 1
+            self._evicted_count += 1
         return self._reserve(offset, size)
 
     def reserve_at(self, offset: int, size_bytes: int) -> Reserved | None:

@@ -56,14 +56,13 @@ class Ledger:
 
     def __init__(self, table: memoryview) -> None:
         """Reads what is there; see `records`."""
-        self.unrecorded_count = 0
-        """Chunks without a slot: the next process does not find them."""
         self._table = table
         self._count = len(table) // SLOT_BYTES
         self._slots: dict[int, int] = {}  # by offset in the pool
         self._empty: list[int] = []  # those before `_untouched`
         self._untouched = 0
         self._serial = 0
+        self._unrecorded_count = 0
         self.records = sorted(self._read(), key=lambda record: record.serial)
         """The records at the start, oldest first."""
 
@@ -71,6 +70,11 @@ class Ledger:
     def recorded_count(self) -> int:
         """Chunks that have a record."""
         return len(self._slots)
+
+    @property
+    def unrecorded_count(self) -> int:
+        """Chunks without a slot: the next process does not find them."""
+        return self._unrecorded_count
 
     def stored(self, tier: str, chunk: CachedChunk) -> None:
         """Records a chunk of the pool."""
@@ -91,7 +95,7 @@ class Ledger:
         elif self._untouched < self._count:
             slot, self._untouched = self._untouched, self._untouched + 1
         else:
-            self.unrecorded_count += 1
+            self._unrecorded_count += 1
             return
         self._serial += 1
         self._slots[chunk.offset] = slot

@@ -40,12 +40,7 @@ class Pins:
     """All pins that are in force. Every pin on a chunk of the tier is its own, and ended by it."""
 
     def __init__(self, tier: HostTier) -> None:
-        self.expired_count = 0
-        """Pins that ended because their time was up, since the start."""
-        self.unpinned_count = 0
-        """Pins that clients removed, since the start."""
-        self.revision = 0
-        """Rises with every change."""
+        self._revision = 0
         self._tier = tier
         self._pins: dict[str, Pin] = {}
 
@@ -54,6 +49,11 @@ class Pins:
 
     def __iter__(self) -> Iterator[Pin]:
         return iter(self._pins.values())
+
+    @property
+    def revision(self) -> int:
+        """Rises with every change."""
+        return self._revision
 
     def get(self, pin_id: str) -> Pin | None:
         """The pin of this id, if it is in force."""
@@ -80,21 +80,18 @@ class Pins:
         self._tier.pin(added)
         pin.chunks |= added
         pin.expire_at = max(pin.expire_at, now + min(ttl_seconds, MAX_TTL_SECONDS))
-        self.revision += 1
+        self._revision += 1
         return pin
 
     def unpin(self, pin_id: str) -> Pin | None:
         """Ends a pin early; None if it is not in force."""
-        pin = self._end(pin_id)
-        self.unpinned_count += pin is not None
-        return pin
+        return self._end(pin_id)
 
     def expire(self, now: float) -> list[Pin]:
         """Ends the pins whose time is up, and returns them."""
         due = [pin for pin in self if pin.expire_at <= now]
         for pin in due:
             self._end(pin.pin_id)
-        self.expired_count += len(due)
         return due
 
     def next_expiry(self) -> float | None:
@@ -110,7 +107,7 @@ class Pins:
         pin = self._pins.pop(pin_id, None)
         if pin is not None:
             self._tier.unpin(pin.chunks)
-            self.revision += 1
+            self._revision += 1
         return pin
 
     def check(self) -> None:

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from threading import Event
 from typing import Self
 
@@ -36,6 +37,22 @@ LOOK_SECONDS = 0.1
 """How often it looks whether workers of an earlier life have let go of the pool."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WarmStats:
+    """What was found again so far."""
+
+    found_chunks: int
+    """Chunks that were there, and whole."""
+    found_bytes: int
+    """Bytes of these."""
+    damaged_chunks: int
+    """Chunks whose bytes or place were not what the ledger says; they were dropped."""
+    waiting_chunks: int
+    """Chunks that are not verified yet."""
+    unrecorded_chunks: int
+    """Chunks of this process that do not fit into the ledger: the next process does not find them."""
+
+
 class WarmStart:
     """What is found again in a pool. To be used as an async context manager, on the loop that owns the tier.
 
@@ -44,13 +61,10 @@ class WarmStart:
     """
 
     def __init__(self, file: PoolFile, ledger: Ledger, tier: HostTier) -> None:
-        self.found_chunks = 0
-        """Chunks that were there, and whole."""
-        self.found_bytes = 0
-        """Bytes of these."""
-        self.damaged_count = 0
-        """Chunks whose bytes or place were not what the ledger says; they were dropped."""
-        self.ledger = ledger
+        self._found_chunks = 0
+        self._found_bytes = 0
+        self._damaged_count = 0
+        self._ledger = ledger
         self._file = file
         self._tier = tier
         self._waiting: dict[int, LedgerRecord] = {}  # by offset
@@ -59,19 +73,24 @@ class WarmStart:
         self._alarm = DeadlineTimer(self._look)
         self._verifying: asyncio.Task[None] | None = None
 
-    @property
-    def waiting_count(self) -> int:
-        """Chunks that are not verified yet."""
-        return len(self._waiting)
+    def stats(self) -> WarmStats:
+        """What was found again, and what is still to be verified."""
+        return WarmStats(
+            found_chunks=self._found_chunks,
+            found_bytes=self._found_bytes,
+            damaged_chunks=self._damaged_count,
+            waiting_chunks=len(self._waiting),
+            unrecorded_chunks=self._ledger.unrecorded_count,
+        )
 
     async def __aenter__(self) -> Self:
-        records = self.ledger.records
+        records = self._ledger.records
         for record in sorted(records, key=lambda record: record.offset):
             if self._tier.reserve_at(record.offset, record.size_bytes):
                 self._waiting[record.offset] = record
             else:
-                self.damaged_count += 1
-                self.ledger.drop(record.offset)
+                self._damaged_count += 1
+                self._ledger.drop(record.offset)
         self._look()
         await self._alarm.__aenter__()
         self._verifying = asyncio.create_task(self._verify([one for one in records if one.offset in self._waiting]))
@@ -112,9 +131,9 @@ class WarmStart:
                 group.create_task(self._settle_all(batches))
         logger.info(
             "pool of the node's earlier life: %d chunks found again, %s, %d dropped as damaged, in %.1f s",
-            self.found_chunks,
-            format_bytes(self.found_bytes),
-            self.damaged_count,
+            self._found_chunks,
+            format_bytes(self._found_bytes),
+            self._damaged_count,
             time.monotonic() - began,
         )
 
@@ -129,12 +148,12 @@ class WarmStart:
         """Makes a chunk visible, or gives its extent back."""
         del self._waiting[record.offset]
         if not is_whole or self._tier.get(record.key):
-            self.damaged_count += not is_whole
-            self.ledger.drop(record.offset)
+            self._damaged_count += not is_whole
+            self._ledger.drop(record.offset)
             self._tier.give_back(record.offset)
             return
-        self.found_chunks += 1
-        self.found_bytes += record.size_bytes
+        self._found_chunks += 1
+        self._found_bytes += record.size_bytes
         self._tier.commit(
             record.offset,
             key=record.key,

@@ -68,7 +68,7 @@ class OrderExecutor:
 
         def on_chunks(chunks: list[tuple[int, Chunk]]) -> None:
             progress.fetched.extend(chunk for _, chunk in chunks)
-            progress.transferred_bytes = fetching.size_bytes
+            progress.transferred_bytes = fetching.result().size_bytes
 
         fetching = Progress(self._tier, spec, keys, 0, on_chunks, in_order=False)
         progress.failures = fetching.failures
@@ -106,14 +106,14 @@ class OrderExecutor:
         for tier in tiers:
             if tier.is_local:
                 dropped = await tier.drop(self._selection(order, named, everywhere=everywhere))
-                progress.chunk_count += dropped.chunk_count
-                progress.token_count += dropped.token_count
+                progress.count_dropped(dropped)
         if in_memory:
             await self._drop_from_memory(order, named, progress)
         for tier in tiers:
             if not tier.is_local:  # counted only if the order names the tier: it is not this instance's alone
                 dropped = await tier.drop(self._selection(order, named))
-                progress.chunk_count += 0 if everywhere else dropped.chunk_count
+                if not everywhere:
+                    progress.count_dropped(dropped)
 
     def _selection(self, order: pb.DropOrder, named: Sequence[ChunkKey], *, everywhere: bool = False) -> Selection:
         """What a tier drops; `everywhere`: chunks in memory are counted there, and pinned ones stay."""
@@ -142,8 +142,7 @@ class OrderExecutor:
                 progress.failures.update((chunk.key, pinned) for chunk in selected if chunk.pins)
             if not order.dry_run:
                 self._tier.drop([chunk.key for chunk in free])
-            progress.count(free)
-            progress.pinned_count += len(selected) - len(free)
+            progress.count(free, kept_count=len(selected) - len(free))
 
     def pin(self, order: pb.PinOrder, progress: OrderProgress) -> None:
         """Pins the head of the order's chunks. Raises `TierUnsupported`, `BadChunkKey`, and what `Pins.pin` raises."""

@@ -36,10 +36,14 @@ class OperationLog:
     """The newest record of each operation. Coordinators are named by their addresses."""
 
     def __init__(self) -> None:
-        self.revision = 0
-        """Incremented with every change."""
+        self._revision = 0
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # by the time of their last change
         self._size_bytes = 0
+
+    @property
+    def revision(self) -> int:
+        """Incremented with every change."""
+        return self._revision
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -60,8 +64,8 @@ class OperationLog:
         kept = pb.OperationRecord()
         kept.CopyFrom(record)
         kept.cancelled = is_cancelled
-        self.revision += 1
-        self._entries[name] = _Entry(record=kept, revision=self.revision, owner=coordinator)
+        self._revision += 1
+        self._entries[name] = _Entry(record=kept, revision=self._revision, owner=coordinator)
         self._size_bytes += kept.ByteSize()
         while len(self._entries) > 1 and (len(self._entries) > MAX_RECORDS or self._size_bytes > MAX_RECORD_BYTES):
             self._forget(self._first_to_forget())
@@ -128,7 +132,7 @@ class OperationLog:
         """Asserts that the bounds are kept, and that no done operation is due."""
         revisions = [entry.revision for entry in self._entries.values()]
         assert revisions == sorted(set(revisions)), "entries are in order of their last change"
-        assert all(revision <= self.revision for revision in revisions)
+        assert all(revision <= self._revision for revision in revisions)
         assert all(entry.due is None for entry in self._entries.values() if entry.record.operation.done)
         assert self._size_bytes == sum(entry.record.ByteSize() for entry in self._entries.values())
         assert len(self._entries) <= MAX_RECORDS
@@ -136,8 +140,8 @@ class OperationLog:
     # --- Inside --------------------------------------------------------------------------------------------------
 
     def _changed(self, name: str, entry: _Entry) -> None:
-        self.revision += 1
-        entry.revision = self.revision
+        self._revision += 1
+        entry.revision = self._revision
         self._entries.move_to_end(name)
 
     def _first_to_forget(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from lmkv import rpc
@@ -11,7 +11,7 @@ from lmkv.keys import ChunkKey
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.cache.host import Chunk
-from lmkv_server.node.tiers.disk.chunk import DiskChunk
+from lmkv_server.node.tiers.base import Dropped
 
 
 @dataclass(kw_only=True, slots=True)
@@ -22,20 +22,21 @@ class OrderProgress:
     """Chunks to fetch: in the end each is in `fetched` or in `failures`."""
     fetched: list[Chunk] = field(default_factory=list)
     """Chunks of `wanted` that the host tier has, each with a hold that `OrderRunner` ends."""
-    chunk_count: int = 0
-    """Other chunks that the order was executed for."""
-    token_count: int = 0
-    """Their tokens."""
     transferred_bytes: int = 0
-    pinned_count: int = 0
-    """Chunks that a drop kept because they are pinned."""
     failures: dict[ChunkKey, LmkvError] = field(default_factory=dict)
+    _chunk_count: int = field(default=0, init=False)
+    _token_count: int = field(default=0, init=False)
+    _pinned_count: int = field(default=0, init=False)
 
-    def count(self, chunks: Iterable[Chunk | DiskChunk]) -> None:
-        """Adds chunks that the order was executed for."""
-        for chunk in chunks:
-            self.chunk_count += 1
-            self.token_count += chunk.token_count
+    def count(self, chunks: Collection[Chunk], *, kept_count: int = 0) -> None:
+        """Adds chunks that the order was executed for, and the number of those that it kept because of a pin."""
+        self.count_dropped(Dropped(chunk_count=len(chunks), token_count=sum(chunk.token_count for chunk in chunks)))
+        self._pinned_count += kept_count
+
+    def count_dropped(self, dropped: Dropped) -> None:
+        """Adds chunks that a secondary tier dropped for the order."""
+        self._chunk_count += dropped.chunk_count
+        self._token_count += dropped.token_count
 
     def outcome(self, order_id: str, error: LmkvError | None) -> pb.OrderOutcome:
         """The outcome of the order if it ends now, with or without an error."""
@@ -45,10 +46,10 @@ class OrderProgress:
         return pb.OrderOutcome(
             order_id=order_id,
             status=rpc.to_status(error) if error else None,
-            chunk_count=self.chunk_count + len(present),
-            token_count=self.token_count + sum(chunk.token_count for chunk in present.values()),
+            chunk_count=self._chunk_count + len(present),
+            token_count=self._token_count + sum(chunk.token_count for chunk in present.values()),
             transferred_bytes=self.transferred_bytes,
-            pinned_chunk_count=self.pinned_count,
+            pinned_chunk_count=self._pinned_count,
             failures=grouped(failures if self.wanted else self.failures),
         )
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 
 from lmkv.errors import KvSpecMismatch, LmkvError
 from lmkv.transfer.bandwidth import Bandwidth
@@ -20,6 +21,21 @@ LATE_FRACTION = 4
 """A step that takes 1/4 of the time left is late in any case."""
 MIN_SECONDS = 0.005
 """With less time left no step begins."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchStats:
+    """What went wrong in fetches since the start; `TransferStats` has the transfers."""
+
+    failure_count: int = 0
+    """Times that a peer failed."""
+    hedge_count: int = 0
+    """Times that a peer was late, and other peers were asked for chunks that were assigned to it."""
+
+    def __add__(self, other: FetchStats) -> FetchStats:
+        return FetchStats(
+            failure_count=self.failure_count + other.failure_count, hedge_count=self.hedge_count + other.hedge_count
+        )
 
 
 class FetchState:
@@ -41,10 +57,8 @@ class FetchState:
         """The last error."""
         self.is_full = False
         """Whether this node's pool has no room for more."""
-        self.failure_count = 0
-        """Peers that failed."""
-        self.hedge_count = 0
-        """Times that a peer was late, and other peers were asked for chunks that were assigned to it."""
+        self._failure_count = 0
+        self._hedge_count = 0
         self.plan = FetchPlan(progress, inflight, connections, combined, progress.changed.set)
         self._inflight = inflight
         self._deadline = deadline
@@ -53,6 +67,10 @@ class FetchState:
     def is_over(self) -> bool:
         """Whether no further step may begin."""
         return self.is_full or self.seconds_left() < MIN_SECONDS
+
+    def stats(self) -> FetchStats:
+        """What went wrong so far."""
+        return FetchStats(failure_count=self._failure_count, hedge_count=self._hedge_count)
 
     def seconds_left(self) -> float:
         """Seconds until the deadline."""
@@ -75,12 +93,12 @@ class FetchState:
         """Records that a holder failed; a spec that differs is no failure of the peer."""
         self.error = error
         holder.failed = True
-        self.failure_count += not isinstance(error, KvSpecMismatch)
+        self._failure_count += not isinstance(error, KvSpecMismatch)
 
     def mark_late(self, holder: HolderState) -> int:
         """Asks other holders for what is assigned to an overdue one; the number of these chunks."""
         count = self.plan.mark_late(holder)
-        self.hedge_count += count > 0
+        self._hedge_count += count > 0
         return count
 
     def is_waiting_useful(self) -> bool:

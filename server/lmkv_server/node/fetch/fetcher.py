@@ -5,43 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from lmkv.errors import LmkvError, Unreachable
 from lmkv.transfer.bandwidth import Bandwidth, shortest_seconds
 from lmkv.v1.cache_service_pb2 import Holder
-from lmkv_server.node.fetch.fetch import FetchState
+from lmkv_server.node.fetch.fetch import FetchState, FetchStats
 from lmkv_server.node.fetch.holder_reader import HolderReader
 from lmkv_server.node.fetch.inflight import InflightFetches
 from lmkv_server.node.fetch.pipeline import TransferPipeline, TransferStats
 from lmkv_server.node.fetch.scheduler import HolderState
 from lmkv_server.node.peers.connection_pool import PeerConnectionPool
-from lmkv_server.node.tiers.progress import Progress
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FetchResult:
-    """The outcome of one fetch."""
-
-    chunk_count: int = 0
-    """Chunks that were delivered."""
-    size_bytes: int = 0
-    """Bytes that were transferred from peers for it."""
-    seconds: float = 0.0
-    instance_ids: tuple[str, ...] = ()
-    """Peers that chunks came from, in order of first use."""
-    error: LmkvError | None = None
-    """Why chunks are missing, if there was an error; that no peer holds a chunk any more is not an error."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FetchStats:
-    """What fetches did since the start; `TransferStats` has the transfers."""
-
-    failure_count: int = 0
-    """Times that a peer failed."""
-    hedge_count: int = 0
-    """Times that a peer was late, and other peers were asked for chunks that were assigned to it."""
+from lmkv_server.node.tiers.progress import Loaded, Progress
 
 
 class PeerFetcher:
@@ -58,34 +32,27 @@ class PeerFetcher:
 
     def stats(self) -> FetchStats:
         """The counters as they are now."""
-        return _sum(self._ended, *self._running)
+        return sum((fetch.stats() for fetch in self._running), start=self._ended)
 
     def transfers(self) -> TransferStats:
         """The counters of the pipeline, which handoffs use too."""
         return self._pipeline.stats()
 
-    async def fetch(self, progress: Progress, holders: Sequence[Holder], timeout_seconds: float) -> FetchResult:
+    async def fetch(self, progress: Progress, holders: Sequence[Holder], timeout_seconds: float) -> Loaded:
         """Fetches the missing chunks; the caller closes `progress`.
 
         Each holder's `matched_chunk_count` counts from the first key. Chunks that are in the tier by now are delivered
         too. Returns within `timeout_seconds` with what was fetched by then, and raises nothing. Cancelled, it leaves
         no hold and no grant, and no reservation but of memory that a transfer may still write to.
         """
-        started = time.monotonic()
-        fetch = self._begin(progress, holders, started + timeout_seconds)
+        fetch = self._begin(progress, holders, time.monotonic() + timeout_seconds)
         self._running.add(fetch)
         try:
             await self._run(fetch)
         finally:
             self._running.discard(fetch)
-            self._ended = _sum(self._ended, fetch)
-        return FetchResult(
-            chunk_count=progress.handed_count,
-            size_bytes=progress.size_bytes,
-            seconds=time.monotonic() - started,
-            instance_ids=tuple(progress.instance_ids),
-            error=fetch.error if progress.missing else None,
-        )
+            self._ended += fetch.stats()
+        return progress.result(fetch.error)
 
     def expected_seconds(self, holders: Sequence[Holder], size_bytes: int) -> float | None:
         """The expected time to fetch this many bytes from the best of the holders; None if one of them is unknown."""
@@ -149,10 +116,3 @@ class PeerFetcher:
                 if not plan.active and not (is_subscribed and fetch.is_waiting_useful()):
                     return
                 await fetch.wait()
-
-
-def _sum(*counters: FetchStats | FetchState) -> FetchStats:
-    return FetchStats(
-        failure_count=sum(one.failure_count for one in counters),
-        hedge_count=sum(one.hedge_count for one in counters),
-    )

@@ -103,5 +103,5 @@ def _counted_from_start(holder: Holder, skipped_count: int) -> Holder:
         return holder
     counted = Holder()
     counted.CopyFrom(holder)
-    counted.matched_chunk_count += skipped_count
+    counted.matched_chunk_count = holder.matched_chunk_count + skipped_count
     return counted

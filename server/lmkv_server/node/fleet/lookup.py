@@ -24,9 +24,13 @@ class CoordinatorLookup:
     def __init__(self, coordinator_address: str) -> None:
         self.is_suspended = False
         """Whether a lookup had no answer in time; the session resets it with the coordinator's next message."""
-        self.failure_count = 0
-        """Lookups that the coordinator refused or did not answer in time."""
+        self._failure_count = 0
         self._coordinator_address = coordinator_address
+
+    @property
+    def failure_count(self) -> int:
+        """Lookups that the coordinator refused or did not answer in time."""
+        return self._failure_count
 
     async def lookup(
         self, cache: Any, instance_id: str, keys: Sequence[ChunkKey], deadline_seconds: float
@@ -42,7 +46,7 @@ class CoordinatorLookup:
                 await rpc.call(cache.Lookup, method, self._coordinator_address, request, deadline_seconds),
             )
         except LmkvError as error:
-            self.failure_count += 1
+            self._failure_count += 1
             self.is_suspended = self.is_suspended or isinstance(error, Unreachable)
             logger.debug("lookup failed: %s", error)
             return None

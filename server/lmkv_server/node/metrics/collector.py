@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from itertools import chain
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -18,11 +17,33 @@ from lmkv_server.node.engines.lookup_stats import LookupCounters
 from lmkv_server.node.fleet.membership import FleetMembership
 from lmkv_server.node.serving.server import PeerServer
 from lmkv_server.node.sessions.sessions import EngineSessions
-from lmkv_server.node.tiers.base import SecondaryTier, TierStats, TierUsage
-from lmkv_server.node.tiers.disk.tier import DiskTier
-from lmkv_server.node.tiers.remote.tier import RemoteTier
+from lmkv_server.node.tiers.base import SecondaryTier
 
 PREFIX = "lmkv_node_"
+
+TIER_COUNTERS = {
+    "written_chunks": "Chunks written to the tier.",
+    "written_bytes": "Bytes of these.",
+    "present_chunks": "Chunks not written because the tier had them.",
+    "skipped_chunks": "Chunks not written: evicted first, no room, or refused.",
+    "read_chunks": "Chunks read from the tier into the pool.",
+    "read_bytes": "Bytes of these.",
+    "damaged_chunks": "Chunks dropped because they were damaged or gone when they were read.",
+    "evicted_chunks": "Chunks evicted from the tier to make room.",
+    "failures": "Failures to open, read or write a backend of the tier.",
+    "late_lookups": "Lookups that the tier did not answer in time.",
+}
+TIER_GAUGES = {
+    "waiting_chunks": "Chunks that wait to be written to the tier.",
+    "down_backends": "Backends of the tier that cannot be used now.",
+}
+"""The fields of `TierStats`, all in one of the two."""
+TIER_USAGES = {
+    "capacity_bytes": "Bytes that chunks may take in the tier now; 0 if there is no limit.",
+    "used_bytes": "Bytes that chunks take in the tier.",
+    "chunk_count": "Chunks in the tier.",
+}
+"""The fields of `TierUsage`."""
 
 
 class NodeMetrics(Collector):
@@ -32,9 +53,7 @@ class NodeMetrics(Collector):
         self,
         *,
         tier: HostTier,
-        disk: DiskTier | None = None,
-        remote: RemoteTier | None = None,
-        plugins: Sequence[SecondaryTier] = (),
+        tiers: Sequence[SecondaryTier] = (),
         warm: WarmStart | None = None,
         engines: EngineSessions,
         orders: OrderRunner,
@@ -44,9 +63,7 @@ class NodeMetrics(Collector):
         calls: ServerCalls,
     ) -> None:
         self._tier = tier
-        self._disk = disk
-        self._remote = remote
-        self._plugins = plugins
+        self._tiers = tiers
         self._warm = warm
         self._engines = engines
         self._orders = orders
@@ -64,12 +81,10 @@ class NodeMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All metrics with their present values."""
-        disk = self._on_disk(self._disk) if self._disk else ()
-        remote = self._in_remote(self._remote) if self._remote else ()
         sides = [self._fetching(self._side), self._handing(self._side)] if self._side else []
         warm = self._warm_start(self._warm) if self._warm else ()
-        plugins = self._in_plugins() if self._plugins else ()
-        return chain(self._holdings(), warm, disk, remote, plugins, self._serving(), *sides, self._order_metrics())
+        tiers = self._in_tiers() if self._tiers else ()
+        return chain(self._holdings(), warm, tiers, self._serving(), *sides, self._order_metrics())
 
     def _holdings(self) -> Iterator[Metric]:
         yield _gauge("pool_capacity_bytes", "Bytes of the pool.", self._tier.size_bytes)
@@ -85,62 +100,22 @@ class NodeMetrics(Collector):
 
     def _warm_start(self, warm: WarmStart) -> Iterator[Metric]:
         yield _gauge("pool_sealed", "1 while workers of the previous node map the pool.", int(self._tier.sealed))
-        yield _gauge("warm_waiting_chunks", "Chunks of the previous process to be verified.", warm.waiting_count)
-        yield _counter("warm_chunks", "Chunks of the previous process that were recovered.", warm.found_chunks)
-        yield _counter("warm_bytes", "Bytes of these.", warm.found_bytes)
-        yield _counter("warm_damaged_chunks", "Chunks of the previous process dropped as damaged.", warm.damaged_count)
+        stats = warm.stats()
+        yield _gauge("warm_waiting_chunks", "Chunks of the previous process to be verified.", stats.waiting_chunks)
+        yield _counter("warm_chunks", "Chunks of the previous process that were recovered.", stats.found_chunks)
+        yield _counter("warm_bytes", "Bytes of these.", stats.found_bytes)
         yield _counter(
-            "warm_unrecorded_chunks", "Chunks that do not fit into the ledger.", warm.ledger.unrecorded_count
+            "warm_damaged_chunks", "Chunks of the previous process dropped as damaged.", stats.damaged_chunks
         )
+        yield _counter("warm_unrecorded_chunks", "Chunks that do not fit into the ledger.", stats.unrecorded_chunks)
 
-    def _on_disk(self, disk: DiskTier) -> Iterator[Metric]:
-        writer, reader = disk.writer, disk.reader
-        yield _gauge("disk_capacity_bytes", "Bytes that files may take now.", disk.capacity_bytes)
-        yield _gauge("disk_used_bytes", "Bytes that they take.", disk.used_bytes)
-        yield _gauge("disk_chunks", "Chunks on disk.", disk.chunk_count)
-        yield _gauge("disk_folders_down", "Folders that cannot be used now.", disk.stats().down_backends)
-        yield _counter("disk_failures", "Times that a folder could not be opened or written.", disk.stats().failures)
-        yield _gauge("disk_waiting_chunks", "Chunks that wait to be written.", writer.waiting_count)
-        yield _counter("disk_written_chunks", "Chunks written.", writer.written_chunks)
-        yield _counter("disk_written_bytes", "Bytes of these.", writer.written_bytes)
-        yield _counter("disk_skipped_chunks", "Chunks not written: evicted first, or no room.", writer.skipped_count)
-        yield _counter("disk_read_chunks", "Chunks read into the pool.", reader.read_chunks)
-        yield _counter("disk_read_bytes", "Bytes of these.", reader.read_bytes)
-        yield _counter("disk_damaged_chunks", "Chunks dropped as damaged or gone.", reader.damaged_count)
-        yield _counter("disk_evicted_chunks", "Chunks evicted from disk to make room.", disk.stats().evicted_chunks)
-
-    def _in_remote(self, remote: RemoteTier) -> Iterator[Metric]:
-        stats, writer, reader = remote.stats(), remote.writer, remote.reader
-        yield _gauge("remote_down", "1 while the shared store cannot be used.", int(not remote.usable))
-        yield _counter("remote_failures", "Times that it could not be reached, or refused a chunk.", stats.failures)
-        yield _counter("remote_late_lookups", "Lookups that it did not answer in time.", stats.late_lookups)
-        yield _gauge("remote_waiting_chunks", "Chunks that wait to be put there.", writer.waiting_count)
-        yield _counter("remote_written_chunks", "Chunks put there.", writer.written_chunks)
-        yield _counter("remote_written_bytes", "Bytes of these.", writer.written_bytes)
-        yield _counter("remote_present_chunks", "Chunks that were there already.", writer.present_count)
-        yield _counter("remote_skipped_chunks", "Chunks not put: evicted first, or refused.", writer.skipped_count)
-        yield _counter("remote_read_chunks", "Chunks read from there into the pool.", reader.read_chunks)
-        yield _counter("remote_read_bytes", "Bytes of these.", reader.read_bytes)
-        yield _counter("remote_damaged_chunks", "Chunks dropped as damaged or gone.", reader.damaged_count)
-
-    def _in_plugins(self) -> Iterator[Metric]:
-        """What `TierStats` of tiers of other packages say, and `TierUsage` where it is known."""
-        for item in fields(TierStats):
-            name, text = f"{PREFIX}tier_{item.name}", f"`{item.name}` of tiers of other packages."
-            of_now = item.name in ("waiting_chunks", "down_backends")
-            make = GaugeMetricFamily if of_now else CounterMetricFamily
-            family = make(name, text, labels=["tier"])
-            for tier in self._plugins:
-                family.add_metric([tier.name], getattr(tier.stats(), item.name))
-            yield family
-        for item in fields(TierUsage):
-            used = GaugeMetricFamily(
-                f"{PREFIX}tier_{item.name}", f"`{item.name}` of tiers of other packages.", labels=["tier"]
-            )
-            for tier in self._plugins:
-                if usage := tier.usage():
-                    used.add_metric([tier.name], getattr(usage, item.name))
-            yield used
+    def _in_tiers(self) -> Iterator[Metric]:
+        """What each secondary tier has done, and how full it is if the node knows; the label `tier` is its name."""
+        stats = {tier.name: tier.stats() for tier in self._tiers}
+        usages = {tier.name: usage for tier in self._tiers if (usage := tier.usage())}
+        yield from _by_tier(CounterMetricFamily, TIER_COUNTERS, stats)
+        yield from _by_tier(GaugeMetricFamily, TIER_GAUGES, stats)
+        yield from _by_tier(GaugeMetricFamily, TIER_USAGES, usages)
 
     def _serving(self) -> Iterator[Metric]:
         yield _gauge("engines", "Engines attached.", self._engines.attached_count)
@@ -172,10 +147,6 @@ class NodeMetrics(Collector):
             "refused_reads", "Reads by peers that no live grant covered.", side.channels.access.refused_count
         )
         yield _counter("damaged_chunks", "Chunks dropped as damaged in the own memory.", side.inspector.damaged_count)
-        yield _counter("fetched_chunks", "Chunks fetched from peers.", transfers.chunk_count)
-        yield _counter("fetched_bytes", "Bytes of these.", transfers.transferred_bytes)
-        yield _counter("checksum_mismatches", "Chunks that came damaged.", transfers.checksum_mismatches)
-        yield _counter("peer_failures", "Times that a peer failed.", fetches.failure_count)
         yield _counter("hedged_fetches", "Times that a peer was late and another was asked too.", fetches.hedge_count)
         yield _gauge("quarantined_batches", "Batches whose transfer has not stopped.", transfers.quarantined_batches)
         yield _gauge("quarantined_bytes", "Bytes of the pool that these may write to.", transfers.quarantined_bytes)
@@ -218,6 +189,16 @@ class NodeMetrics(Collector):
         _add(chunks, orders.chunk_counts)
         yield chunks
         yield _gauge("orders_running", "Orders that run or wait.", orders.running_count)
+
+
+def _by_tier(
+    family_type: type[CounterMetricFamily | GaugeMetricFamily], texts: Mapping[str, str], values: Mapping[str, object]
+) -> Iterator[Metric]:
+    for name, text in texts.items():
+        family = family_type(f"{PREFIX}tier_{name.replace('chunk_count', 'chunks')}", text, labels=["tier"])
+        for tier, value in values.items():
+            family.add_metric([tier], getattr(value, name))
+        yield family
 
 
 def _add(family: CounterMetricFamily, counts: Mapping[str, int], *labels: str) -> None:

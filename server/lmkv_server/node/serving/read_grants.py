@@ -123,18 +123,12 @@ class ReadGrants:
 
     def __init__(self, tier: HostTier, access: ReadAccess, region_address: int) -> None:
         """`region_address` is the start of the tier's memory in this process."""
-        self._expired_count = 0
         self._tier = tier
         self._access = access
         self._region_address = region_address
         self._grants: dict[str, ReadGrant] = {}
         self._sessions: dict[str, _Usage] = {}  # by session id, of those that have grants
         self._identities: dict[str, _Usage] = {}
-
-    @property
-    def expired_count(self) -> int:
-        """Grants that were not released in time, since the start."""
-        return self._expired_count
 
     def __len__(self) -> int:
         return len(self._grants)
@@ -201,7 +195,6 @@ class ReadGrants:
         due = [grant for grant in self._grants.values() if grant.expire_at <= now]
         for grant in due:
             self.release(grant)
-        self._expired_count += len(due)
         return len(due)
 
     def next_expiry(self) -> float | None:

@@ -108,19 +108,9 @@ class BackendTier(Generic[C]):
 
     def stats(self) -> TierStats:
         """What the tier has done since the start."""
-        return TierStats(
-            written_chunks=self.writer.written_chunks,
-            written_bytes=self.writer.written_bytes,
-            present_chunks=self.writer.present_count,
-            skipped_chunks=self.writer.skipped_count,
-            waiting_chunks=self.writer.waiting_count,
-            read_chunks=self.reader.read_chunks,
-            read_bytes=self.reader.read_bytes,
-            damaged_chunks=self.reader.damaged_count,
-            failures=sum(backend.health.failure_count for backend in self._backends),
-            late_lookups=sum(backend.health.late_count for backend in self._backends),
-            down_backends=sum(not backend.usable for backend in self._backends),
-        )
+        down = TierStats(down_backends=sum(not backend.usable for backend in self._backends))
+        backends = (backend.health.stats() for backend in self._backends)
+        return sum((self.reader.stats(), down, *backends), start=self.writer.stats())
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs work in the background; `settle` waits for it."""

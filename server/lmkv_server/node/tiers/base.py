@@ -7,7 +7,7 @@ the node's event loop and none blocks it. A tier that fails is one that has noth
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 from lmkv.errors import LmkvError
@@ -84,7 +84,7 @@ class TierUsage:
     """How full a tier is."""
 
     capacity_bytes: int
-    """0 if there is no limit."""
+    """Bytes that chunks may take now; 0 if there is no limit."""
     used_bytes: int
     chunk_count: int
 
@@ -113,6 +113,10 @@ class TierStats:
     """Lookups that a backend did not answer in time."""
     down_backends: int = 0
     """Backends that cannot be used now."""
+
+    def __add__(self, other: TierStats) -> TierStats:
+        """The counts of two parts of one tier together."""
+        return TierStats(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
 
 
 class SecondaryTier(Protocol):

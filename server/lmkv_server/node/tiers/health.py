@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from lmkv_server.node.tiers.base import TierStats
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -48,10 +50,6 @@ class BackendHealth:
         self.backend = backend
         """What logs and errors call the backend."""
         self.is_open = False
-        self.failure_count = 0
-        """Failures to open, read or write since the start."""
-        self.late_count = 0
-        """Calls of `run_within` that were not answered in time, since the start."""
         self.attempted = asyncio.Event()
         """Set after the first attempt to open the backend."""
         self.work = asyncio.Event()
@@ -68,6 +66,8 @@ class BackendHealth:
         self._failed = asyncio.Event()
         self._is_ended = False
         self._logged = ""
+        self._failure_count = 0
+        self._late_count = 0
         self._threads = {kind: ThreadPoolExecutor(count, f"lmkv-{tier}-{kind}") for kind, count in threads.items()}
 
     @property
@@ -79,6 +79,10 @@ class BackendHealth:
     def is_full(self) -> bool:
         """Whether it was full, or refused a chunk, less than `full_seconds` ago."""
         return time.monotonic() < self._full_until
+
+    def stats(self) -> TierStats:
+        """Failures, and calls of `run_within` that were late."""
+        return TierStats(failures=self._failure_count, late_lookups=self._late_count)
 
     async def keep_open(self) -> None:
         """Opens the backend, and again after a failure, until cancelled."""
@@ -143,7 +147,7 @@ class BackendHealth:
         if done:
             return call.result()
         logger.debug("%s: %s did not answer within %.3g s", self._tier, self.backend, seconds)
-        self.late_count += 1
+        self._late_count += 1
         self._late.add(call)
         call.add_done_callback(self._end_late)
         call.add_done_callback(self._close_if_failed)
@@ -182,7 +186,7 @@ class BackendHealth:
             self.close(error)
 
     def _fail(self, text: str) -> None:
-        self.failure_count += 1
+        self._failure_count += 1
         self._log(text)
 
     def _log(self, text: str) -> None:

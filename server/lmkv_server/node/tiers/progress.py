@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
@@ -12,6 +14,21 @@ from lmkv_server.node.cache.host import Chunk, HostTier
 
 OnChunks = Callable[[list[tuple[int, Chunk]]], None]
 """Receives chunks with their indices; each has a hold that the callee ends."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """The outcome of one load."""
+
+    chunk_count: int
+    """Chunks that were delivered."""
+    size_bytes: int
+    """Bytes of those that came from peers."""
+    seconds: float
+    instance_ids: tuple[str, ...]
+    """Peers that sent any, in order of first use."""
+    error: LmkvError | None
+    """Why chunks are missing, if there was an error; that no tier holds a chunk any more is not an error."""
 
 
 class Progress:
@@ -35,26 +52,34 @@ class Progress:
         self.in_order = in_order
         self.missing = set(range(first, len(keys)))
         """Indices of chunks that have not arrived."""
-        self.handed_count = 0
-        """Number of chunks delivered."""
         self.failures: dict[ChunkKey, LmkvError] = {}
         """Why reads of chunks failed; another read may have succeeded since."""
         self.changed = asyncio.Event()
         """Set when another load has read a chunk of this one, or failed to."""
-        self.size_bytes = 0
-        """Bytes of the chunks that arrived from peers."""
-        self.instance_ids: dict[str, None] = {}
-        """The peers that sent them, in order of first use."""
         self._tier = tier
         self._on_chunks = on_chunks
         self._next_index = first
         self._arrived: dict[int, Chunk] = {}
         self._closed = False
+        self._began = time.monotonic()
+        self._handed_count = 0
+        self._peer_bytes = 0
+        self._instance_ids: dict[str, None] = {}
 
     @property
     def front(self) -> Collection[int]:
         """The missing chunks that would be delivered as soon as they arrive."""
         return {self._next_index} & self.missing if self.in_order else self.missing
+
+    def result(self, error: LmkvError | None = None) -> Loaded:
+        """What has been delivered by now; `error` is why chunks are missing, if any are."""
+        return Loaded(
+            chunk_count=self._handed_count,
+            size_bytes=self._peer_bytes,
+            seconds=time.monotonic() - self._began,
+            instance_ids=tuple(self._instance_ids),
+            error=error if self.missing else None,
+        )
 
     def add(self, chunks: Iterable[tuple[int, Chunk]], instance_id: str = "") -> None:
         """Adds chunks that are in the host tier now; `instance_id` is the peer that sent them, if any."""
@@ -62,7 +87,7 @@ class Progress:
             if index in self.missing and not self._closed:
                 self._take(index, chunk, instance_id)
         if due := self._due():
-            self.handed_count += len(due)
+            self._handed_count += len(due)
             self._on_chunks(due)
 
     def _due(self) -> list[tuple[int, Chunk]]:
@@ -81,8 +106,8 @@ class Progress:
         self._tier.hold([chunk])
         self._arrived[index] = chunk
         if instance_id:
-            self.size_bytes += chunk.size_bytes
-            self.instance_ids[instance_id] = None
+            self._peer_bytes += chunk.size_bytes
+            self._instance_ids[instance_id] = None
 
     def find_own(self) -> None:
         """Adds missing chunks that are in the host tier by now."""

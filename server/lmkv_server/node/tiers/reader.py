@@ -19,6 +19,7 @@ from lmkv.transfer.bandwidth import Bandwidth
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.host import Chunk, HostTier, Reserved
 from lmkv_server.node.tiers.backend import Backend, C, ChunkHeader
+from lmkv_server.node.tiers.base import TierStats
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +39,6 @@ class TierReader(Generic[C]):
     """The reads that run. One event loop owns it."""
 
     def __init__(self, backends: Sequence[Backend[C]], tier: HostTier, pool: Pool) -> None:
-        self.read_chunks = 0
-        self.read_bytes = 0
-        self.damaged_count = 0
-        """Chunks that were damaged or gone, and were dropped."""
         self._backends = backends
         self._tier = tier
         self._pool = pool
@@ -49,6 +46,13 @@ class TierReader(Generic[C]):
         self._reading: dict[ChunkKey, list[_OnEnd]] = {}
         self._may_read = asyncio.Semaphore(MAX_READS)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._read_chunks = 0
+        self._read_bytes = 0
+        self._damaged_count = 0
+
+    def stats(self) -> TierStats:
+        """What was read, and what was damaged or gone."""
+        return TierStats(read_chunks=self._read_chunks, read_bytes=self._read_bytes, damaged_chunks=self._damaged_count)
 
     def expected_seconds(self, size_bytes: int) -> float | None:
         """How long a read of `size_bytes` is expected to take; None if that is not known."""
@@ -133,14 +137,14 @@ class TierReader(Generic[C]):
         if header is None or not is_held:
             self._tier.give_back(reserved.offset)
             if is_held:
-                self.damaged_count += 1
+                self._damaged_count += 1
                 logger.warning(
                     "chunk %s is damaged or gone in %s, and was dropped", chunk.key.hex(), backend.health.backend
                 )
                 backend.discard([chunk])
             return None
-        self.read_chunks += 1
-        self.read_bytes += header.size_bytes
+        self._read_chunks += 1
+        self._read_bytes += header.size_bytes
         committed = self._tier.commit(
             reserved.offset,
             key=header.key,

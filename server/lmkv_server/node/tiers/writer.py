@@ -19,6 +19,7 @@ from lmkv_server.node.cache.allocator import align
 from lmkv_server.node.cache.events import HOST, CachedChunk
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.tiers.backend import Backend, WriteResult
+from lmkv_server.node.tiers.base import TierStats
 
 
 class TierWriter:
@@ -28,12 +29,6 @@ class TierWriter:
         self, backends: Sequence[Backend[Any]], tier: HostTier, pool: Pool, has: Callable[[ChunkKey], bool]
     ) -> None:
         """`has`: whether the secondary tier is known to hold a chunk."""
-        self.written_chunks = 0
-        self.written_bytes = 0
-        self.present_count = 0
-        """Chunks that the backend held already."""
-        self.skipped_count = 0
-        """Chunks that were evicted before they were written, or that no backend took."""
         self._backends = backends
         self._tier = tier
         self._pool = pool
@@ -42,11 +37,20 @@ class TierWriter:
         self._writing: dict[Chunk, bool] = {}  # and whether it is still wanted; as many as there are threads at most
         self._flushed = asyncio.Event()
         self._flushed.set()
+        self._written_chunks = 0
+        self._written_bytes = 0
+        self._present_count = 0
+        self._skipped_count = 0
 
-    @property
-    def waiting_count(self) -> int:
-        """Chunks that wait to be written, or are being written."""
-        return len(self._waiting) + len(self._writing)
+    def stats(self) -> TierStats:
+        """What was written, and what waits to be."""
+        return TierStats(
+            written_chunks=self._written_chunks,
+            written_bytes=self._written_bytes,
+            present_chunks=self._present_count,
+            skipped_chunks=self._skipped_count,
+            waiting_chunks=len(self._waiting) + len(self._writing),
+        )
 
     def stored(self, tier: str, chunk: CachedChunk) -> None:
         """Queues chunks that the host tier stores."""
@@ -56,7 +60,7 @@ class TierWriter:
     def removed(self, tier: str, chunk: CachedChunk) -> None:
         """Skips chunks that leave the host tier before they are written."""
         if tier == HOST and self._waiting.pop(chunk.key, None) is not None:
-            self.skipped_count += 1
+            self._skipped_count += 1
 
     def add(self, chunk: Chunk) -> None:
         """Queues a chunk of the host tier, unless the secondary tier holds it or no backend is open."""
@@ -82,7 +86,7 @@ class TierWriter:
                 await self._write(backend, chunk)
                 self._wake()  # another backend may wait to see whether this one has room
             else:
-                if not self.waiting_count:
+                if not (self._waiting or self._writing):
                     self._flushed.set()
                 backend.health.work.clear()
                 await backend.health.work.wait()
@@ -111,10 +115,10 @@ class TierWriter:
         del self._writing[chunk]
         self._tier.unhold([chunk])
         if result is WriteResult.WRITTEN:
-            self.written_chunks += 1
-            self.written_bytes += chunk.size_bytes
-        self.present_count += result is WriteResult.PRESENT
-        self.skipped_count += result is WriteResult.SKIPPED
+            self._written_chunks += 1
+            self._written_bytes += chunk.size_bytes
+        self._present_count += result is WriteResult.PRESENT
+        self._skipped_count += result is WriteResult.SKIPPED
 
     def _wake(self) -> None:
         for backend in self._backends:

@@ -231,7 +231,8 @@ async def test_coordinator_and_nodes_export_what_they_count(exporting: Receiver,
     fleet = make_fleet(exporting.environment)
     await fleet.store()
     fleet.load("counted", None)
-    fetched = exporting.metric("lmkv-node", "lmkv_node_fetched_chunks", "asker", lambda metric: value(metric) == CHUNKS)
+    name = "lmkv_node_tier_read_chunks"
+    fetched = exporting.metric("lmkv-node", name, "asker", lambda metric: value(metric) == CHUNKS)
     assert fetched.sum.is_monotonic
     for service in ("lmkv-node", "lmkv-coordinator"):
         assert exporting.metric(service, "rpc.server.call.duration").unit == "s"
@@ -240,7 +241,7 @@ async def test_coordinator_and_nodes_export_what_they_count(exporting: Receiver,
 
 
 def value(metric: Any) -> float:
-    """The number that a counter without labels has reached."""
+    """The number that a counter of one series has reached."""
     (point,) = metric.sum.data_points
     return float(point.as_double)
 

@@ -186,7 +186,7 @@ async def main():
         (folder / "other").unlink(missing_ok=True)
         async with kind(config) as node:
             await asyncio.wait([node._populating])
-            print(node.tier.size_bytes // STEP, bool(node.warm._file.replaced_because), node.warm.found_chunks)
+            print(node.tier.size_bytes // STEP, bool(node.warm._file.replaced_because), node.warm.stats().found_chunks)
             for number in range(10):
                 if reserved := node.tier.reserve(STEP // 2):
                     node.pool.buffer[reserved.offset : reserved.offset + 8] = bytes(8)

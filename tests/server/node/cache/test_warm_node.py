@@ -32,8 +32,8 @@ async def test_what_was_stored_before_a_clean_stop_is_found_again(runtime_dir: P
     async with a_node(runtime_dir) as (node, engine):
         assert await held(engine, node.pool, *range(5)) == [0, 1, 2, 3]
         assert node.warm
-        assert (node.warm.found_chunks, node.warm.damaged_count) == (4, 0)
-        assert node.warm.found_bytes == 4 * SPEC.chunk_bytes
+        assert (node.warm.stats().found_chunks, node.warm.stats().damaged_chunks) == (4, 0)
+        assert node.warm.stats().found_bytes == 4 * SPEC.chunk_bytes
 
 
 async def test_what_was_evicted_dropped_or_never_committed_is_not_found(runtime_dir: Path) -> None:
@@ -70,11 +70,11 @@ async def test_a_damaged_chunk_is_a_miss_and_its_room_is_used_again(runtime_dir:
     async with a_node(runtime_dir) as (node, engine):
         assert await held(engine, node.pool, *range(10)) == [0, 1, 2, 3, 5, 6, 7, 8, 9]
         assert node.warm
-        assert (node.warm.found_chunks, node.warm.damaged_count) == (9, 1)
+        assert (node.warm.stats().found_chunks, node.warm.stats().damaged_chunks) == (9, 1)
         assert node.tier.used_bytes == 9 * SPEC.chunk_bytes
     async with a_node(runtime_dir) as (node, _):
         assert node.warm
-        assert (node.warm.found_chunks, node.warm.damaged_count) == (9, 0), "it is told once"
+        assert (node.warm.stats().found_chunks, node.warm.stats().damaged_chunks) == (9, 0), "it is told once"
 
 
 @pytest.mark.parametrize(

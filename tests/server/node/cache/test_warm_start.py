@@ -88,12 +88,12 @@ async def test_what_is_stored_anew_meanwhile_stays_and_the_old_one_goes(path: Pa
     life = Life(path)
     async with GatedStart(life.file, life.ledger, life.tier) as warm:
         await until(warm.waits.is_set)
-        assert (life.held(), warm.waiting_count) == ([], 4)
+        assert (life.held(), warm.stats().waiting_chunks) == ([], 4)
         life.store(2, 9)
         warm.gate.set()
         await verified(warm)
         assert sorted(life.held()) == [0, 1, 2, 3, 9]
-        assert (warm.found_chunks, warm.damaged_count) == (3, 0)
+        assert (warm.stats().found_chunks, warm.stats().damaged_chunks) == (3, 0)
         assert life.tier.used_bytes == 5 * ALIGNMENT
         assert sorted(life.recorded()) == [chunk_key(number) for number in (0, 1, 2, 3, 9)]
         life.tier.check()
@@ -105,7 +105,7 @@ async def test_what_a_life_had_no_time_to_verify_the_next_one_finds(path: Path) 
         life = Life(path)
         async with GatedStart(life.file, life.ledger, life.tier) as warm:
             await until(warm.waits.is_set)
-            assert warm.waiting_count == 4
+            assert warm.stats().waiting_chunks == 4
             threading.Timer(0.05, warm.gate.set).start()
         await warm.aclose()
         assert life.held() == []
@@ -151,6 +151,6 @@ async def test_records_that_overlap_or_lie_outside_are_dropped(path: Path) -> No
     async with WarmStart(life.file, life.ledger, life.tier) as warm:
         await verified(warm)
         assert life.held() == [0, 1, 2, 3]
-        assert (warm.found_chunks, warm.damaged_count) == (4, 4)
+        assert (warm.stats().found_chunks, warm.stats().damaged_chunks) == (4, 4)
         assert len(life.recorded()) == 4
     life.file.close()

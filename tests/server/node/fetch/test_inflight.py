@@ -46,7 +46,7 @@ def test_chunks_are_handed_out_in_order_whatever_order_they_come_in(order: list[
         assert handed == list(range(first, until))
         assert progress.front == ({until} - {8})
     assert progress.missing == set(range(first, 8)) - set(come)
-    assert progress.size_bytes == len(come) * SMALL.chunk_bytes
+    assert progress.result().size_bytes == len(come) * SMALL.chunk_bytes
     progress.close()
     for index in come:
         chunk = tier.get(KEYS[index])
@@ -68,7 +68,7 @@ def test_chunks_that_stand_for_themselves_are_handed_out_as_they_come(order: lis
         progress.add([(index, put(tier, KEYS[index]))], "peer")
         assert handed == order[:number]
         assert progress.front == progress.missing == set(order[number:])
-    assert progress.handed_count == count
+    assert progress.result().chunk_count == count
     progress.close()
     assert sum(chunk.holds for chunk in tier) == count
 
@@ -81,7 +81,7 @@ def test_what_is_in_the_tier_by_now_is_found_if_it_is_of_this_spec() -> None:
     put(tier, KEYS[1]).fingerprint = b"x" * 16
     progress.find_own()
     assert handed == [0]
-    assert progress.size_bytes == 0
+    assert progress.result().size_bytes == 0
 
 
 def test_those_who_wait_get_what_lands_and_hear_of_what_does_not() -> None:
@@ -95,7 +95,7 @@ def test_those_who_wait_get_what_lands_and_hear_of_what_does_not() -> None:
     assert inflight.subscribe(progress)  # twice is once
     inflight.commit(put(tier, KEYS[0]), "peer")
     assert handed == [0]
-    assert list(progress.instance_ids) == ["peer"]
+    assert progress.result().instance_ids == ("peer",)
     progress.changed.clear()
     inflight.end(KEYS[:2])
     assert progress.changed.is_set()

@@ -68,7 +68,7 @@ async def test_a_read_fetches_what_the_lookup_found_and_is_counted() -> None:
         assert await tier.read(progress, presence, 10.0) is None
         progress.close()
         assert [chunk.key for chunk in delivered] == KEYS[:5]
-        assert list(progress.instance_ids) == ["owner"]
+        assert progress.result().instance_ids == ("owner",)
         stats = tier.stats()
         assert (stats.read_chunks, stats.read_bytes, stats.failures) == (5, 5 * SMALL.chunk_bytes, 0)
         assert tier.usage() is None

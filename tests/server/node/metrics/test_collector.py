@@ -6,6 +6,7 @@ import asyncio
 import re
 import socket
 from collections.abc import AsyncIterator
+from dataclasses import fields
 from pathlib import Path
 
 import httpx
@@ -15,8 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lmkv.config import NodeConfig
 from lmkv.errors import ConfigError
+from lmkv_server.node.metrics.collector import TIER_COUNTERS, TIER_GAUGES, TIER_USAGES
 from lmkv_server.node.metrics.server import MAX_CONNECTIONS, MAX_REQUEST_BYTES, MetricsServer
 from lmkv_server.node.node import Node
+from lmkv_server.node.tiers.base import TierStats, TierUsage
 from tests.server.node.cases import chunk_keys, small_spec
 from tests.server.node.engine_client import EngineClient
 
@@ -57,7 +60,7 @@ async def test_a_node_tells_what_it_holds_and_has_done(runtime_dir: Path) -> Non
     assert now["lmkv_node_lookup_found_chunks_total/own"] == 2
     assert now["lmkv_node_lookup_found_chunks_total/peers"] == 0
     assert now["lmkv_node_coordinators_connected"] == 0
-    assert now["lmkv_node_fetched_chunks_total"] == 0
+    assert now["lmkv_node_tier_read_chunks_total/peers"] == 0
     assert now["process_resident_memory_bytes"] > 0
 
 
@@ -76,11 +79,16 @@ async def test_the_documentation_lists_every_metric_of_the_node(
     assert listed == families
 
 
+def test_every_number_of_a_tier_is_a_metric() -> None:
+    assert [field.name for field in fields(TierUsage)] == list(TIER_USAGES)
+    assert {field.name for field in fields(TierStats)} == TIER_COUNTERS.keys() | TIER_GAUGES.keys()
+
+
 async def test_a_node_without_peers_tells_nothing_of_them(runtime_dir: Path) -> None:
     async with Node(node_config(runtime_dir, enable_p2p=False)) as node:
         now = await scrape(node.metrics_port)
     assert "lmkv_node_chunks" in now
-    assert not {name for name in now if "fetched" in name or "grants" in name}
+    assert not {name for name in now if name.startswith("lmkv_node_tier") or "grants" in name}
 
 
 async def test_by_default_a_node_serves_no_metrics(runtime_dir: Path) -> None:

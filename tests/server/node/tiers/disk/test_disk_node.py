@@ -139,10 +139,10 @@ async def test_metrics_tell_of_the_disk(runtime_dir: Path) -> None:
         await store(engine, node.pool, 0, 1)
         await written(node, 2)
         shown = generate_latest(node.metrics.registry).decode()
-    assert "lmkv_node_disk_chunks 2.0" in shown
-    assert "lmkv_node_disk_written_chunks_total 2.0" in shown
-    assert "lmkv_node_disk_folders_down 0.0" in shown
-    assert "lmkv_node_disk_capacity_bytes 6.7108864e+07" in shown
+    assert 'lmkv_node_tier_chunks{tier="disk"} 2.0' in shown
+    assert 'lmkv_node_tier_written_chunks_total{tier="disk"} 2.0' in shown
+    assert 'lmkv_node_tier_down_backends{tier="disk"} 0.0' in shown
+    assert 'lmkv_node_tier_capacity_bytes{tier="disk"} 6.7108864e+07' in shown
 
 
 # ---- with others

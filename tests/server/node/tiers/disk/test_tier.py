@@ -44,8 +44,8 @@ async def test_what_host_memory_forgets_is_still_on_disk(folder: Path, nixl: boo
         host.drop(*range(4))
         assert await host.count(*range(6)) == 4
         assert sorted(await host.read(*range(6))) == [0, 1, 2, 3]
-        assert (host.disk.reader.read_chunks, host.disk.reader.read_bytes) == (4, 4 * CHUNK_BYTES)
-        assert (host.disk.writer.written_chunks, host.disk.writer.skipped_count) == (4, 0)
+        assert (host.disk.stats().read_chunks, host.disk.stats().read_bytes) == (4, 4 * CHUNK_BYTES)
+        assert (host.disk.stats().written_chunks, host.disk.stats().skipped_chunks) == (4, 0)
 
 
 async def test_a_restart_finds_everything_that_was_there(folder: Path) -> None:
@@ -57,7 +57,7 @@ async def test_a_restart_finds_everything_that_was_there(folder: Path) -> None:
         assert len(await host.read(*range(8))) == 8
         (parent,) = {chunk.parent for chunk in host.tier if chunk.key == chunk_key(5)}
         assert parent == chunk_key(4)
-        assert host.disk.writer.written_chunks == 0, "what came from disk is not written again"
+        assert host.disk.stats().written_chunks == 0, "what came from disk is not written again"
 
 
 async def test_another_spec_finds_nothing(folder: Path) -> None:
@@ -79,7 +79,7 @@ async def test_two_who_want_the_same_chunk_share_one_read(folder: Path) -> None:
         host.drop(*range(4))
         both = await asyncio.gather(host.read(0, 1, 2, 3), host.read(0, 1, 2, 3))
         assert both[0] == both[1]
-        assert host.disk.reader.read_chunks == 4
+        assert host.disk.stats().read_chunks == 4
 
 
 async def test_what_is_used_least_goes_first_and_its_file_with_it(folder: Path) -> None:
@@ -136,7 +136,7 @@ async def test_a_file_that_is_not_what_was_written_is_a_miss_and_removed(folder:
         damage(name, change)
         assert sorted(await host.read(0, 1, 2)) == [0, 2]
         await host.disk.settle()
-        assert host.disk.reader.damaged_count == 1
+        assert host.disk.stats().damaged_chunks == 1
         assert host.on_disk == set(chunk_keys(0, 2))
         assert not name.exists()
 
@@ -219,7 +219,7 @@ async def test_a_chunk_that_host_memory_loses_before_its_turn_is_skipped(folder:
             host.store(number)
         host.drop(*range(8))  # nobody had a turn yet
         await flushed(host)
-        assert host.disk.writer.skipped_count == 8
+        assert host.disk.stats().skipped_chunks == 8
         assert not host.on_disk
 
 
@@ -384,7 +384,7 @@ async def test_whatever_a_killed_process_leaves_is_whole_or_gone(tmp_path: Path,
         found = [int.from_bytes(key, "big") for key in host.on_disk]
         assert len(found) >= file_count - 5  # of those that were counted some may have had to go for others
         assert sorted(await host.read(*found)) == sorted(found), "nothing is found that is not whole"
-        assert host.disk.reader.damaged_count == 0
+        assert host.disk.stats().damaged_chunks == 0
     assert ".new" not in suffixes(folder)
 
 

@@ -26,6 +26,7 @@ from lmkv.v1.cache_service_pb2 import MoveRequest
 from lmkv.v1.chunk_pb2 import Position
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
+from lmkv_server.node.tiers.remote.tier import RemoteTier
 from tests.server.node.cases import chunk_keys
 from tests.server.node.disk_parts import until
 from tests.server.node.engine_client import EngineClient, absent_count, runs
@@ -53,14 +54,19 @@ def settings(folder: Path, instance_id: str, url: str, **more: object) -> dict[s
     } | more
 
 
+def remote_tier(node: Node) -> RemoteTier:
+    """The node's remote tier."""
+    (tier,) = (tier for tier in node.stores if isinstance(tier, RemoteTier))
+    return tier
+
+
 AtNode = tuple[Node, EngineClient]
 
 
 @asynccontextmanager
 async def engine_at_node(folder: Path, instance_id: str, url: str, **more: object) -> AsyncIterator[AtNode]:
     async with Node(NodeConfig(**settings(folder, instance_id, url, **more))) as node, EngineClient(node) as engine:
-        remote = node.remote
-        assert remote
+        remote = remote_tier(node)
         await until(lambda: remote.usable)
         yield node, engine
 
@@ -169,9 +175,8 @@ async def test_what_the_store_would_take_longer_for_than_computing_is_refused(
         await store(engine, node.pool, 0, 1)
         await until(lambda: redis.names() == names_of(0, 1))
         node.tier.drop(chunk_keys(0, 1))
-        assert node.remote
         for _ in range(2):  # a measured store: 1 MiB took ten seconds
-            node.remote.reader._bandwidth.record_read(1 << 20, 10.0, time.monotonic())
+            remote_tier(node).reader._bandwidth.record_read(1 << 20, 10.0, time.monotonic())
         found = await engine.lookup("1", chunk_keys(0, 1), prefill_tokens_per_second=10**9)
         assert (absent_count(found), found.refused_chunk_count) == (0, 2)
         found = await engine.lookup("2", chunk_keys(0, 1), prefill_tokens_per_second=1)
@@ -191,14 +196,14 @@ async def test_a_reset_forgets_what_all_share(runtime_dir: Path, redis: RedisSer
 async def test_metrics_tell_of_the_store(runtime_dir: Path, redis: RedisServer) -> None:
     async with engine_at_node(runtime_dir, "a", redis.url) as (node, engine):
         await store(engine, node.pool, 0, 1)
-        assert node.remote
-        await until(lambda: node.remote is not None and node.remote.writer.written_chunks == 2)
+        await until(lambda: remote_tier(node).stats().written_chunks == 2)
         shown = generate_latest(node.metrics.registry).decode()
-        assert "lmkv_node_remote_written_chunks_total 2.0" in shown
-        assert "lmkv_node_remote_down 0.0" in shown
+        assert 'lmkv_node_tier_written_chunks_total{tier="remote"} 2.0' in shown
+        assert 'lmkv_node_tier_down_backends{tier="remote"} 0.0' in shown
         redis.kill()
         await engine.lookup("1", chunk_keys(5))
-        assert "lmkv_node_remote_down 1.0" in generate_latest(node.metrics.registry).decode()
+        shown = generate_latest(node.metrics.registry).decode()
+        assert 'lmkv_node_tier_down_backends{tier="remote"} 1.0' in shown
 
 
 # ---- with a coordinator

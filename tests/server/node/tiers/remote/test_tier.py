@@ -82,9 +82,9 @@ async def test_what_one_node_stores_another_finds_and_reads(server: AnyServer) -
     async with host_with(server.store()) as second:
         assert await second.count(*range(24)) == 21
         assert await second.read(*range(24)) == list(range(21))
-        assert second.remote.reader.read_chunks == 21
+        assert second.remote.stats().read_chunks == 21
         await second.flushed()
-        assert second.remote.writer.written_chunks == 0, "what came from there is not put again"
+        assert second.remote.stats().written_chunks == 0, "what came from there is not put again"
 
 
 async def test_a_chunk_is_put_once_whoever_has_it(server: AnyServer) -> None:
@@ -93,7 +93,7 @@ async def test_a_chunk_is_put_once_whoever_has_it(server: AnyServer) -> None:
         await first.flushed()
         second.store(0, 1, 2)
         await second.flushed()
-        assert (second.remote.writer.written_chunks, second.remote.writer.present_count) == (1, 2)
+        assert (second.remote.stats().written_chunks, second.remote.stats().present_chunks) == (1, 2)
     assert server.names() == names_of(0, 1, 2)
 
 
@@ -171,7 +171,7 @@ async def test_an_object_that_is_not_what_was_put_is_a_miss_and_removed(server: 
         else:
             server.replace(name_of(1), whole)
         assert await host.read(0, 1, 2) == [0, 2]
-        assert host.remote.reader.damaged_count == 1
+        assert host.remote.stats().damaged_chunks == 1
         await until(lambda: server.names() == names_of(0, 2))
         assert host.remote.usable, "the store is not to blame"
 
@@ -210,7 +210,7 @@ async def test_a_store_that_refuses_what_it_is_asked_says_why(
         store, why = server.store(server.url.replace("/0", "/99")), "DB index is out of range"
     async with host_with(store, ready=False, retry_seconds=0.01) as host:
         host.store(0)
-        await until(lambda: host.remote.backend.health.failure_count >= 3)
+        await until(lambda: host.remote.stats().failures >= 3)
         assert await host.count(0) == 0
     assert why in caplog.text
     assert caplog.text.count("going on without it") == 1, "it says so once"
@@ -259,7 +259,7 @@ async def test_a_store_that_is_killed_while_it_is_read_is_a_miss(redis: RedisSer
         redis.kill()
         assert await host.read(*range(16)) == []
         assert not host.remote.usable
-        assert host.remote.reader.damaged_count <= 1, "what cannot be reached is not damaged"
+        assert host.remote.stats().damaged_chunks <= 1, "what cannot be reached is not damaged"
 
 
 async def test_connections_that_the_server_has_closed_are_no_failure(redis: RedisServer) -> None:
@@ -274,7 +274,7 @@ async def test_connections_that_the_server_has_closed_are_no_failure(redis: Redi
         assert await host.count(8) == 0
         host.store(8)
         await host.flushed()
-        assert host.remote.backend.health.failure_count == 0
+        assert host.remote.stats().failures == 0
 
 
 async def test_an_option_that_is_none_is_said_at_the_start() -> None:
@@ -305,11 +305,11 @@ async def test_a_frozen_store_costs_one_lookup_its_time_and_the_others_nothing(r
         await host.flushed()
         redis.freeze()
         assert await host.count(1) == 0
-        assert host.remote.backend.health.late_count == 1
+        assert host.remote.stats().late_lookups == 1
         assert not host.remote.usable
         for _ in range(100):
             assert await host.count(1) == 0
-        assert host.remote.backend.health.late_count == 1, "nobody asks meanwhile"
+        assert host.remote.stats().late_lookups == 1, "nobody asks meanwhile"
         redis.thaw()
         await host.open()
         assert await host.count(0) == 1
@@ -362,15 +362,15 @@ async def test_a_full_store_keeps_what_it_has_and_is_tried_again_later(caplog: p
     with RedisServer("--maxmemory", "3mb", "--maxmemory-policy", "noeviction") as server:
         async with host_with(server.store(), chunk_count=600, full_seconds=0.2) as host:
             host.store(*range(512))
-            await until(lambda: host.remote.writer.skipped_count > 0)
+            await until(lambda: host.remote.stats().skipped_chunks > 0)
             assert host.remote.usable
             assert await host.count(0) == 1
             assert "takes no more" in caplog.text
             with server.client() as client:
                 client.config_set("maxmemory", "64mb")
             await host.flushed()
-            assert host.remote.writer.waiting_count == 0
-            assert len(server.names()) == 512 - host.remote.writer.skipped_count
+            assert host.remote.stats().waiting_chunks == 0
+            assert len(server.names()) == 512 - host.remote.stats().skipped_chunks
         assert caplog.text.count("takes no more") <= 2
 
 
@@ -382,7 +382,7 @@ async def test_a_store_that_may_not_be_written_is_read(redis: RedisServer) -> No
     url = redis.url.replace("redis://", "redis://reader:word@")
     async with host_with(redis.store(url)) as host:
         host.store(1)
-        await until(lambda: host.remote.writer.skipped_count == 1)
+        await until(lambda: host.remote.stats().skipped_chunks == 1)
         assert await host.count(0) == 1
         assert await host.read(0) == [0]
 
@@ -417,7 +417,7 @@ async def test_a_chunk_that_host_memory_loses_before_its_turn_is_skipped(redis: 
         host.store(*range(8))
         host.drop(*range(8))  # nobody had a turn yet
         await host.flushed()
-        assert host.remote.writer.skipped_count == 8
+        assert host.remote.stats().skipped_chunks == 8
         assert redis.names() == set()
 
 
