@@ -137,6 +137,11 @@ class KvSpec:
         names = (field.name for field in fields(self) if field.name not in _NOT_HASHED)
         return next((name for name in names if getattr(self, name) != getattr(other, name)), None)
 
+    def shown(self, name: str) -> str:
+        """The value of a field, as errors show it."""
+        value = getattr(self, name)
+        return chunk_pb2.KvFormat.Name(value) if name == "format" else str(value)
+
     def to_proto(self) -> chunk_pb2.KvSpec:
         """Converts to the protobuf message, with the fingerprint."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -21,7 +21,7 @@ MAX_TIER_NAME = 64
 
 
 class Counts(NamedTuple):
-    """Counters of `InstanceStats` that are sampled: their values since a start, or what was added in one period."""
+    """Counters of `ReportedStats` that are sampled: their values since a start, or what was added in one period."""
 
     asked_chunks: float = 0
     own_chunks: float = 0
@@ -97,7 +97,7 @@ class History:
         total, total_used = Counts(), dict[str, int]()
         for instance in instances:
             instance_id = instance.info.instance_id
-            counts = self._last[instance_id] = counts_of(instance)
+            counts = self._last[instance_id] = Counts(*(getattr(instance.stats, name) for name in Counts._fields))
             added = counts.since(last.get(instance_id, counts))
             used = {tier.name[:MAX_TIER_NAME]: tier.used_bytes for tier in instance.tiers[:MAX_TIERS]}
             if len(self._series) < MAX_INSTANCES:
@@ -107,16 +107,3 @@ class History:
             for tier, size_bytes in used.items():
                 total_used[tier] = total_used.get(tier, 0) + size_bytes
         self.fleet.add(time, total, total_used)
-
-
-def counts_of(instance: Instance) -> Counts:
-    """The counters as the instance last reported them."""
-    stats = instance.stats
-    return Counts(
-        asked_chunks=stats.asked_chunks,
-        own_chunks=stats.own_chunks,
-        peer_chunks=stats.peer_chunks,
-        load_count=stats.load_count,
-        load_seconds=stats.load_duration.ToNanoseconds() / 1e9,
-        avoided_prefill_seconds=stats.avoided_prefill_duration.ToNanoseconds() / 1e9,
-    )

@@ -1,4 +1,4 @@
-"""Registered instances, their leases and epochs, and the models that they serve. Time is passed in."""
+"""Registered instances, their leases and epochs, and the models that they serve. Pure: time is passed in."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from hashlib import sha256
 
 from lmkv.errors import InstanceIdInUse, InstanceNotFound, StaleEpoch
-from lmkv.v1 import chunk_pb2, registry_service_pb2
 from lmkv_server.coordinator.core.budget import Budget
-from lmkv_server.coordinator.core.instance_info import MAX_SHOWN, InstanceInfo
+from lmkv_server.coordinator.core.instance_info import MAX_SHOWN, InstanceInfo, ReportedPin, ReportedStats, ReportedTier
 from lmkv_server.coordinator.core.models import Models
 
 NO_ADDRESS = "no address (enable_p2p is false)"
@@ -34,14 +33,14 @@ class Instance:
         """Whether the snapshot of the stream is complete."""
         self.layout_map_id = ""
         """Id of the shared layout map at its registration."""
-        self.tiers: Sequence[registry_service_pb2.TierUsage] = ()
-        """How full its tiers are, as it last info."""
-        self.pins: dict[str, chunk_pb2.PinnedChunks] = {}
+        self.tiers: Sequence[ReportedTier] = ()
+        """How full its tiers are, as last reported."""
+        self.pins: dict[str, ReportedPin] = {}
         """Its pins by id, as last reported."""
         self.engine_count = 0
-        """Engines attached to it, as it last info."""
-        self.stats = registry_service_pb2.InstanceStats()
-        """What it has done, as it last info."""
+        """Engines attached to it, as last reported."""
+        self.stats = ReportedStats()
+        """What it has done, as last reported."""
 
     def has_secret(self, secret: bytes) -> bool:
         """Whether this is the secret of its registration."""
@@ -142,13 +141,6 @@ class Instances:
     def renew(self, instance: Instance, now: float) -> None:
         """Extends the lease."""
         instance.expire_time = now + self.lease_ttl
-
-    def charge_report(self, report: registry_service_pb2.ReportRequest) -> None:
-        """Charges the budget for what a report makes this coordinator store. Raises `Full`."""
-        sizes = {"tiers": sum(tier.ByteSize() for tier in report.tiers)} if report.tiers else {}
-        sizes |= {name: getattr(report, name).ByteSize() for name in ("stats", "pins") if report.HasField(name)}
-        for item, size_bytes in sizes.items():
-            self.budget.charge(report.instance_id, item, size_bytes)
 
     def deregister(self, instance_id: str, epoch: int) -> Instance:
         """Removes an instance. Raises as `get`."""

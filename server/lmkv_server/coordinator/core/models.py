@@ -1,4 +1,4 @@
-"""Index of the served names of registered instances: models, their further names, and LoRA adapters."""
+"""Index of the served names of registered instances: models, their further names, and LoRA adapters. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from operator import itemgetter
 
 from lmkv.errors import BadSelection, Full, ModelAmbiguous, ModelNotFound
 from lmkv.spec import KvSpec
-from lmkv.v1 import chunk_pb2
 from lmkv_server.coordinator.core.instance_info import MAX_SHOWN, InstanceInfo
 
 MAX_KINDS = 64
@@ -238,11 +237,6 @@ def _conflict(own: KvSpec, other: KvSpec, instance_id: str) -> SpecConflict:
         instance_id=instance_id,
         model_name=own.model_name,
         field=field,
-        own_value=_value(own, field),
-        other_value=_value(other, field),
+        own_value=own.shown(field),
+        other_value=other.shown(field),
     )
-
-
-def _value(spec: KvSpec, field: str) -> str:
-    value = getattr(spec, field)
-    return chunk_pb2.KvFormat.Name(value) if field == "format" else str(value)

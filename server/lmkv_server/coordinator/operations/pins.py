@@ -11,6 +11,7 @@ from lmkv.errors import BadSelection
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as registry_pb
+from lmkv_server.coordinator.core.instance_info import ReportedPin
 from lmkv_server.coordinator.operations.orders import PendingOrders
 from lmkv_server.coordinator.operations.positions import resolve_position
 from lmkv_server.coordinator.registry.registry import Registry
@@ -52,18 +53,18 @@ class FleetPins:
         outcome = await self._orders.execute(instance_id, registry_pb.Order(pin=order), TIMEOUT_SECONDS)
         if outcome.status.code:
             raise rpc.from_status(outcome.status)
-        pin = chunk_pb2.PinnedChunks(
+        pin = ReportedPin(
             pin_id=order.pin_id,
-            position=chunk_pb2.Position(instance_id=instance_id, tier=order.tier),
+            tier=order.tier,
             chunk_count=outcome.chunk_count,
             token_count=outcome.token_count,
+            expire_time_ns=time.time_ns() + order.ttl.ToNanoseconds(),
         )
-        pin.expire_time.FromNanoseconds(time.time_ns() + order.ttl.ToNanoseconds())
         # The instance reports its pins, with the lifetime that it granted, in the same report or a later one.
         instance = self._registry.instances.find(instance_id)
         if instance and (pin.pin_id in instance.pins or len(instance.pins) < MAX_PINS):
             pin = instance.pins.setdefault(pin.pin_id, pin)
-        return pin
+        return _to_proto(instance_id, pin)
 
     async def unpin(self, pin_id: str) -> None:
         """Ends a pin; idempotent, also if its instance is gone. Raises `Unreachable`, `Full`."""
@@ -81,13 +82,22 @@ class FleetPins:
         """The pins of one instance, or of all, ordered by id."""
         now = time.time_ns()
         pins = {
-            pin.pin_id: pin
+            pin.pin_id: (instance.info.instance_id, pin)
             for instance in self._registry.instances
             if instance_id in ("", instance.info.instance_id)
             for pin in instance.pins.values()
-            if pin.expire_time.ToNanoseconds() > now
+            if pin.expire_time_ns > now
         }
-        return (pins[pin_id] for pin_id in sorted(pins))
+        return (_to_proto(*pins[pin_id]) for pin_id in sorted(pins))
+
+
+def _to_proto(instance_id: str, pin: ReportedPin) -> chunk_pb2.PinnedChunks:
+    position = chunk_pb2.Position(instance_id=instance_id, tier=chunk_pb2.Tier.ValueType(pin.tier))
+    message = chunk_pb2.PinnedChunks(
+        pin_id=pin.pin_id, position=position, chunk_count=pin.chunk_count, token_count=pin.token_count
+    )
+    message.expire_time.FromNanoseconds(pin.expire_time_ns)
+    return message
 
 
 def _pin_id(instance_id: str, request_id: str) -> str:

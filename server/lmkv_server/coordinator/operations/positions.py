@@ -40,4 +40,5 @@ def resolve_position(instances: Instances, position: chunk_pb2.Position, field: 
 
 
 def _tiers(instance: Instance) -> list[chunk_pb2.Tier.ValueType]:
-    return sorted({usage.tier for usage in instance.tiers if usage.tier} | {chunk_pb2.TIER_HOST})
+    reported = {chunk_pb2.Tier.ValueType(usage.tier) for usage in instance.tiers if usage.tier}
+    return sorted(reported | {chunk_pb2.TIER_HOST})

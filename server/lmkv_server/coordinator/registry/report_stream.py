@@ -73,9 +73,6 @@ class ReportStream:
                 raise BadMessage("a stream with reported_elsewhere contains chunks")
         else:
             self._apply_chunks(report)
-        if report.tiers or report.engine_count:
-            self._instance.tiers = tuple(report.tiers)
-            self._instance.engine_count = report.engine_count
 
     def _apply_chunks(self, report: registry_service_pb2.ReportRequest) -> None:
         if report.reported_elsewhere:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from google.protobuf.message import Message
 
 from lmkv.errors import BadInstance, BadKvSpec, BadMessage
 from lmkv.operation_records import MAX_RECORDS
 from lmkv.spec import MAX_FIELD_BYTES, MAX_SERVED_MODELS, MAX_SPECS, KvSpec, ServedModel
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
-from lmkv_server.coordinator.core.instance_info import MAX_SHOWN, InstanceInfo
+from lmkv_server.coordinator.core.instance_info import (
+    MAX_SHOWN,
+    InstanceInfo,
+    ReportedPin,
+    ReportedStats,
+    ReportedTier,
+    ReportedTraffic,
+)
+from lmkv_server.coordinator.core.instances import Instance
 from lmkv_server.coordinator.operations.pins import MAX_PINS
 
 MAX_ID_BYTES = 256
@@ -104,6 +116,64 @@ def _specs(message: pb.Instance) -> tuple[KvSpec, ...]:
                     field=f"specs.{descriptor.name}",
                 )
     return tuple(KvSpec.from_proto(spec) for spec in message.specs)
+
+
+def set_state(instance: Instance, message: pb.Instance | pb.ReportRequest) -> None:
+    """Keeps what a registration or a report says of the instance besides its chunks and pins."""
+    if message.tiers or message.engine_count:
+        instance.tiers = tuple(ReportedTier(**_values(usage)) for usage in message.tiers)
+        instance.engine_count = message.engine_count
+    if message.HasField("stats"):
+        instance.stats = reported_stats(message.stats)
+
+
+def reported_stats(message: pb.InstanceStats) -> ReportedStats:
+    """The statistics in a message."""
+    return ReportedStats(
+        asked_chunks=message.asked_chunks,
+        own_chunks=message.own_chunks,
+        peer_chunks=message.peer_chunks,
+        evicted_chunks=message.evicted_chunks,
+        load_count=message.load_count,
+        load_seconds=message.load_duration.ToNanoseconds() / 1e9,
+        avoided_prefill_seconds=message.avoided_prefill_duration.ToNanoseconds() / 1e9,
+        traffic=tuple(ReportedTraffic(**_values(peer)) for peer in message.traffic),
+    )
+
+
+def stats_message(stats: ReportedStats) -> pb.InstanceStats:
+    """The inverse of `reported_stats`."""
+    message = pb.InstanceStats(
+        asked_chunks=stats.asked_chunks,
+        own_chunks=stats.own_chunks,
+        peer_chunks=stats.peer_chunks,
+        evicted_chunks=stats.evicted_chunks,
+        load_count=stats.load_count,
+        traffic=[pb.PeerTraffic(**asdict(peer)) for peer in stats.traffic],
+    )
+    if stats.load_count:
+        message.load_duration.FromNanoseconds(round(stats.load_seconds * 1e9))
+        message.avoided_prefill_duration.FromNanoseconds(round(stats.avoided_prefill_seconds * 1e9))
+    return message
+
+
+def reported_pins(pins: pb.PinList) -> dict[str, ReportedPin]:
+    """The pins in a report, by id."""
+    return {
+        pin.pin_id: ReportedPin(
+            pin_id=pin.pin_id,
+            tier=pin.position.tier,
+            chunk_count=pin.chunk_count,
+            token_count=pin.token_count,
+            expire_time_ns=pin.expire_time.ToNanoseconds(),
+        )
+        for pin in pins.pins
+    }
+
+
+def _values(message: Message) -> dict[str, Any]:
+    """All fields of a message by name."""
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
 def served_models(

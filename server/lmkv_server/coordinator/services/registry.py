@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
 from typing import Any
 
 from google.protobuf import duration_pb2, timestamp_pb2
@@ -25,7 +26,14 @@ from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.report_stream import ReportStream
 from lmkv_server.coordinator.services.outbox import ReportOutbox
 from lmkv_server.coordinator.services.pages import page_limit, page_token, read_page_token
-from lmkv_server.coordinator.services.registration import check_report, check_secret, instance_info
+from lmkv_server.coordinator.services.registration import (
+    check_report,
+    check_secret,
+    instance_info,
+    reported_pins,
+    set_state,
+    stats_message,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +81,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
         except LmkvError as error:
             self._log.warning("refused instance %s at %s: %s", info.instance_id, info.peer_address, error)
             raise
-        instance.tiers = tuple(request.instance.tiers)
-        instance.engine_count = request.instance.engine_count
-        instance.stats = request.instance.stats
+        set_state(instance, request.instance)
         instance.layout_map_id = self._layout_store.map_id
         response = pb.RegisterResponse(
             instance=self._to_proto(instance, now),
@@ -179,15 +185,21 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
         """Applies what a report contains besides chunks."""
         instance = self._registry.instances.find(report.instance_id)
         if instance:
-            self._registry.instances.charge_report(report)
-        if instance and report.HasField("pins"):
-            instance.pins = {pin.pin_id: pin for pin in report.pins.pins}
-        if instance and report.HasField("stats"):
-            instance.stats = report.stats
+            self._charge(report)
+            set_state(instance, report)
+            if report.HasField("pins"):
+                instance.pins = reported_pins(report.pins)
         for record in report.records:
             self._replicator.handle_record(report.instance_id, report.epoch, record)
         for outcome in report.outcomes:
             self._orders.complete(report.instance_id, outcome)
+
+    def _charge(self, report: pb.ReportRequest) -> None:
+        """Charges the budget for what a report makes this coordinator store. Raises `Full`."""
+        sizes = {"tiers": sum(tier.ByteSize() for tier in report.tiers)} if report.tiers else {}
+        sizes |= {name: getattr(report, name).ByteSize() for name in ("stats", "pins") if report.HasField(name)}
+        for item, size_bytes in sizes.items():
+            self._registry.instances.budget.charge(report.instance_id, item, size_bytes)
 
     async def Deregister(self, request: pb.DeregisterRequest, context: Any) -> pb.DeregisterResponse:
         self._registry.instances.check_secret(request.instance_id, request.secret)
@@ -229,22 +241,16 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
             peer_address=info.peer_address,
             specs=[spec.to_proto() for spec in info.specs],
             version=info.version,
-            tiers=instance.tiers,
+            tiers=[pb.TierUsage(**asdict(tier)) for tier in instance.tiers],
             engine_count=instance.engine_count,
             conflicts=[
-                pb.SpecConflict(
-                    instance_id=conflict.instance_id,
-                    model_name=conflict.model_name,
-                    field=conflict.field,
-                    own_value=conflict.own_value,
-                    other_value=conflict.other_value,
-                )
+                pb.SpecConflict(**asdict(conflict))
                 for conflict in self._registry.instances.models.conflicts(info, MAX_CONFLICTS)
             ],
             synced=instance.synced,
             register_time=_wall_time(instance.register_time, now),
             expire_time=_wall_time(instance.expire_time, now),
-            stats=instance.stats,
+            stats=stats_message(instance.stats),
             served_models=[model.to_proto() for model in info.served_models],
         )
 

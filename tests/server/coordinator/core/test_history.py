@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from google.protobuf.duration_pb2 import Duration
-
-from lmkv.v1.registry_service_pb2 import InstanceStats, TierUsage
 from lmkv_server.coordinator.core.history import MAX_INSTANCES, MAX_SAMPLES, MAX_TIERS, PERIOD_SECONDS, History
-from lmkv_server.coordinator.core.instance_info import InstanceInfo
+from lmkv_server.coordinator.core.instance_info import InstanceInfo, ReportedStats, ReportedTier
 from lmkv_server.coordinator.core.instances import Instance
 
 
-def instance(instance_id: str = "a", used: Mapping[str, int] | None = None, epoch: int = 1, **stats: int) -> Instance:
+def instance(instance_id: str = "a", used: Mapping[str, int] | None = None, epoch: int = 1, **stats: float) -> Instance:
     info = InstanceInfo(instance_id=instance_id, epoch=epoch, peer_address="", specs=(), version="", size_bytes=0)
     made = Instance(info, 0.0, 1.0)
-    made.tiers = [TierUsage(name=name, used_bytes=size) for name, size in (used or {}).items()]
-    made.stats = InstanceStats(**stats)  # type: ignore[arg-type]
+    made.tiers = [ReportedTier(name=name, used_bytes=size) for name, size in (used or {}).items()]
+    made.stats = ReportedStats(**stats)  # type: ignore[arg-type]
     return made
 
 
@@ -40,10 +37,7 @@ def test_a_restarted_instance_counts_from_zero() -> None:
 def test_durations_are_in_seconds() -> None:
     history = History()
     history.take([instance()], 0.0)
-    loaded = instance(load_count=2)
-    loaded.stats.load_duration.CopyFrom(Duration(nanos=250_000_000))
-    loaded.stats.avoided_prefill_duration.CopyFrom(Duration(seconds=3))
-    history.take([loaded], 30.0)
+    history.take([instance(load_count=2, load_seconds=0.25, avoided_prefill_seconds=3.0)], 30.0)
     columns = [list(history.fleet.counts[name])[-1] for name in ("load_count", "load_seconds")]
     assert columns == [2, 0.25]
     assert list(history.fleet.counts["avoided_prefill_seconds"]) == [0, 3]

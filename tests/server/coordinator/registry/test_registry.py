@@ -13,7 +13,7 @@ from lmkv.errors import BadChunkKey, BadMessage, Full, InstanceNotFound, ResyncR
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
-from lmkv.v1.registry_service_pb2 import ChunkChange, ReportRequest, TierDigest, TierUsage
+from lmkv.v1.registry_service_pb2 import ChunkChange, ReportRequest, TierDigest
 from lmkv_kernels import ChunkTable
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.registry.registry import Registry
@@ -262,18 +262,6 @@ def test_chunks_that_are_too_long_are_refused(registry: Registry) -> None:
     part = ChunkChange(tier=HOST, fingerprint=endless.fingerprint, admitted_keys=KEYS[0])
     with pytest.raises(BadMessage):
         registry.open_stream("a", 1, 0).apply(snapshot(1, part), 0)
-
-
-def test_usage_is_taken_from_reports_that_carry_it(registry: Registry) -> None:
-    stream = joined(registry)
-    report = snapshot()
-    report.tiers.append(TierUsage(name="host", tier=HOST, capacity_bytes=100, used_bytes=10))
-    report.engine_count = 2
-    stream.apply(report, 0)
-    stream.apply(delta(2), 0)
-    instance = registry.instances.get("a", 1)
-    assert instance.engine_count == 2
-    assert [usage.used_bytes for usage in instance.tiers] == [10]
 
 
 def test_answers_are_partial_while_the_coordinator_is_young() -> None:

@@ -1,0 +1,52 @@
+"""What the coordinator keeps of registrations and reports."""
+
+from __future__ import annotations
+
+from lmkv.v1 import registry_service_pb2 as pb
+from lmkv.v1.chunk_pb2 import TIER_HOST
+from lmkv_server.coordinator.core.instance_info import (
+    InstanceInfo,
+    ReportedPin,
+    ReportedStats,
+    ReportedTier,
+    ReportedTraffic,
+)
+from lmkv_server.coordinator.core.instances import Instance
+from lmkv_server.coordinator.services.registration import reported_pins, reported_stats, set_state, stats_message
+
+
+def test_usage_and_statistics_are_kept_until_a_report_carries_others() -> None:
+    instance = Instance(InstanceInfo(instance_id="a", epoch=1, peer_address=""), now=0, expire_time=3)
+    report = pb.ReportRequest(
+        tiers=[pb.TierUsage(name="host", tier=TIER_HOST, capacity_bytes=100, used_bytes=10)], engine_count=2
+    )
+    report.stats.CopyFrom(
+        pb.InstanceStats(asked_chunks=5, traffic=[pb.PeerTraffic(instance_id="b", chunk_count=1, transferred_bytes=7)])
+    )
+    set_state(instance, report)
+    set_state(instance, pb.ReportRequest())
+    assert instance.engine_count == 2
+    assert instance.tiers == (ReportedTier(name="host", tier=TIER_HOST, capacity_bytes=100, used_bytes=10),)
+    traffic = (ReportedTraffic(instance_id="b", chunk_count=1, transferred_bytes=7),)
+    assert instance.stats == ReportedStats(asked_chunks=5, traffic=traffic)
+
+
+def test_every_number_of_the_statistics_is_kept() -> None:
+    message = pb.InstanceStats(traffic=[pb.PeerTraffic(instance_id="b", chunk_count=1, transferred_bytes=7)])
+    for number, field in enumerate(message.DESCRIPTOR.fields, 1):
+        if field.message_type is None:
+            setattr(message, field.name, number)
+        elif field.message_type.name == "Duration":
+            getattr(message, field.name).FromMilliseconds(1250 * number)
+    assert len(message.ListFields()) == len(message.DESCRIPTOR.fields)
+    assert stats_message(reported_stats(message)) == message
+
+
+def test_pins_are_kept_by_their_ids() -> None:
+    pins = pb.PinList()
+    pin = pins.pins.add(pin_id="a/1", chunk_count=3, token_count=768)
+    pin.position.tier = TIER_HOST
+    pin.expire_time.FromNanoseconds(5)
+    assert reported_pins(pins) == {
+        "a/1": ReportedPin(pin_id="a/1", tier=TIER_HOST, chunk_count=3, token_count=768, expire_time_ns=5)
+    }
