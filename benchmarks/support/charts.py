@@ -19,7 +19,7 @@ CHANNELS = ("shm", "nixl", "tcp", "ucx", "mooncake")
 STEPS = {
     "lookup": Series("lookup", "#8b6fc8"),
     "fetch": Series("fetch from the peer, verified", "#d1781f"),
-    "load": Series("pool to GPU pages", "#2f8f6b"),
+    "load": Series("pool to pages", "#2f8f6b"),
     "compute": Series("last tokens computed", "#3b78c2"),
     "rest": Series("HTTP, tokenizer, vLLM's loop", "#9aa3ad"),
 }

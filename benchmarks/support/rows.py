@@ -104,24 +104,13 @@ def make_table(title: str, rows: Iterable[Row]) -> Table:
     return table
 
 
-def markdown_table(rows: Sequence[Row], meanings: Mapping[str, str] | None = None) -> str:
-    """Rows as a Markdown table; with `meanings`, a column that describes each."""
-    headings = [
-        "row",
-        *(["what it is"] if meanings is not None else []),
-        "value",
-        "unit",
-        "baseline",
-        "its value",
-        "ratio",
-    ]
-    right = {"value", "its value", "ratio"}
-    lines = ["| " + " | ".join(headings) + " |"]
-    lines.append("|" + "|".join("---:" if heading in right else "---" for heading in headings) + "|")
+def markdown_table(rows: Sequence[Row], meanings: Mapping[str, str]) -> str:
+    """Rows as a Markdown table of four columns, which phones show too; `meanings` describes each row by its name."""
+    lines = ["| what it is, and its row | value | baseline | ratio |", "|---|---:|---|---:|"]
     for row in rows:
-        name, *rest = cells(row)
-        meaning = [] if meanings is None else [meanings.get(row.name, "")]
-        lines.append("| " + " | ".join([f"`{name}`", *meaning, *rest]) + " |")
+        name, value, unit, baseline, baseline_value, ratio = cells(row)
+        against = f"{baseline}: {baseline_value}" if baseline else ""
+        lines.append(f"| {meanings[row.name]}<br>`{name}` | {value} {unit} | {against} | {ratio} |")
     return "\n".join(lines)
 
 

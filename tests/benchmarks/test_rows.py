@@ -118,8 +118,9 @@ def test_a_table_shows_every_row_and_what_it_is_compared_with() -> None:
     with console.capture() as shown:
         console.print(make_table("title", rows))
     assert all(word in shown.get() for word in ("title", "first", "12.0", "memcpy", "2.00", "second", "GB/s"))
-    lines = markdown_table(rows).splitlines()
-    assert lines[2] == "| `first` | 12.0 | ms | memcpy | 6.00 | 2.00 |"
+    lines = markdown_table(rows, {"first": "a copy", "second": "a read"}).splitlines()
+    assert lines[2] == "| a copy<br>`first` | 12.0 ms | memcpy: 6.00 | 2.00 |"
+    assert lines[3] == "| a read<br>`second` | 1.00 GB/s |  |  |"
     assert len({line.count("|") for line in lines}) == 1
 
 
@@ -283,7 +284,7 @@ def test_a_page_gets_the_rows_that_it_names_and_keeps_the_rest(tmp_path: Path) -
     filled = tables.fill(page, tmp_path)
     assert filled.startswith("before\n<!-- benchmark data_path: hook_idle_us -->\n")
     assert filled.endswith("<!-- end of benchmark -->\nafter\n")
-    assert "| `hook_idle_us` |" in filled
+    assert "<br>`hook_idle_us` |" in filled
     assert "miss_overhead" not in filled
     assert "old" not in filled
     assert tables.fill(filled, tmp_path) == filled
