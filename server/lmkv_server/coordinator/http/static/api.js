@@ -1,7 +1,7 @@
 // The coordinator's RPCs as JSON, and their errors.
 
 const TIMEOUT_MS = 10_000;
-const PAGE_SIZE = 1000;
+const PAGE_SIZE = 100; // bounds the time that one answer takes of the coordinator's event loop
 
 export const RPC = {
   instances: "lmkv.v1.RegistryService/ListInstances",
@@ -48,6 +48,10 @@ async function post(path, request) {
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify(request),
   });
+  return answerOf(response);
+}
+
+async function answerOf(response) {
   let answer;
   try {
     answer = await response.json();
@@ -73,6 +77,12 @@ export async function list(rpc, field) {
 /** The models for which the coordinator has a tokenizer. Throws `Lost`. */
 export async function tokenizers() {
   return (await (await ask("/tokenizers", {})).json()).models;
+}
+
+/** The samples of the last hour, of the fleet or of one instance. Throws `Refused` or `Lost`. */
+export async function history(instanceId = "") {
+  const query = instanceId ? `?${new URLSearchParams({ instance_id: instanceId })}` : "";
+  return answerOf(await ask(`/history${query}`, {}));
 }
 
 /** The values of coordinator metrics without labels. */

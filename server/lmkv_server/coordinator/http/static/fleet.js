@@ -6,6 +6,8 @@ import { Ledger } from "./ledger.js";
 
 const PERIOD_MS = 1_500;
 const BACKOFF_MS = [500, 1_000, 2_000, 4_000, 8_000];
+/** Least ratio of the time between polls to the time of a poll: a large fleet is polled more rarely. */
+const IDLE_FACTOR = 5;
 const METRICS_EVERY = 4;
 const RENEWAL_SECONDS = 0.05;
 /** Jitter of reported lease ends; a larger difference is a renewed lease. */
@@ -53,12 +55,14 @@ export class Fleet extends EventTarget {
     this.#again = this.#isAsking;
     if (this.#isAsking || document.hidden) return;
     this.#isAsking = true;
+    const began = performance.now();
     try {
       await this.#round();
     } finally {
       this.#isAsking = false;
     }
-    const pause = this.#failures ? BACKOFF_MS[Math.min(this.#failures, BACKOFF_MS.length) - 1] : PERIOD_MS;
+    const backoff = BACKOFF_MS[Math.min(this.#failures, BACKOFF_MS.length) - 1];
+    const pause = backoff ?? Math.max(PERIOD_MS, IDLE_FACTOR * (performance.now() - began));
     this.#timer = setTimeout(() => this.refresh(), this.#again ? 0 : pause);
   }
 

@@ -10,7 +10,9 @@ const EDITABLE = "input, textarea, select, [contenteditable]";
 export function listenToKeys(fleet) {
   const shortcuts = {
     "/": ["Name a prompt", () => byId("prompt-input").focus()],
+    f: ["Filter the instances", () => byId("instances-filter").focus()],
     i: ["Go to the instances", () => goTo("instances-title")],
+    h: ["Go to the history", () => goTo("history-title")],
     v: ["Go to the traffic", () => goTo("traffic-title")],
     o: ["Go to the operations", () => goTo("operations-title")],
     p: ["Go to the pins", () => goTo("pins-title")],
@@ -21,7 +23,7 @@ export function listenToKeys(fleet) {
   byId("help").addEventListener("click", () => openHelp(shortcuts));
   document.addEventListener("keydown", (event) => {
     const isTaken = event.ctrlKey || event.metaKey || event.altKey || event.target.closest(EDITABLE);
-    if (isTaken || byId("dialog").open || !areOn()) return;
+    if (isTaken || document.querySelector("dialog[open]") || !areOn()) return;
     const shortcut = Object.hasOwn(shortcuts, event.key) ? shortcuts[event.key] : null;
     if (!shortcut) return;
     event.preventDefault();

@@ -1,9 +1,12 @@
 // The page: one `Fleet` that polls, and sections that show its state.
 
-import { byId, keyed, h, setAttribute, setText, show } from "./dom.js";
+import { showConflicts } from "./conflicts.js";
+import { Detail } from "./detail.js";
+import { byId, setAttribute, setText, show } from "./dom.js";
 import { Fleet } from "./fleet.js";
-import { TIERS, bytesOf, count, counted, percent } from "./format.js";
-import { showInstances } from "./instances.js";
+import { bytesOf, count, counted, percent } from "./format.js";
+import { FleetHistory } from "./history.js";
+import { Instances } from "./instances.js";
 import { listenToKeys } from "./keys.js";
 import { showOperations } from "./operations.js";
 import { showPins } from "./pins.js";
@@ -11,6 +14,9 @@ import { Prompt } from "./prompt.js";
 import { Traffic } from "./traffic.js";
 
 const fleet = new Fleet();
+const detail = new Detail(fleet);
+const instances = new Instances(fleet, (instanceId) => detail.open(instanceId));
+const fleetHistory = new FleetHistory();
 const prompt = new Prompt(fleet);
 const traffic = new Traffic();
 
@@ -18,11 +24,14 @@ fleet.addEventListener("change", () => {
   showState();
   if (!fleet.isKnown) return;
   showFigures();
-  showInstances(fleet);
+  instances.show();
+  showConflicts(fleet);
+  detail.show();
   showOperations(fleet);
   showPins(fleet);
   traffic.show(fleet);
   prompt.show();
+  if (!fleet.lost) fleetHistory.show();
 });
 
 function showState() {
@@ -53,10 +62,6 @@ function showFigures() {
   setText(byId("figure-ended"), `${count(fleet.operations.length - running)} ended lately`);
 }
 
-keyed(byId("legend"), Object.entries(TIERS), ([tier]) => tier, ([, name]) => ({
-  element: h("li", {}, h("span", { class: "swatch", "data-tier": name }), name),
-  update() {},
-}));
 setText(byId("address"), location.host);
 byId("retry").addEventListener("click", () => fleet.refresh());
 listenToKeys(fleet);

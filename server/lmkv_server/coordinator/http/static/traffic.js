@@ -1,54 +1,69 @@
-// A diagram of transfers between instances: direction, bytes, and current transfers.
+// Transfers between instances: a ring with direction, bytes and current transfers; a heat map of larger fleets.
 
 import { byId, h, keyed, s, setAttribute, setText, show } from "./dom.js";
-import { bytes, count, counted } from "./format.js";
+import { flowText, shortened } from "./flow_text.js";
+import { bytes, count } from "./format.js";
+import { HeatMap } from "./heatmap.js";
 
 const CENTRE = { x: 240, y: 185 };
 const RADIUS = { x: 140, y: 148 };
-const CROWDED_RADIUS = { x: 102, y: 102 };
-/** Of more flows, the largest and the current ones are drawn. */
-const MAX_FLOWS = 200;
-const MAX_ROOMY = 14;
-/** With more instances, labels are placed radially. */
-const LABEL_LENGTH = 15;
+const WIDTH = 480;
+const RING_HEIGHT = 370;
+/** With more instances, the diagram is a heat map. */
+const MAX_RING = 16;
+/** Of more flows, the list has the current and the largest ones. */
+const MAX_LISTED = 200;
 
 export class Traffic {
   #edges = s("g");
   #nodes = s("g");
+  #ring = s("g", {}, this.#edges, this.#nodes);
+  #map = new HeatMap();
 
   constructor() {
-    byId("traffic").append(this.#edges, this.#nodes);
+    byId("traffic").append(this.#ring, this.#map.element);
   }
 
   /** Updates the diagram and the list. */
   show(fleet) {
-    const all = fleet.flows;
-    const flows = all.length > MAX_FLOWS ? all.toSorted(byInterest).slice(0, MAX_FLOWS) : all;
+    const flows = fleet.flows;
     const places = placesOf(fleet.instances, flows);
+    const isRing = places.size <= MAX_RING;
+    const height = isRing ? RING_HEIGHT : flows.length ? this.#map.show(flows) : 0;
+    if (isRing) this.#showRing(places, flows);
+    show(this.#ring, isRing);
+    show(this.#map.element, !isRing);
+    setAttribute(byId("traffic"), "viewBox", `0 0 ${WIDTH} ${Math.ceil(height)}`);
+    const listed = flows.toSorted(byInterest).slice(0, MAX_LISTED);
+    keyed(byId("traffic-list"), listed, (flow) => flow.key, makeLine);
+    show(byId("traffic"), isRing ? places.size > 0 : flows.length > 0);
+    show(byId("traffic-details"), flows.length > 0);
+    const total = flows.reduce((sum, flow) => sum + flow.bytes, 0);
+    setText(byId("traffic-total"), total ? `${bytes(total)} fetched` : "");
+    setText(byId("traffic-caption"), captionOf(flows.length, listed.length, isRing));
+  }
+
+  #showRing(places, flows) {
     const largest = Math.max(1, ...flows.map((flow) => flow.bytes));
     const widest = Math.min(6, 18 / Math.sqrt(flows.length));
     const widthOf = (size) => 1.2 + (widest - 1.2) * Math.sqrt(size / largest);
     keyed(this.#nodes, [...places.values()], (place) => place.name, makeNode);
     keyed(this.#edges, flows.map((flow) => curve(flow, places, widthOf)), (edge) => edge.key, makeEdge);
-    keyed(byId("traffic-list"), flows, (flow) => flow.key, makeLine);
-    show(byId("traffic"), places.size > 0);
-    show(byId("traffic-details"), flows.length > 0);
-    const total = all.reduce((sum, flow) => sum + flow.bytes, 0);
-    setText(byId("traffic-total"), total ? `${bytes(total)} fetched` : "");
-    setText(byId("traffic-caption"), captionOf(flows.length, all.length));
   }
 }
 
 const rank = (flow) => 2 * flow.isRunning + flow.isRecent;
 const byInterest = (one, other) => rank(other) - rank(one); // stable: keeps the order by bytes
 
-function captionOf(shown, all) {
+function captionOf(all, listed, isRing) {
   if (!all) return "No instance has fetched anything from another since it started.";
-  const which = shown < all ? ` These are ${count(shown)} of ${count(all)} flows.` : "";
-  return (
-    "What instances fetched from each other since they started; wider is more. " +
-    `What has just come glows, moves and copies under way are dashed.${which}`
-  );
+  const cut = listed < all ? ` The list has ${count(listed)} of ${count(all)} flows.` : "";
+  return isRing
+    ? "What instances fetched from each other since they started; wider is more. " +
+        `What has just come glows, moves and copies under way are dashed.${cut}`
+    : "What instances (rows) fetched from others (columns) since they started; " +
+        "a stronger colour is more, on a logarithmic scale. " +
+        `What has just come, and moves and copies under way, have a frame.${cut}`;
 }
 
 /** Instances on a circle, by name; those that left stay while a flow of them is drawn. */
@@ -56,14 +71,11 @@ function placesOf(instances, flows) {
   const present = new Set(instances.map((instance) => instance.instanceId));
   const active = new Set(flows.flatMap((flow) => [flow.from, flow.to]));
   const names = [...new Set([...present, ...active])].sort();
-  const isCrowded = names.length > MAX_ROOMY;
-  const radius = isCrowded ? CROWDED_RADIUS : RADIUS;
   const places = names.map((name, index) => {
     const angle = (2 * Math.PI * index) / names.length - Math.PI / 2;
-    const x = CENTRE.x + radius.x * Math.cos(angle);
-    const y = CENTRE.y + radius.y * Math.sin(angle);
-    const size = Math.min(7, 190 / names.length);
-    return { name, angle, x, y, size, isCrowded, isGone: !present.has(name), isActive: active.has(name) };
+    const x = CENTRE.x + RADIUS.x * Math.cos(angle);
+    const y = CENTRE.y + RADIUS.y * Math.sin(angle);
+    return { name, angle, x, y, size: 7, isGone: !present.has(name), isActive: active.has(name) };
   });
   return new Map(places.map((place) => [place.name, place]));
 }
@@ -99,7 +111,6 @@ function arrow({ x, y }, angle, size) {
 }
 
 const point = ({ x, y }) => `${x.toFixed(1)},${y.toFixed(1)}`;
-const shortened = (name) => (name.length > LABEL_LENGTH ? `${name.slice(0, LABEL_LENGTH - 1)}…` : name);
 
 function makeNode() {
   const circle = s("circle");
@@ -114,26 +125,20 @@ function makeNode() {
       setAttribute(circle, "cx", place.x.toFixed(1));
       setAttribute(circle, "cy", place.y.toFixed(1));
       setAttribute(circle, "r", place.size.toFixed(1));
-      const { x, y, anchor, turn } = labelPlace(place);
+      const { x, y, anchor } = labelPlace(place);
       setAttribute(label, "text-anchor", anchor);
-      setAttribute(label, "transform", `translate(${point({ x, y })}) rotate(${turn.toFixed(1)})`);
-      setAttribute(element, "data-crowded", place.isCrowded);
+      setAttribute(label, "transform", `translate(${point({ x, y })})`);
       setAttribute(element, "data-gone", place.isGone);
       setAttribute(element, "data-active", place.isActive);
     },
   };
 }
 
-/** Position of a label: beside its instance, or radial and never upside down. */
-function labelPlace({ x, y, angle, size, isCrowded }) {
+/** Position of a label: beside its instance. */
+function labelPlace({ x, y, angle }) {
   const [cos, sin] = [Math.cos(angle), Math.sin(angle)];
-  if (isCrowded) {
-    const isLeft = cos < -1e-9;
-    const turn = (angle * 180) / Math.PI + (isLeft ? 180 : 0);
-    return { x: x + (size + 5) * cos, y: y + (size + 5) * sin, anchor: isLeft ? "end" : "start", turn };
-  }
   const anchor = Math.abs(cos) < 0.2 ? "middle" : cos > 0 ? "start" : "end";
-  return { x: x + 14 * cos, y: y + 20 * sin, anchor, turn: 0 };
+  return { x: x + 14 * cos, y: y + 20 * sin, anchor };
 }
 
 function makeEdge() {
@@ -145,7 +150,7 @@ function makeEdge() {
   return {
     element,
     update(edge) {
-      setText(title, wordsOf(edge));
+      setText(title, flowText(edge));
       for (const path of [glow, line]) setAttribute(path, "d", edge.path);
       setAttribute(line, "stroke-width", edge.width);
       setAttribute(glow, "stroke-width", 2.2 * Number(edge.width) + 3);
@@ -157,10 +162,5 @@ function makeEdge() {
 
 function makeLine() {
   const element = h("li");
-  return { element, update: (flow) => setText(element, wordsOf(flow)) };
-}
-
-function wordsOf({ from, to, chunks, bytes: size, isRunning }) {
-  const fetched = chunks ? `${counted(chunks, "chunk")}, ${bytes(size)}` : "not counted yet";
-  return `${from} → ${to}: ${fetched}${isRunning ? ", a move or copy is under way" : ""}`;
+  return { element, update: (flow) => setText(element, flowText(flow)) };
 }

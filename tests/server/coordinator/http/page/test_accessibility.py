@@ -59,12 +59,12 @@ async def test_everything_goes_by_keyboard(visitor: Visitor, fleet: dict[str, Sc
 
 async def test_shortcuts_are_listed_and_can_be_switched_off(visitor: Visitor) -> None:
     page = await visitor.open()
-    for key, heading in (("i", "Instances"), ("o", "Operations"), ("p", "Pins"), ("v", "Traffic")):
+    for key, heading in (("i", "Instances"), ("h", "History"), ("o", "Operations"), ("p", "Pins"), ("v", "Traffic")):
         await page.keyboard.press(key)
         await expect(page.get_by_role("heading", name=heading, exact=True)).to_be_focused()
     await page.keyboard.press("?")
     dialog = page.get_by_role("dialog", name="Keyboard")
-    assert {"/", "i", "v", "o", "p", "r", "t", "?"} <= set(await dialog.locator("kbd").all_inner_texts())
+    assert {"/", "f", "i", "h", "v", "o", "p", "r", "t", "?"} <= set(await dialog.locator("kbd").all_inner_texts())
     await dialog.get_by_label("Shortcuts of a single key are on").uncheck()
     await page.keyboard.press("Escape")
     await page.keyboard.press("?")
@@ -176,6 +176,6 @@ async def test_who_shows_a_token_sees_the_fleet_of_its_tenant(browser: Browser, 
         await fleet.instance("b", "theirs", CHUNKS)
         visitor = Visitor(browser, fleet.coordinator)
         page = await visitor.open(http_credentials={"username": "me", "password": token_of("reader", "a")})
-        await expect(page.get_by_role("heading", name="ours", exact=True)).to_be_visible()
+        await expect(page.get_by_role("button", name="ours", exact=True)).to_be_visible()
         assert "theirs" not in await page.content()
         visitor.check()

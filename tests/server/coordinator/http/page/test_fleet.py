@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,24 @@ from playwright.async_api import expect
 from lmkv.keys import join_keys
 from lmkv.v1.cache_service_pb2 import PinRequest
 from lmkv.v1.chunk_pb2 import Position
-from lmkv.v1.registry_service_pb2 import DeregisterRequest, InstanceStats, PeerTraffic
+from lmkv.v1.registry_service_pb2 import DeregisterRequest, InstanceStats, PeerTraffic, TierUsage
 from lmkv_server import http as shared
+from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.coordinator.core.history import History
 from lmkv_server.coordinator.http.app import STATIC
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, LLAMA_FLOAT
-from tests.server.coordinator.http.page.visitor import Visitor, filled, look_up, near, parts, start_copy
-from tests.server.coordinator.scripted_instance import Make, ScriptedInstance, until
+from tests.server.coordinator.http.page.visitor import (
+    GIB,
+    NAMES,
+    Visitor,
+    filled,
+    look_up,
+    near,
+    parts,
+    report,
+    start_copy,
+)
+from tests.server.coordinator.scripted_instance import HOST, Make, ScriptedInstance, until
 
 
 async def test_every_file_that_the_page_names_is_served_and_asked_for_anew(http: httpx.AsyncClient) -> None:
@@ -54,19 +67,19 @@ async def test_instances_are_shown_with_their_tiers_and_what_keeps_them_apart(
 ) -> None:
     async with make("odd", spec=LLAMA_FLOAT):
         page = await visitor.open()
-        row = page.locator(".instance", has=page.get_by_role("heading", name="a", exact=True))
-        await expect(page.locator(".instance h3")).to_have_text(["a", "b", "c", "odd"])
-        await expect(row.locator(".chips")).to_have_text("llama · bfloat16")
-        await expect(row.locator(".tiers .number")).to_have_text(
-            ["6.0 of 8.0 GiB · 3 chunks", "25 of 100 GiB · 1,234 chunks", "4.0 GiB · 7 chunks"]
-        )
-        await expect(row.locator(".tiers .name")).to_have_text(["host", "disk", "example"])
+        row = page.locator(".instance", has=page.get_by_role("button", name="a", exact=True))
+        await expect(page.locator(NAMES)).to_have_text(["a", "b", "c", "odd"])
+        await expect(row.locator("[data-column=model]")).to_have_text("llama · bfloat16")
+        await expect(row.locator("[data-column^=tier] .number")).to_have_text(["75 %", "25 %", "4.0 GiB"])
+        titles = await row.locator("[data-column^=tier] > span").evaluate_all("all => all.map(one => one.title)")
+        assert titles == ["6.0 of 8.0 GiB · 3 chunks", "25 of 100 GiB · 1,234 chunks", "4.0 GiB · 7 chunks"]
+        await expect(page.locator("thead [data-column^=tier]")).to_have_text(["host", "disk", "example"])
         host = row.get_by_role("meter", name="host")
         await expect(host).to_have_attribute("aria-valuenow", "75")
         assert await filled(host) == pytest.approx(0.75, abs=0.01)
-        await expect(row.locator(".how")).to_contain_text("2 engines")
-        await expect(row.locator(".conflicts")).to_have_text(
-            "Shares no llama with odd: kv_dtype is bfloat16 here, float32 there"
+        await expect(row.locator("[data-column=engines]")).to_have_text("2")
+        await expect(page.locator("#conflicts li")).to_have_text(
+            "Instances of llama cannot share chunks: kv_dtype is bfloat16 on 3 instances (a, b, c), float32 on odd"
         )
         await expect(page.locator("#figure-instances")).to_have_text("4")
         await expect(page.locator("#figure-chunks")).to_have_text("1,245")
@@ -83,7 +96,7 @@ async def test_an_instance_that_leaves_is_gone_and_its_successor_comes(
         await expect(page.locator(".instance")).to_have_count(0)
         await expect(page.locator("#instances-empty")).to_be_visible()
     async with make("b"):
-        await expect(page.locator(".instance h3")).to_have_text(["b"])
+        await expect(page.locator(NAMES)).to_have_text(["b"])
         await expect(page.locator("#instances-empty")).to_be_hidden()
 
 
@@ -91,8 +104,12 @@ async def test_an_instance_that_leaves_is_gone_and_its_successor_comes(
 async def test_an_instance_that_owes_a_report_is_said_to_be_silent(visitor: Visitor, make: Make) -> None:
     async with make("a"):  # reports once
         page = await visitor.open()
-        await expect(page.locator(".reports")).to_have_text("reporting")
-        await expect(page.locator(".reports")).to_have_text(re.compile("silent for"))
+        await expect(page.locator(".instance .reports")).to_have_text("reporting")
+        await expect(page.locator(".instance .reports")).to_have_text(re.compile("silent for"))
+        await page.select_option("#instances-state", "live")
+        await expect(page.locator("#instances-none")).to_be_visible()
+        await page.select_option("#instances-state", "lost")
+        await expect(page.locator(NAMES)).to_have_text(["a"])
 
 
 async def test_hits_are_shown_by_where_they_were_found(visitor: Visitor, make: Make) -> None:
@@ -100,8 +117,8 @@ async def test_hits_are_shown_by_where_they_were_found(visitor: Visitor, make: M
     a.stats.CopyFrom(InstanceStats(asked_chunks=1000, own_chunks=625, peer_chunks=250))
     async with a, make("new"):
         page = await visitor.open()
-        bars, words = page.locator(".hits .bar"), page.locator(".hits .number")
-        await expect(words).to_have_text(["62 % own + 25 % peer of 1,000", "nothing looked up yet"])
+        bars, words = page.locator(".instance .hits .bar"), page.locator(".instance .hits .number")
+        await expect(words).to_have_text(["87 %", "–"])
         await expect(
             page.get_by_role("img", name="Hits: 62 % own, 25 % from peers, of 1,000 chunks looked up")
         ).to_be_visible()
@@ -109,11 +126,11 @@ async def test_hits_are_shown_by_where_they_were_found(visitor: Visitor, make: M
         assert await parts(bars.nth(0)) == [["own", near(0.625)], ["peer", near(0.25)]]
         a.stats.CopyFrom(InstanceStats(asked_chunks=4, own_chunks=1))  # it has started again
         await a.tell_stats()
-        await expect(words.nth(0)).to_have_text("25 % own + 0 % peer of 4")
+        await expect(words.nth(0)).to_have_text("25 %")
         assert await parts(bars.nth(0)) == [["own", near(0.25)], ["peer", near(0)]]
         a.stats.Clear()
         await a.tell_stats()
-        await expect(words.nth(0)).to_have_text("nothing looked up yet")
+        await expect(words.nth(0)).to_have_text("–")
         await expect(bars.nth(0)).to_be_hidden()
 
 
@@ -204,22 +221,153 @@ async def test_flows_glow_after_a_rise_that_was_seen_to_happen(visitor: Visitor)
     ]
 
 
-async def test_of_many_flows_the_largest_and_the_newest_are_drawn(visitor: Visitor, make: Make) -> None:
-    many = make("many"), make("more"), make("most"), make("few")
-    for index, instance in enumerate(many):
-        for peer in range(64):
-            size = (index + 1) * 1000 + peer
-            instance.stats.traffic.add(instance_id=f"peer-{index}-{peer}", chunk_count=1, transferred_bytes=size)
-    async with many[0], many[1], many[2], many[3]:
+async def test_a_larger_fleet_is_a_heat_map(visitor: Visitor, make: Make) -> None:
+    a, b = make("a"), make("b")
+    for peer in range(64):
+        a.stats.traffic.add(instance_id=f"peer-{peer}", chunk_count=1, transferred_bytes=(peer + 1) << 20)
+    b.stats.traffic.add(instance_id="a", chunk_count=3, transferred_bytes=1 << 30)
+    async with a, b:
         page = await visitor.open()
-        await expect(page.locator(".edge")).to_have_count(200)
-        await expect(page.locator("#traffic-caption")).to_contain_text("These are 200 of 256 flows.")
-        smallest = page.locator(".edge title", has_text="peer-0-0 → many")
-        await expect(smallest).to_have_count(0)
-        many[0].stats.traffic[0].transferred_bytes += 1
-        await many[0].tell_stats()
-        await expect(smallest).to_have_text("peer-0-0 → many: 1 chunk, 1001 B")
-        await expect(page.locator(".edge")).to_have_count(200)
+        await expect(page.locator(".edge")).to_have_count(0)
+        titles = page.locator(".cell title")
+        await expect(titles).to_have_count(32)  # of a: 30 by name and the others together; of b: a
+        assert {"a → b: 3 chunks, 1.0 GiB", "peer-63 → a: 1 chunk, 64 MiB"} <= set(await titles.all_inner_texts())
+        await expect(titles.filter(has_text="34 others → a: 34 chunks, 595 MiB")).to_have_count(1)
+        await expect(page.locator(".label text").filter(has_text="34 others")).to_have_count(1)
+        strong = await page.locator(".cell rect").evaluate_all(
+            "all => all.map(one => Number(one.getAttribute('fill-opacity')))"
+        )
+        assert max(strong) == 1
+        assert min(strong) > 0.1
+        await expect(page.locator(".cell[data-state=recent]")).to_have_count(0)
+        b.stats.traffic[0].transferred_bytes += 1
+        await b.tell_stats()
+        await expect(page.locator(".cell[data-state=recent] title")).to_have_text("a → b: 3 chunks, 1.0 GiB")
+
+
+async def test_the_table_is_sorted_by_any_column(
+    visitor: Visitor, make: Make, fleet: dict[str, ScriptedInstance]
+) -> None:
+    async with make("a10"):
+        page = await visitor.open()
+        await expect(page.locator(NAMES)).to_have_text(["a", "a10", "b", "c"])
+        header = page.get_by_role("columnheader", name="Instance")
+        await expect(header).to_have_attribute("aria-sort", "ascending")
+        await header.get_by_role("button").press("Enter")
+        await expect(header).to_have_attribute("aria-sort", "descending")
+        await expect(page.locator(NAMES)).to_have_text(["c", "b", "a10", "a"])
+        host = page.get_by_role("columnheader", name="host")
+        await host.get_by_role("button").click()
+        await host.get_by_role("button").click()
+        await expect(page.locator(NAMES)).to_have_text(["a", "a10", "b", "c"])  # 75 %, then all 0 %
+        await expect(page.locator("th[aria-sort]")).to_have_count(1)
+        await expect(page.locator("#announcement")).to_have_text("Sorted by host, descending")
+
+
+async def test_a_name_keeps_the_focus_when_its_row_moves(visitor: Visitor, fleet: dict[str, ScriptedInstance]) -> None:
+    page = await visitor.open()
+    await page.get_by_role("columnheader", name="host").get_by_role("button").click()
+    await expect(page.locator(NAMES)).to_have_text(["b", "c", "a"])
+    await page.get_by_role("button", name="b", exact=True).focus()
+    full = TierUsage(name="host", tier=HOST, capacity_bytes=GIB, used_bytes=GIB)
+    await report(fleet["b"], tiers=[full])
+    await expect(page.locator(NAMES)).to_have_text(["c", "a", "b"])
+    await expect(page.get_by_role("button", name="b", exact=True)).to_be_focused()
+
+
+async def test_the_table_is_filtered_by_text_and_state(
+    visitor: Visitor, make: Make, fleet: dict[str, ScriptedInstance]
+) -> None:
+    async with make("odd", spec=LLAMA_FLOAT):
+        page = await visitor.open()
+        await page.keyboard.press("f")
+        await page.keyboard.type("LLAMA float32")
+        await expect(page.locator(NAMES)).to_have_text(["odd"])
+        await expect(page.locator("#instances-count")).to_have_text("1 of 4")
+        await page.fill("#instances-filter", "none such")
+        await expect(page.locator("#instances-none")).to_be_visible()
+        await page.fill("#instances-filter", "")
+        await page.select_option("#instances-state", "conflict")
+        await expect(page.locator(NAMES)).to_have_count(4)
+        await expect(page.locator("#instances-count")).to_have_text("")
+
+
+async def test_conflicts_are_grouped_by_reason(visitor: Visitor) -> None:
+    page = await visitor.open()
+    script = """async told => {
+        const { reasonsOf } = await import("/static/conflicts.js");
+        const instances = told.map(([instanceId, fingerprint, fields]) => ({
+            instanceId, specs: [{modelName: "m", fingerprint, ...fields}], conflicts: [{modelName: "m"}],
+        }));
+        return reasonsOf(instances).map(({field, values}) => [field, [...values]]);
+    }"""
+    common = {"kvDtype": "bfloat16", "chunkSize": 256}
+    instances = [["a", "1", common], ["b", "1", common], ["c", "2", {**common, "kvDtype": "fp8"}]]
+    instances += [["d", "3", {**common, "chunkSize": 16}], ["e", "4", {**common, "kvDtype": "fp8", "chunkSize": 16}]]
+    assert await page.evaluate(script, instances) == [
+        ["kvDtype", [["bfloat16", ["a", "b"]], ["fp8", ["c", "e"]]]],
+        ["chunkSize", [["256", ["a", "b"]], ["16", ["d"]]]],
+    ]
+
+
+async def test_the_last_hour_is_drawn(visitor: Visitor, coordinator: Coordinator, make: Make) -> None:
+    services = coordinator.tenants.unnamed
+    services.history = samples = History()
+    a = make("a")
+    async with a:
+        now = time.time()
+        samples.take(services.core.instances, now - 60)
+        a.stats.CopyFrom(InstanceStats(asked_chunks=100, own_chunks=50, peer_chunks=25, load_count=4))
+        a.stats.load_duration.FromMilliseconds(1000)
+        a.stats.avoided_prefill_duration.FromMilliseconds(9000)
+        await a.tell_stats()
+        await until(lambda: services.core.instances.named("a", "").stats.asked_chunks == 100)
+        samples.take(services.core.instances, now)
+        page = await visitor.open()
+        charts = page.locator("#history .chart")
+        await expect(charts.locator("h3")).to_have_text(["Hit rate", "Bytes by tier", "TTFT saved by a load"])
+        await expect(charts.nth(0).locator(".legend li")).to_have_text(["all 75 %", "own 50 %"])
+        await expect(charts.nth(0).locator(".caption")).to_have_text("75 % of 100 chunks that engines looked up")
+        await expect(charts.nth(1).locator(".legend li")).to_have_text(["host 0 B"])
+        await expect(charts.nth(2).locator(".legend li")).to_have_text(["average 2.0 s"])
+        await expect(charts.nth(2).locator(".caption")).to_contain_text("8.0 s in 4 loads")
+        await expect(page.get_by_role("img", name="Hit rate. 75 %")).to_be_visible()
+        drawn = (
+            """canvas => canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.some(Boolean)"""
+        )
+        assert await charts.nth(0).locator("canvas").evaluate(drawn)
+        await page.locator(NAMES).click()
+        await expect(page.locator("#detail-history .caption").nth(0)).to_have_text(
+            "75 % of 100 chunks that engines looked up"
+        )
+
+
+async def test_a_name_opens_the_details_of_its_instance(
+    visitor: Visitor, make: Make, registry: Any, fleet: dict[str, ScriptedInstance]
+) -> None:
+    fleet["a"].stats.CopyFrom(InstanceStats(asked_chunks=8, own_chunks=4, peer_chunks=2))
+    fleet["a"].stats.traffic.add(instance_id="b", chunk_count=9, transferred_bytes=9 << 20)
+    await fleet["a"].tell_stats()
+    async with make("odd", spec=LLAMA_FLOAT):
+        page = await visitor.open()
+        await page.get_by_role("button", name="a", exact=True).press("Enter")
+        dialog = page.get_by_role("dialog", name="a")
+        await expect(dialog.get_by_role("button", name="Close")).to_be_focused()
+        await expect(dialog.locator(".tiers .number")).to_have_text(
+            ["6.0 of 8.0 GiB · 3 chunks", "25 of 100 GiB · 1,234 chunks", "4.0 GiB · 7 chunks"]
+        )
+        await expect(dialog.locator("#detail-hits-text")).to_have_text("50 % own, 25 % from peers, of 8 chunks")
+        await expect(dialog.locator("#detail-peers li")).to_have_text(["fetched from b: 9 chunks, 9.0 MiB"])
+        await expect(dialog.locator("#detail-conflicts li")).to_have_text(
+            ["Shares no llama with odd: kv_dtype is bfloat16 here, float32 there"]
+        )
+        await page.keyboard.press("Escape")
+        await expect(dialog).to_be_hidden()
+        await expect(page.get_by_role("button", name="a", exact=True)).to_be_focused()
+        await page.goto(f"{visitor.url}#instance=c")
+        await expect(page.get_by_role("dialog", name="c")).to_be_visible()
+        await registry.Deregister(DeregisterRequest(instance_id="c", epoch=fleet["c"].epoch), timeout=5)
+        await expect(page.locator("#detail-gone")).to_be_visible()
 
 
 async def test_names_that_look_like_html_are_only_text(visitor: Visitor, make: Make, cache: Any) -> None:
@@ -232,7 +380,7 @@ async def test_names_that_look_like_html_are_only_text(visitor: Visitor, make: M
         await until(lambda: b.chunks == CHUNKS)
         page = await visitor.open()
         await look_up(page, join_keys(KEYS).hex())
-        await expect(page.locator(".instance h3").first).to_have_text(evil)
+        await expect(page.locator(NAMES).first).to_have_text(evil)
         await expect(page.locator(".holder .name").first).to_have_text(evil)
         await expect(page.locator(".operation h3")).to_have_text(f"{evil} / host → b / host")
         await expect(page.locator(".pin h3")).to_have_text(f"{evil} / host")

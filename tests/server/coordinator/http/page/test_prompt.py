@@ -12,7 +12,7 @@ from playwright.async_api import expect
 
 from lmkv.keys import join_keys
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA_FLOAT, PROMPT, QWEN, keys_of
-from tests.server.coordinator.http.page.visitor import REFUSED, TEXT, Visitor, look_up, near, parts, rounds
+from tests.server.coordinator.http.page.visitor import NAMES, REFUSED, TEXT, Visitor, look_up, near, parts, rounds
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance
 
 PASTED: list[tuple[str, str, Any]] = [
@@ -154,7 +154,7 @@ async def test_a_tokenizer_of_another_model_does_not_serve(
     visitor: Visitor, fleet: dict[str, ScriptedInstance]
 ) -> None:
     page = await visitor.open()
-    await expect(page.locator(".instance h3").first).to_have_text("a")
+    await expect(page.locator(NAMES).first).to_have_text("a")
     await page.fill("#prompt-input", TEXT)
     await expect(page.locator("#prompt-text")).to_contain_text("no tokenizer of this model")
 

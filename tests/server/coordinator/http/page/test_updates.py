@@ -13,7 +13,7 @@ from lmkv.v1.cache_service_pb2 import ClearRequest
 from lmkv.v1.registry_service_pb2 import TierUsage
 from lmkv_server.coordinator.coordinator import Coordinator
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA
-from tests.server.coordinator.http.page.visitor import GIB, Visitor, look_up, report, rounds, start_copy
+from tests.server.coordinator.http.page.visitor import GIB, NAMES, Visitor, look_up, report, rounds, start_copy
 from tests.server.coordinator.scripted_instance import HOST, Make, ScriptedInstance
 
 
@@ -23,14 +23,14 @@ async def test_the_page_recovers_when_the_coordinator_comes_back(
     visitor.forgiven += ["net::ERR_"]
     async with make("a", CHUNKS):
         page = await visitor.open()
-        await expect(page.locator(".instance h3")).to_have_text(["a"])
+        await expect(page.locator(NAMES)).to_have_text(["a"])
         await look_up(page)
         await expect(page.locator(".holder")).to_have_count(1)
         ports = coordinator.http_ports
         await coordinator.aclose()
         await expect(page.locator("#state")).to_have_text("Connection lost")
         await expect(page.locator("#lost")).to_contain_text("The coordinator does not answer.")
-        await expect(page.locator(".instance h3")).to_have_text(["a"])
+        await expect(page.locator(NAMES)).to_have_text(["a"])
     async with (
         Coordinator(port=0, http_ports=ports, cluster_secret="hush") as successor,
         rpc.open_channel(successor.address) as channel,
@@ -38,7 +38,7 @@ async def test_the_page_recovers_when_the_coordinator_comes_back(
     ):
         await expect(page.locator("#state")).to_have_text(re.compile("Live|Rebuilding"))
         await expect(page.locator("#lost")).to_be_hidden()
-        await expect(page.locator(".instance h3")).to_have_text(["anew"])
+        await expect(page.locator(NAMES)).to_have_text(["anew"])
         await expect(page.locator(".holder .name")).to_have_text(["anew"])
         await page.close()
 
@@ -59,14 +59,14 @@ async def test_rows_are_changed_in_place(visitor: Visitor, cache: Any, fleet: di
     await look_up(page)
     await expect(page.locator(".operation .badge")).to_have_text("done")
     await expect(page.locator(".holder .name").first).to_have_text("a")
-    everything = page.locator(".instance, .instance .tiers li, .operation, .node, .edge, .holder, .segment")
+    everything = page.locator(".instance, .instance td, .instance .bar, .operation, .node, .edge, .holder, .segment")
     count = await everything.evaluate_all("all => all.map(one => { one.isOld = true; }).length")
     await report(fleet["a"], tiers=[TierUsage(name="host", tier=HOST, capacity_bytes=8 * GIB, used_bytes=GIB)])
     await fleet["b"].evict(KEYS)
-    await expect(page.locator(".instance .tiers .number").first).to_have_text("1.0 of 8.0 GiB · 0 chunks")
+    await expect(page.locator("[data-column^=tier] .number:visible").first).to_have_text("12 %")
     await rounds(page, 2)
     old = await everything.evaluate_all("all => all.filter(one => one.isOld).length")
-    assert 0 < count - old <= 5  # two tiers of a and the copy of b are gone
+    assert 0 < count - old <= 20  # the columns of two tiers and the copy of b are gone
     assert await everything.count() == old
 
 
@@ -102,4 +102,4 @@ async def test_it_does_not_ask_while_nobody_looks(visitor: Visitor, make: Make) 
         assert visitor.calls == []
         await page.evaluate(look, False)
         await page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
-        await expect(page.locator(".instance h3")).to_have_text(["a"])
+        await expect(page.locator(NAMES)).to_have_text(["a"])

@@ -17,6 +17,8 @@ GIB = 1 << 30
 TEXT = " ".join(f"t{token}" for token in PROMPT)
 """What the tokenizer of these tests makes the prompt of."""
 SIZES = ({"width": 1280, "height": 900}, {"width": 390, "height": 844}, {"width": 360, "height": 640})
+NAMES = ".instance button.link"
+"""The names in the table of instances."""
 REFUSED = "the server responded with a status of 400"
 """What the browser itself logs of a request that is refused, as some tests mean it to be."""
 
