@@ -29,8 +29,8 @@ from lmkv.spec import KvSpec
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.serving.build import open_peer_side
 from lmkv_server.node.serving.read_grants import SHARE
-from lmkv_server.node.serving.server import PeerServer
 from lmkv_server.node.sessions.sessions import EngineSessions
 
 ANSWER_SECONDS = 60.0
@@ -79,8 +79,9 @@ class ReadingNode:
             grant_ttl=READ_SECONDS,
         )
         config.make_instance_dir()
-        side = PeerServer(config, epoch=self.epoch, tier=self.tier, pool=self.pool, engines=engines_here)
-        await self._stack.enter_async_context(side)
+        side = await open_peer_side(
+            config, self._stack, epoch=self.epoch, tier=self.tier, pool=self.pool, engines=engines_here
+        )
         self.address = side.address
         self.channels = side.channels
         self.connections = side.connections

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from types import TracebackType
 from typing import Self
 
@@ -21,12 +21,12 @@ from lmkv.auth.credentials import Credentials
 from lmkv.errors import ConfigError
 from lmkv.telemetry.calls import ServerCalls
 from lmkv_server.coordinator.core.join_admission import JoinAdmission
-from lmkv_server.coordinator.http.app import make_app
+from lmkv_server.coordinator.http.app import CoordinatorApp, make_app
 from lmkv_server.coordinator.http.tokenizers import Tokenizers
 from lmkv_server.coordinator.layout_store.metrics import SharedMapMetrics
 from lmkv_server.coordinator.layout_store.shared_map import SharedMap
 from lmkv_server.coordinator.registry.registry import Registry
-from lmkv_server.coordinator.services.services import SERVICE_NAMES, Services
+from lmkv_server.coordinator.services.services import SERVICE_NAMES, Services, make_services
 from lmkv_server.coordinator.tenants import Tenants
 from lmkv_server.http.guard import HostGuard
 from lmkv_server.http.ports import address, listen
@@ -93,9 +93,8 @@ class Coordinator:
         """Its metrics, once it is entered."""
         self._calls = ServerCalls()
         self._tenants: Tenants | None = None
-        self._server: grpc.aio.Server | None = None
-        self._http: list[HttpServer] = []
         self._sweeper: asyncio.Task[None] | None = None
+        self._stack = AsyncExitStack()
 
     @property
     def port(self) -> int:
@@ -125,45 +124,39 @@ class Coordinator:
         return self._tenants
 
     async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def _start(self) -> None:
+        stack = self._stack
         tenants = self._tenants = Tenants(self._make_services)
-        calls = self._calls
+        stack.push_async_callback(tenants.aclose)
         for tenant in self._authenticator.callers.tenants:
             tenants.of(tenant)
-        server = await rpc.make_server(SERVICE_NAMES, calls, self._authenticator)
-        tenants.add_to(server)
-        own: tuple[Collector, ...] = (calls, CertificateEnd(self._credentials.cert))
         if self.shared is not None:
-            own = (*own, SharedMapMetrics(self.shared))
-        tokenizers = Tokenizers(self._tokenizers)
-        app = make_app(tenants, tokenizers, self._guard, self._authenticator, *own, grpc_port=lambda: self.port)
+            stack.push_async_callback(self.shared.aclose)
+        server = await rpc.make_server(SERVICE_NAMES, self._calls, self._authenticator)
+        tenants.add_to(server)
+        app = self._make_app(tenants)
         self.metrics = app.metrics
-        try:
-            for key, port in self.grpc_ports.items():
-                self.grpc_ports[key] = _bind(server, self.host, port, key, self._credentials)
-            for key, port in self.http_ports.items():
-                http = HttpServer(
-                    self.host,
-                    port,
-                    key,
-                    app,
-                    self._credentials,
-                    max_connections_per_client=self._max_connections_per_client,
-                    grace_seconds=STOP_SECONDS,
-                )
-                self.http_ports[key] = http.port
-                self._http.append(http)
-            if self.shared is not None:
-                await self.shared.start(tenants)
-            await server.start()
-            for http in self._http:
-                await http.start()
-        except BaseException:
-            await self._stop_serving(server)
-            await self._stop_sharing()
-            raise
-        self._server = server
+        http: list[HttpServer] = []
+        stack.push_async_callback(self._stop_serving, server, http)
+        for key, port in self.grpc_ports.items():
+            self.grpc_ports[key] = _bind(server, self.host, port, key, self._credentials)
+        for key, port in self.http_ports.items():
+            http.append(self._make_http_server(app, key, port))
+            self.http_ports[key] = http[-1].port
+        if self.shared is not None:
+            await self.shared.start(tenants)
+        await server.start()
+        for each in http:
+            await each.start()
         self._sweeper = asyncio.create_task(_sweep(tenants), name="lmkv-coordinator-sweeper")
-        return self
+        stack.push_async_callback(_stop_sweeping, self._sweeper)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -180,19 +173,10 @@ class Coordinator:
 
         Idempotent.
         """
-        sweeper, self._sweeper = self._sweeper, None
-        if sweeper is not None:
-            sweeper.cancel()
-            await asyncio.gather(sweeper, return_exceptions=True)
-        server, self._server = self._server, None
-        if server is not None:
-            await self._stop_serving(server)
-        await self._stop_sharing()
-        if self._tenants is not None:
-            await self._tenants.aclose()
+        await self._stack.aclose()
 
     def _make_services(self, tenant: str) -> Services:
-        return Services(
+        return make_services(
             lease_ttl=self._lease_ttl,
             operation_ttl=self._operation_ttl,
             cluster_secret=self._secret,
@@ -201,12 +185,25 @@ class Coordinator:
             layout_store=self.shared.of(tenant) if self.shared else None,
         )
 
-    async def _stop_sharing(self) -> None:
+    def _make_app(self, tenants: Tenants) -> CoordinatorApp:
+        own: list[Collector] = [self._calls, CertificateEnd(self._credentials.cert)]
         if self.shared is not None:
-            await self.shared.aclose()
+            own.append(SharedMapMetrics(self.shared))
+        tokenizers = Tokenizers(self._tokenizers)
+        return make_app(tenants, tokenizers, self._guard, self._authenticator, *own, grpc_port=lambda: self.port)
 
-    async def _stop_serving(self, server: grpc.aio.Server) -> None:
-        http, self._http = self._http, []
+    def _make_http_server(self, app: CoordinatorApp, key: str, port: int) -> HttpServer:
+        return HttpServer(
+            self.host,
+            port,
+            key,
+            app,
+            self._credentials,
+            max_connections_per_client=self._max_connections_per_client,
+            grace_seconds=STOP_SECONDS,
+        )
+
+    async def _stop_serving(self, server: grpc.aio.Server, http: Sequence[HttpServer]) -> None:
         refusing = asyncio.create_task(server.stop(STOP_SECONDS))  # also waits for streams, which never end
         async with asyncio.TaskGroup() as group:
             for each in http:
@@ -222,6 +219,11 @@ class Coordinator:
             async with asyncio.timeout(STOP_SECONDS):
                 while self._calls.in_flight_count:  # noqa: ASYNC110 # a few times a second, once in its life
                     await asyncio.sleep(STOP_POLL_SECONDS)
+
+
+async def _stop_sweeping(sweeper: asyncio.Task[None]) -> None:
+    sweeper.cancel()
+    await asyncio.wait([sweeper])
 
 
 async def _sweep(tenants: Tenants) -> None:

@@ -34,7 +34,7 @@ from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.instance_lock import InstanceLock, instance_secret
 from lmkv_server.node.metrics.build import serve_metrics
 from lmkv_server.node.metrics.collector import NodeMetrics
-from lmkv_server.node.serving.server import PeerServer
+from lmkv_server.node.serving.build import PeerSide, open_peer_side
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.stack import TierStack
 from lmkv_server.node.tiers.base import SecondaryTier
@@ -72,7 +72,7 @@ class Node:
         """The secondary tiers that keep chunks for this node."""
         self.tiers: list[SecondaryTier] = []
         """All secondary tiers, in the order in which they are asked."""
-        self._peer_side: PeerServer | None = None
+        self._peer_side: PeerSide | None = None
         self._stack = AsyncExitStack()
         self.events = CacheEvents()
         """What the tiers store and remove."""
@@ -135,11 +135,12 @@ class Node:
             self.peer_address or "none (enable_p2p is off)",
         )
 
-    async def _open_peer_side(self) -> PeerServer | None:
+    async def _open_peer_side(self) -> PeerSide | None:
         if not self.config.enable_p2p:
             return None
-        side = PeerServer(
+        side = await open_peer_side(
             self.config,
+            self._stack,
             epoch=self.epoch,
             tier=self.tier,
             pool=self.pool,
@@ -147,7 +148,6 @@ class Node:
             disk=self.disk,
             calls=self._calls,
         )
-        await self._stack.enter_async_context(side)
         self.events.subscribe(side.senders)
         return side
 

@@ -29,7 +29,7 @@ from lmkv_server.node.cache.events import HOST, CacheListener
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.fetch.pipeline import PeerTraffic
 from lmkv_server.node.handoff.sender import HandoffResult
-from lmkv_server.node.serving.server import PeerServer
+from lmkv_server.node.serving.build import open_peer_side
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.progress import Loaded, OnChunks, Progress
 from tests.waiting import until
@@ -94,6 +94,14 @@ class Parts:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def _start(self) -> None:
         self.pool = Pool.create(self._size_bytes)
         self._stack.callback(self.pool.close)
         self.tier = HostTier(self.pool.size_bytes, self._listener)
@@ -109,8 +117,9 @@ class Parts:
         )
         config.make_instance_dir()
         self.transfer_socket = config.transfer_socket
-        side = PeerServer(config, epoch=self.epoch, tier=self.tier, pool=self.pool, engines=self.engines)
-        await self._stack.enter_async_context(side)
+        side = await open_peer_side(
+            config, self._stack, epoch=self.epoch, tier=self.tier, pool=self.pool, engines=self.engines
+        )
         self.address = side.address
         self.channels = side.channels
         self.inspector = side.inspector
@@ -121,7 +130,6 @@ class Parts:
         self.senders = side.senders
         self.directory = side.directory
         self.service = side.service
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()

@@ -72,7 +72,7 @@ class CoordinatorMetrics(Collector):
         partial = _gauge("layout_partial", "1 while the layout map is incomplete: instances may hold more.")
         partial.add_metric([], core.is_partial(time.monotonic()))
         yield partial
-        pins = Counter(pin.position.instance_id for pin in self._services.pins.in_force())
+        pins = Counter(pin.position.instance_id for pin in self._services.fleet_operations.pins.in_force())
         family = _gauge("pins", "Pins in force.", "instance_id")
         for instance in core.instances:
             family.add_metric([instance.info.instance_id], pins[instance.info.instance_id])
@@ -116,12 +116,12 @@ class CoordinatorMetrics(Collector):
         watchers.add_metric([], self._services.watch.watcher_count)
         yield watchers
         running = _gauge("operations_running", "Operations that this coordinator runs.", "kind")
-        kinds = Counter(operation.kind for operation in self._services.operations_core.running_here())
+        kinds = Counter(operation.kind for operation in self._services.fleet_operations.table.running_here())
         for kind in ("clear", "copy", "move"):
             running.add_metric([kind], kinds[kind])
         yield running
         ended = CounterMetricFamily(f"{PREFIX}operations_ended", "Operations that ended.", labels=["kind", "state"])
-        for labels, count in self._services.operations_core.ended_counts.items():
+        for labels, count in self._services.fleet_operations.table.ended_counts.items():
             ended.add_metric(labels, count)
         yield ended
 

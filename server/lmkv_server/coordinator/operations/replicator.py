@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from google.protobuf.message import Message
@@ -41,9 +41,15 @@ class OperationReplicator:
     `is_partial` returns whether instances have yet to report what they hold.
     """
 
-    def __init__(self, operations: Operations, orders: PendingOrders, is_partial: Callable[[], bool]) -> None:
-        self.resume: dict[str, Work] = {}
-        """By kind: continues an operation that another coordinator started."""
+    def __init__(
+        self,
+        operations: Operations,
+        orders: PendingOrders,
+        is_partial: Callable[[], bool],
+        resume: Mapping[str, Work],
+    ) -> None:
+        """`resume`, by kind of operation, continues one that another coordinator started."""
+        self._works = resume
         self._operations = operations
         self._orders = orders
         self._is_partial = is_partial
@@ -106,7 +112,7 @@ class OperationReplicator:
             async with asyncio.timeout(SETTLE_SECONDS):
                 while self._is_partial():  # noqa: ASYNC110 # each instance changes it
                     await asyncio.sleep(0.05)
-        return await self.resume[operation.kind](operation)
+        return await self._works[operation.kind](operation)
 
     def _replicate_all(self, operation: Operation) -> None:
         for instance_id in operation.record_holders:

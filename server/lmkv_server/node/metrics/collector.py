@@ -15,7 +15,7 @@ from lmkv_server.node.cache.warm_start import WarmStart
 from lmkv_server.node.commands.runner import OrderRunner
 from lmkv_server.node.engines.lookup_stats import LookupCounters
 from lmkv_server.node.fleet.membership import FleetMembership
-from lmkv_server.node.serving.server import PeerServer
+from lmkv_server.node.serving.build import PeerSide
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.base import SecondaryTier
 
@@ -58,7 +58,7 @@ class NodeMetrics(Collector):
         engines: EngineSessions,
         orders: OrderRunner,
         fleet: FleetMembership,
-        side: PeerServer | None,
+        side: PeerSide | None,
         lookups: LookupCounters,
         calls: ServerCalls,
     ) -> None:
@@ -140,7 +140,7 @@ class NodeMetrics(Collector):
             "spec_conflicts", "Instances of the same models with an incompatible KvSpec.", len(self._fleet.conflicts)
         )
 
-    def _fetching(self, side: PeerServer) -> Iterator[Metric]:
+    def _fetching(self, side: PeerSide) -> Iterator[Metric]:
         transfers, fetches = side.pipeline.stats(), side.fetcher.stats()
         yield _gauge("read_grants", "Grants that peers have on chunks here.", len(side.service.grants))
         yield _counter(
@@ -151,7 +151,7 @@ class NodeMetrics(Collector):
         yield _gauge("quarantined_batches", "Batches whose transfer has not stopped.", transfers.quarantined_batches)
         yield _gauge("quarantined_bytes", "Bytes of the pool that these may write to.", transfers.quarantined_bytes)
 
-    def _handing(self, side: PeerServer) -> Iterator[Metric]:
+    def _handing(self, side: PeerSide) -> Iterator[Metric]:
         """Both sides of handoffs from prefill to decode."""
         receiver, handoffs = side.receiver, side.receiver.handoffs
         sent, received, admitted = side.senders.stats(), receiver.stats(), handoffs.stats()

@@ -1,4 +1,4 @@
 """The server side of `PeerService`: what other nodes may read of this one.
 
-Imports `handoff`, `fetch` and what is below. Start with `service.PeerService`; `server.PeerServer` composes all.
+Imports `handoff`, `fetch` and what is below. Start with `service.PeerService`; `build` composes all.
 """

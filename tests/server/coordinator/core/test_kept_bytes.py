@@ -50,14 +50,14 @@ def record(*, done: bool, name: str = "", attempt: int = 1, request: bytes = LAR
 
 
 def names(coordinator: Coordinator) -> set[str]:
-    return {one.name for one in coordinator.tenants.unnamed.operations_core.newest_first()}
+    return {one.name for one in coordinator.tenants.unnamed.fleet_operations.table.newest_first()}
 
 
 @pytest.mark.parametrize("done", [False, True])
 async def test_planted_records_take_no_more_than_one_instance_may(
     coordinator: Coordinator, make: Make, done: bool
 ) -> None:
-    core = coordinator.tenants.unnamed.operations_core
+    core = coordinator.tenants.unnamed.fleet_operations.table
     async with make("honest") as honest, make("evil") as evil:
         theirs = [record(done=True, request=b"") for _ in range(3)]
         for one in theirs:
@@ -83,7 +83,7 @@ async def test_planted_records_take_no_more_than_one_instance_may(
 async def test_planted_records_of_many_instances_take_no_more_than_a_tenant_may(
     coordinator: Coordinator, make: Make
 ) -> None:
-    core = coordinator.tenants.unnamed.operations_core
+    core = coordinator.tenants.unnamed.fleet_operations.table
     for number in range(operation_table.MAX_BYTES // MAX_RECORD_BYTES + 2):
         async with make(f"evil-{number}") as evil:
             before = coordinator.tenants.unnamed.registry.report_count
@@ -101,7 +101,7 @@ async def test_planted_records_of_many_instances_take_no_more_than_a_tenant_may(
 async def test_large_moves_give_way_once_they_ended_and_are_refused_while_they_run(
     coordinator: Coordinator, make: Make, cache: Any
 ) -> None:
-    core = coordinator.tenants.unnamed.operations_core
+    core = coordinator.tenants.unnamed.fleet_operations.table
     move = cache_pb.MoveRequest(
         old_position=chunk_pb2.Position(instance_id="a"),
         new_position=chunk_pb2.Position(instance_id="b"),

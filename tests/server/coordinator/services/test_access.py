@@ -29,7 +29,7 @@ from lmkv_server.coordinator.http.access import RPC_BY_PATH, rpc_of
 from lmkv_server.coordinator.http.app import make_app
 from lmkv_server.coordinator.http.tokenizers import Tokenizers
 from lmkv_server.coordinator.services.layout_watch import MAX_WATCHERS_PER_CLIENT
-from lmkv_server.coordinator.services.services import SERVICE_NAMES, Services
+from lmkv_server.coordinator.services.services import SERVICE_NAMES, make_services
 from lmkv_server.coordinator.tenants import Tenants
 from lmkv_server.http.guard import HostGuard
 from tests.server.coordinator.cases import KEYS, LLAMA
@@ -119,7 +119,7 @@ async def test_a_browser_shows_its_token_as_a_password(fleet: Guarded) -> None:
 
 async def test_every_path_is_in_the_table() -> None:
     app = make_app(
-        Tenants(lambda _: Services(lease_ttl=3.0)),
+        Tenants(lambda _: make_services(lease_ttl=3.0)),
         Tokenizers({}),
         HostGuard(bound="127.0.0.1"),
         OPEN_AUTHENTICATOR,

@@ -1,0 +1,60 @@
+"""Builds what runs the operations of one tenant, and the pins."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from lmkv_server.coordinator.operations.clears import Clears
+from lmkv_server.coordinator.operations.moves import Moves
+from lmkv_server.coordinator.operations.operations import Operations
+from lmkv_server.coordinator.operations.orders import PendingOrders
+from lmkv_server.coordinator.operations.pins import FleetPins
+from lmkv_server.coordinator.operations.replicator import OperationReplicator
+from lmkv_server.coordinator.registry.registry import Registry
+from lmkv_server.coordinator.registry.selection import Selector
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetOperations:
+    """The operations of one tenant's fleet."""
+
+    table: Operations
+    moves: Moves
+    clears: Clears
+    pins: FleetPins
+    replicator: OperationReplicator
+
+    async def aclose(self) -> None:
+        """Stops the operations that run here."""
+        await self.table.aclose()
+        await self.replicator.aclose()
+
+
+def make_operations(
+    registry: Registry, selector: Selector, orders: PendingOrders, *, operation_ttl: float
+) -> FleetOperations:
+    """Ended operations are kept for `operation_ttl` seconds."""
+
+    def is_partial() -> bool:
+        return registry.is_partial(time.monotonic())
+
+    def restarted_seconds(instance_id: str, epoch: int) -> float:
+        return registry.instances.restarted_seconds(instance_id, epoch, time.monotonic())
+
+    table = Operations(
+        operation_ttl,
+        is_partial=is_partial,
+        restarted_seconds=restarted_seconds,
+        report_delay=registry.instances.lease_ttl,
+    )
+    moves = Moves(registry, selector, orders, table)
+    clears = Clears(registry, selector, orders, table)
+    resume = {"move": moves.resume, "copy": moves.resume, "clear": clears.resume}
+    return FleetOperations(
+        table=table,
+        moves=moves,
+        clears=clears,
+        pins=FleetPins(registry, selector, orders),
+        replicator=OperationReplicator(table, orders, is_partial, resume),
+    )
