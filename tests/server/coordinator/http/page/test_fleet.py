@@ -231,7 +231,7 @@ async def test_a_larger_fleet_is_a_heat_map(visitor: Visitor, make: Make) -> Non
         await expect(page.locator(".edge")).to_have_count(0)
         titles = page.locator(".cell title")
         await expect(titles).to_have_count(32)  # of a: 30 by name and the others together; of b: a
-        assert {"a → b: 3 chunks, 1.0 GiB", "peer-63 → a: 1 chunk, 64 MiB"} <= set(await titles.all_inner_texts())
+        assert {"a → b: 3 chunks, 1.0 GiB", "peer-63 → a: 1 chunk, 64 MiB"} <= set(await titles.all_text_contents())
         await expect(titles.filter(has_text="34 others → a: 34 chunks, 595 MiB")).to_have_count(1)
         await expect(page.locator(".label text").filter(has_text="34 others")).to_have_count(1)
         strong = await page.locator(".cell rect").evaluate_all(
