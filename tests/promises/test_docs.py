@@ -72,9 +72,9 @@ def test_headings_are_called_as_github_calls_them(tmp_path: Path) -> None:
 def test_the_site_builds_without_a_warning(root: Path, run: Run, tmp_path: Path) -> None:
     """Strict: no broken link or anchor, no page outside the navigation."""
     run(sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", tmp_path)
-    assert {page.relative_to(DOCS).with_suffix("") for page in DOCS.rglob("*.md")} == {
-        page.relative_to(tmp_path).parent if page.parent != tmp_path else Path("index")
-        for page in tmp_path.rglob("index.html")
+    pages = [page.relative_to(DOCS) for page in DOCS.rglob("*.md")]
+    assert {page.parent if page.name == "index.md" else page.with_suffix("") for page in pages} == {
+        page.relative_to(tmp_path).parent for page in tmp_path.rglob("index.html")
     }
     index = (tmp_path / "llms.txt").read_text()
     assert "concepts/architecture/index.md" in index
