@@ -1,90 +1,86 @@
-"""The README's `vllm serve` and `vllm bench serve` work as they are typed, with the `vllm` of this environment.
+"""Every command of README and of the CPU quick start works as it is typed, from a folder of the reader's own.
 
-A folder `MODEL` in the current directory makes the README's word a model. Only a free port is added to the commands,
-and the environment keeps the engine small.
+A folder `MODEL` in the current directory makes the pages' word a model. `tests/promises/get_started.py` lists what is not
+run, and why.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 
-from lmkv_client.demo.endpoint import Endpoint
-from lmkv_client.demo.process import ServerProcess, end_processes, pids_with_environment
-from tests.engines.faults import eventually
-from tests.engines.llm import CALM, ENVIRONMENT, READY_TIMEOUT_SECONDS
+from tests.engines.typed import Shell
 from tests.promises.commands import command_lines
+from tests.promises.get_started import PAGES, ROOT, blocks_to_run
+from tests.promises.test_readme import in_containers
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-README = Path(__file__).parents[2] / "README.md"
-VLLM = str(Path(sys.executable).with_name("vllm"))
-BENCH_TIMEOUT_SECONDS = 280.0
-SMALL = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_USE_AOT_COMPILE": "0",  # without --enforce-eager vLLM would compile the model for a minute
-}
+README, CPU = ROOT / "README.md", ROOT / "docs/get-started/cpu.md"
 
 
-def typed(*words: str) -> list[str]:
-    """The README's first command line that begins with these words, run from this environment."""
-    lines = command_lines(README, "vllm")
-    line = next(line for line in lines if line[: len(words)] == list(words))
-    return [VLLM, *line[1:]]
-
-
-@pytest.fixture(scope="module")
-def folder(tiny_model: Path) -> Iterator[Path]:
-    """A current directory with a model `MODEL`, and the runtime folder of the node."""
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """An empty current directory, which is the runtime folder of nodes, too."""
     with tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as name:
-        shutil.copytree(tiny_model, Path(name) / "MODEL")
         yield Path(name)
 
 
 @pytest.fixture
-def server(folder: Path, free_port: Callable[[], int]) -> Iterator[Endpoint]:
-    """The README's engine, ready."""
-    port = free_port()
-    lmkv = CALM | {"instance_id": "typed", "runtime_dir": str(folder), "max_local_cpu_size": "64MiB"}
-    own = {f"LMKV_{key.upper()}": value for key, value in lmkv.items()}
-    environment = ENVIRONMENT | own | SMALL | {"TMPDIR": str(folder)}
-    command = ["/bin/sh", "-c", 'cd "$0" && exec "$@"', str(folder)]
-    command += [*typed("vllm", "serve"), "--port", str(port)]
-    process = ServerProcess("vllm serve", command, folder / "vllm.log", environment)
-    endpoint = Endpoint("vllm serve", port, "MODEL")
-    try:
-        process.start()
-        process.wait_until(lambda: endpoint.answers("/health"), "ready", READY_TIMEOUT_SECONDS)
-        yield endpoint
-    finally:
-        process.stop()
-        end_processes(pids_with_environment({"LMKV_RUNTIME_DIR": str(folder)}, "node"))
+def with_model(folder: Path, tiny_model: Path) -> Path:
+    """The folder with a model `MODEL`."""
+    shutil.copytree(tiny_model, folder / "MODEL")
+    return folder
 
 
-@pytest.mark.timeout(900)
-def test_the_readmes_engine_starts_as_typed_and_vllms_benchmark_runs_against_it(server: Endpoint, folder: Path) -> None:
-    done = subprocess.run(
-        [*typed("vllm", "bench", "serve"), "--port", str(server.port)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=BENCH_TIMEOUT_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "Successful requests:                     20" in done.stdout
-    eventually(lambda: server.metrics()["lmkv:stored_tokens_total"] > 0, "lmkv stores the prompts")
+def test_the_readme_has_a_block_for_each_test_below() -> None:
+    assert len(list(blocks_to_run(README))) == 3
 
 
-def test_every_vllm_command_in_the_readme_takes_its_flags() -> None:
-    """Each has as many arguments as vLLM's own parser takes; `MODEL` need not exist for that."""
+def test_the_readmes_engine_starts_and_vllms_benchmark_runs_against_it(with_model: Path) -> None:
+    one_engine, _, _ = blocks_to_run(README)
+    shown = Shell(with_model).run([one_engine], "curl -s localhost:8000/metrics | grep lmkv:stored_tokens_total")
+    assert "Successful requests:                     20" in shown
+    assert counted(shown, "lmkv:stored_tokens_total") > 0
+
+
+def test_the_readmes_fleet_lists_its_engine(with_model: Path) -> None:
+    _, fleet, _ = blocks_to_run(README)
+    assert "engine-1" in Shell(with_model).run([fleet])
+
+
+def test_the_readmes_prefill_and_decode_engines_answer_through_the_proxy(with_model: Path) -> None:
+    _, _, disaggregated = blocks_to_run(README)
+    shown = Shell(with_model).run([disaggregated])
+    assert '"completion_tokens":8' in shown.replace(" ", "")
+
+
+def test_the_quick_start_on_a_cpu_leads_from_an_empty_folder_to_a_hit_and_a_move(folder: Path) -> None:
+    shown = Shell(folder).run(list(blocks_to_run(CPU)))
+    first, second = re.findall(r'"text": (".*")', shown)
+    assert first == second
+    assert counted(shown, "lmkv:loaded_tokens_total") > 1000
+    before, _, after = shown.partition("moved")
+    assert re.search(r"engine-1 .*\n(.*\n)*.*engine-2 ", before)
+    assert "engine-2" in after
+    assert "engine-1 " not in after.splitlines()[-1]
+
+
+def counted(shown: str, name: str) -> float:
+    """The value of a counter in what `/metrics` shows."""
+    return sum(float(value) for value in re.findall(rf"^{name}{{.*}} (\S+)$", shown, re.MULTILINE))
+
+
+def test_every_vllm_command_of_the_pages_takes_its_flags() -> None:
+    """Each has as many arguments as vLLM's own parser takes; the model need not exist for that."""
     program = (
         "import sys\n"
         "from vllm.entrypoints.cli.serve import ServeSubcommand\n"
@@ -94,8 +90,9 @@ def test_every_vllm_command_in_the_readme_takes_its_flags() -> None:
         "for line in open(0).read().splitlines():\n"
         "    parser.parse_args(line.split('\\t'))\n"
     )
-    served = [line[1:] for line in command_lines(README, "vllm") if line[1] == "serve"]
-    assert len(served) >= 3
+    typed = [words for page in PAGES for words in [*command_lines(page, "vllm"), *in_containers(page)]]
+    served = [words[1:] for words in typed if words[:2] == ["vllm", "serve"]]
+    assert len(served) >= 7
     lines = "\n".join("\t".join(words) for words in served)
     done = subprocess.run(
         [sys.executable, "-c", program], input=lines, capture_output=True, text=True, timeout=120, check=False

@@ -10,16 +10,33 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BASH = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 
 
+ASSIGNMENTS = re.compile(r"^(?:[A-Z_0-9]+=\S+ )+")
+
+
 def command_lines(page: Path, program: str) -> list[list[str]]:
-    """Words of every command line of `program` in code blocks and inline code, without the remark behind it."""
+    """Words of every command line of `program` in code blocks and inline code.
+
+    Variables set before it and the remark behind it are left out; lines that end in a backslash are joined.
+    """
     text = page.read_text()
-    lines = [line for block in BLOCK.findall(text) for line in block.splitlines()]
+    lines = [line for block in BLOCK.findall(text) for line in joined(block)]
     lines += INLINE.findall(BLOCK.sub("", text))
-    commands = [re.split(r" {2,}| \| ", line.strip())[0] for line in lines]
+    commands = [ASSIGNMENTS.sub("", re.split(r" {2,}| \| ", line.strip())[0]) for line in lines]
     return [shlex.split(command) for command in commands if command.startswith(f"{program} ")]
+
+
+def bash_blocks(page: Path) -> list[list[str]]:
+    """The lines of each `bash` block of a page, with lines that end in a backslash joined."""
+    return [joined(block) for block in BASH.findall(page.read_text())]
+
+
+def joined(block: str) -> list[str]:
+    """The lines of a code block; those that end in a backslash go on with the next one."""
+    return re.sub(r"\\\n\s*", "", block).splitlines()
 
 
 def takes(point: EntryPoint, arguments: Sequence[str]) -> None:

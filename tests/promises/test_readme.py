@@ -1,60 +1,139 @@
-"""What the README and CONTRIBUTING tell people to type exists."""
+"""What README, the pages that get people started, and CONTRIBUTING tell people to type exists.
+
+`tests/engines/test_typed_commands.py` runs it; what it cannot run is checked here.
+"""
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
+import helm_python
 import pytest
+import yaml
 
-from tests.promises.commands import command_lines, takes
+from tests.promises.commands import bash_blocks, command_lines, takes
+from tests.promises.get_started import NOT_RUN, PAGES, ROOT, not_run
 
-PAGES = ("README.md", "CONTRIBUTING.md")
+CHECKED = ("cd", "curl", "docker", "git", "helm", "kubectl", "lmkv", "make", "python", "vllm")
+"""Programs whose command lines are checked here or by `test_typed_commands.py`, and those that every host has."""
+SHELL = re.compile(r"(PROMPT=.*|for .*; do|done|ask( .*)?|ask\(\) \{|\}|#.*|)")
+MAX_README_LINES = 150
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_make_target_in_the_pages_exists(root: Path, page: str) -> None:
+def test_the_readme_fits_on_a_few_screens(root: Path) -> None:
+    assert len((root / "README.md").read_text().splitlines()) <= MAX_README_LINES
+
+
+def test_every_reason_not_to_run_a_block_is_about_one() -> None:
+    blocks = [(page, block) for page in PAGES for block in bash_blocks(page)]
+    for name, words in NOT_RUN:
+        assert any(page.name == name and block[0].startswith(words) for page, block in blocks), f"{name}: {words}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_command_that_no_test_runs_is_of_a_program_that_is_checked(page: Path) -> None:
+    for line in itertools.chain.from_iterable(block for block in bash_blocks(page) if not_run(page, block)):
+        if not SHELL.fullmatch(line.strip()):
+            assert line.split()[0] in CHECKED, line
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs/get-started/cpu.md"])
+def test_every_make_target_in_the_pages_exists(root: Path, page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.MULTILINE))
-    named = {word for line in command_lines(root / page, "make") for word in line[1:] if re.fullmatch(r"[a-z-]+", word)}
+    named = {word for line in command_lines(page, "make") for word in line[1:] if re.fullmatch(r"[a-z-]+", word)}
     assert named, "the page names no target; is the pattern still right?"
     assert named <= targets
 
 
-def test_every_lmkv_command_in_the_readme_exists_and_takes_its_flags(root: Path, pyproject: dict[str, Any]) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_lmkv_command_exists_and_takes_its_flags(page: Path, pyproject: dict[str, Any]) -> None:
     points = pyproject["project"]["entry-points"]["lmkv.commands"]
-    lines = command_lines(root / "README.md", "lmkv")
-    assert {"coordinator", "lookup", "instances"} <= {line[1] for line in lines}
+    lines = command_lines(page, "lmkv")
+    lines += [words for words in in_containers(page) if words[0] == "lmkv"]
+    assert lines
     for _, name, *arguments in lines:
-        assert name in points, f"README names `lmkv {name}`"
+        assert name in points, f"the page names `lmkv {name}`"
         takes(EntryPoint(name, points[name], "lmkv.commands"), arguments)
 
 
-def test_the_demo_takes_the_flags_that_the_readme_passes_on(root: Path, pyproject: dict[str, Any]) -> None:
+def test_the_demo_takes_the_flags_that_the_page_passes_on(root: Path, pyproject: dict[str, Any]) -> None:
     command = EntryPoint("demo", pyproject["project"]["entry-points"]["lmkv.commands"]["demo"], "")
-    passed_on = re.findall(r'make demo ARGS="([^"]*)"', (root / "README.md").read_text())
+    passed_on = re.findall(r'make demo ARGS="([^"]*)"', (root / "docs/get-started/cpu.md").read_text())
     assert passed_on
     for arguments in passed_on:
         if arguments != "--help":
             takes(command, shlex.split(arguments))
 
 
-def test_every_folder_in_the_map_is_there(root: Path) -> None:
-    _, _, text = (root / "README.md").read_text().partition("## Where things are")
-    folders = re.findall(r"^\| `([a-z0-9_/]+)` \|", text, re.MULTILINE)
-    assert len(folders) >= 6
-    assert [folder for folder in folders if not (root / folder).is_dir()] == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_image_that_is_built_is_a_target_and_has_our_version(page: Path, pyproject: dict[str, Any]) -> None:
+    version = pyproject["project"]["version"]
+    targets = set(re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "docker/Dockerfile").read_text(), re.MULTILINE))
+    builds = [words for words in command_lines(page, "docker") if words[1] == "build"]
+    for words in builds:
+        flags = dict(itertools.pairwise(words))
+        assert (ROOT / flags["--file"]).is_file()
+        assert flags["--target"] in targets | {"$image"}
+        assert flags["--tag"].endswith(f":{version}")
+    text = page.read_text()
+    assert set(re.findall(r"for image in (.*); do", text)) <= {"lmkv lmkv-node lmkv-vllm"}
+    assert {"lmkv", "lmkv-node", "lmkv-vllm"} <= targets
 
 
-def test_every_configuration_key_in_the_readme_is_one(root: Path) -> None:
+def test_the_gpu_page_names_the_image_of_vllm_that_ours_is_made_of(root: Path) -> None:
+    named = re.findall(r"vllm/vllm-openai:v[0-9.]+[0-9]", (root / "docs/get-started/gpu.md").read_text())
+    assert named
+    assert set(named) == {*re.findall(r"FROM (vllm/vllm-openai:\S+)", (root / "docker/Dockerfile").read_text())}
+
+
+def in_containers(page: Path) -> list[list[str]]:
+    """What the page's `docker run` lines run: the entry point and the words behind the image."""
+    runs = [words for words in command_lines(page, "docker") if words[1] == "run"]
+    found = []
+    for words in runs:
+        image = next(at for at, word in enumerate(words) if word.startswith("lmkv-vllm:"))
+        found.append([words[words.index("--entrypoint") + 1], *words[image + 1 :]])
+    return found
+
+
+def test_the_chart_takes_the_values_of_the_page_and_makes_what_is_forwarded(root: Path) -> None:
+    page = root / "docs/get-started/kubernetes.md"
+    (block,) = re.findall(r"^```yaml\n# values.yaml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    with helm_python.Chart.load(root / "helm/lmkv") as chart:
+        chart.validate_schema(yaml.safe_load(block))
+        rendered = chart.render(yaml.safe_load(block), name="lmkv", namespace="lmkv")
+    files = [text for path, text in rendered.items() if path.endswith(".yaml")]
+    manifests = [one for text in files for one in yaml.safe_load_all(text) if one]
+    services = {
+        one["metadata"]["name"]: {str(port["port"]) for port in one["spec"]["ports"]}
+        for one in manifests
+        if one["kind"] == "Service"
+    }
+    forwarded = [words for words in command_lines(page, "kubectl") if "port-forward" in words]
+    assert len(forwarded) == 2
+    for words in forwarded:
+        name, *ports = words[words.index("port-forward") + 1 :]
+        assert set(ports) - {"&"} <= services[name.removeprefix("service/")]
+    lines = command_lines(page, "helm") + command_lines(root / "README.md", "helm")
+    for words in (words for words in lines if len(words) > 2):
+        assert words[1] in ("install", "upgrade", "test", "uninstall")
+        assert words[2] == "lmkv"
+        sets = [word for flag, word in itertools.pairwise(words) if flag == "--set"]
+        for name, _, _ in (word.partition("=") for word in sets):
+            values = yaml.safe_load((root / "helm/lmkv/values.yaml").read_text())
+            for part in name.split("."):
+                assert part in values, name
+                values = values[part]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_configuration_key_is_one(page: Path) -> None:
     from lmkv.config import ConnectorConfig, CoordinatorConfig, keys
 
-    known = {*keys(ConnectorConfig), *keys(CoordinatorConfig)}
-    text = (root / "README.md").read_text()
-    yaml_blocks = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    named = {name for block in yaml_blocks for name in re.findall(r"^([a-z_0-9]+):", block, re.MULTILINE)}
-    named |= {name.lower() for name in re.findall(r"\bLMKV_([A-Z_0-9]+)=", text)} - {"config_file"}
-    assert len(named) > 3
-    assert named <= known
+    named = {name.lower() for name in re.findall(r"\bLMKV_([A-Z_0-9]+)\b", page.read_text())}
+    assert named <= {*keys(ConnectorConfig), *keys(CoordinatorConfig), "config_file"}
