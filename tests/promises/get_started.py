@@ -17,7 +17,7 @@ NOT_RUN = {
     ("gpu.md", ""): "needs a GPU, a Docker daemon and a model of Hugging Face",
     ("kubernetes.md", ""): "needs a Docker daemon, a registry and a cluster",
 }
-"""By page and first words of a `bash` block, the reason why no test runs it. All others are run from an empty folder."""
+"""By page and first words of a `bash` block, why no test runs it. All others are run from an empty folder."""
 
 
 def not_run(page: Path, block: list[str]) -> str:
