@@ -18,6 +18,10 @@ PAGES = sorted(
 LINK = re.compile(r"\]\(([^)\s]+)\)|\b(?:src|srcset)=\"([^\"]+)\"")
 REPOSITORY = "https://github.com/lmkv/lmkv/blob/main/"
 """How pages of the site name files outside `docs/`."""
+RAW = "https://raw.githubusercontent.com/lmkv/lmkv/main/"
+"""How README names pictures, so that package indexes show them, too."""
+SCHEME = re.compile(r"#gh-(light|dark)-mode-only$")
+"""Ends the path of a picture that is shown in one color scheme only."""
 CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]*`")
 FILE = re.compile(r"`([\w./{},-]+/[\w./{},-]+\.(?:c|cpp|cu|h|json|md|proto|py|yaml))`")
@@ -29,7 +33,7 @@ def links(page: Path) -> list[str]:
     """The targets of a page's links and pictures, except those in code and those outside the repository."""
     text = CODE.sub("", CODE_BLOCK.sub("", page.read_text()))
     found = [link for pair in LINK.findall(text) for link in pair if link]
-    local = [link.replace(REPOSITORY, f"{ROOT}/") for link in found]
+    local = [SCHEME.sub("", link.replace(REPOSITORY, f"{ROOT}/").replace(RAW, f"{ROOT}/")) for link in found]
     return [link for link in local if "://" not in link]
 
 
@@ -69,12 +73,34 @@ def test_headings_are_called_as_github_calls_them(tmp_path: Path) -> None:
     assert anchors(page) == {"a-key-and-more", "lmcaches-own-5-gb"}
 
 
+@pytest.mark.timeout(180)
 def test_the_site_builds_without_a_warning(root: Path, run: Run, tmp_path: Path) -> None:
     """Strict: no broken link or anchor, no page outside the navigation."""
-    run(sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", tmp_path)
+    run(sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", tmp_path, timeout_seconds=170.0)
     pages = [page.relative_to(DOCS) for page in DOCS.rglob("*.md")]
     assert {page.parent if page.name == "index.md" else page.with_suffix("") for page in pages} == {
         page.relative_to(tmp_path).parent for page in tmp_path.rglob("index.html")
     }
     index = (tmp_path / "llms.txt").read_text()
     assert "concepts/architecture/index.md" in index
+    for page in tmp_path.rglob("*.html"):
+        shown = re.findall(r"<(?:img|source)[^>]* src(?:set)?=\"([^\"#:]+)[\"#]", page.read_text())
+        broken = [picture for picture in shown if page.name == "index.html" and not (page.parent / picture).exists()]
+        assert broken == [], f"{page.relative_to(tmp_path)}: there is no such picture"
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "```mermaid" in page.read_text()], ids=lambda page: page.name
+)
+def test_diagrams_have_no_semicolon(page: Path) -> None:
+    """Mermaid takes it for the end of a line, and shows an error instead of the diagram."""
+    diagrams = re.findall(r"^```mermaid\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert [line for diagram in diagrams for line in diagram.splitlines() if ";" in line] == []
+
+
+def test_links_of_the_readme_are_absolute(root: Path) -> None:
+    """Package indexes show README without the repository around it."""
+    text = CODE.sub("", CODE_BLOCK.sub("", (root / "README.md").read_text()))
+    found = [link for pair in LINK.findall(text) for link in pair if link]
+    assert found
+    assert [link for link in found if not link.startswith("https://")] == []
