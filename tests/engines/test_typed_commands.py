@@ -96,7 +96,7 @@ def test_every_vllm_command_of_the_pages_takes_its_flags() -> None:
     assert len(served) >= 7
     lines = "\n".join("\t".join(words) for words in served)
     done = subprocess.run(
-        [sys.executable, "-c", program], input=lines, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program], input=lines, capture_output=True, text=True, timeout=290, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
 
